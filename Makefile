@@ -1,0 +1,47 @@
+# Thin names over real commands. `make demo` and `make test` set everything up by themselves.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-all check format bench bench-overlap clean
+
+help: ## show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+
+# torch first and alone: any looser request would fetch gigabytes of GPU libraries onto a machine without a GPU.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $(STAMP)
+
+install: $(STAMP) ## make the virtual environment
+
+demo: $(STAMP) ## train a small policy from scratch, asynchronously, in a few minutes
+	$(BIN)/rollbook demo
+
+check: $(STAMP) ## format, lint, types, import rule
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/architecture
+
+test: check ## check, then every test that fits in 15 minutes on two cores
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: check ## check, then every test
+	$(BIN)/python -m pytest
+
+format: $(STAMP) ## rewrite the sources in the house format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: bench-overlap ## every benchmark
+
+bench-overlap: $(STAMP) ## does overlapping pay? the same work with lag budget 0 and 2
+	$(BIN)/python -m benchmarks.overlap
+
+clean: ## remove the virtual environment and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

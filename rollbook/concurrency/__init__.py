@@ -1,0 +1,1 @@
+"""WAITING: how the project starts, waits and stops."""

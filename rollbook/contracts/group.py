@@ -1,0 +1,149 @@
+"""The samples of one draw, their outcome, and the life of a group with its table of moves."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NewType
+
+import numpy as np
+
+from rollbook.contracts.task import TaskId
+from rollbook.contracts.trajectory import RolloutSample
+
+GroupId = NewType("GroupId", str)
+
+
+def group_id(task_id: TaskId, draw: int) -> GroupId:
+    """A group is a task times a draw; the id says both."""
+    return GroupId(f"{task_id}@{draw}")
+
+
+class GroupState(StrEnum):
+    DISPATCHED = "dispatched"
+    QUEUED = "queued"
+    BATCHED = "batched"
+    TRAINED = "trained"
+    DURABLE = "durable"
+    DROPPED = "dropped"
+
+
+MOVES: dict[GroupState, frozenset[GroupState]] = {
+    GroupState.DISPATCHED: frozenset({GroupState.QUEUED, GroupState.DROPPED}),
+    GroupState.QUEUED: frozenset({GroupState.BATCHED, GroupState.DROPPED}),
+    GroupState.BATCHED: frozenset({GroupState.TRAINED}),
+    GroupState.TRAINED: frozenset({GroupState.DURABLE}),
+    GroupState.DURABLE: frozenset(),
+    GroupState.DROPPED: frozenset(),
+}
+
+
+class DropKind(StrEnum):
+    """Why a group was not trained. The kind is counted, the detail is read."""
+
+    STALE = "stale"
+    FILTERED = "filtered"
+    INVALID = "invalid"
+    TIMEOUT = "timeout"
+    ATTEMPTS = "attempts"
+    SURPLUS = "surplus"
+    END_OF_DATA = "end_of_data"
+    END_OF_RUN = "end_of_run"
+    RESET = "reset"
+
+
+@dataclass(frozen=True, slots=True)
+class DropReason:
+    """`invalid: 8 of 8 samples unscorable (env: connection lost)`: a kind to count by and a detail to read."""
+
+    kind: DropKind
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.detail}" if self.detail else str(self.kind)
+
+    @classmethod
+    def parse(cls, text: str) -> "DropReason":
+        match = re.fullmatch(r"([a-z_]+)(?:: (.*))?", text, flags=re.DOTALL)
+        if match is None:
+            raise ValueError(f"{text!r} is not a drop reason")
+        return cls(DropKind(match[1]), match[2] or "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupOutcome:
+    """What is remembered of a group when its tokens are gone: for the curriculum, the metrics and the audit."""
+
+    num_samples: int
+    num_scorable: int
+    reward_mean: float | None
+    reward_std: float | None
+    solved_rate: float | None
+    truncated_rate: float
+    mean_turns: float
+    mean_response_tokens: float
+    seconds: float
+    """Wall seconds from the grant to the last sample."""
+    invalid_causes: Mapping[str, int] = field(default_factory=dict)
+    """How often each cause made an attempt at a sample unscorable, the retried ones included."""
+    retried_samples: int = 0
+    declined_samples: int = 0
+    """Samples that the rollout function dropped by returning None."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptGroup:
+    """The samples of one draw."""
+
+    id: GroupId
+    task_id: TaskId
+    draw: int
+    samples: tuple[RolloutSample, ...]
+
+    def __post_init__(self) -> None:
+        if not self.samples:
+            raise ValueError(f"group {self.id} has no samples")
+        if self.draw < 0:
+            raise ValueError(f"group {self.id} has draw {self.draw}; draws count from 0")
+
+    @property
+    def scorable(self) -> tuple[RolloutSample, ...]:
+        return tuple(sample for sample in self.samples if sample.is_scorable)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(sample.num_tokens for sample in self.samples)
+
+    @property
+    def has_logprobs(self) -> bool:
+        return all(row.has_logprobs for sample in self.scorable for row in sample.sequences)
+
+    def trained_publications(self) -> frozenset[int]:
+        """Publications behind the trained tokens of the scorable samples: what the group's lag is judged by."""
+        rows = [row for sample in self.scorable for row in sample.sequences if row.num_trained]
+        return frozenset[int]().union(*(row.trained_publications() for row in rows))
+
+    def outcome(
+        self,
+        *,
+        seconds: float,
+        invalid_causes: Mapping[str, int] | None = None,
+        retried_samples: int = 0,
+        declined_samples: int = 0,
+    ) -> GroupOutcome:
+        rewards = np.array([s.reward for s in self.scorable], dtype=np.float64)
+        solved = [s.solved for s in self.samples if s.solved is not None and s.is_scorable]
+        return GroupOutcome(
+            num_samples=len(self.samples),
+            num_scorable=len(rewards),
+            reward_mean=float(rewards.mean()) if len(rewards) else None,
+            reward_std=float(rewards.std(ddof=1)) if len(rewards) > 1 else None,
+            solved_rate=sum(solved) / len(solved) if solved else None,
+            truncated_rate=sum(s.finish_reason.is_truncated for s in self.samples) / len(self.samples),
+            mean_turns=sum(len(s.turns) for s in self.samples) / len(self.samples),
+            mean_response_tokens=sum(s.num_trained for s in self.samples) / len(self.samples),
+            seconds=seconds,
+            invalid_causes=dict(invalid_causes or {}),
+            retried_samples=retried_samples,
+            declined_samples=declined_samples,
+        )

@@ -1,0 +1,1 @@
+"""LOOKING: what a person sees of a run: terminal, plots, later the page."""

@@ -1,0 +1,1 @@
+"""WHERE THE AGENT ACTS: worlds."""

@@ -1,0 +1,1 @@
+"""WHO ANSWERS: engines, policy server, client."""

@@ -1,0 +1,1 @@
+"""WHERE GROUPS WAIT: the durable truth."""

@@ -1,0 +1,1 @@
+"""PLAYING EPISODES: contract, assemblers, groups, workers, dispatcher."""

@@ -1,0 +1,1 @@
+"""WIRING: the only place where rooms meet."""

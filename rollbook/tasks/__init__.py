@@ -1,0 +1,1 @@
+"""WHAT TO DO NEXT: datasets, cursor."""

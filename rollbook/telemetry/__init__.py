@@ -1,0 +1,1 @@
+"""TELLING: metrics, events and spans."""

@@ -1,0 +1,84 @@
+"""Structured events: one thing that happened, found by id. `log.info("ledger.batch_decided", step=41, groups=8)`.
+
+Events are JSON lines in `logs/<process>.jsonl` of the run directory; from `warning` on they also go to stderr as one readable
+line. A telemetry failure is told once and never stops anything.
+"""
+
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
+
+
+class EventLog:
+    """Writes events of one process. Without a path, only warnings and errors are shown, on stderr."""
+
+    def __init__(self, process: str, path: Path | None = None, *, echo: TextIO | None = None) -> None:
+        self.process = process
+        self._echo = echo
+        self._file: TextIO | None = None
+        self._has_failed = False
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def debug(self, event: str, **fields: Any) -> None:
+        self._write("debug", event, fields)
+
+    def info(self, event: str, **fields: Any) -> None:
+        self._write("info", event, fields)
+
+    def warning(self, event: str, **fields: Any) -> None:
+        self._write("warning", event, fields)
+
+    def error(self, event: str, **fields: Any) -> None:
+        self._write("error", event, fields)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write(self, level: str, event: str, fields: dict[str, Any]) -> None:
+        try:
+            if self._file is not None:
+                record = {
+                    "time": round(time.time(), 4),
+                    "level": level,
+                    "process": self.process,
+                    "event": event,
+                    **fields,
+                }
+                self._file.write(json.dumps(record, default=str) + "\n")
+            if LEVELS[level] >= LEVELS["warning"]:
+                told = " ".join(f"{key}={value}" for key, value in fields.items())
+                (self._echo or sys.stderr).write(f"{level}: [{self.process}] {event} {told}\n")
+        except (OSError, ValueError) as error:
+            if not self._has_failed:
+                self._has_failed = True
+                logging.getLogger("rollbook.telemetry").warning(
+                    "events of %s are no longer written: %s", self.process, error
+                )
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Every whole line; a torn last line (the process was killed while writing) is passed over."""
+    return read_json_lines(path)
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    rows: list[dict[str, Any]] = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows

@@ -1,0 +1,113 @@
+"""Nested timed spans: what each process did, and when. The timeline plot is drawn from them.
+
+One JSON line a span, written when it ends: name, wall start and end, the span it lies in, and its fields. Nesting follows the
+context (task or thread), so concurrent tasks do not mix.
+"""
+
+import itertools
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from rollbook.telemetry.events import read_json_lines
+
+_current: ContextVar[int | None] = ContextVar("rollbook_span", default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    process: str
+    name: str
+    start: float
+    end: float
+    id: int
+    parent: int | None = None
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+class SpanRecorder:
+    """Spans of one process. Without a path they are timed and forgotten."""
+
+    def __init__(self, process: str, path: Path | None = None) -> None:
+        self.process = process
+        self._ids = itertools.count(1)
+        self._lock = threading.Lock()
+        self._file: TextIO | None = None
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    @contextmanager
+    def span(self, name: str, **fields: Any) -> Iterator[dict[str, Any]]:
+        """Time a block. The yielded dict takes fields that are known only at its end."""
+        span_id, parent = next(self._ids), _current.get()
+        token = _current.set(span_id)
+        start, began = time.time(), time.perf_counter()
+        try:
+            yield fields
+        finally:
+            _current.reset(token)
+            self.record(name, start, start + time.perf_counter() - began, span_id=span_id, parent=parent, **fields)
+
+    def record(
+        self,
+        name: str,
+        start: float,
+        end: float,
+        *,
+        span_id: int | None = None,
+        parent: int | None = None,
+        **fields: Any,
+    ) -> None:
+        """Write a span that was timed elsewhere."""
+        row = {
+            "process": self.process,
+            "name": name,
+            "start": round(start, 5),
+            "end": round(end, 5),
+            "id": span_id if span_id is not None else next(self._ids),
+            "parent": parent,
+            "fields": fields,
+        }
+        with self._lock:
+            if self._file is None:
+                return
+            try:
+                self._file.write(json.dumps(row, default=str) + "\n")
+            except (OSError, ValueError) as error:
+                self._file = None
+                logging.getLogger("rollbook.telemetry").warning(
+                    "spans of %s are no longer written: %s", self.process, error
+                )
+
+    def close(self) -> None:
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+
+
+def read_spans(path: Path) -> list[Span]:
+    return [
+        Span(
+            process=row["process"],
+            name=row["name"],
+            start=row["start"],
+            end=row["end"],
+            id=row["id"],
+            parent=row["parent"],
+            fields=row.get("fields", {}),
+        )
+        for row in read_json_lines(path)
+    ]

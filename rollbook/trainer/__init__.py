@@ -1,0 +1,1 @@
+"""LEARNING: advantages, losses, step, checkpoints."""

@@ -1,0 +1,109 @@
+"""The floor plan: who may import whom, and through which door the heavy libraries enter."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "rollbook"
+GROUND = {"contracts", "concurrency", "telemetry"}
+ROOMS = {"tasks", "envs", "inference", "rollout", "ledger", "trainer"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "contracts": set(),
+    "concurrency": set(),
+    "telemetry": {"concurrency"},
+    **{room: GROUND for room in ROOMS},
+    "dashboard": {"contracts", "telemetry"},
+    "integrations": GROUND | ROOMS,
+    "run": GROUND | ROOMS | {"dashboard"},
+    "cli": {"run"},
+}
+# Heavy libraries and the only places that may import them.
+DOORS: dict[str, tuple[str, ...]] = {
+    "torch": ("rollbook/trainer/", "rollbook/inference/engines/", "rollbook/inference/transfer/"),
+    "transformers": ("rollbook/trainer/", "rollbook/inference/engines/"),
+    "safetensors": ("rollbook/trainer/", "rollbook/inference/engines/", "rollbook/inference/transfer/"),
+    "matplotlib": ("rollbook/dashboard/plots.py",),
+    "sqlite3": ("rollbook/ledger/stores/sqlite.py",),
+    "tokenizers": ("rollbook/rollout/rendering.py", "rollbook/trainer/"),
+    "jinja2": ("rollbook/rollout/rendering.py",),
+}
+TORCH_FREE = ("config", "advantages", "minibatches", "staleness")
+
+
+def imports_of(path: Path) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module, node.lineno
+
+
+def room_of(module: str) -> str | None:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 and parts[0] == "rollbook" else None
+
+
+def sources() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def test_every_import_follows_the_floor_plan() -> None:
+    strays = []
+    for path in sources():
+        own = path.relative_to(PACKAGE).parts[0]
+        if own.endswith(".py"):
+            continue
+        for module, line in imports_of(path):
+            room = room_of(module)
+            if room is not None and room != own and room not in MAY_IMPORT[own]:
+                strays.append(f"{path.relative_to(PACKAGE.parent)}:{line} imports {module}")
+    assert strays == []
+
+
+def test_heavy_libraries_enter_through_their_doors_only() -> None:
+    strays = []
+    for path in sources():
+        where = path.relative_to(PACKAGE.parent).as_posix()
+        for module, line in imports_of(path):
+            doors = DOORS.get(module.split(".")[0])
+            if doors is not None and not where.startswith(doors):
+                strays.append(f"{where}:{line} imports {module}")
+            if module.split(".")[0] == "torch" and path.parent.name == "trainer" and path.stem in TORCH_FREE:
+                strays.append(f"{where}:{line} imports torch, but it decides in pure code")
+    assert strays == []
+
+
+def test_imports_stand_at_the_top_of_the_file() -> None:
+    hidden = []
+    for path in sources():
+        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                hidden += [
+                    f"{path.relative_to(PACKAGE.parent)}:{node.lineno}"
+                    for node in ast.walk(function)
+                    if isinstance(node, ast.Import | ast.ImportFrom)
+                ]
+    assert hidden == []
+
+
+def test_contracts_need_nothing_but_the_standard_library_and_numpy() -> None:
+    strays = [
+        f"{path.name}:{line} imports {module}"
+        for path in sorted((PACKAGE / "contracts").glob("*.py"))
+        for module, line in imports_of(path)
+        if module.split(".")[0] not in sys.stdlib_module_names | {"numpy", "rollbook"}
+    ]
+    assert strays == []
+
+
+@pytest.mark.parametrize(
+    "process", ["rollbook.run.processes.ledger_server", "rollbook.run.processes.rollout", "rollbook.cli.main"]
+)
+def test_processes_that_do_not_learn_start_without_torch(process: str) -> None:
+    code = f"import sys, {process}; print(*sorted({{'torch', 'transformers', 'matplotlib'}} & set(sys.modules)))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert loaded == []
