@@ -18,6 +18,9 @@ from rollbook.contracts.task import Draw, Task, TaskId
 class TaskSource(Protocol):
     """What to do next. Called by the dispatcher, satisfied by `tasks`."""
 
+    def rebuild(self, progress: DrawProgress) -> None:
+        """Take up where the ledger stands. Called once, before the first `propose`."""
+
     def propose(self, count: int) -> Sequence[Draw]:
         """Up to `count` draws that come next. Proposing again before `taken` gives the same ones. Empty: exhausted."""
 

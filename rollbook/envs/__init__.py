@@ -1,1 +1,1 @@
-"""WHERE THE AGENT ACTS: worlds."""
+"""WHERE THE AGENT ACTS: environments, and the ways to reach them."""

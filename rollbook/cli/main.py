@@ -1,0 +1,60 @@
+"""Verbs, global flags, exit codes: 0 done, 1 failed, 2 misused or misconfigured, 130 interrupted.
+
+Text for people goes to stderr, results to stdout; `--json` makes results a machine's.
+"""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from rollbook import __version__
+from rollbook.cli.audit import audit
+from rollbook.cli.config import config_app
+from rollbook.cli.demo import demo
+from rollbook.cli.inspect import inspect
+from rollbook.cli.replay import replay
+from rollbook.cli.speaking import EXIT_MISUSED, say_error
+from rollbook.cli.train import train
+from rollbook.run.errors import ConfigError, RollbookError, RunDirectoryError
+
+app = typer.Typer(
+    name="rollbook",
+    help="Asynchronous reinforcement learning for LLM agents: no rollout is lost, trained twice, or left unexplained.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.command()(train)
+app.command()(audit)
+app.command()(inspect)
+app.command()(replay)
+app.command()(demo)
+app.add_typer(config_app, name="config")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"rollbook {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    """Global flags."""
+
+
+def main() -> None:
+    """Run a verb. Our own errors are told in one clear text; anything else is a bug and shows its traceback."""
+    try:
+        app()
+    except (ConfigError, RunDirectoryError) as error:
+        say_error(str(error))
+        sys.exit(EXIT_MISUSED)
+    except RollbookError as error:
+        say_error(str(error))
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)

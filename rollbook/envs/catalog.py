@@ -1,0 +1,74 @@
+"""Name to environment: one explicit table, and `module:Class` for worlds of your own."""
+
+import importlib
+import inspect
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from rollbook.contracts.errors import RunError
+from rollbook.envs.config import EnvConfig
+from rollbook.envs.delayed import DelayedNumberGuessing
+from rollbook.envs.environment import WorldEnvironment
+from rollbook.envs.number_guessing import NumberGuessing
+
+CATALOG: dict[str, type] = {
+    "delayed_number_guessing": DelayedNumberGuessing,
+    "number_guessing": NumberGuessing,
+}
+METHODS = ("reset", "step", "close")
+
+
+class EnvironmentSource:
+    """Makes a fresh environment for each episode. Name and arguments are checked when it is built, not in the first episode."""
+
+    def __init__(self, config: EnvConfig) -> None:
+        self._config = config
+        self._kind = world_class(config.name)
+        check_arguments(config.name, self._kind, config.args)
+        # Threads start with the first call that needs one: quick and async worlds cost none.
+        self._threads = ThreadPoolExecutor(config.max_threads, thread_name_prefix=f"env-{config.name}")
+
+    def __call__(self) -> WorldEnvironment:
+        return WorldEnvironment(self._kind(**self._config.args), name=self._config.name, executor=self._threads)
+
+    def close(self) -> None:
+        """Let go of the threads. Calls that still run in one are not waited for."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def world_class(name: str) -> Callable[..., Any]:
+    """The class behind a name of the catalog or a dotted path. Raises `RunError` that lists what is known."""
+    if name in CATALOG:
+        return CATALOG[name]
+    if ":" not in name:
+        raise RunError(
+            f"env.name: there is no environment {name!r}; known are {', '.join(sorted(CATALOG))}, "
+            "and 'module:Class' for one of your own"
+        )
+    module_name, _, class_name = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # foreign code: its import can raise anything, and the operator must read what
+        raise RunError(f"env.name: importing {module_name!r} failed: {type(error).__name__}: {error}") from error
+    kind = getattr(module, class_name, None)
+    if not isinstance(kind, type):
+        classes = sorted(n for n, v in vars(module).items() if isinstance(v, type) and v.__module__ == module.__name__)
+        raise RunError(
+            f"env.name: {module_name!r} has no class {class_name!r}; it defines {', '.join(classes) or 'no classes'}"
+        )
+    missing = [method for method in METHODS if not callable(getattr(kind, method, None))]
+    if missing:
+        raise RunError(f"env.name: {name} lacks {', '.join(missing)}; an environment has reset, step and close")
+    return kind
+
+
+def check_arguments(name: str, kind: Callable[..., Any], args: dict[str, Any]) -> None:
+    """Build one world and throw it away: a wrong argument is told before anything starts."""
+    try:
+        kind(**args)
+    except Exception as error:  # foreign code again, at start-up
+        signature = inspect.signature(kind)
+        raise RunError(
+            f"env.args: {name} does not take {args!r}: {type(error).__name__}: {error}; its arguments are {signature}"
+        ) from error

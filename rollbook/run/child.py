@@ -1,0 +1,141 @@
+"""The life of a supervised process: `python -m rollbook.run.child --role trainer --run-dir DIR …`.
+
+It reads the resolved config, ends with its parent, tells over the channel what it does, turns SIGTERM into a request to drain, and
+turns whatever escapes into an exit code that says who must act.
+"""
+
+import argparse
+import asyncio
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import uvloop
+
+from rollbook.concurrency.parent_watch import die_with_parent
+from rollbook.contracts.errors import FencedError, RunError
+from rollbook.run.channel import Channel
+from rollbook.run.config import LoadedConfig, load_config
+from rollbook.run.directory import RunDirectory
+from rollbook.run.roles import ROLES
+from rollbook.telemetry.events import EventLog
+from rollbook.telemetry.spans import SpanRecorder
+
+EXIT_DONE = 0
+EXIT_CRASHED = 1
+EXIT_STOP_RUN = 2
+EXIT_FENCED = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleContext:
+    """What every role is given."""
+
+    role: str
+    directory: RunDirectory
+    loaded: LoadedConfig
+    channel: Channel
+    log: EventLog
+    spans: SpanRecorder
+    addresses: dict[str, str]
+    """URLs of the run's servers by role."""
+    socket: socket.socket | None
+    """The listening socket of a server role, opened by the supervisor."""
+    draining: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set by SIGTERM: end soon, and well."""
+
+    def listening(self) -> socket.socket:
+        if self.socket is None:
+            raise RunError(f"the role {self.role} needs a listening socket and was given none")
+        return self.socket
+
+
+class RoleModule(Protocol):
+    async def main(self, context: RoleContext) -> str:
+        """Play the role to its end; the answer says how it ended."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = _arguments(argv)
+    if args.parent_fd is not None:
+        die_with_parent(args.parent_fd)
+    directory = RunDirectory(Path(args.run_dir))
+    channel = Channel(args.channel_fd)
+    log = EventLog(args.name, directory.log_file(args.name))
+    spans = SpanRecorder(args.name, directory.span_file(args.name))
+    log.info("process.started", pid=os.getpid(), role=args.role)
+    try:
+        loaded = load_config(directory.config_file, source_dir=Path(directory.read_manifest()["source_dir"]))
+        context = RoleContext(
+            role=args.role,
+            directory=directory,
+            loaded=loaded,
+            channel=channel,
+            log=log,
+            spans=spans,
+            addresses=json.loads(args.addresses),
+            socket=socket.socket(fileno=args.socket_fd) if args.socket_fd is not None else None,
+        )
+        module: RoleModule = importlib.import_module(ROLES[args.role])  # type: ignore[assignment]  # checked by its conformance test
+        return uvloop.run(_play(module, context))
+    except Exception as error:
+        return _verdict(error, channel, log)
+    finally:
+        spans.close()
+        log.close()
+
+
+async def _play(module: RoleModule, context: RoleContext) -> int:
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, context.draining.set)
+    loop.add_signal_handler(signal.SIGINT, lambda: None)
+    ended = await module.main(context)
+    context.log.info("process.ended", how=ended)
+    context.channel.end(ended)
+    return EXIT_DONE
+
+
+def _verdict(error: BaseException, channel: Channel, log: EventLog) -> int:
+    """Exit code by the class of the error: a person must act (2), a newer process took over (3), or try again (1)."""
+    cause = first_cause(error)
+    if isinstance(cause, FencedError):
+        log.warning("process.fenced", cause=str(cause))
+        return EXIT_FENCED
+    if isinstance(cause, RunError):
+        log.error("process.stop_run", cause=str(cause))
+        channel.fault(str(cause))
+        return EXIT_STOP_RUN
+    log.error("process.crashed", cause=f"{type(cause).__name__}: {cause}")
+    traceback.print_exception(error, file=sys.stderr)
+    return EXIT_CRASHED
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """Out of an exception group, the error that decides: a `RunError` if there is one, else the first."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    leaves = [first_cause(inner) for inner in error.exceptions]
+    return next((leaf for leaf in leaves if isinstance(leaf, RunError)), leaves[0])
+
+
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="rollbook.run.child")
+    parser.add_argument("--role", required=True, choices=sorted(ROLES))
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--run-dir", required=True)
+    parser.add_argument("--addresses", default="{}")
+    parser.add_argument("--socket-fd", type=int)
+    parser.add_argument("--parent-fd", type=int)
+    parser.add_argument("--channel-fd", type=int)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

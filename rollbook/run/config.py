@@ -1,0 +1,203 @@
+"""One TOML file describes a run: the rooms' configs side by side, checked as a whole before anything starts.
+
+Every fault is reported at once, each with its path in the file. Sections are checked one by one, so that a mistake in one does not
+hide those in another; then what only makes sense together is checked. Unknown fields are refused, and so are fields that the
+chosen settings would never read.
+"""
+
+import importlib.util
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from pydantic import BaseModel, Field, ValidationError
+
+from rollbook.contracts.errors import RunError
+from rollbook.envs.config import EnvConfig
+from rollbook.inference.config import InferenceConfig
+from rollbook.ledger.config import GateConfig, LedgerConfig
+from rollbook.rollout.config import RolloutConfig
+from rollbook.run.config_checks import CROSS_CHECKS
+from rollbook.tasks.config import TasksConfig
+from rollbook.trainer.config import ModelConfig, TrainerConfig
+
+
+class RunSection(BaseModel, frozen=True, extra="forbid"):
+    """What belongs to the run as a whole."""
+
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Names the run in the ledger and in messages. Letters, digits, dot, underscore, dash."""
+
+    seed: int = Field(default=0, ge=0)
+    """From this every other seed is derived: initial weights, order of tasks, minibatches."""
+
+
+class RunConfig(BaseModel, frozen=True, extra="forbid"):
+    run: RunSection = RunSection()
+    model: ModelConfig
+    tasks: TasksConfig
+    env: EnvConfig = EnvConfig()
+    inference: InferenceConfig = InferenceConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    gate: GateConfig = GateConfig()
+    ledger: LedgerConfig = LedgerConfig()
+    trainer: TrainerConfig = TrainerConfig()
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFault:
+    path: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.message}"
+
+
+class ConfigError(RunError):
+    """The configuration cannot be used. `faults` holds every one that was found."""
+
+    def __init__(self, source: str, faults: Sequence[ConfigFault]) -> None:
+        self.source = source
+        self.faults = tuple(faults)
+        count = f"{len(faults)} fault" + ("s" if len(faults) != 1 else "")
+        super().__init__("\n".join([f"{source}: {count}", *(f"  {fault}" for fault in faults)]))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (ConfigError, (self.source, self.faults))
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedConfig:
+    config: RunConfig
+    source_dir: Path
+    """Relative paths and users' modules are looked up here."""
+
+
+def load_config(path: Path, overrides: Sequence[str] = (), *, source_dir: Path | None = None) -> LoadedConfig:
+    """Read, override, check. Raises `ConfigError` with every fault."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(str(path), [ConfigFault("file", f"cannot be read: {error.strerror or error}")]) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(str(path), [ConfigFault("file", f"is not TOML: {error}")]) from error
+    faults = [fault for text in overrides if (fault := _override(table, text)) is not None]
+    home = (source_dir or path.parent).resolve()
+    config, more = check_table(table, home)
+    if config is None or faults or more:
+        raise ConfigError(str(path), [*faults, *more])
+    return LoadedConfig(config, home)
+
+
+def check_table(table: Mapping[str, Any], source_dir: Path) -> tuple[RunConfig | None, list[ConfigFault]]:
+    """Check every section by itself, then what concerns several."""
+    faults: list[ConfigFault] = []
+    parts: dict[str, BaseModel] = {}
+    for name in table.keys() - RunConfig.model_fields.keys():
+        known = ", ".join(RunConfig.model_fields)
+        faults.append(ConfigFault(name, f"unknown section; known are {known}"))
+    for name, field in RunConfig.model_fields.items():
+        kind = field.annotation
+        assert isinstance(kind, type)
+        assert issubclass(kind, BaseModel)
+        if name not in table and field.is_required():
+            faults.append(ConfigFault(name, "this section is missing"))
+            continue
+        try:
+            parts[name] = kind.model_validate(table.get(name, {}))
+        except ValidationError as error:
+            faults += [
+                ConfigFault(".".join([name, *map(str, e["loc"])]), _plain(e["type"], e["msg"])) for e in error.errors()
+            ]
+    faults += [ConfigFault(path, message) for check in CROSS_CHECKS for path, message in check(parts)]
+    faults += _missing_modules(parts, source_dir)
+    faults.sort(key=lambda fault: list(RunConfig.model_fields).index(s) if (s := fault.path.split(".")[0]) in RunConfig.model_fields else 99)
+    if faults:
+        return None, faults
+    return RunConfig.model_validate({name: part.model_dump(exclude_unset=True) for name, part in parts.items()}), []
+
+
+def dump_toml(config: RunConfig) -> str:
+    """The resolved configuration. Fields that are None are left out: TOML has no word for them."""
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+
+
+def changed_fields(old: RunConfig, new: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Paths whose values differ, with both values."""
+    before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
+    return {
+        path: (before.get(path), after.get(path))
+        for path in sorted(before.keys() | after.keys())
+        if before.get(path) != after.get(path)
+    }
+
+
+def _flat(value: Any, path: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {path: value}
+    flat: dict[str, Any] = {}
+    for key, inner in value.items():
+        flat |= _flat(inner, f"{path}.{key}" if path else str(key))
+    return flat
+
+
+def _plain(kind: str, message: str) -> str:
+    if kind == "extra_forbidden":
+        return "unknown field: it would be ignored, so it is refused"
+    return message.removeprefix("Value error, ")
+
+
+def _override(table: dict[str, Any], text: str) -> ConfigFault | None:
+    """`a.b=c` into the table; c is read as TOML, and as plain text where it is not."""
+    path, sign, raw = text.partition("=")
+    keys = path.strip().split(".")
+    if not sign or not all(keys):
+        return ConfigFault(f"--set {text}", "must look like section.field=value")
+    try:
+        value: Any = tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = raw
+    inner = table
+    for key in keys[:-1]:
+        inner = inner.setdefault(key, {})
+        if not isinstance(inner, dict):
+            return ConfigFault(f"--set {text}", f"{key} is not a section")
+    inner[keys[-1]] = value
+    return None
+
+
+def _missing_modules(parts: Mapping[str, BaseModel], source_dir: Path) -> list[ConfigFault]:
+    """Dotted paths that lead nowhere. Modules are found, never run: checking a config must not execute it."""
+    wanted: list[tuple[str, str]] = []
+    if isinstance(rollout := parts.get("rollout"), RolloutConfig):
+        wanted.append(("rollout.function", rollout.function))
+        if rollout.filter:
+            wanted.append(("rollout.filter", rollout.filter))
+    if isinstance(env := parts.get("env"), EnvConfig) and ":" in (env.name or ""):
+        wanted.append(("env.name", str(env.name)))
+    faults = []
+    if isinstance(tasks := parts.get("tasks"), TasksConfig):
+        if tasks.source.endswith((".jsonl", ".json")) or "/" in tasks.source:
+            if not (source_dir / tasks.source).exists():
+                faults.append(ConfigFault("tasks.source", f"no such file: {source_dir / tasks.source}"))
+        else:
+            wanted.append(("tasks.source", tasks.source))
+    for path, dotted in wanted:
+        module = dotted.partition(":")[0]
+        if not _can_find(module, source_dir):
+            faults.append(ConfigFault(path, f"module {module!r} was not found, neither in {source_dir} nor among the installed packages"))
+    return faults
+
+
+def _can_find(module: str, source_dir: Path) -> bool:
+    sys.path.insert(0, str(source_dir))
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError, AttributeError):
+        return False
+    finally:
+        sys.path.remove(str(source_dir))

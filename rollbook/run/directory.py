@@ -1,0 +1,150 @@
+"""What lies where in a run directory. Copy it and you have the run.
+
+    config.toml         the resolved configuration        run.json      manifest: id, versions, where the config came from
+    ledger/             the durable truth                 model/        initial weights and tokenizer
+    checkpoints/        what a resume starts from         weights/      the newest publications
+    metrics.jsonl       one dense row a tick              spans/ logs/  one file a process
+    plots/              drawn at the end                  lock          held by the one `train` that runs here
+"""
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollbook import __version__
+from rollbook.contracts.errors import RunError
+
+# A run that cannot write a checkpoint loses hours; better not to begin.
+LEAST_FREE_BYTES = 64 * 2**20
+
+
+class RunDirectoryError(RunError):
+    """The run directory cannot be used; says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    path: Path
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def manifest_file(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def lock_file(self) -> Path:
+        return self.path / "lock"
+
+    @property
+    def addresses_file(self) -> Path:
+        return self.path / "addresses.json"
+
+    @property
+    def processes_file(self) -> Path:
+        """Pids of the run's processes, for people and for tests that kill them."""
+        return self.path / "processes.json"
+
+    @property
+    def ledger(self) -> Path:
+        return self.path / "ledger"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def weights(self) -> Path:
+        return self.path / "weights"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def plots(self) -> Path:
+        return self.path / "plots"
+
+    def log_file(self, process: str) -> Path:
+        return self.path / "logs" / f"{process}.jsonl"
+
+    def stderr_file(self, process: str) -> Path:
+        return self.path / "logs" / f"{process}.stderr"
+
+    def span_file(self, process: str) -> Path:
+        return self.path / "spans" / f"{process}.jsonl"
+
+    @property
+    def exists(self) -> bool:
+        return self.manifest_file.exists()
+
+    def prepare(self) -> None:
+        """Make the directory and prove that it can be written to, before anything starts."""
+        try:
+            for folder in (self.path, self.path / "logs", self.path / "spans", self.ledger, self.checkpoints, self.weights):
+                folder.mkdir(parents=True, exist_ok=True)
+            probe = self.path / f".probe-{os.getpid()}"
+            probe.write_bytes(b"rollbook")
+            probe.unlink()
+        except OSError as error:
+            raise RunDirectoryError(
+                f"the run directory {self.path} cannot be written to ({error.strerror or error}): "
+                "choose another with --run-dir, or make it writable"
+            ) from error
+        free = shutil.disk_usage(self.path).free
+        if free < LEAST_FREE_BYTES:
+            raise RunDirectoryError(
+                f"only {free / 2**20:.0f} MiB are free under {self.path}, a run needs at least "
+                f"{LEAST_FREE_BYTES / 2**20:.0f} MiB: free some space, or choose another --run-dir"
+            )
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the directory against a second `train`. The kernel lets go when this process ends, however it ends."""
+        with self.lock_file.open("a+") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                lock.seek(0)
+                holder = lock.read().strip() or "unknown"
+                raise RunDirectoryError(
+                    f"{self.path} is in use by another `rollbook train` (pid {holder}): wait for it, stop it, or choose another --run-dir"
+                ) from error
+            lock.seek(0)
+            lock.truncate()
+            lock.write(str(os.getpid()))
+            lock.flush()
+            yield
+
+    def write_manifest(self, *, name: str, source_dir: Path) -> None:
+        manifest = {"name": name, "rollbook": __version__, "created": time.time(), "source_dir": str(source_dir)}
+        write_json(self.manifest_file, manifest)
+
+    def read_manifest(self) -> dict[str, Any]:
+        try:
+            manifest: dict[str, Any] = json.loads(self.manifest_file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise RunDirectoryError(
+                f"{self.path} is not a run directory: {self.manifest_file.name} cannot be read ({error})"
+            ) from error
+        return manifest
+
+
+def write_json(path: Path, value: object) -> None:
+    """Whole or not at all."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    draft.replace(path)

@@ -1,0 +1,248 @@
+"""Start in order, wait for readiness, restart by rule, stop in reverse. Leaves no process behind.
+
+The supervisor trains nothing and stores nothing: kill it, and its children end with it (see `concurrency/parent_watch.py`); start it
+again on the same run directory, and the run goes on from the ledger.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rollbook.contracts.errors import RunError
+from rollbook.run.child import EXIT_DONE, EXIT_FENCED, EXIT_STOP_RUN
+from rollbook.run.config import RunConfig
+from rollbook.run.directory import RunDirectory, write_json
+from rollbook.run.managed import TERM_GRACE_S, ManagedProcess, ProcessState
+from rollbook.run.restarts import GiveUp, RestartRule
+from rollbook.run.serving import listening_socket, url_of
+from rollbook.telemetry.events import EventLog
+
+# From the last batch to the end of the other processes: the dispatcher learns at its next question that the run is over.
+WIND_DOWN_S = 10.0
+# A process that is neither ready nor dead by then hangs, and is named.
+READY_S = 120.0
+
+
+class RunEnd(StrEnum):
+    FINISHED = "finished"
+    DRAINED = "drained"
+    FAILED = "failed"
+    INTERRUPTED = "interrupted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOutcome:
+    end: RunEnd
+    message: str
+    seconds: float
+    restarts: int
+
+
+class Supervisor:
+    """Owns every process of a run on this machine."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        directory: RunDirectory,
+        *,
+        log: EventLog,
+        rule: RestartRule | None = None,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._directory = directory
+        self._log = log
+        self._rule = rule or RestartRule()
+        self._say = say
+        self._stopping = False
+        self._interrupts = 0
+        self._failure: str | None = None
+        self._over = asyncio.Event()
+        self._drained = False
+        self._sockets: dict[str, socket.socket] = {}
+        threads = {"policy": config.inference.threads, "trainer": config.trainer.threads}
+        for server in ("ledger", "policy"):
+            self._sockets[server] = listening_socket("127.0.0.1", 0)
+        addresses = {name: url_of(sock) for name, sock in self._sockets.items()}
+        self.processes = [
+            ManagedProcess(
+                name,
+                name,
+                directory,
+                addresses=addresses,
+                listening=self._sockets.get(name),
+                env={"OMP_NUM_THREADS": str(threads.get(name, 1)), "TOKENIZERS_PARALLELISM": "false"},
+                changed=self._write_processes,
+            )
+            for name in ("ledger", "policy", "trainer", "rollout")
+        ]
+
+    async def run(self) -> RunOutcome:
+        """Run to the end. Cancelling it stops everything at once."""
+        began = time.monotonic()
+        self._catch_signals()
+        try:
+            await self.run_once("prepare")
+            if self._failure is None and not self._over.is_set():
+                await self._run_processes()
+        finally:
+            self._stopping = True
+            for process in self.processes:
+                process.kill()
+            for sock in self._sockets.values():
+                sock.close()
+            self._release_signals()
+        return self._outcome(time.monotonic() - began)
+
+    async def run_once(self, role: str) -> None:
+        """A role that does one thing and ends. Its failure is the run's."""
+        process = ManagedProcess(role, role, self._directory, addresses={})
+        code = await process.live()
+        if code != EXIT_DONE:
+            self._fail(process.fault or f"{role} failed with exit code {code}:\n{process.last_words()}")
+
+    async def _run_processes(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            ledger, *others = self.processes
+            keepers = [group.create_task(self._keep(ledger), name="run.keep.ledger")]
+            await self._until_ready(ledger)
+            keepers += [group.create_task(self._keep(p), name=f"run.keep.{p.name}") for p in others]
+            readiness = group.create_task(self._all_ready(others), name="run.ready")
+            await self._over.wait()
+            readiness.cancel()
+            await self._stop_all()
+            for keeper in keepers:
+                keeper.cancel()
+
+    async def _keep(self, process: ManagedProcess) -> None:
+        """Keep one process alive until the run is over.
+
+        Takes:  exits of the process.
+        Gives:  the end of the run, when the trainer ends or somebody must act; a new incarnation otherwise.
+        Waits:  for the exit, then for the backoff.
+        Woken:  by the kernel.
+        Ends:   when the process ended as it should, or the run stops.
+        """
+        while not self._stopping:
+            code = await process.live()
+            if self._stopping:
+                break
+            if code == EXIT_DONE:
+                process.move(ProcessState.ENDED, process.ended_with)
+                self._log.info("run.process_ended", process=process.name, how=process.ended_with)
+                if process.role == "trainer":
+                    self._over.set()
+                return
+            if code in (EXIT_STOP_RUN, EXIT_FENCED):
+                cause = process.fault or ("another trainer took over this run" if code == EXIT_FENCED else "it gave no reason")
+                process.move(ProcessState.FAILED, cause)
+                self._fail(f"{process.name} stopped the run: {cause}")
+                return
+            verdict = self._rule.decide(process.lives_s)
+            told = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+            if isinstance(verdict, GiveUp):
+                process.move(ProcessState.FAILED, verdict.reason)
+                self._fail(f"{process.name} ended with {told}; {verdict.reason}. Its last words:\n{process.last_words()}")
+                return
+            self._log.warning("run.process_died", process=process.name, code=code, restart_in_s=round(verdict.after_s, 2))
+            process.move(ProcessState.RESTARTING, told)
+            await asyncio.sleep(verdict.after_s)
+        process.move(ProcessState.STOPPED)
+
+    async def _until_ready(self, process: ManagedProcess) -> None:
+        """Wait for the first readiness. A process that dies meanwhile is its keeper's matter; one that hangs is named here."""
+        ready = asyncio.create_task(process.ready.wait(), name=f"run.await_ready.{process.name}")
+        over = asyncio.create_task(self._over.wait(), name="run.await_over")
+        try:
+            done, _ = await asyncio.wait({ready, over}, timeout=READY_S, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                self._fail(f"{process.name} was not ready after {READY_S:g} s. Its last words:\n{process.last_words()}")
+        finally:
+            for task in (ready, over):
+                task.cancel()
+
+    async def _all_ready(self, processes: list[ManagedProcess]) -> None:
+        for process in processes:
+            await self._until_ready(process)
+
+    async def _stop_all(self) -> None:
+        """In reverse order of the journey: who asks ends before who answers."""
+        trainer = next(p for p in self.processes if p.role == "trainer")
+        rollout = next(p for p in self.processes if p.role == "rollout")
+        if self._failure is None and not self._drained:
+            # The dispatcher hears from the ledger that the run is over and ends by itself.
+            await self._gone([rollout], WIND_DOWN_S)
+        self._stopping = True
+        for process in (rollout, trainer, *(p for p in self.processes if p.role == "policy"), self.processes[0]):
+            if process.pid is None:
+                continue
+            process.ask_to_stop()
+            await self._gone([process], TERM_GRACE_S)
+            if process.pid is not None:
+                self._log.warning("run.process_killed", process=process.name, after_s=TERM_GRACE_S)
+                process.kill()
+                await self._gone([process], TERM_GRACE_S)
+
+    async def _gone(self, processes: list[ManagedProcess], within_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                for process in processes:
+                    await process.gone.wait()
+
+    def _fail(self, message: str) -> None:
+        if self._failure is None:
+            self._failure = message
+            self._log.error("run.failed", cause=message)
+        self._over.set()
+
+    def _catch_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._interrupted)
+
+    def _release_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+    def _interrupted(self) -> None:
+        """The first time: let the trainer finish its step and write a checkpoint. The second time: stop at once."""
+        self._interrupts += 1
+        trainer = next(p for p in self.processes if p.role == "trainer")
+        if self._interrupts == 1 and trainer.pid is not None and trainer.ready.is_set():
+            self._drained = True
+            self._say("stopping: the trainer finishes its step and writes a checkpoint (Ctrl-C again stops at once)")
+            trainer.ask_to_stop()
+        else:
+            self._drained = True
+            self._over.set()
+            for process in self.processes:
+                process.kill()
+
+    def _outcome(self, seconds: float) -> RunOutcome:
+        restarts = sum(p.restarts for p in self.processes)
+        if self._failure is not None:
+            return RunOutcome(end=RunEnd.FAILED, message=self._failure, seconds=seconds, restarts=restarts)
+        trainer = next(p for p in self.processes if p.role == "trainer")
+        if self._drained:
+            end = RunEnd.DRAINED if trainer.state is ProcessState.ENDED else RunEnd.INTERRUPTED
+            return RunOutcome(end=end, message=trainer.ended_with or "stopped at once", seconds=seconds, restarts=restarts)
+        return RunOutcome(end=RunEnd.FINISHED, message=trainer.ended_with, seconds=seconds, restarts=restarts)
+
+    def _write_processes(self) -> None:
+        rows = {
+            p.name: {"pid": p.pid, "state": p.state, "restarts": p.restarts, "ready": p.ready.is_set()} for p in self.processes
+        }
+        with contextlib.suppress(OSError):
+            write_json(self._directory.processes_file, {"supervisor": os.getpid(), "processes": rows})
+
+
+def require_posix() -> None:
+    if os.name != "posix":
+        raise RunError("`rollbook train` needs a Unix: it hands sockets to its processes and groups them")

@@ -1,0 +1,61 @@
+"""What is said when a run is over: a short text for people, one row for machines."""
+
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from rollbook.run.launch import TrainReport
+from rollbook.run.supervisor import RunEnd
+
+
+def verdict_row(report: TrainReport) -> dict[str, Any]:
+    """First and last are means over the first and last tenth of the steps."""
+    figures = report.summary
+    return {
+        "run_dir": str(report.directory.path),
+        "end": str(report.outcome.end),
+        "steps": figures.steps,
+        "seconds": round(report.outcome.seconds, 1),
+        "reward_first": _rounded(figures.reward_first),
+        "reward_last": _rounded(figures.reward_last),
+        "solved_first": _rounded(figures.solved_first),
+        "solved_last": _rounded(figures.solved_last),
+        "max_lag": figures.max_lag,
+        "lag_budget": report.config.gate.max_head_offpolicy_versions,
+        "overlap_ratio": _rounded(figures.overlap_ratio),
+        "restarts": report.outcome.restarts,
+        "audit": "ok" if report.audit.ok else "violated",
+    }
+
+
+def tell(report: TrainReport, console: Console) -> None:
+    figures, outcome = report.summary, report.outcome
+    colour = {RunEnd.FINISHED: "green", RunEnd.DRAINED: "yellow", RunEnd.INTERRUPTED: "yellow", RunEnd.FAILED: "red"}[outcome.end]
+    console.print(f"\n[bold {colour}]{outcome.end}[/] after {outcome.seconds:.0f} s and {figures.steps} steps: {escape(outcome.message)}")
+    if figures.steps:
+        console.print(f"  reward  {_arrow(figures.reward_first, figures.reward_last)}    solved  {_arrow(figures.solved_first, figures.solved_last, percent=True)}")
+        budget = report.config.gate.max_head_offpolicy_versions
+        overlap = "–" if figures.overlap_ratio is None else f"{figures.overlap_ratio:.0%} of the trainer's time was training, the rest waiting"
+        console.print(f"  lag     at most {figures.max_lag} of {budget} allowed    overlap  {overlap}")
+    law = report.audit
+    if law.ok:
+        console.print(f"  audit   [green]ok[/]: {escape(law.law_text())}")
+    else:
+        console.print("  audit   [red]violated[/]:")
+        for violation in law.violations:
+            console.print(f"    {violation}", markup=False)
+    for path in report.plots:
+        console.print(f"  plot    {path}", markup=False, soft_wrap=True)
+    if outcome.end in (RunEnd.DRAINED, RunEnd.INTERRUPTED, RunEnd.FAILED):
+        console.print(f"  resume  rollbook train {report.directory.path}", markup=False, soft_wrap=True)
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
+
+
+def _arrow(first: float | None, last: float | None, *, percent: bool = False) -> str:
+    if first is None or last is None:
+        return "–"
+    return f"{first:.0%} → {last:.0%}" if percent else f"{first:.3f} → {last:.3f}"

@@ -1,0 +1,131 @@
+"""Tasks from a JSONL file or a Python function, with ids that survive edits of the source.
+
+Rows are plain JSON values once they are loaded: a row crosses process edges, and its digest must mean the same everywhere.
+Faults of a source stop the run before anything is played, and name the row.
+"""
+
+import hashlib
+import importlib
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from rollbook.contracts.errors import RunError
+from rollbook.contracts.task import Task, TaskId
+from rollbook.tasks.config import TasksConfig
+
+MAX_TASKS = 10_000_000
+"""A source that yields more is taken for an endless generator: every task is held in memory."""
+
+
+class DatasetError(RunError):
+    """The source of tasks cannot be used as it is."""
+
+
+def load_tasks(config: TasksConfig, *, base_dir: Path) -> tuple[Task, ...]:
+    """Every task of the source, in its order. `base_dir` is the directory of the config file."""
+    if config.is_function:
+        rows = _rows_of_function(config.source, config.args, base_dir)
+    else:
+        rows = _rows_of_file(base_dir / config.source)
+    tasks = tuple(_with_ids(rows, id_field=config.id_field))
+    if not tasks:
+        raise DatasetError(f"{config.source} has no tasks; at least one row is needed")
+    return tasks
+
+
+def content_digest(row: Mapping[str, Any]) -> str:
+    """The id of a row that has none: a digest of its canonical JSON."""
+    canonical = json.dumps(row, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.blake2b(canonical.encode(), digest_size=8).hexdigest()
+
+
+def _with_ids(rows: Iterable[tuple[str, dict[str, Any]]], *, id_field: str) -> Iterator[Task]:
+    """Give each row its id. A repeated one gets a suffix that depends on the order of the source only."""
+    seen: dict[str, int] = {}
+    for where, row in islice(rows, MAX_TASKS + 1):
+        if len(seen) >= MAX_TASKS:
+            raise DatasetError(f"{where}: more than {MAX_TASKS} tasks; a function must end (`epochs` repeats it)")
+        base = _own_id(row, id_field, where)
+        unique = base
+        while unique in seen:
+            seen[base] += 1
+            unique = f"{base}#{seen[base]}"
+        seen[unique] = 1
+        yield Task(id=TaskId(unique), row=row)
+
+
+def _own_id(row: Mapping[str, Any], id_field: str, where: str) -> str:
+    value = row.get(id_field)
+    if value is None:
+        return content_digest(row)
+    if isinstance(value, bool) or not isinstance(value, str | int) or not str(value):
+        raise DatasetError(
+            f"{where}: field {id_field!r} is {value!r}; an id is a text that is not empty, or a whole number"
+        )
+    if "@" in str(value):
+        raise DatasetError(
+            f"{where}: id {value!r} contains '@', which separates task and draw; rename it or choose another id_field"
+        )
+    return str(value)
+
+
+def _rows_of_file(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DatasetError(
+            f"tasks: cannot read {path}: {error}. A relative source is looked up beside the config file"
+        ) from error
+    # Only a newline ends a row: JSON strings may hold other line separators.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DatasetError(f"{where}: not JSON ({error}); each line must hold one object") from error
+        if not isinstance(row, dict):
+            raise DatasetError(f"{where}: a {type(row).__name__}; each line must hold one JSON object, like {{...}}")
+        yield where, row
+
+
+def _rows_of_function(source: str, args: Mapping[str, Any], base_dir: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    module_name, _, function_name = source.partition(":")
+    here = str(base_dir.resolve())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise DatasetError(
+            f"tasks: cannot import {module_name!r} for source {source!r}: {type(error).__name__}: {error}. "
+            f"It must be installed or lie in {here}"
+        ) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise DatasetError(
+            f"tasks: module {module_name!r} has no function {function_name!r}; define it or change `source`"
+        )
+    try:
+        for number, row in enumerate(function(**args)):
+            yield f"{source}, row {number}", _plain(row, f"{source}, row {number}")
+    except DatasetError:
+        raise
+    except Exception as error:
+        raise DatasetError(f"tasks: {source} raised {type(error).__name__}: {error}") from error
+
+
+def _plain(row: object, where: str) -> dict[str, Any]:
+    if not isinstance(row, Mapping):
+        raise DatasetError(f"{where}: a {type(row).__name__}; the function must yield mappings")
+    try:
+        plain = json.loads(json.dumps(dict(row), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise DatasetError(f"{where}: not plain JSON ({error}); use texts, numbers, lists and mappings only") from error
+    assert isinstance(plain, dict)
+    return plain
