@@ -2,10 +2,12 @@
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from typing import Any
 
+from rollbook.concurrency.shield import finish
 from rollbook.contracts.errors import RunError
 from rollbook.envs.config import EnvConfig
 from rollbook.envs.delayed import DelayedNumberGuessing
@@ -16,6 +18,8 @@ CATALOG: dict[str, type] = {
     "delayed_number_guessing": DelayedNumberGuessing,
     "number_guessing": NumberGuessing,
 }
+# A world that gives back a container or a connection may take seconds; one that takes longer hangs.
+CLOSE_WITHIN_S = 20.0
 METHODS = ("reset", "step", "close")
 
 
@@ -31,6 +35,16 @@ class EnvironmentSource:
 
     def __call__(self) -> WorldEnvironment:
         return WorldEnvironment(self._kind(**self._config.args), name=self._config.name, executor=self._threads)
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[WorldEnvironment]:
+        """A fresh environment for one episode, closed at its end however it ends."""
+        environment = self()
+        try:
+            yield environment
+        finally:
+            # A world that hangs or breaks while closing must not cost the episode that was played in it.
+            await finish(environment.close(), within_s=CLOSE_WITHIN_S, name=f"env {self._config.name}.close")
 
     def close(self) -> None:
         """Let go of the threads. Calls that still run in one are not waited for."""
