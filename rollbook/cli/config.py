@@ -20,7 +20,8 @@ def _root() -> None:
 def check(
     config: Annotated[Path, typer.Argument(help="The run's TOML file.")],
     override: Annotated[
-        list[str] | None, typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Override a field; may be repeated.")
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Override a field; may be repeated."),
     ] = None,
 ) -> None:
     """Report every fault at once with its path in the file, or print the resolved configuration."""

@@ -16,7 +16,8 @@ EXAMPLE = Path("examples/01_number_guessing/run.toml")
 def demo(
     run_dir: Annotated[Path | None, typer.Option("--run-dir", help="Where the run lives.")] = None,
     override: Annotated[
-        list[str] | None, typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Override a field; may be repeated.")
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Override a field; may be repeated."),
     ] = None,
 ) -> None:
     """Train a small policy from scratch to guess numbers, while rollouts and training overlap."""

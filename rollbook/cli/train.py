@@ -16,7 +16,8 @@ def train(
         Path | None, typer.Option("--run-dir", help="Where the run lives; the same directory again resumes.")
     ] = None,
     override: Annotated[
-        list[str] | None, typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Override a field; may be repeated.")
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Override a field; may be repeated."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON line on stdout.")] = False,
 ) -> None:

@@ -55,7 +55,8 @@ class ManualClock:
         until = self._now + seconds
         await _let_others_run()
         while self._sleepers and self._sleepers[0][0] <= until:
-            self._now, _, woken = heapq.heappop(self._sleepers)
+            at, _, woken = heapq.heappop(self._sleepers)
+            self._now = max(self._now, at)  # after a jump a sleeper may be overdue; time never moves back for it
             if not woken.done():
                 woken.set_result(None)
             await _let_others_run()

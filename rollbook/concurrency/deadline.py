@@ -40,7 +40,9 @@ class Deadline:
         if at_most_s is not None and at_most_s < left:
             budget, owner = at_most_s, f"{what} ({at_most_s:g} s)"
         try:
-            async with asyncio.timeout(budget):
+            async with asyncio.timeout(budget) as scope:
                 yield
         except TimeoutError as error:
+            if not scope.expired():
+                raise  # the block's own: blaming it on this budget would send the reader to the wrong setting
             raise DeadlineExceededError(f"{what} did not finish: the budget of {owner} ran out") from error

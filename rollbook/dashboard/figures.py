@@ -37,6 +37,11 @@ class RunFigures:
     """The last value of every metric, whichever process told it."""
 
     @property
+    def latest(self) -> StepFigures:
+        """The last step; before the first one, a step 0 of which nothing is known."""
+        return self.steps[-1] if self.steps else StepFigures(step=0, time=0.0)
+
+    @property
     def overlap_ratio(self) -> float | None:
         return overlap_ratio(self.wait_s, self.train_s)
 
@@ -68,7 +73,7 @@ class ProcessLine:
     name: str
     pid: int | None
     state: str
-    """starting, ready, draining, restarting, stopped, failed."""
+    """waiting, starting, running, restarting, ended, stopped, failed."""
     restarts: int = 0
     doing: str = ""
     since_s: float = 0.0

@@ -7,14 +7,15 @@ A step that was trained again after a crash is told twice; the last telling coun
 """
 
 import math
-from array import array
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from rollbook.dashboard.figures import RunFigures, RunSummary, StepFigures, overlap_ratio, tenth_means
 from rollbook.dashboard.tail import FolderTail, JsonTail
+
+__all__ = ["SPANS_FOLDER", "RunReader", "RunSummary", "is_number", "numbers", "read_steps", "step_figures", "summary"]
 
 METRICS_FILE = "metrics.jsonl"
 SPANS_FOLDER = "spans"
@@ -70,16 +71,15 @@ class RunReader:
 
 def numbers(row: Mapping[str, Any]) -> dict[str, float]:
     """The metrics of a row that were measured. Metric names have a slash; labels do not."""
-    return {key: float(value) for key, value in row.items() if "/" in key and _is_number(value)}
+    return {key: float(value) for key, value in row.items() if "/" in key and is_number(value)}
 
 
 def step_figures(row: Mapping[str, Any]) -> StepFigures | None:
     """A row of the trainer as figures; None for anybody else's row."""
     step, told = row.get("step"), row.get("time")
-    if row.get("process") != TRAINER or not isinstance(step, int) or step < 1 or not _is_number(told):
+    if row.get("process") != TRAINER or not isinstance(step, int) or step < 1 or not is_number(told):
         return None
     measured = numbers(row)
-    wait = measured.get("perf/sample_wait_time", 0.0)
     return StepFigures(
         step=step,
         time=float(told),
@@ -87,20 +87,10 @@ def step_figures(row: Mapping[str, Any]) -> StepFigures | None:
         solved=measured.get("rollout/accuracy"),
         lag_max=measured.get("async/version_offset_max"),
         lag_mean=measured.get("async/version_offset_mean"),
-        wait_s=wait,
-        train_s=_train_seconds(measured, wait),
-        tokens=measured.get("perf/tokens", measured.get("train/tokens", 0.0)),
+        wait_s=measured.get("perf/sample_wait_time", 0.0),
+        train_s=measured.get("perf/train_time", 0.0),
+        tokens=measured.get("train/tokens", 0.0),
     )
-
-
-def _train_seconds(measured: Mapping[str, float], wait: float) -> float:
-    """Told, or worked out from the ratio (wait/(wait+train)), or what is left of the step's time."""
-    if "perf/train_time" in measured:
-        return measured["perf/train_time"]
-    ratio = measured.get("perf/wait_time_ratio", 0.0)
-    if 0 < ratio <= 1 and wait > 0:
-        return wait / ratio - wait
-    return max(0.0, measured.get("perf/step_time", 0.0) - wait)
 
 
 def read_steps(run_dir: Path) -> list[StepFigures]:
@@ -134,23 +124,13 @@ def summary(run_dir: Path) -> RunSummary:
 def _recorded_seconds(run_dir: Path) -> float:
     first, last = math.inf, -math.inf
     for row in JsonTail(run_dir / METRICS_FILE).poll():
-        if _is_number(row.get("time")):
+        if is_number(row.get("time")):
             first, last = min(first, row["time"]), max(last, row["time"])
     for row in FolderTail(run_dir / SPANS_FOLDER).poll():
-        if _is_number(row.get("start")) and _is_number(row.get("end")):
+        if is_number(row.get("start")) and is_number(row.get("end")):
             first, last = min(first, row["start"]), max(last, row["end"])
     return max(0.0, last - first) if first <= last else 0.0
 
 
-def read_intervals(run_dir: Path, names: Iterable[str]) -> dict[str, Intervals]:
-    """When the named spans happened, over all processes, by name; a name nobody recorded has no intervals."""
-    wanted = {name: Intervals() for name in names}
-    for row in FolderTail(run_dir / SPANS_FOLDER).poll():
-        found = wanted.get(row.get("name", ""))
-        if found is not None and _is_number(row.get("start")) and _is_number(row.get("end")):
-            found.add(row["start"], row["end"])
-    return wanted
-
-
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

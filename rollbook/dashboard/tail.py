@@ -16,8 +16,8 @@ class JsonTail:
     """Whole lines that were appended since the last poll.
 
     A line counts once its newline is there: a torn last line is left for the next poll. What is no JSON object (a line torn by a
-    kill, with the next record glued to it) is passed over and counted. A file that is not there yet is empty; one that shrank or was
-    replaced is read again from its start.
+    kill, with the next record glued to it) is passed over and counted. A file that is not there yet is empty; one that shrank or
+    was replaced is read again from its start.
     """
 
     def __init__(self, path: Path) -> None:

@@ -68,7 +68,7 @@ class NumberGuessing:
 
     is_quick = True
 
-    def __init__(self, *, max_turns: int = 6, turn_price: float = 0.6) -> None:
+    def __init__(self, *, max_turns: int = 6, turn_price: float = 0.4) -> None:
         if max_turns < 1:
             raise ValueError(f"max_turns is {max_turns}; a game needs at least one guess")
         if not 0 <= turn_price < 1:

@@ -15,7 +15,7 @@ import sys
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 import uvloop
 
@@ -46,15 +46,15 @@ class RoleContext:
     spans: SpanRecorder
     addresses: dict[str, str]
     """URLs of the run's servers by role."""
-    socket: socket.socket | None
+    server_socket: socket.socket | None
     """The listening socket of a server role, opened by the supervisor."""
     draining: asyncio.Event = field(default_factory=asyncio.Event)
     """Set by SIGTERM: end soon, and well."""
 
     def listening(self) -> socket.socket:
-        if self.socket is None:
+        if self.server_socket is None:
             raise RunError(f"the role {self.role} needs a listening socket and was given none")
-        return self.socket
+        return self.server_socket
 
 
 class RoleModule(Protocol):
@@ -81,9 +81,9 @@ def main(argv: list[str] | None = None) -> int:
             log=log,
             spans=spans,
             addresses=json.loads(args.addresses),
-            socket=socket.socket(fileno=args.socket_fd) if args.socket_fd is not None else None,
+            server_socket=socket.socket(fileno=args.socket_fd) if args.socket_fd is not None else None,
         )
-        module: RoleModule = importlib.import_module(ROLES[args.role])  # type: ignore[assignment]  # checked by its conformance test
+        module = cast(RoleModule, importlib.import_module(ROLES[args.role]))
         return uvloop.run(_play(module, context))
     except Exception as error:
         return _verdict(error, channel, log)

@@ -48,6 +48,10 @@ class RunConfig(BaseModel, frozen=True, extra="forbid"):
     trainer: TrainerConfig = TrainerConfig()
 
 
+SEEDED = ("tasks", "inference", "trainer")
+"""Sections with a seed of their own."""
+
+
 @dataclass(frozen=True, slots=True)
 class ConfigFault:
     path: str
@@ -77,8 +81,13 @@ class LoadedConfig:
     """Relative paths and users' modules are looked up here."""
 
 
-def load_config(path: Path, overrides: Sequence[str] = (), *, source_dir: Path | None = None) -> LoadedConfig:
-    """Read, override, check. Raises `ConfigError` with every fault."""
+def load_config(
+    path: Path, overrides: Sequence[str] = (), *, source_dir: Path | None = None, is_checked: bool = True
+) -> LoadedConfig:
+    """Read, override, check. Raises `ConfigError` with every fault.
+
+    `is_checked=False` is for the resolved config of a run that is only looked at: its modules may be gone.
+    """
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -87,7 +96,7 @@ def load_config(path: Path, overrides: Sequence[str] = (), *, source_dir: Path |
         raise ConfigError(str(path), [ConfigFault("file", f"is not TOML: {error}")]) from error
     faults = [fault for text in overrides if (fault := _override(table, text)) is not None]
     home = (source_dir or path.parent).resolve()
-    config, more = check_table(table, home)
+    config, more = check_table(table, home) if is_checked else (RunConfig.model_validate(table), [])
     if config is None or faults or more:
         raise ConfigError(str(path), [*faults, *more])
     return LoadedConfig(config, home)
@@ -97,6 +106,7 @@ def check_table(table: Mapping[str, Any], source_dir: Path) -> tuple[RunConfig |
     """Check every section by itself, then what concerns several."""
     faults: list[ConfigFault] = []
     parts: dict[str, BaseModel] = {}
+    table = _with_seeds(table)
     for name in table.keys() - RunConfig.model_fields.keys():
         known = ", ".join(RunConfig.model_fields)
         faults.append(ConfigFault(name, f"unknown section; known are {known}"))
@@ -115,10 +125,25 @@ def check_table(table: Mapping[str, Any], source_dir: Path) -> tuple[RunConfig |
             ]
     faults += [ConfigFault(path, message) for check in CROSS_CHECKS for path, message in check(parts)]
     faults += _missing_modules(parts, source_dir)
-    faults.sort(key=lambda fault: list(RunConfig.model_fields).index(s) if (s := fault.path.split(".")[0]) in RunConfig.model_fields else 99)
+    faults.sort(
+        key=lambda fault: (
+            list(RunConfig.model_fields).index(s) if (s := fault.path.split(".")[0]) in RunConfig.model_fields else 99
+        )
+    )
     if faults:
         return None, faults
     return RunConfig.model_validate({name: part.model_dump(exclude_unset=True) for name, part in parts.items()}), []
+
+
+def _with_seeds(table: Mapping[str, Any]) -> dict[str, Any]:
+    """A section that names no seed of its own takes the run's."""
+    seeded = dict(table)
+    run = table.get("run", {})
+    seed = run.get("seed", 0) if isinstance(run, Mapping) else 0
+    for name in SEEDED:
+        if isinstance(section := seeded.get(name, {}), Mapping):
+            seeded[name] = {"seed": seed, **section}
+    return seeded
 
 
 def dump_toml(config: RunConfig) -> str:
@@ -189,7 +214,11 @@ def _missing_modules(parts: Mapping[str, BaseModel], source_dir: Path) -> list[C
     for path, dotted in wanted:
         module = dotted.partition(":")[0]
         if not _can_find(module, source_dir):
-            faults.append(ConfigFault(path, f"module {module!r} was not found, neither in {source_dir} nor among the installed packages"))
+            faults.append(
+                ConfigFault(
+                    path, f"module {module!r} was not found, neither in {source_dir} nor among the installed packages"
+                )
+            )
     return faults
 
 

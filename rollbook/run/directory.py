@@ -1,10 +1,10 @@
 """What lies where in a run directory. Copy it and you have the run.
 
-    config.toml         the resolved configuration        run.json      manifest: id, versions, where the config came from
-    ledger/             the durable truth                 model/        initial weights and tokenizer
-    checkpoints/        what a resume starts from         weights/      the newest publications
-    metrics.jsonl       one dense row a tick              spans/ logs/  one file a process
-    plots/              drawn at the end                  lock          held by the one `train` that runs here
+config.toml         the resolved configuration        run.json      manifest: id, versions, where the config came from
+ledger/             the durable truth                 model/        initial weights and tokenizer
+checkpoints/        what a resume starts from         weights/      the newest publications
+metrics.jsonl       one dense row a tick              spans/ logs/  one file a process
+plots/              drawn at the end                  lock          held by the one `train` that runs here
 """
 
 import fcntl
@@ -94,7 +94,14 @@ class RunDirectory:
     def prepare(self) -> None:
         """Make the directory and prove that it can be written to, before anything starts."""
         try:
-            for folder in (self.path, self.path / "logs", self.path / "spans", self.ledger, self.checkpoints, self.weights):
+            for folder in (
+                self.path,
+                self.path / "logs",
+                self.path / "spans",
+                self.ledger,
+                self.checkpoints,
+                self.weights,
+            ):
                 folder.mkdir(parents=True, exist_ok=True)
             probe = self.path / f".probe-{os.getpid()}"
             probe.write_bytes(b"rollbook")
@@ -121,7 +128,8 @@ class RunDirectory:
                 lock.seek(0)
                 holder = lock.read().strip() or "unknown"
                 raise RunDirectoryError(
-                    f"{self.path} is in use by another `rollbook train` (pid {holder}): wait for it, stop it, or choose another --run-dir"
+                    f"{self.path} is in use by another `rollbook train` (pid {holder}): "
+                    "wait for it, stop it, or choose another --run-dir"
                 ) from error
             lock.seek(0)
             lock.truncate()

@@ -5,7 +5,7 @@ Prepares and locks the directory, lets the supervisor run it under a live view, 
 
 import asyncio
 import contextlib
-import sys
+import io
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -14,14 +14,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rollbook.contracts.admission import RunId
 from rollbook.contracts.errors import RunError
+from rollbook.dashboard.figures import ProcessLine
 from rollbook.dashboard.queries import RunReader, RunSummary, summary
-from rollbook.dashboard.terminal import PlainView, ProcessLine, TerminalView
+from rollbook.dashboard.terminal import open_view
 from rollbook.ledger.audit import AuditReport
-from rollbook.run.auditing import audit_run
 from rollbook.run.config import LoadedConfig, RunConfig, dump_toml, load_config
 from rollbook.run.directory import RunDirectory
+from rollbook.run.reading import open_run
 from rollbook.run.resume import check_resume
 from rollbook.run.supervisor import RunEnd, RunOutcome, Supervisor, require_posix
 from rollbook.telemetry.events import EventLog
@@ -36,7 +36,8 @@ class TrainReport:
     directory: RunDirectory
     config: RunConfig
     outcome: RunOutcome
-    audit: AuditReport
+    audit: AuditReport | None
+    """None when the run failed before its ledger existed."""
     summary: RunSummary
     plots: tuple[Path, ...]
 
@@ -44,7 +45,7 @@ class TrainReport:
     def exit_code(self) -> int:
         if self.outcome.end is RunEnd.INTERRUPTED:
             return 130
-        return 0 if self.outcome.end is not RunEnd.FAILED and self.audit.ok else 1
+        return 0 if self.outcome.end is not RunEnd.FAILED and self.audit is not None and self.audit.ok else 1
 
 
 def train(source: Path, *, run_dir: Path | None, overrides: Sequence[str], console: Console) -> TrainReport:
@@ -54,7 +55,8 @@ def train(source: Path, *, run_dir: Path | None, overrides: Sequence[str], conso
     directory.prepare()
     with directory.locked():
         is_resumed = _claim(loaded, directory, console)
-        log = EventLog("supervisor", directory.log_file("supervisor"), echo=_silent())
+        # Its warnings stand in the view and in its log; on stderr they would tear the live view.
+        log = EventLog("supervisor", directory.log_file("supervisor"), echo=io.StringIO())
         log.info("run.started", resumed=is_resumed)
         supervisor = Supervisor(loaded.config, directory, log=log, say=lambda text: console.print(f"[bold]{text}"))
         outcome = asyncio.run(_under_view(supervisor, loaded.config, directory, console))
@@ -101,14 +103,15 @@ async def _view(
     supervisor: Supervisor, config: RunConfig, directory: RunDirectory, console: Console
 ) -> AsyncIterator[None]:
     """The live view beside the run. A view that breaks is told once and never stops training."""
-    kind = TerminalView if console.is_terminal else PlainView
     budget = config.gate.max_head_offpolicy_versions
-    with kind(console, title=config.run.name, total_steps=config.trainer.max_steps, lag_budget=budget) as view:
+    with open_view(console, title=config.run.name, total_steps=config.trainer.max_steps, lag_budget=budget) as view:
         reader = RunReader(directory.path)
 
         def show() -> None:
             lines = [
-                ProcessLine(name=p.name, pid=p.pid, state=str(p.state), restarts=p.restarts, doing=p.doing, since_s=p.since_s)
+                ProcessLine(
+                    name=p.name, pid=p.pid, state=str(p.state), restarts=p.restarts, doing=p.doing, since_s=p.since_s
+                )
                 for p in supervisor.processes
             ]
             view.update(reader.poll(), lines)
@@ -133,7 +136,11 @@ async def _view(
 
 
 def _report(config: RunConfig, directory: RunDirectory, outcome: RunOutcome, log: EventLog) -> TrainReport:
-    report = audit_run(directory, RunId(config.run.name))
+    report = _audit(directory)
+    if report is None:
+        return TrainReport(
+            directory=directory, config=config, outcome=outcome, audit=None, summary=summary(directory.path), plots=()
+        )
     drawer = Supervisor(config, directory, log=log)
     try:
         asyncio.run(drawer.run_once("report"))
@@ -149,16 +156,11 @@ def _report(config: RunConfig, directory: RunDirectory, outcome: RunOutcome, log
     )
 
 
-def _silent() -> "_Nowhere":
-    return _Nowhere()
-
-
-class _Nowhere:
-    """The supervisor's own warnings stand in the view and in its log; on stderr they would tear the live view."""
-
-    def write(self, text: str) -> int:
-        return len(text)
-
-
-def is_interactive() -> bool:
-    return sys.stderr.isatty()
+def _audit(directory: RunDirectory) -> AuditReport | None:
+    try:
+        with open_run(directory.path) as run:
+            return run.audit()
+    except RunError:
+        if any(directory.ledger.iterdir()):
+            raise
+        return None

@@ -1,7 +1,7 @@
 """Start in order, wait for readiness, restart by rule, stop in reverse. Leaves no process behind.
 
-The supervisor trains nothing and stores nothing: kill it, and its children end with it (see `concurrency/parent_watch.py`); start it
-again on the same run directory, and the run goes on from the ledger.
+The supervisor trains nothing and stores nothing: kill it, and its children end with it (see `concurrency/parent_watch.py`);
+start it again on the same run directory, and the run goes on from the ledger.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ class Supervisor:
         self._log = log
         self._rule = rule or RestartRule()
         self._say = say
-        self._stopping = False
+        self._stopping = asyncio.Event()
         self._interrupts = 0
         self._failure: str | None = None
         self._over = asyncio.Event()
@@ -92,7 +92,7 @@ class Supervisor:
             if self._failure is None and not self._over.is_set():
                 await self._run_processes()
         finally:
-            self._stopping = True
+            self._stopping.set()
             for process in self.processes:
                 process.kill()
             for sock in self._sockets.values():
@@ -129,9 +129,9 @@ class Supervisor:
         Woken:  by the kernel.
         Ends:   when the process ended as it should, or the run stops.
         """
-        while not self._stopping:
+        while not self._stopping.is_set():
             code = await process.live()
-            if self._stopping:
+            if self._stopping.is_set():
                 break
             if code == EXIT_DONE:
                 process.move(ProcessState.ENDED, process.ended_with)
@@ -140,7 +140,9 @@ class Supervisor:
                     self._over.set()
                 return
             if code in (EXIT_STOP_RUN, EXIT_FENCED):
-                cause = process.fault or ("another trainer took over this run" if code == EXIT_FENCED else "it gave no reason")
+                cause = process.fault or (
+                    "another trainer took over this run" if code == EXIT_FENCED else "it gave no reason"
+                )
                 process.move(ProcessState.FAILED, cause)
                 self._fail(f"{process.name} stopped the run: {cause}")
                 return
@@ -148,9 +150,13 @@ class Supervisor:
             told = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
             if isinstance(verdict, GiveUp):
                 process.move(ProcessState.FAILED, verdict.reason)
-                self._fail(f"{process.name} ended with {told}; {verdict.reason}. Its last words:\n{process.last_words()}")
+                self._fail(
+                    f"{process.name} ended with {told}; {verdict.reason}. Its last words:\n{process.last_words()}"
+                )
                 return
-            self._log.warning("run.process_died", process=process.name, code=code, restart_in_s=round(verdict.after_s, 2))
+            self._log.warning(
+                "run.process_died", process=process.name, code=code, restart_in_s=round(verdict.after_s, 2)
+            )
             process.move(ProcessState.RESTARTING, told)
             await asyncio.sleep(verdict.after_s)
         process.move(ProcessState.STOPPED)
@@ -178,7 +184,7 @@ class Supervisor:
         if self._failure is None and not self._drained:
             # The dispatcher hears from the ledger that the run is over and ends by itself.
             await self._gone([rollout], WIND_DOWN_S)
-        self._stopping = True
+        self._stopping.set()
         for process in (rollout, trainer, *(p for p in self.processes if p.role == "policy"), self.processes[0]):
             if process.pid is None:
                 continue
@@ -232,12 +238,15 @@ class Supervisor:
         trainer = next(p for p in self.processes if p.role == "trainer")
         if self._drained:
             end = RunEnd.DRAINED if trainer.state is ProcessState.ENDED else RunEnd.INTERRUPTED
-            return RunOutcome(end=end, message=trainer.ended_with or "stopped at once", seconds=seconds, restarts=restarts)
+            return RunOutcome(
+                end=end, message=trainer.ended_with or "stopped at once", seconds=seconds, restarts=restarts
+            )
         return RunOutcome(end=RunEnd.FINISHED, message=trainer.ended_with, seconds=seconds, restarts=restarts)
 
     def _write_processes(self) -> None:
         rows = {
-            p.name: {"pid": p.pid, "state": p.state, "restarts": p.restarts, "ready": p.ready.is_set()} for p in self.processes
+            p.name: {"pid": p.pid, "state": p.state, "restarts": p.restarts, "ready": p.ready.is_set()}
+            for p in self.processes
         }
         with contextlib.suppress(OSError):
             write_json(self._directory.processes_file, {"supervisor": os.getpid(), "processes": rows})

@@ -5,6 +5,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from rollbook.ledger.audit import AuditReport
 from rollbook.run.launch import TrainReport
 from rollbook.run.supervisor import RunEnd
 
@@ -25,22 +26,31 @@ def verdict_row(report: TrainReport) -> dict[str, Any]:
         "lag_budget": report.config.gate.max_head_offpolicy_versions,
         "overlap_ratio": _rounded(figures.overlap_ratio),
         "restarts": report.outcome.restarts,
-        "audit": "ok" if report.audit.ok else "violated",
+        "audit": "none" if report.audit is None else "ok" if report.audit.ok else "violated",
     }
 
 
 def tell(report: TrainReport, console: Console) -> None:
     figures, outcome = report.summary, report.outcome
-    colour = {RunEnd.FINISHED: "green", RunEnd.DRAINED: "yellow", RunEnd.INTERRUPTED: "yellow", RunEnd.FAILED: "red"}[outcome.end]
-    console.print(f"\n[bold {colour}]{outcome.end}[/] after {outcome.seconds:.0f} s and {figures.steps} steps: {escape(outcome.message)}")
+    colour = {RunEnd.FINISHED: "green", RunEnd.DRAINED: "yellow", RunEnd.INTERRUPTED: "yellow", RunEnd.FAILED: "red"}[
+        outcome.end
+    ]
+    console.print(
+        f"\n[bold {colour}]{outcome.end}[/] after {outcome.seconds:.0f} s and {figures.steps} steps: {escape(outcome.message)}"
+    )
     if figures.steps:
-        console.print(f"  reward  {_arrow(figures.reward_first, figures.reward_last)}    solved  {_arrow(figures.solved_first, figures.solved_last, percent=True)}")
+        reward = _arrow(figures.reward_first, figures.reward_last)
+        solved = _arrow(figures.solved_first, figures.solved_last, percent=True)
+        console.print(f"  reward  {reward}    solved  {solved}")
         budget = report.config.gate.max_head_offpolicy_versions
-        overlap = "–" if figures.overlap_ratio is None else f"{figures.overlap_ratio:.0%} of the trainer's time was training, the rest waiting"
-        console.print(f"  lag     at most {figures.max_lag} of {budget} allowed    overlap  {overlap}")
+        console.print(
+            f"  lag     at most {figures.max_lag} of {budget} allowed    overlap  {_overlap(figures.overlap_ratio)}"
+        )
     law = report.audit
-    if law.ok:
-        console.print(f"  audit   [green]ok[/]: {escape(law.law_text())}")
+    if law is None:
+        console.print("  audit   there is no ledger yet")
+    elif law.ok:
+        console.print(f"  audit   [green]ok[/]: {escape(law_text(law))}")
     else:
         console.print("  audit   [red]violated[/]:")
         for violation in law.violations:
@@ -51,8 +61,19 @@ def tell(report: TrainReport, console: Console) -> None:
         console.print(f"  resume  rollbook train {report.directory.path}", markup=False, soft_wrap=True)
 
 
+def law_text(report: AuditReport) -> str:
+    """The conservation law with its numbers."""
+    parts = [f"{count} {state}" for state, count in report.law.items() if count or state in ("durable", "dropped")]
+    reasons = ", ".join(f"{count} {kind}" for kind, count in report.dropped.items())
+    return f"{report.opened} opened = {' + '.join(parts)}" + (f" ({reasons})" if reasons else "")
+
+
 def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 4)
+
+
+def _overlap(ratio: float | None) -> str:
+    return "–" if ratio is None else f"{ratio:.0%}: the trainer waited for groups the other {1 - ratio:.0%} of its time"
 
 
 def _arrow(first: float | None, last: float | None, *, percent: bool = False) -> str:

@@ -7,7 +7,7 @@ from pydantic import BaseModel, Field, model_validator
 
 class TasksConfig(BaseModel, frozen=True, extra="forbid"):
     source: str = Field(min_length=1)
-    """A JSONL file (`tasks.jsonl`, relative to the config's directory) or a Python function (`module:function`) that yields rows."""
+    """A JSONL file (`tasks.jsonl`, relative to the config file) or a Python function (`module:function`) that yields rows."""
 
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function. A file takes none."""

@@ -26,7 +26,7 @@ class CursorState:
     position: int
     """Every position below is settled."""
     next_position: int
-    """Nothing from here on was proposed and taken yet."""
+    """Nothing from here on was ever proposed by this process."""
     epoch: int
     num_tasks: int
     unsettled: int
@@ -110,7 +110,7 @@ class CursorDataLoader:
     def state(self) -> CursorState:
         return CursorState(
             position=self.position,
-            next_position=self._next - len(self._proposed),
+            next_position=self._next,
             epoch=self._next // len(self._tasks),
             num_tasks=len(self._tasks),
             unsettled=len(self._unsettled),

@@ -6,6 +6,7 @@ line. A telemetry failure is told once and never stops anything.
 
 import json
 import logging
+import os
 import sys
 import time
 from pathlib import Path
@@ -23,8 +24,7 @@ class EventLog:
         self._file: TextIO | None = None
         self._has_failed = False
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a", encoding="utf-8", buffering=1)
+            self._file = open_lines(path)
 
     def debug(self, event: str, **fields: Any) -> None:
         self._write("debug", event, fields)
@@ -57,12 +57,25 @@ class EventLog:
             if LEVELS[level] >= LEVELS["warning"]:
                 told = " ".join(f"{key}={value}" for key, value in fields.items())
                 (self._echo or sys.stderr).write(f"{level}: [{self.process}] {event} {told}\n")
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError) as error:
             if not self._has_failed:
                 self._has_failed = True
                 logging.getLogger("rollbook.telemetry").warning(
-                    "events of %s are no longer written: %s", self.process, error
+                    "events of %s are not all written: %s", self.process, error
                 )
+
+
+def open_lines(path: Path) -> TextIO:
+    """Open a file of JSON lines for appending, a line at a time. A line that a kill tore is ended first: the next one must not be
+    glued to it and lost with it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("a", encoding="utf-8", buffering=1)
+    if file.tell() > 0:
+        with path.open("rb") as written:
+            written.seek(-1, os.SEEK_END)
+            if written.read(1) != b"\n":
+                file.write("\n")
+    return file
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from rollbook.telemetry.events import read_json_lines
+from rollbook.telemetry.events import open_lines, read_json_lines
 
 _current: ContextVar[int | None] = ContextVar("rollbook_span", default=None)
 
@@ -44,9 +44,9 @@ class SpanRecorder:
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
         self._file: TextIO | None = None
+        self._has_failed = False
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a", encoding="utf-8", buffering=1)
+            self._file = open_lines(path)
 
     @contextmanager
     def span(self, name: str, **fields: Any) -> Iterator[dict[str, Any]]:
@@ -85,11 +85,13 @@ class SpanRecorder:
                 return
             try:
                 self._file.write(json.dumps(row, default=str) + "\n")
-            except (OSError, ValueError) as error:
-                self._file = None
-                logging.getLogger("rollbook.telemetry").warning(
-                    "spans of %s are no longer written: %s", self.process, error
-                )
+            except (OSError, ValueError, TypeError) as error:
+                # Told once; the next span is tried again, since one odd field or a full disk need not be the end.
+                if not self._has_failed:
+                    self._has_failed = True
+                    logging.getLogger("rollbook.telemetry").warning(
+                        "spans of %s are not all written: %s", self.process, error
+                    )
 
     def close(self) -> None:
         with self._lock:
@@ -99,6 +101,7 @@ class SpanRecorder:
 
 
 def read_spans(path: Path) -> list[Span]:
+    """Every whole span; a torn line, or one that is no span, is passed over."""
     return [
         Span(
             process=row["process"],
@@ -110,4 +113,5 @@ def read_spans(path: Path) -> list[Span]:
             fields=row.get("fields", {}),
         )
         for row in read_json_lines(path)
+        if row.keys() >= {"process", "name", "start", "end", "id", "parent"}
     ]

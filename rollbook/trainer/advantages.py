@@ -37,9 +37,7 @@ def leave_one_out(rewards: NDArray[np.float64]) -> NDArray[np.float64]:
 BASELINES: dict[str, Baseline] = {"group": group_relative, "dr_grpo": centred_only, "rloo": leave_one_out}
 
 
-def advantages(
-    rewards: NDArray[np.float64], group_of: NDArray[np.int64], *, kind: str
-) -> NDArray[np.float64]:
+def advantages(rewards: NDArray[np.float64], group_of: NDArray[np.int64], *, kind: str) -> NDArray[np.float64]:
     """Advantage of each sample. `rewards` is NaN where a sample could not be scored; `group_of` numbers each sample's group."""
     if rewards.shape != group_of.shape:
         raise ValueError(f"{len(rewards)} rewards for {len(group_of)} group numbers: each sample needs one of each")

@@ -69,7 +69,9 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid"):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if (self.path is None) == (self.build is None):
-            raise ValueError("name exactly one of `path` (a model that exists) and `build` (a small one made on the spot)")
+            raise ValueError(
+                "name exactly one of `path` (a model that exists) and `build` (a small one made on the spot)"
+            )
         return self
 
 
@@ -127,8 +129,8 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
     """Baseline over a group's scorable samples: mean and std, mean only, or mean of the others."""
 
     reduction: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"
-    """How token losses of a minibatch become one number: mean over tokens, mean over sequences of their token means, or sum divided by
-    sequences times `reduction_length`."""
+    """How token losses of a minibatch become one number: mean over tokens, mean over sequences of their token means, or the sum
+    divided by sequences times `reduction_length`."""
 
     reduction_length: int | None = Field(default=None, ge=1)
     """Tokens that stand for one sequence under `fixed_length`."""
@@ -140,8 +142,8 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
     """Padded tokens that go through the model at once; a longer sequence goes alone."""
 
     pass_cost_tokens: int = Field(default=192, ge=0)
-    """Padded tokens that cost as much as one more pass through the model. Rows of similar length share a pass until their padding costs
-    more than that; measured at about 150 on one CPU thread, thousands on a GPU."""
+    """Padded tokens that cost as much as one more pass through the model. Rows of similar length share a pass until their padding
+    costs more than that; measured at about 150 on one CPU thread, thousands on a GPU."""
 
     missing_logprobs: Literal["refuse", "recompute"] = "refuse"
     """Trained tokens without a sampling logprob stop the run, or are taken to be sampled by the step's starting policy."""

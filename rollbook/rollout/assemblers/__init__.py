@@ -1,1 +1,1 @@
-"""One file for each way turns become token rows."""
+"""One file for each way in which turns become token rows."""

@@ -1,0 +1,30 @@
+"""`rollbook audit`: where is every group? Exits non-zero when the record does not add up."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rollbook.cli.speaking import EXIT_FAILED, people, result, result_json
+from rollbook.run.reading import open_run
+from rollbook.run.verdict import law_text
+
+
+def audit(
+    run: Annotated[Path, typer.Argument(help="The run directory, of a live run or a dead one.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON line.")] = False,
+) -> None:
+    """Check the conservation law, every group's history, batches, steps, payloads and lag."""
+    with open_run(run) as record:
+        report = record.audit()
+    if as_json:
+        result_json({"ok": report.ok, **asdict(report)})
+    else:
+        result(f"run {report.run_id}: {law_text(report)}")
+        result(f"steps trained: {report.steps}; lag at most {report.max_lag} of {report.lag_budget} allowed")
+        result("audit: ok" if report.ok else f"audit: {len(report.violations)} violations")
+    for violation in report.violations:
+        people().print(f"  {violation}", markup=False, style="red", soft_wrap=True)
+    if not report.ok:
+        raise typer.Exit(EXIT_FAILED)

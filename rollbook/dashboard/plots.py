@@ -1,0 +1,142 @@
+"""The pictures of a run: reward and solve rate, lag against its budget, and the timeline. The only door to matplotlib."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from rollbook.dashboard.figures import StepFigures, overlap_ratio, smoothed
+from rollbook.dashboard.queries import read_steps
+from rollbook.dashboard.timeline import Intervals, read_intervals
+
+INK, GRID = "#2b2b2b", "#dddddd"
+REWARD, SOLVED, LIMIT = "#3b6ea8", "#2f8f5b", "#b3382c"
+# One lane a row of the timeline, top to bottom: label, span, colour.
+LANES = (
+    ("generating", "policy.generate", "#2f8f5b"),
+    ("training", "trainer.train", "#3b6ea8"),
+    ("trainer waits", "trainer.wait_batch", "#d9a441"),
+    ("weight sync", "trainer.publish", "#7d5ba6"),
+)
+GROUPS_SPAN = "rollout.group"
+# The timeline is about 1,400 pixels wide: what is closer than one of them is drawn as one.
+TIMELINE_PIXELS = 1400
+# Below the whole run, this part of it from its middle: there single steps can be told apart.
+CLOSE_UP_STEPS = 12
+
+
+def draw_plots(run_dir: Path, out: Path, *, lag_budget: int) -> list[Path]:
+    """Draw every picture of the run in `run_dir` into the folder `out`. A run without steps gives empty, labelled axes."""
+    out.mkdir(parents=True, exist_ok=True)
+    steps = read_steps(run_dir)
+    return [
+        _save(_reward_and_solved(steps), out / "reward_and_solved.png"),
+        _save(_lag(steps, lag_budget), out / "lag.png"),
+        _save(_timeline(run_dir, steps), out / "timeline.png"),
+    ]
+
+
+def _reward_and_solved(steps: Sequence[StepFigures]) -> Figure:
+    figure, (axes,) = _canvas("Reward and solve rate", heights=(1.0,))
+    width = max(1, len(steps) // 25)
+    for name, colour, values in (
+        ("solve rate", SOLVED, [step.solved for step in steps]),
+        ("reward", REWARD, [step.reward for step in steps]),
+    ):
+        numbers = [step.step for step in steps]
+        axes.plot(numbers, _nan(values), color=colour, alpha=0.25, linewidth=1)
+        label = name if width == 1 else f"{name}, mean of {width} steps"
+        axes.plot(numbers, _nan(smoothed(values, width)), color=colour, linewidth=2, label=label)
+    axes.set_xlabel("step")
+    known = [v for step in steps for v in (step.reward, step.solved) if v is not None]
+    axes.set_ylim(min(0.0, *known) if len(known) > 1 else 0.0, max(1.02, *known) if len(known) > 1 else 1.02)
+    axes.legend(loc="lower right", frameon=False)
+    return figure
+
+
+def _lag(steps: Sequence[StepFigures], budget: int) -> Figure:
+    figure, (axes,) = _canvas("Lag: policy versions between sampling and training", heights=(1.0,))
+    numbers = [step.step for step in steps]
+    most = [step.lag_max for step in steps]
+    axes.step(numbers, _nan(most), where="mid", color=REWARD, linewidth=1.4, label="oldest token of the batch")
+    axes.plot(numbers, _nan([step.lag_mean for step in steps]), color=SOLVED, linewidth=1.8, label="mean of the batch")
+    axes.axhline(budget, color=LIMIT, linewidth=4, alpha=0.35, zorder=1, label=f"budget ({budget})")
+    axes.set_xlabel("step")
+    axes.set_ylabel("versions")
+    top = max([float(budget), *(lag for lag in most if lag is not None)])
+    axes.set_ylim(-0.1, top * 1.25 + 0.5)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(loc="upper right", frameon=False, ncols=3)
+    return figure
+
+
+def _timeline(run_dir: Path, steps: Sequence[StepFigures]) -> Figure:
+    spans = read_intervals(run_dir, [GROUPS_SPAN, *(name for _, name, _ in LANES)])
+    recorded = [found for found in spans.values() if len(found)]
+    begin = min((float(found.starts.min()) for found in recorded), default=0.0)
+    end = max((float(found.ends.max()) for found in recorded), default=begin + 1.0)
+    figure, (whole, close, groups) = _canvas("Timeline: generation against training", heights=(2.0, 2.0, 1.0))
+    _draw_lanes(whole, spans, begin, end, origin=begin)
+    ratio = overlap_ratio(sum(s.wait_s for s in steps), sum(s.train_s for s in steps))
+    told = "" if ratio is None else f"; the trainer worked {ratio:.0%} of its time"
+    whole.set_title(f"the whole run{told}", loc="left", fontsize=9, color=INK)
+    zoom_begin, zoom_end = _close_up(spans["trainer.train"], begin, end)
+    _draw_lanes(close, spans, zoom_begin, zoom_end, origin=begin)
+    close.set_title(f"{zoom_end - zoom_begin:.1f} s from its middle", loc="left", fontsize=9, color=INK)
+    edges = np.linspace(begin, max(end, begin + 1e-3), 401)
+    groups.stairs(spans[GROUPS_SPAN].running(edges), edges - begin, fill=True, color="#9aa7b5")
+    groups.set_title("groups being played", loc="left", fontsize=9, color=INK)
+    groups.set_xlabel("seconds")
+    groups.set_xlim(0, max(end - begin, 1e-3))
+    groups.set_ylim(bottom=0)
+    return figure
+
+
+def _close_up(training: Intervals, begin: float, end: float) -> tuple[float, float]:
+    """The time of a dozen steps around the middle of the run."""
+    if len(training) <= CLOSE_UP_STEPS:
+        return begin, end
+    starts = np.sort(training.starts)
+    first = (len(starts) - CLOSE_UP_STEPS) // 2
+    return float(starts[first]), float(starts[first + CLOSE_UP_STEPS])
+
+
+def _draw_lanes(axes: Axes, spans: dict[str, Intervals], begin: float, end: float, *, origin: float) -> None:
+    for row, (_, name, colour) in enumerate(LANES):
+        drawn = spans[name].union(gap_s=(end - begin) / TIMELINE_PIXELS).within(begin, end)
+        bars = np.stack((drawn.starts - origin, drawn.ends - drawn.starts), axis=1)
+        axes.broken_barh([(float(x), float(w)) for x, w in bars], (row - 0.38, 0.76), facecolors=colour, linewidth=0)
+    axes.set_yticks(range(len(LANES)), [label for label, _, _ in LANES])
+    axes.set_ylim(len(LANES) - 0.5, -0.5)
+    axes.set_xlim(begin - origin, max(end - origin, begin - origin + 1e-3))
+    axes.grid(visible=False, axis="y")
+
+
+def _canvas(title: str, *, heights: Sequence[float]) -> tuple[Figure, list[Axes]]:
+    """A figure of our own, outside pyplot: nothing global, nothing to close, usable from any thread."""
+    figure = Figure(figsize=(10.0, 2.2 + 1.4 * sum(heights)), dpi=130, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=12, color=INK, fontweight="bold")
+    rows = figure.subplots(len(heights), 1, squeeze=False, gridspec_kw={"height_ratios": list(heights)})
+    axes = [row[0] for row in rows]
+    for one in axes:
+        one.grid(visible=True, color=GRID, linewidth=0.8)
+        one.set_axisbelow(True)
+        one.tick_params(colors=INK, labelsize=9)
+        for side in ("top", "right"):
+            one.spines[side].set_visible(False)
+    return figure, axes
+
+
+def _nan(values: Sequence[float | None]) -> list[float]:
+    """Gaps in a line where nothing was measured."""
+    return [float("nan") if value is None else value for value in values]
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    figure.savefig(path)
+    return path

@@ -1,0 +1,75 @@
+"""What an operator may set about the policy server."""
+
+from enum import StrEnum
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+
+class KvAfterUpdate(StrEnum):
+    KEEP = "keep"
+    """Running requests keep the keys and values that older weights computed. No pause."""
+    RECOMPUTE = "recompute"
+    """Running requests are prefilled again under the new weights before their next token."""
+
+
+class ScriptedConfig(BaseModel, frozen=True, extra="forbid"):
+    """The engine without a model: a seeded random policy. For tests, docs and benchmarks."""
+
+    vocab_size: int = Field(default=64, ge=2)
+    """Token ids lie below this."""
+
+    max_model_len: int = Field(default=4096, ge=2)
+    """Longest sequence it pretends to support, in tokens."""
+
+    token_s: float = Field(default=0.0, ge=0)
+    """Seconds one decode step takes."""
+
+
+class InferenceConfig(BaseModel, frozen=True, extra="forbid"):
+    """One policy server: its engine, its limits, and the deadline its clients set."""
+
+    engine: Literal["transformers", "scripted"] = "transformers"
+    """`transformers` runs any Hugging Face causal language model; `scripted` needs no model."""
+
+    device: str = "cpu"
+    """Where the model lives, as torch names it."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of weights and cache. Logprobs are always computed in float32."""
+
+    threads: int = Field(default=1, ge=1)
+    """CPU threads of the model's arithmetic."""
+
+    max_running: int = Field(default=256, ge=1)
+    """Requests that are decoded together at most: the slots of the cache."""
+
+    max_queued: int = Field(default=4096, ge=1)
+    """Requests that may wait for a slot. Beyond it the server answers 503 with Retry-After."""
+
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Longest prompt plus completion, in tokens. Unset: what the model was built for."""
+
+    step_prefill_tokens: int = Field(default=16_384, ge=1)
+    """Prompt tokens admitted between two decode steps at most, so that long prompts cannot starve running requests."""
+
+    forward_tokens: int = Field(default=1_536, ge=1)
+    """Tokens of one prefill forward at most, padding included. On a CPU, what fits its caches is fastest."""
+
+    prompt_memo_mb: float = Field(default=16.0, ge=0)
+    """Memory for the next-token logits of prompts seen under the current weights: siblings of a group ask alike. 0: off."""
+
+    kv_after_update: KvAfterUpdate = KvAfterUpdate.KEEP
+    """What becomes of the cache of running requests when weights arrive."""
+
+    seed: int = Field(default=0, ge=0)
+    """Of the randomness behind requests that bring no seed of their own."""
+
+    request_s: float = Field(default=120.0, gt=0)
+    """The deadline a client sets for one policy request or one weight update, retries included."""
+
+    max_connections: int = Field(default=128, ge=1)
+    """Connections one client process opens to the policy server at most."""
+
+    scripted: ScriptedConfig = ScriptedConfig()
+    """Settings of the scripted engine."""

@@ -1,0 +1,98 @@
+"""One HTTP call to a policy server, its outcome told as one of the verdicts.
+
+Connection trouble, 5xx, 429 and bodies that break off are transient. A fault of the request itself ends the episode. Nothing is
+retried here: whoever has the deadline does that, once.
+"""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import aiohttp
+import msgspec
+
+from rollbook.contracts.errors import EpisodeError, FencedError, RollbookError, RunError, TransientError
+from rollbook.inference.wire import GENERATION_FAILED, ErrorDetail, ErrorReply
+
+T = TypeVar("T")
+_JSON = {"Content-Type": "application/json"}
+
+
+class PolicyConnection:
+    """Pooled connections to one policy server."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        self._session = session
+        self.url = url.rstrip("/")
+
+    async def post(self, path: str, body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+        try:
+            async with self._session.post(self.url + path, data=body) as response:
+                return await self._outcome(response, path, decoder)
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._unreachable(path, error) from error
+
+    async def get(self, path: str, decoder: msgspec.json.Decoder[T]) -> T:
+        try:
+            async with self._session.get(self.url + path) as response:
+                return await self._outcome(response, path, decoder)
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._unreachable(path, error) from error
+
+    async def _outcome(self, response: aiohttp.ClientResponse, path: str, decoder: msgspec.json.Decoder[T]) -> T:
+        raw = await response.read()
+        if response.status != 200:
+            raise verdict(response.status, raw, response.headers.get("Retry-After"), where=f"{self.url}{path}")
+        try:
+            return decoder.decode(raw)
+        except msgspec.MsgspecError as error:
+            raise TransientError(f"{self.url}{path} answered with a body that cannot be read: {error}") from error
+
+    def _unreachable(self, path: str, error: Exception) -> TransientError:
+        return TransientError(f"{self.url}{path} could not be reached: {type(error).__name__}: {error}")
+
+
+@asynccontextmanager
+async def open_connection(url: str, *, max_connections: int) -> AsyncIterator[PolicyConnection]:
+    connector = aiohttp.TCPConnector(limit=max_connections, ttl_dns_cache=300)
+    # No timer of aiohttp's own: the caller's one deadline bounds everything, and a timer for each call costs.
+    timeout = aiohttp.ClientTimeout(total=None, connect=None, sock_connect=None, sock_read=None)
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=timeout, headers=_JSON, cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False
+    ) as session:
+        yield PolicyConnection(session, url)
+
+
+def verdict(status: int, raw: bytes, retry_after: str | None, *, where: str) -> RollbookError:
+    """Who must act on an answer that is not 200."""
+    detail = _detail(status, raw)
+    message = f"{where} answered {status} ({detail.type}): {detail.message}"
+    if detail.type == GENERATION_FAILED:
+        # The model itself failed on this prompt: asking again would meet the same weights.
+        return EpisodeError(message)
+    if status >= 500 or status == 429:
+        return TransientError(message, retry_after_s=_seconds(retry_after))
+    if status == 409:
+        return FencedError(message)
+    if status in (400, 413):
+        return EpisodeError(message)
+    return RunError(message)
+
+
+def _detail(status: int, raw: bytes) -> ErrorDetail:
+    try:
+        return msgspec.json.decode(raw, type=ErrorReply).error
+    except msgspec.MsgspecError:
+        return ErrorDetail(message=raw[:200].decode(errors="replace"), type="unknown", code=status)
+
+
+def _seconds(retry_after: str | None) -> float | None:
+    try:
+        return float(retry_after) if retry_after is not None else None
+    except ValueError:
+        return None
+
+
+def plain_decoder() -> msgspec.json.Decoder[Any]:
+    """For answers whose content does not matter."""
+    return msgspec.json.Decoder()

@@ -1,0 +1,247 @@
+"""The engine without a model: replies come from a script or from a seeded random policy.
+
+It keeps every promise of the engine protocol (steps, slots, stamps, pause, updates in flight), so tests, docs and benchmarks run
+the whole system in seconds. Its logprobs are honest: a script is certain of its reply, the random policy is uniform over its
+vocabulary.
+"""
+
+import asyncio
+import math
+import random
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+from rollbook.concurrency.clock import Clock, SystemClock
+from rollbook.contracts.policy import Completion, FinishReason, Publication, SamplingParams
+from rollbook.inference.batching import admissible
+from rollbook.inference.busy import BusyPeriods
+from rollbook.inference.config import InferenceConfig
+from rollbook.inference.engine import EngineClosedError, EngineStats, GenerationError, QueueFullError, UnpublishedError
+from rollbook.inference.gate import Gate, PauseMode, needs_loading
+from rollbook.inference.request import Request, checked_request, seeded_uniform
+from rollbook.inference.weight_file import read_published_weights
+from rollbook.telemetry.spans import SpanRecorder
+
+Reply = Sequence[int]
+Script = Mapping[tuple[int, ...], Reply] | Callable[[Sequence[int]], Reply]
+"""Prompt to the tokens that answer it. A reply shorter than asked for ends as `stop`."""
+
+
+@asynccontextmanager
+async def open_engine(
+    config: InferenceConfig,
+    model_dir: Path | None = None,
+    *,
+    spans: SpanRecorder | None = None,
+    script: Script | None = None,
+    clock: Clock | None = None,
+) -> AsyncIterator["ScriptedEngine"]:
+    """`model_dir` is accepted and not needed."""
+    engine = ScriptedEngine(config, script=script, clock=clock, spans=spans)
+    task = asyncio.get_running_loop().create_task(engine.run(), name="policy.scripted")
+    try:
+        yield engine
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+class ScriptedEngine:
+    """Made by `open_engine`. Lives on the event loop."""
+
+    def __init__(
+        self,
+        config: InferenceConfig,
+        *,
+        script: Script | None = None,
+        clock: Clock | None = None,
+        spans: SpanRecorder | None = None,
+    ) -> None:
+        self._config = config
+        self._script = script
+        self._clock = clock or SystemClock()
+        self._busy = BusyPeriods(spans)
+        self._rng = random.Random(config.seed)
+        self._gate = Gate()
+        self._publication: Publication | None = None
+        self._updating = asyncio.Lock()
+        self._waiting: deque[Request] = deque()
+        self._running: list[tuple[Request, Reply | None]] = []
+        self._woken = asyncio.Event()
+        self._drained = asyncio.Event()
+        self._requests = self._tokens = self._steps = 0
+
+    @property
+    def vocab_size(self) -> int:
+        return self._config.scripted.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        return self._config.max_model_len or self._config.scripted.max_model_len
+
+    @property
+    def publication(self) -> Publication | None:
+        return self._publication
+
+    @property
+    def is_paused(self) -> bool:
+        return not self._gate.may_admit
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            running=len(self._running),
+            queued=len(self._waiting),
+            requests=self._requests,
+            tokens=self._tokens,
+            steps=self._steps,
+            forwards=self._steps,
+            busy_s=self._busy.busy_s,
+        )
+
+    def submit(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> asyncio.Future[Completion]:
+        if self._publication is None:
+            raise UnpublishedError("no weights were published to this engine yet, so it does not sample")
+        if len(self._waiting) >= self._config.max_queued:
+            raise QueueFullError(f"{self._config.max_queued} requests wait already; try again later", retry_after_s=0.2)
+        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._waiting.append(
+            checked_request(
+                prompt_ids, sampling, vocab_size=self.vocab_size, max_model_len=self.max_model_len, answer=answer
+            )
+        )
+        self._woken.set()
+        return answer
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+        return await self.submit(prompt_ids, sampling)
+
+    async def load_weights(self, publication: Publication, path: Path) -> None:
+        async with self._updating:
+            if not needs_loading(self._publication, publication):
+                return
+            began = time.time()
+            await asyncio.to_thread(read_published_weights, path, publication)
+            # Between two steps by construction: a step has no await in it.
+            self._publication = publication
+            self._busy.updated(began, publication=publication.id, step=publication.step)
+
+    async def pause(self, mode: PauseMode) -> None:
+        self._gate.pause(mode)
+        if mode is PauseMode.ABORT:
+            for request, _ in self._running:
+                self._answer(request, FinishReason.ABORT)
+            self._running.clear()
+        self._drained.clear()
+        self._woken.set()
+        if self._gate.may_step:
+            await self._drained.wait()
+
+    async def resume(self) -> None:
+        self._gate.resume()
+        self._drained.set()
+        self._woken.set()
+
+    async def run(self) -> None:
+        """Step while there is work.
+
+        Takes:  requests, from `submit`.
+        Gives:  answers, through their futures.
+        Waits:  for requests or resume; between steps, for the time one step is said to take.
+        Woken:  by `submit`, `pause` and `resume`.
+        Ends:   on cancellation; requests that are still here fail.
+        """
+        try:
+            while True:
+                self._running = [(r, reply) for r, reply in self._running if not r.answer.done()]
+                if not self._running:
+                    self._gate.drained()
+                if not self._gate.may_step:
+                    self._drained.set()
+                if not ((self._waiting and self._gate.may_admit) or (self._running and self._gate.may_step)):
+                    self._busy.cut()
+                    self._woken.clear()
+                    await self._woken.wait()
+                    continue
+                began = time.time()
+                await self._clock.sleep(self._config.scripted.token_s)
+                self._step(began)
+        finally:
+            self._busy.cut()
+            for request in [*(r for r, _ in self._running), *self._waiting]:
+                if not request.answer.done():
+                    request.answer.set_exception(EngineClosedError("the engine was closed before it could answer"))
+
+    def _step(self, began: float) -> None:
+        """Admit, then one token for everybody who runs. What was paused while the step slept stays as it is."""
+        if self._publication is None or not self._gate.may_step:
+            return
+        self._admit()
+        tokens = 0
+        ended: list[Request] = []
+        for request, reply in self._running:
+            if request.answer.done():
+                continue
+            token, logprob = self._next_token(request, reply)
+            tokens += 1
+            reason = request.take(token, logprob, self._publication.id)
+            if reason is None and reply is not None and len(request.tokens) >= len(reply):
+                reason = FinishReason.STOP
+            if reason is not None:
+                self._answer(request, reason)
+                ended.append(request)
+        self._steps += 1
+        self._tokens += tokens
+        self._running = [(r, reply) for r, reply in self._running if not r.answer.done()]
+        self._busy.step(began, time.time(), requests=len(ended), tokens=tokens, publication=self._publication.id)
+
+    def _admit(self) -> None:
+        if not self._gate.may_admit:
+            return
+        while self._waiting and self._waiting[0].answer.done():
+            self._waiting.popleft()
+        count = admissible(
+            (len(request.prompt) for request in self._waiting),
+            free_slots=self._config.max_running - len(self._running),
+            max_tokens=self._config.step_prefill_tokens,
+        )
+        for _ in range(count):
+            request = self._waiting.popleft()
+            if not request.answer.done():
+                self._begin(request)
+
+    def _begin(self, request: Request) -> None:
+        """A script is foreign code: what it raises, or a reply that is none, fails its own request."""
+        try:
+            reply = self._reply(request.prompt)
+        except Exception as error:
+            failure = GenerationError(f"the script failed on prompt {request.prompt}: {type(error).__name__}: {error}")
+            request.answer.set_exception(failure)
+            return
+        self._running.append((request, reply))
+
+    def _reply(self, prompt: list[int]) -> Reply | None:
+        if self._script is None:
+            return None
+        reply = self._script(prompt) if callable(self._script) else self._script[tuple(prompt)]
+        if not reply or not all(0 <= token < self.vocab_size for token in reply):
+            raise ValueError(f"its reply {list(reply)} is empty or outside the vocabulary of {self.vocab_size}")
+        return reply
+
+    def _next_token(self, request: Request, reply: Reply | None) -> tuple[int, float]:
+        at = len(request.tokens)
+        if reply is not None:
+            return reply[at], 0.0
+        if request.sampling.temperature == 0:
+            return 0, -math.log(self.vocab_size)
+        seed = request.sampling.seed
+        uniform = self._rng.random() if seed is None else seeded_uniform(seed, at)
+        return int(uniform * self.vocab_size), -math.log(self.vocab_size)
+
+    def _answer(self, request: Request, reason: FinishReason) -> None:
+        self._requests += 1
+        if not request.answer.done():
+            request.answer.set_result(request.completion(reason))

@@ -1,0 +1,95 @@
+"""One request inside an engine: what was asked, and the tokens so far, each with its logprob and its publication."""
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+
+from rollbook.contracts.errors import EpisodeError
+from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
+
+_MASK_64 = (1 << 64) - 1
+
+
+class BadRequestError(EpisodeError, ValueError):
+    """The request can never be answered. `param` is the field at fault."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_revive_bad_request, (str(self), self.param))
+
+
+def _revive_bad_request(message: str, param: str | None) -> BadRequestError:
+    return BadRequestError(message, param=param)
+
+
+class Request:
+    """Touched by its engine only. Cancelling `answer` is how a caller aborts."""
+
+    __slots__ = ("answer", "limit", "logprobs", "prompt", "sampling", "tokens", "versions")
+
+    def __init__(
+        self, prompt: list[int], sampling: SamplingParams, *, limit: int, answer: asyncio.Future[Completion]
+    ) -> None:
+        self.prompt = prompt
+        self.sampling = sampling
+        self.limit = limit
+        self.answer = answer
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+
+    def take(self, token: int, logprob: float, publication: int) -> FinishReason | None:
+        """Add a sampled token. A reason means that it was the last."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(publication)
+        if token in self.sampling.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.tokens) >= self.limit else None
+
+    def completion(self, reason: FinishReason) -> Completion:
+        return Completion(
+            token_ids=np.array(self.tokens, dtype=np.int32),
+            logprobs=np.array(self.logprobs, dtype=np.float32),
+            versions=np.array(self.versions, dtype=np.int32),
+            finish_reason=reason,
+        )
+
+
+def checked_request(
+    prompt_ids: Sequence[int],
+    sampling: SamplingParams,
+    *,
+    vocab_size: int,
+    max_model_len: int,
+    answer: asyncio.Future[Completion],
+) -> Request:
+    """A request that the model can answer, or `BadRequestError`. The completion ends where the model's length ends."""
+    prompt = prompt_ids if type(prompt_ids) is list else list(prompt_ids)
+    if not prompt:
+        raise BadRequestError("the prompt is empty; it needs at least one token", param="prompt")
+    if len(prompt) >= max_model_len:
+        raise BadRequestError(
+            f"the prompt has {len(prompt)} tokens; with at least one to sample, at most {max_model_len - 1} fit "
+            f"into max_model_len {max_model_len}",
+            param="prompt",
+        )
+    if min(prompt) < 0 or max(prompt) >= vocab_size:
+        at = next(i for i, token in enumerate(prompt) if not 0 <= token < vocab_size)
+        raise BadRequestError(
+            f"token {prompt[at]} at position {at} of the prompt lies outside the vocabulary of {vocab_size}",
+            param="prompt",
+        )
+    return Request(prompt, sampling, limit=min(sampling.max_tokens, max_model_len - len(prompt)), answer=answer)
+
+
+def seeded_uniform(seed: int, index: int) -> float:
+    """The uniform in [0, 1) behind the `index`-th token of a request with this seed, whatever else runs (splitmix64)."""
+    mixed = (seed * 0x9E3779B97F4A7C15 + (index + 1) * 0xD1B54A32D192ED03) & _MASK_64
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK_64
+    return ((mixed ^ (mixed >> 31)) >> 11) / (1 << 53)

@@ -1,0 +1,228 @@
+"""The audit: does the record add up? Read-only, on a live run or a dead one, from sources that do not know each other.
+
+The law: opened = dispatched + queued + batched + trained + durable + dropped. It is counted three times, from the run's counters,
+from the groups' rows and from their histories, and all must agree. Then the batches, the steps and the payloads are checked.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from rollbook.contracts.admission import RunId
+from rollbook.contracts.freshness import lag
+from rollbook.contracts.group import MOVES, DropReason, GroupId, GroupState
+from rollbook.ledger.group_frame import payload_digest
+from rollbook.ledger.records import BatchRecord, GroupRecord, MoveRecord, RunRecord
+from rollbook.ledger.rules.batches import manifest_digest
+from rollbook.ledger.rules.book import find_run
+from rollbook.ledger.store import Reader, Transaction
+
+MOST_VIOLATIONS = 200
+"""More would not be read, and a damaged ledger may have one a group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditReport:
+    run_id: RunId
+    opened: int
+    law: Mapping[str, int]
+    """Groups by state."""
+    dropped: Mapping[str, int]
+    """Dropped groups by kind."""
+    steps: int
+    """Trained steps."""
+    max_lag: int | None
+    lag_budget: int
+    violations: tuple[str, ...] = ()
+    """Each a sentence. Empty: the record adds up."""
+
+    @property
+    def ok(self) -> bool:
+        return not self.violations
+
+
+def audit(reader: Reader, run_id: RunId) -> AuditReport:
+    """Check one run at one moment."""
+    return reader.read_now(lambda tx: audit_run(tx, run_id))
+
+
+def audit_run(tx: Transaction, run_id: RunId) -> AuditReport:
+    """The same inside a transaction: `await ledger.read(lambda tx: audit_run(tx, run_id))`."""
+    findings = _Findings(find_run(tx, run_id))
+    batches = _check_batches(tx, findings)
+    _check_groups(tx, findings, batches)
+    _check_law(tx, findings)
+    _check_steps(tx, findings)
+    return findings.report()
+
+
+@dataclass(slots=True)
+class _Findings:
+    run: RunRecord
+    violations: list[str] = field(default_factory=list)
+    rows: Counter[str] = field(default_factory=Counter)
+    histories: Counter[str] = field(default_factory=Counter)
+    num_histories: int = 0
+    leased: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    max_lag: int | None = None
+
+    def say(self, sentence: str) -> None:
+        if len(self.violations) < MOST_VIOLATIONS:
+            self.violations.append(sentence)
+
+    def expect(self, what: str, found: object, wanted: object) -> None:
+        if found != wanted:
+            self.say(f"{what}: {found}, expected {wanted}")
+
+    def report(self) -> AuditReport:
+        return AuditReport(
+            run_id=self.run.run_id,
+            opened=self.run.num_opened,
+            law={state.value: self.rows[state] for state in GroupState},
+            dropped=dict(sorted(self.dropped.items())),
+            steps=self.run.last_acknowledged,
+            max_lag=self.max_lag,
+            lag_budget=self.run.settings.rule.budget,
+            violations=tuple(self.violations),
+        )
+
+
+def _check_batches(tx: Transaction, findings: _Findings) -> dict[GroupId, int]:
+    """Contiguous, full, fresh, and no group twice. Returns the step of each batched group."""
+    run, rule = findings.run, findings.run.settings.rule
+    step_of: dict[GroupId, int] = {}
+    last = 0
+    for batch in tx.each_batch(run.run_id):
+        manifest = batch.manifest
+        findings.expect("the batches are not contiguous, next step", manifest.step, last + 1)
+        last = manifest.step
+        _check_size(batch, findings)
+        findings.expect(f"batch {manifest.step}: digest", manifest.digest, manifest_digest(manifest.entries))
+        for entry in manifest.entries:
+            if entry.group_id in step_of:
+                findings.say(
+                    f"group {entry.group_id} is in batch {step_of[entry.group_id]} and in batch {manifest.step}"
+                )
+            step_of[entry.group_id] = manifest.step
+            if entry.oldest_version is not None:
+                found = lag(step=manifest.step, oldest_version=entry.oldest_version)
+                findings.max_lag = max(found, findings.max_lag or 0)
+                if not 0 <= found <= rule.budget:
+                    findings.say(
+                        f"group {entry.group_id} has lag {found} in batch {manifest.step}, the budget is {rule.budget}"
+                    )
+    findings.expect("the last decided batch", last, run.last_decided)
+    return step_of
+
+
+def _check_size(batch: BatchRecord, findings: _Findings) -> None:
+    manifest, wanted = batch.manifest, findings.run.settings.rule.groups_per_step
+    size = len(manifest.entries)
+    if manifest.is_last:
+        findings.expect("the short batch must be the last, its step", manifest.step, findings.run.last_decided)
+        if not 1 <= size < wanted:
+            findings.say(f"batch {manifest.step} is the short last one and has {size} groups of {wanted}")
+    else:
+        findings.expect(f"batch {manifest.step}: groups", size, wanted)
+
+
+def _check_groups(tx: Transaction, findings: _Findings, step_of: Mapping[GroupId, int]) -> None:
+    histories = _histories(tx, findings.run.run_id)
+    told = next(histories, None)
+    remaining = dict(step_of)
+    for group in tx.each_group(findings.run.run_id):
+        while told is not None and told[0].encode() < group.group_id.encode():
+            findings.say(f"group {told[0]} has a history but no row")
+            told = next(histories, None)
+        if told is not None and told[0] == group.group_id:
+            _check_history(group, told[1], findings)
+            told = next(histories, None)
+        else:
+            findings.say(f"group {group.group_id} has no history")
+        _check_row(tx, group, remaining.pop(group.group_id, None), findings)
+    while told is not None:
+        findings.say(f"group {told[0]} has a history but no row")
+        told = next(histories, None)
+    for group_id, step in remaining.items():
+        findings.say(f"group {group_id} is in batch {step} but has no row")
+
+
+def _histories(tx: Transaction, run_id: RunId) -> Iterator[tuple[GroupId, list[MoveRecord]]]:
+    for group_id, moves in groupby(tx.each_move(run_id), key=lambda move: move.group_id):
+        yield group_id, list(moves)
+
+
+def _check_history(group: GroupRecord, moves: list[MoveRecord], findings: _Findings) -> None:
+    """A legal chain from its opening to the state of the row."""
+    findings.num_histories += 1
+    state: GroupState | None = None
+    for move in moves:
+        is_new_attempt = move.from_state is move.to_state is GroupState.DISPATCHED
+        if state is None:
+            is_legal = move.from_state is None and move.to_state is GroupState.DISPATCHED
+        else:
+            is_legal = move.from_state is state and (is_new_attempt or move.to_state in MOVES[state])
+        if not is_legal:
+            findings.say(f"group {group.group_id} moved from {move.from_state} to {move.to_state} when it was {state}")
+        state = move.to_state
+    findings.expect(f"group {group.group_id}: state by its history", state, group.state)
+    if state is not None:
+        findings.histories[state] += 1
+
+
+def _check_row(tx: Transaction, group: GroupRecord, batched_in: int | None, findings: _Findings) -> None:
+    run = findings.run
+    findings.rows[group.state] += 1
+    findings.leased += group.owner is not None
+    if group.state is GroupState.DROPPED:
+        findings.dropped[DropReason.parse(group.drop_reason or "").kind] += 1
+    is_batched = group.state in (GroupState.BATCHED, GroupState.TRAINED, GroupState.DURABLE)
+    findings.expect(
+        f"group {group.group_id} is {group.state}: its batch", batched_in, group.step if is_batched else None
+    )
+    if batched_in is not None:
+        wanted = GroupState.BATCHED
+        if batched_in <= run.last_acknowledged:
+            wanted = GroupState.DURABLE if batched_in <= run.durable_step else GroupState.TRAINED
+        findings.expect(f"group {group.group_id} of batch {batched_in}: state", group.state, wanted)
+    is_needed = group.state is GroupState.QUEUED or (batched_in is not None and batched_in > run.payload_floor)
+    payload = tx.payload(run.run_id, group.group_id) if is_needed or group.has_payload else None
+    if payload is None:
+        if is_needed or group.has_payload:
+            findings.say(f"group {group.group_id} is {group.state} and its payload is missing")
+    elif payload_digest(payload) != group.payload_digest:
+        findings.say(f"group {group.group_id}: its payload does not match its digest {group.payload_digest}")
+
+
+def _check_law(tx: Transaction, findings: _Findings) -> None:
+    run = findings.run
+    drops = tx.drops(run.run_id)
+    counted = {
+        GroupState.DISPATCHED: run.num_leased + run.num_waiting,
+        GroupState.QUEUED: run.num_queued,
+        GroupState.BATCHED: run.num_batched,
+        GroupState.TRAINED: run.num_trained,
+        GroupState.DURABLE: run.num_durable,
+        GroupState.DROPPED: sum(drops.values()),
+    }
+    findings.expect("opened groups by rows", findings.rows.total(), run.num_opened)
+    findings.expect("opened groups by histories", findings.num_histories, run.num_opened)
+    findings.expect("opened groups by the counters of states", sum(counted.values()), run.num_opened)
+    for state, number in counted.items():
+        findings.expect(f"{state} groups by rows", findings.rows[state], number)
+        findings.expect(f"{state} groups by histories", findings.histories[state], number)
+    findings.expect("leased groups by rows", findings.leased, run.num_leased)
+    findings.expect("dropped groups by kind", dict(sorted(findings.dropped.items())), dict(sorted(drops.items())))
+
+
+def _check_steps(tx: Transaction, findings: _Findings) -> None:
+    run = findings.run
+    trained = sorted({step.step for step in tx.steps(run.run_id)})
+    findings.expect("trained steps", trained, list(range(1, run.last_acknowledged + 1)))
+    if not run.durable_step <= run.last_acknowledged <= run.last_decided:
+        findings.say(
+            f"durable step {run.durable_step}, acknowledged step {run.last_acknowledged} and decided step "
+            f"{run.last_decided} are out of order"
+        )

@@ -1,0 +1,148 @@
+"""A prompt group as bytes: MessagePack, arrays as raw little-endian bytes, never through Python lists.
+
+What a producer encodes is stored as it came and handed to the trainer unchanged; the digest is of those very bytes.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from rollbook.contracts.errors import RunError
+from rollbook.contracts.group import GroupId, PromptGroup
+from rollbook.contracts.policy import SamplingParams
+from rollbook.contracts.task import TaskId
+from rollbook.contracts.trajectory import EndReason, RolloutSample, TokenRow, TurnMark
+
+FORMAT = 1
+
+
+class RowFrame(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """Four arrays of one sequence: int32, float32, bytes of 0 and 1, int32."""
+
+    token_ids: bytes
+    logprobs: bytes
+    loss_mask: bytes
+    versions: bytes
+
+    @classmethod
+    def of(cls, row: TokenRow) -> "RowFrame":
+        return cls(
+            token_ids=_raw(row.token_ids, "<i4"),
+            logprobs=_raw(row.logprobs, "<f4"),
+            loss_mask=_raw(row.loss_mask, "|u1"),
+            versions=_raw(row.versions, "<i4"),
+        )
+
+    def contract(self) -> TokenRow:
+        return TokenRow(
+            token_ids=np.frombuffer(self.token_ids, "<i4").astype(np.int32),
+            logprobs=np.frombuffer(self.logprobs, "<f4").astype(np.float32),
+            loss_mask=np.frombuffer(self.loss_mask, "|u1").astype(np.bool_),
+            versions=np.frombuffer(self.versions, "<i4").astype(np.int32),
+        )
+
+
+class SampleFrame(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+    sequences: tuple[RowFrame, ...]
+    sampling: SamplingParams
+    reward: float | None
+    finish_reason: EndReason = EndReason.DONE
+    invalid_cause: str | None = None
+    solved: bool | None = None
+    messages: tuple[dict[str, Any], ...] | None = None
+    metrics: dict[str, float] = {}
+    turns: tuple[TurnMark, ...] = ()
+    facts: dict[str, Any] = {}
+
+    @classmethod
+    def of(cls, sample: RolloutSample) -> "SampleFrame":
+        return cls(
+            sequences=tuple(RowFrame.of(row) for row in sample.sequences),
+            sampling=sample.sampling,
+            reward=sample.reward,
+            finish_reason=sample.finish_reason,
+            invalid_cause=sample.invalid_cause,
+            solved=sample.solved,
+            messages=None if sample.messages is None else tuple(dict(message) for message in sample.messages),
+            metrics=dict(sample.metrics),
+            turns=sample.turns,
+            facts=dict(sample.facts),
+        )
+
+    def contract(self) -> RolloutSample:
+        return RolloutSample(
+            sequences=tuple(row.contract() for row in self.sequences),
+            sampling=self.sampling,
+            reward=self.reward,
+            finish_reason=self.finish_reason,
+            invalid_cause=self.invalid_cause,
+            solved=self.solved,
+            messages=self.messages,
+            metrics=self.metrics,
+            turns=self.turns,
+            facts=self.facts,
+        )
+
+
+class GroupFrame(msgspec.Struct, forbid_unknown_fields=True):
+    format: int
+    group_id: str
+    task_id: str
+    draw: int
+    samples: tuple[SampleFrame, ...]
+
+
+def encode_group(group: PromptGroup) -> bytes:
+    frame = GroupFrame(
+        format=FORMAT,
+        group_id=group.id,
+        task_id=group.task_id,
+        draw=group.draw,
+        samples=tuple(SampleFrame.of(sample) for sample in group.samples),
+    )
+    try:
+        return _ENCODER.encode(frame)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise RunError(
+            f"group {group.id} cannot be written: {error}. Messages, metrics and facts of a sample must be plain JSON values"
+        ) from error
+
+
+def decode_group(payload: bytes) -> PromptGroup:
+    try:
+        frame = _DECODER.decode(payload)
+        return PromptGroup(
+            id=GroupId(frame.group_id),
+            task_id=TaskId(frame.task_id),
+            draw=frame.draw,
+            samples=tuple(sample.contract() for sample in frame.samples),
+        )
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise RunError(f"a stored group of {len(payload)} bytes cannot be read: {error}") from error
+
+
+def payload_digest(payload: bytes) -> str:
+    return hashlib.blake2b(payload, digest_size=16).hexdigest()
+
+
+def _raw(array: NDArray[Any], dtype: str) -> bytes:
+    return np.ascontiguousarray(array, dtype=dtype).tobytes()
+
+
+def _plain(value: object) -> object:
+    """What environments put into facts and metrics beside plain values: numbers of numpy, mappings that are no dicts."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"a value of type {type(value).__name__} has no place in a payload")
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
+_DECODER = msgspec.msgpack.Decoder(GroupFrame)

@@ -1,0 +1,191 @@
+"""What the ledger remembers: one frozen record for each kind of row. Rules make new ones, stores keep them.
+
+A group that is `dispatched` with an owner is *leased*; without one it is *waiting* for another attempt.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rollbook.contracts.admission import OwnerId, RunId, RunSettings
+from rollbook.contracts.batch import AckReceipt, BatchManifest, EndOfRun
+from rollbook.contracts.freshness import GateCounts
+from rollbook.contracts.group import GroupId, GroupState
+from rollbook.contracts.policy import Publication, PublicationId
+from rollbook.contracts.task import TaskId
+
+
+class Origin(StrEnum):
+    DRAWN = "drawn"
+    """Granted by the gate."""
+    EXTERNAL = "external"
+    """Submitted by somebody who never asked: opened in the same transaction."""
+
+
+class OwnerState(StrEnum):
+    ALIVE = "alive"
+    SILENT = "silent"
+    """Not heard of for too long. Its groups went to others; it may speak again."""
+    SUPERSEDED = "superseded"
+    """A newer owner has its name. It is refused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """A run's settings, its numbering, where its trainer stands, and how many groups are where.
+
+    The `num_*` counters change in the same transaction as the rows they count; the audit compares the two.
+    """
+
+    run_id: RunId
+    settings: RunSettings
+    created_at: float
+    next_sequence: int = 0
+    next_arrival: int = 0
+    next_publication: int = 0
+    next_owner: int = 0
+    opened_below: int = 0
+    settled_below: int = 0
+    exhausted: bool = False
+    ended: EndOfRun | None = None
+    epoch: int = 0
+    restored_step: int = 0
+    epoch_acknowledged: int = 0
+    """How far the current trainer has come: its restored step, then what it acknowledged itself."""
+    decided_at_takeover: int = 0
+    last_decided: int = 0
+    is_last_short: bool = False
+    last_acknowledged: int = 0
+    durable_step: int = 0
+    payload_floor: int = 0
+    """Payloads of batches up to this step are gone."""
+    version: int | None = None
+    publication: PublicationId | None = None
+    """The last one the current trainer confirmed; `version` is its step."""
+    last_confirmed: PublicationId | None = None
+    """The last one any trainer confirmed."""
+    num_opened: int = 0
+    num_leased: int = 0
+    num_waiting: int = 0
+    num_queued: int = 0
+    num_batched: int = 0
+    num_trained: int = 0
+    num_durable: int = 0
+
+    @property
+    def counts(self) -> GateCounts:
+        return GateCounts(
+            leased=self.num_leased,
+            waiting=self.num_waiting,
+            queued=self.num_queued,
+            batches_decided=self.last_decided,
+        )
+
+    @property
+    def is_over(self) -> bool:
+        """No further batch will be decided, so nothing needs to be granted."""
+        most = self.settings.rule.max_steps
+        return self.ended is not None or self.is_last_short or (most is not None and self.last_decided >= most)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnerRecord:
+    run_id: RunId
+    owner_id: OwnerId
+    name: str
+    nonce: str
+    state: OwnerState
+    last_seen: float
+    request_id: str | None = None
+    """The last `open` that granted something, and its reply: a repeat is answered alike."""
+    reply: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRecord:
+    """All that is known of a group, its tokens apart."""
+
+    run_id: RunId
+    group_id: GroupId
+    task_id: TaskId
+    draw: int
+    position: int | None
+    """Place in the cursor's order; None for an external group."""
+    origin: Origin
+    state: GroupState
+    sequence: int
+    opened_at: float
+    owner: OwnerId | None = None
+    lease_until: float | None = None
+    """Wall time; set while leased."""
+    attempt: int = 0
+    failures: int = 0
+    admission_version: int | None = None
+    admission_publication: PublicationId | None = None
+    arrival: int | None = None
+    publications: tuple[int, ...] = ()
+    """Behind its trained tokens, as the producer told."""
+    oldest_version: int | None = None
+    """Effective version of its oldest trained token, kept current while queued; None where the producer did not say."""
+    step: int | None = None
+    drop_reason: str | None = None
+    outcome: bytes | None = None
+    payload_digest: str | None = None
+    payload_bytes: int = 0
+    has_payload: bool = False
+    release_step: int | None = None
+    """The payload may go once the oldest checkpoint that is kept has reached this step."""
+
+    @property
+    def is_open(self) -> bool:
+        return self.state in (GroupState.DISPATCHED, GroupState.QUEUED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveRecord:
+    """One thing that happened to a group. A new attempt is a move from dispatched to dispatched."""
+
+    run_id: RunId
+    group_id: GroupId
+    at: float
+    from_state: GroupState | None
+    to_state: GroupState
+    note: str
+    by: str
+    """Which owner, trainer epoch or rule did it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRecord:
+    run_id: RunId
+    manifest: BatchManifest
+    epoch: int
+    decided_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One acknowledgement. A step that was replayed has one for each epoch."""
+
+    run_id: RunId
+    step: int
+    epoch: int
+    digest: str
+    receipt: AckReceipt
+    at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublicationRecord:
+    run_id: RunId
+    id: PublicationId
+    epoch: int
+    step: int
+    digest: str
+    effective_step: int
+    """The version its tokens count as: `step`, or less once the lineage it belongs to was lost."""
+    registered_at: float
+    confirmed_at: float | None = None
+
+    @property
+    def contract(self) -> Publication:
+        return Publication(id=self.id, epoch=self.epoch, step=self.step, digest=self.digest)

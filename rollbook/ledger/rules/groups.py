@@ -1,0 +1,117 @@
+"""What becomes of a group that was played: submitted, closed, or given back. Rules 5 to 7."""
+
+from dataclasses import dataclass
+
+import msgspec
+
+from rollbook.contracts.admission import Receipt
+from rollbook.contracts.errors import TransientError
+from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupOutcome, GroupState
+from rollbook.contracts.task import TaskId
+from rollbook.ledger.records import GroupRecord, Origin
+from rollbook.ledger.rules.book import RunBook
+from rollbook.ledger.rules.gate import fail_attempt
+from rollbook.ledger.rules.lineage import oldest_effective_version
+
+QUEUE_FULL_RETRY_S = 1.0
+
+
+class QueueFullError(TransientError):
+    """The queue holds as many groups as it may; try again once the trainer took some."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """A finished group. The payload stays closed: all the ledger needs to know stands beside it."""
+
+    group_id: GroupId
+    task_id: TaskId
+    draw: int
+    attempt: int
+    publications: tuple[int, ...]
+    """Behind the trained tokens; -1 stands for unknown."""
+    outcome: GroupOutcome
+    payload: bytes
+    payload_digest: str
+    drop: DropReason | None = None
+
+
+def submit(book: RunBook, submission: Submission, *, max_queued: int) -> Receipt:
+    """Store a group: the first one wins, whichever attempt it is, unless the group is settled."""
+    group = book.tx.group(book.run_id, submission.group_id)
+    if group is not None and group.state is GroupState.DROPPED:
+        return Receipt.ALREADY_SETTLED
+    if group is not None and group.state is not GroupState.DISPATCHED:
+        return Receipt.ALREADY_STORED
+    oldest = oldest_effective_version(book, submission.publications, group_id=submission.group_id)
+    if group is None:
+        group = _open_external(book, submission, max_queued=max_queued)
+        if book.run.is_over:
+            book.drop(group, DropReason(DropKind.END_OF_RUN, "submitted after the end"), by="submit")
+            return Receipt.ALREADY_SETTLED
+    by = group.owner or "submit"
+    book.tx.put_payload(book.run_id, submission.group_id, submission.payload)
+    stored = {
+        "publications": submission.publications,
+        "oldest_version": oldest,
+        "outcome": msgspec.json.encode(submission.outcome),
+        "payload_digest": submission.payload_digest,
+        "payload_bytes": len(submission.payload),
+        "has_payload": True,
+        "arrival": book.count("next_arrival"),
+    }
+    if submission.drop is not None:
+        book.drop(group, submission.drop, by=by, **stored)
+    else:
+        book.move(group, GroupState.QUEUED, note=f"attempt {submission.attempt} submitted", by=by, **stored)
+    return Receipt.STORED
+
+
+def _open_external(book: RunBook, submission: Submission, *, max_queued: int) -> GroupRecord:
+    # Groups of the gate are never refused here: under `wait` the one that is refused may be the one everybody waits for.
+    if book.run.num_queued >= max_queued:
+        raise QueueFullError(
+            f"run {book.run_id}: {book.run.num_queued} groups are queued, no more is taken; "
+            f"submit {submission.group_id} again later",
+            retry_after_s=QUEUE_FULL_RETRY_S,
+        )
+    group = GroupRecord(
+        run_id=book.run_id,
+        group_id=submission.group_id,
+        task_id=submission.task_id,
+        draw=submission.draw,
+        position=None,
+        origin=Origin.EXTERNAL,
+        state=GroupState.DISPATCHED,
+        sequence=book.count("next_sequence"),
+        opened_at=book.now,
+        attempt=submission.attempt,
+        admission_version=book.run.version,
+        admission_publication=book.run.publication,
+    )
+    book.begin(group, note="opened by its submission", by="submit")
+    return group
+
+
+def close(book: RunBook, group_id: GroupId, reason: DropReason, *, outcome: GroupOutcome | None) -> Receipt:
+    """Settle a group that will not be submitted."""
+    group = book.group(group_id)
+    if group.state is GroupState.DISPATCHED:
+        told = {} if outcome is None else {"outcome": msgspec.json.encode(outcome)}
+        book.drop(group, reason, by=group.owner or "close", **told)
+        return Receipt.STORED
+    return Receipt.ALREADY_SETTLED if group.state is GroupState.DROPPED else Receipt.ALREADY_STORED
+
+
+def release(book: RunBook, group_id: GroupId, *, attempt: int, cause: str) -> None:
+    """Give a group back for another attempt. Only the attempt in hand can be given back; an older one is gone already."""
+    group = book.group(group_id)
+    if group.state is GroupState.DISPATCHED and group.owner is not None and group.attempt == attempt:
+        fail_attempt(book, group, DropReason(DropKind.ATTEMPTS, f"attempt {attempt}: {cause}"), by=group.owner)
+
+
+def exhausted(book: RunBook) -> None:
+    """The source has no further draw, and all were opened."""
+    if not book.run.exhausted:
+        book.change(exhausted=True)
+        book.tx.announce(book.run_id)

@@ -1,0 +1,108 @@
+"""Creating a run, and telling how it stands."""
+
+import re
+from dataclasses import replace
+
+from rollbook.contracts.admission import DrawProgress, GateState, LedgerStatus, RunId, RunSettings
+from rollbook.contracts.batch import EndOfRun
+from rollbook.contracts.errors import RunError
+from rollbook.contracts.group import GroupState
+from rollbook.ledger.records import RunRecord
+from rollbook.ledger.rules.book import find_run
+from rollbook.ledger.store import Transaction
+
+RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def create_run(tx: Transaction, run_id: RunId, settings: RunSettings, *, now: float) -> None:
+    """Create a run, or resume it with new settings. What the meaning of recorded batches hangs on may not change."""
+    if not RUN_ID.fullmatch(run_id):
+        raise RunError(f"{run_id!r} is no run id: use letters, digits, '.', '_' and '-', at most 128")
+    run = tx.run(run_id)
+    if run is None:
+        tx.put_run(RunRecord(run_id=run_id, settings=settings, created_at=now))
+        return
+    _refuse_changes(run, settings)
+    resumed = replace(run, settings=settings, ended=_still_ended(run, settings))
+    if resumed != run:
+        tx.put_run(resumed)
+        tx.announce(run_id)
+
+
+def _refuse_changes(run: RunRecord, settings: RunSettings) -> None:
+    old, new = run.settings.rule, settings.rule
+    changed = [
+        f"{name} was {before} and would be {after}"
+        for name, before, after in (
+            ("groups per step", old.groups_per_step, new.groups_per_step),
+            ("batch policy", old.policy.value, new.policy.value),
+            ("staleness budget", old.budget, new.budget),
+        )
+        if before != after
+    ]
+    if changed:
+        raise RunError(f"run {run.run_id} exists with other settings: {'; '.join(changed)}. Start a new run for that")
+
+
+def _still_ended(run: RunRecord, settings: RunSettings) -> EndOfRun | None:
+    """A run that was stopped, or that reached a number of steps which is now higher, goes on when it is created again."""
+    most = settings.rule.max_steps
+    if run.ended is EndOfRun.STOPPED:
+        return None
+    if run.ended is EndOfRun.MAX_STEPS and (most is None or most > run.last_decided):
+        return None
+    return run.ended
+
+
+def gate_of(run: RunRecord) -> tuple[GateState, int]:
+    """The gate's state and how many new groups may begin."""
+    if run.is_over:
+        return GateState.ENDED, 0
+    if run.version is None:
+        return GateState.NO_POLICY, 0
+    rule = run.settings.rule
+    capacity = rule.capacity(run.counts, version=run.version)
+    has_room = capacity > 0 or rule.retry_capacity(run.counts) > 0
+    return (GateState.OPEN if has_room else GateState.FULL), capacity
+
+
+def status(tx: Transaction, run_id: RunId) -> LedgerStatus:
+    run = find_run(tx, run_id)
+    gate, capacity = gate_of(run)
+    dropped = tx.drops(run_id)
+    return LedgerStatus(
+        run_id=run_id,
+        gate=gate,
+        capacity=capacity,
+        counts=run.counts,
+        opened=run.num_opened,
+        by_state={
+            GroupState.DISPATCHED.value: run.num_leased + run.num_waiting,
+            GroupState.QUEUED.value: run.num_queued,
+            GroupState.BATCHED.value: run.num_batched,
+            GroupState.TRAINED.value: run.num_trained,
+            GroupState.DURABLE.value: run.num_durable,
+            GroupState.DROPPED.value: sum(dropped.values()),
+        },
+        dropped=dropped,
+        version=run.version,
+        publication=run.publication,
+        epoch=run.epoch,
+        acknowledged_step=run.last_acknowledged,
+        durable_step=run.durable_step,
+        exhausted=run.exhausted,
+        ended=run.ended is not None,
+    )
+
+
+def progress(tx: Transaction, run_id: RunId) -> DrawProgress:
+    """What the cursor is rebuilt from. Reads only what lies above the settled prefix."""
+    run = find_run(tx, run_id)
+    kept = tx.positions(run_id)
+    return DrawProgress(
+        opened_below=run.opened_below,
+        opened_beyond=tuple(at for at, _ in kept if at >= run.opened_below),
+        settled_below=run.settled_below,
+        settled_beyond=tuple(at for at, is_settled in kept if is_settled),
+        exhausted=run.exhausted,
+    )

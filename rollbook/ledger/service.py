@@ -1,0 +1,336 @@
+"""The ledger: every verb of a run, each one transaction of the rules. No HTTP and no SQL.
+
+Takes calls from any number of tasks. Waiting calls (`open`, `batch`) look, and look again whenever a commit moved something in
+their run. One task in the background takes back what silent dispatchers and ended leases hold.
+"""
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import TypeVar
+
+from rollbook.concurrency.clock import Clock
+from rollbook.contracts.admission import (
+    DrawProgress,
+    GateState,
+    LedgerStatus,
+    OpenReply,
+    OwnerId,
+    Receipt,
+    RunId,
+    RunSettings,
+)
+from rollbook.contracts.batch import AckReceipt, BatchManifest, EndOfRun, TrainerRole, TrainingBatch
+from rollbook.contracts.errors import RollbookError, RunError
+from rollbook.contracts.group import DropReason, GroupId, GroupOutcome, GroupState, PromptGroup
+from rollbook.contracts.policy import Publication
+from rollbook.contracts.task import Draw
+from rollbook.ledger.bell import Bell
+from rollbook.ledger.config import LedgerConfig
+from rollbook.ledger.group_frame import decode_group, encode_group, payload_digest
+from rollbook.ledger.records import GroupRecord, MoveRecord, PublicationRecord, RunRecord, StepRecord
+from rollbook.ledger.rules import batches, gate, groups, lineage, runs, trainer
+from rollbook.ledger.rules.book import RunBook, find_run, opened_book
+from rollbook.ledger.rules.groups import Submission
+from rollbook.ledger.store import Store, Transaction
+from rollbook.ledger.stores.sqlite import open_sqlite_store
+from rollbook.telemetry.events import EventLog
+
+T = TypeVar("T")
+
+TICK_S = 0.5
+"""How often leases and owners are looked at: fine beside deadlines of many seconds."""
+PAYLOADS_IN_ONE_READ = 8
+"""Bounds what a streaming trainer keeps in the ledger's memory."""
+
+
+class Ledger:
+    """All runs of one store. Made by `open_ledger`."""
+
+    def __init__(self, *, store: Store, config: LedgerConfig, clock: Clock, log: EventLog) -> None:
+        self._store = store
+        self._config = config
+        self._clock = clock
+        self._log = log
+        self._bell = Bell()
+        self._is_waiting_allowed = True
+        store.listen(self._bell.ring)
+
+    # ------------------------------------------------------------------ runs
+
+    async def create_run(self, run_id: RunId, settings: RunSettings) -> None:
+        """Create a run, or go on with it under new settings. Steps, policy and budget of a run never change."""
+        if settings.rule.groups_per_step > self._config.max_queued_groups:
+            raise RunError(
+                f"run {run_id}: a step takes {settings.rule.groups_per_step} groups, but max_queued_groups is "
+                f"{self._config.max_queued_groups}: no batch could ever be formed"
+            )
+        now = self._clock.wall()
+        await self._store.write(lambda tx: runs.create_run(tx, run_id, settings, now=now))
+        self._log.info("ledger.run_created", run=run_id)
+
+    async def runs(self) -> list[RunId]:
+        return await self._store.read(lambda tx: tx.runs())
+
+    async def status(self, run_id: RunId) -> LedgerStatus:
+        return await self._store.read(lambda tx: runs.status(tx, run_id))
+
+    async def progress(self, run_id: RunId) -> DrawProgress:
+        return await self._store.read(lambda tx: runs.progress(tx, run_id))
+
+    # ------------------------------------------------------------------ dispatchers
+
+    async def join(self, run_id: RunId, owner_name: str, *, nonce: str | None = None) -> OwnerId:
+        nonce = nonce or uuid.uuid4().hex
+        owner = await self._write(run_id, lambda book: gate.join(book, owner_name, nonce))
+        self._log.info("ledger.dispatcher_joined", run=run_id, owner=owner)
+        return owner
+
+    async def open(
+        self,
+        run_id: RunId,
+        owner: OwnerId,
+        draws: Sequence[Draw],
+        *,
+        limit: int,
+        wait_s: float = 0.0,
+        request_id: str | None = None,
+    ) -> OpenReply:
+        request_id = request_id or uuid.uuid4().hex
+        until = self._clock.now() + wait_s
+        while True:
+            ticket = self._bell.ticket(run_id)
+            reply, ttl_s = await self._write(
+                run_id,
+                lambda book: (
+                    gate.open_groups(book, owner, draws, limit=limit, request_id=request_id),
+                    book.run.settings.owner_ttl_s,
+                ),
+            )
+            has_answer = reply.grants or reply.taken or reply.gate is GateState.ENDED
+            # Whoever waits here is alive: look in often enough that the gate does not think otherwise.
+            if has_answer or not await self._wait(ticket, until, at_most_s=ttl_s / 2):
+                return reply
+
+    async def heartbeat(self, run_id: RunId, owner: OwnerId) -> None:
+        await self._write(run_id, lambda book: gate.heartbeat(book, owner))
+
+    async def submit(
+        self,
+        run_id: RunId,
+        group: PromptGroup,
+        outcome: GroupOutcome,
+        *,
+        attempt: int,
+        drop: DropReason | None = None,
+    ) -> Receipt:
+        payload = encode_group(group)
+        submission = Submission(
+            group_id=group.id,
+            task_id=group.task_id,
+            draw=group.draw,
+            attempt=attempt,
+            publications=tuple(sorted(group.trained_publications())),
+            outcome=outcome,
+            payload=payload,
+            payload_digest=payload_digest(payload),
+            drop=drop,
+        )
+        return await self.submit_encoded(run_id, submission)
+
+    async def submit_encoded(self, run_id: RunId, submission: Submission) -> Receipt:
+        """Store a group as its producer encoded it."""
+        most = self._config.max_queued_groups
+        return await self._write(run_id, lambda book: groups.submit(book, submission, max_queued=most))
+
+    async def close(
+        self, run_id: RunId, group_id: GroupId, reason: DropReason, *, outcome: GroupOutcome | None = None
+    ) -> Receipt:
+        return await self._write(run_id, lambda book: groups.close(book, group_id, reason, outcome=outcome))
+
+    async def release(self, run_id: RunId, group_id: GroupId, *, attempt: int, cause: str) -> None:
+        await self._write(run_id, lambda book: groups.release(book, group_id, attempt=attempt, cause=cause))
+        self._log.info("ledger.group_released", run=run_id, group=group_id, attempt=attempt, cause=cause)
+
+    async def exhausted(self, run_id: RunId) -> None:
+        await self._write(run_id, groups.exhausted)
+
+    # ------------------------------------------------------------------ trainer
+
+    async def take_role(self, run_id: RunId, *, restored_step: int) -> TrainerRole:
+        role = await self._write(run_id, lambda book: trainer.take_role(book, restored_step=restored_step))
+        self._log.info("ledger.trainer_took_role", run=run_id, epoch=role.epoch, restored_step=restored_step)
+        return role
+
+    async def decide(self, run_id: RunId, step: int, *, epoch: int, wait_s: float) -> BatchManifest | EndOfRun | None:
+        """The manifest of `step`. None: not enough groups within `wait_s`."""
+        until = self._clock.now() + wait_s
+        while True:
+            ticket = self._bell.ticket(run_id)
+            decision = await self._write(run_id, lambda book: batches.decide(book, step, epoch=epoch))
+            if decision.num_stale:
+                self._log.info("ledger.stale_dropped", run=run_id, step=step, groups=decision.num_stale)
+            if decision.is_new and decision.manifest is not None:
+                num_groups = len(decision.manifest.entries)
+                self._log.info("ledger.batch_decided", run=run_id, step=step, groups=num_groups)
+            answer = decision.manifest or decision.end
+            if answer is not None or not await self._wait(ticket, until):
+                return answer
+
+    async def payloads(self, run_id: RunId, manifest: BatchManifest) -> AsyncIterator[bytes]:
+        """The stored bytes of a batch's groups, in the manifest's order, a few at a time."""
+        ids = [entry.group_id for entry in manifest.entries]
+        for start in range(0, len(ids), PAYLOADS_IN_ONE_READ):
+            some = ids[start : start + PAYLOADS_IN_ONE_READ]
+            for payload in await self._store.read(lambda tx, some=some: _payloads(tx, run_id, some)):  # type: ignore[misc]
+                yield payload
+
+    async def batch(self, run_id: RunId, step: int, *, epoch: int, wait_s: float) -> TrainingBatch | EndOfRun | None:
+        decided = await self.decide(run_id, step, epoch=epoch, wait_s=wait_s)
+        if not isinstance(decided, BatchManifest):
+            return decided
+        stored = [decode_group(payload) async for payload in self.payloads(run_id, decided)]
+        return TrainingBatch(manifest=decided, groups=tuple(stored))
+
+    async def acknowledge(self, run_id: RunId, step: int, weights_digest: str, *, epoch: int) -> AckReceipt:
+        receipt = await self._write(run_id, lambda book: trainer.acknowledge(book, step, weights_digest, epoch=epoch))
+        if receipt is AckReceipt.DIVERGED:
+            self._log.warning("ledger.diverged", run=run_id, step=step, epoch=epoch, digest=weights_digest)
+        else:
+            self._log.info("ledger.step_acknowledged", run=run_id, step=step, epoch=epoch, receipt=receipt)
+        return receipt
+
+    async def register(self, run_id: RunId, step: int, weights_digest: str, *, epoch: int) -> Publication:
+        return await self._write(run_id, lambda book: lineage.register(book, step, weights_digest, epoch=epoch))
+
+    async def confirm(self, run_id: RunId, publication: Publication, *, epoch: int) -> None:
+        await self._write(run_id, lambda book: lineage.confirm(book, publication, epoch=epoch))
+        self._log.info("ledger.publication_confirmed", run=run_id, publication=publication.id, step=publication.step)
+
+    async def checkpointed(self, run_id: RunId, step: int, *, oldest_kept: int, epoch: int) -> None:
+        gone = await self._write(
+            run_id, lambda book: trainer.checkpointed(book, step, oldest_kept=oldest_kept, epoch=epoch)
+        )
+        self._log.info("ledger.checkpointed", run=run_id, step=step, oldest_kept=oldest_kept, payloads_gone=gone)
+
+    async def finish(self, run_id: RunId, reason: EndOfRun, *, epoch: int) -> None:
+        await self._write(run_id, lambda book: trainer.finish(book, reason, epoch=epoch))
+        self._log.info("ledger.run_finished", run=run_id, reason=reason)
+
+    # ------------------------------------------------------------------ looking
+
+    async def groups(
+        self, run_id: RunId, state: GroupState | None = None, *, limit: int = 100, offset: int = 0
+    ) -> list[GroupRecord]:
+        return await self._look(run_id, lambda tx: tx.groups(run_id, state, limit, offset))
+
+    async def group(self, run_id: RunId, group_id: GroupId) -> tuple[GroupRecord, PromptGroup | None]:
+        """What is known of a group, and its samples unless its payload is gone or never came."""
+        record, payload = await self._look(
+            run_id, lambda tx: (tx.group(run_id, group_id), tx.payload(run_id, group_id))
+        )
+        if record is None:
+            raise RunError(f"run {run_id}: there is no group {group_id}")
+        return record, None if payload is None else decode_group(payload)
+
+    async def history(self, run_id: RunId, group_id: GroupId) -> list[MoveRecord]:
+        return await self._look(run_id, lambda tx: tx.moves(run_id, group_id))
+
+    async def batch_manifest(self, run_id: RunId, step: int) -> BatchManifest | None:
+        record = await self._look(run_id, lambda tx: tx.batch(run_id, step))
+        return None if record is None else record.manifest
+
+    async def steps(self, run_id: RunId) -> list[StepRecord]:
+        return await self._look(run_id, lambda tx: tx.steps(run_id))
+
+    async def publications(self, run_id: RunId) -> list[PublicationRecord]:
+        return await self._look(run_id, lambda tx: tx.publications(run_id))
+
+    async def read(self, work: Callable[[Transaction], T]) -> T:
+        """For the audit: read at one moment."""
+        return await self._store.read(work)
+
+    # ------------------------------------------------------------------ inside
+
+    def stop_waiting(self) -> None:
+        """Answer every waiting call as things stand, and let none wait again: the service is closing."""
+        self._is_waiting_allowed = False
+        self._bell.ring_all()
+
+    async def recover(self) -> None:
+        """After a start: what is open gets a moment of grace, since nobody could be heard meanwhile."""
+        for run in await self._active_runs():
+            await self._write(run.run_id, gate.grace)
+
+    async def keep_time(self) -> None:
+        """Take back expired leases and the groups of silent dispatchers.
+
+        Waits:  for the clock.
+        Gives:  groups that wait for another attempt, or dropped ones.
+        Ends:   on cancellation. A store that fails is told and tried again: the calls of others report it, too.
+        """
+        while True:
+            await self._clock.sleep(TICK_S)
+            try:
+                for run in await self._active_runs():
+                    moved = await self._write(run.run_id, gate.expire)
+                    if moved:
+                        self._log.warning("ledger.leases_expired", run=run.run_id, groups=moved)
+            except RollbookError as error:
+                self._log.error("ledger.expiry_failed", error=str(error))
+
+    async def _active_runs(self) -> list[RunRecord]:
+        def look(tx: Transaction) -> list[RunRecord]:
+            return [run for run in map(tx.run, tx.runs()) if run is not None and run.ended is None]
+
+        return await self._store.read(look)
+
+    async def _write(self, run_id: RunId, rule: Callable[[RunBook], T]) -> T:
+        now = self._clock.wall()
+
+        def work(tx: Transaction) -> T:
+            with opened_book(tx, run_id, now) as book:
+                return rule(book)
+
+        return await self._store.write(work)
+
+    async def _look(self, run_id: RunId, work: Callable[[Transaction], T]) -> T:
+        def checked(tx: Transaction) -> T:
+            find_run(tx, run_id)
+            return work(tx)
+
+        return await self._store.read(checked)
+
+    async def _wait(self, ticket: asyncio.Event, until: float, *, at_most_s: float | None = None) -> bool:
+        """Wait for something to move. False: the time is over, answer with what there is."""
+        left = until - self._clock.now()
+        if left <= 0 or not self._is_waiting_allowed:
+            return False
+        await self._bell.wait(ticket, at_most_s=left if at_most_s is None else min(left, at_most_s), clock=self._clock)
+        return True
+
+
+def _payloads(tx: Transaction, run_id: RunId, ids: Sequence[GroupId]) -> list[bytes]:
+    found = [tx.payload(run_id, group_id) for group_id in ids]
+    if None in found:
+        raise RunError(f"run {run_id}: the payload of group {ids[found.index(None)]} is gone")
+    return [payload for payload in found if payload is not None]
+
+
+@asynccontextmanager
+async def open_ledger(config: LedgerConfig, *, directory: Path, clock: Clock, log: EventLog) -> AsyncIterator[Ledger]:
+    """The ledger whose file lies in `directory`. Opening takes time for what is open, not for what is past."""
+    async with open_sqlite_store(directory, durability=config.durability) as store:
+        ledger = Ledger(store=store, config=config, clock=clock, log=log)
+        await ledger.recover()
+        # Not a TaskGroup: it would wrap an error of the block that uses the ledger into a group of its own.
+        timekeeper = asyncio.create_task(ledger.keep_time(), name="ledger.time")
+        try:
+            yield ledger
+        finally:
+            ledger.stop_waiting()
+            timekeeper.cancel()
+            with suppress(asyncio.CancelledError):
+                await timekeeper

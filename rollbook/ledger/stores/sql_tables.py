@@ -1,0 +1,97 @@
+"""Records to rows and back: one table for each record, columns named after its fields."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from rollbook.contracts.admission import RunSettings
+from rollbook.contracts.batch import AckReceipt, EndOfRun
+from rollbook.contracts.group import GroupState
+from rollbook.ledger.records import (
+    GroupRecord,
+    MoveRecord,
+    Origin,
+    OwnerRecord,
+    OwnerState,
+    PublicationRecord,
+    RunRecord,
+    StepRecord,
+)
+
+Record = TypeVar("Record")
+
+
+class Table(Generic[Record]):
+    """One record type and its table. Columns are the record's fields; `read` turns a stored value back into the field's type."""
+
+    def __init__(
+        self,
+        name: str,
+        record: Callable[..., Record],
+        *,
+        key: tuple[str, ...],
+        read: dict[str, Callable[[Any], Any]] | None = None,
+        write: dict[str, Callable[[Any], Any]] | None = None,
+    ) -> None:
+        fields = dataclasses.fields(record)  # type: ignore[arg-type]  # every caller passes a dataclass
+        self.columns = tuple(f.name for f in fields)
+        self._record = record
+        self._read = tuple((at, read[name]) for at, name in enumerate(self.columns) if read and name in read)
+        self._write = tuple((at, write[name]) for at, name in enumerate(self.columns) if write and name in write)
+        listed = ", ".join(self.columns)
+        places = ", ".join("?" * len(self.columns))
+        updates = ", ".join(f"{c} = excluded.{c}" for c in self.columns if c not in key)
+        self.select = f"SELECT {listed} FROM {name} "
+        self.insert = f"INSERT INTO {name} ({listed}) VALUES ({places})"
+        self.upsert = f"{self.insert} ON CONFLICT ({', '.join(key)}) DO UPDATE SET {updates}"
+
+    def row(self, record: Record) -> list[Any]:
+        values = [getattr(record, name) for name in self.columns]
+        for at, convert in self._write:
+            values[at] = convert(values[at])
+        return values
+
+    def record(self, row: Sequence[Any]) -> Record:
+        values = list(row)
+        for at, convert in self._read:
+            if values[at] is not None:
+                values[at] = convert(values[at])
+        return self._record(**dict(zip(self.columns, values, strict=True)))
+
+    def all(self, rows: Iterable[Sequence[Any]]) -> list[Record]:
+        return [self.record(row) for row in rows]
+
+    def one(self, row: Sequence[Any] | None) -> Record | None:
+        return None if row is None else self.record(row)
+
+
+RUNS = Table(
+    "runs",
+    RunRecord,
+    key=("run_id",),
+    read={
+        "settings": lambda text: msgspec.json.decode(text, type=RunSettings),
+        "ended": EndOfRun,
+        "exhausted": bool,
+        "is_last_short": bool,
+    },
+    write={"settings": lambda settings: msgspec.json.encode(settings).decode()},
+)
+OWNERS = Table("owners", OwnerRecord, key=("run_id", "owner_id"), read={"state": OwnerState})
+GROUPS = Table(
+    "groups",
+    GroupRecord,
+    key=("run_id", "group_id"),
+    read={
+        "origin": Origin,
+        "state": GroupState,
+        "publications": lambda text: tuple(map(int, text.split(","))) if text else (),
+        "has_payload": bool,
+    },
+    write={"publications": lambda ids: ",".join(map(str, ids))},
+)
+MOVES = Table("history", MoveRecord, key=("id",), read={"from_state": GroupState, "to_state": GroupState})
+STEPS = Table("steps", StepRecord, key=("run_id", "step", "epoch"), read={"receipt": AckReceipt})
+PUBLICATIONS = Table("publications", PublicationRecord, key=("run_id", "id"))

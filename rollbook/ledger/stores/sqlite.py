@@ -1,0 +1,304 @@
+"""The embedded store: one SQLite file in the run directory, write-ahead log, one writer.
+
+One thread owns the writing connection. It takes every operation that waits, runs each in a savepoint of one transaction, commits
+once, and answers all: the busier the ledger, the more operations share one sync. An operation that fails takes back its own
+effects only. Readers have connections of their own and never wait for the writer.
+"""
+
+import asyncio
+import os
+import queue
+import sqlite3
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rollbook.contracts.admission import RunId
+from rollbook.ledger.config import Durability
+from rollbook.ledger.store import StoreFaultError, Transaction
+from rollbook.ledger.stores.migrations import migrate, require_known_schema
+from rollbook.ledger.stores.sql_transaction import SqlTransaction
+
+T = TypeVar("T")
+Work = Callable[[Transaction], Any]
+
+FILE_NAME = "ledger.sqlite"
+BUSY_S = 10.0
+"""How long to wait for another process that writes. The run directory is locked, so it can only be a passing one."""
+PAGE_BYTES = 16_384
+MOST_IN_ONE_COMMIT = 256
+"""Bounds how long the first of them waits for its answer."""
+READERS = 2
+STOP = None
+
+ADVICE = {
+    sqlite3.SQLITE_FULL: "the disk is full: make room and start again, nothing that was answered is lost",
+    sqlite3.SQLITE_READONLY: "it cannot be written: check the permissions of the run directory",
+    sqlite3.SQLITE_CANTOPEN: "it cannot be opened: check that the run directory exists and can be written",
+    sqlite3.SQLITE_IOERR: "the disk reports an error: check it, then start again",
+    sqlite3.SQLITE_CORRUPT: "the file is damaged: restore it from a copy of the run directory",
+    sqlite3.SQLITE_NOTADB: "the file is not a ledger: restore it from a copy of the run directory",
+    sqlite3.SQLITE_BUSY: "another process holds it: stop the other one and start again",
+}
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Turn what only a person can mend into a fault that says what to do; other errors are ours and pass."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        fault = _fault(error, path)
+        if fault is None:
+            raise
+        raise fault from error
+
+
+def _fault(error: BaseException, path: Path) -> StoreFaultError | None:
+    # The low byte is the kind, the rest of the code says where in SQLite it came up.
+    advice = ADVICE.get((getattr(error, "sqlite_errorcode", None) or 0) & 0xFF)
+    return None if advice is None else StoreFaultError(f"ledger file {path}: {error}; {advice}")
+
+
+def _connect(path: Path, *, read_only: bool, query: str = "") -> sqlite3.Connection:
+    with _explained(path):
+        if read_only:
+            uri = f"{path.absolute().as_uri()}?mode=ro{query}"
+            return sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=BUSY_S)
+        return sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=BUSY_S)
+
+
+@dataclass(slots=True)
+class _Operation:
+    work: Work
+    done: asyncio.Future[Any]
+    result: Any = None
+    error: BaseException | None = None
+    announced: set[RunId] = field(default_factory=set)
+
+
+class _Writer:
+    """The writing connection and its thread."""
+
+    def __init__(self, path: Path, durability: Durability, answer: Callable[[list[_Operation]], None]) -> None:
+        self._path = path
+        self._answer = answer
+        self._syncs_itself = durability is Durability.POWER_LOSS
+        # Unbounded here, bounded outside: every caller waits for its own answer, and the server bounds its requests.
+        self._waiting: queue.SimpleQueue[_Operation | None] = queue.SimpleQueue()
+        self._db = _connect(path, read_only=False)
+        try:
+            with _explained(path):
+                self._prepare()
+        except BaseException:
+            self._db.close()
+            raise
+        self._thread = threading.Thread(target=self._run, name="ledger-writer", daemon=True)
+        self._thread.start()
+
+    def _prepare(self) -> None:
+        self._db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+        self._db.execute("PRAGMA journal_mode = WAL")
+        self._db.execute(f"PRAGMA synchronous = {'FULL' if self._syncs_itself else 'NORMAL'}")
+        migrate(self._db, self._path)
+
+    def put(self, operation: _Operation) -> None:
+        self._waiting.put(operation)
+
+    def close(self) -> None:
+        """Let what waits be written, then stop."""
+        self._waiting.put(STOP)
+        self._thread.join()
+        self._db.close()
+
+    def _run(self) -> None:
+        """Takes: operations. Gives: their answers, after the commit. Ends: at STOP; no failure of an operation ends it."""
+        stopping = False
+        while not stopping:
+            operations: list[_Operation] = []
+            item = self._waiting.get()
+            while True:
+                if item is STOP:
+                    stopping = True
+                    break
+                operations.append(item)
+                if len(operations) >= MOST_IN_ONE_COMMIT or self._waiting.empty():
+                    break
+                item = self._waiting.get()
+            if operations:
+                self._commit(operations)
+                self._answer(operations)
+
+    def _commit(self, operations: list[_Operation]) -> None:
+        try:
+            with _explained(self._path):
+                self._db.execute("BEGIN IMMEDIATE")
+                must_sync = False
+                for operation in operations:
+                    must_sync |= self._attempt(operation)
+                self._db.execute("COMMIT")
+                if must_sync and not self._syncs_itself:
+                    self._sync_log()
+        except BaseException as error:  # whatever it is, the callers must hear it and the thread must live
+            self._roll_back()
+            for operation in operations:
+                operation.error = operation.error or error
+
+    def _attempt(self, operation: _Operation) -> bool:
+        """Run one operation in its savepoint. Raises only when the whole transaction is lost. True: sync before answering."""
+        tx = SqlTransaction(self._db)
+        self._db.execute("SAVEPOINT operation")
+        try:
+            operation.result = operation.work(tx)
+        except Exception as error:
+            operation.error = _fault(error, self._path) or error
+            # After a full disk or an I/O error SQLite may have ended the whole transaction: then nobody's work is there.
+            if not self._db.in_transaction:
+                raise
+            self._db.execute("ROLLBACK TO operation")
+            self._db.execute("RELEASE operation")
+            return False
+        self._db.execute("RELEASE operation")
+        operation.announced = tx.announced
+        return tx.must_sync
+
+    def _roll_back(self) -> None:
+        # Should even this fail: nothing was committed, which is all that is asked for.
+        with suppress(sqlite3.Error):
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+
+    def _sync_log(self) -> None:
+        """Bring the write-ahead log to the disk, and with it every commit so far."""
+        try:
+            with Path(f"{self._path}-wal").open("rb+") as log:
+                os.fsync(log.fileno())
+        except OSError as error:
+            raise StoreFaultError(f"ledger file {self._path}: {error}; {ADVICE[sqlite3.SQLITE_IOERR]}") from error
+
+
+class SqliteStore:
+    """Satisfies `store.Store`. Made by `open_sqlite_store`."""
+
+    def __init__(self, path: Path, durability: Durability, loop: asyncio.AbstractEventLoop) -> None:
+        self.path = path
+        self._loop = loop
+        self._listeners: list[Callable[[RunId], None]] = []
+        self._writer = _Writer(path, durability, self._answer_on_loop)
+        self._readers = _Readers(path)
+
+    async def write(self, work: Callable[[Transaction], T]) -> T:
+        operation = _Operation(work, self._loop.create_future())
+        self._writer.put(operation)
+        result: T = await operation.done
+        return result
+
+    async def read(self, work: Callable[[Transaction], T]) -> T:
+        return await self._loop.run_in_executor(self._readers.pool, self._readers.read, work)
+
+    def listen(self, heard: Callable[[RunId], None]) -> None:
+        self._listeners.append(heard)
+
+    def close(self) -> None:
+        self._writer.close()
+        self._readers.close()
+
+    def _answer_on_loop(self, operations: list[_Operation]) -> None:
+        # A closed loop has nobody left to hear it. What was committed stays committed.
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._answer, operations)
+
+    def _answer(self, operations: list[_Operation]) -> None:
+        announced: set[RunId] = set()
+        for operation in operations:
+            if operation.error is None:
+                announced |= operation.announced
+            if operation.done.done():
+                continue  # its caller was cancelled
+            if operation.error is not None:
+                operation.done.set_exception(operation.error)
+            else:
+                operation.done.set_result(operation.result)
+        for run_id in announced:
+            for heard in self._listeners:
+                heard(run_id)
+
+
+class _Readers:
+    """A few threads, each with a connection of its own that can only read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._local = threading.local()
+        self._open: list[sqlite3.Connection] = []
+        self.pool = ThreadPoolExecutor(max_workers=READERS, thread_name_prefix="ledger-reader")
+
+    def read(self, work: Callable[[Transaction], T]) -> T:
+        with _explained(self._path):
+            db: sqlite3.Connection | None = getattr(self._local, "db", None)
+            if db is None:
+                db = self._local.db = _connect(self._path, read_only=True)
+                self._open.append(db)
+            return _read(db, work)
+
+    def close(self) -> None:
+        self.pool.shutdown(wait=True)
+        for db in self._open:
+            db.close()
+
+
+def _read(db: sqlite3.Connection, work: Callable[[Transaction], T]) -> T:
+    db.execute("BEGIN")
+    try:
+        return work(SqlTransaction(db))
+    finally:
+        db.execute("ROLLBACK")
+
+
+@asynccontextmanager
+async def open_sqlite_store(
+    directory: Path, *, durability: Durability = Durability.POWER_LOSS
+) -> AsyncIterator[SqliteStore]:
+    path = directory / FILE_NAME
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreFaultError(f"ledger directory {directory} cannot be made: {error.strerror}") from error
+    store = SqliteStore(path, durability, asyncio.get_running_loop())
+    try:
+        yield store
+    finally:
+        await asyncio.to_thread(store.close)
+
+
+class LedgerFile:
+    """The file of a run, live or dead, read by somebody who is not its ledger. Satisfies `store.Reader`."""
+
+    def __init__(self, path: Path, db: sqlite3.Connection) -> None:
+        self.path = path
+        self._db = db
+
+    def read_now(self, work: Callable[[Transaction], T]) -> T:
+        with _explained(self.path):
+            return _read(self._db, work)
+
+
+@contextmanager
+def open_readonly(directory: Path) -> Iterator[LedgerFile]:
+    """Open the ledger of a run to look at it: nothing is locked, changed or moved on."""
+    path = directory / FILE_NAME
+    if not path.is_file():
+        raise StoreFaultError(f"{directory} has no {FILE_NAME}: it is not the ledger directory of a run")
+    # Without a log beside it the file is whole in itself, and can be read even where nothing may be written.
+    query = "" if path.with_name(f"{FILE_NAME}-wal").exists() else "&immutable=1"
+    db = _connect(path, read_only=True, query=query)
+    try:
+        with _explained(path):
+            require_known_schema(db, path)
+        yield LedgerFile(path, db)
+    finally:
+        db.close()

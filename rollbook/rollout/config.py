@@ -1,0 +1,131 @@
+"""What an operator may set about rollouts: group size and floor, limits of an episode, workers."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field, model_validator
+
+from rollbook.contracts.policy import SamplingParams
+from rollbook.rollout.group_rules import GroupRules
+from rollbook.rollout.limits import EpisodeLimits
+
+
+class SamplingConfig(BaseModel, frozen=True, extra="forbid"):
+    temperature: float = Field(default=1.0, gt=0)
+    """Of the sampling distribution. Greedy sampling (0) explores nothing and is refused."""
+
+    max_tokens: int = Field(default=256, ge=1)
+    """Tokens of one turn at most."""
+
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus; 1 keeps the whole distribution, which is what the trainer's logprobs assume."""
+
+    top_k: int = Field(default=0, ge=0)
+    """Keep this many tokens; 0 keeps all."""
+
+    def params(self, stop_token_ids: tuple[int, ...] = ()) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            stop_token_ids=stop_token_ids,
+        )
+
+
+class EpisodeSettings(BaseModel, frozen=True, extra="forbid"):
+    """What the default rollout function reads from `rollout.settings`."""
+
+    system_prompt: str | None = None
+    """A first message with the role `system`."""
+
+    reward: Literal["sum", "last"] = "sum"
+    """The reward of an episode: the sum over its steps, or that of its last step."""
+
+    on_rewrite: Literal["error", "fork"] = "error"
+    """When the chat template rewrites earlier turns: give up the episode, or go on in a further sequence."""
+
+
+class RolloutConfig(BaseModel, frozen=True, extra="forbid"):
+    function: str = Field(default="rollbook.rollout.episode", min_length=1)
+    """Module that offers `make_rollout(setup)`, or `module:attribute`. The default plays any environment as a chat."""
+
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """A free table for that module."""
+
+    completions_per_prompt: int = Field(default=8, ge=2)
+    """Episodes of one draw. Advantages are relative to the group, so one alone teaches nothing."""
+
+    min_samples: int = Field(default=2, ge=1)
+    """The floor: with fewer scorable samples the group is dropped as invalid."""
+
+    retry_budget: int = Field(default=4, ge=0)
+    """How many unscorable episodes of one group are played again, all siblings together."""
+
+    drop_constant_reward: bool = True
+    """Drop groups whose scorable samples all earned the same: their advantages are zero."""
+
+    filter: str | None = None
+    """`module:function` of a filter of your own: takes the group, returns the reason to drop it, or None."""
+
+    max_turns: int = Field(default=6, ge=1)
+    """Turns of one episode at most."""
+
+    max_total_tokens: int = Field(default=4096, ge=2)
+    """Tokens of one sequence at most: prompt, completions and observations."""
+
+    max_seconds: float = Field(default=120.0, gt=0)
+    """Wall seconds of one episode; then it ends as truncated, and a function that does not end by itself is cancelled."""
+
+    sampling: SamplingConfig = SamplingConfig()
+
+    workers: int = Field(default=1, ge=1)
+    """Worker processes."""
+
+    groups_per_worker: int = Field(default=64, ge=1)
+    """Groups one worker plays at the same time."""
+
+    worker_start_s: float = Field(default=120.0, gt=0)
+    """From spawning a worker to its ready message; a slower one is replaced."""
+
+    worker_silence_s: float = Field(default=60.0, gt=1)
+    """A worker whose event loop does not answer for this long is replaced. Keep it above the slowest reward function."""
+
+    worker_stop_s: float = Field(default=5.0, gt=0)
+    """Seconds a worker gets to close its worlds when asked to stop, and as many again after SIGTERM."""
+
+    heartbeat_s: float = Field(default=5.0, gt=0)
+    """Seconds between signs of life to the ledger. Keep it well below the ledger's owner_ttl_s."""
+
+    ledger_patience_s: float = Field(default=120.0, gt=0)
+    """How long an unreachable ledger is waited for before the dispatcher gives up."""
+
+    @model_validator(mode="after")
+    def _the_floor_can_be_reached(self) -> "RolloutConfig":
+        if self.min_samples > self.completions_per_prompt:
+            raise ValueError(
+                f"min_samples is {self.min_samples}, but a group has {self.completions_per_prompt} samples: "
+                f"every group would be dropped; lower min_samples or raise completions_per_prompt"
+            )
+        return self
+
+    @property
+    def limits(self) -> EpisodeLimits:
+        return EpisodeLimits(
+            max_turns=self.max_turns, max_total_tokens=self.max_total_tokens, max_seconds=self.max_seconds
+        )
+
+    @property
+    def group_rules(self) -> GroupRules:
+        return GroupRules(
+            completions_per_prompt=self.completions_per_prompt,
+            min_samples=self.min_samples,
+            retry_budget=self.retry_budget,
+            max_seconds=self.max_seconds,
+            drop_constant_reward=self.drop_constant_reward,
+            filter=self.filter,
+        )
+
+    @property
+    def slots(self) -> int:
+        """Groups that may be in flight in this dispatcher."""
+        return self.workers * self.groups_per_worker

@@ -1,0 +1,89 @@
+"""The rollout contract: the one function a user may write, what it is given, and how it is found.
+
+    async def rollout_fn(row: dict) -> RolloutSample | None
+
+One episode a call; None means: drop this sample. The module that the config names offers `make_rollout(setup) -> rollout_fn`.
+"""
+
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
+
+from rollbook.contracts.policy import SamplingParams
+from rollbook.contracts.ports import Environment
+from rollbook.contracts.trajectory import RolloutSample
+from rollbook.rollout.dotted import DottedPathError, load_attribute
+from rollbook.rollout.limits import EpisodeLimits
+from rollbook.rollout.policy import EpisodePolicy
+from rollbook.telemetry.events import EventLog
+
+RolloutFn: TypeAlias = Callable[[dict[str, Any]], Awaitable[RolloutSample | None]]
+Message: TypeAlias = Mapping[str, Any]
+"""A chat message: `role` and `content`, and whatever else the model's template reads."""
+
+
+class Tokenizer(Protocol):
+    """Text to tokens and back, and messages to the text the model was trained on. `rendering.ModelTokenizer` is one."""
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of `text` as it stands: special tokens in it are recognised, none are added."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a turn of the model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSetup:
+    """What `make_rollout` is given. It lives as long as its worker process."""
+
+    policy: EpisodePolicy
+    tokenizer: Tokenizer
+    sampling: SamplingParams
+    limits: EpisodeLimits
+    open_environment: Callable[[], AbstractAsyncContextManager[Environment]]
+    """A world for one episode: `async with setup.open_environment() as world: ...`."""
+    log: EventLog
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """The table `rollout.settings` of the config, for the user's module to read."""
+
+
+MakeRollout: TypeAlias = Callable[[RolloutSetup], RolloutFn]
+
+
+def load_rollout(path: str, search_path: Sequence[str] = ()) -> MakeRollout:
+    """Find `make_rollout` by `module` (that attribute of it) or `module:attribute`."""
+    make: MakeRollout = load_attribute(path, search_path, default="make_rollout", role="rollout function")
+    if inspect.iscoroutinefunction(make):
+        raise DottedPathError(
+            f"rollout function {path!r}: make_rollout is async; it must be a plain function that returns the async one"
+        )
+    return make
+
+
+def build_rollout(make: MakeRollout, setup: RolloutSetup, *, path: str) -> RolloutFn:
+    """Call `make_rollout` and check what it returned, before anything is played with it."""
+    try:
+        rollout = make(setup)
+    except DottedPathError:
+        raise
+    except Exception as error:
+        raise DottedPathError(
+            f"rollout function {path!r}: make_rollout raised {type(error).__name__}: {error}"
+        ) from error
+    call = getattr(rollout, "__call__", None)  # noqa: B004 - an object with an async __call__ is welcome
+    if not (inspect.iscoroutinefunction(rollout) or inspect.iscoroutinefunction(call)):
+        raise DottedPathError(
+            f"rollout function {path!r}: make_rollout returned a {type(rollout).__name__}; it must return an async function "
+            f"that takes a row and returns a RolloutSample or None"
+        )
+    return rollout

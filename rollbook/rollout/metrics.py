@@ -1,0 +1,55 @@
+"""The metrics of this room, and how a finished group becomes values of them."""
+
+from rollbook.contracts.group import DropKind, DropReason, GroupOutcome
+from rollbook.telemetry.metrics import Metric, MetricRecorder, Reduction
+
+ROLLOUT_METRICS: tuple[Metric, ...] = (
+    Metric("rollout/raw_reward", "reward", "mean reward of all scorable samples, trained or not", Reduction.MEAN),
+    Metric("rollout/raw_accuracy", "share", "solved samples, where the world says so, trained or not", Reduction.MEAN),
+    Metric("rollout/response_len", "tokens", "sampled tokens of an episode", Reduction.MEAN),
+    Metric("rollout/truncated_ratio", "share", "episodes that a limit ended", Reduction.MEAN),
+    Metric("rollout/turns", "turns", "turns of an episode", Reduction.MEAN),
+    Metric("rollout/group_seconds", "s", "from the grant to the last sample", Reduction.MEAN),
+    Metric("rollout/group_seconds_max", "s", "the slowest group of the tick", Reduction.MAX),
+    Metric("rollout/groups_finished", "groups", "groups whose last sample was played", Reduction.SUM),
+    Metric("rollout/groups_failed", "groups", "groups without enough scorable samples", Reduction.SUM),
+    Metric("rollout/groups_released", "groups", "groups given back for another attempt", Reduction.SUM),
+    Metric("rollout/samples_retried", "samples", "unscorable samples that were played again", Reduction.SUM),
+    Metric(
+        "rollout/samples_declined", "samples", "samples for which the rollout function returned None", Reduction.SUM
+    ),
+    Metric("rollout/worker_deaths", "processes", "worker processes that died unasked", Reduction.SUM),
+    Metric("rollout/worker_loop_lag", "s", "how late the slowest worker's event loop was", Reduction.MAX),
+    Metric("rollout/accepted_groups", "groups", "groups stored by this process so far"),
+    Metric("rollout/rejected_groups", "groups", "groups dropped by this process so far"),
+    Metric("async/in_flight", "groups", "groups being played"),
+    Metric("async/staleness_capacity", "groups", "groups the gate would let begin now"),
+    Metric(
+        "async/invalid_samples",
+        "samples",
+        "episodes that could not be scored, the retried ones included",
+        Reduction.SUM,
+    ),
+    Metric("async/filter_drops", "groups", "groups that a filter dropped", Reduction.SUM),
+)
+
+
+def record_group(metrics: MetricRecorder, outcome: GroupOutcome, drop: DropReason | None) -> None:
+    """Count a finished group. Means are weighted by samples, so that groups of different size count by their content."""
+    metrics.add("rollout/raw_reward", outcome.reward_mean, weight=outcome.num_scorable)
+    metrics.add("rollout/raw_accuracy", outcome.solved_rate, weight=outcome.num_scorable)
+    for name, value in (
+        ("rollout/response_len", outcome.mean_response_tokens),
+        ("rollout/truncated_ratio", outcome.truncated_rate),
+        ("rollout/turns", outcome.mean_turns),
+    ):
+        metrics.add(name, value, weight=outcome.num_samples)
+    metrics.add("rollout/group_seconds", outcome.seconds)
+    metrics.add("rollout/group_seconds_max", outcome.seconds)
+    metrics.add("rollout/groups_finished", 1)
+    metrics.add("rollout/samples_retried", outcome.retried_samples)
+    metrics.add("rollout/samples_declined", outcome.declined_samples)
+    metrics.add("async/invalid_samples", sum(outcome.invalid_causes.values()))
+    if drop is not None:
+        metrics.add("rollout/groups_failed", drop.kind is DropKind.INVALID)
+        metrics.add("async/filter_drops", drop.kind is DropKind.FILTERED)

@@ -1,0 +1,181 @@
+"""Messages to tokens and back, from the files of a model directory. The only door of `tokenizers` and `jinja2` in this room."""
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer as FastTokenizer
+
+from rollbook.contracts.errors import EpisodeError, RunError
+from rollbook.rollout.contract import Message
+
+CACHED_TEXTS = 4096
+"""Renderings and encodings kept. Siblings share their first prompt and worlds repeat themselves, so most turns find theirs here."""
+CACHED_CHARS = 4096
+"""Longer texts are not kept: the two caches stay below 40 MB, and long texts seldom repeat."""
+
+
+class TokenizerError(RunError):
+    """The files of a tokenizer are missing or broken."""
+
+
+class RenderError(EpisodeError):
+    """The chat template refused these messages."""
+
+
+class ModelTokenizer:
+    """Satisfies `contract.Tokenizer`."""
+
+    def __init__(
+        self,
+        fast: FastTokenizer,
+        *,
+        chat_template: str | None,
+        special_tokens: dict[str, str] | None = None,
+        eos_token_ids: Sequence[int] = (),
+    ) -> None:
+        self._fast = fast
+        self._special_tokens = dict(special_tokens or {})
+        self._template = None if chat_template is None else _compile(chat_template)
+        self._eos_token_ids = tuple(eos_token_ids)
+        # A template that asks for the date is not a function of its messages.
+        self._may_cache = chat_template is not None and "strftime_now" not in chat_template
+        self._encode_short = lru_cache(CACHED_TEXTS)(self._encode)
+        self._render_short = lru_cache(CACHED_TEXTS)(self._render_plain)
+
+    @classmethod
+    def from_directory(cls, directory: Path) -> "ModelTokenizer":
+        """Read `tokenizer.json` and, where they exist, tokenizer and generation config and `chat_template.jinja`."""
+        try:
+            fast = FastTokenizer.from_file(str(directory / "tokenizer.json"))
+        except Exception as error:  # the library raises a bare Exception
+            raise TokenizerError(f"cannot load a tokenizer from {directory / 'tokenizer.json'}: {error}") from error
+        config = _read_json(directory / "tokenizer_config.json")
+        special = {
+            name: value if isinstance(value, str) else value["content"]
+            for name, value in config.items()
+            if name.endswith("_token") and (isinstance(value, str) or (isinstance(value, dict) and "content" in value))
+        }
+        template = config.get("chat_template")
+        template_file = directory / "chat_template.jinja"
+        if template_file.exists():
+            template = template_file.read_text(encoding="utf-8")
+        if template is not None and not isinstance(template, str):
+            raise TokenizerError(
+                f"{directory}: chat_template is a {type(template).__name__}; one template text is needed"
+            )
+        return cls(
+            fast,
+            chat_template=template,
+            special_tokens=special,
+            eos_token_ids=_eos_ids(fast, special, _read_json(directory / "generation_config.json")),
+        )
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._encode_short(text) if len(text) <= CACHED_CHARS else self._encode(text))
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._fast.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        text: str = self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+        if self._may_cache:
+            plain = _plain_chat(messages)
+            if plain is not None:
+                return self._render_short(plain, add_generation_prompt)
+        return self._render(messages, add_generation_prompt)
+
+    def _render_plain(self, chat: tuple[str, ...], add_generation_prompt: bool) -> str:
+        messages = [{"role": role, "content": said} for role, said in zip(chat[::2], chat[1::2], strict=True)]
+        return self._render(messages, add_generation_prompt)
+
+    def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+        if self._template is None:
+            raise RenderError("this tokenizer has no chat template; add chat_template.jinja to the model directory")
+        try:
+            return self._template.render(
+                messages=messages, add_generation_prompt=add_generation_prompt, **self._special_tokens
+            )
+        except jinja2.TemplateError as error:
+            raise RenderError(f"the chat template refused {len(messages)} messages: {error}") from error
+
+    @property
+    def vocab_size(self) -> int:
+        size: int = self._fast.get_vocab_size(with_added_tokens=True)
+        return size
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return self._eos_token_ids
+
+
+def _plain_chat(messages: Sequence[Message]) -> tuple[str, ...] | None:
+    """Roles and contents of a short chat that has nothing else: the key of its rendering."""
+    chat: list[str] = []
+    length = 0
+    for message in messages:
+        role, said = message.get("role"), message.get("content")
+        if len(message) != 2 or not isinstance(role, str) or not isinstance(said, str):
+            return None
+        length += len(said)
+        chat += (role, said)
+    return tuple(chat) if length <= CACHED_CHARS else None
+
+
+def _eos_ids(fast: FastTokenizer, special: dict[str, str], generation: dict[str, Any]) -> tuple[int, ...]:
+    """The tokenizer's own end token first, then those the generation config lists (some models have several)."""
+    ids: list[int] = []
+    if "eos_token" in special and (own := fast.token_to_id(special["eos_token"])) is not None:
+        ids.append(own)
+    listed = generation.get("eos_token_id")
+    for token_id in listed if isinstance(listed, list) else [listed]:
+        if isinstance(token_id, int) and token_id not in ids:
+            ids.append(token_id)
+    return tuple(ids)
+
+
+def _compile(source: str) -> jinja2.Template:
+    # Templates come with models from strangers: they get text and nothing else.
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    environment.filters["tojson"] = _tojson
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise TokenizerError(f"the chat template does not parse: line {error.lineno}: {error}") from error
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _tojson(value: Any, indent: int | None = None) -> str:
+    # Jinja's own escapes HTML, which models have never seen.
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TokenizerError(f"cannot read {path}: {error}") from error
+    if not isinstance(content, dict):
+        raise TokenizerError(f"{path} holds a {type(content).__name__}; an object is needed")
+    return content

@@ -1,0 +1,166 @@
+"""The loop inside a worker process: builds its setup, plays the groups it is told to, and gives a sign of life every second.
+
+Started as `python -m rollbook.rollout.worker_child SOCKET_FD WATCH_FD`. It ends when it is told to stop, on SIGTERM, and when its
+parent is gone. SIGINT is the parent's business.
+"""
+
+import asyncio
+import os
+import pickle
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, suppress
+from functools import partial
+from typing import Any
+
+import uvloop
+
+from rollbook.concurrency.parent_watch import die_with_parent
+from rollbook.contracts.errors import RollbookError, RunError, WorkerError
+from rollbook.rollout.contract import RolloutSetup, build_rollout, load_rollout
+from rollbook.rollout.dotted import load_attribute
+from rollbook.rollout.filters import load_filters
+from rollbook.rollout.group import GroupAssembler, GroupOrder
+from rollbook.rollout.recipe import WorkerRecipe
+from rollbook.rollout.wire import (
+    Beat,
+    Cancel,
+    Failed,
+    Finished,
+    FromWorker,
+    Play,
+    Ready,
+    Stop,
+    frame,
+    read_frame,
+    to_worker,
+)
+
+BEAT_S = 1.0
+EXIT_FAILED = 3
+"""Exit status after a failure that was told to the parent."""
+
+Builder = Callable[[dict[str, Any]], AbstractAsyncContextManager[RolloutSetup]]
+
+
+class WorkerLoop:
+    """Plays groups in one process until it is told to stop."""
+
+    def __init__(self, assembler: GroupAssembler, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._assembler = assembler
+        self._reader = reader
+        self._writer = writer
+        self._playing: dict[tuple[str, int], asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Takes: orders, from the parent. Gives: results and beats. Ends: at a stop, or when the parent is gone."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                beats = group.create_task(self._beat(), name="worker.beat")
+                await self._take_orders(group)
+                beats.cancel()
+                for task in self._playing.values():
+                    task.cancel()
+        except BaseExceptionGroup as escaped:
+            raise escaped.exceptions[0] from escaped
+
+    async def _take_orders(self, group: asyncio.TaskGroup) -> None:
+        while (payload := await read_frame(self._reader)) is not None:
+            match to_worker.decode(payload):
+                case Play() as play:
+                    key = (play.group_id, play.attempt)
+                    self._playing[key] = group.create_task(
+                        self._play(play.to_contract()), name=f"worker.group.{play.group_id}"
+                    )
+                    self._playing[key].add_done_callback(partial(self._forget, key))
+                case Cancel(group_id=group_id, attempt=attempt):
+                    if (task := self._playing.get((group_id, attempt))) is not None:
+                        task.cancel()
+                case Stop():
+                    return
+
+    async def _play(self, order: GroupOrder) -> None:
+        result = await self._assembler.play(order)
+        await self._tell(Finished.of(order, result))
+
+    def _forget(self, key: tuple[str, int], _: asyncio.Task[None]) -> None:
+        self._playing.pop(key, None)
+
+    async def _beat(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + BEAT_S
+            await asyncio.sleep(BEAT_S)
+            await self._tell(Beat(in_flight=len(self._playing), loop_lag_s=max(0.0, loop.time() - due)))
+
+    async def _tell(self, message: FromWorker) -> None:
+        self._writer.write(frame(message))
+        await self._writer.drain()
+
+
+async def work(socket_fd: int) -> int:
+    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=socket_fd))
+    me = asyncio.current_task()
+    assert me is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, me.cancel)
+    try:
+        payload = await read_frame(reader)
+        if payload is None:
+            return 0
+        await _serve(_unpickled(payload), reader, writer)
+    except Exception as error:
+        traceback.print_exc()
+        with suppress(OSError):  # nobody may be left to hear it
+            writer.write(frame(_told(error)))
+            await writer.drain()
+        return EXIT_FAILED
+    except asyncio.CancelledError:
+        # SIGTERM: everything was closed on the way out.
+        return 0
+    finally:
+        writer.close()
+    return 0
+
+
+async def _serve(recipe: WorkerRecipe, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    make = load_rollout(recipe.rollout, recipe.search_path)
+    filters = load_filters(
+        recipe.rules.filter, drop_constant_reward=recipe.rules.drop_constant_reward, search_path=recipe.search_path
+    )
+    builder: Builder = load_attribute(recipe.builder, recipe.search_path, default=None, role="worker builder")
+    async with builder(dict(recipe.settings)) as setup:
+        rollout = build_rollout(make, setup, path=recipe.rollout)
+        writer.write(frame(Ready(pid=os.getpid())))
+        await WorkerLoop(GroupAssembler(rollout, recipe.rules, filters=filters), reader, writer).run()
+
+
+def _unpickled(payload: bytes) -> WorkerRecipe:
+    try:
+        recipe = pickle.loads(payload)
+    except Exception as error:
+        raise RunError(f"the worker's recipe cannot be read in its process: {type(error).__name__}: {error}") from error
+    assert isinstance(recipe, WorkerRecipe)
+    return recipe
+
+
+def _told(error: Exception) -> Failed:
+    if isinstance(error, RollbookError):
+        return Failed(cause=str(error), stops_run=isinstance(error, RunError) and not isinstance(error, WorkerError))
+    return Failed(cause=f"{type(error).__name__}: {error}", stops_run=False)
+
+
+def main(socket_fd: int, watch_fd: int) -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for fd in (socket_fd, watch_fd):
+        # What user code spawns must not keep our connection open when we are gone.
+        os.set_inheritable(fd, False)
+    die_with_parent(watch_fd)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(work(socket_fd))
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))

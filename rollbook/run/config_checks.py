@@ -1,0 +1,96 @@
+"""What only makes sense together: checks across rooms. Each yields (path in the file, message), and sees only sections that parsed.
+
+Three kinds: settings that can never move, settings that contradict each other, and fields that the chosen settings never read.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+
+from pydantic import BaseModel
+
+from rollbook.inference.config import InferenceConfig, ScriptedConfig
+from rollbook.ledger.config import GateConfig
+from rollbook.rollout.config import RolloutConfig
+from rollbook.tasks.config import TasksConfig
+from rollbook.trainer.config import TrainerConfig
+
+Parts = Mapping[str, BaseModel]
+Faults = Iterator[tuple[str, str]]
+
+
+def _episodes_fit_the_lease(parts: Parts) -> Faults:
+    match parts.get("rollout"), parts.get("gate"):
+        case RolloutConfig() as rollout, GateConfig() as gate if rollout.max_seconds >= gate.group_deadline_s:
+            yield (
+                "rollout.max_seconds",
+                f"an episode may last {rollout.max_seconds:g} s, but the lease on its group ends after "
+                f"gate.group_deadline_s = {gate.group_deadline_s:g} s; make the lease longer",
+            )
+
+
+def _tokens_fit_the_context(parts: Parts) -> Faults:
+    match parts.get("rollout"), parts.get("inference"):
+        case RolloutConfig() as rollout, InferenceConfig(max_model_len=int(most)) if rollout.max_total_tokens > most:
+            yield (
+                "rollout.max_total_tokens",
+                f"{rollout.max_total_tokens} tokens do not fit inference.max_model_len = {most}",
+            )
+
+
+def _a_minibatch_has_something_to_learn_from(parts: Parts) -> Faults:
+    match parts.get("trainer"), parts.get("gate"), parts.get("rollout"):
+        case TrainerConfig() as trainer, GateConfig() as gate, RolloutConfig() as rollout:
+            samples = gate.groups_per_step * rollout.completions_per_prompt
+            if trainer.ppo_n_minibatches > samples:
+                yield (
+                    "trainer.ppo_n_minibatches",
+                    f"{trainer.ppo_n_minibatches} minibatches cannot be made of {samples} samples a step "
+                    "(gate.groups_per_step × rollout.completions_per_prompt)",
+                )
+
+
+def _the_engine_can_hold_what_is_in_flight(parts: Parts) -> Faults:
+    match parts.get("inference"), parts.get("gate"), parts.get("rollout"):
+        case InferenceConfig() as inference, GateConfig() as gate, RolloutConfig() as rollout:
+            episodes = gate.max_groups_in_flight * rollout.completions_per_prompt
+            room = inference.max_queued + inference.max_running
+            if episodes > room:
+                yield (
+                    "inference.max_queued",
+                    f"{episodes} episodes may be in flight (gate.max_groups_in_flight × rollout.completions_per_prompt), "
+                    f"but the policy server holds {room} requests at most",
+                )
+
+
+def _the_run_ends(parts: Parts) -> Faults:
+    match parts.get("trainer"), parts.get("tasks"):
+        case TrainerConfig(max_steps=None), TasksConfig(epochs=None):
+            yield (
+                "trainer.max_steps",
+                "is not set and tasks.epochs is endless: this run would never end; set one of them",
+            )
+
+
+def _schedules_know_their_length(parts: Parts) -> Faults:
+    match parts.get("trainer"):
+        case TrainerConfig(max_steps=None, schedule="linear" | "cosine" as schedule):
+            yield "trainer.schedule", f"a {schedule} schedule needs trainer.max_steps to know where it ends"
+
+
+def _no_field_goes_unread(parts: Parts) -> Faults:
+    match parts.get("inference"):
+        case InferenceConfig(engine="transformers") as inference if inference.scripted != ScriptedConfig():
+            yield "inference.scripted", "is read by the scripted engine only; this run uses engine = 'transformers'"
+    match parts.get("tasks"):
+        case TasksConfig() as tasks if tasks.args and tasks.source.endswith(".jsonl"):
+            yield "tasks.args", "is read by Python generators only; a file takes no arguments"
+
+
+CROSS_CHECKS: tuple[Callable[[Parts], Faults], ...] = (
+    _episodes_fit_the_lease,
+    _tokens_fit_the_context,
+    _a_minibatch_has_something_to_learn_from,
+    _the_engine_can_hold_what_is_in_flight,
+    _the_run_ends,
+    _schedules_know_their_length,
+    _no_field_goes_unread,
+)

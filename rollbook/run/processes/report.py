@@ -1,0 +1,12 @@
+"""After a run: plots in the run directory. A process of its own, because drawing is heavy and must not be able to fail a run."""
+
+import asyncio
+
+from rollbook.dashboard.plots import draw_plots
+from rollbook.run.child import RoleContext
+
+
+async def main(context: RoleContext) -> str:
+    budget = context.loaded.config.gate.max_head_offpolicy_versions
+    drawn = await asyncio.to_thread(draw_plots, context.directory.path, context.directory.plots, lag_budget=budget)
+    return f"{len(drawn)} plots"

@@ -1,0 +1,75 @@
+"""The dispatcher process: tasks and rollout, a client of the ledger; its workers are processes of their own (`rollout_worker`)."""
+
+import asyncio
+
+from rollbook.contracts.admission import RunId
+from rollbook.ledger.client import open_ledger_client
+from rollbook.rollout.dispatcher import Dispatcher
+from rollbook.rollout.metrics import ROLLOUT_METRICS
+from rollbook.rollout.recipe import WorkerRecipe
+from rollbook.run.child import RoleContext
+from rollbook.run.model_location import model_location
+from rollbook.tasks.cursor import CursorDataLoader
+from rollbook.tasks.dataset import load_tasks
+from rollbook.telemetry.metrics import MetricRecorder
+
+
+async def main(context: RoleContext) -> str:
+    config = context.loaded.config
+    tasks = CursorDataLoader(
+        load_tasks(config.tasks, base_dir=context.loaded.source_dir),
+        epochs=config.tasks.epochs,
+        shuffle=config.tasks.shuffle,
+        seed=config.tasks.seed,
+    )
+    async with open_ledger_client(
+        context.addresses["ledger"], RunId(config.run.name), request_s=config.ledger.request_s, log=context.log
+    ) as ledger:
+        dispatcher = Dispatcher(
+            name="dispatcher-0",
+            tasks=tasks,
+            sink=ledger,
+            recipe=_recipe(context),
+            config=config.rollout,
+            rule=config.gate.settings(max_steps=config.trainer.max_steps).rule,
+            log=context.log,
+            metrics=MetricRecorder("rollout", ROLLOUT_METRICS, context.directory.metrics_file),
+            spans=context.spans,
+            look_at=f"the events rollout.group_failed in {context.directory.log_file(context.role)}",
+        )
+        context.channel.ready("playing")
+        return await _run_until_drained(dispatcher, context)
+
+
+async def _run_until_drained(dispatcher: Dispatcher, context: RoleContext) -> str:
+    """A drain stops at once: what is in flight is played again after a resume, by the ledger's own rule."""
+    playing = asyncio.create_task(dispatcher.run(), name="rollout.dispatcher")
+    draining = asyncio.create_task(context.draining.wait(), name="rollout.drain")
+    try:
+        await asyncio.wait({playing, draining}, return_when=asyncio.FIRST_COMPLETED)
+        if playing.done():
+            await playing
+            return "the run is over"
+        return "drained"
+    finally:
+        for task in (playing, draining):
+            task.cancel()
+        await asyncio.gather(playing, draining, return_exceptions=True)
+
+
+def _recipe(context: RoleContext) -> WorkerRecipe:
+    config = context.loaded.config
+    return WorkerRecipe(
+        builder="rollbook.run.processes.rollout_worker:build_setup",
+        rollout=config.rollout.function,
+        rules=config.rollout.group_rules,
+        settings={
+            "policy_url": context.addresses["policy"],
+            "model_dir": str(model_location(context.directory)),
+            "inference": config.inference.model_dump(mode="json"),
+            "env": config.env.model_dump(mode="json"),
+            "rollout": config.rollout.model_dump(mode="json"),
+            "log_file": str(context.directory.log_file("rollout-worker")),
+        },
+        search_path=(str(context.loaded.source_dir),),
+    )

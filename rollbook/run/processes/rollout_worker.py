@@ -1,0 +1,52 @@
+"""What a worker process holds: a policy client, a tokenizer, worlds. Built inside the worker, from plain values."""
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from rollbook.contracts.ports import Environment
+from rollbook.envs.catalog import EnvironmentSource
+from rollbook.envs.config import EnvConfig
+from rollbook.inference.client import open_policy_client
+from rollbook.inference.config import InferenceConfig
+from rollbook.rollout.config import RolloutConfig
+from rollbook.rollout.contract import RolloutSetup
+from rollbook.rollout.policy import EpisodePolicy
+from rollbook.rollout.rendering import ModelTokenizer
+from rollbook.telemetry.events import EventLog
+
+
+@asynccontextmanager
+async def build_setup(settings: Mapping[str, Any]) -> AsyncIterator[RolloutSetup]:
+    inference = InferenceConfig.model_validate(settings["inference"])
+    rollout = RolloutConfig.model_validate(settings["rollout"])
+    tokenizer = ModelTokenizer.from_directory(Path(settings["model_dir"]))
+    log = EventLog("rollout-worker", Path(settings["log_file"]))
+    worlds = EnvironmentSource(EnvConfig.model_validate(settings["env"]))
+    sampling = rollout.sampling.params(tokenizer.eos_token_ids)
+
+    @asynccontextmanager
+    async def open_environment() -> AsyncIterator[Environment]:
+        world = worlds()
+        try:
+            yield world
+        finally:
+            await world.close()
+
+    try:
+        async with open_policy_client(
+            settings["policy_url"], request_s=inference.request_s, log=log, max_connections=inference.max_connections
+        ) as policy:
+            yield RolloutSetup(
+                policy=EpisodePolicy(policy, sampling),
+                tokenizer=tokenizer,
+                sampling=sampling,
+                limits=rollout.limits,
+                open_environment=open_environment,
+                log=log,
+                settings=rollout.settings,
+            )
+    finally:
+        worlds.close()
+        log.close()

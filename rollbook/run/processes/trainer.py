@@ -1,0 +1,75 @@
+"""The trainer process: learns, publishes, checkpoints; a client of ledger and policy servers. No rollout code in here."""
+
+import asyncio
+import os
+from typing import Any
+
+from rollbook.contracts.admission import RunId
+from rollbook.contracts.errors import FencedError
+from rollbook.inference.weights import open_weight_transfer
+from rollbook.ledger.client import open_ledger_client
+from rollbook.run.child import RoleContext
+from rollbook.run.model_location import model_location
+from rollbook.telemetry.metrics import MetricRecorder
+from rollbook.trainer.loop import LoopEnd, LoopOutcome, TrainerLoop
+from rollbook.trainer.metrics import TRAINER_METRICS
+
+
+class _Narrator(MetricRecorder):
+    """Tells the supervisor what the trainer does, each time a step is recorded."""
+
+    def __init__(self, context: RoleContext) -> None:
+        super().__init__("trainer", TRAINER_METRICS, context.directory.metrics_file)
+        self._channel = context.channel
+
+    def tick(self, **labels: Any) -> dict[str, Any]:
+        row = super().tick(**labels)
+        self._channel.doing(f"step {labels.get('step')} trained")
+        return row
+
+
+async def main(context: RoleContext) -> str:
+    config = context.loaded.config
+    async with (
+        open_ledger_client(
+            context.addresses["ledger"], RunId(config.run.name), request_s=config.ledger.request_s, log=context.log
+        ) as ledger,
+        open_weight_transfer(
+            [context.addresses["policy"]], request_s=config.inference.request_s, log=context.log
+        ) as weights,
+    ):
+        loop = TrainerLoop(
+            source=ledger,
+            receiver=weights,
+            config=config.trainer,
+            model_dir=model_location(context.directory),
+            directory=context.directory.path,
+            lag_budget=config.gate.max_head_offpolicy_versions,
+            metrics=_Narrator(context),
+            spans=context.spans,
+            log=context.log,
+        )
+        context.channel.ready(f"pid {os.getpid()}, loading")
+        outcome = await _run_until_drained(loop, context)
+    return _told(outcome)
+
+
+async def _run_until_drained(loop: TrainerLoop, context: RoleContext) -> LoopOutcome:
+    async def drain() -> None:
+        await context.draining.wait()
+        context.channel.doing("finishing its step")
+        loop.stop_after_step()
+
+    async with asyncio.TaskGroup() as group:
+        drainer = group.create_task(drain(), name="trainer.drain")
+        outcome = await loop.run()
+        drainer.cancel()
+    return outcome
+
+
+def _told(outcome: LoopOutcome) -> str:
+    if outcome.end is LoopEnd.FENCED:
+        raise FencedError("a newer trainer took over this run")
+    if outcome.end is LoopEnd.STOPPED:
+        return f"stopped after step {outcome.step}, with a checkpoint to resume from"
+    return f"{outcome.reason} after step {outcome.step}, weights {outcome.digest}"

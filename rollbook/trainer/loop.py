@@ -1,0 +1,314 @@
+"""The trainer's life: restore, replay what was decided, publish, then batch after batch until the run ends.
+
+The ledger is the write-ahead log of the optimizer: killed at any moment, the next trainer restores the last checkpoint and trains
+the recorded batches again. So the order within a step is fixed: train, acknowledge, publish, checkpoint. And the batch of step
+s+1 is never waited for before version s is published: with a lag budget of 0 nobody could play for it.
+"""
+
+import asyncio
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from rollbook.concurrency.clock import Clock, SystemClock
+from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainerRole, TrainingBatch
+from rollbook.contracts.errors import FencedError, RunError
+from rollbook.contracts.ports import BatchSource, WeightReceiver
+from rollbook.telemetry.events import EventLog
+from rollbook.telemetry.metrics import MetricRecorder
+from rollbook.telemetry.spans import SpanRecorder
+from rollbook.trainer.checkpoint import Checkpoints
+from rollbook.trainer.config import TrainerConfig
+from rollbook.trainer.interruption import first_error, unless
+from rollbook.trainer.metrics import batch_metrics, time_metrics
+from rollbook.trainer.patience import Patience
+from rollbook.trainer.publish import Publisher
+from rollbook.trainer.settings_history import check_and_record
+from rollbook.trainer.staleness import LagReport, check_lag
+from rollbook.trainer.step import StepReport, TrainStep
+
+LONG_POLL_S = 20.0
+"""How long the ledger may hold a request for a batch before it says "not yet"."""
+
+
+class LoopEnd(StrEnum):
+    ENDED = "ended"
+    """There is no further batch: the ledger was told that the run is over."""
+    STOPPED = "stopped"
+    """Asked to stop: a checkpoint was written, and the run can be resumed."""
+    FENCED = "fenced"
+    """A newer trainer took over: nothing more was touched."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopOutcome:
+    end: LoopEnd
+    step: int
+    """Batches learned from."""
+    digest: str | None
+    """Of the weights at that step; None when fenced before any were loaded."""
+    reason: EndOfRun | None = None
+
+
+class TrainerLoop:
+    """Runs once. Writes below `directory`: `checkpoints/`, `weights/` and `trainer_state.json`."""
+
+    def __init__(
+        self,
+        *,
+        source: BatchSource,
+        receiver: WeightReceiver,
+        config: TrainerConfig,
+        model_dir: Path,
+        directory: Path,
+        lag_budget: int,
+        metrics: MetricRecorder,
+        spans: SpanRecorder,
+        log: EventLog,
+        clock: Clock | None = None,
+    ) -> None:
+        self._source = source
+        self._config = config
+        self._lag_budget = lag_budget
+        self._metrics = metrics
+        self._spans = spans
+        self._log = log
+        self._clock = clock or SystemClock()
+        self._checkpoints = Checkpoints(directory / "checkpoints", model_dir=model_dir, config=config)
+        self._history_path = directory / "trainer_state.json"
+        self._ledger = Patience(clock=self._clock, log=log, within_s=config.ledger_timeout_s)
+        self._publisher = Publisher(
+            source=source,
+            receiver=receiver,
+            directory=directory / "weights",
+            config=config,
+            clock=self._clock,
+            log=log,
+            spans=spans,
+        )
+        self._stopping = asyncio.Event()
+        self._step = 0
+        self._digest: str | None = None
+
+    @property
+    def step(self) -> int:
+        """Batches learned from so far."""
+        return self._step
+
+    def stop_after_step(self) -> None:
+        """Finish the step in hand, write a checkpoint and return. A wait for a batch or for replicas is broken off."""
+        self._stopping.set()
+
+    async def run(self) -> LoopOutcome:
+        """Train to the end of the run.
+
+        Takes:  batches, from the ledger.
+        Gives:  versions of the policy to the replicas, acknowledgements and checkpoint marks to the ledger.
+        Waits:  for the next batch; for replicas to confirm a version; for a peer that is away, within its budget.
+        Ends:   when the ledger says so, on `stop_after_step`, when a newer trainer took over, or with an error a person must see.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                watch = group.create_task(self._publisher.run(), name="trainer.watch_replicas")
+                outcome = await self._train_to_the_end()
+                watch.cancel()
+        except BaseExceptionGroup as failures:
+            first = first_error(failures)
+            if isinstance(first, FencedError):
+                self._log.info("trainer.fenced", step=self._step, cause=str(first))
+                return LoopOutcome(end=LoopEnd.FENCED, step=self._step, digest=self._digest)
+            raise first from None
+        self._log.info("trainer.done", end=outcome.end, step=outcome.step, reason=outcome.reason, digest=outcome.digest)
+        return outcome
+
+    async def _train_to_the_end(self) -> LoopOutcome:
+        learner = await self._restore()
+        role = await self._take_role(learner)
+        await self._replay(learner, role)
+        if self._stopping.is_set() or not await self._publish(learner):
+            return await self._stopped(learner)
+        while True:
+            started = self._clock.now()
+            batch = await self._next_batch(learner.step + 1)
+            if isinstance(batch, EndOfRun):
+                return await self._ended(learner, batch)
+            if batch is None:
+                return await self._stopped(learner)
+            await self._train(learner, batch, started=started)
+            if self._stopping.is_set() or not await self._publish(learner):
+                self._tick(learner.step, started)
+                return await self._stopped(learner)
+            if learner.step % self._config.checkpoint_every == 0:
+                await self._checkpoint(learner)
+            self._tick(learner.step, started)
+
+    # Start -------------------------------------------------------------------------------------------------------------------
+
+    async def _restore(self) -> TrainStep:
+        with self._spans.span("trainer.restore") as fields:
+            checkpoint = await asyncio.to_thread(self._checkpoints.latest)
+            learner = await asyncio.to_thread(self._checkpoints.restore, checkpoint)
+            self._digest = await asyncio.to_thread(learner.model.digest)
+            fields["step"] = self._step = learner.step
+        self._log.info(
+            "trainer.restored",
+            step=learner.step,
+            checkpoint=None if checkpoint is None else checkpoint.path.name,
+            digest=self._digest,
+            parameters=learner.model.num_parameters,
+        )
+        return learner
+
+    async def _take_role(self, learner: TrainStep) -> TrainerRole:
+        """Become the trainer, and refuse to go on where the ledger and the disk tell different stories."""
+        restored = learner.step
+        role = await self._ledger.call(lambda: self._source.take_role(restored_step=restored), what="take the role")
+        self._log.info(
+            "trainer.role_taken",
+            epoch=role.epoch,
+            restored=restored,
+            decided=role.last_decided,
+            acknowledged=role.last_acknowledged,
+            durable=role.durable_step,
+        )
+        if restored > role.last_acknowledged:
+            raise RunError(
+                f"the checkpoint of step {restored} is ahead of the ledger, which knows {role.last_acknowledged} trained steps."
+                " They belong to different runs, or the ledger lost data: restore the ledger or remove the checkpoint."
+            )
+        check_and_record(
+            self._history_path,
+            self._config.numeric_settings(),
+            restored_step=restored,
+            acknowledged_step=role.last_acknowledged,
+            weights_digest=str(self._digest),
+        )
+        if restored > role.durable_step:
+            # The last trainer died between writing the checkpoint and saying so.
+            await self._mark_durable(restored)
+        return role
+
+    async def _replay(self, learner: TrainStep, role: TrainerRole) -> None:
+        """Train the decided batches again. Nothing is published meanwhile: the replicas may be ahead of the restored weights."""
+        if learner.step < role.last_decided:
+            self._log.info("trainer.replaying", first=learner.step + 1, last=role.last_decided)
+        while learner.step < role.last_decided and not self._stopping.is_set():
+            started = self._clock.now()
+            step = learner.step + 1
+            batch = await self._next_batch(step)
+            if isinstance(batch, EndOfRun):
+                raise RunError(f"the ledger decided batch {step} and now answers {batch}; it cannot be replayed")
+            if batch is None:
+                return
+            await self._train(learner, batch, started=started)
+            if step % self._config.checkpoint_every == 0 and step > role.durable_step:
+                await self._checkpoint(learner)
+            self._tick(step, started, is_replay=step <= role.last_acknowledged)
+
+    # One step ----------------------------------------------------------------------------------------------------------------
+
+    async def _next_batch(self, step: int) -> TrainingBatch | EndOfRun | None:
+        """The batch of `step`, or why there is none; None when asked to stop while waiting."""
+        if self._config.max_steps is not None and step > self._config.max_steps:
+            return EndOfRun.MAX_STEPS
+        with self._spans.span("trainer.wait_batch", step=step):
+            return await unless(self._stopping, self._poll_batch(step))
+
+    async def _poll_batch(self, step: int) -> TrainingBatch | EndOfRun:
+        while True:
+            batch = await self._ledger.call(
+                lambda: self._source.batch(step, wait_s=LONG_POLL_S), what=f"ask for batch {step}"
+            )
+            if batch is not None:
+                return batch
+
+    async def _train(self, learner: TrainStep, batch: TrainingBatch, *, started: float) -> None:
+        """Train and acknowledge."""
+        waited = self._clock.now() - started
+        lags = check_lag(batch.manifest, budget=self._lag_budget)
+        began = self._clock.now()
+        with self._spans.span("trainer.train", step=batch.step, groups=len(batch.groups)):
+            # In a thread: the watch over the replicas goes on meanwhile.
+            report, digest = await asyncio.to_thread(_train_and_digest, learner, batch)
+        trained = self._clock.now() - began
+        self._step, self._digest = learner.step, digest
+        receipt = await self._ledger.call(
+            lambda: self._source.acknowledge(batch.step, digest), what=f"acknowledge step {batch.step}"
+        )
+        self._measure(batch, lags, report, receipt, waited=waited, trained=trained)
+
+    async def _publish(self, learner: TrainStep) -> bool:
+        """Make the learner's weights the policy. False when asked to stop before every replica had them."""
+        began = self._clock.now()
+        weights, digest = learner.model.weights(), str(self._digest)
+        publication = await unless(self._stopping, self._publisher.publish(weights, step=learner.step, digest=digest))
+        self._metrics.add("perf/weight_sync_time", self._clock.now() - began)
+        return publication is not None
+
+    async def _checkpoint(self, learner: TrainStep) -> None:
+        began = self._clock.now()
+        with self._spans.span("trainer.checkpoint", step=learner.step):
+            saved = await asyncio.to_thread(self._checkpoints.save, learner, weights_digest=str(self._digest))
+            if saved.step > 0:
+                await self._mark_durable(saved.step)
+        self._metrics.add("perf/checkpoint_time", self._clock.now() - began)
+        self._log.info("trainer.checkpointed", step=saved.step, path=saved.path.name, digest=saved.weights_digest)
+
+    async def _mark_durable(self, step: int) -> None:
+        """Older checkpoints are gone from disk before the ledger may forget what they would need."""
+        kept = await asyncio.to_thread(self._checkpoints.steps)
+        oldest = min(kept, default=step)
+        await self._ledger.call(
+            lambda: self._source.checkpointed(step, oldest_kept=oldest), what=f"mark step {step} durable"
+        )
+
+    # End ---------------------------------------------------------------------------------------------------------------------
+
+    async def _ended(self, learner: TrainStep, reason: EndOfRun) -> LoopOutcome:
+        await self._checkpoint(learner)
+        await self._ledger.call(lambda: self._source.finish(reason), what="finish the run")
+        return LoopOutcome(end=LoopEnd.ENDED, step=learner.step, digest=self._digest, reason=reason)
+
+    async def _stopped(self, learner: TrainStep) -> LoopOutcome:
+        await self._checkpoint(learner)
+        return LoopOutcome(end=LoopEnd.STOPPED, step=learner.step, digest=self._digest)
+
+    # Telling -----------------------------------------------------------------------------------------------------------------
+
+    def _measure(
+        self,
+        batch: TrainingBatch,
+        lags: LagReport,
+        report: StepReport,
+        receipt: AckReceipt,
+        *,
+        waited: float,
+        trained: float,
+    ) -> None:
+        measured = {
+            **report.metrics,
+            **lags.metrics(),
+            **batch_metrics(batch),
+            **time_metrics(wait_s=waited, train_s=trained, num_tokens=report.num_tokens),
+            "train/diverged_steps": float(receipt is AckReceipt.DIVERGED),
+        }
+        for name, value in measured.items():
+            self._metrics.add(name, value)
+        if receipt is AckReceipt.DIVERGED:
+            self._log.warning("trainer.diverged", step=batch.step, digest=self._digest)
+        if report.skipped_steps:
+            self._log.warning(
+                "trainer.gradient_not_finite",
+                step=batch.step,
+                skipped=report.skipped_steps,
+                taken=report.optimizer_steps,
+            )
+
+    def _tick(self, step: int, started: float, *, is_replay: bool = False) -> None:
+        self._metrics.add("perf/step_time", self._clock.now() - started)
+        self._metrics.tick(step=step, replay=is_replay)
+
+
+def _train_and_digest(learner: TrainStep, batch: TrainingBatch) -> tuple[StepReport, str]:
+    report = learner.run(batch)
+    return report, learner.model.digest()

@@ -1,0 +1,85 @@
+"""The trainer's metrics: the table, and what is measured of a batch itself. Names are those that users of such systems know."""
+
+from collections.abc import Sequence
+
+from rollbook.contracts.batch import TrainingBatch
+from rollbook.telemetry.metrics import Metric, Reduction
+
+TRAINER_METRICS: tuple[Metric, ...] = (
+    Metric("train/loss", "", "loss, mean over the minibatches of the step"),
+    Metric("train/lr", "", "learning rate of the step"),
+    Metric("train/grad_norm", "", "global gradient norm before clipping, mean over minibatches"),
+    Metric("train/optimizer_steps", "steps", "optimizer steps taken", Reduction.SUM),
+    Metric("train/skipped_steps", "steps", "minibatches skipped because their gradient was not finite", Reduction.SUM),
+    Metric("train/ppo_kl", "nats", "drift within the step: mean of exp(d) - d - 1, d = log current - log old"),
+    Metric("train/ppo_clip_frac", "", "part of the trained tokens whose gradient was clipped away"),
+    Metric("train/ratio_mean", "", "mean of current / old over trained tokens"),
+    Metric("train/entropy", "nats", "entropy of the policy at trained tokens, at their temperature"),
+    Metric(
+        "train/mean_kl", "nats", "mismatch of sampler and trainer: mean of exp(m) - m - 1, m = log old - log sampled"
+    ),
+    Metric("train/mismatch_weight_mean", "", "mean of old / sampled over trained tokens"),
+    Metric("train/ess", "", "effective sample size of old / sampled, as a part of the tokens"),
+    Metric("train/unknown_logprob_tokens", "tokens", "trained tokens without a sampling logprob", Reduction.SUM),
+    Metric("train/tokens", "tokens", "trained tokens", Reduction.SUM),
+    Metric("train/sequences", "sequences", "trained sequences", Reduction.SUM),
+    Metric("train/computed_tokens", "tokens", "tokens that went through the model, padding included", Reduction.SUM),
+    Metric(
+        "train/diverged_steps", "steps", "replayed steps whose weights differ from those acknowledged", Reduction.SUM
+    ),
+    Metric("perf/sample_wait_time", "s", "waited for the batch", Reduction.SUM),
+    Metric("perf/train_time", "s", "trained on the batch, digest included", Reduction.SUM),
+    Metric("perf/weight_sync_time", "s", "published the weights", Reduction.SUM),
+    Metric("perf/checkpoint_time", "s", "wrote a checkpoint", Reduction.SUM),
+    Metric("perf/step_time", "s", "whole step, waiting included", Reduction.SUM),
+    Metric("perf/wait_time_ratio", "", "wait / (wait + train)"),
+    Metric("perf/overlap_ratio", "", "1 - wait / (wait + train)"),
+    Metric("perf/tokens_per_s", "tokens/s", "trained tokens per second of training"),
+    Metric("async/version_offset_mean", "steps", "lag of the batch's groups, mean"),
+    Metric("async/version_offset_max", "steps", "lag of the batch's oldest group", Reduction.MAX),
+    Metric("async/version_offset_min", "steps", "lag of the batch's newest group", Reduction.MIN),
+    Metric(
+        "async/unknown_version_groups", "groups", "groups that do not say which version sampled them", Reduction.SUM
+    ),
+    Metric(
+        "async/unscorable_samples", "samples", "samples without a reward: advantage 0, never reward 0", Reduction.SUM
+    ),
+    Metric("rollout/reward", "", "mean reward of the batch's scorable samples"),
+    Metric("rollout/accuracy", "", "solved samples, as a part of those whose world says whether they are"),
+    Metric("rollout/response_len", "tokens", "trained tokens a sample, mean"),
+    Metric("rollout/truncated_ratio", "", "samples that ended by a limit"),
+    Metric("rollout/turns", "turns", "turns a sample, mean"),
+    Metric("rollout/groups", "groups", "groups in the batch", Reduction.SUM),
+    Metric("rollout/samples", "samples", "samples in the batch", Reduction.SUM),
+)
+
+
+def batch_metrics(batch: TrainingBatch) -> dict[str, float | None]:
+    """What the rollouts of the batch earned. Rewards and solved rates are over scorable samples: a broken world is no failure."""
+    samples = [sample for group in batch.groups for sample in group.samples]
+    scorable = [sample for sample in samples if sample.is_scorable]
+    return {
+        "rollout/reward": _mean([sample.reward for sample in scorable if sample.reward is not None]),
+        "rollout/accuracy": _mean([float(sample.solved) for sample in scorable if sample.solved is not None]),
+        "rollout/response_len": _mean([float(sample.num_trained) for sample in samples]),
+        "rollout/truncated_ratio": _mean([float(sample.finish_reason.is_truncated) for sample in samples]),
+        "rollout/turns": _mean([float(len(sample.turns)) for sample in samples]),
+        "rollout/groups": len(batch.groups),
+        "rollout/samples": len(samples),
+        "async/unscorable_samples": len(samples) - len(scorable),
+    }
+
+
+def time_metrics(*, wait_s: float, train_s: float, num_tokens: int) -> dict[str, float | None]:
+    whole = wait_s + train_s
+    return {
+        "perf/sample_wait_time": wait_s,
+        "perf/train_time": train_s,
+        "perf/wait_time_ratio": wait_s / whole if whole > 0 else None,
+        "perf/overlap_ratio": train_s / whole if whole > 0 else None,
+        "perf/tokens_per_s": num_tokens / train_s if train_s > 0 else None,
+    }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

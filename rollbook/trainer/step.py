@@ -1,0 +1,179 @@
+"""Batch in, updated model and metrics out. Same weights, same optimizer state, same batch: same bits (on CPU, with fixed threads).
+
+The policy at the start of the step, pi_old, is what the ratio is taken to. Until the first optimizer step of a batch it *is* the
+current policy, so the first minibatch takes its own log-probabilities, detached: the ratio is exactly 1 by construction, and with
+one minibatch a step no second pass is made. For the other minibatches pi_old is computed before anything moves.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollbook.contracts.batch import TrainingBatch
+from rollbook.contracts.errors import RunError
+from rollbook.trainer.config import TrainerConfig
+from rollbook.trainer.losses.inputs import LossInputs
+from rollbook.trainer.losses.table import LOSSES
+from rollbook.trainer.minibatches import Microbatch, Minibatch, TrainRow, flatten, plan
+from rollbook.trainer.model import PolicyModel
+from rollbook.trainer.schedule import learning_rate
+from rollbook.trainer.token_statistics import TokenStatistics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What one batch did to the model."""
+
+    step: int
+    optimizer_steps: int
+    skipped_steps: int
+    """Minibatches whose gradient was not finite: they changed nothing."""
+    num_tokens: int
+    """Trained tokens."""
+    metrics: dict[str, float | None] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What adds up over the minibatches of one step."""
+
+    statistics: TokenStatistics = field(default_factory=TokenStatistics)
+    loss: float = 0.0
+    grad_norms: list[float] = field(default_factory=list)
+    skipped: int = 0
+    padded: int = 0
+
+
+class TrainStep:
+    """The model with its optimizer. `step` counts the batches it has learned from."""
+
+    def __init__(self, model: PolicyModel, config: TrainerConfig, *, step: int = 0) -> None:
+        self.model = model
+        self.step = step
+        self._config = config
+        self._loss = LOSSES[config.loss]
+        matrices = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
+        vectors = [p for p in model.parameters() if p.requires_grad and p.ndim <= 1]
+        self._trained = matrices + vectors
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": matrices, "weight_decay": config.weight_decay},
+                {"params": vectors, "weight_decay": 0.0},
+            ],
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            fused=True,
+        )
+
+    def run(self, batch: TrainingBatch) -> StepReport:
+        """Learn from the batch of the next step. Blocks for as long as it takes: call it in a thread."""
+        if batch.step != self.step + 1:
+            raise RunError(
+                f"the model has learned from {self.step} batches and was given batch {batch.step}; batches go in order"
+            )
+        # In the thread that computes: the setting is not inherited everywhere, and it decides the last bits of sums.
+        torch.set_num_threads(self._config.threads)
+        rows = flatten(batch, advantage=self._config.advantage)
+        self._refuse_unusable(rows, batch.step)
+        rate = learning_rate(self._config, batch.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        minibatches = plan(rows, self._config, step=batch.step)
+        tally = _Tally()
+        for minibatch, old in zip(minibatches, self._old_logprobs(minibatches), strict=True):
+            self._learn(minibatch, old, tally)
+        self.step = batch.step
+        return self._report(batch.step, rate, minibatches, tally)
+
+    def _old_logprobs(self, minibatches: Sequence[Minibatch]) -> list[list[Tensor] | None]:
+        """Log-probabilities at the start of the step, of every minibatch but the first (which computes its own as it learns)."""
+        old: list[list[Tensor] | None] = [None for _ in minibatches[:1]]
+        with torch.no_grad():
+            old.extend([self._current(micro)[0] for micro in later.microbatches] for later in minibatches[1:])
+        return old
+
+    def _learn(self, minibatch: Minibatch, old: list[Tensor] | None, tally: _Tally) -> None:
+        """One optimizer step."""
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = 0.0
+        for number, micro in enumerate(minibatch.microbatches):
+            current, entropy = self._current(micro)
+            inputs, is_known = self._loss_inputs(micro, current, None if old is None else old[number])
+            terms = self._loss(inputs, clip_low=self._config.clip_low, clip_high=self._config.clip_high)
+            reduced = (terms.loss_N * self.model.tensor(micro.weights_N)).sum()
+            reduced.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            loss += float(reduced.detach())
+            tally.statistics.add(inputs, terms, entropy_N=entropy, is_known_N=is_known)
+            tally.padded += micro.inputs_BT.size
+        norm = float(torch.nn.utils.clip_grad_norm_(self._trained, self._config.max_grad_norm, foreach=True))
+        if not np.isfinite(norm) or not np.isfinite(loss):
+            # One such update would destroy the weights for good; without it a minibatch is lost, and that is reported.
+            tally.skipped += 1
+        else:
+            self.optimizer.step()
+            tally.loss += loss
+            tally.grad_norms.append(norm)
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _current(self, micro: Microbatch) -> tuple[Tensor, Tensor]:
+        tensor = self.model.tensor
+        return self.model.token_logprobs(
+            tensor(micro.inputs_BT), tensor(micro.predicted_at_N), tensor(micro.targets_N), tensor(micro.temperatures_N)
+        )
+
+    def _loss_inputs(self, micro: Microbatch, current: Tensor, old: Tensor | None) -> tuple[LossInputs, Tensor]:
+        tensor = self.model.tensor
+        starting = current.detach() if old is None else old
+        sampled = tensor(micro.sampled_logprobs_N)
+        is_known = ~torch.isnan(sampled)
+        inputs = LossInputs(
+            current_N=current,
+            old_N=starting,
+            sampled_N=torch.where(is_known, sampled, starting),
+            advantages_N=tensor(micro.advantages_N),
+            row_of_N=tensor(micro.row_of_N),
+        )
+        return inputs, is_known
+
+    def _refuse_unusable(self, rows: Sequence[TrainRow], step: int) -> None:
+        """Faults that a person must see, before anything is computed from them."""
+        vocabulary = self.model.vocabulary_size
+        for row in rows:
+            if row.temperature <= 0:
+                raise RunError(
+                    f"batch {step}: group {row.group_id} was sampled greedily (temperature 0), so there is no sampling distribution"
+                    " to learn from. Set a temperature above 0 for training rollouts."
+                )
+            highest = max(int(row.inputs.max(initial=0)), int(row.targets.max(initial=0)))
+            if highest >= vocabulary:
+                raise RunError(
+                    f"batch {step}: group {row.group_id} has token id {highest}, but the model knows {vocabulary} tokens."
+                    " Rollout and trainer must use the same model and tokenizer."
+                )
+            if self._config.missing_logprobs == "refuse" and np.isnan(row.sampled_logprobs).any():
+                raise RunError(
+                    f"batch {step}: group {row.group_id} has trained tokens without sampling logprobs."
+                    " Have the producer record them, or set trainer.missing_logprobs = 'recompute'."
+                )
+
+    def _report(self, step: int, rate: float, minibatches: Sequence[Minibatch], tally: _Tally) -> StepReport:
+        taken = len(tally.grad_norms)
+        num_tokens = sum(minibatch.num_trained for minibatch in minibatches)
+        metrics = {
+            **tally.statistics.metrics(),
+            "train/loss": tally.loss / taken if taken else None,
+            "train/grad_norm": sum(tally.grad_norms) / taken if taken else None,
+            "train/lr": rate,
+            "train/optimizer_steps": taken,
+            "train/skipped_steps": tally.skipped,
+            "train/tokens": num_tokens,
+            "train/sequences": sum(minibatch.num_rows for minibatch in minibatches),
+            "train/computed_tokens": tally.padded,
+        }
+        return StepReport(
+            step=step, optimizer_steps=taken, skipped_steps=tally.skipped, num_tokens=num_tokens, metrics=metrics
+        )

@@ -1,0 +1,285 @@
+"""What every engine promises, whatever answers inside it."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rollbook.contracts.errors import RunError
+from rollbook.contracts.policy import FinishReason, SamplingParams
+from rollbook.inference.engine import EngineClosedError, QueueFullError, UnpublishedError, WeightsError
+from rollbook.inference.gate import OutdatedUpdateError, PauseMode
+from rollbook.inference.request import BadRequestError
+from rollbook.telemetry.spans import SpanRecorder, read_spans
+from tests.parts.inference_engines import Workshop, until
+from tests.parts.inference_models import MAX_LEN, VOCAB, publication
+
+LONG = SamplingParams(max_tokens=200)
+
+
+@pytest.fixture(params=["scripted", "transformers"])
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    return Workshop(root=tmp_path_factory.mktemp("workshop"))
+
+
+async def test_a_completion_has_as_many_tokens_as_asked_for(workshop: Workshop, name: str) -> None:
+    async with workshop.engine(name) as engine:
+        completion = await engine.generate([1, 2, 3], SamplingParams(max_tokens=5))
+        assert completion.finish_reason is FinishReason.LENGTH
+        assert len(completion.token_ids) == 5
+        assert ((completion.token_ids >= 0) & (completion.token_ids < VOCAB)).all()
+        assert (completion.logprobs <= 0).all()
+        assert completion.versions.tolist() == [1] * 5
+
+
+async def test_a_stop_token_ends_a_completion_and_is_part_of_it(workshop: Workshop, name: str) -> None:
+    async with workshop.engine(name) as engine:
+        every_token = tuple(range(VOCAB))
+        completion = await engine.generate([1], SamplingParams(max_tokens=9, stop_token_ids=every_token))
+        assert completion.finish_reason is FinishReason.STOP
+        assert len(completion.token_ids) == 1
+
+
+async def test_a_completion_ends_where_the_models_length_ends(workshop: Workshop, name: str) -> None:
+    async with workshop.engine(name, max_model_len=10) as engine:
+        completion = await engine.generate([1] * 7, SamplingParams(max_tokens=50))
+        assert completion.finish_reason is FinishReason.LENGTH
+        assert len(completion.token_ids) == 3
+
+
+@pytest.mark.parametrize(
+    ("prompt", "told"),
+    [([], "empty"), ([1] * MAX_LEN, "max_model_len"), ([1, VOCAB], "position 1"), ([-1], "vocabulary")],
+)
+async def test_a_prompt_that_can_never_be_answered_is_refused_at_once(
+    workshop: Workshop, name: str, prompt: list[int], told: str
+) -> None:
+    async with workshop.engine(name) as engine:
+        with pytest.raises(BadRequestError, match=told):
+            await engine.generate(prompt, SamplingParams())
+        assert len((await engine.generate([1], SamplingParams(max_tokens=1))).token_ids) == 1
+
+
+async def test_nothing_is_sampled_before_weights_were_published(workshop: Workshop, name: str) -> None:
+    async with workshop.engine(name, published=None) as engine:
+        assert engine.publication is None
+        with pytest.raises(UnpublishedError):
+            engine.submit([1], SamplingParams())
+
+
+async def test_the_same_seed_gives_the_same_tokens_whatever_runs_beside_it(workshop: Workshop, name: str) -> None:
+    seeded = SamplingParams(max_tokens=20, seed=7)
+    async with workshop.engine(name) as engine:
+        alone = await engine.generate([3, 4], seeded)
+        noise = [engine.submit([number % VOCAB] * (number + 1), SamplingParams(max_tokens=9)) for number in range(12)]
+        crowded = await engine.generate([3, 4], seeded)
+        await asyncio.gather(*noise)
+        other = await engine.generate([3, 4], SamplingParams(max_tokens=20, seed=8))
+    assert crowded.token_ids.tolist() == alone.token_ids.tolist()
+    assert other.token_ids.tolist() != alone.token_ids.tolist()
+
+
+async def test_new_requests_join_between_decode_steps_and_leave_at_once(workshop: Workshop, name: str) -> None:
+    async with workshop.engine(name) as engine:
+        long = engine.submit([1, 2], LONG)
+        await until(lambda: engine.stats().tokens >= 1)
+        short = await asyncio.gather(*(engine.generate([n], SamplingParams(max_tokens=3)) for n in range(10)))
+        assert not long.done()
+        assert all(len(completion.token_ids) == 3 for completion in short)
+        await long
+        # Everything was decoded in the steps the long one needed anyway; one after the other it would be 230.
+        assert engine.stats().steps <= 200
+        assert engine.stats().tokens == 230
+
+
+async def test_no_more_requests_run_than_there_are_slots_and_the_rest_follow_in_order(
+    workshop: Workshop, name: str
+) -> None:
+    async with workshop.engine(name, max_running=2) as engine:
+        await engine.pause(PauseMode.KEEP)
+        order: list[int] = []
+        answers = [engine.submit([number], SamplingParams(max_tokens=4)) for number in range(7)]
+        for number, answer in enumerate(answers):
+            answer.add_done_callback(lambda _, n=number: order.append(n))  # type: ignore[misc]
+        await engine.resume()
+        most = 0
+        while not all(answer.done() for answer in answers):
+            most = max(most, engine.stats().running)
+            await asyncio.sleep(0)
+        assert most <= 2
+        assert order == sorted(order)
+        # Two at a time, four tokens each; a first step may prefill and decode.
+        assert engine.stats().steps >= 4 * 3
+
+
+async def test_cancelling_frees_the_slot(workshop: Workshop, name: str) -> None:
+    async with workshop.engine(name, max_running=1) as engine:
+        long = asyncio.create_task(engine.generate([1], LONG))
+        await until(lambda: engine.stats().tokens >= 2)
+        long.cancel()
+        completion = await engine.generate([2], SamplingParams(max_tokens=2))
+        assert len(completion.token_ids) == 2
+        await until(lambda: engine.stats().running == 0)
+        assert engine.stats().tokens < 200
+
+
+async def test_cancelling_a_request_that_waits_takes_it_out_of_the_queue(workshop: Workshop, name: str) -> None:
+    async with workshop.engine(name) as engine:
+        await engine.pause(PauseMode.KEEP)
+        waiting = engine.submit([1], LONG)
+        waiting.cancel()
+        await engine.resume()
+        await engine.generate([2], SamplingParams(max_tokens=1))
+        assert engine.stats().tokens == 1
+        assert engine.stats().queued == 0
+
+
+async def test_weights_that_arrive_in_flight_stamp_the_tokens_after_them(workshop: Workshop, name: str) -> None:
+    async with workshop.engine(name) as engine:
+        for number in range(2, 12):
+            running = engine.submit([1, 2, 3], LONG)
+            await until(lambda before=engine.stats().tokens: engine.stats().tokens > before)  # type: ignore[misc]
+            await engine.load_weights(*workshop.weights(number))
+            versions = (await running).versions
+            assert (np.diff(versions) >= 0).all()
+            if set(versions.tolist()) == {number - 1, number}:
+                return
+    raise AssertionError("no update ever arrived while a request was running")
+
+
+async def test_pause_keep_holds_running_requests_and_resume_lets_them_finish(workshop: Workshop, name: str) -> None:
+    async with workshop.engine(name) as engine:
+        running = engine.submit([1, 2], LONG)
+        await until(lambda: engine.stats().tokens >= 2)
+        await engine.pause(PauseMode.KEEP)
+        assert engine.is_paused
+        held = engine.stats().tokens
+        newcomer = engine.submit([5], SamplingParams(max_tokens=1))
+        await engine.load_weights(*workshop.weights(2))
+        await asyncio.sleep(0.02)
+        assert engine.stats().tokens == held < 200
+        assert not running.done()
+        assert not newcomer.done()
+        await engine.resume()
+        assert not engine.is_paused
+        completion = await running
+        assert completion.versions.tolist() == [1] * held + [2] * (200 - held)
+        assert (await newcomer).versions.tolist() == [2]
+
+
+async def test_pause_wait_lets_running_requests_finish_and_begins_none(workshop: Workshop, name: str) -> None:
+    async with workshop.engine(name) as engine:
+        running = engine.submit([1, 2], SamplingParams(max_tokens=60))
+        await until(lambda: engine.stats().tokens >= 2)
+        pausing = asyncio.create_task(engine.pause(PauseMode.WAIT))
+        await until(lambda: engine.is_paused)
+        newcomer = engine.submit([5], SamplingParams(max_tokens=1))
+        await pausing
+        assert engine.stats().running == 0
+        assert len((await running).token_ids) == 60
+        assert not newcomer.done()
+        await engine.resume()
+        assert len((await newcomer).token_ids) == 1
+
+
+async def test_pause_abort_ends_running_requests_with_what_they_have(workshop: Workshop, name: str) -> None:
+    async with workshop.engine(name) as engine:
+        running = engine.submit([1, 2], LONG)
+        await until(lambda: engine.stats().tokens >= 2)
+        await engine.pause(PauseMode.ABORT)
+        completion = await running
+        assert completion.finish_reason is FinishReason.ABORT
+        assert 2 <= len(completion.token_ids) < 200
+        await engine.resume()
+        assert len((await engine.generate([1], SamplingParams(max_tokens=1))).token_ids) == 1
+
+
+async def test_pausing_twice_and_resuming_without_a_pause_are_harmless(workshop: Workshop, name: str) -> None:
+    async with workshop.engine(name) as engine:
+        await engine.resume()
+        await engine.pause(PauseMode.WAIT)
+        await engine.pause(PauseMode.KEEP)
+        await engine.resume()
+        assert len((await engine.generate([1], SamplingParams(max_tokens=2))).token_ids) == 2
+
+
+async def test_a_resume_ends_a_pause_that_still_waits(workshop: Workshop, name: str) -> None:
+    async with workshop.engine(name) as engine:
+        running = engine.submit([1, 2], LONG)
+        await until(lambda: engine.stats().tokens >= 2)
+        pausing = asyncio.create_task(engine.pause(PauseMode.WAIT))
+        await until(lambda: engine.is_paused)
+        await engine.resume()
+        async with asyncio.timeout(10):
+            await pausing
+        assert len((await running).token_ids) == 200
+
+
+async def test_weights_whose_digest_differs_are_refused_and_nothing_changes(workshop: Workshop, name: str) -> None:
+    async with workshop.engine(name) as engine:
+        _, path = workshop.weights(2)
+        with pytest.raises(WeightsError, match="digest"):
+            await engine.load_weights(publication(2, "0" * 32), path)
+        with pytest.raises(RunError, match="cannot be read"):
+            await engine.load_weights(publication(2, "0" * 32), path.with_name("missing"))
+        assert engine.publication is not None
+        assert engine.publication.id == 1
+        assert (await engine.generate([1], SamplingParams(max_tokens=1))).versions.tolist() == [1]
+
+
+async def test_outdated_updates_are_refused_and_the_same_one_again_is_harmless(workshop: Workshop, name: str) -> None:
+    async with workshop.engine(name, published=None) as engine:
+        await engine.load_weights(*workshop.weights(5, epoch=3))
+        await engine.load_weights(*workshop.weights(5, epoch=3))
+        with pytest.raises(OutdatedUpdateError, match="epoch 3"):
+            await engine.load_weights(*workshop.weights(6, epoch=2))
+        with pytest.raises(OutdatedUpdateError, match="newer publication 5"):
+            await engine.load_weights(*workshop.weights(4, epoch=3))
+        await engine.load_weights(*workshop.weights(6, epoch=4))
+        assert engine.publication is not None
+        assert engine.publication.id == 6
+
+
+async def test_a_full_queue_is_told_and_empties_again(workshop: Workshop, name: str) -> None:
+    async with workshop.engine(name, max_queued=3) as engine:
+        await engine.pause(PauseMode.KEEP)
+        waiting = [engine.submit([1], SamplingParams(max_tokens=1)) for _ in range(3)]
+        with pytest.raises(QueueFullError) as caught:
+            engine.submit([1], SamplingParams(max_tokens=1))
+        assert caught.value.retry_after_s is not None
+        assert engine.stats().queued == 3
+        await engine.resume()
+        await asyncio.gather(*waiting)
+        await engine.generate([1], SamplingParams(max_tokens=1))
+
+
+async def test_requests_that_are_in_a_closing_engine_fail(workshop: Workshop, name: str) -> None:
+    async with workshop.engine(name) as engine:
+        running = engine.submit([1], LONG)
+        await until(lambda: engine.stats().tokens >= 1)
+        waiting = engine.submit([1], LONG)
+    with pytest.raises(EngineClosedError):
+        await running
+    with pytest.raises(EngineClosedError):
+        await waiting
+
+
+async def test_busy_periods_and_updates_are_told_as_spans(workshop: Workshop, name: str, tmp_path: Path) -> None:
+    spans = SpanRecorder("policy", tmp_path / "spans.jsonl")
+    async with workshop.engine(name, spans=spans) as engine:
+        await asyncio.gather(*(engine.generate([n], SamplingParams(max_tokens=3)) for n in range(4)))
+        await engine.load_weights(*workshop.weights(2))
+        await engine.generate([9], SamplingParams(max_tokens=5))
+    told = read_spans(tmp_path / "spans.jsonl")
+    spans.close()
+    busy = [span for span in told if span.name == "policy.generate"]
+    assert {span.fields["publication"] for span in busy} == {1, 2}
+    assert sum(span.fields["requests"] for span in busy) == 5
+    assert sum(span.fields["tokens"] for span in busy) == 17
+    assert [s.fields["publication"] for s in told if s.name == "policy.update_weights"] == [1, 2]

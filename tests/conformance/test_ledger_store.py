@@ -1,0 +1,379 @@
+"""What every store promises. A new store is finished when its line is added here and the suite is green."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rollbook.contracts.admission import OwnerId, RunId
+from rollbook.contracts.batch import AckReceipt, BatchEntry, BatchManifest, EndOfRun
+from rollbook.contracts.group import GroupId, GroupState
+from rollbook.contracts.policy import PublicationId
+from rollbook.contracts.task import TaskId
+from rollbook.ledger.config import Durability
+from rollbook.ledger.records import (
+    BatchRecord,
+    GroupRecord,
+    MoveRecord,
+    Origin,
+    OwnerRecord,
+    OwnerState,
+    PublicationRecord,
+    RunRecord,
+    StepRecord,
+)
+from rollbook.ledger.store import Store, Transaction
+from rollbook.ledger.stores.memory import MemoryStore
+from rollbook.ledger.stores.sqlite import open_sqlite_store
+from tests.parts.ledger_groups import RUN, settings
+
+OTHER = RunId("run-2")
+Opener = Callable[[Path], AbstractAsyncContextManager[Store]]
+
+
+@asynccontextmanager
+async def memory(_: Path) -> AsyncIterator[Store]:
+    yield MemoryStore()
+
+
+@asynccontextmanager
+async def sqlite_power_loss(directory: Path) -> AsyncIterator[Store]:
+    async with open_sqlite_store(directory) as store:
+        yield store
+
+
+@asynccontextmanager
+async def sqlite_process_crash(directory: Path) -> AsyncIterator[Store]:
+    async with open_sqlite_store(directory, durability=Durability.PROCESS_CRASH) as store:
+        yield store
+
+
+@pytest.fixture(params=[memory, sqlite_power_loss, sqlite_process_crash])
+async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Store]:
+    opener: Opener = request.param
+    async with opener(tmp_path) as opened:
+        yield opened
+
+
+def group(name: str, sequence: int, state: GroupState = GroupState.DISPATCHED, **fields: object) -> GroupRecord:
+    record = GroupRecord(
+        run_id=RUN,
+        group_id=GroupId(name),
+        task_id=TaskId("task"),
+        draw=0,
+        position=sequence,
+        origin=Origin.DRAWN,
+        state=state,
+        sequence=sequence,
+        opened_at=1.5,
+    )
+    return replace(record, **fields)  # type: ignore[arg-type]  # fields of GroupRecord, by the tests below
+
+
+def ids(groups: list[GroupRecord]) -> list[str]:
+    return [record.group_id for record in groups]
+
+
+async def put(store: Store, *groups: GroupRecord) -> None:
+    await store.write(lambda tx: [tx.put_group(record) for record in groups])
+
+
+async def test_a_run_comes_back_as_it_was_written(store: Store) -> None:
+    first = RunRecord(run_id=RUN, settings=settings(max_steps=7), created_at=1.0)
+    changed = replace(
+        first, exhausted=True, ended=EndOfRun.STOPPED, version=3, publication=PublicationId(4), num_queued=2
+    )
+    await store.write(lambda tx: tx.put_run(first))
+    await store.write(lambda tx: tx.put_run(replace(first, run_id=OTHER, created_at=2.0)))
+    assert await store.read(lambda tx: tx.run(RUN)) == first
+    await store.write(lambda tx: tx.put_run(changed))
+    assert await store.read(lambda tx: tx.run(RUN)) == changed
+    assert await store.read(lambda tx: tx.runs()) == [RUN, OTHER]
+    assert await store.read(lambda tx: tx.run(RunId("none"))) is None
+
+
+async def test_a_group_comes_back_as_it_was_written(store: Store) -> None:
+    full = group(
+        "ü@0",
+        5,
+        GroupState.QUEUED,
+        position=None,
+        origin=Origin.EXTERNAL,
+        attempt=2,
+        failures=1,
+        admission_version=3,
+        admission_publication=PublicationId(4),
+        arrival=9,
+        publications=(-1, 3, 4),
+        oldest_version=2,
+        outcome=b"{}",
+        payload_digest="d",
+        payload_bytes=10,
+        has_payload=True,
+        release_step=6,
+        drop_reason="stale: x",
+    )
+    await put(store, group("a@0", 0), full)
+    assert await store.read(lambda tx: tx.group(RUN, GroupId("ü@0"))) == full
+    assert await store.read(lambda tx: tx.group(RUN, GroupId("a@0"))) == group("a@0", 0)
+    assert await store.read(lambda tx: tx.group(OTHER, GroupId("a@0"))) is None
+
+
+async def test_open_groups_are_found_by_what_they_wait_for(store: Store) -> None:
+    owner = OwnerId("w#0")
+    await put(
+        store,
+        group("leased", 3, owner=owner, lease_until=50.0),
+        group("waiting", 2),
+        group("later", 4),
+        group("queued", 1, GroupState.QUEUED, arrival=8, oldest_version=5),
+        group("older", 6, GroupState.QUEUED, arrival=7, oldest_version=2),
+        group("unknown", 7, GroupState.QUEUED, arrival=6),
+        group("settled", 0, GroupState.TRAINED, arrival=1, oldest_version=0),
+    )
+
+    def look(tx: Transaction) -> None:
+        assert ids(tx.leased_by(RUN, owner)) == ["leased"]
+        assert ids(tx.leases_ending_by(RUN, 49.0)) == []
+        assert ids(tx.leases_ending_by(RUN, 50.0)) == ["leased"]
+        assert ids(tx.waiting(RUN, 1)) == ["waiting"]
+        assert ids(tx.waiting(RUN, 9)) == ["waiting", "later"]
+        assert tx.oldest_running(RUN) == 2
+        assert ids(tx.dispatched(RUN)) == ["waiting", "leased", "later"]
+        assert ids(tx.queued_by_sequence(RUN, None)) == ["queued", "older", "unknown"]
+        assert ids(tx.queued_by_sequence(RUN, 2)) == ["queued", "older"]
+        assert ids(tx.queued_by_arrival(RUN, 2)) == ["unknown", "older"]
+        assert ids(tx.queued_below(RUN, 5)) == ["older"]
+        assert tx.oldest_running(OTHER) is None
+        assert tx.queued_by_sequence(OTHER, None) == []
+
+    await store.read(look)
+
+
+async def test_groups_are_listed_by_sequence_for_people_and_by_id_for_the_audit(store: Store) -> None:
+    await put(store, group("b", 0), group("c", 1, GroupState.QUEUED), group("a", 2))
+
+    def look(tx: Transaction) -> None:
+        assert ids(tx.groups(RUN, None, 10, 0)) == ["b", "c", "a"]
+        assert ids(tx.groups(RUN, None, 1, 1)) == ["c"]
+        assert ids(tx.groups(RUN, GroupState.DISPATCHED, 10, 0)) == ["b", "a"]
+        assert ids(list(tx.each_group(RUN))) == ["a", "b", "c"]
+
+    await store.read(look)
+
+
+async def test_a_group_that_moves_on_is_no_longer_found_where_it_was(store: Store) -> None:
+    await put(store, group("a", 0, owner=OwnerId("w"), lease_until=1.0))
+    await put(store, group("a", 0, GroupState.QUEUED, arrival=0, oldest_version=0))
+    await put(store, group("a", 0, GroupState.BATCHED, arrival=0, oldest_version=0, step=1))
+
+    def look(tx: Transaction) -> None:
+        assert tx.leased_by(RUN, OwnerId("w")) == []
+        assert tx.leases_ending_by(RUN, 2.0) == []
+        assert tx.queued_by_sequence(RUN, None) == []
+        assert tx.queued_below(RUN, 9) == []
+
+    await store.read(look)
+
+
+async def test_payloads_are_bytes_and_can_go(store: Store) -> None:
+    body = bytes(range(256)) * 1000
+    await store.write(lambda tx: tx.put_payload(RUN, GroupId("a"), body))
+    assert await store.read(lambda tx: tx.payload(RUN, GroupId("a"))) == body
+    await store.write(lambda tx: tx.delete_payload(RUN, GroupId("a")))
+    assert await store.read(lambda tx: tx.payload(RUN, GroupId("a"))) is None
+
+
+async def test_payloads_that_may_go_are_found_by_step(store: Store) -> None:
+    await put(
+        store,
+        group("old", 0, GroupState.DURABLE, has_payload=True, release_step=1),
+        group("new", 1, GroupState.DURABLE, has_payload=True, release_step=2),
+        group("gone", 2, GroupState.DURABLE, has_payload=False, release_step=1),
+        group("filtered", 3, GroupState.DROPPED, has_payload=True, release_step=1),
+        group("queued", 4, GroupState.QUEUED, has_payload=True, arrival=0),
+    )
+    assert ids(await store.read(lambda tx: tx.releasable(RUN, 1, dropped_only=False))) == ["old", "filtered"]
+    assert ids(await store.read(lambda tx: tx.releasable(RUN, 2, dropped_only=True))) == ["filtered"]
+
+
+async def test_owners_are_found_by_name_and_by_life(store: Store) -> None:
+    owner = OwnerRecord(run_id=RUN, owner_id=OwnerId("w#0"), name="w", nonce="n", state=OwnerState.ALIVE, last_seen=1.0)
+    answered = replace(owner, owner_id=OwnerId("w#1"), request_id="r", reply=b"\x00\x01")
+    await store.write(lambda tx: (tx.put_owner(owner), tx.put_owner(answered)))
+    await store.write(lambda tx: tx.put_owner(replace(owner, state=OwnerState.SILENT)))
+
+    def look(tx: Transaction) -> None:
+        assert tx.owner(RUN, OwnerId("w#1")) == answered
+        assert tx.owner(OTHER, OwnerId("w#1")) is None
+        assert {o.owner_id for o in tx.owners_named(RUN, "w")} == {"w#0", "w#1"}
+        assert tx.owners_alive(RUN) == [answered]
+
+    await store.read(look)
+
+
+async def test_positions_are_kept_and_let_go(store: Store) -> None:
+    def write(tx: Transaction) -> None:
+        tx.put_position(RUN, 4, is_settled=False)
+        tx.put_position(RUN, 2, is_settled=False)
+        tx.put_position(RUN, 4, is_settled=True)
+        tx.put_position(RUN, 3, is_settled=True)
+        tx.delete_position(RUN, 3)
+
+    await store.write(write)
+    assert await store.read(lambda tx: tx.positions(RUN)) == [(2, False), (4, True)]
+    assert await store.read(lambda tx: [tx.position(RUN, at) for at in (2, 3, 4)]) == [False, None, True]
+
+
+async def test_history_keeps_its_order(store: Store) -> None:
+    def move(name: str, note: str, was: GroupState | None = GroupState.DISPATCHED) -> MoveRecord:
+        return MoveRecord(
+            run_id=RUN,
+            group_id=GroupId(name),
+            at=1.0,
+            from_state=was,
+            to_state=GroupState.DISPATCHED,
+            note=note,
+            by="w#0",
+        )
+
+    moves = [move("b", "1", None), move("a", "2", None), move("b", "3"), move("a", "4")]
+    await store.write(lambda tx: [tx.add_move(one) for one in moves])
+    assert await store.read(lambda tx: tx.moves(RUN, GroupId("b"))) == [moves[0], moves[2]]
+    assert [m.note for m in await store.read(lambda tx: list(tx.each_move(RUN)))] == ["2", "4", "1", "3"]
+
+
+async def test_batches_come_back_in_their_order(store: Store) -> None:
+    entries = tuple(
+        BatchEntry(group_id=GroupId(name), sequence=at, payload_digest=name, oldest_version=None if at else 3)
+        for at, name in enumerate(("z", "a", "m"))
+    )
+    manifest = BatchManifest(step=2, entries=entries, digest="d", is_last=True)
+    record = BatchRecord(run_id=RUN, manifest=manifest, epoch=1, decided_at=5.0)
+    first = replace(record, manifest=replace(manifest, step=1, entries=(), is_last=False))
+    await store.write(lambda tx: (tx.put_batch(record), tx.put_batch(first)))
+    assert await store.read(lambda tx: tx.batch(RUN, 2)) == record
+    assert await store.read(lambda tx: tx.batch(RUN, 3)) is None
+    assert await store.read(lambda tx: list(tx.each_batch(RUN))) == [first, record]
+
+
+async def test_a_batch_is_never_written_over(store: Store) -> None:
+    record = BatchRecord(run_id=RUN, manifest=BatchManifest(step=1, entries=(), digest="d"), epoch=1, decided_at=5.0)
+    await store.write(lambda tx: tx.put_batch(record))
+    with pytest.raises(Exception, match="batch"):
+        await store.write(lambda tx: tx.put_batch(record))
+
+
+async def test_steps_and_publications_are_kept_for_each_epoch(store: Store) -> None:
+    step = StepRecord(run_id=RUN, step=1, epoch=1, digest="d", receipt=AckReceipt.ACKNOWLEDGED, at=1.0)
+    again = replace(step, epoch=2, receipt=AckReceipt.DIVERGED)
+    publication = PublicationRecord(
+        run_id=RUN, id=PublicationId(0), epoch=1, step=3, digest="d", effective_step=3, registered_at=1.0
+    )
+    lost = replace(publication, id=PublicationId(1), effective_step=1, confirmed_at=2.0)
+
+    def write(tx: Transaction) -> None:
+        tx.put_step(again)
+        tx.put_step(step)
+        tx.put_step(replace(step, step=2))
+        tx.put_publication(publication)
+        tx.put_publication(lost)
+
+    await store.write(write)
+    assert await store.read(lambda tx: tx.steps(RUN, 1)) == [step, again]
+    assert [s.step for s in await store.read(lambda tx: tx.steps(RUN))] == [1, 1, 2]
+    assert await store.read(lambda tx: tx.publication(RUN, PublicationId(1))) == lost
+    assert await store.read(lambda tx: tx.publications(RUN)) == [publication, lost]
+    assert await store.read(lambda tx: tx.publications(RUN, effective_from=2)) == [publication]
+
+
+async def test_drops_are_counted_by_kind(store: Store) -> None:
+    await store.write(lambda tx: [tx.count_drop(RUN, kind) for kind in ("stale", "filtered", "stale")])
+    assert await store.read(lambda tx: tx.drops(RUN)) == {"stale": 2, "filtered": 1}
+    assert await store.read(lambda tx: tx.drops(OTHER)) == {}
+
+
+async def test_a_failed_write_takes_back_all_of_its_effects(store: Store) -> None:
+    await put(store, group("kept", 0))
+
+    def fail(tx: Transaction) -> None:
+        tx.put_group(group("kept", 0, GroupState.QUEUED, arrival=0))
+        tx.put_group(group("new", 1))
+        tx.put_payload(RUN, GroupId("kept"), b"x")
+        tx.count_drop(RUN, "stale")
+        tx.put_position(RUN, 1, is_settled=True)
+        tx.announce(RUN)
+        raise LookupError("on purpose")
+
+    heard: list[RunId] = []
+    store.listen(heard.append)
+    with pytest.raises(LookupError, match="on purpose"):
+        await store.write(fail)
+
+    def look(tx: Transaction) -> None:
+        assert ids(tx.dispatched(RUN)) == ["kept"]
+        assert tx.queued_by_sequence(RUN, None) == []
+        assert tx.group(RUN, GroupId("new")) is None
+        assert tx.payload(RUN, GroupId("kept")) is None
+        assert tx.drops(RUN) == {}
+        assert tx.positions(RUN) == []
+
+    await store.read(look)
+    assert heard == []
+
+
+async def test_a_failing_write_among_many_harms_no_other(store: Store) -> None:
+    def write(number: int) -> Callable[[Transaction], int]:
+        def work(tx: Transaction) -> int:
+            tx.put_group(group(f"g{number:02}", number))
+            if number % 3 == 0:
+                raise LookupError(f"{number} fails")
+            return number
+
+        return work
+
+    answers = await asyncio.gather(*(store.write(write(n)) for n in range(40)), return_exceptions=True)
+    good = [n for n in range(40) if n % 3]
+    assert [answer for answer in answers if isinstance(answer, int)] == good
+    assert [str(a) for a in answers if isinstance(a, LookupError)] == [f"{n} fails" for n in range(0, 40, 3)]
+    assert ids(await store.read(lambda tx: tx.groups(RUN, None, 99, 0))) == [f"g{n:02}" for n in good]
+
+
+async def test_a_write_sees_those_before_it(store: Store) -> None:
+    def count(tx: Transaction) -> int:
+        run = tx.run(RUN)
+        assert run is not None
+        tx.put_run(replace(run, next_sequence=run.next_sequence + 1))
+        return run.next_sequence
+
+    await store.write(lambda tx: tx.put_run(RunRecord(run_id=RUN, settings=settings(), created_at=0.0)))
+    assert sorted(await asyncio.gather(*(store.write(count) for _ in range(50)))) == list(range(50))
+
+
+async def test_listeners_hear_of_what_was_committed(store: Store) -> None:
+    heard: list[RunId] = []
+    store.listen(heard.append)
+    await store.write(lambda tx: tx.announce(RUN))
+    assert heard == [RUN]
+
+
+async def test_a_synced_write_is_answered_like_any_other(store: Store) -> None:
+    def work(tx: Transaction) -> str:
+        tx.put_group(group("a", 0))
+        tx.sync_to_disk()
+        return "done"
+
+    assert await store.write(work) == "done"
+    assert ids(await store.read(lambda tx: tx.dispatched(RUN))) == ["a"]
+
+
+async def test_a_caller_that_was_cancelled_stops_nobody(store: Store) -> None:
+    cancelled = asyncio.ensure_future(store.write(lambda tx: tx.put_group(group("a", 0))))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    await asyncio.gather(cancelled, return_exceptions=True)
+    await put(store, group("b", 1))
+    assert "b" in ids(await store.read(lambda tx: tx.dispatched(RUN)))

@@ -1,0 +1,59 @@
+"""Advantages against a reference written with plain Python numbers."""
+
+import math
+import statistics
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollbook.trainer.advantages import advantages
+
+REWARDS = st.lists(
+    st.tuples(st.integers(0, 4), st.one_of(st.none(), st.sampled_from([0.0, 0.25, 1.0]), st.floats(-100, 100))),
+    max_size=30,
+)
+
+
+def reference(rewards: list[float | None], kind: str) -> list[float]:
+    scored = [r for r in rewards if r is not None]
+    if len(scored) < 2 or statistics.stdev(scored) < 1e-8:
+        return [0.0] * len(rewards)
+    mean, std = statistics.fmean(scored), statistics.stdev(scored)
+    formulas = {
+        "group": lambda r: (r - mean) / (std + 1e-8),
+        "dr_grpo": lambda r: r - mean,
+        "rloo": lambda r: r - (math.fsum(scored) - r) / (len(scored) - 1),
+    }
+    return [0.0 if r is None else formulas[kind](r) for r in rewards]
+
+
+@pytest.mark.parametrize("kind", ["group", "dr_grpo", "rloo"])
+@given(members=REWARDS)
+def test_each_group_is_judged_by_its_own_scorable_samples(kind: str, members: list[tuple[int, float | None]]) -> None:
+    rewards = np.array([math.nan if r is None else r for _, r in members], dtype=np.float64)
+    found = advantages(rewards, np.array([g for g, _ in members], dtype=np.int64), kind=kind)
+    for group in {g for g, _ in members}:
+        at = [n for n, (g, _) in enumerate(members) if g == group]
+        expected = reference([members[n][1] for n in at], kind)
+        np.testing.assert_allclose(found[at], expected, rtol=1e-6, atol=1e-6)
+
+
+def test_a_failed_world_never_lowers_its_siblings() -> None:
+    group = np.zeros(3, dtype=np.int64)
+    with_failure = advantages(np.array([1.0, 0.0, math.nan]), group, kind="group")
+    without = advantages(np.array([1.0, 0.0]), group[:2], kind="group")
+    np.testing.assert_array_equal(with_failure, [*without, 0.0])
+
+
+@pytest.mark.parametrize("kind", ["group", "dr_grpo", "rloo"])
+@pytest.mark.parametrize("rewards", [[0.1] * 7, [3.0], [math.nan, 2.0], [math.nan, math.nan]])
+def test_equal_or_lonely_rewards_teach_nothing(kind: str, rewards: list[float]) -> None:
+    found = advantages(np.array(rewards), np.zeros(len(rewards), dtype=np.int64), kind=kind)
+    np.testing.assert_array_equal(found, np.zeros(len(rewards)))
+
+
+def test_arrays_out_of_step_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 rewards for 1 group numbers"):
+        advantages(np.array([1.0, 2.0]), np.array([0]), kind="group")

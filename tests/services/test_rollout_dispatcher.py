@@ -1,0 +1,197 @@
+"""The dispatcher's loop itself, with real worker processes, over a ledger in memory."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rollbook.contracts.errors import FencedError, RunError, TransientError
+from rollbook.rollout.breaker import RolloutsFailingError
+from rollbook.rollout.isolation import WorkersDyingError
+from rollbook.telemetry.metrics import read_metrics
+from tests.parts.rollout_dispatching import dispatching
+from tests.parts.rollout_sink import MemorySink
+
+
+def living_children() -> list[psutil.Process]:
+    return [c for c in psutil.Process().children() if "rollbook.rollout.worker_child" in c.cmdline()]
+
+
+async def test_every_draw_is_played_stored_observed_and_the_end_of_data_is_told(tmp_path: Path) -> None:
+    play = dispatching(tmp_path, [{}] * 10, epochs=2, workers=2)
+    await play.run()
+    assert play.sink.was_exhausted
+    assert sorted(play.sink.rows) == sorted(f"t{i}@{draw}" for i in range(10) for draw in range(2))
+    assert {row.state for row in play.sink.rows.values()} == {"queued"}
+    assert {row.attempt for row in play.sink.rows.values()} == {1}
+    groups = [row.group for row in play.sink.rows.values() if row.group is not None]
+    assert all(len(group.samples) == 4 for group in groups)
+    assert all(min(group.trained_publications()) >= 3 for group in groups), "the admission publication is the minimum"
+    assert play.tasks.position == 20
+    spans = play.spans()
+    assert sorted(span.fields["group_id"] for span in spans) == sorted(play.sink.rows)
+    assert all(span.name == "rollout.group" and span.fields["samples"] == 4 for span in spans)
+    assert living_children() == []
+
+
+async def test_two_dispatchers_share_a_source_and_every_draw_is_played_once(tmp_path: Path) -> None:
+    sink = MemorySink(capacity=4)
+    first, second = (
+        dispatching(tmp_path / name, [{}] * 12, sink=sink, name=name, worker={"delay_s": 0.02}) for name in ("a", "b")
+    )
+    await asyncio.gather(first.run(), second.run())
+    assert {(row.state, row.attempt) for row in sink.rows.values()} == {("queued", 1)}
+    played = [len(one.spans()) for one in (first, second)]
+    assert sum(played) == len(sink.rows) == 12
+    assert (first.tasks.position, second.tasks.position) == (12, 12), "what the other played is not waited for"
+
+
+async def test_a_killed_worker_loses_its_groups_only_and_they_are_played_again(tmp_path: Path) -> None:
+    rows = [{"deed": "die_once", "marker": str(tmp_path / "died")}, *[{}] * 7]
+    play = dispatching(tmp_path, rows, worker={"delay_s": 0.02})
+    await play.run()
+    assert {row.state for row in play.sink.rows.values()} == {"queued"}
+    assert play.sink.rows["t0@0"].attempt == 2  # type: ignore[index]  # ids are texts
+    assert {attempt for _, attempt, _ in play.sink.released} == {1}
+    assert all("killed by signal 9" in cause for _, _, cause in play.sink.released)
+    assert len(play.events("rollout.worker_died")) == 1
+    assert living_children() == []
+
+
+async def test_failures_of_every_kind_are_counted_explained_and_survived(tmp_path: Path) -> None:
+    deeds: list[dict[str, Any]] = [{"deed": deed} for deed in ("raise", "wrong", "none")]
+    good: list[dict[str, Any]] = [{}]
+    play = dispatching(tmp_path, good * 4 + deeds + good * 4, sink=MemorySink(capacity=1))
+    await play.run()
+    dropped = {gid: row.drop or "" for gid, row in play.sink.rows.items() if row.drop is not None}
+    assert sorted(dropped) == ["t4@0", "t5@0", "t6@0"]
+    told = list(dropped.values())
+    assert told[0].startswith("invalid: ")
+    assert "4 x rollout raised ValueError: the moon is in the wrong phase" in told[0]
+    assert "4 x rollout returned a int" in told[1]
+    assert told[2].startswith("filtered: declined")
+    assert len(play.events("rollout.group_failed")) == 3
+
+
+async def test_a_rollout_that_always_fails_stops_the_run_with_its_cause(tmp_path: Path) -> None:
+    play = dispatching(tmp_path, [{"deed": "raise"}] * 50)
+    with pytest.raises(
+        RolloutsFailingError, match=r"5 groups in a row failed.*the moon is in the wrong phase.*Look at"
+    ):
+        await play.run()
+    assert len(play.events("rollout.group_failed")) >= 5
+    assert living_children() == []
+
+
+async def test_a_verdict_on_the_run_from_user_code_stops_it(tmp_path: Path) -> None:
+    play = dispatching(tmp_path, [{}, {"deed": "stop_run"}])
+    with pytest.raises(RunError, match="the licence of the grader ran out"):
+        await play.run()
+
+
+async def test_workers_that_die_again_and_again_stop_the_run_with_their_last_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollbook.rollout.isolation.MOST_BARREN_DEATHS", 1)
+    play = dispatching(tmp_path, [{"deed": "die"}])
+    with pytest.raises(WorkersDyingError, match=r"(?s)2 rollout workers died.*status 9.*last words of the worker"):
+        await play.run()
+
+
+@pytest.mark.parametrize(
+    ("config", "worker", "told"),
+    [
+        ({"function": "no_such_rollout"}, {}, "no module 'no_such_rollout'"),
+        ({"filter": "tests.parts.rollout_functions:absent"}, {}, "has no 'absent'"),
+        ({"settings": {}, "function": "rollbook.rollout.episode"}, {"user": {"typo": 1}}, "typo"),
+    ],
+)
+async def test_a_setup_that_cannot_work_stops_the_run_at_once(
+    tmp_path: Path, config: dict[str, Any], worker: dict[str, Any], told: str
+) -> None:
+    play = dispatching(tmp_path, [{}], worker=worker, **config)
+    with pytest.raises(RunError, match=told):
+        await play.run()
+    assert play.sink.rows == {}, "nothing is opened before a worker is ready"
+
+
+async def test_a_group_that_hangs_is_given_back_at_its_deadline(tmp_path: Path) -> None:
+    sink = MemorySink(capacity=8, deadline_s=0.5, max_attempts=1)
+    play = dispatching(tmp_path, [{"deed": "hang"}, {}], sink=sink)
+    await play.run()
+    assert [(gid, cause) for gid, _, cause in sink.released] == [("t0@0", "deadline")]
+    assert sink.rows["t0@0"].drop == "attempts: deadline"  # type: ignore[index]  # ids are texts
+    assert sink.rows["t1@0"].state == "queued"  # type: ignore[index]
+
+
+async def test_a_worker_whose_loop_is_blocked_is_replaced(tmp_path: Path) -> None:
+    sink = MemorySink(capacity=8, max_attempts=1)
+    play = dispatching(tmp_path, [{"deed": "block"}], sink=sink, worker_silence_s=2.5, worker_stop_s=0.2)
+    await play.run()
+    assert "gave no sign of life" in sink.released[0][2]
+
+
+async def test_the_end_of_the_run_stops_what_still_plays(tmp_path: Path) -> None:
+    play = dispatching(tmp_path, [{}, {"deed": "hang"}], sink=MemorySink(capacity=8, wanted=1))
+    await play.run(within_s=30)
+    assert play.sink.rows["t1@0"].state == "leased"  # type: ignore[index]  # ids are texts
+    assert living_children() == []
+
+
+async def test_the_end_of_the_run_is_noticed_although_every_slot_is_taken(tmp_path: Path) -> None:
+    play = dispatching(tmp_path, [{"deed": "hang"}] * 8, sink=MemorySink(capacity=8))
+    running = asyncio.create_task(play.run(within_s=30))
+    await play.sink.until(lambda: len(play.sink.rows) == 8)
+    await play.sink.end()
+    await running
+
+
+async def test_a_cancelled_dispatcher_releases_nothing_and_the_next_one_takes_over(tmp_path: Path) -> None:
+    play = dispatching(tmp_path, [{"deed": "hang"}, {}, {}])
+    running = asyncio.create_task(play.run())
+    await play.sink.until(lambda: sum(row.state == "queued" for row in play.sink.rows.values()) == 2)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert play.sink.released == []
+    assert play.sink.rows["t0@0"].state == "leased"  # type: ignore[index]  # ids are texts
+    assert living_children() == []
+    again = dispatching(tmp_path, [{}, {}, {}], sink=play.sink)
+    await again.run()
+    assert {gid: (row.state, row.attempt) for gid, row in play.sink.rows.items()} == {
+        "t0@0": ("queued", 2),
+        "t1@0": ("queued", 1),
+        "t2@0": ("queued", 1),
+    }
+
+
+async def test_a_ledger_that_is_away_for_a_moment_is_waited_for(tmp_path: Path) -> None:
+    sink = MemorySink(capacity=8, fail_next=[TransientError("connection refused")] * 3)
+    play = dispatching(tmp_path, [{}] * 3, sink=sink)
+    await play.run()
+    assert {row.state for row in sink.rows.values()} == {"queued"}
+    assert len(play.events("rollout.ledger_unreachable")) == 3
+
+
+async def test_a_dispatcher_that_was_replaced_stops(tmp_path: Path) -> None:
+    play = dispatching(
+        tmp_path, [{}] * 3, sink=MemorySink(capacity=8, fail_next=[FencedError("a newer dispatcher joined")])
+    )
+    with pytest.raises(FencedError):
+        await play.run()
+
+
+async def test_metrics_are_dense_and_add_up(tmp_path: Path) -> None:
+    play = dispatching(tmp_path, [{}] * 20, worker={"delay_s": 0.1}, sink=MemorySink(capacity=4))
+    await play.run()
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert rows
+    assert sum(row["rollout/groups_finished"] for row in rows) == 20
+    assert rows[-1]["rollout/accepted_groups"] == 20
+    assert any(row["async/in_flight"] > 0 for row in rows)
+    measured = next(row for row in rows if row["rollout/groups_finished"])
+    assert 0 <= measured["rollout/raw_accuracy"] <= 1
+    assert measured["rollout/turns"] >= 1
+    assert measured["rollout/response_len"] >= 2

@@ -1,0 +1,136 @@
+"""One worker process and its handle: readiness, death, the ladder of stopping, and the parent's death."""
+
+import asyncio
+import io
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import psutil
+import pytest
+
+from rollbook.contracts.errors import RunError
+from rollbook.contracts.group import GroupId
+from rollbook.contracts.task import TaskId
+from rollbook.rollout.group import GroupOrder, GroupResult
+from rollbook.rollout.worker import AsyncRolloutWorker, WorkerDiedError, open_worker
+from rollbook.telemetry.events import EventLog
+from tests.parts.rollout_dispatching import REPOSITORY, config_of, recipe_of
+
+
+@asynccontextmanager
+async def worker_of(**settings: Any) -> AsyncIterator[AsyncRolloutWorker]:
+    recipe = recipe_of(config_of(), **settings)
+    log = EventLog("test", echo=io.StringIO())
+    async with open_worker(recipe, log=log, start_s=60, silence_s=60, stop_s=0.5) as worker:
+        yield worker
+
+
+def order(number: int, **row: Any) -> GroupOrder:
+    return GroupOrder(
+        group_id=GroupId(f"t{number}@0"),
+        attempt=1,
+        task_id=TaskId(f"t{number}"),
+        draw=0,
+        row={"secret": 3, **row},
+        min_publication=0,
+        deadline_s=60,
+    )
+
+
+async def results_of(worker: AsyncRolloutWorker, count: int) -> dict[str, GroupResult]:
+    found: dict[str, GroupResult] = {}
+    async for done, result in worker.results():
+        found[done.group_id] = result
+        if len(found) == count:
+            return found
+    raise AssertionError("a worker's results end by an error only")
+
+
+async def test_a_worker_plays_many_groups_at_once_and_is_gone_after_its_block() -> None:
+    async with worker_of() as worker:
+        assert worker.pid != os.getpid()
+        for number in range(20):
+            worker.play(order(number))
+        results = await results_of(worker, 20)
+        assert worker.in_flight == {}
+    assert {len(result.group.samples) for result in results.values() if result.group} == {4}
+    assert not psutil.pid_exists(worker.pid)
+
+
+async def test_sigint_is_the_parents_business() -> None:
+    async with worker_of() as worker:
+        os.kill(worker.pid, signal.SIGINT)
+        worker.play(order(1))
+        assert await results_of(worker, 1)
+
+
+async def test_a_cancelled_group_is_not_reported_and_its_siblings_play_on() -> None:
+    async with worker_of() as worker:
+        worker.play(order(1, deed="hang"))
+        worker.play(order(2))
+        worker.cancel("t1@0", 1)
+        assert list(await results_of(worker, 1)) == ["t2@0"]
+        assert worker.in_flight == {}
+
+
+async def test_death_is_noticed_at_once_and_says_how_and_what_was_lost() -> None:
+    async with worker_of() as worker:
+        worker.play(order(1, deed="hang"))
+        os.kill(worker.pid, signal.SIGKILL)
+        with pytest.raises(WorkerDiedError, match="killed by signal 9"):
+            await results_of(worker, 1)
+        assert list(worker.in_flight) == [("t1@0", 1)]
+
+
+async def test_a_worker_that_blocks_its_loop_is_killed_by_the_ladder() -> None:
+    async with worker_of() as worker:
+        worker.play(order(1, deed="block"))
+        await asyncio.sleep(0.2)
+    assert not psutil.pid_exists(worker.pid)
+
+
+async def test_a_builder_that_fails_is_reported_with_its_cause() -> None:
+    with pytest.raises(WorkerDiedError, match="RuntimeError: no route to the environments"):
+        async with worker_of(fail_setup="no route to the environments"):
+            pass
+
+
+async def test_a_recipe_that_cannot_be_sent_is_refused_before_anything_is_spawned() -> None:
+    with pytest.raises(RunError, match=r"settings\['lock'\]"):
+        async with worker_of(lock=lambda: 0):
+            pass
+
+
+def test_a_worker_ends_with_its_parent_whatever_killed_the_parent() -> None:
+    parent = textwrap.dedent(
+        """
+        import asyncio
+        from tests.services.test_rollout_worker import order, worker_of
+
+        async def main():
+            async with worker_of() as worker:
+                worker.play(order(1, deed="hang"))
+                print(worker.pid, flush=True)
+                await asyncio.sleep(3600)
+
+        asyncio.run(main())
+        """
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", parent],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": REPOSITORY},
+    )
+    assert process.stdout is not None
+    with process, process.stdout:
+        child = psutil.Process(int(process.stdout.readline()))
+        process.kill()
+    child.wait(timeout=30)

@@ -1,0 +1,112 @@
+"""Groups, their outcome, drop reasons and the table of moves; tasks and draws."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollbook.contracts.group import MOVES, DropKind, DropReason, GroupId, GroupState, PromptGroup, group_id
+from rollbook.contracts.policy import SamplingParams
+from rollbook.contracts.task import Draw, Task, TaskId
+from rollbook.contracts.trajectory import EndReason, RolloutSample, TokenRow, TurnMark
+
+
+def played(
+    reward: float | None, *, version: int = 0, solved: bool | None = None, end: EndReason = EndReason.DONE
+) -> RolloutSample:
+    row = TokenRow.of(token_ids=[1, 5], logprobs=[0.0, -1.0], loss_mask=[False, True], versions=[-1, version])
+    return RolloutSample(
+        sequences=(row,),
+        sampling=SamplingParams(),
+        reward=reward,
+        invalid_cause="env: lost" if reward is None else None,
+        solved=solved,
+        finish_reason=end,
+        turns=(TurnMark(sequence=0, start=1, end=2),),
+    )
+
+
+def group(*samples: RolloutSample) -> PromptGroup:
+    task_id = TaskId("guess-7")
+    return PromptGroup(id=group_id(task_id, 3), task_id=task_id, draw=3, samples=samples)
+
+
+def test_the_id_of_a_group_names_its_task_and_its_draw() -> None:
+    assert group_id(TaskId("guess-7"), 3) == GroupId("guess-7@3")
+
+
+def test_a_group_without_samples_is_refused_by_id() -> None:
+    with pytest.raises(ValueError, match="guess-7@3 has no samples"):
+        group()
+
+
+def test_statistics_are_over_the_scorable_samples_only() -> None:
+    outcome = group(played(1.0, solved=True), played(0.0, solved=False), played(None, solved=False)).outcome(
+        seconds=2.5
+    )
+    assert (outcome.num_samples, outcome.num_scorable) == (3, 2)
+    assert outcome.reward_mean == pytest.approx(0.5)
+    assert outcome.reward_std == pytest.approx(0.5**0.5)
+    assert outcome.solved_rate == pytest.approx(0.5)
+
+
+def test_a_group_of_which_nothing_could_be_scored_has_no_reward_rather_than_zero() -> None:
+    outcome = group(played(None), played(None)).outcome(seconds=1.0, invalid_causes={"env: lost": 2})
+    assert (outcome.reward_mean, outcome.reward_std, outcome.solved_rate) == (None, None, None)
+    assert outcome.invalid_causes == {"env: lost": 2}
+
+
+def test_one_scorable_sample_has_a_mean_and_no_spread() -> None:
+    outcome = group(played(0.25)).outcome(seconds=1.0)
+    assert (outcome.reward_mean, outcome.reward_std) == (0.25, None)
+
+
+def test_truncated_episodes_turns_and_response_tokens_are_told() -> None:
+    outcome = group(played(0.0, end=EndReason.MAX_TURNS), played(1.0)).outcome(seconds=1.0)
+    assert (outcome.truncated_rate, outcome.mean_turns, outcome.mean_response_tokens) == (0.5, 1.0, 1.0)
+
+
+def test_a_group_is_as_old_as_the_oldest_token_that_will_be_trained() -> None:
+    mixed = group(played(1.0, version=4), played(0.0, version=6), played(None, version=1))
+    assert mixed.trained_publications() == {4, 6}
+
+
+@given(kind=st.sampled_from(DropKind), detail=st.text())
+def test_a_drop_reason_reads_back_as_it_was_written(kind: DropKind, detail: str) -> None:
+    reason = DropReason(kind, detail)
+    assert DropReason.parse(str(reason)) == reason
+
+
+@pytest.mark.parametrize("text", ["", "no such kind", "bored: of it", "stale:no space"])
+def test_a_text_that_is_no_drop_reason_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        DropReason.parse(text)
+
+
+def test_every_state_has_its_moves_and_ends_in_one_of_two() -> None:
+    assert set(MOVES) == set(GroupState)
+    assert {state for state, moves in MOVES.items() if not moves} == {GroupState.DURABLE, GroupState.DROPPED}
+
+
+def test_a_group_that_was_batched_can_no_longer_be_dropped() -> None:
+    reachable = {GroupState.BATCHED}
+    while more := {after for state in reachable for after in MOVES[state]} - reachable:
+        reachable |= more
+    assert GroupState.DROPPED not in reachable
+
+
+def test_a_rollout_that_changes_its_row_changes_only_its_copy() -> None:
+    task = Task(id=TaskId("t"), row={"numbers": [1, 2]})
+    task.row_copy()["numbers"].append(3)
+    assert task.row == {"numbers": [1, 2]}
+
+
+@pytest.mark.parametrize(("task_id", "complaint"), [("", "not empty"), ("a@b", "contains '@'")])
+def test_a_task_id_that_would_confuse_group_ids_is_refused(task_id: str, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        Task(id=TaskId(task_id))
+
+
+@pytest.mark.parametrize(("number", "position"), [(-1, 0), (0, -1)])
+def test_a_draw_counts_from_zero(number: int, position: int) -> None:
+    with pytest.raises(ValueError, match="both must be >= 0"):
+        Draw(task_id=TaskId("t"), number=number, position=position)

@@ -1,0 +1,147 @@
+"""Token rows and samples are checked at birth: what exists is whole."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
+from rollbook.contracts.trajectory import EndReason, RolloutSample, TokenRow, TurnMark
+
+
+def row(**changed: Any) -> TokenRow:
+    """Prompt, two sampled tokens, an observation."""
+    arrays: dict[str, Any] = {
+        "token_ids": [1, 7, 8, 3],
+        "logprobs": [0.0, -0.5, -1.5, 0.0],
+        "loss_mask": [False, True, True, False],
+        "versions": [-1, 4, 5, -1],
+    }
+    return TokenRow.of(**(arrays | changed))
+
+
+def sample(**changed: Any) -> RolloutSample:
+    parts: dict[str, Any] = {"sequences": (row(),), "sampling": SamplingParams(), "reward": 1.0}
+    return RolloutSample(**(parts | changed))
+
+
+def test_a_row_knows_its_length_its_trained_tokens_and_their_publications() -> None:
+    assert len(row()) == 4
+    assert row().num_trained == 2
+    assert row().trained_publications() == {4, 5}
+    assert row().token_ids.dtype == np.int32
+
+
+def test_an_unknown_publication_of_a_trained_token_is_told() -> None:
+    assert row(versions=[-1, -1, 5, -1]).trained_publications() == {-1, 5}
+
+
+@pytest.mark.parametrize(
+    ("changed", "complaint"),
+    [
+        ({"token_ids": [1, 7, 8]}, "3 ids, 4 logprobs, 4 marks, 4 versions"),
+        ({"versions": [-1, 4]}, "2 versions"),
+        ({"token_ids": [], "logprobs": [], "loss_mask": [], "versions": []}, "empty"),
+        ({"token_ids": [1, -7, 8, 3]}, "negative token id at position 1"),
+        ({"versions": [-1, 4, -2, -1]}, "version below -1 at position 2"),
+        ({"loss_mask": [True, True, True, False]}, "first token cannot be trained"),
+        ({"logprobs": [0.0, -0.5, 0.4, 0.0]}, r"logprob 0\.4\d* at position 2"),
+        ({"logprobs": [0.0, -math.inf, -0.5, 0.0]}, "logprob -inf at position 1"),
+        ({"token_ids": [[1, 7], [8, 3]]}, "flat array"),
+    ],
+)
+def test_a_row_that_is_not_whole_is_refused_with_the_reason(changed: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        row(**changed)
+
+
+def test_arrays_of_another_dtype_are_refused_where_nobody_converts_them() -> None:
+    whole = row()
+    with pytest.raises(ValueError, match="token_ids must be a flat array of int32, got int64"):
+        TokenRow(
+            token_ids=whole.token_ids.astype("int64"),
+            logprobs=whole.logprobs,
+            loss_mask=whole.loss_mask,
+            versions=whole.versions,
+        )
+
+
+def test_a_logprob_that_is_a_rounding_above_zero_is_taken() -> None:
+    assert row(logprobs=[0.0, 1e-4, -1.5, 0.0]).has_logprobs
+
+
+def test_an_unknown_logprob_of_a_trained_token_is_told() -> None:
+    assert not row(logprobs=[0.0, math.nan, -1.5, 0.0]).has_logprobs
+    assert row(logprobs=[math.nan, -0.5, -1.5, math.nan]).has_logprobs
+
+
+@given(
+    lengths=st.tuples(*(st.integers(0, 6) for _ in range(4))),
+    trains_first=st.booleans(),
+)
+def test_a_row_is_born_exactly_when_its_arrays_agree(lengths: tuple[int, ...], trains_first: bool) -> None:
+    ids, logprobs, marks, versions = lengths
+    mask = [trains_first, *([True] * 5)][:marks]
+    is_whole = len(set(lengths)) == 1 and ids > 0 and not trains_first
+    try:
+        born = TokenRow.of(token_ids=[1] * ids, logprobs=[-1.0] * logprobs, loss_mask=mask, versions=[0] * versions)
+    except ValueError:
+        assert not is_whole
+    else:
+        assert is_whole
+        assert born.num_trained == ids - 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "complaint"),
+    [
+        ({"sequences": ()}, "at least one sequence"),
+        ({"reward": math.nan}, "reward is nan"),
+        ({"reward": math.inf}, "reward is inf"),
+        ({"reward": None}, "needs an invalid_cause"),
+        ({"invalid_cause": "env: connection lost"}, "cannot be invalid"),
+        ({"sequences": (row(loss_mask=[False] * 4),)}, "at least one trained token"),
+        ({"turns": (TurnMark(sequence=0, start=1, end=5),)}, "outside the sample's sequences"),
+        ({"turns": (TurnMark(sequence=1, start=0, end=1),)}, "outside the sample's sequences"),
+    ],
+)
+def test_a_sample_that_cannot_be_judged_is_refused_with_the_reason(changed: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        sample(**changed)
+
+
+def test_an_infrastructure_failure_is_no_reward() -> None:
+    broken = sample(reward=None, invalid_cause="env: connection lost", sequences=(row(loss_mask=[False] * 4),))
+    assert not broken.is_scorable
+    assert broken.reward is None
+
+
+def test_a_forked_sample_counts_the_tokens_of_all_its_sequences() -> None:
+    forked = sample(sequences=(row(), row()))
+    assert (forked.num_tokens, forked.num_trained) == (8, 4)
+
+
+def test_only_an_episode_that_came_to_its_end_is_not_truncated() -> None:
+    assert [reason for reason in EndReason if not reason.is_truncated] == [EndReason.DONE]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("max_tokens", 0), ("temperature", -0.1), ("temperature", math.nan), ("top_p", 0.0), ("top_k", -1)],
+)
+def test_sampling_parameters_that_mean_nothing_are_refused_by_name(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{field} is"):
+        SamplingParams(**{field: value})  # type: ignore[arg-type]  # a float where an int is due is part of the table
+
+
+def test_a_completion_whose_arrays_differ_in_length_is_refused() -> None:
+    with pytest.raises(ValueError, match="2 ids, 1 logprobs, 2 versions"):
+        Completion(
+            token_ids=np.array([1, 2], np.int32),
+            logprobs=np.array([-1.0], np.float32),
+            versions=np.array([0, 0], np.int32),
+            finish_reason=FinishReason.LENGTH,
+        )

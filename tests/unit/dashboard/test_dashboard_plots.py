@@ -1,0 +1,47 @@
+"""The pictures are really drawn: from a run, from half a run, from nothing."""
+
+from pathlib import Path
+
+import pytest
+from matplotlib.image import imread
+
+from rollbook.dashboard.plots import draw_plots
+from tests.parts.dashboard_run_dir import append_rows, trainer_row, write_run
+
+NAMES = ["reward_and_solved.png", "lag.png", "timeline.png"]
+
+
+def colours(path: Path) -> int:
+    """Distinct colours of a picture: axes alone have few."""
+    pixels = imread(path)
+    return len({tuple(pixel) for pixel in (pixels[::3, ::3, :3] * 15).round().astype(int).reshape(-1, 3).tolist()})
+
+
+def test_a_run_gives_three_pictures_with_something_on_them(tmp_path: Path) -> None:
+    empty = draw_plots(tmp_path / "empty", tmp_path / "empty" / "plots", lag_budget=2)
+    drawn = draw_plots(write_run(tmp_path / "run", steps=40), tmp_path / "run" / "plots", lag_budget=2)
+    assert [path.name for path in drawn] == NAMES == [path.name for path in empty]
+    for full, blank in zip(drawn, empty, strict=True):
+        assert imread(full).shape[1] == 1300
+        assert colours(full) > colours(blank)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_run_that_has_hardly_begun_can_be_drawn(tmp_path: Path, steps: int) -> None:
+    for path in draw_plots(write_run(tmp_path, steps=steps), tmp_path / "plots", lag_budget=0):
+        assert path.stat().st_size > 5_000
+
+
+def test_steps_of_which_nothing_was_measured_leave_gaps(tmp_path: Path) -> None:
+    nothing = {"rollout/reward": None, "rollout/accuracy": None, "async/version_offset_max": None}
+    append_rows(tmp_path / "metrics.jsonl", *(trainer_row(step, **nothing) for step in range(1, 4)), trainer_row(4))
+    assert len(draw_plots(tmp_path, tmp_path / "plots", lag_budget=1)) == 3
+
+
+def test_drawing_again_replaces_the_pictures(tmp_path: Path) -> None:
+    draw_plots(write_run(tmp_path, steps=3), tmp_path / "plots", lag_budget=1)
+    before = (tmp_path / "plots" / NAMES[0]).read_bytes()
+    append_rows(tmp_path / "metrics.jsonl", *(trainer_row(step) for step in range(4, 30)))
+    draw_plots(tmp_path, tmp_path / "plots", lag_budget=1)
+    assert (tmp_path / "plots" / NAMES[0]).read_bytes() != before
+    assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == sorted(NAMES)

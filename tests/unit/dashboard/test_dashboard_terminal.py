@@ -1,0 +1,145 @@
+"""What a person sees during a run, as text."""
+
+import io
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from rollbook.dashboard.figures import ProcessLine, RunFigures
+from rollbook.dashboard.queries import RunReader
+from rollbook.dashboard.terminal import PlainView, TerminalView, open_view
+from rollbook.dashboard.wording import SPARKS, duration, sparkline
+from tests.parts.dashboard_run_dir import append_rows, trainer_row
+
+PROCESSES = (
+    ProcessLine(name="trainer", pid=4101, state="running", doing="step 32: waiting for its batch", since_s=95),
+    ProcessLine(name="rollout-worker-0", pid=None, state="restarting", restarts=2, doing="in [2] s", since_s=1),
+)
+
+
+@pytest.fixture
+def figures(tmp_path: Path) -> RunFigures:
+    append_rows(tmp_path / "metrics.jsonl", *(trainer_row(step) for step in range(1, 33)))
+    append_rows(
+        tmp_path / "metrics.jsonl",
+        {"process": "rollout", "time": 1.0, "async/in_flight": 12.0, "async/staleness_capacity": 4.0},
+    )
+    return RunReader(tmp_path).poll()
+
+
+def rendered(view: TerminalView, figures: RunFigures, *processes: ProcessLine) -> list[str]:
+    console = Console(file=io.StringIO(), width=100, color_system=None, legacy_windows=False)
+    with console.capture() as captured:
+        console.print(view.render(figures, processes))
+    return [line.strip("│ ").rstrip() for line in captured.get().splitlines()]
+
+
+def a_view(total_steps: int | None = 200, budget: int = 2) -> TerminalView:
+    return TerminalView(Console(file=io.StringIO()), title="demo [1]", total_steps=total_steps, lag_budget=budget)
+
+
+def test_the_live_panel_shows_progress_figures_and_processes(figures: RunFigures) -> None:
+    shown = rendered(a_view(), figures, *PROCESSES)
+    assert shown[0].startswith("╭─ demo [1] ─")
+    assert shown[1].startswith("step 32/200")
+    assert shown[1].endswith("2m48s left")
+    assert shown[2:-1] == [
+        "reward     0.320  ▁▁▁▂▂▂▂▃▃▃▃▃▄▄▄▄▅▅▅▅▆▆▆▆▆▇▇▇▇███",
+        "solved     52%    ▁▁▁▂▂▂▂▃▃▃▃▃▄▄▄▄▅▅▅▅▆▆▆▆▆▇▇▇▇███",
+        "lag        2      most 2, budget 2",
+        "overlap    75%    of the trainer's time is work, the rest is waiting",
+        "in flight  12     room for 4, 100 tokens/s trained",
+        "",
+        "process            pid  state         for  restarts  doing",
+        "trainer           4101  running     1m35s            step 32: waiting for its batch",
+        "rollout-worker-0     -  restarting     1s         2  in [2] s",
+    ]
+
+
+def test_a_run_that_has_not_begun_shows_dashes_and_no_numbers() -> None:
+    shown = rendered(a_view(), RunFigures())
+    assert shown[1].startswith("step 0/200")
+    assert shown[1].endswith("- left")
+    assert [line.split() for line in shown[2:4]] == [["reward", "-"], ["solved", "-"]]
+
+
+def test_a_run_without_a_number_of_steps_shows_its_pace(figures: RunFigures) -> None:
+    line = rendered(a_view(total_steps=None), figures)[1]
+    assert line.startswith("step 32 ")
+    assert line.endswith("1.00s a step")
+
+
+def test_the_live_panel_fits_a_narrow_terminal(figures: RunFigures) -> None:
+    console = Console(file=io.StringIO(), width=50, color_system=None)
+    with console.capture() as captured:
+        console.print(a_view().render(figures, PROCESSES))
+    assert all(len(line) <= 50 for line in captured.get().splitlines())
+
+
+def test_the_live_view_draws_over_itself_and_leaves_the_last_state(figures: RunFigures) -> None:
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=100)
+    with TerminalView(console, title="demo", total_steps=200, lag_budget=2) as view:
+        view.update(RunFigures(), ())
+        view.update(figures, PROCESSES)
+    assert "\x1b[" in file.getvalue()
+    assert "step 32/200" in file.getvalue().split("step 0/200")[-1]
+
+
+def test_without_a_terminal_there_are_plain_lines_and_no_control_codes(figures: RunFigures) -> None:
+    file = io.StringIO()
+    with open_view(Console(file=file), title="demo", total_steps=200, lag_budget=2) as view:
+        assert isinstance(view, PlainView)
+        view.update(figures, PROCESSES)
+    assert file.getvalue() == (
+        "demo: step 32/200  reward 0.320  solved 52%  lag 2/2  overlap 75%  2m48s left  [rollout-worker-0 restarting]\n"
+    )
+
+
+def test_on_a_terminal_the_view_is_the_live_one() -> None:
+    view = open_view(Console(file=io.StringIO(), force_terminal=True), title="d", total_steps=1, lag_budget=0)
+    assert isinstance(view, TerminalView)
+
+
+def test_plain_lines_come_every_few_seconds_and_the_last_state_always() -> None:
+    file, moment = io.StringIO(), [0.0]
+    view = PlainView(Console(file=file), title="demo", total_steps=9, lag_budget=1, every_s=5.0, now=lambda: moment[0])
+    with view:
+        for step, at in ((0, 0.0), (1, 1.0), (2, 4.9), (3, 5.0), (4, 6.0)):
+            moment[0] = at
+            view.update(RunFigures(last_step=step), ())
+    assert [line.split("  ")[0] for line in file.getvalue().splitlines()] == [
+        "demo: step 0/9",
+        "demo: step 3/9",
+        "demo: step 4/9",
+    ]
+
+
+def test_the_last_state_is_not_told_twice() -> None:
+    file = io.StringIO()
+    with PlainView(Console(file=file), title="demo", total_steps=9, lag_budget=1) as view:
+        view.update(RunFigures(last_step=9), ())
+    assert len(file.getvalue().splitlines()) == 1
+
+
+@given(values=st.lists(st.none() | st.floats(-1e6, 1e6), max_size=300), width=st.integers(1, 64))
+def test_a_sparkline_has_one_block_for_each_share_of_the_values(values: list[float | None], width: int) -> None:
+    known = [value for value in values if value is not None]
+    line = sparkline(values, width)
+    assert len(line) == min(width, len(known))
+    assert set(line) <= set(SPARKS)
+
+
+def test_a_rising_series_has_rising_blocks() -> None:
+    assert sparkline([float(n) for n in range(8)], 8) == SPARKS
+    assert sparkline([0.5, 0.5, 0.5]) == SPARKS[0] * 3
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(None, "-"), (0.4, "0s"), (59.4, "59s"), (59.6, "1m00s"), (200, "3m20s"), (7500, "2h05m")]
+)
+def test_durations_are_short_words(seconds: float | None, text: str) -> None:
+    assert duration(seconds) == text

@@ -1,0 +1,104 @@
+"""Names lead to worlds, and mistakes are told before the first episode."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from rollbook.contracts.errors import EpisodeError, RunError
+from rollbook.envs.catalog import CATALOG, EnvironmentSource, world_class
+from rollbook.envs.config import EnvConfig
+
+OWN_WORLD = """
+from rollbook.contracts.environment import Observation
+
+class Coin:
+    def __init__(self, side="heads"):
+        self.side = side
+    def reset(self, task):
+        return Observation(text="heads or tails?")
+    def step(self, action):
+        return Observation(text=self.side, reward=float(action == self.side), done=True)
+    def close(self):
+        raise OSError("the coin rolled away")
+
+class NotAWorld:
+    def reset(self, task): ...
+"""
+
+
+@pytest.fixture
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "own_worlds_for_test.py").write_text(OWN_WORLD, encoding="utf-8")
+    (tmp_path / "broken_worlds_for_test.py").write_text("import no_such_library_at_all", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_worlds_for_test", raising=False)
+    return "own_worlds_for_test"
+
+
+@pytest.mark.parametrize("name", sorted(CATALOG))
+async def test_every_world_of_the_catalog_plays_a_game(name: str) -> None:
+    args = {"step_s": 0.0} if name.startswith("delayed") else {}
+    source = EnvironmentSource(EnvConfig(name=name, args=args))
+    async with source.open() as environment:
+        await environment.reset({"secret": 7, "low": 0, "high": 15})
+        assert (await environment.step("7")).solved
+    source.close()
+
+
+async def test_a_world_of_ones_own_is_found_by_its_dotted_path(own_module: str) -> None:
+    source = EnvironmentSource(EnvConfig(name=f"{own_module}:Coin", args={"side": "tails"}))
+    async with source.open() as environment:
+        assert (await environment.reset({})).text == "heads or tails?"
+        assert (await environment.step("tails")).reward == 1.0
+    source.close()
+
+
+async def test_a_world_that_breaks_while_closing_does_not_cost_the_episode(own_module: str) -> None:
+    source = EnvironmentSource(EnvConfig(name=f"{own_module}:Coin"))
+    async with source.open() as environment:
+        await environment.reset({})
+    with pytest.raises(EpisodeError, match="called after close"):
+        await environment.step("heads")
+    source.close()
+
+
+async def test_episodes_do_not_share_a_world() -> None:
+    source = EnvironmentSource(EnvConfig())
+    first, second = source(), source()
+    await first.reset({"secret": 1, "low": 0, "high": 15})
+    await second.reset({"secret": 2, "low": 0, "high": 15})
+    assert (await first.step("1")).solved
+    assert (await second.step("1")).text == "higher"
+    source.close()
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(RunError, match=r"no environment 'chess'; known are delayed_number_guessing, number_guessing"):
+        world_class("chess")
+
+
+@pytest.mark.parametrize(
+    ("path", "complaint"),
+    [
+        ("no_such_module_at_all:World", "importing 'no_such_module_at_all' failed: ModuleNotFoundError"),
+        ("broken_worlds_for_test:World", "No module named 'no_such_library_at_all'"),
+        ("own_worlds_for_test:Dice", "no class 'Dice'; it defines Coin, NotAWorld"),
+        ("own_worlds_for_test:NotAWorld", "lacks step, close"),
+    ],
+)
+def test_a_dotted_path_that_leads_nowhere_says_where_it_ended(own_module: str, path: str, complaint: str) -> None:
+    with pytest.raises(RunError, match=complaint):
+        world_class(path)
+
+
+@pytest.mark.parametrize("args", [{"max_turn": 6}, {"max_turns": 0}, {"turn_price": 1.5}])
+def test_wrong_arguments_are_told_before_the_first_episode(args: dict[str, float]) -> None:
+    with pytest.raises(RunError, match=r"env.args: number_guessing does not take .* its arguments are \(\*, max_turns"):
+        EnvironmentSource(EnvConfig(args=args))
+
+
+def test_an_unknown_setting_is_refused() -> None:
+    with pytest.raises(ValidationError, match="pool_size"):
+        EnvConfig.model_validate({"name": "number_guessing", "pool_size": 8})

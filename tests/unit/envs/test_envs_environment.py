@@ -1,0 +1,148 @@
+"""Any author's class becomes an environment: plain or async, quick or slow, well-behaved or not."""
+
+import asyncio
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from rollbook.contracts.environment import Observation
+from rollbook.contracts.errors import EpisodeError
+from rollbook.envs.environment import WorldEnvironment
+
+
+class Plain:
+    """Plain methods; remembers which threads ran them."""
+
+    def __init__(self) -> None:
+        self.threads = list[int]()
+        self.closed = 0
+
+    def reset(self, task: Mapping[str, Any]) -> Observation:
+        self.threads.append(threading.get_ident())
+        return Observation(text=f"task {task['id']}")
+
+    def step(self, action: str) -> Observation:
+        self.threads.append(threading.get_ident())
+        return Observation(text=action.upper(), done=True)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Quick(Plain):
+    is_quick = True
+
+
+class Async:
+    async def reset(self, task: Mapping[str, Any]) -> Observation:
+        await asyncio.sleep(0)
+        return Observation(text=f"task {task['id']}")
+
+    async def step(self, action: str) -> Observation:
+        await asyncio.sleep(0)
+        return Observation(text=action.upper(), done=True)
+
+    async def close(self) -> None:
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("kind", [Plain, Quick, Async])
+async def test_plain_quick_and_async_worlds_play_alike(kind: type) -> None:
+    environment = WorldEnvironment(kind(), name="test")
+    assert (await environment.reset({"id": "a"})).text == "task a"
+    assert (await environment.step("go")).text == "GO"
+    await environment.close()
+
+
+async def test_a_plain_world_runs_outside_the_event_loop_and_a_quick_one_inside() -> None:
+    here = threading.get_ident()
+    for world, is_inside in ((Plain(), False), (Quick(), True)):
+        environment = WorldEnvironment(world, name="test")
+        await environment.reset({"id": "a"})
+        await environment.step("go")
+        assert [thread == here for thread in world.threads] == [is_inside, is_inside]
+
+
+async def test_a_world_that_blocks_does_not_hold_the_loop() -> None:
+    may_go_on = threading.Event()
+
+    class Blocking(Plain):
+        def step(self, action: str) -> Observation:
+            assert may_go_on.wait(10)
+            return Observation(text="done", done=True)
+
+    environment = WorldEnvironment(Blocking(), name="test")
+    stepping = asyncio.create_task(environment.step("go"))
+    await asyncio.sleep(0.01)
+    assert not stepping.done()
+    may_go_on.set()
+    assert (await stepping).text == "done"
+
+
+async def test_calls_never_overlap_even_when_a_caller_was_cancelled() -> None:
+    order, may_go_on = list[str](), threading.Event()
+
+    class Slow(Plain):
+        def step(self, action: str) -> Observation:
+            order.append("step begins")
+            assert may_go_on.wait(10)
+            order.append("step ends")
+            return Observation(text="late")
+
+        def close(self) -> None:
+            order.append("close")
+
+    environment = WorldEnvironment(Slow(), name="test")
+    stepping = asyncio.create_task(environment.step("go"))
+    await asyncio.sleep(0.01)
+    stepping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await stepping
+    closing = asyncio.create_task(environment.close())
+    await asyncio.sleep(0.01)
+    may_go_on.set()
+    await closing
+    assert order == ["step begins", "step ends", "close"]
+
+
+class Broken:
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    def reset(self, task: Mapping[str, Any]) -> Any:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    def step(self, action: str) -> Any:
+        return self.reset({})
+
+    def close(self) -> None:
+        raise OSError("container is gone")
+
+
+async def test_what_a_world_raises_names_world_and_method() -> None:
+    environment = WorldEnvironment(Broken(KeyError("secret")), name="my_world")
+    with pytest.raises(EpisodeError, match=r"env my_world.reset raised KeyError: 'secret'"):
+        await environment.reset({})
+    with pytest.raises(EpisodeError, match=r"env my_world.close raised OSError: container is gone"):
+        await environment.close()
+
+
+@pytest.mark.parametrize("answer", [None, "higher", ("higher", 0.0, True)])
+async def test_an_answer_that_is_no_observation_is_refused(answer: object) -> None:
+    environment = WorldEnvironment(Broken(answer), name="my_world")
+    with pytest.raises(EpisodeError, match=f"my_world: reset returned {type(answer).__name__} where an Observation"):
+        await environment.reset({})
+
+
+async def test_closing_twice_closes_once_and_nothing_follows_it() -> None:
+    world = Plain()
+    environment = WorldEnvironment(world, name="test")
+    await environment.close()
+    await environment.close()
+    assert world.closed == 1
+    with pytest.raises(EpisodeError, match="step was called after close"):
+        await environment.step("go")

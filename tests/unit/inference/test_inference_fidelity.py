@@ -1,0 +1,225 @@
+"""The embedded engine's logprobs are those of the model: compared with a plain forward pass, no cache."""
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rollbook.contracts.policy import Completion, SamplingParams
+from rollbook.inference.engine import Engine, GenerationError, WeightsError
+from rollbook.inference.gate import PauseMode
+from tests.parts.inference_engines import Workshop, until
+from tests.parts.inference_models import VOCAB, plain_logprobs, publish, write_weights
+
+KINDS = ["llama", "qwen2", "gpt2"]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fidelity")
+
+
+def prompts_of_many_lengths(count: int, *, seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))] for _ in range(count)]
+
+
+def assert_faithful(
+    model: Any, prompt: list[int], completion: Completion, *, temperature: float = 1.0, start: int = 0
+) -> None:
+    tokens = [*prompt, *completion.token_ids.tolist()]
+    expected = plain_logprobs(model, tokens, len(prompt) + start, temperature=temperature)
+    np.testing.assert_allclose(completion.logprobs[start:], expected, atol=1e-4)
+
+
+async def play(engine: Engine, prompts: list[list[int]], *, temperature: float = 1.0) -> list[Completion]:
+    """Requests of many lengths that come in waves, so that rows join, leave and move."""
+    rng = random.Random(1)
+    answers = []
+    for at, prompt in enumerate(prompts):
+        sampling = SamplingParams(max_tokens=rng.choice([1, 2, 5, 30]), temperature=temperature, stop_token_ids=(3,))
+        answers.append(engine.submit(prompt, sampling))
+        if at % 9 == 8:
+            await asyncio.sleep(0.005)
+    return list(await asyncio.gather(*answers))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+async def test_sampling_logprobs_equal_those_of_a_plain_forward(root: Path, kind: str, temperature: float) -> None:
+    workshop = Workshop(root=root, kind=kind)
+    prompts = prompts_of_many_lengths(40)
+    async with workshop.engine("transformers", max_running=8) as engine:
+        completions = await play(engine, prompts, temperature=temperature)
+    model = workshop.model(1)
+    for prompt, completion in zip(prompts, completions, strict=True):
+        assert_faithful(model, prompt, completion, temperature=temperature)
+
+
+async def test_greedy_takes_the_likeliest_token_and_tells_its_logprob_at_temperature_one(root: Path) -> None:
+    workshop = Workshop(root=root)
+    async with workshop.engine("transformers") as engine:
+        completion = await engine.generate([1, 2, 3], SamplingParams(max_tokens=8, temperature=0.0))
+    model = workshop.model(1)
+    tokens = [1, 2, 3]
+    for token in completion.token_ids.tolist():
+        with torch.inference_mode():
+            assert int(model(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()) == token
+        tokens.append(token)
+    assert_faithful(model, [1, 2, 3], completion)
+
+
+async def test_samples_follow_the_models_distribution(root: Path) -> None:
+    workshop = Workshop(root=root)
+    count = 4000
+    async with workshop.engine("transformers") as engine:
+        drawn = await asyncio.gather(*(engine.generate([5, 6], SamplingParams(max_tokens=1)) for _ in range(count)))
+    frequency = np.bincount([int(completion.token_ids[0]) for completion in drawn], minlength=VOCAB) / count
+    with torch.inference_mode():
+        expected = workshop.model(1)(input_ids=torch.tensor([[5, 6]])).logits[0, -1].softmax(-1).numpy()
+    # Five standard deviations of a binomial frequency, at its widest.
+    assert np.abs(frequency - expected).max() < 5 * (0.25 / count) ** 0.5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_after_recompute_every_token_is_as_if_its_weights_had_read_everything(root: Path, kind: str) -> None:
+    workshop = Workshop(root=root, kind=kind)
+    prompts = prompts_of_many_lengths(6, seed=3)
+    sampling = SamplingParams(max_tokens=60)
+    async with workshop.engine("transformers", kv_after_update="recompute") as engine:
+        answers = [engine.submit(prompt, sampling) for prompt in prompts]
+        await until(lambda: engine.stats().tokens > 30)
+        await engine.pause(PauseMode.KEEP)
+        await engine.load_weights(*workshop.weights(2))
+        await engine.resume()
+        completions = await asyncio.gather(*answers)
+    for prompt, completion in zip(prompts, completions, strict=True):
+        changed = int((completion.versions == 1).sum())
+        assert 0 < changed < 60
+        assert_faithful(workshop.model(2), prompt, completion, start=changed)
+
+
+async def test_after_keep_the_cache_still_holds_keys_of_the_older_weights(root: Path) -> None:
+    workshop = Workshop(root=root)
+    async with workshop.engine("transformers", kv_after_update="keep") as engine:
+        answer = engine.submit([1, 2, 3, 4, 5, 6], SamplingParams(max_tokens=60))
+        await until(lambda: engine.stats().tokens > 5)
+        await engine.pause(PauseMode.KEEP)
+        await engine.load_weights(*workshop.weights(2))
+        await engine.resume()
+        completion = await answer
+    changed = int((completion.versions == 1).sum())
+    tokens = [1, 2, 3, 4, 5, 6, *completion.token_ids.tolist()]
+    fresh = plain_logprobs(workshop.model(2), tokens, 6 + changed)
+    assert np.abs(completion.logprobs[changed:] - fresh).max() > 1e-3
+
+
+async def test_an_update_changes_what_repeated_prompts_are_answered_from(root: Path) -> None:
+    workshop = Workshop(root=root)
+    one = SamplingParams(max_tokens=1)
+    async with workshop.engine("transformers") as engine:
+        for number in (1, 2):
+            await engine.load_weights(*workshop.weights(number))
+            before = engine.stats().forwards
+            first = await engine.generate([7, 8, 9], one)
+            second = await engine.generate([7, 8, 9], one)
+            # The second is answered from the logits of the first: the same prompt under the same weights.
+            assert engine.stats().forwards == before + 1
+            for completion in (first, second):
+                assert completion.versions.tolist() == [number]
+                assert_faithful(workshop.model(number), [7, 8, 9], completion)
+
+
+async def test_siblings_with_one_prompt_share_its_prefill_and_go_their_own_ways(root: Path) -> None:
+    workshop = Workshop(root=root)
+    prompt = [4, 9, 2, 7]
+    async with workshop.engine("transformers") as engine:
+        await engine.pause(PauseMode.KEEP)
+        siblings = [engine.submit(prompt, SamplingParams(max_tokens=12, seed=number)) for number in range(8)]
+        await engine.resume()
+        completions = await asyncio.gather(*siblings)
+        assert engine.stats().forwards == 1 + 11
+    assert len({tuple(completion.token_ids.tolist()) for completion in completions}) > 1
+    for completion in completions:
+        assert_faithful(workshop.model(1), prompt, completion)
+
+
+async def test_logits_that_are_not_numbers_fail_their_request_and_the_engine_lives(root: Path, tmp_path: Path) -> None:
+    workshop = Workshop(root=root)
+    broken = workshop.model(1)
+    with torch.no_grad():
+        broken.lm_head.weight.fill_(float("nan"))
+    async with workshop.engine("transformers") as engine:
+        running = engine.submit([1, 2], SamplingParams(max_tokens=100))
+        await until(lambda: engine.stats().tokens >= 2)
+        path = tmp_path / "broken.safetensors"
+        await engine.load_weights(publish(path, broken, 2), path)
+        with pytest.raises(GenerationError, match="publication 2 gave logits that are not numbers"):
+            await running
+        with pytest.raises(GenerationError, match="at position 3"):
+            await engine.generate([1, 2, 3], SamplingParams(max_tokens=1))
+        await engine.load_weights(*workshop.weights(3))
+        completion = await engine.generate([1, 2, 3], SamplingParams(max_tokens=20))
+    assert_faithful(workshop.model(3), [1, 2, 3], completion)
+
+
+async def test_keys_that_are_not_numbers_do_not_linger_in_a_slot(root: Path, tmp_path: Path) -> None:
+    workshop = Workshop(root=root)
+    broken = workshop.model(1)
+    with torch.no_grad():
+        broken.model.layers[0].self_attn.v_proj.weight.fill_(float("nan"))
+    async with workshop.engine("transformers") as engine:
+        running = engine.submit([1, 2], SamplingParams(max_tokens=100))
+        await until(lambda: engine.stats().tokens >= 20)
+        path = tmp_path / "broken.safetensors"
+        await engine.load_weights(publish(path, broken, 2), path)
+        with pytest.raises(GenerationError):
+            await running
+        await engine.load_weights(*workshop.weights(3))
+        # The second row is longer, so the first reads masked positions that the broken request had written.
+        prompts = [[1], list(range(30))]
+        completions = await asyncio.gather(*(engine.generate(p, SamplingParams(max_tokens=9)) for p in prompts))
+    for prompt, completion in zip(prompts, completions, strict=True):
+        assert_faithful(workshop.model(3), prompt, completion)
+
+
+async def test_weights_of_another_model_are_refused_by_name_and_nothing_changes(root: Path, tmp_path: Path) -> None:
+    workshop = Workshop(root=root)
+    path = tmp_path / "other.safetensors"
+    async with workshop.engine("transformers") as engine:
+        with pytest.raises(WeightsError, match=r"transformer\.h"):
+            await engine.load_weights(publish(path, Workshop(root=root, kind="gpt2").model(1), 2), path)
+        model = workshop.model(2)
+        del model.lm_head
+        with pytest.raises(WeightsError, match=r"lack tensors.*lm_head\.weight"):
+            await engine.load_weights(publish(path, model, 2), path)
+        completion = await engine.generate([1, 2, 3], SamplingParams(max_tokens=5))
+    assert completion.versions.tolist() == [1] * 5
+    assert_faithful(workshop.model(1), [1, 2, 3], completion)
+
+
+async def test_tied_weights_are_published_once_and_change_both_ends(root: Path, tmp_path: Path) -> None:
+    workshop = Workshop(root=root, kind="qwen2")
+    path = tmp_path / "tied.safetensors"
+    digest = write_weights(path, workshop.model(2))
+    published, _ = workshop.weights(2)
+    assert published.digest == digest
+    async with workshop.engine("transformers") as engine:
+        await engine.load_weights(published, path)
+        completion = await engine.generate([1, 2, 3], SamplingParams(max_tokens=10))
+    assert_faithful(workshop.model(2), [1, 2, 3], completion)
+
+
+async def test_a_sequence_outgrows_the_cache_it_began_with(root: Path) -> None:
+    workshop = Workshop(root=root)
+    async with workshop.engine("transformers") as engine:
+        short = engine.submit([3], SamplingParams(max_tokens=200))
+        await until(lambda: engine.stats().tokens > 5)
+        others = [engine.submit([n], SamplingParams(max_tokens=150)) for n in range(5)]
+        completion = await short
+        await asyncio.gather(*others)
+    assert_faithful(workshop.model(1), [3], completion)

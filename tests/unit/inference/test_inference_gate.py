@@ -1,0 +1,66 @@
+"""Pause, resume, and which weights an engine may take."""
+
+import pytest
+
+from rollbook.inference.gate import Gate, GateState, OutdatedUpdateError, PauseMode, needs_loading
+from tests.parts.inference_models import publication
+
+
+@pytest.mark.parametrize("mode", [PauseMode.KEEP, PauseMode.ABORT])
+def test_keep_and_abort_stop_at_once(mode: PauseMode) -> None:
+    gate = Gate()
+    gate.pause(mode)
+    assert gate.state is GateState.PAUSED
+    assert not gate.may_admit
+    assert not gate.may_step
+
+
+def test_wait_steps_on_until_nothing_runs() -> None:
+    gate = Gate()
+    gate.pause(PauseMode.WAIT)
+    assert gate.may_step
+    assert not gate.may_admit
+    gate.drained()
+    assert gate.state is GateState.PAUSED
+    gate.resume()
+    assert gate.may_admit
+
+
+def test_drained_means_nothing_to_a_gate_that_is_not_draining() -> None:
+    gate = Gate()
+    gate.drained()
+    assert gate.state is GateState.RUNNING
+
+
+def test_keep_overrules_a_drain_under_way() -> None:
+    gate = Gate()
+    gate.pause(PauseMode.WAIT)
+    gate.pause(PauseMode.KEEP)
+    assert gate.state is GateState.PAUSED
+
+
+def test_the_first_weights_are_always_taken() -> None:
+    assert needs_loading(None, publication(0, "a"))
+
+
+def test_the_same_publication_again_is_not_loaded_again() -> None:
+    assert not needs_loading(publication(4, "a"), publication(4, "a"))
+
+
+@pytest.mark.parametrize(
+    ("offered", "told"),
+    [
+        (publication(9, "b", epoch=1), "epoch"),
+        (publication(3, "b", epoch=2), "newer publication 4"),
+        (publication(4, "b", epoch=2), "digest a"),
+        (publication(4, "a", epoch=3), "offered again"),
+    ],
+)
+def test_weights_that_are_outdated_or_contradict_are_refused(offered: object, told: str) -> None:
+    with pytest.raises(OutdatedUpdateError, match=told):
+        needs_loading(publication(4, "a", epoch=2), offered)  # type: ignore[arg-type]
+
+
+def test_a_newer_trainer_or_a_newer_publication_is_taken() -> None:
+    assert needs_loading(publication(4, "a", epoch=2), publication(5, "b", epoch=2))
+    assert needs_loading(publication(4, "a", epoch=2), publication(5, "b", epoch=3))

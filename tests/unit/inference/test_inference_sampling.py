@@ -1,0 +1,79 @@
+"""The distribution a token is drawn from, and the logprob that is told."""
+
+import math
+
+import pytest
+import torch
+
+from rollbook.contracts.policy import SamplingParams
+from rollbook.inference.engines.sampling import sample
+
+LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0])
+
+
+def outcomes(sampling: SamplingParams, points: int = 2000) -> dict[int, tuple[float, float]]:
+    """Token to (share of evenly spread uniforms, logprob told)."""
+    uniforms = [(at + 0.5) / points for at in range(points)]
+    tokens, logprobs = sample(LOGITS.expand(points, 4), [sampling] * points, uniforms)
+    told = dict(zip(tokens, logprobs, strict=True))
+    return {token: (tokens.count(token) / points, told[token]) for token in told}
+
+
+@pytest.mark.parametrize(
+    ("sampling", "kept"),
+    [
+        (SamplingParams(), [0, 1, 2, 3]),
+        (SamplingParams(temperature=0.5), [0, 1, 2, 3]),
+        (SamplingParams(top_k=2), [0, 1]),
+        (SamplingParams(top_k=9), [0, 1, 2, 3]),
+        (SamplingParams(top_p=0.7), [0, 1]),
+        (SamplingParams(top_p=1e-9), [0]),
+        (SamplingParams(top_k=3, top_p=0.95, temperature=2.0), [0, 1, 2]),
+    ],
+)
+def test_the_logprob_is_that_of_the_renormalised_distribution(sampling: SamplingParams, kept: list[int]) -> None:
+    scaled = LOGITS / sampling.temperature
+    expected = torch.full((4,), -math.inf)
+    expected[kept] = scaled[kept]
+    expected = expected.log_softmax(-1)
+    found = outcomes(sampling)
+    assert sorted(found) == kept
+    for token, (share, logprob) in found.items():
+        assert logprob == pytest.approx(float(expected[token]), abs=1e-5)
+        assert share == pytest.approx(math.exp(logprob), abs=2e-3)
+
+
+def test_rows_with_different_settings_do_not_touch_each_other() -> None:
+    settings = [
+        SamplingParams(),
+        SamplingParams(top_k=1),
+        SamplingParams(temperature=0),
+        SamplingParams(temperature=3.0),
+    ]
+    together = sample(LOGITS.expand(4, 4), settings, [0.9] * 4)
+    alone = [sample(LOGITS.expand(1, 4), [setting], [0.9]) for setting in settings]
+    assert together[0] == [tokens[0] for tokens, _ in alone]
+    assert together[1] == pytest.approx([logprobs[0] for _, logprobs in alone], abs=1e-6)
+
+
+def test_a_tiny_temperature_does_not_overflow() -> None:
+    tokens, logprobs = sample(torch.tensor([[900.0, -900.0]]), [SamplingParams(temperature=1e-30)], [0.999])
+    assert tokens == [0]
+    assert logprobs == [0.0]
+
+
+def test_tokens_of_no_probability_are_never_taken() -> None:
+    logits = torch.tensor([[-math.inf, 0.0, -math.inf, 0.0, -math.inf]])
+    for uniform in (0.0, 0.49, 0.5, 1.0 - 2**-53):
+        tokens, _ = sample(logits, [SamplingParams()], [uniform])
+        assert tokens[0] in (1, 3)
+
+
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(), SamplingParams(temperature=0), SamplingParams(top_k=2, top_p=0.5)]
+)
+def test_a_row_that_is_not_a_number_says_so_and_spares_its_neighbours(sampling: SamplingParams) -> None:
+    logits = torch.stack([LOGITS, torch.tensor([1.0, math.nan, 0.0, 0.0])])
+    _, logprobs = sample(logits, [sampling] * 2, [0.1, 0.1])
+    assert math.isfinite(logprobs[0])
+    assert math.isnan(logprobs[1])

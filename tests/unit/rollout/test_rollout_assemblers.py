@@ -1,0 +1,171 @@
+"""Assemblers: what they refuse, and how they say it."""
+
+import pytest
+
+from rollbook.contracts.policy import SamplingParams
+from rollbook.contracts.trajectory import EndReason
+from rollbook.rollout.assemblers.linear import TrajectoryAssembler
+from rollbook.rollout.assemblers.messages import MessageTrajectoryAssembler
+from rollbook.rollout.assembly import AssemblyError, PrefixMismatchError
+from tests.parts.rollout_world import CHATML, FORGETFUL, completion, letter_tokenizer
+
+SAMPLING = SamplingParams(temperature=0.9)
+
+
+def linear(*prompt: int) -> TrajectoryAssembler:
+    assembler = TrajectoryAssembler(SAMPLING)
+    assembler.add_prompt(prompt)
+    return assembler
+
+
+def test_tokens_masks_versions_and_turn_marks_say_who_made_what() -> None:
+    assembler = linear(5, 6)
+    assembler.add_completion(completion([7, 8], version=3), seconds=0.25)
+    assembler.add_observation([9])
+    assembler.add_completion(completion([10], version=4))
+    sample = assembler.build(reward=1.0, solved=True, finish_reason=EndReason.MAX_TURNS, facts={"a": 1})
+    row = sample.sequences[0]
+    assert row.token_ids.tolist() == [5, 6, 7, 8, 9, 10]
+    assert row.loss_mask.tolist() == [False, False, True, True, False, True]
+    assert row.versions.tolist() == [-1, -1, 3, 3, -1, 4]
+    assert row.logprobs.tolist() == [0, 0, -0.5, -0.5, 0, -0.5]
+    assert [(t.start, t.end, t.seconds) for t in sample.turns] == [(2, 4, 0.25), (5, 6, 0.0)]
+    assert (sample.sampling, sample.finish_reason, sample.solved) == (SAMPLING, EndReason.MAX_TURNS, True)
+
+
+def test_a_prompt_that_was_tokenised_again_is_refused_at_the_first_differing_position() -> None:
+    assembler = linear(5, 6)
+    assembler.add_completion(completion([7, 8]))
+    assert assembler.expect_prefix([5, 6, 7, 8, 1, 2]) == [1, 2]
+    with pytest.raises(PrefixMismatchError, match="at position 2 it has token 78 where 7 stands") as raised:
+        assembler.expect_prefix([5, 6, 78, 1, 2])
+    assert raised.value.position == 2
+    with pytest.raises(
+        PrefixMismatchError, match="ends at position 3, but the sequence already has 4 tokens"
+    ) as raised:
+        assembler.expect_prefix([5, 6, 7])
+    assert raised.value.position == 3
+
+
+def test_turns_in_the_wrong_order_are_refused() -> None:
+    empty = TrajectoryAssembler(SAMPLING)
+    with pytest.raises(AssemblyError, match="before add_prompt"):
+        empty.add_completion(completion([1]))
+    with pytest.raises(AssemblyError, match="before add_prompt"):
+        empty.add_observation([1])
+    with pytest.raises(AssemblyError, match="prompt is empty"):
+        empty.add_prompt([])
+    with pytest.raises(AssemblyError, match="nothing was assembled"):
+        empty.build(reward=1.0)
+    with pytest.raises(AssemblyError, match="after 1 tokens"):
+        linear(1).add_prompt([2])
+    with pytest.raises(AssemblyError, match="empty completion"):
+        linear(1).add_completion(completion([]))
+    with pytest.raises(AssemblyError, match="without a turn"):
+        linear(1).build(reward=1.0)
+
+
+def test_a_sample_cannot_mix_sampling_settings() -> None:
+    assembler = linear(1)
+    assembler.add_completion(completion([2]), sampling=SamplingParams(temperature=0.9, max_tokens=3))
+    with pytest.raises(AssemblyError, match=r"temperature 0\.1, the others with 0\.9"):
+        assembler.add_completion(completion([2]), sampling=SamplingParams(temperature=0.1))
+
+
+def test_what_the_policy_never_read_is_not_part_of_the_record() -> None:
+    assembler = linear(1)
+    assembler.add_completion(completion([2]))
+    assembler.add_observation([3, 4, 5])
+    assert assembler.build(reward=0.0).sequences[0].token_ids.tolist() == [1, 2]
+
+
+def test_an_unscorable_episode_keeps_its_tokens_and_its_cause() -> None:
+    sample = linear(1, 2).build(reward=None, invalid_cause="env: connection lost")
+    assert not sample.is_scorable
+    assert sample.sequences[0].token_ids.tolist() == [1, 2]
+
+
+def test_the_next_prompt_is_the_exact_tokens_so_far_plus_the_rendered_suffix() -> None:
+    tokenizer = letter_tokenizer()
+    chat = MessageTrajectoryAssembler(tokenizer, SAMPLING)
+    chat.add_message("user", "one")
+    first = chat.next_prompt()
+    sampled = [*tokenizer.encode("two"), *tokenizer.eos_token_ids]
+    assert chat.add_completion(completion(sampled)) == "two"
+    chat.add_message("user", "three")
+    second = chat.next_prompt()
+    assert second == first + sampled + tokenizer.encode("\n<|im_start|>user\nthree<|im_end|>\n<|im_start|>assistant\n")
+    assert second == tokenizer.encode(tokenizer.render(chat.messages, add_generation_prompt=True))
+
+
+def test_a_turn_that_was_cut_is_closed_with_tokens_nobody_sampled() -> None:
+    tokenizer = letter_tokenizer()
+    chat = MessageTrajectoryAssembler(tokenizer, SAMPLING)
+    chat.add_message("user", "one")
+    chat.next_prompt()
+    chat.add_completion(completion(tokenizer.encode("tw"), is_cut=True))
+    chat.add_message("user", "go on")
+    chat.next_prompt()
+    chat.add_completion(completion(tokenizer.encode("o")))
+    row = chat.build(reward=1.0).sequences[0]
+    assert tokenizer.decode(row.token_ids[row.loss_mask].tolist()) == "two"
+    end = tokenizer.eos_token_ids[0]
+    assert not row.loss_mask[row.token_ids == end].any()
+
+
+def test_white_space_that_the_template_trims_is_no_rewrite() -> None:
+    tokenizer = letter_tokenizer(CHATML.replace("{{ m.content }}", "{{ m.content | trim }}"))
+    chat = MessageTrajectoryAssembler(tokenizer, SAMPLING)
+    chat.add_message("user", "one")
+    first = chat.next_prompt()
+    sampled = tokenizer.encode(" two \n<|im_end|>")
+    chat.add_completion(completion(sampled))
+    chat.add_message("user", "three")
+    assert chat.next_prompt()[: len(first) + len(sampled)] == first + sampled
+
+
+def play_with_forgetful_template(chat: MessageTrajectoryAssembler) -> None:
+    tokenizer = letter_tokenizer(FORGETFUL)
+    for said in ("first", "second", "third"):
+        chat.add_message("user", "hm")
+        chat.next_prompt()
+        chat.add_completion(completion(tokenizer.encode(f"{said}<|im_end|>")))
+
+
+def test_a_template_that_rewrites_history_is_an_error_that_names_the_place() -> None:
+    chat = MessageTrajectoryAssembler(letter_tokenizer(FORGETFUL), SAMPLING)
+    with pytest.raises(
+        PrefixMismatchError, match=r"before turn 2: at character \d+ it renders .*\.\.\..* where .*first"
+    ) as raised:
+        play_with_forgetful_template(chat)
+    assert raised.value.position == len("<|im_start|>user\nhm<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_with_fork_a_rewritten_history_opens_a_further_sequence_and_keeps_what_was_sampled() -> None:
+    tokenizer = letter_tokenizer(FORGETFUL)
+    chat = MessageTrajectoryAssembler(tokenizer, SAMPLING, on_rewrite="fork")
+    play_with_forgetful_template(chat)
+    chat.add_message("user", "one more")
+    chat.next_prompt()  # never answered: no sequence of its own
+    sample = chat.build(reward=0.5)
+    assert [tokenizer.decode(row.token_ids[row.loss_mask].tolist()) for row in sample.sequences] == [
+        "first",
+        "second",
+        "third",
+    ]
+    assert [turn.sequence for turn in sample.turns] == [0, 1, 2]
+    last = tokenizer.decode(sample.sequences[2].token_ids.tolist())
+    assert last == "user\nhm\nassistant\n...\nuser\nhm\nassistant\n...\nuser\nhm\nassistant\nthird"
+
+
+def test_a_completion_without_a_prompt_of_its_own_is_refused() -> None:
+    chat = MessageTrajectoryAssembler(letter_tokenizer(), SAMPLING)
+    with pytest.raises(AssemblyError, match="call next_prompt"):
+        chat.add_completion(completion([5]))
+    chat.add_message("user", "one")
+    chat.next_prompt()
+    chat.add_completion(completion([5]))
+    with pytest.raises(AssemblyError, match="call next_prompt"):
+        chat.add_completion(completion([5]))
+    with pytest.raises(AssemblyError, match="without a message"):
+        MessageTrajectoryAssembler(letter_tokenizer(), SAMPLING).next_prompt()

@@ -1,0 +1,103 @@
+"""The default rollout function: plays a world as a chat, and ends for one reason that is on record."""
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rollbook.concurrency.clock import SystemClock
+from rollbook.contracts.environment import Observation
+from rollbook.contracts.errors import EpisodeError, RunError
+from rollbook.contracts.group import GroupId
+from rollbook.contracts.trajectory import EndReason, RolloutSample
+from rollbook.rollout.episode import make_rollout
+from rollbook.rollout.limits import EpisodeLimits
+from rollbook.rollout.policy import EpisodeContext, enter_episode
+from tests.parts.rollout_world import GuessingWorld, setup_of
+
+
+class PayingWorld(GuessingWorld):
+    """Never ends; pays 1, 2, 3, ..."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._paid = 0
+
+    async def step(self, action: str) -> Observation:
+        self._paid += 1
+        return Observation(text="go on", reward=float(self._paid), solved=False, facts={"paid": self._paid})
+
+
+@asynccontextmanager
+async def open_paying() -> AsyncIterator[PayingWorld]:
+    yield PayingWorld()
+
+
+async def played(settings: Mapping[str, Any] | None = None, limits: EpisodeLimits | None = None) -> RolloutSample:
+    setup, _ = setup_of(settings=settings, limits=limits)
+    sample = await make_rollout(replace(setup, open_environment=open_paying))({"secret": 1})
+    assert sample is not None
+    return sample
+
+
+async def test_an_episode_is_played_to_its_end_with_exactly_the_tokens_the_policy_saw() -> None:
+    setup, policy = setup_of(limits=EpisodeLimits(max_turns=50))
+    sample = await make_rollout(setup)({"secret": 4})
+    assert sample is not None
+    assert (sample.finish_reason, sample.solved) == (EndReason.DONE, True)
+    assert sample.reward == pytest.approx(1 / len(sample.turns))
+    row = sample.sequences[0]
+    last_prompt, last_answer, _ = policy.asked[-1]
+    assert row.token_ids.tolist() == last_prompt + last_answer
+    assert [row.token_ids[turn.start : turn.end].tolist() for turn in sample.turns] == [
+        ids for _, ids, _ in policy.asked
+    ]
+    assert sample.messages is not None
+    assert [message["role"] for message in sample.messages] == ["user", "assistant"] * len(sample.turns)
+    assert sample.facts == {"turns": len(sample.turns)}
+
+
+async def test_the_turn_limit_ends_an_episode_as_truncated_with_what_it_earned() -> None:
+    sample = await played(limits=EpisodeLimits(max_turns=3))
+    assert sample.finish_reason is EndReason.MAX_TURNS
+    assert sample.finish_reason.is_truncated
+    assert (sample.reward, len(sample.turns), sample.solved) == (6.0, 3, False)
+
+
+async def test_the_token_limit_is_never_exceeded_and_ends_as_truncated() -> None:
+    sample = await played(limits=EpisodeLimits(max_turns=50, max_total_tokens=100))
+    assert sample.finish_reason is EndReason.MAX_TOKENS
+    assert sample.num_tokens <= 100
+    assert len(sample.turns) >= 2
+
+
+async def test_time_that_runs_out_ends_an_episode_as_truncated() -> None:
+    setup, _ = setup_of(limits=EpisodeLimits(max_turns=10**6, max_total_tokens=10**9))
+    enter_episode(EpisodeContext(group_id=GroupId("g"), min_publication=0, until=SystemClock().now() + 0.1))
+    sample = await make_rollout(replace(setup, open_environment=open_paying))({"secret": 1})
+    assert sample is not None
+    assert sample.finish_reason is EndReason.TIME
+
+
+async def test_a_first_prompt_that_leaves_no_room_gives_no_reward() -> None:
+    with pytest.raises(EpisodeError, match="no turn was played: max_tokens"):
+        await played(limits=EpisodeLimits(max_total_tokens=5))
+
+
+async def test_the_reward_can_be_that_of_the_last_step() -> None:
+    sample = await played({"reward": "last"}, EpisodeLimits(max_turns=3))
+    assert sample.reward == 3.0
+
+
+async def test_a_system_prompt_opens_the_chat() -> None:
+    sample = await played({"system_prompt": "be brief"}, EpisodeLimits(max_turns=1))
+    assert sample.messages is not None
+    assert sample.messages[0] == {"role": "system", "content": "be brief"}
+
+
+def test_a_setting_nobody_reads_is_refused() -> None:
+    setup, _ = setup_of(settings={"rewards": "last", "on_rewrite": "maybe"})
+    with pytest.raises(RunError, match=r"rewards: .*; ?.*on_rewrite|on_rewrite: .*; ?.*rewards"):
+        make_rollout(setup)

@@ -1,0 +1,135 @@
+"""One TOML describes a run; every fault is told at once, with its path."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from rollbook.run.config import ConfigError, changed_fields, dump_toml, load_config
+from rollbook.run.resume import check_resume
+
+GOOD = """
+[run]
+name = "small"
+seed = 7
+[model.build]
+vocabulary = ["a", "b"]
+[tasks]
+source = "rows.jsonl"
+[rollout]
+function = "rollbook.rollout.episode"
+[trainer]
+max_steps = 3
+"""
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    (tmp_path / "rows.jsonl").write_text('{"id": "one"}\n', encoding="utf-8")
+    path = tmp_path / "run.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def faults_of(tmp_path: Path, text: str, overrides: tuple[str, ...] = ()) -> dict[str, str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(written(tmp_path, text), overrides)
+    return {fault.path: fault.message for fault in caught.value.faults}
+
+
+def test_a_small_config_is_enough(tmp_path: Path) -> None:
+    loaded = load_config(written(tmp_path, GOOD))
+    assert loaded.config.trainer.max_steps == 3
+    assert loaded.source_dir == tmp_path.resolve()
+
+
+def test_five_mistakes_in_five_sections_are_listed_as_five(tmp_path: Path) -> None:
+    faults = faults_of(
+        tmp_path,
+        """
+[run]
+name = "no spaces allowed"
+[model.build]
+vocabulary = ["a"]
+heads = "four"
+[tasks]
+source = "missing.jsonl"
+[gate]
+groups_per_step = 0
+[trainer]
+max_steps = 3
+learning_rate = 1e-3
+[ledgre]
+""",
+    )
+    assert set(faults) == {
+        "run.name",
+        "model.build.heads",
+        "tasks.source",
+        "gate.groups_per_step",
+        "trainer.learning_rate",
+        "ledgre",
+    }
+    assert "unknown field" in faults["trainer.learning_rate"]
+    assert "unknown section" in faults["ledgre"]
+
+
+def test_a_file_that_is_not_toml_or_not_there_is_one_fault(tmp_path: Path) -> None:
+    assert "is not TOML" in faults_of(tmp_path, "[run")["file"]
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path / "nowhere.toml")
+
+
+def test_an_override_replaces_a_field_and_a_bad_one_is_a_fault(tmp_path: Path) -> None:
+    loaded = load_config(written(tmp_path, GOOD), ["trainer.max_steps=9", "run.name=other", "gate.batch_policy=drop"])
+    assert (loaded.config.trainer.max_steps, loaded.config.run.name) == (9, "other")
+    faults = faults_of(tmp_path, GOOD, ("nonsense", "trainer.max_steps.deep=1", "trainer.max_steps=-1"))
+    assert len(faults) == 3
+
+
+def test_what_can_never_end_or_never_fit_is_refused(tmp_path: Path) -> None:
+    assert "never end" in faults_of(tmp_path, GOOD.replace("max_steps = 3", ""))["trainer.max_steps"]
+    assert "lease" in faults_of(tmp_path, GOOD, ("gate.group_deadline_s=1",))["rollout.max_seconds"]
+    assert "rollout.max_total_tokens" in faults_of(tmp_path, GOOD, ("inference.max_model_len=16",))
+    assert "trainer.ppo_n_minibatches" in faults_of(tmp_path, GOOD, ("trainer.ppo_n_minibatches=100000",))
+
+
+def test_a_field_that_nothing_would_read_is_refused(tmp_path: Path) -> None:
+    assert "scripted engine only" in faults_of(tmp_path, GOOD, ("inference.scripted.token_s=0.1",))["inference.scripted"]
+    assert "no arguments" in faults_of(tmp_path, GOOD, ("tasks.args.n=1",))["tasks.args"]
+
+
+def test_modules_that_lead_nowhere_are_found_before_anything_starts(tmp_path: Path) -> None:
+    faults = faults_of(tmp_path, GOOD, ("rollout.function=no_such_module:make",))
+    assert "'no_such_module' was not found" in faults["rollout.function"]
+
+
+def test_a_module_beside_the_config_is_found_without_being_run(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("raise SystemExit('ran')\n", encoding="utf-8")
+    load_config(written(tmp_path, GOOD), ["rollout.function=mine"])
+
+
+def test_sections_without_a_seed_take_the_runs(tmp_path: Path) -> None:
+    config = load_config(written(tmp_path, GOOD), ["tasks.seed=1"]).config
+    assert (config.tasks.seed, config.trainer.seed, config.inference.seed) == (1, 7, 7)
+
+
+def test_the_resolved_config_reads_back_as_itself(tmp_path: Path) -> None:
+    loaded = load_config(written(tmp_path, GOOD))
+    again = tmp_path / "resolved.toml"
+    again.write_text(dump_toml(loaded.config), encoding="utf-8")
+    tomllib.loads(again.read_text(encoding="utf-8"))
+    assert changed_fields(loaded.config, load_config(again).config) == {}
+
+
+def test_a_resume_may_change_what_the_record_does_not_depend_on(tmp_path: Path) -> None:
+    old = load_config(written(tmp_path, GOOD)).config
+    longer = load_config(written(tmp_path, GOOD), ["trainer.max_steps=9"]).config
+    assert check_resume(old, longer, source="run") == {"trainer.max_steps": (3, 9)}
+
+
+@pytest.mark.parametrize("override", ["run.seed=8", "model.build.layers=1", "gate.groups_per_step=5", "tasks.shuffle=false"])
+def test_a_resume_may_not_change_what_the_record_was_made_with(tmp_path: Path, override: str) -> None:
+    old = load_config(written(tmp_path, GOOD)).config
+    other = load_config(written(tmp_path, GOOD), [override]).config
+    with pytest.raises(ConfigError, match="start a new run"):
+        check_resume(old, other, source="run")

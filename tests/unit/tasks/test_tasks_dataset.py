@@ -1,0 +1,89 @@
+"""Datasets: lasting ids, and errors that name the row."""
+
+import json
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from rollbook.contracts.errors import RunError
+from rollbook.tasks.config import TasksConfig
+from rollbook.tasks.dataset import content_digest, load_tasks
+
+
+def write_rows(path: Path, rows: list[object]) -> None:
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+
+
+def test_rows_keep_their_own_ids_and_others_get_a_digest_of_their_content(tmp_path: Path) -> None:
+    write_rows(tmp_path / "t.jsonl", [{"id": "a", "x": 1}, {"id": 7}, {"x": 2, "y": 3}])
+    tasks = load_tasks(TasksConfig(source="t.jsonl"), base_dir=tmp_path)
+    assert [task.id for task in tasks] == ["a", "7", content_digest({"y": 3, "x": 2})]
+    assert tasks[0].row == {"id": "a", "x": 1}
+
+
+def test_an_id_survives_edits_of_other_rows_and_the_order_of_keys(tmp_path: Path) -> None:
+    write_rows(tmp_path / "before.jsonl", [{"x": 1}, {"x": 2, "y": 3}])
+    write_rows(tmp_path / "after.jsonl", [{"y": 3, "x": 2}, {"x": 99}])
+    before = load_tasks(TasksConfig(source="before.jsonl"), base_dir=tmp_path)
+    after = load_tasks(TasksConfig(source="after.jsonl"), base_dir=tmp_path)
+    assert before[1].id == after[0].id
+
+
+def test_repeated_ids_get_suffixes_that_never_collide(tmp_path: Path) -> None:
+    write_rows(tmp_path / "t.jsonl", [{"id": "a"}, {"id": "a#2"}, {"id": "a"}, {"id": "a"}, {"id": "a#2"}])
+    tasks = load_tasks(TasksConfig(source="t.jsonl"), base_dir=tmp_path)
+    assert [task.id for task in tasks] == ["a", "a#2", "a#3", "a#4", "a#2#2"]
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("{broken", "line 2: not JSON"),
+        ("[1, 2]", "line 2: a list"),
+        ('{"id": "a@b"}', "line 2: id 'a@b' contains '@'"),
+        ('{"id": [1]}', "line 2: field 'id' is [1]"),
+        ('{"id": ""}', "line 2: field 'id' is ''"),
+    ],
+)
+def test_a_bad_row_is_named_with_its_line(tmp_path: Path, line: str, told: str) -> None:
+    (tmp_path / "t.jsonl").write_text(f'{{"x": 1}}\n{line}\n')
+    with pytest.raises(RunError) as raised:
+        load_tasks(TasksConfig(source="t.jsonl"), base_dir=tmp_path)
+    assert told in str(raised.value)
+    assert "t.jsonl" in str(raised.value)
+
+
+def test_a_missing_or_empty_file_is_an_error_that_says_where_it_was_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=str(tmp_path)):
+        load_tasks(TasksConfig(source="missing.jsonl"), base_dir=tmp_path)
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    with pytest.raises(RunError, match="no tasks"):
+        load_tasks(TasksConfig(source="empty.jsonl"), base_dir=tmp_path)
+
+
+def test_a_function_beside_the_config_yields_rows(tmp_path: Path) -> None:
+    (tmp_path / "tasks_made_here.py").write_text(
+        "def numbers(count):\n    for n in range(count):\n        yield {'id': f'n{n}', 'pair': (n, n)}\n"
+        "def broken():\n    yield {'x': 1}\n    raise OSError('disk on fire')\n"
+        "def odd():\n    yield {'x': object()}\n"
+    )
+    config = TasksConfig(source="tasks_made_here:numbers", args={"count": 3})
+    tasks = load_tasks(config, base_dir=tmp_path)
+    assert [task.id for task in tasks] == ["n0", "n1", "n2"]
+    assert tasks[1].row["pair"] == [1, 1], "rows are plain JSON wherever they come from"
+    with pytest.raises(RunError, match="disk on fire"):
+        load_tasks(TasksConfig(source="tasks_made_here:broken"), base_dir=tmp_path)
+    with pytest.raises(RunError, match="row 0: not plain JSON"):
+        load_tasks(TasksConfig(source="tasks_made_here:odd"), base_dir=tmp_path)
+    with pytest.raises(RunError, match="no function 'absent'"):
+        load_tasks(TasksConfig(source="tasks_made_here:absent"), base_dir=tmp_path)
+    with pytest.raises(RunError, match="cannot import 'tasks_made_nowhere'"):
+        load_tasks(TasksConfig(source="tasks_made_nowhere:x"), base_dir=tmp_path)
+
+
+def test_a_source_that_is_neither_file_nor_function_is_refused() -> None:
+    with pytest.raises(ValidationError, match="neither"):
+        TasksConfig(source="tasks.csv")
+    with pytest.raises(ValidationError, match="takes no args"):
+        TasksConfig(source="tasks.jsonl", args={"count": 3})

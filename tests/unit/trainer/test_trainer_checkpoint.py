@@ -1,0 +1,131 @@
+"""A checkpoint is all of a run's learning state, or none of it."""
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rollbook.contracts.errors import RunError
+from rollbook.trainer.checkpoint import Checkpoints, initial_learner
+from rollbook.trainer.step import TrainStep
+from rollbook.trainer.weights import digest_of, named_weights
+from tests.parts.trainer_batches import quick, recorded_batch, tiny_model_dir
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    torch.set_num_threads(1)
+    return tiny_model_dir(tmp_path / "model")
+
+
+def checkpoints(tmp_path: Path, model_dir: Path, **settings: object) -> Checkpoints:
+    return Checkpoints(tmp_path / "checkpoints", model_dir=model_dir, config=quick(**settings))
+
+
+def trained(model_dir: Path, steps: int) -> TrainStep:
+    learner = initial_learner(model_dir, quick())
+    for step in range(1, steps + 1):
+        learner.run(recorded_batch(step))
+    return learner
+
+
+def save(store: Checkpoints, learner: TrainStep) -> Path:
+    return store.save(learner, weights_digest=learner.model.digest()).path
+
+
+def test_anybody_can_load_the_model_of_a_checkpoint(tmp_path: Path, model_dir: Path) -> None:
+    learner = trained(model_dir, 1)
+    path = save(checkpoints(tmp_path, model_dir), learner)
+    module = AutoModelForCausalLM.from_pretrained(str(path / "model"))
+    tokenizer = AutoTokenizer.from_pretrained(str(path / "model"))
+    assert digest_of(named_weights(module)) == learner.model.digest()
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "7 11"}], tokenize=False) == "<bos>7 11 "
+
+
+def test_restoring_brings_back_weights_optimizer_and_random_states(tmp_path: Path, model_dir: Path) -> None:
+    learner = trained(model_dir, 2)
+    store = checkpoints(tmp_path, model_dir)
+    save(store, learner)
+    drawn = (random.random(), float(np.random.random()), float(torch.rand(1)))
+    restored = store.restore(store.latest())
+    assert (random.random(), float(np.random.random()), float(torch.rand(1))) == drawn
+    assert (restored.step, restored.model.digest()) == (2, learner.model.digest())
+    learner.run(recorded_batch(3))
+    restored.run(recorded_batch(3))
+    assert restored.model.digest() == learner.model.digest()
+
+
+def test_a_torn_checkpoint_is_passed_over_and_swept_away(tmp_path: Path, model_dir: Path) -> None:
+    store = checkpoints(tmp_path, model_dir)
+    learner = trained(model_dir, 1)
+    save(store, learner)
+    torn, unfinished = tmp_path / "checkpoints" / "step-000002", tmp_path / "checkpoints" / ".step-000002.77.tmp"
+    for directory in (torn, unfinished):
+        (directory / "model").mkdir(parents=True)
+    latest = store.latest()
+    assert latest is not None
+    assert latest.step == 1
+    learner.run(recorded_batch(2))
+    save(store, learner)
+    latest = store.latest()
+    assert latest is not None
+    assert latest.step == 2
+    assert not unfinished.exists()
+
+
+@pytest.mark.parametrize("name", ["model/model.safetensors", "trainer.pt", "model/tokenizer.json"])
+def test_a_corrupt_checkpoint_stops_the_run_and_is_named(tmp_path: Path, model_dir: Path, name: str) -> None:
+    store = checkpoints(tmp_path, model_dir)
+    path = save(store, trained(model_dir, 1))
+    data = bytearray((path / name).read_bytes())
+    data[-5] ^= 1
+    (path / name).write_bytes(data)
+    with pytest.raises(RunError, match=rf"step-000001 is corrupt: {name}"):
+        store.latest()
+    (path / name).unlink()
+    with pytest.raises(RunError, match=rf"step-000001 is corrupt: {name}"):
+        store.latest()
+
+
+def test_an_unreadable_manifest_stops_the_run(tmp_path: Path, model_dir: Path) -> None:
+    store = checkpoints(tmp_path, model_dir)
+    path = save(store, trained(model_dir, 1))
+    (path / "checkpoint.json").write_text('{"step": 1')
+    with pytest.raises(RunError, match=r"step-000001: its checkpoint\.json cannot be read"):
+        store.latest()
+
+
+def test_weights_that_are_not_those_that_were_acknowledged_are_refused(tmp_path: Path, model_dir: Path) -> None:
+    store = checkpoints(tmp_path, model_dir)
+    store.save(trained(model_dir, 1), weights_digest="another")
+    with pytest.raises(RunError, match="but another was saved"):
+        store.restore(store.latest())
+
+
+def test_only_the_newest_checkpoints_are_kept(tmp_path: Path, model_dir: Path) -> None:
+    store = checkpoints(tmp_path, model_dir, keep_checkpoints=2)
+    learner = initial_learner(model_dir, quick())
+    for step in (1, 2, 3):
+        learner.run(recorded_batch(step))
+        save(store, learner)
+    assert store.steps() == [2, 3]
+
+
+def test_saving_a_step_again_leaves_it_as_it_is(tmp_path: Path, model_dir: Path) -> None:
+    store = checkpoints(tmp_path, model_dir)
+    learner = trained(model_dir, 1)
+    path = save(store, learner)
+    written = (path / "checkpoint.json").stat().st_mtime_ns
+    save(store, learner)
+    assert (path / "checkpoint.json").stat().st_mtime_ns == written
+
+
+def test_the_manifest_says_with_which_settings_the_step_was_trained(tmp_path: Path, model_dir: Path) -> None:
+    path = save(checkpoints(tmp_path, model_dir, lr=0.01), trained(model_dir, 1))
+    manifest = json.loads((path / "checkpoint.json").read_text())
+    assert manifest["settings"]["lr"] == 0.01
+    assert "keep_checkpoints" not in manifest["settings"]

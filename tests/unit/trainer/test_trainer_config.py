@@ -1,0 +1,133 @@
+"""What an operator may set, and what is refused before anything starts."""
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from rollbook.contracts.batch import BatchEntry, BatchManifest
+from rollbook.contracts.errors import RunError
+from rollbook.contracts.group import GroupId
+from rollbook.trainer.advantages import BASELINES
+from rollbook.trainer.config import NOT_NUMERIC, ModelBuildConfig, ModelConfig, TrainerConfig
+from rollbook.trainer.losses.table import LOSSES
+from rollbook.trainer.metrics import batch_metrics, time_metrics
+from rollbook.trainer.settings_history import Era, SettingsHistory
+from rollbook.trainer.staleness import check_lag
+from tests.parts.trainer_batches import batch_of, row, sample
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        ({"schedule": "cosine"}, "max_steps, which is not set"),
+        ({"warmup_steps": 5, "max_steps": 5}, "leaves nothing"),
+        ({"reduction": "fixed_length"}, "reduction_length is needed"),
+        ({"reduction_length": 9}, "read by no other"),
+        ({"betas": (0.9, 1.0)}, "must lie in"),
+        ({"learning_rate": 1.0}, "Extra inputs"),
+        ({"ppo_n_minibatches": 0}, "greater than or equal to 1"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], fault: str) -> None:
+    with pytest.raises(ValidationError, match=fault):
+        TrainerConfig.model_validate(settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        ({"vocabulary": ["a", "a"]}, "names a more than once"),
+        ({"vocabulary": ["<eos>"]}, "<eos> more than once"),
+        ({"vocabulary": ["two words"]}, "contain spaces"),
+        ({"vocabulary": ["a"], "hidden_size": 10, "heads": 4}, "does not split"),
+        ({"vocabulary": ["a"], "heads": 4, "kv_heads": 3}, "does not divide"),
+    ],
+)
+def test_models_that_cannot_be_built_are_refused(settings: dict[str, Any], fault: str) -> None:
+    with pytest.raises(ValidationError, match=fault):
+        ModelBuildConfig.model_validate(settings)
+
+
+def test_a_model_is_named_or_built_but_not_both() -> None:
+    for settings in ({}, {"path": "x", "build": {"vocabulary": ["a"]}}):
+        with pytest.raises(ValidationError, match="exactly one"):
+            ModelConfig.model_validate(settings)
+
+
+def test_every_named_choice_has_its_part() -> None:
+    fields = TrainerConfig.model_json_schema()["properties"]
+    assert set(fields["advantage"]["enum"]) == BASELINES.keys()
+    assert {fields["loss"]["const"]} == LOSSES.keys()
+
+
+def test_numeric_settings_are_all_but_those_that_only_say_when_and_where() -> None:
+    assert TrainerConfig.model_fields.keys() > NOT_NUMERIC
+    assert TrainerConfig().numeric_settings().keys() == TrainerConfig.model_fields.keys() - NOT_NUMERIC
+    falling = TrainerConfig(schedule="linear", max_steps=7)
+    assert falling.numeric_settings()["max_steps"] == 7, "a falling rate depends on where it ends"
+
+
+@pytest.mark.parametrize(
+    ("restored", "acknowledged", "expected"),
+    [(0, 3, []), (0, 4, ["lr"]), (3, 4, ["lr"]), (4, 4, []), (3, 3, []), (0, 0, [])],
+)
+def test_a_change_is_seen_only_if_a_step_to_be_replayed_was_trained_otherwise(
+    restored: int, acknowledged: int, expected: list[str]
+) -> None:
+    history = SettingsHistory(
+        eras=(Era(after_step=0, settings={"lr": 1}), Era(after_step=3, settings={"lr": 2})),
+    )
+    assert history.changed({"lr": 1}, restored_step=restored, acknowledged_step=acknowledged) == expected
+
+
+def test_new_settings_begin_an_era_where_training_stands() -> None:
+    first = SettingsHistory().resumed({"lr": 1}, acknowledged_step=0)
+    assert first.resumed({"lr": 1}, acknowledged_step=5) == first
+    second = first.resumed({"lr": 2}, acknowledged_step=5)
+    assert [era.after_step for era in second.eras] == [0, 5]
+    third = second.resumed({"lr": 3}, acknowledged_step=5)
+    assert [(era.after_step, era.settings["lr"]) for era in third.eras] == [(0, 1), (5, 3)]
+
+
+def manifest(step: int, oldest: list[int | None]) -> BatchManifest:
+    entries = tuple(
+        BatchEntry(group_id=GroupId(f"t{n}@0"), sequence=n, payload_digest="d", oldest_version=version)
+        for n, version in enumerate(oldest)
+    )
+    return BatchManifest(step=step, entries=entries, digest="d")
+
+
+def test_lag_is_measured_over_the_groups_that_say_their_version() -> None:
+    report = check_lag(manifest(5, [4, 2, None, 3]), budget=2)
+    assert (report.mean, report.most, report.least, report.num_unknown) == (1.0, 2, 0, 1)
+    assert check_lag(manifest(5, [None]), budget=0).mean is None
+
+
+@pytest.mark.parametrize("oldest", [1, 5])
+def test_a_lag_outside_the_budget_is_an_error_that_names_the_group(oldest: int) -> None:
+    with pytest.raises(RunError, match=rf"batch 5: group t1@0 was sampled by version {oldest}"):
+        check_lag(manifest(5, [4, oldest]), budget=2)
+
+
+def test_rewards_and_solved_rates_leave_out_what_could_not_be_scored() -> None:
+    rows = row([1, 5, 6, 7], [2, 3])
+    batch = batch_of(
+        1,
+        [
+            [sample(rows, reward=1.0, solved=True, turns=2), sample(rows, reward=0.0, solved=False)],
+            [sample(rows, reward=None, solved=False), sample(rows, reward=0.5)],
+        ],
+    )
+    measured = batch_metrics(batch)
+    assert measured["rollout/reward"] == 0.5
+    assert measured["rollout/accuracy"] == 0.5
+    assert measured["async/unscorable_samples"] == 1
+    assert (measured["rollout/response_len"], measured["rollout/turns"]) == (2.0, 1.25)
+
+
+def test_overlap_is_the_part_of_the_time_that_was_not_waited() -> None:
+    measured = time_metrics(wait_s=1.0, train_s=3.0, num_tokens=30)
+    assert (measured["perf/wait_time_ratio"], measured["perf/overlap_ratio"]) == (0.25, 0.75)
+    assert measured["perf/tokens_per_s"] == 10.0
+    assert time_metrics(wait_s=0.0, train_s=0.0, num_tokens=0)["perf/overlap_ratio"] is None

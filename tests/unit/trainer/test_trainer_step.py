@@ -1,0 +1,219 @@
+"""One step: what it computes, what it refuses, what it reports."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rollbook.contracts.batch import TrainingBatch
+from rollbook.contracts.errors import RunError
+from rollbook.trainer.checkpoint import initial_learner
+from rollbook.trainer.config import ModelBuildConfig, TrainerConfig
+from rollbook.trainer.losses.inputs import LossInputs, LossTerms
+from rollbook.trainer.losses.table import LOSSES
+from rollbook.trainer.minibatches import sample_advantages
+from rollbook.trainer.model import PolicyModel
+from rollbook.trainer.schedule import learning_rate
+from rollbook.trainer.step import TrainStep
+from tests.parts.trainer_batches import BUILD, batch_of, quick, recorded_batch, row, sample, tiny_model_dir
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    torch.set_num_threads(1)
+    return tiny_model_dir(tmp_path / "model")
+
+
+def plain_gradient(model: PolicyModel, batch: TrainingBatch) -> dict[str, torch.Tensor]:
+    """The policy gradient of the token mean, one sequence at a time through the whole model, with no sharing and no padding."""
+    module = model.module
+    module.zero_grad(set_to_none=True)
+    shared = iter(sample_advantages(batch, kind="group"))
+    scored = [(s, next(shared)) for group in batch.groups for s in group.samples]
+    total = sum(s.num_trained for s, _ in scored if s.is_scorable)
+    for s, advantage in scored:
+        for r in s.sequences if s.is_scorable else ():
+            ids = torch.from_numpy(r.token_ids.astype(np.int64))
+            logits = module(input_ids=ids[None]).logits[0] / s.sampling.temperature
+            at = torch.from_numpy(np.flatnonzero(r.loss_mask))
+            chosen = torch.log_softmax(logits, -1)[at - 1, ids[at]]
+            torch.autograd.backward(-float(advantage) * chosen.sum() / total)
+    return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+
+
+def test_the_first_update_follows_the_plain_policy_gradient(model_dir: Path) -> None:
+    """Adam's first step is lr * sign-like: compare through its running mean, which is then (1 - beta1) * gradient."""
+    batch = recorded_batch(1)
+    expected = plain_gradient(PolicyModel.load(model_dir), batch)
+    config = quick(max_grad_norm=1e9, max_tokens_per_microbatch=40)
+    learner = initial_learner(model_dir, config)
+    learner.run(batch)
+    means = {
+        name: learner.optimizer.state[parameter]["exp_avg"] / (1 - config.betas[0])
+        for name, parameter in learner.model.module.named_parameters()
+    }
+    assert means.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(means[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("minibatches", [1, 3])
+def test_the_same_batch_on_the_same_state_gives_the_same_bits(model_dir: Path, minibatches: int) -> None:
+    config = quick(ppo_n_minibatches=minibatches, max_tokens_per_microbatch=50)
+    digests = []
+    for _ in range(2):
+        learner = initial_learner(model_dir, config)
+        for step in (1, 2):
+            learner.run(recorded_batch(step))
+        digests.append(learner.model.digest())
+    assert digests[0] == digests[1] != initial_learner(model_dir, config).model.digest()
+
+
+def test_with_one_minibatch_nothing_has_moved_yet(model_dir: Path) -> None:
+    report = initial_learner(model_dir, quick(max_tokens_per_microbatch=30)).run(recorded_batch(1))
+    assert (report.metrics["train/ratio_mean"], report.metrics["train/ppo_kl"]) == (1.0, 0.0)
+    assert report.metrics["train/ppo_clip_frac"] == 0.0
+    assert report.optimizer_steps == 1
+
+
+def test_with_several_minibatches_the_policy_drifts_from_where_the_step_began(model_dir: Path) -> None:
+    report = initial_learner(model_dir, quick(ppo_n_minibatches=4, lr=0.05, clip_low=0.01, clip_high=0.01)).run(
+        recorded_batch(1)
+    )
+    assert report.optimizer_steps == 4
+    assert (report.metrics["train/ppo_kl"] or 0) > 1e-4
+    assert (report.metrics["train/ppo_clip_frac"] or 0) > 0
+
+
+def test_later_minibatches_are_compared_with_the_start_of_the_step(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[torch.Tensor] = []
+
+    def spying(inputs: LossInputs, *, clip_low: float, clip_high: float) -> LossTerms:
+        seen.append(inputs.old_N)
+        return clipped(inputs, clip_low=clip_low, clip_high=clip_high)
+
+    clipped = LOSSES["grpo"]
+    monkeypatch.setitem(LOSSES, "grpo", spying)
+    whole, cut = quick(lr=1e-9, ppo_n_minibatches=3), quick(lr=0.1, ppo_n_minibatches=3)
+    initial_learner(model_dir, whole).run(
+        recorded_batch(1)
+    )  # so small a rate that every minibatch sees the initial weights
+    start, seen = seen, []
+    initial_learner(model_dir, cut).run(recorded_batch(1))
+    assert len(start) == len(seen) == 3
+    for expected, found in zip(start, seen, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_logprobs_are_taken_at_the_samples_own_temperature(model_dir: Path) -> None:
+    model = PolicyModel.load(model_dir)
+    ids = torch.tensor([[1, 5, 6, 7]])
+    logits = model.module(input_ids=ids).logits[0, [1, 2]].detach().double()
+    found, entropy = model.token_logprobs(ids, torch.tensor([1, 2]), torch.tensor([6, 7]), torch.tensor([0.5, 2.0]))
+    for n, (target, temperature) in enumerate([(6, 0.5), (7, 2.0)]):
+        probabilities = torch.softmax(logits[n] / temperature, -1)
+        assert float(found[n].detach()) == pytest.approx(math.log(probabilities[target]), abs=1e-5)
+        assert float(entropy[n]) == pytest.approx(float(-(probabilities * probabilities.log()).sum()), abs=1e-5)
+
+
+def test_a_family_with_its_own_head_gives_the_same_logprobs(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = PolicyModel.load(model_dir)
+    arguments = (
+        torch.tensor([[1, 5, 6, 7], [1, 9, 0, 0]]),
+        torch.tensor([2, 1, 5]),
+        torch.tensor([7, 6, 4]),
+        torch.ones(3),
+    )
+    short_way, _ = model.token_logprobs(*arguments)
+    monkeypatch.setattr("rollbook.trainer.model.PLAIN_HEADS", frozenset())
+    whole_way, _ = model.token_logprobs(*arguments)
+    torch.testing.assert_close(short_way, whole_way, rtol=1e-5, atol=1e-6)
+
+
+def test_agreement_with_the_sampler_is_measured(model_dir: Path) -> None:
+    learner = initial_learner(model_dir, quick())
+    ids, target = torch.tensor([[1, 5]]), torch.tensor([6])
+    exact = float(learner.model.token_logprobs(ids, torch.tensor([1]), target, torch.ones(1))[0].detach())
+    agreeing = [sample(row([1, 5, 6], [2], logprob=exact), reward=r) for r in (0.0, 1.0)]
+    report = learner.run(batch_of(1, [agreeing]))
+    assert report.metrics["train/mean_kl"] == pytest.approx(0, abs=1e-9)
+    assert report.metrics["train/ess"] == pytest.approx(1, abs=1e-6)
+    again = initial_learner(model_dir, quick())
+    doubled = [agreeing[0], sample(row([1, 5, 6], [2], logprob=exact - math.log(3)), reward=1.0)]
+    report = again.run(batch_of(1, [doubled]))
+    # Weights are 1 and 3: k3 is (0 + 3 - ln 3 - 1) / 2, and ESS (1 + 3)^2 / (2 * (1 + 9)).
+    assert report.metrics["train/mean_kl"] == pytest.approx((2 - math.log(3)) / 2, rel=1e-4)
+    assert report.metrics["train/ess"] == pytest.approx(0.8, rel=1e-4)
+
+
+def test_tokens_without_sampling_logprobs_are_refused_or_taken_as_the_starting_policys(model_dir: Path) -> None:
+    unknown = batch_of(1, [[sample(row([1, 5, 6], [2], logprob=math.nan), reward=r) for r in (0.0, 1.0)]])
+    with pytest.raises(RunError, match=r"batch 1: group t0@1 .* without sampling logprobs"):
+        initial_learner(model_dir, quick()).run(unknown)
+    report = initial_learner(model_dir, quick(missing_logprobs="recompute")).run(unknown)
+    assert report.metrics["train/unknown_logprob_tokens"] == 2
+    assert report.metrics["train/mean_kl"] is None
+    assert report.optimizer_steps == 1
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_and_is_reported(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(inputs: LossInputs, *, clip_low: float, clip_high: float) -> LossTerms:
+        return LossTerms(
+            loss_N=inputs.current_N * math.inf, is_clipped_N=torch.zeros(len(inputs.old_N), dtype=torch.bool)
+        )
+
+    learner = initial_learner(model_dir, quick())
+    before = learner.model.digest()
+    with monkeypatch.context() as patched:
+        patched.setitem(LOSSES, "grpo", broken)
+        report = TrainStep(learner.model, quick()).run(recorded_batch(1))
+    assert (report.optimizer_steps, report.skipped_steps) == (0, 1)
+    assert learner.model.digest() == before
+
+
+def test_a_batch_with_nothing_scorable_changes_nothing(model_dir: Path) -> None:
+    learner = initial_learner(model_dir, quick())
+    before = learner.model.digest()
+    report = learner.run(batch_of(1, [[sample(reward=None), sample(reward=None)]]))
+    assert (report.optimizer_steps, report.num_tokens, learner.step) == (0, 0, 1)
+    assert learner.model.digest() == before
+
+
+def test_faults_of_a_batch_are_named_before_anything_is_trained(model_dir: Path) -> None:
+    learner = initial_learner(model_dir, quick())
+    with pytest.raises(RunError, match="was given batch 3; batches go in order"):
+        learner.run(recorded_batch(3))
+    with pytest.raises(RunError, match=r"group t0@1 has token id 99, but the model knows 16 tokens"):
+        learner.run(batch_of(1, [[sample(row([1, 5, 99], [2]))]]))
+    with pytest.raises(RunError, match=r"group t0@1 was sampled greedily"):
+        learner.run(batch_of(1, [[sample(temperature=0.0)]]))
+    assert learner.step == 0
+
+
+def test_untied_models_train_their_output_embedding_too(tmp_path: Path) -> None:
+    untied = ModelBuildConfig.model_validate({**BUILD.model_dump(), "tie_embeddings": False})
+    learner = initial_learner(tiny_model_dir(tmp_path / "untied", build=untied), quick())
+    before = learner.model.weights()["lm_head.weight"].clone()
+    learner.run(recorded_batch(1))
+    assert not torch.equal(before, learner.model.weights()["lm_head.weight"])
+    tied = PolicyModel.load(tiny_model_dir(tmp_path / "tied"))
+    assert "lm_head.weight" not in tied.weights()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]),
+        ("cosine", [0.5, 1.0, 1.0, 0.8535533, 0.5, 0.1464466]),
+    ],
+)
+def test_the_learning_rate_is_a_function_of_the_step(schedule: str, expected: list[float]) -> None:
+    config = TrainerConfig.model_validate({"lr": 1.0, "warmup_steps": 2, "max_steps": 6, "schedule": schedule})
+    assert [learning_rate(config, step) for step in range(1, 7)] == pytest.approx(expected)
