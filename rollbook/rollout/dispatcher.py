@@ -6,6 +6,7 @@ releases nothing: whoever joins under the same name next takes over at once.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -15,16 +16,16 @@ from rollbook.concurrency.retry import retry
 from rollbook.contracts.admission import GateState, Grant, OpenReply, OwnerId, Receipt
 from rollbook.contracts.errors import RunError, TransientError
 from rollbook.contracts.freshness import FreshnessRule
-from rollbook.contracts.group import DropKind, GroupId, group_id
+from rollbook.contracts.group import GroupId, group_id
 from rollbook.contracts.ports import GroupSink, TaskSource
 from rollbook.contracts.task import Draw
 from rollbook.rollout.admission import StalenessController
-from rollbook.rollout.breaker import CircuitBreaker, GroupEnd
+from rollbook.rollout.breaker import CircuitBreaker
 from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.group import GroupOrder, GroupResult
 from rollbook.rollout.isolation import WorkerPool
-from rollbook.rollout.metrics import record_group
 from rollbook.rollout.recipe import WorkerRecipe
+from rollbook.rollout.telling import GroupTeller
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import MetricRecorder
 from rollbook.telemetry.spans import SpanRecorder
@@ -36,8 +37,8 @@ EMPTY_PAUSE_S = 0.05
 TICK_S = 1.0
 SUBMITTERS = 8
 """Groups on their way to the ledger at the same time: enough to hide its latency, few enough not to crowd it."""
-TOLD_CAUSES = 100
-"""Distinct causes of failure that are told as warnings; each is told once."""
+LAST_LANDINGS_S = 2.0
+"""When the run is over: how long groups that are just being stored are waited for, so that they are counted too."""
 
 T = TypeVar("T")
 
@@ -88,17 +89,15 @@ class Dispatcher:
         self._config = config
         self._log = log
         self._metrics = metrics
-        self._spans = spans
         self._clock = clock or SystemClock()
         self._controller = StalenessController(rule, slots=config.slots)
-        self._breaker = CircuitBreaker(look_at=look_at)
+        self._teller = GroupTeller(metrics=metrics, spans=spans, log=log, breaker=CircuitBreaker(look_at=look_at))
         self._pool = WorkerPool(recipe, config, listener=self, log=log, clock=self._clock)
         self._flights: dict[tuple[str, int], _Flight] = {}
         # A flight lands once and keeps its slot until the ledger has it, so there are never more landings than slots.
         self._landings: asyncio.Queue[_Landing] = asyncio.Queue(maxsize=config.slots)
         self._freed = asyncio.Event()
         self._is_ended = False
-        self._told_causes: set[str] = set()
 
     async def run(self) -> None:
         """Play until the ledger says that the run is over. Raises `RunError` where a person must act."""
@@ -113,6 +112,9 @@ class Dispatcher:
                     *(group.create_task(self._land(), name=f"rollout.submit.{i}") for i in range(SUBMITTERS)),
                 ]
                 await self._keep_groups_in_flight(owner)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(LAST_LANDINGS_S):
+                        await self._landings.join()
                 self._log.info("rollout.run_ended", unfinished_groups=len(self._flights))
                 for task in background:
                     task.cancel()
@@ -222,15 +224,24 @@ class Dispatcher:
         """
         while True:
             landing = await self._landings.get()
-            if landing.result is None:
-                await self._give_back(landing.flight.grant, landing.cause)
-                self._leave(landing.flight)
-                self._controller.given_back()
-            else:
-                await self._store(landing.flight.grant, landing.result)
-                self._leave(landing.flight)
-                self._controller.finished(is_accepted=landing.result.drop is None)
-                self._tell(landing.flight, landing.result)
+            try:
+                await self._settle(landing.flight, landing.result, landing.cause)
+            finally:
+                self._landings.task_done()
+
+    async def _settle(self, flight: _Flight, result: GroupResult | None, cause: str) -> None:
+        grant = flight.grant
+        if result is None:
+            await self._give_back(grant, cause)
+            self._leave(flight)
+            self._controller.given_back()
+            return
+        await self._store(grant, result)
+        self._leave(flight)
+        self._controller.finished(is_accepted=result.drop is None)
+        self._tasks.observe(grant.group_id, grant.position, result.outcome)
+        # Last, because the breaker in it may stop the run: by then everything is on record.
+        self._teller.tell(grant, result, started_wall=flight.started_wall, seconds=self._clock.now() - flight.started)
 
     async def _give_back(self, grant: Grant, cause: str) -> None:
         self._metrics.add("rollout/groups_released", 1)
@@ -249,41 +260,6 @@ class Dispatcher:
         if receipt is not Receipt.STORED:
             # Another attempt was faster, or our own first request arrived after all: the first one won.
             self._log.info("rollout.group_known", group_id=grant.group_id, attempt=grant.attempt, receipt=receipt)
-
-    def _tell(self, flight: _Flight, result: GroupResult) -> None:
-        """Observe, measure, explain; and let the breaker judge, last, so that what it stops for is on record."""
-        grant, outcome, drop = flight.grant, result.outcome, result.drop
-        self._tasks.observe(grant.group_id, grant.position, outcome)
-        record_group(self._metrics, outcome, drop)
-        self._spans.record(
-            "rollout.group",
-            flight.started_wall,
-            flight.started_wall + self._clock.now() - flight.started,
-            group_id=grant.group_id,
-            attempt=grant.attempt,
-            samples=outcome.num_samples,
-            reward=outcome.reward_mean,
-            drop=None if drop is None else str(drop.kind),
-        )
-        if outcome.invalid_causes or outcome.declined_samples:
-            self._explain(grant.group_id, result)
-        self._breaker.record(_end_of(result), outcome.invalid_causes)
-
-    def _explain(self, group: GroupId, result: GroupResult) -> None:
-        fields = {
-            "group_id": group,
-            "causes": dict(result.outcome.invalid_causes),
-            "retried": result.outcome.retried_samples,
-            "declined": result.outcome.declined_samples,
-            "drop": None if result.drop is None else str(result.drop),
-        }
-        event = "rollout.samples_failed" if result.drop is None else "rollout.group_failed"
-        fresh = [cause for cause in result.outcome.invalid_causes if cause not in self._told_causes]
-        if fresh and len(self._told_causes) < TOLD_CAUSES:
-            self._told_causes.update(fresh)
-            self._log.warning(event, **fields)
-        else:
-            self._log.info(event, **fields)
 
     def _leave(self, flight: _Flight) -> None:
         flight.timer.cancel()
@@ -323,12 +299,6 @@ class Dispatcher:
 
         deadline = Deadline(self._config.ledger_patience_s, f"ledger {what}", clock=self._clock)
         return await retry(call, on=TransientError, deadline=deadline, clock=self._clock, noticed=noticed)
-
-
-def _end_of(result: GroupResult) -> GroupEnd:
-    if result.drop is not None and result.drop.kind is DropKind.INVALID:
-        return GroupEnd.FAILED
-    return GroupEnd.USEFUL if result.outcome.num_scorable else GroupEnd.DECLINED
 
 
 def _most_telling(escaped: BaseExceptionGroup[BaseException]) -> BaseException:

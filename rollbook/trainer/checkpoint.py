@@ -21,7 +21,7 @@ import torch
 
 from rollbook.contracts.errors import RunError
 from rollbook.trainer.config import TrainerConfig
-from rollbook.trainer.files import file_digest, sync_directory, sync_tree
+from rollbook.trainer.files import file_digest, sync_directory, sync_tree, writing
 from rollbook.trainer.model import PolicyModel
 from rollbook.trainer.step import TrainStep
 
@@ -81,16 +81,8 @@ class Checkpoints:
         """
         path = self._path(learner.step)
         if not (path / MANIFEST).is_file():
-            self._directory.mkdir(parents=True, exist_ok=True)
-            self._sweep()
-            unfinished = self._directory / f".{path.name}.{os.getpid()}.tmp"
-            try:
-                self._write(unfinished, learner, weights_digest)
-                sync_tree(unfinished)
-                unfinished.rename(path)
-                sync_directory(self._directory)
-            finally:
-                shutil.rmtree(unfinished, ignore_errors=True)
+            with writing(path):
+                self._write_whole(path, learner, weights_digest)
         for step in self.steps()[: -self._config.keep_checkpoints]:
             shutil.rmtree(self._path(step))
         return Checkpoint(path=path, step=learner.step, weights_digest=weights_digest)
@@ -108,12 +100,24 @@ class Checkpoints:
             )
         learner = TrainStep(model, self._config, step=checkpoint.step)
         state = torch.load(checkpoint.path / STATE, map_location="cpu", weights_only=True)
-        learner.optimizer.load_state_dict(state["optimizer"])
+        learner.load_optimizer(state["optimizer"])
         _set_random_states(state["random"])
         return learner
 
     def _path(self, step: int) -> Path:
         return self._directory / f"step-{step:06d}"
+
+    def _write_whole(self, path: Path, learner: TrainStep, weights_digest: str) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._sweep()
+        unfinished = self._directory / f".{path.name}.{os.getpid()}.tmp"
+        try:
+            self._write(unfinished, learner, weights_digest)
+            sync_tree(unfinished)
+            unfinished.rename(path)
+            sync_directory(self._directory)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
 
     def _write(self, path: Path, learner: TrainStep, weights_digest: str) -> None:
         learner.model.save(path / MODEL)

@@ -35,6 +35,9 @@ class ModelBuildConfig(BaseModel, frozen=True, extra="forbid"):
     tie_embeddings: bool = True
     """Use one matrix for the input and the output embedding."""
 
+    initializer_range: float = Field(default=0.02, gt=0)
+    """Standard deviation of the initial weights. Very small models start to learn sooner with more."""
+
     vocabulary: tuple[str, ...] = Field(min_length=1)
     """Words of the tokenizer, without spaces; the special tokens <pad> <bos> <eos> <unk> come before them."""
 
@@ -119,11 +122,16 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
     loss: Literal["grpo"] = "grpo"
     """Name in the table of losses; grpo is the clipped ratio."""
 
+    old_logprobs: Literal["snapshot", "engine"] = "snapshot"
+    """What the clipped ratio is taken to. `snapshot`: the policy at the start of the step, so that clipping limits what one batch
+    may change. `engine`: the policy that sampled the tokens, so that it also corrects and limits lag; needs an engine whose
+    logprobs can be trusted, and costs no second pass with several minibatches."""
+
     clip_low: float = Field(default=0.2, ge=0, le=1)
-    """The ratio to the step's starting policy is clipped below at 1 - clip_low."""
+    """The ratio is clipped below at 1 - clip_low."""
 
     clip_high: float = Field(default=0.2, ge=0)
-    """The ratio to the step's starting policy is clipped above at 1 + clip_high."""
+    """The ratio is clipped above at 1 + clip_high."""
 
     advantage: Literal["group", "dr_grpo", "rloo"] = "group"
     """Baseline over a group's scorable samples: mean and std, mean only, or mean of the others."""

@@ -2,9 +2,27 @@
 
 import hashlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
+
+from rollbook.contracts.errors import RunError
+
 CHUNK_BYTES = 1 << 20
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """A full or read-only disk becomes one clear error. The libraries that write tensors each have an error of their own for it."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise RunError(
+            f"{path} could not be written ({type(error).__name__}: {error}). Nothing half-written is left under that name;"
+            " make room or permit writing, then start the run again: it resumes."
+        ) from error
 
 
 def sync_file(path: Path) -> None:
@@ -30,15 +48,16 @@ def sync_tree(root: Path) -> None:
 
 def write_text_atomically(path: Path, text: str) -> None:
     """The old text or the new one, never half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        unfinished.write_text(text, encoding="utf-8")
-        sync_file(unfinished)
-        unfinished.replace(path)
-        sync_directory(path.parent)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            unfinished.write_text(text, encoding="utf-8")
+            sync_file(unfinished)
+            unfinished.replace(path)
+            sync_directory(path.parent)
+        finally:
+            unfinished.unlink(missing_ok=True)
 
 
 def file_digest(path: Path) -> str:

@@ -88,6 +88,7 @@ class TrainerLoop:
         )
         self._stopping = asyncio.Event()
         self._step = 0
+        self._durable_step = 0
         self._digest: str | None = None
 
     @property
@@ -183,9 +184,9 @@ class TrainerLoop:
             acknowledged_step=role.last_acknowledged,
             weights_digest=str(self._digest),
         )
-        if restored > role.durable_step:
-            # The last trainer died between writing the checkpoint and saying so.
-            await self._mark_durable(restored)
+        self._durable_step = role.durable_step
+        # The last trainer may have died between writing the checkpoint and saying so.
+        await self._mark_durable(restored)
         return role
 
     async def _replay(self, learner: TrainStep, role: TrainerRole) -> None:
@@ -249,18 +250,20 @@ class TrainerLoop:
         began = self._clock.now()
         with self._spans.span("trainer.checkpoint", step=learner.step):
             saved = await asyncio.to_thread(self._checkpoints.save, learner, weights_digest=str(self._digest))
-            if saved.step > 0:
-                await self._mark_durable(saved.step)
+            await self._mark_durable(saved.step)
         self._metrics.add("perf/checkpoint_time", self._clock.now() - began)
         self._log.info("trainer.checkpointed", step=saved.step, path=saved.path.name, digest=saved.weights_digest)
 
     async def _mark_durable(self, step: int) -> None:
-        """Older checkpoints are gone from disk before the ledger may forget what they would need."""
+        """Tell the ledger, unless it knows. Older checkpoints are gone from disk before it may forget what they would need."""
+        if step <= self._durable_step:
+            return
         kept = await asyncio.to_thread(self._checkpoints.steps)
         oldest = min(kept, default=step)
         await self._ledger.call(
             lambda: self._source.checkpointed(step, oldest_kept=oldest), what=f"mark step {step} durable"
         )
+        self._durable_step = step
 
     # End ---------------------------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from rollbook.contracts.errors import RunError
 from rollbook.trainer.config import SPECIAL_TOKENS, ModelBuildConfig, ModelConfig
-from rollbook.trainer.files import sync_directory, sync_tree
+from rollbook.trainer.files import sync_directory, sync_tree, writing
 
 BUILD_FILE = "rollbook_build.json"
 """What a built directory was built from. Written with it, so its presence says that the directory is whole."""
@@ -36,14 +36,20 @@ def prepare_model_directory(config: ModelConfig, directory: Path, *, seed: int) 
     if directory.exists():
         _refuse_other_build(directory, made_from)
         return directory
+    with writing(directory):
+        _build(config.build, directory, made_from)
+    return directory
+
+
+def _build(build: ModelBuildConfig, directory: Path, made_from: dict[str, Any]) -> None:
+    # The terminal belongs to the run's own view.
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
     unfinished = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    # The terminal belongs to the run's own view.
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
     try:
-        build_tokenizer(config.build).save_pretrained(str(unfinished))
-        build_model(config.build, seed=seed).save_pretrained(str(unfinished))
+        build_tokenizer(build).save_pretrained(str(unfinished))
+        build_model(build, seed=made_from["seed"]).save_pretrained(str(unfinished))
         (unfinished / BUILD_FILE).write_text(json.dumps(made_from, indent=1) + "\n", encoding="utf-8")
         sync_tree(unfinished)
         try:
@@ -54,7 +60,6 @@ def prepare_model_directory(config: ModelConfig, directory: Path, *, seed: int) 
         sync_directory(directory.parent)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    return directory
 
 
 def build_tokenizer(build: ModelBuildConfig) -> Any:
@@ -87,6 +92,7 @@ def build_model(build: ModelBuildConfig, *, seed: int) -> Any:
         intermediate_size=build.intermediate_size,
         max_position_embeddings=build.max_position_embeddings,
         tie_word_embeddings=build.tie_embeddings,
+        initializer_range=build.initializer_range,
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,

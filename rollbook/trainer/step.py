@@ -3,10 +3,13 @@
 The policy at the start of the step, pi_old, is what the ratio is taken to. Until the first optimizer step of a batch it *is* the
 current policy, so the first minibatch takes its own log-probabilities, detached: the ratio is exactly 1 by construction, and with
 one minibatch a step no second pass is made. For the other minibatches pi_old is computed before anything moves.
+
+With `old_logprobs = "engine"` the ratio is taken to the policy that sampled the tokens instead, whose logprobs came with them.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +24,8 @@ from rollbook.trainer.minibatches import Microbatch, Minibatch, TrainRow, flatte
 from rollbook.trainer.model import PolicyModel
 from rollbook.trainer.schedule import learning_rate
 from rollbook.trainer.token_statistics import TokenStatistics
+
+OPTIMIZER_SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +74,13 @@ class TrainStep:
             fused=True,
         )
 
+    def load_optimizer(self, state: dict[str, Any]) -> None:
+        """Running means from a checkpoint; rates and decays stay those of the settings, which may have changed since."""
+        ours = [{key: group[key] for key in OPTIMIZER_SETTINGS} for group in self.optimizer.param_groups]
+        self.optimizer.load_state_dict(state)
+        for group, settings in zip(self.optimizer.param_groups, ours, strict=True):
+            group.update(settings)
+
     def run(self, batch: TrainingBatch) -> StepReport:
         """Learn from the batch of the next step. Blocks for as long as it takes: call it in a thread."""
         if batch.step != self.step + 1:
@@ -91,6 +103,8 @@ class TrainStep:
 
     def _old_logprobs(self, minibatches: Sequence[Minibatch]) -> list[list[Tensor] | None]:
         """Log-probabilities at the start of the step, of every minibatch but the first (which computes its own as it learns)."""
+        if self._config.old_logprobs == "engine":
+            return [None for _ in minibatches]
         old: list[list[Tensor] | None] = [None for _ in minibatches[:1]]
         with torch.no_grad():
             old.extend([self._current(micro)[0] for micro in later.microbatches] for later in minibatches[1:])
@@ -102,12 +116,13 @@ class TrainStep:
         loss = 0.0
         for number, micro in enumerate(minibatch.microbatches):
             current, entropy = self._current(micro)
-            inputs, is_known = self._loss_inputs(micro, current, None if old is None else old[number])
+            starting = current.detach() if old is None else old[number]
+            inputs, is_known = self._loss_inputs(micro, current, starting)
             terms = self._loss(inputs, clip_low=self._config.clip_low, clip_high=self._config.clip_high)
             reduced = (terms.loss_N * self.model.tensor(micro.weights_N)).sum()
             reduced.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             loss += float(reduced.detach())
-            tally.statistics.add(inputs, terms, entropy_N=entropy, is_known_N=is_known)
+            tally.statistics.add(inputs, terms, starting_N=starting, entropy_N=entropy, is_known_N=is_known)
             tally.padded += micro.inputs_BT.size
         norm = float(torch.nn.utils.clip_grad_norm_(self._trained, self._config.max_grad_norm, foreach=True))
         if not np.isfinite(norm) or not np.isfinite(loss):
@@ -125,15 +140,15 @@ class TrainStep:
             tensor(micro.inputs_BT), tensor(micro.predicted_at_N), tensor(micro.targets_N), tensor(micro.temperatures_N)
         )
 
-    def _loss_inputs(self, micro: Microbatch, current: Tensor, old: Tensor | None) -> tuple[LossInputs, Tensor]:
+    def _loss_inputs(self, micro: Microbatch, current: Tensor, starting: Tensor) -> tuple[LossInputs, Tensor]:
         tensor = self.model.tensor
-        starting = current.detach() if old is None else old
-        sampled = tensor(micro.sampled_logprobs_N)
-        is_known = ~torch.isnan(sampled)
+        told = tensor(micro.sampled_logprobs_N)
+        is_known = ~torch.isnan(told)
+        sampled = torch.where(is_known, told, starting)
         inputs = LossInputs(
             current_N=current,
-            old_N=starting,
-            sampled_N=torch.where(is_known, sampled, starting),
+            old_N=sampled if self._config.old_logprobs == "engine" else starting,
+            sampled_N=sampled,
             advantages_N=tensor(micro.advantages_N),
             row_of_N=tensor(micro.row_of_N),
         )

@@ -12,16 +12,19 @@ MAX_LOG_RATIO = 20.0
 
 
 class TokenStatistics:
-    """d = log current - log old says how far the step has moved; m = log old - log sampled how far sampler and trainer disagree."""
+    """d = log current - log old says how far the step has moved; m = log starting - log sampled how sampler and trainer disagree."""
 
     def __init__(self) -> None:
         self._sums = [0.0] * 9
 
     @torch.no_grad()
-    def add(self, inputs: LossInputs, terms: LossTerms, *, entropy_N: Tensor, is_known_N: Tensor) -> None:
-        """Add the tokens of one pass. `is_known_N`: the producer said with which log-probability the token was sampled."""
+    def add(
+        self, inputs: LossInputs, terms: LossTerms, *, starting_N: Tensor, entropy_N: Tensor, is_known_N: Tensor
+    ) -> None:
+        """Add the tokens of one pass. `starting_N`: their log-probabilities before the step; `is_known_N`: the producer said
+        with which log-probability the token was sampled."""
         moved = _bounded(inputs.current_N - inputs.old_N)
-        mismatch = _bounded(inputs.old_N - inputs.sampled_N)[is_known_N]
+        mismatch = _bounded(starting_N - inputs.sampled_N)[is_known_N]
         weight = mismatch.exp()
         sums = torch.stack(
             [

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rollbook.contracts.weights import weights_digest
-from rollbook.trainer.files import sync_directory, sync_file
+from rollbook.trainer.files import sync_directory, sync_file, writing
 
 # As safetensors spells them.
 DTYPE_NAMES = {
@@ -57,15 +57,16 @@ def write_weights(weights: Mapping[str, Tensor], path: Path, *, digest: str, is_
 
     `is_durable=False` leaves out the wait for the disk: right for weights that are pushed again after a crash anyway.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        plain = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-        save_file(plain, str(unfinished), metadata={"format": "pt", "rollbook_digest": digest})
-        if is_durable:
-            sync_file(unfinished)
-        unfinished.replace(path)
-        if is_durable:
-            sync_directory(path.parent)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            plain = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+            save_file(plain, str(unfinished), metadata={"format": "pt", "rollbook_digest": digest})
+            if is_durable:
+                sync_file(unfinished)
+            unfinished.replace(path)
+            if is_durable:
+                sync_directory(path.parent)
+        finally:
+            unfinished.unlink(missing_ok=True)

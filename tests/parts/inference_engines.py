@@ -55,5 +55,5 @@ def engine_config(name: str, **settings: Any) -> InferenceConfig:
 async def until(is_true: Callable[[], bool], *, within_s: float = 30.0) -> None:
     """Wait for something that another thread or task brings about."""
     async with asyncio.timeout(within_s):
-        while not is_true():
+        while not is_true():  # noqa: ASYNC110  # a counter of another thread has no event to wait for
             await asyncio.sleep(0.0005)

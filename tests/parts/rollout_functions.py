@@ -30,6 +30,8 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
             return None
         if deed == "hang":
             await asyncio.sleep(3600)
+        if deed == "hang_once" and _is_first(Path(row["marker"])):
+            await asyncio.sleep(3600)
         if deed == "block":
             time.sleep(3600)  # noqa: ASYNC251 - this is the misdeed
         if deed == "stop_run":

@@ -112,6 +112,12 @@ class MemorySink:
         async with self._moved:
             await self._moved.wait_for(is_reached)
 
+    async def expire(self, group_id: GroupId) -> None:
+        """A lease ended by the ledger's own clock."""
+        async with self._moved:
+            self.rows[group_id].state = "waiting"
+            self._moved.notify_all()
+
     async def end(self) -> None:
         """The trainer says that the run is over."""
         async with self._moved:

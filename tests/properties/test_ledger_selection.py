@@ -76,7 +76,7 @@ def test_wait_takes_the_oldest_first_and_nobody_beyond_the_window(
         return
     # The rule as the protocol words it, pick by pick.
     left = {c.sequence: c for c in queued if not is_stale(c, rule, step=step)}
-    expected = []
+    expected: list[Candidate] = []
     while left and len(expected) < rule.groups_per_step:
         oldest_open = min([*left, *running])
         lowest = min(left)

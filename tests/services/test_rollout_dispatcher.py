@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from rollbook.contracts.errors import FencedError, RunError, TransientError
+from rollbook.contracts.group import GroupId
 from rollbook.rollout.breaker import RolloutsFailingError
 from rollbook.rollout.isolation import WorkersDyingError
 from rollbook.telemetry.metrics import read_metrics
@@ -45,7 +46,7 @@ async def test_two_dispatchers_share_a_source_and_every_draw_is_played_once(tmp_
     assert {(row.state, row.attempt) for row in sink.rows.values()} == {("queued", 1)}
     played = [len(one.spans()) for one in (first, second)]
     assert sum(played) == len(sink.rows) == 12
-    assert (first.tasks.position, second.tasks.position) == (12, 12), "what the other played is not waited for"
+    assert [one.tasks.state().unsettled for one in (first, second)] == [0, 0], "what the other played is not waited for"
 
 
 async def test_a_killed_worker_loses_its_groups_only_and_they_are_played_again(tmp_path: Path) -> None:
@@ -53,7 +54,7 @@ async def test_a_killed_worker_loses_its_groups_only_and_they_are_played_again(t
     play = dispatching(tmp_path, rows, worker={"delay_s": 0.02})
     await play.run()
     assert {row.state for row in play.sink.rows.values()} == {"queued"}
-    assert play.sink.rows["t0@0"].attempt == 2  # type: ignore[index]  # ids are texts
+    assert play.sink.rows[GroupId("t0@0")].attempt == 2
     assert {attempt for _, attempt, _ in play.sink.released} == {1}
     assert all("killed by signal 9" in cause for _, _, cause in play.sink.released)
     assert len(play.events("rollout.worker_died")) == 1
@@ -122,8 +123,23 @@ async def test_a_group_that_hangs_is_given_back_at_its_deadline(tmp_path: Path) 
     play = dispatching(tmp_path, [{"deed": "hang"}, {}], sink=sink)
     await play.run()
     assert [(gid, cause) for gid, _, cause in sink.released] == [("t0@0", "deadline")]
-    assert sink.rows["t0@0"].drop == "attempts: deadline"  # type: ignore[index]  # ids are texts
-    assert sink.rows["t1@0"].state == "queued"  # type: ignore[index]
+    assert sink.rows[GroupId("t0@0")].drop == "attempts: deadline"
+    assert sink.rows[GroupId("t1@0")].state == "queued"
+
+
+async def test_an_attempt_that_the_ledger_took_for_lost_makes_way_for_the_next_one(tmp_path: Path) -> None:
+    marker = tmp_path / "hangs"
+    play = dispatching(tmp_path, [{"deed": "hang_once", "marker": str(marker)}, {}])
+    running = asyncio.create_task(play.run())
+    await play.sink.until(lambda: any(row.state == "queued" for row in play.sink.rows.values()))
+    await play.sink.expire(GroupId("t0@0"))
+    await running
+    assert {gid: (row.state, row.attempt) for gid, row in play.sink.rows.items()} == {
+        "t0@0": ("queued", 2),
+        "t1@0": ("queued", 1),
+    }
+    assert play.sink.released == [], "an attempt that is no longer ours is not given back"
+    assert [span.fields["attempt"] for span in play.spans() if span.fields["group_id"] == "t0@0"] == [2]
 
 
 async def test_a_worker_whose_loop_is_blocked_is_replaced(tmp_path: Path) -> None:
@@ -136,7 +152,7 @@ async def test_a_worker_whose_loop_is_blocked_is_replaced(tmp_path: Path) -> Non
 async def test_the_end_of_the_run_stops_what_still_plays(tmp_path: Path) -> None:
     play = dispatching(tmp_path, [{}, {"deed": "hang"}], sink=MemorySink(capacity=8, wanted=1))
     await play.run(within_s=30)
-    assert play.sink.rows["t1@0"].state == "leased"  # type: ignore[index]  # ids are texts
+    assert play.sink.rows[GroupId("t1@0")].state == "leased"
     assert living_children() == []
 
 
@@ -156,7 +172,7 @@ async def test_a_cancelled_dispatcher_releases_nothing_and_the_next_one_takes_ov
     with pytest.raises(asyncio.CancelledError):
         await running
     assert play.sink.released == []
-    assert play.sink.rows["t0@0"].state == "leased"  # type: ignore[index]  # ids are texts
+    assert play.sink.rows[GroupId("t0@0")].state == "leased"
     assert living_children() == []
     again = dispatching(tmp_path, [{}, {}, {}], sink=play.sink)
     await again.run()

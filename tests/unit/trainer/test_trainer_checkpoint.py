@@ -129,3 +129,19 @@ def test_the_manifest_says_with_which_settings_the_step_was_trained(tmp_path: Pa
     manifest = json.loads((path / "checkpoint.json").read_text())
     assert manifest["settings"]["lr"] == 0.01
     assert "keep_checkpoints" not in manifest["settings"]
+
+
+def test_a_place_that_cannot_be_written_gives_one_clear_error(tmp_path: Path, model_dir: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file where a directory should be")
+    with pytest.raises(RunError, match=r"step-000001 could not be written \(FileExistsError"):
+        save(checkpoints(tmp_path, model_dir), trained(model_dir, 1))
+
+
+def test_settings_of_the_optimizer_come_from_the_config_and_not_from_the_checkpoint(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    save(checkpoints(tmp_path, model_dir), trained(model_dir, 1))
+    store = checkpoints(tmp_path, model_dir, betas=(0.5, 0.6), eps=1e-3, weight_decay=0.1)
+    matrices, vectors = store.restore(store.latest()).optimizer.param_groups
+    assert (tuple(matrices["betas"]), matrices["eps"], matrices["weight_decay"]) == ((0.5, 0.6), 1e-3, 0.1)
+    assert vectors["weight_decay"] == 0.0

@@ -1,6 +1,7 @@
 """The trainer's loop itself, with a ledger and replicas in memory."""
 
 import asyncio
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -252,3 +253,13 @@ async def test_metrics_and_spans_tell_what_each_step_did(tmp_path: Path) -> None
 def _older(batch: TrainingBatch, *, by: int) -> TrainingBatch:
     entries = tuple(replace(entry, oldest_version=batch.step - 1 - by) for entry in batch.manifest.entries)
     return replace(batch, manifest=replace(batch.manifest, entries=entries))
+
+
+async def test_a_run_restored_from_an_older_checkpoint_takes_back_no_durable_mark(tmp_path: Path) -> None:
+    ledger = MemoryLedger(recorded_batch, num_steps=4)
+    first = await trainer_loop(ledger.source(), MemoryReplicas(), tmp_path, quick()).run()
+    shutil.rmtree(tmp_path / "checkpoints" / "step-000004")  # lost by a person, or found corrupt and removed
+    loop = trainer_loop(ledger.source(), MemoryReplicas(), tmp_path, quick(checkpoint_every=1))
+    again = await loop.run()
+    assert (again.digest, ledger.durable_step) == (first.digest, 4)
+    assert "checkpoint 3" not in ledger.told

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from rollbook.concurrency.clock import ManualClock
-from rollbook.contracts.errors import FencedError, TransientError
+from rollbook.contracts.errors import FencedError, RunError, TransientError
 from rollbook.contracts.policy import Publication, PublicationId
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.spans import SpanRecorder
@@ -139,7 +139,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path: Path) -> Non
     path = tmp_path / "w.safetensors"
     write_weights(WEIGHTS, path, digest="first")
     shared = torch.ones(2)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RunError, match=r"w\.safetensors could not be written"):
         write_weights({"a": shared, "b": shared}, path, digest="second")  # safetensors refuses shared memory
     with safe_open(path, framework="pt") as file:
         assert file.metadata()["rollbook_digest"] == "first"

@@ -1,0 +1,321 @@
+"""Dispatchers, trainers, crashes, clocks and reopened files in any order, held against the true age of tokens."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from rollbook.contracts.admission import Grant, OwnerId, Receipt
+from rollbook.contracts.batch import EndOfRun
+from rollbook.contracts.errors import FencedError
+from rollbook.contracts.freshness import BatchPolicy
+from rollbook.contracts.group import DropKind, DropReason, GroupState
+from rollbook.ledger.rules import gate
+from tests.parts.ledger_desk import Desk, SqlFile
+from tests.parts.ledger_groups import draws
+from tests.parts.ledger_groups import settings as run_settings
+from tests.parts.ledger_world import World
+
+NAMES = ("a", "b")
+STEPS_BEYOND = 4
+"""How many steps the no-deadlock check goes on after the machine stopped."""
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Over the memory store. `SqlLedgerMachine` does the same on a file, which it closes and opens again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.owners: dict[str, OwnerId] = {}
+        self.superseded: list[OwnerId] = []
+        self.grants: list[Grant] = []
+        self.next_draw = 0
+        self.num_external = 0
+        self.num_epochs = 0
+
+    def make_desk(self) -> Desk:
+        return Desk()
+
+    @initialize(
+        per_step=st.integers(1, 3),
+        in_flight=st.integers(1, 6),
+        budget=st.integers(0, 4),
+        policy=st.sampled_from(BatchPolicy),
+        max_steps=st.none() | st.integers(3, 12),
+        max_attempts=st.integers(1, 3),
+    )
+    def create(
+        self,
+        *,
+        per_step: int,
+        in_flight: int,
+        budget: int,
+        policy: BatchPolicy,
+        max_steps: int | None,
+        max_attempts: int,
+    ) -> None:
+        self.run_settings = run_settings(
+            per_step=per_step,
+            in_flight=in_flight,
+            budget=budget,
+            policy=policy,
+            max_steps=max_steps,
+            max_attempts=max_attempts,
+        )
+        self.desk = self.make_desk().create(self.run_settings)
+        self.world = World(desk=self.desk, budget=budget)
+        self.take_over(checkpoint=0, is_exact=True)
+        self.publish()
+        self.owners = {name: self.desk.join(name) for name in NAMES}
+
+    # ------------------------------------------------------------------ in step
+
+    @rule(rounds=st.integers(1, 4), held=st.integers(0, 3), publishes=st.booleans())
+    def a_few_good_rounds(self, rounds: int, held: int, publishes: bool) -> None:
+        """Random verbs alone seldom train a step. Here play and training go hand in hand, except for some that are held up."""
+        for _ in range(rounds):
+            name = NAMES[self.next_draw % 2]
+            self.owners.setdefault(name, self.desk.join(name))
+            reply = self.desk.open(self.owners[name], draws(self.next_draw, 8))
+            self.next_draw += reply.taken
+            self.grants += reply.grants[:held]
+            for grant in reply.grants[held:]:
+                self.submit_tokens(grant, (max(self.world.published),))
+            held = 0
+            trained = self.world.train()
+            if (trained or publishes) and self.world.may_publish:
+                self.world.publish()
+
+    @rule(newest_first=st.booleans(), is_late=st.booleans())
+    def those_held_up_arrive(self, newest_first: bool, is_late: bool) -> None:
+        """With tokens as old as their admission: the hardest case for the bound."""
+        for grant in sorted(self.grants, key=lambda g: -g.sequence if newest_first else g.sequence):
+            oldest = grant.admission_publication
+            self.submit_tokens(grant, (oldest,) if is_late else tuple({oldest, max(self.world.published)}))
+        self.grants.clear()
+
+    # ------------------------------------------------------------------ dispatchers
+
+    @rule(name=st.sampled_from(NAMES))
+    def join_or_crash_and_join_again(self, name: str) -> None:
+        if name in self.owners:
+            self.superseded.append(self.owners[name])
+        self.owners[name] = self.desk.join(name)
+
+    @precondition(lambda self: self.superseded)
+    @rule()
+    def a_superseded_dispatcher_is_refused(self) -> None:
+        with pytest.raises(FencedError):
+            self.desk.open(self.superseded[-1], draws(self.next_draw, 1))
+
+    @precondition(lambda self: self.owners)
+    @rule(data=st.data(), limit=st.integers(1, 8), proposed=st.integers(0, 8), is_repeated=st.booleans())
+    def open(self, data: st.DataObject, limit: int, proposed: int, is_repeated: bool) -> None:
+        name = data.draw(st.sampled_from(sorted(self.owners)))
+        request = f"request-{self.next_draw}-{len(self.grants)}-{name}-{self.desk.now}"
+        ask = draws(self.next_draw, proposed)
+        reply = self.desk.open(self.owners[name], ask, limit=limit, request=request)
+        if is_repeated and reply.grants:
+            assert self.desk.open(self.owners[name], ask, limit=limit, request=request) == reply
+        assert len(reply.grants) <= limit
+        self.next_draw += reply.taken
+        self.grants += reply.grants
+
+    @precondition(lambda self: self.grants)
+    @rule(data=st.data(), is_forgotten=st.booleans())
+    def submit(self, data: st.DataObject, is_forgotten: bool) -> None:
+        """Any attempt that was ever granted, with tokens of any weights that were live since."""
+        at = data.draw(st.integers(0, len(self.grants) - 1))
+        grant = self.grants[at]
+        newest = max(self.world.published)
+        stamps = data.draw(
+            st.lists(st.integers(grant.admission_publication, newest), min_size=1, max_size=3, unique=True)
+        )
+        self.submit_tokens(grant, tuple(stamps))
+        if is_forgotten:
+            self.grants.pop(at)
+
+    def submit_tokens(self, grant: Grant, stamps: tuple[int, ...]) -> None:
+        receipt = self.desk.submit(grant.task_id, stamps, attempt=grant.attempt)
+        if receipt is Receipt.STORED:
+            assert grant.group_id not in self.world.tokens, "stored twice"
+            self.world.tokens[grant.group_id] = stamps
+        else:
+            was_stored = grant.group_id in self.world.tokens
+            is_dropped = self.desk.group(grant.task_id).state is GroupState.DROPPED
+            assert receipt is (Receipt.ALREADY_SETTLED if is_dropped else Receipt.ALREADY_STORED)
+            assert was_stored or is_dropped
+
+    @precondition(lambda self: self.grants)
+    @rule(data=st.data(), kind=st.sampled_from([DropKind.FILTERED, DropKind.INVALID]), has_payload=st.booleans())
+    def drop(self, data: st.DataObject, kind: DropKind, has_payload: bool) -> None:
+        grant = data.draw(st.sampled_from(self.grants))
+        if has_payload:
+            stored = self.desk.submit(grant.task_id, (grant.admission_publication,), drop=DropReason(kind))
+            assert stored is not Receipt.STORED or self.desk.group(grant.task_id).state is GroupState.DROPPED
+        else:
+            self.desk.close(grant.task_id, DropReason(kind))
+
+    @precondition(lambda self: self.grants)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        grant = data.draw(st.sampled_from(self.grants))
+        self.desk.release(grant.task_id, grant.attempt)
+
+    @rule()
+    def submit_something_external(self) -> None:
+        # Never more than a step of them: the gate makes room for what it admits itself, not for strangers.
+        if self.num_external >= self.run_settings.rule.groups_per_step:
+            return
+        task = f"external{self.num_external}"
+        self.num_external += 1
+        self.desk.submit(task, (-1,))
+        self.world.tokens[f"{task}@0"] = (-1,)
+
+    @rule(seconds=st.sampled_from([1.0, 6.0, 11.0, 101.0]), alive=st.sets(st.sampled_from(NAMES)))
+    def time_passes(self, seconds: float, alive: set[str]) -> None:
+        self.desk.now += seconds
+        for name in alive & set(self.owners):
+            self.desk.rule(lambda book, name=name: gate.heartbeat(book, self.owners[name]))  # type: ignore[misc]
+        self.desk.expire()
+
+    # ------------------------------------------------------------------ trainer
+
+    @rule()
+    def train(self) -> None:
+        if self.world.train() and self.world.step < self.world.replay_until:
+            return
+        if self.world.may_publish:
+            self.publish()
+
+    @rule()
+    def train_without_publishing(self) -> None:
+        self.world.train()
+
+    @precondition(lambda self: self.world.may_publish)
+    @rule()
+    def publish(self) -> None:
+        self.world.publish()
+
+    @precondition(lambda self: self.world.step >= self.world.replay_until)
+    @rule()
+    def decide_ahead(self) -> None:
+        if self.world.decide(self.world.step + 1):
+            self.world.decide(self.world.step + 2)
+
+    @rule(keep=st.booleans())
+    def checkpoint(self, keep: bool) -> None:
+        self.world.checkpoint()
+        if not keep:
+            newest = max(self.world.checkpoints)
+            self.world.checkpoints = {newest: self.world.checkpoints[newest]}
+
+    @rule(data=st.data(), is_exact=st.booleans())
+    def trainer_dies(self, data: st.DataObject, is_exact: bool) -> None:
+        checkpoint = data.draw(st.sampled_from(sorted(self.world.checkpoints)))
+        self.take_over(checkpoint=checkpoint, is_exact=is_exact)
+        with pytest.raises(FencedError):
+            self.desk.decide(1, epoch=self.desk.epoch - 1)
+
+    def take_over(self, *, checkpoint: int, is_exact: bool) -> None:
+        self.num_epochs += 1
+        self.world.take_over(checkpoint=checkpoint, salt="" if is_exact else f"~{self.num_epochs}")
+        # A diverging trainer's later checkpoints belong to another lineage: they are gone with its disk.
+        self.world.checkpoints = {s: c for s, c in self.world.checkpoints.items() if s <= checkpoint}
+
+    # ------------------------------------------------------------------ always
+
+    @invariant()
+    def the_record_adds_up(self) -> None:
+        report = self.desk.audit()
+        assert report.violations == ()
+        assert report.opened == sum(report.law.values())
+
+    def teardown(self) -> None:
+        if hasattr(self, "desk"):
+            self.the_run_can_still_end()
+
+    def the_run_can_still_end(self) -> None:
+        """No deadlock: from wherever we are, fresh dispatchers and a fresh trainer bring the run to its end."""
+        self.take_over(checkpoint=max(self.world.checkpoints), is_exact=True)
+        self.owners = {name: self.desk.join(name) for name in NAMES}
+        most = self.run_settings.rule.max_steps
+        last = self.next_draw + STEPS_BEYOND * self.run_settings.rule.groups_per_step
+        for _ in range(400):
+            self.play_everything(last)
+            self.world.train()
+            if self.world.may_publish:
+                self.world.publish()
+            if self.world.end is not None:
+                break
+        expected = {EndOfRun.END_OF_DATA} if most is None else {EndOfRun.END_OF_DATA, EndOfRun.MAX_STEPS}
+        assert self.world.end in expected, f"stuck at {self.desk.status()}"
+        assert sorted(self.world.acknowledged) == list(range(1, self.world.step + 1))
+        self.desk.finish(self.world.end)
+        report = self.desk.audit()
+        assert report.violations == ()
+        assert report.law["dispatched"] == report.law["queued"] == 0
+
+    def play_everything(self, last: int) -> None:
+        for name in NAMES:
+            reply = self.desk.open(self.owners[name], draws(self.next_draw, max(0, last - self.next_draw)))
+            self.next_draw += reply.taken
+            for grant in reply.grants:
+                assert self.world.live is not None
+                self.submit_tokens(grant, (self.world.live.id,))
+        if self.next_draw >= last and not self.desk.status().exhausted:
+            self.desk.exhausted()
+
+
+class SqlLedgerMachine(LedgerMachine):
+    def make_desk(self) -> Desk:
+        self.directory = tempfile.TemporaryDirectory()
+        self.file = SqlFile(Path(self.directory.name) / "ledger.sqlite")
+        return Desk(self.file)
+
+    @rule()
+    def ledger_restarts(self) -> None:
+        self.file.close()
+        self.file = SqlFile(self.file.path)
+        self.desk.store = self.file
+        self.desk.now += 5
+        self.desk.rule(gate.grace)
+
+    def teardown(self) -> None:
+        super().teardown()
+        if hasattr(self, "file"):
+            self.file.close()
+            self.directory.cleanup()
+
+
+QUICK = settings(
+    max_examples=60,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    print_blob=True,
+)
+LONG = settings(QUICK, max_examples=1_500, stateful_step_count=80)
+
+
+def test_in_any_order_the_record_adds_up_lag_is_bounded_and_the_run_can_end() -> None:
+    run_state_machine_as_test(LedgerMachine, settings=QUICK)
+
+
+def test_the_same_holds_on_a_file_that_is_closed_and_opened() -> None:
+    run_state_machine_as_test(SqlLedgerMachine, settings=settings(QUICK, max_examples=25))
+
+
+@pytest.mark.slow
+def test_the_same_holds_for_many_more_orders() -> None:
+    run_state_machine_as_test(LedgerMachine, settings=LONG)

@@ -1,0 +1,275 @@
+"""The clients against real servers: retries, deadlines, bundles, restarts, weight pushes."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from rollbook.contracts.errors import EpisodeError, FencedError, RunError, TransientError
+from rollbook.contracts.policy import Completion, SamplingParams
+from rollbook.inference.client import BUNDLE_MAX_TOKENS, PolicyClient, open_policy_client
+from rollbook.inference.config import ScriptedConfig
+from rollbook.inference.engine import Engine
+from rollbook.inference.server import Handler, build_app, json_response, serve
+from rollbook.inference.weights import WeightTransferClient
+from tests.parts.inference_engines import Workshop, engine_config, until
+from tests.parts.inference_models import VOCAB, plain_logprobs, publication
+
+ONE = SamplingParams(max_tokens=1)
+LONG = SamplingParams(max_tokens=200)
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    return Workshop(root=tmp_path_factory.mktemp("client"))
+
+
+@asynccontextmanager
+async def opened(
+    workshop: Workshop,
+    name: str = "scripted",
+    *,
+    published: int | None = 1,
+    posts: list[str] | None = None,
+    **settings: Any,
+) -> AsyncIterator[tuple[PolicyClient, Engine, str]]:
+    """`posts` collects the paths that were asked for."""
+
+    @web.middleware
+    async def collect(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if posts is not None:
+            posts.append(request.path)
+        return await handler(request)
+
+    async with workshop.engine(name, published=published, **settings) as engine:
+        app = build_app(engine, engine_config(name, **settings))
+        app.middlewares.append(collect)
+        async with serve(app) as url, open_policy_client(url, request_s=20) as client:
+            yield client, engine, url
+
+
+@asynccontextmanager
+async def answering(*answers: Any) -> AsyncIterator[tuple[str, list[Any]]]:
+    """A server that gives these answers in turn (the last one forever) and remembers what it was asked."""
+    asked: list[Any] = []
+    script = list(answers)
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        asked.append(await request.json())
+        answer = script.pop(0) if len(script) > 1 else script[0]
+        if answer == "hang up":
+            assert request.transport is not None
+            request.transport.close()
+            return web.Response()
+        if answer == "half a body":
+            response = web.StreamResponse(headers={"Content-Length": "1000"})
+            await response.prepare(request)
+            await response.write(b'{"choices":')
+            assert request.transport is not None
+            request.transport.close()
+            return response
+        status, body = answer
+        return json_response(body, status=status)
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", handle)
+    async with serve(app) as url:
+        yield url, asked
+
+
+def reply(*tokens: int) -> tuple[int, dict[str, Any]]:
+    choice = {
+        "index": 0,
+        "finish_reason": "length",
+        "token_ids": list(tokens),
+        "logprobs": {"token_logprobs": [-1.0] * len(tokens)},
+        "weight_versions": [{"version": "3", "start": 0, "end": len(tokens)}],
+    }
+    usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+    return 200, {"id": "x", "created": 0, "model": "m", "choices": [choice], "usage": usage}
+
+
+async def test_a_completion_arrives_as_the_engine_made_it(workshop: Workshop) -> None:
+    async with opened(workshop, "transformers") as (client, _, _):
+        for sampling in (SamplingParams(max_tokens=5, seed=3), SamplingParams(max_tokens=40, seed=3)):
+            completion = await client.complete([1, 2, 3], sampling)
+            expected = plain_logprobs(workshop.model(1), [1, 2, 3, *completion.token_ids.tolist()], 3)
+            assert completion.logprobs.tolist() == pytest.approx(expected, abs=1e-4)
+            assert set(completion.versions.tolist()) == {1}
+
+
+async def test_many_short_requests_share_http_requests_and_each_gets_its_own_answer(workshop: Workshop) -> None:
+    seeds = range(300)
+    posts: list[str] = []
+    async with opened(workshop, posts=posts) as (client, _, url):
+        sampled = await asyncio.gather(
+            *(client.complete([seed % VOCAB], SamplingParams(max_tokens=3, seed=seed)) for seed in seeds)
+        )
+        assert len(posts) < 20
+        async with open_policy_client(url, request_s=20) as other:
+            for seed in (0, 7, 299):
+                alone = await other.complete([seed % VOCAB], SamplingParams(max_tokens=3, seed=seed))
+                assert sampled[seed].token_ids.tolist() == alone.token_ids.tolist()
+
+
+async def test_one_bad_prompt_in_a_bundle_harms_nobody_else(workshop: Workshop) -> None:
+    async with opened(workshop) as (client, _, _):
+        prompts = [[1], [2], [VOCAB + 5], [3], []]
+        outcomes = await asyncio.gather(*(client.complete(p, ONE) for p in prompts), return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [Completion, Completion, EpisodeError, Completion, EpisodeError]
+    assert "vocabulary" in str(outcomes[2])
+
+
+@pytest.mark.parametrize("trouble", ["hang up", "half a body", (500, {"oops": 1}), (503, {}), (200, {"no": "sense"})])
+async def test_a_passing_trouble_is_retried(trouble: Any) -> None:
+    async with answering(trouble, trouble, reply(4)) as (url, asked), open_policy_client(url, request_s=20) as client:
+        completion = await client.complete([1], ONE)
+    assert completion.token_ids.tolist() == [4]
+    assert completion.versions.tolist() == [3]
+    assert len(asked) >= 3
+
+
+@pytest.mark.parametrize(("status", "expected"), [(400, EpisodeError), (404, RunError), (401, RunError)])
+async def test_a_fault_of_ours_is_never_retried(status: int, expected: type[Exception]) -> None:
+    async with answering((status, {})) as (url, asked), open_policy_client(url, request_s=20) as client:
+        for sampling in (ONE, LONG):
+            with pytest.raises(expected, match=str(status)):
+                await client.complete([1], sampling)
+    assert len(asked) == 2
+
+
+async def test_an_answer_for_other_tokens_than_its_stamps_is_not_believed() -> None:
+    status, broken = reply(4, 5)
+    broken["choices"][0]["weight_versions"][0]["end"] = 1
+    async with answering((status, broken), reply(6)) as (url, _), open_policy_client(url, request_s=20) as client:
+        assert (await client.complete([1], ONE)).token_ids.tolist() == [6]
+
+
+@pytest.mark.parametrize("sampling", [ONE, LONG])
+async def test_the_deadline_ends_it_and_tells_the_last_trouble(sampling: SamplingParams) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        async with open_policy_client(url, request_s=0.3) as client:
+            with pytest.raises(TransientError, match="could not be reached"):
+                await client.complete([1], sampling)
+
+
+async def test_a_shorter_deadline_of_the_caller_wins(workshop: Workshop) -> None:
+    async with opened(workshop, published=None) as (client, _, _):
+        # Told with the cause when no further try fits into the deadline, or with the deadline when one hangs.
+        with pytest.raises(TransientError, match=r"stale_weights|within 0\.15 s"):
+            await client.complete([1], ONE, timeout_s=0.15)
+
+
+async def test_a_request_waits_for_the_weights_it_needs(workshop: Workshop) -> None:
+    async with opened(workshop) as (client, engine, _):
+        waiting = asyncio.create_task(client.complete([1], ONE, min_publication=2))
+        await client.complete([2], LONG)
+        assert not waiting.done()
+        await engine.load_weights(*workshop.weights(2))
+        assert (await waiting).versions.tolist() == [2]
+
+
+@pytest.mark.parametrize("max_tokens", [BUNDLE_MAX_TOKENS, 200])
+async def test_cancelling_a_request_frees_its_slot_on_the_server(workshop: Workshop, max_tokens: int) -> None:
+    async with opened(workshop, scripted=ScriptedConfig(token_s=0.05)) as (client, engine, _):
+        asking = asyncio.create_task(client.complete([1], SamplingParams(max_tokens=max_tokens)))
+        await until(lambda: engine.stats().tokens >= 1)
+        asking.cancel()
+        await until(lambda: engine.stats().running == 0)
+        assert engine.stats().tokens < max_tokens
+
+
+async def start_server(port: int, ready: Path) -> subprocess.Popen[bytes]:
+    ready.unlink(missing_ok=True)
+    process = subprocess.Popen(  # noqa: ASYNC220  # it must be killable from here, and starting it is quick
+        [sys.executable, "-m", "tests.parts.inference_server_process", str(port), str(ready)], cwd=ROOT
+    )
+    await until(lambda: ready.exists() and ready.read_text().startswith("http"))
+    return process
+
+
+async def test_waiting_survives_a_policy_server_that_is_killed_and_restarted(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    ready = tmp_path / "ready"
+    first = await start_server(0, ready)
+    url = ready.read_text()
+    port = int(url.rsplit(":", 1)[1])
+    published, path = workshop.weights(1)
+    second: subprocess.Popen[bytes] | None = None
+    try:
+        async with AsyncExitStack() as stack:
+            client = await stack.enter_async_context(open_policy_client(url, request_s=60))
+            weights = await stack.enter_async_context(WeightTransferClient([url], request_s=60))
+            await weights.receive(published, str(path))
+            asking = [asyncio.create_task(client.complete([n], SamplingParams(max_tokens=200))) for n in range(4)]
+            asking += [asyncio.create_task(client.complete([n], ONE)) for n in range(4)]
+            await client.complete([9], ONE)
+            os.kill(first.pid, signal.SIGKILL)
+            first.wait()
+            asking.append(asyncio.create_task(client.complete([5], ONE)))
+            second = await start_server(port, ready)
+            # It came back without weights: nothing is sampled until somebody pushes them again.
+            assert await weights.reported() == [None]
+            assert not asking[0].done()
+            await weights.receive(published, str(path))
+            assert all(len(completion.token_ids) > 0 for completion in await asyncio.gather(*asking))
+    finally:
+        for process in (first, second):
+            if process is not None:
+                process.kill()
+                process.wait()
+
+
+async def test_weights_reach_every_replica_and_are_reported(workshop: Workshop) -> None:
+    async with AsyncExitStack() as stack:
+        urls = []
+        for _ in range(2):
+            _, _, url = await stack.enter_async_context(opened(workshop, published=None))
+            urls.append(url)
+        weights = await stack.enter_async_context(WeightTransferClient(urls, request_s=10))
+        assert list(await weights.reported()) == [None, None]
+        published, path = workshop.weights(3)
+        await weights.receive(published, str(path))
+        await weights.receive(published, str(path))
+        assert list(await weights.reported()) == [published, published]
+        older, older_path = workshop.weights(2)
+        with pytest.raises(FencedError, match="publication 2"):
+            await weights.receive(older, str(older_path))
+        with pytest.raises(RunError, match="digest"):
+            await weights.receive(publication(4, "0" * 32), str(path))
+        assert list(await weights.reported()) == [published, published]
+
+
+async def test_a_replica_that_is_gone_is_told_when_the_deadline_is_over(workshop: Workshop) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        gone = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        async with opened(workshop) as (_, _, url), WeightTransferClient([url, gone], request_s=0.3) as weights:
+            published, path = workshop.weights(2)
+            with pytest.raises(TransientError, match=gone):
+                await weights.receive(published, str(path))
+            with pytest.raises(TransientError, match=gone):
+                await weights.reported()
+
+
+async def test_the_trainer_can_pause_and_resume_all_replicas(workshop: Workshop) -> None:
+    async with opened(workshop) as (client, engine, url), WeightTransferClient([url], request_s=10) as weights:
+        await weights.pause("wait")
+        assert engine.is_paused
+        waiting = asyncio.create_task(client.complete([1], ONE))
+        await weights.resume()
+        assert len((await waiting).token_ids) == 1
+        assert not engine.is_paused

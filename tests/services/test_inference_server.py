@@ -1,0 +1,260 @@
+"""The policy server over loopback: answers, refusals, pauses, updates, and clients that leave."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from rollbook.inference.engine import Engine
+from rollbook.inference.server import MAX_CHOICES, build_app, serve
+from tests.parts.inference_engines import Workshop, engine_config, until
+from tests.parts.inference_models import MAX_LEN, VOCAB, plain_logprobs
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    return Workshop(root=tmp_path_factory.mktemp("server"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    engine: Engine
+    session: aiohttp.ClientSession
+    url: str
+
+    async def post(self, path: str, body: Any = None) -> tuple[int, Any]:
+        async with self.session.post(self.url + path, json=body) as response:
+            return response.status, await response.json()
+
+    async def get(self, path: str) -> tuple[int, Any]:
+        async with self.session.get(self.url + path) as response:
+            return response.status, await response.json()
+
+
+@asynccontextmanager
+async def served(
+    workshop: Workshop, name: str = "scripted", *, published: int | None = 1, **settings: Any
+) -> AsyncIterator[Served]:
+    async with (
+        workshop.engine(name, published=published, **settings) as engine,
+        serve(build_app(engine, engine_config(name, **settings))) as url,
+        aiohttp.ClientSession() as session,
+    ):
+        yield Served(engine=engine, session=session, url=url)
+
+
+def update_body(workshop: Workshop, number: int, *, epoch: int = 1, **changes: Any) -> dict[str, Any]:
+    published, path = workshop.weights(number, epoch=epoch)
+    info = {
+        "backend": "directory",
+        "path": str(path),
+        "publication": published.id,
+        "step": published.step,
+        "epoch": published.epoch,
+        "digest": published.digest,
+    }
+    return {"update_info": {**info, **changes}}
+
+
+async def test_a_completion_answers_in_vllms_shape_with_the_models_own_logprobs(workshop: Workshop) -> None:
+    async with served(workshop, "transformers") as server:
+        asked = {"prompt": [1, 2, 3], "max_tokens": 6, "return_token_ids": True, "logprobs": 0, "model": "any"}
+        status, reply = await server.post("/v1/completions", asked)
+    assert status == 200
+    assert reply["object"] == "text_completion"
+    assert reply["usage"] == {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}
+    choice = reply["choices"][0]
+    assert choice["index"] == 0
+    assert choice["finish_reason"] == "length"
+    assert choice["weight_versions"] == [{"version": 1, "start": 0, "end": 6}]
+    expected = plain_logprobs(workshop.model(1), [1, 2, 3, *choice["token_ids"]], 3)
+    assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=1e-4)
+
+
+async def test_ids_and_logprobs_are_sent_only_when_asked_for(workshop: Workshop) -> None:
+    async with served(workshop) as server:
+        _, reply = await server.post("/v1/completions", {"prompt": [1]})
+    assert reply["choices"][0]["token_ids"] is None
+    assert reply["choices"][0]["logprobs"] is None
+    assert reply["usage"]["completion_tokens"] == 16
+
+
+async def test_several_prompts_and_n_come_back_in_order_each_with_its_seed(workshop: Workshop) -> None:
+    async with served(workshop) as server:
+        asked = {"prompt": [[1], [2, 3], [4]], "max_tokens": 4, "return_token_ids": True, "seeds": [5, None, 5]}
+        _, reply = await server.post("/v1/completions", asked)
+        ids = [choice["token_ids"] for choice in reply["choices"]]
+        assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2]
+        # The scripted policy looks at the seed only.
+        assert ids[0] == ids[2] != ids[1]
+        _, reply = await server.post("/v1/completions", {"prompt": [[1], [2]], "n": 3, "max_tokens": 1})
+        assert len(reply["choices"]) == 6
+        assert reply["usage"]["prompt_tokens"] == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": "text"}, "prompt"),
+        ({"prompt": [1, VOCAB]}, "prompt"),
+        ({"prompt": [1] * MAX_LEN}, "prompt"),
+        ({"prompt": [1, [2]]}, "prompt"),
+        ({"prompt": [1.5]}, "prompt"),
+        ({}, "prompt"),
+        ({"prompt": [1], "max_tokens": 0}, "max_tokens"),
+        ({"prompt": [1], "max_tokens": "many"}, "max_tokens"),
+        ({"prompt": [1], "temperature": -1}, "temperature"),
+        ({"prompt": [1], "top_p": 0}, "top_p"),
+        ({"prompt": [1], "top_k": -2}, "top_k"),
+        ({"prompt": [1], "n": 0}, "n"),
+        ({"prompt": [1], "n": MAX_CHOICES + 1}, "n"),
+        ({"prompt": [1], "n": 2, "seed": 1}, "seed"),
+        ({"prompt": [[1], [2]], "seeds": [1]}, "seeds"),
+        ({"prompt": [1], "stream": True}, "stream"),
+        ({"prompt": [1], "stop": ["\n"]}, "stop"),
+        ({"prompt": [1], "logit_bias": {"1": 5}}, "logit_bias"),
+        ({"prompt": [1], "max_tokns": 5}, "max_tokns"),
+    ],
+)
+async def test_nonsense_is_refused_with_the_name_of_the_field(
+    workshop: Workshop, body: dict[str, Any], param: str
+) -> None:
+    async with served(workshop) as server:
+        status, reply = await server.post("/v1/completions", body)
+        assert status == 400
+        assert set(reply["error"]) == {"message", "type", "param", "code"}
+        assert reply["error"]["param"] == param
+        assert param in reply["error"]["message"]
+        assert reply["error"]["code"] == 400
+        assert server.engine.stats().queued == 0
+
+
+async def test_fields_of_openai_that_change_nothing_are_accepted(workshop: Workshop) -> None:
+    async with served(workshop) as server:
+        neutral = {"stream": False, "echo": False, "best_of": 1, "stop": None, "presence_penalty": 0, "user": "me"}
+        status, _ = await server.post("/v1/completions", {"prompt": [1], "max_tokens": 1, "top_k": -1, **neutral})
+        assert status == 200
+
+
+async def test_bodies_that_are_no_json_and_paths_that_do_not_exist_answer_in_the_same_shape(workshop: Workshop) -> None:
+    async with served(workshop) as server:
+        async with server.session.post(server.url + "/v1/completions", data=b"{") as response:
+            assert response.status == 400
+            assert (await response.json())["error"]["code"] == 400
+        status, reply = await server.get("/nowhere")
+        assert (status, reply["error"]["code"]) == (404, 404)
+
+
+async def test_a_server_without_published_weights_is_alive_and_does_not_sample(workshop: Workshop) -> None:
+    async with served(workshop, published=None) as server:
+        status, health = await server.get("/health")
+        assert status == 200
+        assert health["publication"] is None
+        assert (await server.get("/weight_info"))[1]["weight_version"] == "default"
+        async with server.session.post(server.url + "/v1/completions", json={"prompt": [1]}) as response:
+            assert response.status == 503
+            assert 0 < float(response.headers["Retry-After"]) <= 0.2
+            assert (await response.json())["error"]["type"] == "stale_weights"
+        assert (await server.post("/update_weights", update_body(workshop, 1)))[0] == 200
+        assert (await server.post("/v1/completions", {"prompt": [1]}))[0] == 200
+
+
+async def test_a_request_for_newer_weights_waits_for_them(workshop: Workshop) -> None:
+    async with served(workshop) as server:
+        asked = {"prompt": [1], "max_tokens": 1, "min_publication": 2}
+        status, reply = await server.post("/v1/completions", asked)
+        assert (status, reply["error"]["type"]) == (503, "stale_weights")
+        assert "2" in reply["error"]["message"]
+        await server.post("/update_weights", update_body(workshop, 2))
+        status, reply = await server.post("/v1/completions", asked)
+        assert status == 200
+        assert reply["choices"][0]["weight_versions"][0]["version"] == 2
+
+
+async def test_updates_are_fenced_checked_and_idempotent(workshop: Workshop) -> None:
+    async with served(workshop, published=None) as server:
+        assert await server.post("/update_weights", update_body(workshop, 5, epoch=3)) == (
+            200,
+            {"message": "Weights updated"},
+        )
+        assert (await server.post("/update_weights", update_body(workshop, 5, epoch=3)))[0] == 200
+        for outdated in (update_body(workshop, 6, epoch=2), update_body(workshop, 4, epoch=3)):
+            status, reply = await server.post("/update_weights", outdated)
+            assert (status, reply["error"]["type"]) == (409, "outdated_update")
+        status, reply = await server.post("/update_weights", update_body(workshop, 6, epoch=3, digest="f" * 32))
+        assert status == 400
+        assert "digest" in reply["error"]["message"]
+        status, reply = await server.post("/update_weights", update_body(workshop, 6, epoch=3, backend="pigeon"))
+        assert (status, reply["error"]["param"]) == (400, "backend")
+        published, _ = workshop.weights(5, epoch=3)
+        assert (await server.get("/weight_info"))[1] == {
+            "weight_version": "5",
+            "publication": 5,
+            "step": 5,
+            "epoch": 3,
+            "digest": published.digest,
+        }
+
+
+async def test_a_client_that_hangs_up_frees_its_slot(workshop: Workshop) -> None:
+    async with served(workshop, "transformers", max_running=1) as server:
+        asked = {"prompt": [1], "max_tokens": 250}
+        leaving = asyncio.create_task(server.post("/v1/completions", asked))
+        await until(lambda: server.engine.stats().tokens >= 2)
+        leaving.cancel()
+        status, _ = await server.post("/v1/completions", {"prompt": [2], "max_tokens": 2})
+        assert status == 200
+        assert server.engine.stats().tokens < 250
+
+
+async def test_a_full_queue_answers_503_and_serves_again(workshop: Workshop) -> None:
+    async with served(workshop, max_queued=2) as server:
+        await server.post("/pause?mode=keep")
+        asked = {"prompt": [1], "max_tokens": 1}
+        waiting = [asyncio.create_task(server.post("/v1/completions", asked)) for _ in range(2)]
+        await until(lambda: server.engine.stats().queued == 2)
+        async with server.session.post(server.url + "/v1/completions", json=asked) as response:
+            assert response.status == 503
+            assert float(response.headers["Retry-After"]) > 0
+            assert (await response.json())["error"]["type"] == "queue_full"
+        await server.post("/resume")
+        assert [status for status, _ in await asyncio.gather(*waiting)] == [200, 200]
+
+
+async def test_pause_and_resume_over_http(workshop: Workshop) -> None:
+    async with served(workshop) as server:
+        running = asyncio.create_task(server.post("/v1/completions", {"prompt": [1], "max_tokens": 200}))
+        await until(lambda: server.engine.stats().tokens >= 2)
+        assert await server.post("/pause?mode=abort") == (200, {"status": "paused"})
+        _, reply = await running
+        assert reply["choices"][0]["finish_reason"] == "abort"
+        assert (await server.get("/is_paused"))[1] == {"is_paused": True}
+        assert (await server.get("/health"))[1]["is_paused"] is True
+        assert await server.post("/resume") == (200, {"status": "resumed"})
+        assert (await server.get("/is_paused"))[1] == {"is_paused": False}
+        status, reply = await server.post("/pause?mode=sometimes")
+        assert (status, reply["error"]["param"]) == (400, "mode")
+
+
+async def test_models_tells_what_fits(workshop: Workshop) -> None:
+    async with served(workshop) as server:
+        _, reply = await server.get("/v1/models")
+        assert reply["data"][0]["max_model_len"] == MAX_LEN
+        assert reply["data"][0]["vocab_size"] == VOCAB
+
+
+async def test_a_model_that_fails_on_a_request_answers_500_by_name(workshop: Workshop, tmp_path: Path) -> None:
+    async with served(workshop, "transformers") as server:
+        body = update_body(workshop, 2)
+        assert (await server.post("/update_weights", body))[0] == 200
+        server.engine._model._model.lm_head.weight.fill_(float("nan"))  # type: ignore[attr-defined]
+        status, reply = await server.post("/v1/completions", {"prompt": [[1], [2]], "max_tokens": 1})
+        assert (status, reply["error"]["type"]) == (500, "generation_failed")
+        assert (await server.get("/health"))[0] == 200
