@@ -53,7 +53,7 @@ class InferenceConfig(BaseModel, frozen=True, extra="forbid"):
     step_prefill_tokens: int = Field(default=16_384, ge=1)
     """Prompt tokens admitted between two decode steps at most, so that long prompts cannot starve running requests."""
 
-    forward_tokens: int = Field(default=1_536, ge=1)
+    forward_tokens: int = Field(default=768, ge=1)
     """Tokens of one prefill forward at most, padding included. On a CPU, what fits its caches is fastest."""
 
     prompt_memo_mb: float = Field(default=16.0, ge=0)

@@ -7,7 +7,7 @@ forward that produced its logits. Cancelling a request, or the future of `submit
 
 import asyncio
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,6 +93,8 @@ class Engine(Protocol):
 
 
 class OpenEngine(Protocol):
+    """What every module in `ENGINES` offers as `open_engine`."""
+
     def __call__(
         self, config: InferenceConfig, model_dir: Path | None, *, spans: SpanRecorder | None
     ) -> AbstractAsyncContextManager[Engine]: ...
@@ -109,7 +111,5 @@ def open_engine(
     config: InferenceConfig, model_dir: Path | None, *, spans: SpanRecorder | None = None
 ) -> AbstractAsyncContextManager[Engine]:
     """The engine the config names. `model_dir`: a Hugging Face directory with config and weights; scripted needs none."""
-    opener = cast(
-        Callable[..., AbstractAsyncContextManager[Engine]], importlib.import_module(ENGINES[config.engine]).open_engine
-    )
+    opener = cast(OpenEngine, importlib.import_module(ENGINES[config.engine]).open_engine)
     return opener(config, model_dir, spans=spans)

@@ -4,8 +4,8 @@ A publication is live when every replica reports it, digest included. Updates ar
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from typing import TypeVar
 
 import msgspec
@@ -124,11 +124,3 @@ class WeightTransferClient:
     def _notice(self, error: Exception, wait_s: float) -> None:
         if self._log is not None:
             self._log.info("policy.push_retried", cause=str(error), wait_s=round(wait_s, 3))
-
-
-@asynccontextmanager
-async def open_weight_transfer(
-    urls: Sequence[str], *, request_s: float, log: EventLog | None = None
-) -> AsyncIterator[WeightTransferClient]:
-    async with WeightTransferClient(urls, request_s=request_s, log=log) as client:
-        yield client

@@ -17,7 +17,7 @@ class StalenessController:
             raise ValueError(f"slots is {slots}; a dispatcher must be able to play at least one group")
         self._rule = rule
         # The ledger grants no more than C to all dispatchers together, so more slots than that would never be used.
-        self._slots = slots
+        self._slots = min(slots, rule.max_in_flight)
         self._capacity = 0
         self.running = 0
         self.accepted = 0

@@ -80,9 +80,6 @@ def _no_field_goes_unread(parts: Parts) -> Faults:
     match parts.get("inference"):
         case InferenceConfig(engine="transformers") as inference if inference.scripted != ScriptedConfig():
             yield "inference.scripted", "is read by the scripted engine only; this run uses engine = 'transformers'"
-    match parts.get("tasks"):
-        case TasksConfig() as tasks if tasks.args and tasks.source.endswith(".jsonl"):
-            yield "tasks.args", "is read by Python generators only; a file takes no arguments"
 
 
 CROSS_CHECKS: tuple[Callable[[Parts], Faults], ...] = (

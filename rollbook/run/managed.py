@@ -50,6 +50,8 @@ class ManagedProcess:
         self.ended_with = ""
         self.fault: str | None = None
         self.lives_s: list[float] = []
+        self.was_ready = False
+        """In any of its lives."""
         self.ready = asyncio.Event()
         self.gone = asyncio.Event()
         """Set while no incarnation is alive."""
@@ -163,6 +165,7 @@ class ManagedProcess:
         if note.kind is Note.READY:
             self.move(ProcessState.RUNNING, note.message)
             self.ready.set()
+            self.was_ready = True
         elif note.kind is Note.DOING:
             self.doing, self._since = note.message, time.monotonic()
         elif note.kind is Note.FAULT:

@@ -22,12 +22,16 @@ class RestartRule:
     """
 
     most_quick_deaths: int = 6
+    most_stillbirths: int = 2
+    """Deaths of a process that was never ready, in any of its lives: it cannot stand up, and waiting will not help."""
     healthy_s: float = 15.0
     first_wait_s: float = 0.2
     most_wait_s: float = 5.0
 
-    def decide(self, lives_s: list[float]) -> Restart | GiveUp:
-        """`lives_s`: how long each incarnation lived, oldest first; the last one has just died."""
+    def decide(self, lives_s: list[float], *, was_ready: bool = True) -> Restart | GiveUp:
+        """`lives_s`: how long each incarnation lived, oldest first; the last one has just died. `was_ready`: one of them was."""
+        if not was_ready and len(lives_s) > self.most_stillbirths:
+            return GiveUp(f"it died {len(lives_s)} times before it was ready")
         quick = 0
         for life in reversed(lives_s):
             if life >= self.healthy_s:

@@ -146,7 +146,7 @@ class Supervisor:
                 process.move(ProcessState.FAILED, cause)
                 self._fail(f"{process.name} stopped the run: {cause}")
                 return
-            verdict = self._rule.decide(process.lives_s)
+            verdict = self._rule.decide(process.lives_s, was_ready=process.was_ready)
             told = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
             if isinstance(verdict, GiveUp):
                 process.move(ProcessState.FAILED, verdict.reason)

@@ -151,7 +151,7 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
 
     pass_cost_tokens: int = Field(default=192, ge=0)
     """Padded tokens that cost as much as one more pass through the model. Rows of similar length share a pass until their padding
-    costs more than that; measured at about 150 on one CPU thread, thousands on a GPU."""
+    costs more than that; measured at about 150 on one CPU thread; on an H200, 8192 trains a 135M model 3 times as fast as 192."""
 
     missing_logprobs: Literal["refuse", "recompute"] = "refuse"
     """Trained tokens without a sampling logprob stop the run, or are taken to be sampled by the step's starting policy."""

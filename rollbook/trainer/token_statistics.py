@@ -12,7 +12,7 @@ MAX_LOG_RATIO = 20.0
 
 
 class TokenStatistics:
-    """d = log current - log old says how far the step has moved; m = log starting - log sampled how sampler and trainer disagree."""
+    """d = log current - log old says how far the step moved; m = log starting - log sampled how sampler and trainer disagree."""
 
     def __init__(self) -> None:
         self._sums = [0.0] * 9

@@ -15,7 +15,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "contracts": set(),
     "concurrency": set(),
     "telemetry": {"concurrency"},
-    **{room: GROUND for room in ROOMS},
+    **dict.fromkeys(ROOMS, GROUND),
     "dashboard": {"contracts", "telemetry"},
     "integrations": GROUND | ROOMS,
     "run": GROUND | ROOMS | {"dashboard"},

@@ -85,7 +85,6 @@ class LedgerMachine(RuleBasedStateMachine):
         """Random verbs alone seldom train a step. Here play and training go hand in hand, except for some that are held up."""
         for _ in range(rounds):
             name = NAMES[self.next_draw % 2]
-            self.owners.setdefault(name, self.desk.join(name))
             reply = self.desk.open(self.owners[name], draws(self.next_draw, 8))
             self.next_draw += reply.taken
             self.grants += reply.grants[:held]

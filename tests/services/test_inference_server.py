@@ -1,6 +1,9 @@
 """The policy server over loopback: answers, refusals, pauses, updates, and clients that leave."""
 
 import asyncio
+import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -241,6 +244,27 @@ async def test_pause_and_resume_over_http(workshop: Workshop) -> None:
         assert (await server.get("/is_paused"))[1] == {"is_paused": False}
         status, reply = await server.post("/pause?mode=sometimes")
         assert (status, reply["error"]["param"]) == (400, "mode")
+
+
+def test_a_scripted_server_starts_without_torch() -> None:
+    code = (
+        "import sys, rollbook.inference.server, rollbook.inference.client, rollbook.inference.weights, "
+        "rollbook.inference.engines.scripted; print(*sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert loaded == []
+
+
+async def test_a_socket_that_somebody_else_holds_keeps_its_address(workshop: Workshop) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        address = f"http://127.0.0.1:{held.getsockname()[1]}"
+        async with workshop.engine("scripted") as engine:
+            for _ in range(2):
+                app = build_app(engine, engine_config("scripted"))
+                async with serve(app, sock=held.dup()) as url, aiohttp.ClientSession() as session:
+                    assert url == address
+                    async with session.get(url + "/health") as response:
+                        assert response.status == 200
 
 
 async def test_models_tells_what_fits(workshop: Workshop) -> None:

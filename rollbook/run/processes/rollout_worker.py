@@ -5,7 +5,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from rollbook.contracts.ports import Environment
 from rollbook.envs.catalog import EnvironmentSource
 from rollbook.envs.config import EnvConfig
 from rollbook.inference.client import open_policy_client
@@ -26,14 +25,6 @@ async def build_setup(settings: Mapping[str, Any]) -> AsyncIterator[RolloutSetup
     worlds = EnvironmentSource(EnvConfig.model_validate(settings["env"]))
     sampling = rollout.sampling.params(tokenizer.eos_token_ids)
 
-    @asynccontextmanager
-    async def open_environment() -> AsyncIterator[Environment]:
-        world = worlds()
-        try:
-            yield world
-        finally:
-            await world.close()
-
     try:
         async with open_policy_client(
             settings["policy_url"], request_s=inference.request_s, log=log, max_connections=inference.max_connections
@@ -43,7 +34,7 @@ async def build_setup(settings: Mapping[str, Any]) -> AsyncIterator[RolloutSetup
                 tokenizer=tokenizer,
                 sampling=sampling,
                 limits=rollout.limits,
-                open_environment=open_environment,
+                open_environment=worlds.open,
                 log=log,
                 settings=rollout.settings,
             )

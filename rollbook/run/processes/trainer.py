@@ -6,7 +6,6 @@ from typing import Any
 
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.errors import FencedError
-from rollbook.inference.weights import open_weight_transfer
 from rollbook.ledger.client import open_ledger_client
 from rollbook.run.child import RoleContext
 from rollbook.run.model_location import model_location
@@ -34,7 +33,7 @@ async def main(context: RoleContext) -> str:
         open_ledger_client(
             context.addresses["ledger"], RunId(config.run.name), request_s=config.ledger.request_s, log=context.log
         ) as ledger,
-        open_weight_transfer(
+        WeightTransferClient(
             [context.addresses["policy"]], request_s=config.inference.request_s, log=context.log
         ) as weights,
     ):

@@ -180,8 +180,9 @@ async def test_keys_that_are_not_numbers_do_not_linger_in_a_slot(root: Path, tmp
         with pytest.raises(GenerationError):
             await running
         await engine.load_weights(*workshop.weights(3))
-        # The second row is longer, so the first reads masked positions that the broken request had written.
-        prompts = [[1], list(range(30))]
+        # Too different in length to share a prefill: the short one takes the slot as the broken request left it, and the long
+        # one makes it read, masked, the positions that were written there.
+        prompts = [[1], [n % VOCAB for n in range(100)]]
         completions = await asyncio.gather(*(engine.generate(p, SamplingParams(max_tokens=9)) for p in prompts))
     for prompt, completion in zip(prompts, completions, strict=True):
         assert_faithful(workshop.model(3), prompt, completion)

@@ -12,9 +12,8 @@ from rollbook.run.directory import RunDirectory, RunDirectoryError
 
 def test_a_second_train_on_the_same_directory_is_refused_and_told_who_holds_it(tmp_path: Path) -> None:
     first, second = RunDirectory(tmp_path), RunDirectory(tmp_path)
-    with first.locked():
-        with pytest.raises(RunDirectoryError, match=f"pid {os.getpid()}"), second.locked():
-            pass
+    with first.locked(), pytest.raises(RunDirectoryError, match=f"pid {os.getpid()}"), second.locked():
+        pass
     with second.locked():
         pass
 

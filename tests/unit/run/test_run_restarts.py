@@ -18,6 +18,12 @@ def test_a_process_that_keeps_dying_young_is_given_up() -> None:
     assert "5 times in a row" in verdict.reason
 
 
+def test_a_process_that_was_never_ready_is_given_up_soon() -> None:
+    rule = RestartRule(most_stillbirths=2)
+    assert isinstance(rule.decide([1.0, 1.0], was_ready=False), Restart)
+    assert isinstance(rule.decide([1.0, 1.0, 30.0], was_ready=False), GiveUp)
+
+
 def test_one_healthy_life_clears_the_record() -> None:
     assert isinstance(RestartRule(most_quick_deaths=2, healthy_s=10).decide([1, 1, 11, 1, 1]), Restart)
 

@@ -109,6 +109,19 @@ def test_later_minibatches_are_compared_with_the_start_of_the_step(
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_the_ratio_may_be_taken_to_the_policy_that_sampled(model_dir: Path) -> None:
+    learner = initial_learner(model_dir, quick(old_logprobs="engine"))
+    ids, target = torch.tensor([[1, 5]]), torch.tensor([6])
+    exact = float(learner.model.token_logprobs(ids, torch.tensor([1]), target, torch.ones(1))[0].detach())
+    lagging = [
+        sample(row([1, 5, 6], [2], logprob=exact - math.log(ratio)), reward=reward)
+        for ratio, reward in ((2, 1.0), (1, 0.0))
+    ]
+    report = learner.run(batch_of(1, [lagging]))
+    assert report.metrics["train/ratio_mean"] == pytest.approx(1.5, rel=1e-5)
+    assert report.metrics["train/ppo_clip_frac"] == 0.5, "twice as likely already, and wanted: clipped"
+
+
 def test_logprobs_are_taken_at_the_samples_own_temperature(model_dir: Path) -> None:
     model = PolicyModel.load(model_dir)
     ids = torch.tensor([[1, 5, 6, 7]])

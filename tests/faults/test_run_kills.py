@@ -1,0 +1,90 @@
+"""Kill any process of a running training: it heals or resumes, nothing is lost or trained twice, the weights are the same bits."""
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rollbook.contracts.errors import RunError
+from rollbook.run.reading import open_run
+from tests.parts.run_small import STEPS, SmallRun, rollbook
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[SmallRun]:
+    run = SmallRun(tmp_path)
+    yield run
+    run.stop()
+
+
+def require_whole(run: SmallRun, *, steps: int = STEPS) -> None:
+    """The audit holds, steps 1..N were trained once each, and a replay of the record gives the recorded weights, bit for bit."""
+    audit = json.loads(rollbook("audit", str(run.directory), "--json").stdout)
+    assert audit["ok"], audit["violations"]
+    assert audit["max_lag"] <= audit["lag_budget"]
+    with open_run(run.directory) as record:
+        trained = [step.step for step in record.steps() if step.receipt == "acknowledged"]
+        batched = [group.id for batch in record.batches(steps) for group in batch.groups]
+    assert trained == list(range(1, steps + 1))
+    assert len(batched) == len(set(batched))
+    replayed = rollbook("replay", str(run.directory), "--verify")
+    assert replayed.returncode == 0, replayed.stderr
+    assert json.loads(replayed.stdout)["steps"] == steps
+
+
+@pytest.mark.parametrize("role", ["trainer", "policy", "ledger", "rollout", "worker"])
+def test_a_run_heals_when_a_process_is_killed_in_its_middle(run: SmallRun, role: str) -> None:
+    run.start()
+    run.until(lambda: run.step() >= 10, what="step 10")
+    killed = run.kill(role)
+    summary = run.wait()
+    assert summary["exit_code"] == 0, summary["told"]
+    assert (summary["steps"], summary["audit"]) == (STEPS, "ok")
+    assert not psutil.pid_exists(killed)
+    assert summary["restarts"] == (0 if role == "worker" else 1)
+    require_whole(run)
+
+
+def test_killing_the_supervisor_leaves_no_process_behind_and_the_same_command_resumes(run: SmallRun) -> None:
+    run.start()
+    run.until(lambda: run.step() >= 10, what="step 10")
+    family = run.descendants()
+    assert len(family) >= 5
+    run.process.send_signal(signal.SIGKILL)
+    run.process.communicate()
+    _, alive = psutil.wait_procs(family, timeout=20)
+    assert alive == []
+    with pytest.raises(RunError, match="was never decided"), open_run(run.directory) as record:
+        list(record.batches(STEPS))
+    summary = run.start().wait()
+    assert (summary["exit_code"], summary["steps"]) == (0, STEPS), summary["told"]
+    require_whole(run)
+
+
+def test_the_first_interrupt_drains_to_a_checkpoint_and_the_same_command_resumes(run: SmallRun) -> None:
+    run.start()
+    run.until(lambda: run.step() >= 8, what="step 8")
+    family = run.descendants()
+    run.process.send_signal(signal.SIGINT)
+    summary = run.wait()
+    assert (summary["exit_code"], summary["end"]) == (0, "drained"), summary["told"]
+    assert 8 <= summary["steps"] < STEPS
+    assert [p for p in family if p.is_running()] == []
+    checkpoints = sorted((run.directory / "checkpoints").iterdir())
+    assert checkpoints[-1].name.endswith(f"{summary['steps']:06d}"), checkpoints
+    again = run.start().wait()
+    assert (again["exit_code"], again["steps"]) == (0, STEPS), again["told"]
+    require_whole(run)
+
+
+def test_a_second_train_on_a_running_directory_is_refused(run: SmallRun, tmp_path: Path) -> None:
+    run.start()
+    run.until(lambda: run.step() >= 1, what="step 1")
+    second = rollbook("train", str(tmp_path / "run.toml"), "--run-dir", str(run.directory))
+    assert second.returncode == 2
+    assert "is in use by another" in second.stderr
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait()["exit_code"] == 0
