@@ -6,6 +6,7 @@ from typing import Any
 
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.errors import FencedError
+from rollbook.inference.weights import WeightTransferClient
 from rollbook.ledger.client import open_ledger_client
 from rollbook.run.child import RoleContext
 from rollbook.run.model_location import model_location

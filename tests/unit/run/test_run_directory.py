@@ -1,12 +1,12 @@
 """The run directory: proven writable before anything starts, and held by one `train` at a time."""
 
 import os
+import shutil
 from collections import namedtuple
 from pathlib import Path
 
 import pytest
 
-from rollbook.run import directory as directory_module
 from rollbook.run.directory import RunDirectory, RunDirectoryError
 
 
@@ -26,7 +26,7 @@ def test_a_directory_that_cannot_be_written_gives_one_clear_error(tmp_path: Path
 
 def test_a_full_disk_is_told_before_the_run_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(directory_module.shutil, "disk_usage", lambda path: usage(100, 99, 1 << 20))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(100, 99, 1 << 20))
     with pytest.raises(RunDirectoryError, match="only 1 MiB are free"):
         RunDirectory(tmp_path).prepare()
 

@@ -1,0 +1,121 @@
+"""The audit must notice: each way to damage a record is tried, and named."""
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from rollbook.contracts.errors import RunError
+from rollbook.contracts.group import DropKind, DropReason
+from rollbook.ledger.audit import audit
+from rollbook.ledger.store import StoreFaultError
+from rollbook.ledger.stores.sqlite import FILE_NAME, open_readonly
+from tests.parts.ledger_desk import Desk, SqlFile
+from tests.parts.ledger_groups import RUN, draws, settings
+
+
+def write_a_run(directory: Path) -> None:
+    """Two steps trained, one durable; one group batched, queued, leased, dropped each. A short batch ends it."""
+    file = SqlFile(directory / FILE_NAME)
+    desk = Desk(file).create(settings(budget=2))
+    desk.take_role()
+    live = desk.publish(0)
+    owner = desk.join()
+    for step in (1, 2, 3):
+        desk.open(owner, draws(2 * step, 2))
+        for at in (0, 1):
+            desk.submit(f"task{2 * step + at}", (live.id,))
+        desk.decide(step)
+        if step < 3:
+            desk.acknowledge(step)
+            live = desk.publish(step)
+    desk.checkpointed(1)
+    desk.open(owner, draws(8, 3))
+    desk.submit("task8", (live.id,))
+    desk.close("task9", DropReason(DropKind.FILTERED, "constant"))
+    file.close()
+
+
+def found(directory: Path) -> tuple[str, ...]:
+    with open_readonly(directory) as file:
+        return audit(file, RUN).violations
+
+
+def test_a_sound_record_adds_up(tmp_path: Path) -> None:
+    write_a_run(tmp_path)
+    with open_readonly(tmp_path) as file:
+        report = audit(file, RUN)
+    assert report.violations == ()
+    assert report.ok
+    assert report.opened == 9
+    assert report.law == {"dispatched": 1, "queued": 1, "batched": 2, "trained": 2, "durable": 2, "dropped": 1}
+    assert (report.dropped, report.steps, report.max_lag, report.lag_budget) == ({"filtered": 1}, 2, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        ("DELETE FROM groups WHERE group_id = 'task8@0'", "has a history but no row"),
+        ("DELETE FROM groups WHERE group_id = 'task4@0'", "is in batch 2 but has no row"),
+        ("DELETE FROM history WHERE group_id = 'task8@0'", "task8@0 has no history"),
+        ("DELETE FROM history WHERE group_id = 'task4@0' AND to_state = 'queued'", "when it was dispatched"),
+        ("UPDATE groups SET state = 'queued' WHERE group_id = 'task4@0'", "state by its history"),
+        ("UPDATE groups SET step = 1 WHERE group_id = 'task4@0'", "its batch: 2, expected 1"),
+        ("UPDATE runs SET num_opened = 10", "opened groups by rows: 9, expected 10"),
+        ("UPDATE runs SET num_queued = 2", "queued groups by rows: 1, expected 2"),
+        ("UPDATE runs SET num_leased = 0, num_waiting = 1", "leased groups by rows: 1, expected 0"),
+        ("UPDATE drops SET kind = 'stale'", "dropped groups by kind"),
+        ("DELETE FROM payloads WHERE group_id = 'task8@0'", "task8@0 is queued and its payload is missing"),
+        ("UPDATE payloads SET body = x'00' WHERE group_id = 'task5@0'", "task5@0: its payload does not match"),
+        ("UPDATE batch_entries SET oldest_version = -3 WHERE step = 1", "has lag 3 in batch 1, the budget is 2"),
+        ("UPDATE batch_entries SET group_id = 'x' WHERE step = 1 AND place = 0", "batch 1: digest"),
+        ("DELETE FROM batch_entries WHERE step = 3 AND place = 1", "batch 3: groups: 1, expected 2"),
+        ("DELETE FROM batches WHERE step = 2", "not contiguous"),
+        ("DELETE FROM steps WHERE step = 1", "trained steps: [2], expected [1, 2]"),
+        ("UPDATE runs SET durable_step = 3", "out of order"),
+    ],
+)
+def test_damage_is_noticed_and_named(tmp_path: Path, damage: str, sentence: str) -> None:
+    write_a_run(tmp_path)
+    db = sqlite3.connect(tmp_path / FILE_NAME)
+    with db:
+        assert db.execute(damage).rowcount > 0
+    db.close()
+    assert any(sentence in violation for violation in found(tmp_path)), found(tmp_path)
+
+
+def test_a_file_is_read_where_nothing_may_be_written(tmp_path: Path) -> None:
+    write_a_run(tmp_path)
+    (tmp_path / FILE_NAME).chmod(0o444)
+    tmp_path.chmod(0o555)
+    try:
+        assert found(tmp_path) == ()
+    finally:
+        tmp_path.chmod(0o755)
+
+
+def test_a_live_file_is_read_beside_its_writer(tmp_path: Path) -> None:
+    file = SqlFile(tmp_path / FILE_NAME)
+    desk = Desk(file).create(settings())
+    with open_readonly(tmp_path) as reader:
+        assert audit(reader, RUN).opened == 0
+        desk.take_role()
+        desk.publish(0)
+        desk.open(desk.join(), draws(0, 2))
+        assert audit(reader, RUN).opened == 2
+    file.close()
+
+
+def test_a_directory_without_a_ledger_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StoreFaultError, match=r"has no ledger\.sqlite"), open_readonly(tmp_path):
+        pass
+
+
+def test_a_file_from_the_future_is_refused_by_readers_too(tmp_path: Path) -> None:
+    write_a_run(tmp_path)
+    db = sqlite3.connect(tmp_path / FILE_NAME)
+    with db:
+        db.execute("UPDATE schema_version SET version = 999")
+    db.close()
+    with pytest.raises(RunError, match="has schema 999"), open_readonly(tmp_path):
+        pass

@@ -1,0 +1,135 @@
+"""The embedded store and its file: faults, schema, what survives."""
+
+import os
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from rollbook.contracts.admission import OwnerId
+from rollbook.contracts.errors import RunError
+from rollbook.contracts.group import GroupId
+from rollbook.ledger.config import Durability
+from rollbook.ledger.store import StoreFaultError, Transaction
+from rollbook.ledger.stores import sqlite as sqlite_store
+from rollbook.ledger.stores.sql_transaction import SqlTransaction
+from rollbook.ledger.stores.sqlite import FILE_NAME, open_sqlite_store
+from tests.parts.ledger_groups import RUN
+
+
+async def test_what_was_written_is_there_when_the_file_is_opened_again(tmp_path: Path) -> None:
+    async with open_sqlite_store(tmp_path) as store:
+        await store.write(lambda tx: tx.put_payload(RUN, GroupId("a"), b"body"))
+    async with open_sqlite_store(tmp_path) as store:
+        assert await store.read(lambda tx: tx.payload(RUN, GroupId("a"))) == b"body"
+
+
+async def test_a_file_from_a_newer_release_is_refused(tmp_path: Path) -> None:
+    async with open_sqlite_store(tmp_path):
+        pass
+    db = sqlite3.connect(tmp_path / FILE_NAME)
+    with db:
+        db.execute("UPDATE schema_version SET version = 999")
+    db.close()
+    with pytest.raises(RunError, match="has schema 999, this release knows up to 1"):
+        async with open_sqlite_store(tmp_path):
+            pass
+
+
+async def test_a_file_that_is_no_ledger_is_a_fault_with_advice(tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).write_bytes(b"no database at all" * 500)
+    with pytest.raises(StoreFaultError, match=r"ledger\.sqlite.*restore it from a copy"):
+        async with open_sqlite_store(tmp_path):
+            pass
+
+
+async def test_a_directory_that_cannot_be_made_is_a_fault(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(StoreFaultError, match="cannot be made"):
+        async with open_sqlite_store(tmp_path / "file" / "ledger"):
+            pass
+
+
+async def test_a_full_disk_is_a_fault_and_nothing_that_was_answered_is_lost(tmp_path: Path) -> None:
+    async with open_sqlite_store(tmp_path) as store:
+        await store.write(lambda tx: tx.put_payload(RUN, GroupId("kept"), b"body"))
+
+        def fill(tx: Transaction) -> None:
+            # As many pages as there are now, and no more: what a full disk looks like to SQLite.
+            tx._db.execute("PRAGMA max_page_count = 1")  # type: ignore[attr-defined]
+            tx.put_payload(RUN, GroupId("lost"), b"x" * 10_000_000)
+
+        with pytest.raises(StoreFaultError, match="the disk is full"):
+            await store.write(fill)
+
+        def room(tx: Transaction) -> None:
+            tx._db.execute("PRAGMA max_page_count = 1000000")  # type: ignore[attr-defined]
+
+        await store.write(room)
+        await store.write(lambda tx: tx.put_payload(RUN, GroupId("after"), b"body"))
+        found = await store.read(lambda tx: [tx.payload(RUN, GroupId(n)) for n in ("kept", "lost", "after")])
+    assert found == [b"body", None, b"body"]
+
+
+async def test_another_process_that_holds_the_file_is_a_fault_with_advice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite_store, "BUSY_S", 0.05)
+    async with open_sqlite_store(tmp_path) as store:
+        other = sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(StoreFaultError, match="another process holds it"):
+            await store.write(lambda tx: tx.put_payload(RUN, GroupId("a"), b"body"))
+        other.execute("ROLLBACK")
+        other.close()
+        await store.write(lambda tx: tx.put_payload(RUN, GroupId("a"), b"body"))
+
+
+async def test_decided_batches_are_synced_where_other_commits_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    async with open_sqlite_store(tmp_path, durability=Durability.PROCESS_CRASH) as store:
+        await store.write(lambda tx: tx.put_payload(RUN, GroupId("a"), b"body"))
+        assert synced == []
+        await store.write(lambda tx: tx.sync_to_disk())
+        assert len(synced) == 1
+
+
+@pytest.mark.parametrize(("durability", "level"), [(Durability.POWER_LOSS, 2), (Durability.PROCESS_CRASH, 1)])
+async def test_the_durability_mode_sets_what_a_commit_waits_for(
+    tmp_path: Path, durability: Durability, level: int
+) -> None:
+    async with open_sqlite_store(tmp_path, durability=durability) as store:
+        modes = await store.write(
+            lambda tx: [tx._db.execute(f"PRAGMA {p}").fetchone()[0] for p in ("synchronous", "journal_mode")]  # type: ignore[attr-defined]
+        )
+    assert modes == [level, "wal"]
+
+
+async def test_searches_on_the_hot_path_use_the_indexes_of_what_is_open(tmp_path: Path) -> None:
+    """A search that walks all groups would grow dearer with the length of the run."""
+    async with open_sqlite_store(tmp_path):
+        pass
+    db = sqlite3.connect(tmp_path / FILE_NAME)
+    tx = SqlTransaction(db)
+    asked: list[str] = []
+    db.set_trace_callback(asked.append)
+    tx.leased_by(RUN, OwnerId("w"))
+    tx.leases_ending_by(RUN, 5.0)
+    tx.waiting(RUN, 5)
+    tx.oldest_running(RUN)
+    tx.dispatched(RUN)
+    tx.queued_by_sequence(RUN, 5)
+    tx.queued_by_arrival(RUN, 5)
+    tx.queued_below(RUN, 5)
+    tx.releasable(RUN, 5, dropped_only=True)
+    db.set_trace_callback(None)
+    plans = [db.execute(f"EXPLAIN QUERY PLAN {sql}").fetchone()[3] for sql in asked]
+    db.close()
+    expected = [
+        *("groups_owned", "groups_leases", "groups_waiting", "groups_dispatched", "groups_dispatched"),
+        *("groups_queued_by_sequence", "groups_queued_by_arrival", "groups_queued_by_version", "groups_releasable"),
+    ]
+    assert [plan.split(" INDEX ")[1].split(" ")[0] for plan in plans] == expected
