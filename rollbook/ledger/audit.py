@@ -177,7 +177,7 @@ def _check_row(tx: Transaction, group: GroupRecord, batched_in: int | None, find
     findings.rows[group.state] += 1
     findings.leased += group.owner is not None
     if group.state is GroupState.DROPPED:
-        findings.dropped[DropReason.parse(group.drop_reason or "").kind] += 1
+        findings.dropped[DropReason.parse(group.drop_reason or "").kind.value] += 1
     is_batched = group.state in (GroupState.BATCHED, GroupState.TRAINED, GroupState.DURABLE)
     findings.expect(
         f"group {group.group_id} is {group.state}: its batch", batched_in, group.step if is_batched else None

@@ -4,6 +4,7 @@ Every call may be repeated safely, so one bounded retry stands here: a ledger th
 unnoticed. A refusal is never retried.
 """
 
+import io
 import struct
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -198,8 +199,10 @@ class LedgerClient:
             left = min(deadline.remaining_s(), wait_s + max(LONG_POLL_SLACK_S, self._request_s / 2))
             limits = aiohttp.ClientTimeout(total=max(left, 0.1), sock_connect=CONNECT_S)
             try:
+                # As a file: large plain bytes would be written to the socket in one go and hold up the event loop.
+                data = None if body is None else io.BytesIO(body)
                 async with self._session.request(
-                    method, f"{self._base}{path}", data=body, headers=headers, timeout=limits
+                    method, f"{self._base}{path}", data=data, headers=headers, timeout=limits
                 ) as response:
                     if response.status != HTTPStatus.OK:
                         raise await self._refusal(response, f"{method} {path or '/'}")

@@ -1,7 +1,7 @@
 """The ledger: every verb of a run, each one transaction of the rules. No HTTP and no SQL.
 
 Takes calls from any number of tasks. Waiting calls (`open`, `batch`) look, and look again whenever a commit moved something in
-their run. One task in the background takes back what silent dispatchers and ended leases hold.
+their run. What happens because time passes is the timekeeper's.
 """
 
 import asyncio
@@ -23,25 +23,24 @@ from rollbook.contracts.admission import (
     RunSettings,
 )
 from rollbook.contracts.batch import AckReceipt, BatchManifest, EndOfRun, TrainerRole, TrainingBatch
-from rollbook.contracts.errors import RollbookError, RunError
+from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import DropReason, GroupId, GroupOutcome, GroupState, PromptGroup
 from rollbook.contracts.policy import Publication
 from rollbook.contracts.task import Draw
 from rollbook.ledger.bell import Bell
 from rollbook.ledger.config import LedgerConfig
 from rollbook.ledger.group_frame import decode_group, encode_group, payload_digest
-from rollbook.ledger.records import GroupRecord, MoveRecord, PublicationRecord, RunRecord, StepRecord
+from rollbook.ledger.records import GroupRecord, MoveRecord, PublicationRecord, StepRecord
 from rollbook.ledger.rules import batches, gate, groups, lineage, runs, trainer
 from rollbook.ledger.rules.book import RunBook, find_run, opened_book
 from rollbook.ledger.rules.groups import Submission
 from rollbook.ledger.store import Store, Transaction
 from rollbook.ledger.stores.sqlite import open_sqlite_store
+from rollbook.ledger.timekeeper import Timekeeper
 from rollbook.telemetry.events import EventLog
 
 T = TypeVar("T")
 
-TICK_S = 0.5
-"""How often leases and owners are looked at: fine beside deadlines of many seconds."""
 PAYLOADS_IN_ONE_READ = 8
 """Bounds what a streaming trainer keeps in the ledger's memory."""
 
@@ -259,34 +258,6 @@ class Ledger:
         self._is_waiting_allowed = False
         self._bell.ring_all()
 
-    async def recover(self) -> None:
-        """After a start: what is open gets a moment of grace, since nobody could be heard meanwhile."""
-        for run in await self._active_runs():
-            await self._write(run.run_id, gate.grace)
-
-    async def keep_time(self) -> None:
-        """Take back expired leases and the groups of silent dispatchers.
-
-        Waits:  for the clock.
-        Gives:  groups that wait for another attempt, or dropped ones.
-        Ends:   on cancellation. A store that fails is told and tried again: the calls of others report it, too.
-        """
-        while True:
-            await self._clock.sleep(TICK_S)
-            try:
-                for run in await self._active_runs():
-                    moved = await self._write(run.run_id, gate.expire)
-                    if moved:
-                        self._log.warning("ledger.leases_expired", run=run.run_id, groups=moved)
-            except RollbookError as error:
-                self._log.error("ledger.expiry_failed", error=str(error))
-
-    async def _active_runs(self) -> list[RunRecord]:
-        def look(tx: Transaction) -> list[RunRecord]:
-            return [run for run in map(tx.run, tx.runs()) if run is not None and run.ended is None]
-
-        return await self._store.read(look)
-
     async def _write(self, run_id: RunId, rule: Callable[[RunBook], T]) -> T:
         now = self._clock.wall()
 
@@ -324,13 +295,14 @@ async def open_ledger(config: LedgerConfig, *, directory: Path, clock: Clock, lo
     """The ledger whose file lies in `directory`. Opening takes time for what is open, not for what is past."""
     async with open_sqlite_store(directory, durability=config.durability) as store:
         ledger = Ledger(store=store, config=config, clock=clock, log=log)
-        await ledger.recover()
+        timekeeper = Timekeeper(store=store, clock=clock, log=log)
+        await timekeeper.recover()
         # Not a TaskGroup: it would wrap an error of the block that uses the ledger into a group of its own.
-        timekeeper = asyncio.create_task(ledger.keep_time(), name="ledger.time")
+        ticking = asyncio.create_task(timekeeper.run(), name="ledger.time")
         try:
             yield ledger
         finally:
             ledger.stop_waiting()
-            timekeeper.cancel()
+            ticking.cancel()
             with suppress(asyncio.CancelledError):
-                await timekeeper
+                await ticking

@@ -36,7 +36,8 @@ def tell(report: TrainReport, console: Console) -> None:
         outcome.end
     ]
     console.print(
-        f"\n[bold {colour}]{outcome.end}[/] after {outcome.seconds:.0f} s and {figures.steps} steps: {escape(outcome.message)}"
+        f"\n[bold {colour}]{outcome.end}[/] after {outcome.seconds:.0f} s and {figures.steps} steps: {escape(outcome.message)}",
+        soft_wrap=True,
     )
     if figures.steps:
         reward = _arrow(figures.reward_first, figures.reward_last)
@@ -44,7 +45,8 @@ def tell(report: TrainReport, console: Console) -> None:
         console.print(f"  reward  {reward}    solved  {solved}")
         budget = report.config.gate.max_head_offpolicy_versions
         console.print(
-            f"  lag     at most {figures.max_lag} of {budget} allowed    overlap  {_overlap(figures.overlap_ratio)}"
+            f"  lag     at most {figures.max_lag} of {budget} allowed    overlap  {_overlap(figures.overlap_ratio)}",
+            soft_wrap=True,
         )
     law = report.audit
     if law is None:

@@ -80,9 +80,29 @@ class LedgerMachine(RuleBasedStateMachine):
 
     # ------------------------------------------------------------------ in step
 
-    @rule(rounds=st.integers(1, 4), held=st.integers(0, 3), publishes=st.booleans())
+    @rule(rounds=st.integers(2, 6), held=st.integers(0, 3), publishes=st.booleans())
     def a_few_good_rounds(self, rounds: int, held: int, publishes: bool) -> None:
         """Random verbs alone seldom train a step. Here play and training go hand in hand, except for some that are held up."""
+        self.good_rounds(rounds, held, publishes)
+
+    @rule(held=st.integers(0, 6))
+    def a_good_round(self, held: int) -> None:
+        self.good_rounds(1, held, True)
+
+    @rule(checkpoint=st.integers(0, 2), rounds=st.integers(1, 4), is_exact=st.booleans())
+    def a_trainer_dies_between_good_rounds(self, checkpoint: int, rounds: int, is_exact: bool) -> None:
+        """Replaying to the end, so that tokens of the dead one are soon judged by the new one."""
+        self.good_rounds(rounds, checkpoint, True)
+        restored = sorted(self.world.checkpoints)[-1 - checkpoint % len(self.world.checkpoints)]
+        self.take_over(checkpoint=restored, is_exact=is_exact)
+        while self.world.step < self.world.replay_until:
+            assert self.world.train()
+        self.those_held_up_arrive(newest_first=False, is_late=True)
+        self.world.decide(self.world.step + 1)
+        self.world.publish()
+        self.good_rounds(rounds, 0, True)
+
+    def good_rounds(self, rounds: int, held: int, publishes: bool) -> None:
         for _ in range(rounds):
             name = NAMES[self.next_draw % 2]
             reply = self.desk.open(self.owners[name], draws(self.next_draw, 8))
@@ -246,7 +266,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def the_run_can_still_end(self) -> None:
         """No deadlock: from wherever we are, fresh dispatchers and a fresh trainer bring the run to its end."""
-        self.world.end = None
+        self.world.expect_an_end()
         self.take_over(checkpoint=max(self.world.checkpoints), is_exact=True)
         self.owners = {name: self.desk.join(name) for name in NAMES}
         most = self.run_settings.rule.max_steps

@@ -1,0 +1,91 @@
+"""Without crashes: `wait` drops nothing and trains everything, whatever finishes first; `drop` keeps the bound."""
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollbook.contracts.admission import Grant
+from rollbook.contracts.freshness import BatchPolicy, FreshnessRule
+from rollbook.ledger.audit import AuditReport
+from tests.parts.ledger_desk import Desk
+from tests.parts.ledger_groups import draws
+from tests.parts.ledger_groups import settings as run_settings
+from tests.parts.ledger_world import World
+
+STEPS = 8
+
+
+def play(rule: FreshnessRule, *, seed: int, patience: int) -> AuditReport:
+    """A run of so many steps, in which groups finish in a random order and some are given back. `patience` favours the young."""
+    rng = random.Random(seed)
+    desk = Desk().create(
+        run_settings(
+            per_step=rule.groups_per_step,
+            in_flight=rule.max_in_flight,
+            budget=rule.budget,
+            policy=rule.policy,
+            max_steps=STEPS,
+            max_attempts=1_000,
+            deadline_s=1e9,
+            ttl_s=1e9,
+        )
+    )
+    world = World(desk=desk, budget=rule.budget)
+    world.take_over(checkpoint=0, salt="")
+    world.publish()
+    owner = desk.join()
+    playing: list[Grant] = []
+    at = 0
+    for _ in range(5_000):
+        reply = desk.open(owner, draws(at, 4), limit=4)
+        at += reply.taken
+        playing += reply.grants
+        if playing:
+            finished = max(rng.sample(range(len(playing)), min(patience, len(playing))))
+            grant = playing.pop(finished)
+            if rng.random() < 0.1:
+                desk.release(grant.task_id, grant.attempt)
+            else:
+                # As old as its admission allows: the whole group was sampled at once, then it took its time.
+                stamps = (int(grant.admission_publication),)
+                world.tokens[grant.group_id] = stamps
+                desk.submit(grant.task_id, stamps, attempt=grant.attempt)
+        if rng.random() < 0.7 and world.train():
+            world.publish()
+        if rng.random() < 0.2 and world.step >= 1:
+            world.decide(world.step + 1)
+        if world.step == STEPS:
+            break
+    return desk.audit()
+
+
+rules = st.builds(
+    FreshnessRule,
+    groups_per_step=st.integers(1, 4),
+    max_in_flight=st.integers(1, 12),
+    budget=st.integers(0, 6),
+    policy=st.sampled_from(BatchPolicy),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rule=rules, seed=st.integers(0, 10**9), patience=st.integers(1, 6))
+def test_a_run_reaches_its_last_step_within_the_bound_and_wait_drops_nothing(
+    rule: FreshnessRule, seed: int, patience: int
+) -> None:
+    report = play(rule, seed=seed, patience=patience)
+    assert report.violations == ()
+    assert report.steps == STEPS
+    assert report.max_lag is not None
+    assert report.max_lag <= rule.budget
+    if rule.policy is BatchPolicy.WAIT:
+        assert report.dropped == {}
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10**9))
+def test_without_a_budget_every_token_is_of_the_version_that_is_trained(seed: int) -> None:
+    rule = FreshnessRule(groups_per_step=2, max_in_flight=8, budget=0)
+    report = play(rule, seed=seed, patience=3)
+    assert (report.violations, report.max_lag, report.dropped) == ((), 0, {})

@@ -1,0 +1,284 @@
+"""The ledger over loopback: a real server, a real client, a real file."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import pytest
+
+from rollbook.concurrency.clock import ManualClock
+from rollbook.contracts.admission import GateState, Receipt, RunId
+from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainingBatch
+from rollbook.contracts.errors import FencedError, RunError, TransientError
+from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupState
+from rollbook.contracts.ports import BatchSource, GroupSink
+from rollbook.ledger import wire
+from rollbook.ledger.audit import audit_run
+from rollbook.ledger.client import LedgerClient, open_ledger_client
+from rollbook.ledger.config import LedgerConfig
+from rollbook.ledger.group_frame import encode_group, payload_digest
+from rollbook.ledger.service import Ledger, open_ledger
+from rollbook.telemetry.events import EventLog
+from tests.parts.ledger_groups import RUN, big_group, draws, group_of, outcome_of, settings
+from tests.parts.ledger_service import serving
+
+
+class Place:
+    """A running service and ways to reach it."""
+
+    def __init__(self, url: str, ledger: Ledger, stack: AsyncExitStack) -> None:
+        self.url = url
+        self.ledger = ledger
+        self._stack = stack
+
+    async def client(self, run_id: RunId = RUN, *, request_s: float = 10.0) -> LedgerClient:
+        log = EventLog("test", echo=sys.stdout)
+        return await self._stack.enter_async_context(open_ledger_client(self.url, run_id, request_s=request_s, log=log))
+
+
+@pytest.fixture
+async def place(tmp_path: Path) -> AsyncIterator[Place]:
+    async with AsyncExitStack() as stack:
+        config = LedgerConfig(max_body_mb=2, max_queued_groups=4)
+        url, ledger = await stack.enter_async_context(serving(tmp_path, config=config))
+        await ledger.create_run(RUN, settings())
+        yield Place(url, ledger, stack)
+
+
+async def submit(client: LedgerClient, task: str, publication: int = 0) -> Receipt:
+    group = group_of(task, (publication,))
+    return await client.submit(group, outcome_of(group), attempt=1)
+
+
+async def test_a_run_goes_through_the_wire_from_the_first_draw_to_the_end(place: Place) -> None:
+    dispatcher, trainer = await place.client(), await place.client()
+    sink: GroupSink = dispatcher
+    source: BatchSource = trainer
+    role = await source.take_role(restored_step=0)
+    assert (role.epoch, role.last_decided, role.last_confirmed) == (1, 0, None)
+    await source.confirm(await source.register(0, "w0"))
+    owner = await sink.join("rollout")
+    opened = await sink.open(owner, draws(0, 3), limit=8)
+    assert (len(opened.grants), opened.taken, opened.gate) == (3, 3, GateState.OPEN)
+    for grant in opened.grants:
+        group = group_of(grant.task_id, (grant.admission_publication,))
+        assert await sink.submit(group, outcome_of(group), attempt=grant.attempt) is Receipt.STORED
+    await sink.exhausted()
+    batch = await source.batch(1, wait_s=5)
+    assert isinstance(batch, TrainingBatch)
+    assert [group.id for group in batch.groups] == ["task0@0", "task1@0"]
+    assert encode_group(batch.groups[0]) == encode_group(group_of("task0", (0,)))
+    assert await source.acknowledge(1, "w1") is AckReceipt.ACKNOWLEDGED
+    await source.confirm(await source.register(1, "w1"))
+    last = await source.batch(2, wait_s=5)
+    assert isinstance(last, TrainingBatch)
+    assert last.manifest.is_last
+    await source.acknowledge(2, "w2")
+    await source.checkpointed(2, oldest_kept=0)
+    assert await source.batch(3, wait_s=5) is EndOfRun.END_OF_DATA
+    await source.finish(EndOfRun.END_OF_DATA)
+    status = await sink.status()
+    assert (status.ended, status.durable_step, status.by_state["durable"]) == (True, 2, 3)
+    assert (await sink.progress()).settled_below == 3
+    assert (await place.ledger.read(lambda tx: audit_run(tx, RUN))).violations == ()
+
+
+async def test_open_waits_until_the_gate_opens(place: Place) -> None:
+    dispatcher, trainer = await place.client(), await place.client()
+    owner = await dispatcher.join("rollout")
+    waiting = asyncio.ensure_future(dispatcher.open(owner, draws(0, 2), limit=2, wait_s=30))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    await trainer.take_role(restored_step=0)
+    await trainer.confirm(await trainer.register(0, "w0"))
+    assert len((await waiting).grants) == 2
+
+
+async def test_a_batch_waits_until_there_are_enough_groups(place: Place) -> None:
+    producer, trainer = await place.client(), await place.client()
+    await trainer.take_role(restored_step=0)
+    await trainer.confirm(await trainer.register(0, "w0"))
+    assert await trainer.batch(1, wait_s=0) is None
+    waiting = asyncio.ensure_future(trainer.batch(1, wait_s=30))
+    await submit(producer, "a")
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    await submit(producer, "b")
+    assert isinstance(await waiting, TrainingBatch)
+
+
+async def test_a_trainer_that_waits_is_told_when_it_is_replaced(place: Place) -> None:
+    old, new = await place.client(), await place.client()
+    await old.take_role(restored_step=0)
+    waiting = asyncio.ensure_future(old.batch(1, wait_s=30))
+    await asyncio.sleep(0.05)
+    await new.take_role(restored_step=0)
+    with pytest.raises(FencedError, match="epoch 1 was replaced by epoch 2"):
+        await waiting
+
+
+async def test_a_dispatcher_that_was_superseded_is_told_to_stop(place: Place) -> None:
+    old, new = await place.client(), await place.client()
+    owner = await old.join("rollout")
+    await new.join("rollout")
+    with pytest.raises(FencedError, match="superseded"):
+        await old.heartbeat(owner)
+
+
+async def test_a_client_that_is_no_trainer_is_told_before_it_asks(place: Place) -> None:
+    with pytest.raises(RunError, match="take_role first"):
+        await (await place.client()).batch(1, wait_s=0)
+
+
+async def test_an_unknown_run_is_an_error_that_names_it(place: Place) -> None:
+    with pytest.raises(RunError, match=r"404.*no run 'nowhere'"):
+        await (await place.client(RunId("nowhere"))).status()
+
+
+async def test_a_run_can_be_created_over_the_wire_and_changes_are_refused(place: Place) -> None:
+    client = await place.client(RunId("second"))
+    await client.create_run(settings(per_step=2))
+    await client.create_run(settings(per_step=2, in_flight=3))
+    with pytest.raises(RunError, match="groups per step was 2 and would be 3"):
+        await client.create_run(settings(per_step=3))
+
+
+async def test_a_full_queue_asks_to_come_back_later(place: Place) -> None:
+    client = await place.client(request_s=0.5)
+    for task in ("a", "b", "c", "d"):
+        assert await submit(client, task, -1) is Receipt.STORED
+    with pytest.raises(TransientError, match=r"429.*4 groups are queued") as refused:
+        await submit(client, "e", -1)
+    assert refused.value.retry_after_s == 1.0
+
+
+async def test_a_producer_gets_through_once_the_queue_has_room(place: Place) -> None:
+    producer, trainer = await place.client(request_s=30), await place.client()
+    for task in ("a", "b", "c", "d"):
+        await submit(producer, task, -1)
+    waiting = asyncio.ensure_future(submit(producer, "e", -1))
+    await trainer.take_role(restored_step=0)
+    await trainer.batch(1, wait_s=0)
+    assert await waiting is Receipt.STORED
+
+
+async def test_a_body_that_is_too_large_is_refused(place: Place) -> None:
+    client = await place.client()
+    group = big_group("big", samples=64, tokens=4_000, publication=-1)
+    with pytest.raises(RunError, match="413"):
+        await client.submit(group, outcome_of(group), attempt=1)
+
+
+async def test_concurrent_producers_and_big_groups_arrive_whole(tmp_path: Path) -> None:
+    groups = {f"g{n}@0": big_group(f"g{n}", publication=-1) for n in range(32)}
+    log = EventLog("test", echo=sys.stdout)
+    async with serving(tmp_path) as (url, ledger):
+        await ledger.create_run(RUN, settings(per_step=32))
+        async with open_ledger_client(url, RUN, request_s=30, log=log) as client:
+            receipts = await asyncio.gather(
+                *(client.submit(g, outcome_of(g), attempt=1) for g in [*groups.values(), *groups.values()])
+            )
+            assert sorted(receipts) == [Receipt.ALREADY_STORED] * 32 + [Receipt.STORED] * 32
+            await client.take_role(restored_step=0)
+            batch = await client.batch(1, wait_s=5)
+        assert isinstance(batch, TrainingBatch)
+        assert {g.id for g in batch.groups} == set(groups)
+        assert all(encode_group(g) == encode_group(groups[g.id]) for g in batch.groups)
+
+
+async def post(url: str, body: bytes) -> tuple[int, dict[str, str]]:
+    async with aiohttp.ClientSession() as session, session.post(url, data=body) as response:
+        return response.status, await response.json()
+
+
+async def test_bad_bodies_are_refused_with_the_field_that_is_wrong(place: Place) -> None:
+    url = f"{place.url}/v1/runs/{RUN}/join"
+    status, told = await post(url, b"\xc1 no message")
+    assert (status, told["kind"]) == (400, "DecodeError")
+    status, told = await post(url, msgspec.msgpack.encode({"owner_name": 7, "nonce": "n"}))
+    assert status == 422
+    assert "$.owner_name" in told["message"]
+    status, told = await post(url, msgspec.msgpack.encode({"owner_name": "a", "nonce": "n", "typo": 1}))
+    assert status == 422
+    assert "typo" in told["message"]
+
+
+async def test_a_payload_that_was_damaged_on_the_way_is_refused(place: Place) -> None:
+    group = group_of("a", (-1,))
+    payload = encode_group(group)
+    asked = wire.Submit(
+        group_id=group.id,
+        task_id=group.task_id,
+        draw=0,
+        attempt=1,
+        publications=(-1,),
+        outcome=outcome_of(group),
+        drop=None,
+        payload=payload[:-1] + b"\x7f",
+        payload_digest=payload_digest(payload),
+    )
+    status, told = await post(f"{place.url}/v1/runs/{RUN}/submit", msgspec.msgpack.encode(asked))
+    assert status == 422
+    assert "damaged" in told["message"]
+    assert (await place.ledger.status(RUN)).opened == 0
+
+
+async def test_health_and_status_can_be_read_as_json(place: Place) -> None:
+    async with aiohttp.ClientSession() as session:
+        async with session.get(f"{place.url}/health") as response:
+            assert await response.json() == {"status": "ok", "runs": 1}
+        async with session.get(f"{place.url}/v1/runs/{RUN}/status") as response:
+            status = await response.json()
+    assert (status["run_id"], status["gate"], status["opened"]) == (RUN, "no_policy", 0)
+
+
+async def test_filtered_and_closed_groups_keep_their_reason_over_the_wire(place: Place) -> None:
+    dispatcher, trainer = await place.client(), await place.client()
+    await trainer.take_role(restored_step=0)
+    await trainer.confirm(await trainer.register(0, "w0"))
+    owner = await dispatcher.join("rollout")
+    await dispatcher.open(owner, draws(0, 3), limit=3)
+    group = group_of("task0")
+    filtered = DropReason(DropKind.FILTERED, "constant reward: 1.0")
+    await dispatcher.submit(group, outcome_of(group), attempt=1, drop=filtered)
+    await dispatcher.close(GroupId("task1@0"), DropReason(DropKind.INVALID, "8 of 8"), outcome=outcome_of(group))
+    await dispatcher.release(GroupId("task2@0"), attempt=1, cause="worker died")
+    dropped = await place.ledger.groups(RUN, GroupState.DROPPED)
+    assert [g.drop_reason for g in dropped] == ["filtered: constant reward: 1.0", "invalid: 8 of 8"]
+    record, stored = await place.ledger.group(RUN, GroupId("task0@0"))
+    assert record.outcome is not None
+    assert stored is not None
+    assert (await place.ledger.status(RUN)).counts.waiting == 1
+
+
+async def test_a_service_that_closes_answers_those_who_wait(tmp_path: Path) -> None:
+    log = EventLog("test", echo=sys.stdout)
+    async with AsyncExitStack() as stack:
+        async with serving(tmp_path) as (url, ledger):
+            await ledger.create_run(RUN, settings())
+            client = await stack.enter_async_context(open_ledger_client(url, RUN, request_s=1, log=log))
+            await client.take_role(restored_step=0)
+            waiting = asyncio.ensure_future(client.batch(1, wait_s=60))
+            await asyncio.sleep(0.05)
+        assert await waiting is None
+
+
+async def test_leases_and_silent_dispatchers_expire_by_the_clock(tmp_path: Path) -> None:
+    clock = ManualClock()
+    log = EventLog("test", echo=sys.stdout)
+    async with open_ledger(LedgerConfig(), directory=tmp_path, clock=clock, log=log) as ledger:
+        await ledger.create_run(RUN, settings(ttl_s=10))
+        role = await ledger.take_role(RUN, restored_step=0)
+        publication = await ledger.register(RUN, 0, "w0", epoch=role.epoch)
+        await ledger.confirm(RUN, publication, epoch=role.epoch)
+        owner = await ledger.join(RUN, "rollout")
+        await ledger.open(RUN, owner, draws(0, 2), limit=2)
+        while (await ledger.status(RUN)).counts.waiting != 2:
+            await clock.advance(0.5)
+            await asyncio.sleep(0.01)
+        history = await ledger.history(RUN, GroupId("task0@0"))
+        assert history[-1].note == "dispatcher rollout#0 fell silent"

@@ -1,0 +1,105 @@
+"""Rollout functions that misbehave, in a whole run: counted, explained, and stopped with the cause when nothing else comes."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rollbook.telemetry.events import read_events
+from tests.parts.run_small import CONFIG, SmallRun, rollbook
+
+MISBEHAVING = '''
+"""Number guessing with a fault in it, chosen by rollout.settings."""
+import itertools
+
+import number_guessing
+
+calls = itertools.count()
+
+
+def make_rollout(setup):
+    play = number_guessing.make_rollout(setup)
+    every = setup.settings["every"]
+
+    async def rollout(row):
+        if next(calls) % every == 0:
+            match setup.settings["fault"]:
+                case "raises":
+                    raise ValueError("the grader tripped")
+                case "wrong type":
+                    return {"reward": 1.0}
+                case "declines":
+                    return None
+        row.clear()  # a rollout that mutates its row poisons nobody: the next one gets a copy of its own
+        return await play(dict(SECRET))
+
+    return rollout
+
+
+SECRET = {"secret": 3, "low": 0, "high": 7}
+'''
+
+
+def run_with(tmp_path: Path, fault: str, *, every: int, steps: int = 4) -> SmallRun:
+    run = SmallRun(
+        tmp_path,
+        [
+            "rollout.function=misbehaving",
+            f"rollout.settings.fault={fault}",
+            f"rollout.settings.every={every}",
+            f"trainer.max_steps={steps}",
+            "env.args.step_s=0.0",
+        ],
+        config=CONFIG,
+    )
+    (tmp_path / "misbehaving.py").write_text(MISBEHAVING, encoding="utf-8")
+    return run
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[list[SmallRun]]:
+    runs: list[SmallRun] = []
+    yield runs
+    for run in runs:
+        run.stop()
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("raises", "ValueError: the grader tripped"),
+        ("wrong type", "dict"),
+    ],
+)
+def test_a_rollout_that_fails_now_and_then_is_retried_counted_and_explained(
+    tmp_path: Path, running: list[SmallRun], fault: str, told: str
+) -> None:
+    run = run_with(tmp_path, fault, every=7)
+    running.append(run)
+    summary = run.start().wait()
+    assert (summary["exit_code"], summary["steps"], summary["audit"]) == (0, 4, "ok"), summary["told"]
+    events = read_events(run.directory / "logs" / "rollout.jsonl")
+    causes = [cause for event in events if event["event"] == "rollout.samples_failed" for cause in event["causes"]]
+    assert any(told in cause for cause in causes), causes
+
+
+def test_a_rollout_that_declines_leaves_smaller_groups_and_is_counted(tmp_path: Path, running: list[SmallRun]) -> None:
+    run = run_with(tmp_path, "declines", every=7)
+    running.append(run)
+    summary = run.start().wait()
+    assert (summary["exit_code"], summary["steps"], summary["audit"]) == (0, 4, "ok"), summary["told"]
+    events = read_events(run.directory / "logs" / "rollout.jsonl")
+    assert sum(event["declined"] for event in events if event["event"] == "rollout.samples_failed") >= 1
+
+
+def test_a_rollout_that_always_fails_stops_the_run_with_the_cause(tmp_path: Path, running: list[SmallRun]) -> None:
+    run = run_with(tmp_path, "raises", every=1)
+    running.append(run)
+    summary = run.start().wait()
+    assert (summary["exit_code"], summary["end"], summary["steps"]) == (1, "failed", 0)
+    assert "the grader tripped" in summary["told"]
+    assert "rollout stopped the run" in summary["told"]
+    audit = json.loads(rollbook("audit", str(run.directory), "--json").stdout)
+    assert audit["ok"]
+    assert audit["dropped"]["invalid"] >= 5
