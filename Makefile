@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all check format bench bench-overlap clean
+.PHONY: help install demo test test-all check format docs bench bench-overlap clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -37,6 +37,9 @@ test-all: check ## check, then every test
 format: $(STAMP) ## rewrite the sources in the house format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: $(STAMP) ## write the generated references
+	$(BIN)/python -m rollbook.run.config_reference > docs/configuration.md
 
 bench: bench-overlap ## every benchmark
 

@@ -1,0 +1,35 @@
+"""Documents that would otherwise drift are held to the code."""
+
+import re
+from pathlib import Path
+
+from rollbook.run.config_reference import reference
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_test_named_among_the_invariants_exists() -> None:
+    named = set(re.findall(r"`(test_[a-z0-9_]+)`", (ROOT / "docs" / "invariants.md").read_text(encoding="utf-8")))
+    written = {
+        name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for name in re.findall(r"def (test_[a-z0-9_]+)", path.read_text(encoding="utf-8"))
+    }
+    # State machines are run by a test that hypothesis makes.
+    assert named - written == set()
+    assert len(named) > 15
+
+
+def test_the_configuration_reference_is_what_the_code_says() -> None:
+    assert (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8") == reference(), "run `make docs`"
+
+
+def test_links_in_the_documents_lead_somewhere() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+    dead = [
+        f"{page.relative_to(ROOT)}: {link}"
+        for page in pages
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+        if not (page.parent / link).exists()
+    ]
+    assert dead == []
