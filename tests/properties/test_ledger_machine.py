@@ -325,7 +325,7 @@ QUICK = settings(
     suppress_health_check=[HealthCheck.too_slow],
     print_blob=True,
 )
-LONG = settings(QUICK, max_examples=1_500, stateful_step_count=80)
+LONG = settings(QUICK, max_examples=400, stateful_step_count=60)
 
 
 def test_in_any_order_the_record_adds_up_lag_is_bounded_and_the_run_can_end() -> None:
