@@ -3,6 +3,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+# Test processes at a time. Each may start a whole run of its own, so more than there are cores does not help.
+WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-all check format docs bench bench-overlap clean
@@ -29,10 +31,10 @@ check: $(STAMP) ## format, lint, types, import rule
 	$(BIN)/python -m pytest -q tests/architecture
 
 test: check ## check, then every test that fits in 15 minutes on two cores
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
 
 test-all: check ## check, then every test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS)
 
 format: $(STAMP) ## rewrite the sources in the house format
 	$(BIN)/ruff format .
