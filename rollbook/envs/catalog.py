@@ -18,6 +18,8 @@ CATALOG: dict[str, type] = {
     "delayed_number_guessing": DelayedNumberGuessing,
     "number_guessing": NumberGuessing,
 }
+# Worlds that need an extra: named here, imported when they are chosen.
+ON_DEMAND = {"aws": "rollbook.envs.awscli.environment:AwsCliWorld"}
 # A world that gives back a container or a connection may take seconds; one that takes longer hangs.
 CLOSE_WITHIN_S = 20.0
 METHODS = ("reset", "step", "close")
@@ -55,9 +57,10 @@ def world_class(name: str) -> Callable[..., Any]:
     """The class behind a name of the catalog or a dotted path. Raises `RunError` that lists what is known."""
     if name in CATALOG:
         return CATALOG[name]
+    name = ON_DEMAND.get(name, name)
     if ":" not in name:
         raise RunError(
-            f"env.name: there is no environment {name!r}; known are {', '.join(sorted(CATALOG))}, "
+            f"env.name: there is no environment {name!r}; known are {', '.join(sorted([*CATALOG, *ON_DEMAND]))}, "
             "and 'module:Class' for one of your own"
         )
     module_name, _, class_name = name.partition(":")
