@@ -2,8 +2,10 @@
 
 import json
 import shlex
-from collections.abc import Sequence
+import zipfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jmespath  # type: ignore[import-untyped]  # the package ships no types
@@ -66,7 +68,7 @@ async def prepare(task: AwsTask, cloud: Backend, *, seed: int) -> Setting:
     for name, content in task.files.items():
         path = cloud.scratch / filled(name, variables)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(filled(content, variables), encoding="utf-8")
+        write_file(path, filled(content, variables))
     for step in task.setup:
         variables |= await _set_up(task, cloud, step, variables)
     faults = chosen_faults(task, seed)
@@ -84,6 +86,16 @@ async def prepare(task: AwsTask, cloud: Backend, *, seed: int) -> Setting:
     return Setting(task=task, seed=seed, cloud=cloud, variables=variables, faults=faults, start=start)
 
 
+def write_file(path: Path, content: str | Mapping[str, str]) -> None:
+    """A text file; a mapping of names to texts becomes a zip archive, the same bytes every time."""
+    if isinstance(content, str):
+        path.write_text(content, encoding="utf-8")
+        return
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, text in sorted(content.items()):
+            archive.writestr(zipfile.ZipInfo(name), text)
+
+
 async def look(cloud: Backend, goals: Sequence[Check], keeps: Sequence[Check], variables: Variables) -> Standing:
     """Ask the cloud for every fact, in one go."""
     checks = [*goals, *keeps]
@@ -92,7 +104,7 @@ async def look(cloud: Backend, goals: Sequence[Check], keeps: Sequence[Check], v
     return Standing(goals=tuple(facts[: len(goals)]), keeps=tuple(facts[len(goals) :]))
 
 
-def kept(step: Step, output: str) -> dict[str, str]:
+def kept(step: Step, output: str, variables: Variables) -> dict[str, str]:
     """The parts of a command's JSON output that later steps use. Raises `ValueError` when a part is not there."""
     if not step.keep:
         return {}
@@ -104,7 +116,7 @@ def kept(step: Step, output: str) -> dict[str, str]:
         ) from error
     found: dict[str, str] = {}
     for name, query in step.keep.items():
-        value: Any = jmespath.search(query, document)
+        value: Any = jmespath.search(filled(query, variables), document)
         if value is None:
             raise ValueError(f"`{step.run}` printed nothing at {query!r}, which {name} is kept from")
         found[name] = value if isinstance(value, str) else json.dumps(value)
@@ -123,6 +135,6 @@ async def _set_up(task: AwsTask, cloud: Backend, step: Step, variables: Variable
             "this episode is given up"
         )
     try:
-        return kept(step, result.stdout)
+        return kept(step, result.stdout, variables)
     except ValueError as error:
         raise SetupError(f"task {task.id}: {error}") from error

@@ -36,7 +36,7 @@ class ReferencePolicy:
     def next_line(self, observation: Observation) -> str | None:
         """The next command, or None when the solution is played. Errors of the previous one show here."""
         if self._next > 0:
-            self._variables |= kept(self._steps[self._next - 1], output_of(observation.text))
+            self._variables |= kept(self._steps[self._next - 1], output_of(observation.text), self._variables)
         if self._next >= len(self._steps):
             return None
         step = self._steps[self._next]

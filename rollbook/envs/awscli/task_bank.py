@@ -124,8 +124,8 @@ class AwsTask(_Words):
     variants: tuple[dict[str, str | int], ...] = Field(default=({},), min_length=1)
     """Names and numbers; the seed picks one set."""
 
-    files: dict[str, str] = Field(default_factory=dict)
-    """Local files in the agent's working directory."""
+    files: dict[str, str | dict[str, str]] = Field(default_factory=dict)
+    """Local files in the agent's working directory: texts, or a mapping of texts for a zip archive."""
 
     setup: list[Step] = Field(default_factory=list)
     """Run before the agent starts. A command that fails here aborts the reset."""
