@@ -9,17 +9,26 @@ from typing import Any
 
 from rollbook.concurrency.shield import finish
 from rollbook.contracts.errors import RunError
+from rollbook.envs.arithmetic import Arithmetic
 from rollbook.envs.config import EnvConfig
 from rollbook.envs.delayed import DelayedNumberGuessing
 from rollbook.envs.environment import WorldEnvironment
+from rollbook.envs.maths import Maths
 from rollbook.envs.number_guessing import NumberGuessing
+from rollbook.envs.terminal import Terminal
 
 CATALOG: dict[str, type] = {
+    "arithmetic": Arithmetic,
     "delayed_number_guessing": DelayedNumberGuessing,
+    "maths": Maths,
     "number_guessing": NumberGuessing,
+    "terminal": Terminal,
 }
 # Worlds that need an extra: named here, imported when they are chosen.
-ON_DEMAND = {"aws": "rollbook.envs.awscli.environment:AwsCliWorld"}
+ON_DEMAND = {
+    "aws": "rollbook.envs.awscli.environment:AwsCliWorld",
+    "reasoning_gym": "rollbook.envs.reasoning_gym_maths:ReasoningGymMaths",
+}
 # A world that gives back a container or a connection may take seconds; one that takes longer hangs.
 CLOSE_WITHIN_S = 20.0
 METHODS = ("reset", "step", "close")
