@@ -1,4 +1,4 @@
-"""Two ways to play a group of sessions, behind one door: `GrpoPool` awaits, `MultiTurnEnvPool` blocks; the invariants are the same."""
+"""Two ways to play a group of sessions, behind one door: `GrpoPool` awaits, `MultiTurnEnvPool` blocks. Both promise the same."""
 
 from rollbook.envs.blocking_pool import BlockingSession, MultiTurnEnvPool
 from rollbook.envs.client import ClientOptions, EnvSession

@@ -104,10 +104,10 @@ class HostedWorld:
         self._reset_words = _keywords(env.reset)
 
     async def reset(self, task: Mapping[str, Any]) -> Observation:
-        words = self._reset_words
-        row = dict(task)
-        if words is not None and "task" in words and not set(row) & words:
-            row = {"task": row}
+        words, row = self._reset_words, dict(task)
+        if words is not None and "task" not in words and isinstance(row.get("task"), Mapping):
+            row |= row.pop("task")  # a client of ours sends a row under this name; here its fields are the arguments
+        # What `reset` does not take is passed over, as the package's own server does.
         given = {name: value for name, value in row.items() if words is None or name in words}
         return await self._call("reset", **given)
 
@@ -172,6 +172,9 @@ class ModelDialect:
             "observation": observation.model_json_schema(),
             "state": state.model_json_schema(),
         }
+
+    def task_of(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        return data
 
     def action_of(self, data: Mapping[str, Any]) -> str:
         try:

@@ -41,13 +41,14 @@ from rollbook.envs.wire import (
     episode_id_of,
     read_request,
     result_data,
-    task_of,
 )
 from rollbook.envs.worlds import WorldPool
 from rollbook.telemetry.events import EventLog
 
 # A client sends one message and waits for its answer; a few more may lie in the pipe of an eager one.
 INBOX_SIZE = 8
+# For the client's half of the closing handshake. Its place is free already; a client that does not read is not waited for.
+GOODBYE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +137,9 @@ class _Server:
         place = await self._keeper.take_place(request.query.get("ticket"))
         # autoclose off: the answer to a client's close is sent when its place is free again, so that it may come back at once.
         # No compression: messages are short, and deflating them costs more than a step.
-        socket = web.WebSocketResponse(autoclose=False, compress=False, max_msg_size=self._config.max_message_bytes)
+        socket = web.WebSocketResponse(
+            timeout=GOODBYE_S, autoclose=False, compress=False, max_msg_size=self._config.max_message_bytes
+        )
         try:
             await socket.prepare(request)
         except BaseException:
@@ -193,7 +196,9 @@ class _Server:
     async def _reply(self, session: Session, request: Request) -> str:
         match request.verb:
             case Verb.RESET:
-                answer = await session.reset(task_of(request.data), episode_id=episode_id_of(request.data))
+                answer = await session.reset(
+                    self._dialect.task_of(request.data), episode_id=episode_id_of(request.data)
+                )
             case Verb.STEP:
                 answer = await session.step(self._dialect.action_of(request.data))
             case Verb.MCP:
@@ -257,7 +262,7 @@ class _Server:
         data = await _object(request)
         session = await self._keeper.open(await self._keeper.take_place(None))
         try:
-            answer = await session.reset(task_of(data), episode_id=episode_id_of(data))
+            answer = await session.reset(self._dialect.task_of(data), episode_id=episode_id_of(data))
             body = result_data(self._dialect, answer, with_facts=self._config.send_facts)
         finally:
             await self._keeper.close(session, "an HTTP reset has no session")

@@ -211,7 +211,9 @@ class EpisodeState:
 
 
 class Dialect(Protocol):
-    """How the actions and observations of a world look on the wire."""
+    """How the tasks, actions and observations of a world look on the wire."""
+
+    def task_of(self, data: Mapping[str, Any]) -> Mapping[str, Any]: ...
 
     def action_of(self, data: Mapping[str, Any]) -> str: ...
 
@@ -226,6 +228,9 @@ class Dialect(Protocol):
 
 class TextDialect:
     """Worlds of ours: a text in, a text out."""
+
+    def task_of(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        return task_of(data)
 
     def action_of(self, data: Mapping[str, Any]) -> str:
         return text_action_of(data)
