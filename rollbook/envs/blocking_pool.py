@@ -137,11 +137,16 @@ class MultiTurnEnvPool:
         try:
             self._loop.run_forever()
         finally:
-            left = asyncio.all_tasks(self._loop)
-            for task in left:
-                task.cancel()
-            self._loop.run_until_complete(asyncio.wait(left, timeout=CLOSE_MARGIN_S)) if left else None
+            self._loop.run_until_complete(self._end(asyncio.all_tasks(self._loop)))
             self._loop.close()
+
+    async def _end(self, left: set[asyncio.Task[Any]]) -> None:
+        """What still runs is cancelled. If the loop was blocked, the goodbye of `close` never began: it is said here."""
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left, timeout=self._close_s)
+        await self._pool.close()
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
         if self._is_closed:

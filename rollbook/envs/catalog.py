@@ -38,6 +38,10 @@ class EnvironmentSource:
     """Makes a fresh environment for each episode. Name and arguments are checked when it is built, not in the first episode."""
 
     def __init__(self, config: EnvConfig) -> None:
+        if config.url is not None:
+            raise RunError(
+                f"env.url names the server {config.url}; no world is made here (rollbook.envs.remote opens it)"
+            )
         self._config = config
         self._kind = world_class(config.name)
         check_arguments(config.name, self._kind, config.args)

@@ -83,11 +83,11 @@ class ClientOptions:
 DEFAULTS = ClientOptions()
 
 
-def new_http(options: ClientOptions = DEFAULTS, *, sessions: int = 1) -> ClientSession:
-    """The connections of a client or of a pool. One extra, for questions beside the sockets."""
+def new_http(options: ClientOptions = DEFAULTS) -> ClientSession:
+    """The connections of a client or of a pool."""
     headers = {} if options.token is None else {"Authorization": f"Bearer {options.token}"}
-    # Environment proxies are not asked: worlds live nearby, and a proxy between would break the socket.
-    return ClientSession(connector=TCPConnector(limit=sessions + 1), headers=headers, timeout=ClientTimeout(total=None))
+    # No limit: how many there are is decided by who asks for sessions, and a hidden queue here would be a wait nobody can see.
+    return ClientSession(connector=TCPConnector(limit=0), headers=headers, timeout=ClientTimeout(total=None))
 
 
 @asynccontextmanager

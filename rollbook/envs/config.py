@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pydantic import BaseModel, Field, SecretStr
+from pydantic import BaseModel, Field, SecretStr, model_validator
 
 
 class EnvConfig(BaseModel, frozen=True, extra="forbid"):
@@ -16,6 +16,21 @@ class EnvConfig(BaseModel, frozen=True, extra="forbid"):
 
     max_threads: int = Field(default=64, ge=1)
     """Threads for worlds with plain (not async) methods: how many of their calls can run at the same time."""
+
+    url: str | None = Field(default=None, pattern=r"^https?://")
+    """Play in the worlds of this environment server. Unset: every rollout process makes its own."""
+
+    token: SecretStr | None = None
+    """What the server at `url` asks for."""
+
+    @model_validator(mode="after")
+    def _a_server_has_its_own_world(self) -> "EnvConfig":
+        strays = sorted({"name", "args", "max_threads"} & self.model_fields_set)
+        if self.url is not None and strays:
+            raise ValueError(f"{', '.join(strays)}: the server at url decides that; set it there, or remove url")
+        if self.url is None and self.token is not None:
+            raise ValueError("token: it is for the server at url, and there is no url")
+        return self
 
 
 class EnvServerConfig(BaseModel, frozen=True, extra="forbid"):

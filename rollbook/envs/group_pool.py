@@ -91,7 +91,7 @@ class GrpoPool:
         """Open every session, and play the first reset where a `first_task` was given. All or nothing."""
         if self._sessions:
             return
-        http = new_http(self._options, sessions=self.size)
+        http = new_http(self._options)
         try:
             sessions = await self._open(http, self.size)
             try:
@@ -194,6 +194,7 @@ class GrpoPool:
         if not lost:
             return
         assert self._http is not None  # set together with the sessions
+        await self._leave([self._sessions[index] for index in lost])
         try:
             fresh = dict(zip(lost, await self._open(self._http, len(lost)), strict=True))
         except BaseException:
@@ -218,7 +219,7 @@ class GrpoPool:
             except BaseException as error:
                 await self._leave(opened)
                 if ticket is not None:
-                    await finish(_drop_ticket(http, self.url, ticket), within_s=self._options.close_s)
+                    await drop_ticket(http, self.url, ticket, within_s=self._options.close_s)
                 if isinstance(error, ServerFullError) and error.capacity is not None and error.capacity < count:
                     raise _too_large(count, error.capacity, self.url) from error
                 raise
@@ -257,9 +258,14 @@ async def take_ticket(http: ClientSession, url: str, count: int, *, deadline: De
     raise RunError(f"{url} answered {reply.status} to a request for {count} sessions: {message}")
 
 
-async def _drop_ticket(http: ClientSession, url: str, ticket: str) -> None:
-    async with http.delete(f"{url}{TICKETS_PATH}/{ticket}"):
-        pass
+async def drop_ticket(http: ClientSession, url: str, ticket: str, *, within_s: float) -> None:
+    """Give back what is left of a ticket. If that fails, the server takes it back by itself when its hold is over."""
+
+    async def drop() -> None:
+        async with http.delete(f"{url}{TICKETS_PATH}/{ticket}"):
+            pass
+
+    await finish(drop(), within_s=within_s, name="dropping a ticket")
 
 
 def _too_large(size: int, capacity: int, url: str) -> GroupTooLargeError:

@@ -12,7 +12,10 @@ from rollbook.envs.maths import Maths
 
 
 class ReasoningGymMaths(Maths):
-    """Like `maths`, but the answer is judged by the dataset the row comes from (`metadata.source_dataset`)."""
+    """Like `maths`, but the answer is judged by the dataset the row comes from (`metadata.source_dataset`).
+
+    Some of its scorers pay a little for answers that come close; that is paid at the last try.
+    """
 
     def score(self, given: str, task: Mapping[str, Any]) -> float:
         metadata = task.get("metadata")

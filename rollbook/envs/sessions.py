@@ -18,6 +18,7 @@ from rollbook.contracts.environment import Observation
 from rollbook.contracts.errors import EpisodeError, RollbookError, RunError, fenced
 from rollbook.contracts.ports import Environment
 from rollbook.envs.config import EnvServerConfig
+from rollbook.envs.sandbox import SandboxDiedError
 from rollbook.envs.tickets import CapacityReachedError, Place, TicketId, Tickets
 from rollbook.envs.wire import EpisodeState
 from rollbook.envs.worlds import WorldPool, WorldsExhaustedError
@@ -132,6 +133,9 @@ class Session:
                 with fenced(what):
                     answer: Observation = await call()
                     return answer
+        except SandboxDiedError as error:
+            # The pool replaces what died, and only a new session gets the replacement.
+            raise SessionEndedError(f"{error}; this session is ended, connect again") from error
         except TimeoutError:
             # The world may still be at work: nobody may use it again, so the session is over.
             raise SessionEndedError(
