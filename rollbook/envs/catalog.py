@@ -3,7 +3,6 @@
 import importlib
 import inspect
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -11,6 +10,7 @@ from rollbook.concurrency.shield import finish
 from rollbook.contracts.errors import RunError
 from rollbook.envs.arithmetic import Arithmetic
 from rollbook.envs.config import EnvConfig
+from rollbook.envs.daemon_threads import DaemonThreads
 from rollbook.envs.delayed import DelayedNumberGuessing
 from rollbook.envs.environment import WorldEnvironment
 from rollbook.envs.maths import Maths
@@ -46,7 +46,7 @@ class EnvironmentSource:
         self._kind = world_class(config.name)
         check_arguments(config.name, self._kind, config.args)
         # Threads start with the first call that needs one: quick and async worlds cost none.
-        self._threads = ThreadPoolExecutor(config.max_threads, thread_name_prefix=f"env-{config.name}")
+        self._threads = DaemonThreads(config.max_threads, name=f"env-{config.name}")
 
     def __call__(self) -> WorldEnvironment:
         return WorldEnvironment(self._kind(**self._config.args), name=self._config.name, executor=self._threads)

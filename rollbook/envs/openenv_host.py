@@ -11,7 +11,6 @@ import inspect
 import json
 import typing
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -20,6 +19,7 @@ from rollbook.concurrency.deadline import Deadline, DeadlineExceededError
 from rollbook.contracts.environment import Observation
 from rollbook.contracts.errors import EpisodeError, RunError, fenced
 from rollbook.contracts.ports import Environment
+from rollbook.envs.daemon_threads import DaemonThreads
 from rollbook.envs.wire import EpisodeState, ErrorCode, WireError
 from rollbook.envs.worlds import PoolHealth, WorldsExhaustedError
 
@@ -47,7 +47,7 @@ class HostedWorlds:
         self._size = size
         self._busy = 0
         self._places = asyncio.Semaphore(size)
-        self._threads: set[ThreadPoolExecutor] = set()
+        self._threads: set[DaemonThreads] = set()
 
     @property
     def capacity(self) -> int | None:
@@ -60,7 +60,7 @@ class HostedWorlds:
         except DeadlineExceededError as error:
             raise WorldsExhaustedError(f"all {self._size} worlds are taken: {error}") from error
         self._busy += 1
-        thread = ThreadPoolExecutor(1, thread_name_prefix=f"openenv-{self.name}")
+        thread = DaemonThreads(1, name=f"openenv-{self.name}")
         self._threads.add(thread)
         try:
             with fenced(f"env {self.name}: making it"):
@@ -77,7 +77,7 @@ class HostedWorlds:
         for thread in list(self._threads):
             thread.shutdown(wait=False, cancel_futures=True)
 
-    def _given_back(self, thread: ThreadPoolExecutor) -> None:
+    def _given_back(self, thread: DaemonThreads) -> None:
         thread.shutdown(wait=False, cancel_futures=True)
         self._threads.discard(thread)
         self._busy -= 1
@@ -93,7 +93,7 @@ class HostedWorld:
         action: type[BaseModel],
         *,
         name: str,
-        thread: ThreadPoolExecutor,
+        thread: DaemonThreads,
         give_back: Callable[[], None],
     ) -> None:
         self._env = env

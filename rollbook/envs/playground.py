@@ -52,6 +52,7 @@ PAGE = """<!doctype html>
 <form class="row" id="act">
 <input id="action" placeholder="what you do" autocomplete="off" aria-label="action"><button>Step</button></form>
 <script>
+(() => {
 const $ = id => document.getElementById(id);
 const say = (text, kind) => { const line = document.createElement("div"); line.className = kind || ""; line.textContent = text;
   $("log").append(line); line.scrollIntoView({block: "nearest"}); };
@@ -84,5 +85,6 @@ $("act").onsubmit = event => { event.preventDefault(); const action = $("action"
   if (socket.readyState !== WebSocket.OPEN) return status("not connected: press Reset");
   steps += 1; say(action, "you"); send("step", {action}); };
 connect();
+})();
 </script></body></html>
 """
