@@ -56,7 +56,7 @@ class AwsCliConfig(BaseModel, frozen=True, extra="forbid"):
     """Each hint multiplies the reward by this."""
 
     chaos: float = Field(default=0.0, ge=0)
-    """Factor on the chances of faults while the agent works, which grow with the tier. 0: calm. A task's row may set its own."""
+    """Factor on the chances of faults while the agent works, which grow with the tier. 0: calm. A row may bring a `chaos_scale`."""
 
     seed: int = 0
     """Picks names, drift and chaos of tasks whose row has no `seed` of its own."""

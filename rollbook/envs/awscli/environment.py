@@ -67,7 +67,7 @@ class AwsCliWorld:
             yield AwsWorlds(pool, args)
 
     async def reset(self, task: Mapping[str, Any]) -> Observation:
-        """Row: `id` of the bank (or a whole task), and optionally `seed` and `chaos`."""
+        """Row: `id` of the bank (or a whole task), and optionally `seed` and `chaos_scale`."""
         cloud = await self._clean_cloud()
         description = find_task(task)
         seed = int(task.get("seed", self._config.seed))
@@ -79,7 +79,7 @@ class AwsCliWorld:
         self._episode = AwsEpisode(
             setting,
             rule=GradingRule(partial=self._config.partial, hint_price=self._config.hint_price),
-            chaos_scale=float(task.get("chaos", self._config.chaos)),
+            chaos_scale=float(task.get("chaos_scale", self._config.chaos)),
         )
         text = f"{RULES}\n{ANSWER_RULE if description.answer else ''}\n\nTask: {setting.goal}\nMoves: {description.step_limit}"
         return Observation(text=text.replace("\n\n\n", "\n\n"), facts=self._episode.facts())
@@ -160,7 +160,9 @@ class AwsCliWorld:
 def find_task(row: Mapping[str, Any]) -> AwsTask:
     """The bank's task with the row's id, or the whole task that the row brings along."""
     if "goal" in row:
-        return parse_task({key: value for key, value in row.items() if key not in {"seed", "split"}}, where="row")
+        return parse_task(
+            {key: value for key, value in row.items() if key not in {"seed", "split", "chaos_scale"}}, where="row"
+        )
     task = task_bank().get(str(row.get("id")))
     if task is None:
         raise ValueError(

@@ -15,7 +15,10 @@ from rollbook.envs.awscli.backend import Backend
 from rollbook.envs.awscli.drift import chosen_faults, chosen_variant
 from rollbook.envs.awscli.grading import Standing, flaw_at_start
 from rollbook.envs.awscli.task_bank import AwsTask, Check, Fault, Step
-from rollbook.envs.awscli.verification import Variables, call_of, filled, holds
+from rollbook.envs.awscli.verification import Variables, call_of, filled, holds, value_of
+
+# The id of what does not exist yet: every question about it is refused. Long enough for every id that the API checks by length.
+NOT_THERE = "not-there-not-there-not-there"
 
 
 class SetupError(EpisodeError):
@@ -51,7 +54,7 @@ class Setting:
         return [*self.task.solution, *(step for fault in self.faults for step in fault.repair)]
 
     async def standing(self) -> Standing:
-        return await look(self.cloud, self.goals, self.task.keeps, self.variables)
+        return await look(self.cloud, self.task, self.goals, self.variables)
 
     async def disturb(self, step: Step) -> None:
         """Somebody else's command. It may fail: what it would undo may not be there yet."""
@@ -76,7 +79,7 @@ async def prepare(task: AwsTask, cloud: Backend, *, seed: int) -> Setting:
         for step in fault.breaks:
             variables |= await _set_up(task, cloud, step, variables)
     goals = goals_of(task, faults)
-    start = await look(cloud, goals, task.keeps, variables)
+    start = await look(cloud, task, goals, variables)
     is_fault = [False] * len(task.checks) + [True] * (len(goals) - len(task.checks))
     flaw = flaw_at_start(
         start, [check.says for check in goals], [check.says for check in task.keeps], must_be_open=is_fault
@@ -96,9 +99,14 @@ def write_file(path: Path, content: str | Mapping[str, str]) -> None:
             archive.writestr(zipfile.ZipInfo(name), text)
 
 
-async def look(cloud: Backend, goals: Sequence[Check], keeps: Sequence[Check], variables: Variables) -> Standing:
-    """Ask the cloud for every fact, in one go."""
-    checks = [*goals, *keeps]
+async def look(cloud: Backend, task: AwsTask, goals: Sequence[Check], variables: Variables) -> Standing:
+    """Ask the cloud for every fact: first for ids that the facts are about, then for all facts in one go."""
+    variables = dict(variables)
+    for name, question in task.lookups.items():
+        (answer,) = await cloud.ask([call_of(question, variables)])
+        value = value_of(question, answer, variables)
+        variables[name] = NOT_THERE if value is None else str(value)
+    checks = [*goals, *task.keeps]
     answers = await cloud.ask([call_of(check, variables) for check in checks])
     facts = [holds(check, answer, variables) for check, answer in zip(checks, answers, strict=True)]
     return Standing(goals=tuple(facts[: len(goals)]), keeps=tuple(facts[len(goals) :]))

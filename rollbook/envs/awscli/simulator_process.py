@@ -13,7 +13,8 @@ from hypercorn.asyncio import serve
 from hypercorn.config import Config
 from ministack.app import app  # type: ignore[import-untyped]  # the package ships no types
 
-from rollbook.envs.sandboxes.confinement import Reach, confine, enter, interpreter_roots
+from rollbook.concurrency.parent_watch import die_with_parent
+from rollbook.envs.sandboxes.confinement import Reach, confine, interpreter_roots, limit
 
 MEMORY_BYTES = 4 * 2**30
 FILE_BYTES = 256 * 2**20
@@ -21,7 +22,8 @@ FILE_BYTES = 256 * 2**20
 
 def main() -> None:
     settings = json.loads(sys.argv[1])
-    enter(settings, memory_bytes=MEMORY_BYTES, file_bytes=FILE_BYTES)
+    die_with_parent(int(settings["watch_fd"]))
+    limit(memory_bytes=MEMORY_BYTES, file_bytes=FILE_BYTES)
     config = Config()
     config.bind = [f"fd://{settings['socket_fd']}"]
     config.keep_alive_timeout = 3600.0

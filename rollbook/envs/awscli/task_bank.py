@@ -130,6 +130,9 @@ class AwsTask(_Words):
     setup: list[Step] = Field(default_factory=list)
     """Run before the agent starts. A command that fails here aborts the reset."""
 
+    lookups: dict[str, Question] = Field(default_factory=dict)
+    """Ids that the cloud makes up, asked for before the checks, in order; each may use the ones above it as `${name}`."""
+
     checks: list[Check] = Field(default_factory=list)
     """What must be true at the end."""
 

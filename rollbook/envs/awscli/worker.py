@@ -1,4 +1,4 @@
-"""The parent's side of a warm AWS CLI: play a command line within its time, ask the API, and start anew when it hangs."""
+"""The parent's side of a warm AWS CLI: play a command line, ask the API, and start anew when the worker hangs."""
 
 import asyncio
 import shutil
@@ -16,6 +16,8 @@ MODULE = "rollbook.envs.awscli.worker_process"
 TIMED_OUT = 124
 START_S = 60.0
 CALLS_S = 30.0
+# The worker itself stops what it can; this much later it is killed, with the command it plays.
+GRACE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,10 +118,10 @@ class AwsWorker:
                 pass
 
     async def run(self, argv: Sequence[str]) -> CommandResult:
-        """Play one command, without the leading `aws`. Over its time it is killed, and the next one finds a fresh worker."""
+        """Play one command, without the leading `aws`. Over its time it is stopped, with the code 124."""
         async with self._turn:
             try:
-                reply = await self._ask({"run": list(argv)}, self._settings.command_s)
+                reply = await self._ask({"run": list(argv)}, self._settings.command_s + GRACE_S)
             except DeadlineExceededError:
                 await self._restart()
                 limit = f"the command did not finish within {self._settings.command_s:g} s and was stopped"
@@ -184,6 +186,7 @@ async def _started(directory: Path, settings: WorkerSettings) -> Child:
                 "endpoint": settings.endpoint,
                 "scratch": str(directory / "files"),
                 "max_output_bytes": settings.max_output_bytes,
+                "command_s": settings.command_s,
             },
             directory=directory,
             environment=settings.environment,

@@ -1,6 +1,6 @@
 """What the code inside a child may do to its host: a guard that Python itself asks before every file, process and connection.
 
-Entered once, early, in the child: limits of the kernel first, then an audit hook that cannot be taken off again. It confines
+Entered once in the child: limits of the kernel first, then an audit hook that cannot be taken off again. It confines
 *libraries* that an agent steers with words (the AWS CLI, a simulator): their own code runs, and whatever path, address or command
 an agent talks them into is refused with an error that says so. It is not a wall against native code of an attacker.
 """
@@ -12,8 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from rollbook.concurrency.parent_watch import die_with_parent
 
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 PROCESS_EVENTS = frozenset(
@@ -46,12 +44,13 @@ class OutOfReachError(PermissionError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reach:
-    """What a child can get at: files below `writable` and `readable`, TCP ports of this machine, or the internet (HTTPS only)."""
+    """What a child can get at: files below `writable` and `readable`, TCP ports of this machine, or HTTPS anywhere."""
 
     writable: tuple[str, ...]
     readable: tuple[str, ...]
     ports: frozenset[int] = frozenset()
     is_online: bool = False
+    may_fork: bool = False
 
     def allows_read(self, path: str) -> bool:
         return path in NULL or _is_below(path, self.readable) or _is_below(path, self.writable)
@@ -83,9 +82,8 @@ def interpreter_roots() -> tuple[str, ...]:
     return tuple(sorted(os.path.realpath(root) for root in roots))
 
 
-def enter(settings: dict[str, Any], *, memory_bytes: int, file_bytes: int) -> None:
-    """Die with the parent, and accept limits on memory and file size. Before anything else in the child."""
-    die_with_parent(int(settings["watch_fd"]))
+def limit(*, memory_bytes: int, file_bytes: int) -> None:
+    """Accept limits of the kernel on memory and file size, for this process and what it forks."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
@@ -114,7 +112,7 @@ def guard(reach: Reach) -> Callable[[str, tuple[Any, ...]], None]:
                 raise OutOfReachError(
                     f"listing {_name(path)!r} is out of reach: only the working directory can be read"
                 )
-        elif event in PROCESS_EVENTS:
+        elif event in PROCESS_EVENTS and not (event == "os.fork" and reach.may_fork):
             raise OutOfReachError("starting other programs is out of reach")
         elif event in {"socket.connect", "socket.sendto"}:
             if not reach.allows_connection(args[1]):
