@@ -7,9 +7,9 @@ from typing import Any, TypeAlias
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from rollbook.contracts.errors import EpisodeError, RollbookError, RunError
+from rollbook.contracts.errors import RollbookError, RunError
 from rollbook.envs.config import EnvServerConfig
-from rollbook.envs.sessions import SessionEndedError
+from rollbook.envs.sessions import SessionEndedError, WorldNotMadeError
 from rollbook.envs.tickets import CapacityReachedError, PoolTooSmallError, UnknownTicketError
 from rollbook.envs.wire import HEALTH_PATH, ErrorCode, ReplyKind, WireError, encode
 
@@ -47,9 +47,7 @@ def error_message(error: Exception) -> str:
             }
         case PoolTooSmallError() | UnknownTicketError() | SessionEndedError():
             data["code"] = ErrorCode.SESSION_ERROR
-        case EpisodeError():
-            pass
-        case _:
+        case WorldNotMadeError():
             data["code"] = ErrorCode.FACTORY_ERROR
     return encode(ReplyKind.ERROR, data)
 

@@ -38,6 +38,7 @@ from rollbook.envs.wire import (
     Verb,
     WireError,
     encode,
+    encode_body,
     episode_id_of,
     read_request,
     result_data,
@@ -266,7 +267,7 @@ class _Server:
             body = result_data(self._dialect, answer, with_facts=self._config.send_facts)
         finally:
             await self._keeper.close(session, "an HTTP reset has no session")
-        return web.Response(body=msgspec.json.encode(body, enc_hook=str), content_type="application/json")
+        return web.Response(text=encode_body(body), content_type="application/json")
 
     async def step(self, _: web.Request) -> web.Response:
         raise web.HTTPConflict(
@@ -309,5 +310,5 @@ async def _object(request: web.Request) -> Mapping[str, Any]:
     body = await request.read()
     try:
         return msgspec.json.decode(body or b"{}", type=dict[str, Any])
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise WireError(ErrorCode.VALIDATION_ERROR, f"the body must be a JSON object: {error}") from error

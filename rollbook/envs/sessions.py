@@ -50,6 +50,10 @@ class SessionEndedError(EpisodeError):
     """The session is over for good; what follows needs a new one."""
 
 
+class WorldNotMadeError(EpisodeError):
+    """The pool had a place, but no world could be made."""
+
+
 class Session:
     """One world in use. Calls come one after the other; `close` may come at any moment, and more than once."""
 
@@ -185,6 +189,9 @@ class SessionKeeper:
         except WorldsExhaustedError as error:
             place.release()
             raise CapacityReachedError(str(error), active=self.num_active, capacity=self.capacity) from error
+        except RollbookError as error:
+            place.release()
+            raise WorldNotMadeError(str(error)) from error
         except BaseException:
             place.release()
             raise

@@ -89,10 +89,16 @@ class Reply:
 
 def encode(kind: str, data: Mapping[str, Any] | None = None) -> str:
     """One message as text. Raises `WireError` when the data cannot be told in JSON (a lone surrogate in a text)."""
+    return encode_body({"type": kind, "data": data} if data is not None else {"type": kind})
+
+
+def encode_body(body: Mapping[str, Any]) -> str:
     try:
-        return _encode({"type": kind, "data": data} if data is not None else {"type": kind}).decode()
-    except (TypeError, ValueError, msgspec.MsgspecError) as error:
-        raise WireError(ErrorCode.EXECUTION_ERROR, f"this cannot be sent as JSON: {error}") from error
+        return _encode(body).decode()
+    except Exception as error:  # facts are foreign: a circle, a huge number, an object whose own text fails
+        raise WireError(
+            ErrorCode.EXECUTION_ERROR, f"this cannot be sent as JSON: {type(error).__name__}: {error}"
+        ) from error
 
 
 def read_request(text: str | bytes) -> Request:
@@ -122,7 +128,7 @@ def _read(text: str | bytes) -> _Message:
         raise WireError(
             ErrorCode.VALIDATION_ERROR, f"a message is an object with a type and an object of data: {error}"
         ) from error
-    except (msgspec.DecodeError, UnicodeError) as error:
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise WireError(ErrorCode.INVALID_JSON, f"this is not JSON: {error}") from error
 
 

@@ -85,6 +85,10 @@ class Breaker:
             return Observation(text="paid", reward=float("nan"))
         if action == "surrogate":
             return Observation(text="\ud800")
+        if action == "circle":
+            circle: dict[str, Any] = {}
+            circle["circle"] = circle
+            return Observation(text="round", facts=circle)
         if action == "fact":
             return Observation(text="odd", facts={"odd": {1, 2}, "when": complex(1, 2)})
         raise KeyError(action)
@@ -92,6 +96,25 @@ class Breaker:
     def close(self) -> None:
         if self._breaks_close:
             raise RuntimeError("the lid is stuck")
+
+
+class CannotBeMade:
+    """The first of its kind is made (the check at start), and no other."""
+
+    made: ClassVar[int] = 0
+
+    def __init__(self) -> None:
+        type(self).made += 1
+        if type(self).made > 1:
+            raise OSError("the factory is closed")
+
+    def reset(self, task: Mapping[str, Any]) -> Observation:
+        return Observation(text="")
+
+    def step(self, action: str) -> Observation:
+        return Observation(text="")
+
+    def close(self) -> None: ...
 
 
 class FailsOneReset:

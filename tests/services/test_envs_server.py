@@ -26,7 +26,7 @@ from rollbook.envs.sessions import SessionKeeper, session_capacity
 from rollbook.envs.tickets import CapacityReachedError
 from rollbook.envs.worlds import open_worlds
 from rollbook.telemetry.events import EventLog, read_events
-from tests.parts.envs_worlds import GAME, Breaker, Notebook, Sleeper, Waiter, served, until
+from tests.parts.envs_worlds import GAME, Breaker, CannotBeMade, Notebook, Sleeper, Waiter, served, until
 
 
 async def now(url: str, options: ClientOptions | None = None) -> EnvSession:
@@ -118,6 +118,7 @@ async def test_a_client_that_is_already_in_hears_capacity_reached_when_no_world_
         ({}, "boom", "KeyError: 'boom'"),
         ({}, "nan", "a reward is a finite number"),
         ({}, "surrogate", "cannot be sent as JSON"),
+        ({}, "circle", "cannot be sent as JSON"),
     ],
 )
 async def test_what_a_world_raises_is_an_episode_error_and_the_session_goes_on(
@@ -131,6 +132,15 @@ async def test_what_a_world_raises_is_an_episode_error_and_the_session_goes_on(
         assert not world.is_lost
         assert (await world.reset({})).text == "whole"
         assert (await world.step("fact")).facts["when"] == "(1+2j)"
+
+
+async def test_a_world_that_cannot_be_made_is_told_and_its_place_is_free_again() -> None:
+    CannotBeMade.made = 0
+    async with served(CannotBeMade, size=1) as server:
+        for _ in range(2):
+            with pytest.raises(WorldLostError, match=r"factory is closed.*FACTORY_ERROR"):
+                await now(server.url)
+        await until(lambda: server.worlds.health().busy == 0)
 
 
 async def test_a_world_that_breaks_while_closing_costs_nobody_a_place(tmp_path: Path) -> None:
@@ -297,6 +307,7 @@ async def test_garbage_on_the_socket_is_answered_and_the_session_lives() -> None
     ):
         for text, code in (
             ("nonsense", "INVALID_JSON"),
+            ('{"type":"step","data":{"a":' + "[" * 100_000, "INVALID_JSON"),
             ('{"type":"sing"}', "UNKNOWN_TYPE"),
             ("[]", "VALIDATION_ERROR"),
         ):
