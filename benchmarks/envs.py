@@ -160,7 +160,7 @@ async def aws_world() -> dict[str, Any]:
     )
     # A task with more moves than TURNS, whose goal is a change: reading never reaches it.
     task = next(task for task in task_bank().values() if task.step_limit > TURNS and task.checks)
-    with server("aws", GROUP) as running:
+    with server("aws", GROUP, base_port=0) as running:
         figures = await serial_and_parallel(running.url, {"id": task.id}, lambda turn: reads[turn])
     return {"task": task.id, **figures}
 

@@ -13,7 +13,7 @@ from rollbook.contracts.errors import EpisodeError
 from rollbook.envs.client import ClientOptions, EnvSession, WorldLostError
 from rollbook.envs.client_pools import GrpoPool, MultiTurnEnvPool
 from tests.parts.envs_server_process import process
-from tests.parts.envs_worlds import GAME, served, until
+from tests.parts.envs_worlds import AWS_ARGS, GAME, served, until
 
 IMPATIENT = ClientOptions(request_s=0.5, close_s=0.3, connect_s=5)
 
@@ -65,7 +65,7 @@ async def test_a_simulator_that_is_killed_in_the_middle_of_an_episode_is_replace
     pytest.importorskip("ministack")
     pytest.importorskip("awscli")
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    async with served("aws", size=2) as server:
+    async with served("aws", size=2, args=AWS_ARGS) as server:
         async with GrpoPool(server.url, size=2) as pool:
             task = {"id": "fan-out-two-queues"}
             await pool.reset_group(task)

@@ -11,6 +11,8 @@ from rollbook.contracts.environment import Observation
 from rollbook.envs.config import EnvConfig, EnvServerConfig
 from rollbook.envs.serving import RunningServer, serve_worlds
 
+# Simulators on any free ports: other tests may run at the same time.
+AWS_ARGS = {"base_port": 0}
 GAME = {"secret": 5, "low": 0, "high": 15}
 
 
@@ -137,10 +139,14 @@ class FailsOneReset:
 
 
 @asynccontextmanager
-async def served(world: type | str, *, size: int | None = 8, **settings: Any) -> AsyncIterator[RunningServer]:
+async def served(
+    world: type | str, *, size: int | None = 8, args: Mapping[str, Any] | None = None, **settings: Any
+) -> AsyncIterator[RunningServer]:
     """A real server on a port of its own, around a class of this module or a name of the catalog."""
     name = world if isinstance(world, str) else f"{world.__module__}:{world.__qualname__}"
-    async with serve_worlds(EnvConfig(name=name), EnvServerConfig(**settings), size=size) as server:
+    async with serve_worlds(
+        EnvConfig(name=name, args=dict(args or {})), EnvServerConfig(**settings), size=size
+    ) as server:
         yield server
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from rollbook.contracts.environment import Observation
 from rollbook.envs.client_pools import BlockingSession, GroupResult, MultiTurnEnvPool
-from tests.parts.envs_worlds import served
+from tests.parts.envs_worlds import AWS_ARGS, served
 
 pytest.importorskip("ministack")
 pytest.importorskip("awscli")
@@ -39,7 +39,7 @@ async def test_a_synchronous_loop_solves_its_tasks_and_records_what_each_group_e
                 rewards = pool.run_group(row, lambda session, first, row=row: play_solution(row, session, first))
                 pool.record_group_result(row, rewards)
 
-    async with served("aws", size=GROUP) as server:
+    async with served("aws", size=GROUP, args=AWS_ARGS) as server:
         await asyncio.to_thread(train, server.url)
         assert server.worlds.health().busy == 0
     assert [result.task["id"] for result in recorded] == [row["id"] for row in rows]
