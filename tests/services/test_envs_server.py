@@ -7,10 +7,11 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from aiohttp import web
 
-from rollbook.concurrency.clock import ManualClock
 from rollbook.concurrency.deadline import Deadline
 from rollbook.contracts.errors import EpisodeError, RunError, TransientError
+from rollbook.contracts.ports import Environment
 from rollbook.envs.client import (
     ClientOptions,
     EnvSession,
@@ -21,10 +22,10 @@ from rollbook.envs.client import (
     open_session,
 )
 from rollbook.envs.config import EnvConfig, EnvServerConfig
+from rollbook.envs.server import ServedWorld, build_app
 from rollbook.envs.serving import serve_worlds
-from rollbook.envs.sessions import SessionKeeper, session_capacity
-from rollbook.envs.tickets import CapacityReachedError
-from rollbook.envs.worlds import open_worlds
+from rollbook.envs.sessions import session_capacity
+from rollbook.envs.worlds import PoolHealth, WorldPool, open_worlds
 from rollbook.telemetry.events import EventLog, read_events
 from tests.parts.envs_worlds import GAME, Breaker, CannotBeMade, Notebook, Sleeper, Waiter, served, until
 
@@ -101,14 +102,37 @@ async def test_a_client_with_patience_gets_the_place_that_comes_free() -> None:
             assert (await world.reset(GAME)).text
 
 
+class _Boastful:
+    """A pool with a place more than it has worlds: one of them is being made anew, say."""
+
+    capacity = 2
+
+    def __init__(self, worlds: WorldPool) -> None:
+        self._worlds = worlds
+
+    async def acquire(self, deadline: Deadline) -> Environment:
+        return await self._worlds.acquire(deadline)
+
+    def health(self) -> PoolHealth:
+        return self._worlds.health()
+
+
 async def test_a_client_that_is_already_in_hears_capacity_reached_when_no_world_comes() -> None:
     async with open_worlds(EnvConfig(), size=1, log=EventLog("test")) as worlds:
-        taken = await worlds.acquire(Deadline(1, "test"))
-        keeper = SessionKeeper(worlds, EnvServerConfig(acquire_s=0.05), clock=ManualClock(), log=EventLog("test"))
-        with pytest.raises(CapacityReachedError, match="all 1 worlds are taken") as refusal:
-            await keeper.open(await keeper.take_place(None))
-        assert (refusal.value.capacity, keeper.num_active) == (1, 0)
-        await taken.close()
+        app = build_app(_Boastful(worlds), EnvServerConfig(acquire_s=0.05), world=ServedWorld(name="boastful"))
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = "http://{}:{}".format(*runner.addresses[0][:2])
+        try:
+            first = await now(url)
+            with pytest.raises(ServerFullError, match="all 1 worlds are taken") as refusal:
+                await now(url)
+            assert refusal.value.capacity == 2
+            await first.close()
+            await (await now(url)).close()
+        finally:
+            await runner.cleanup()
 
 
 @pytest.mark.parametrize(
