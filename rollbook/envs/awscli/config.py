@@ -52,7 +52,7 @@ class AwsCliConfig(BaseModel, frozen=True, extra="forbid"):
     partial: float = Field(default=0.5, ge=0, lt=0.6)
     """What a world that is almost right is worth at most. Below the worth of a solution with every hint."""
 
-    hint_price: float = Field(default=0.85, gt=0.85 - 1e-9, le=1)
+    hint_price: float = Field(default=0.85, ge=0.85, le=1)
     """Each hint multiplies the reward by this."""
 
     chaos: float = Field(default=0.0, ge=0)
