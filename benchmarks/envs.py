@@ -199,8 +199,8 @@ def main() -> None:
         with suppress(KeyboardInterrupt):
             uvloop.run(serve(name, int(size), json.loads(args)))
         return
+    machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "load_before": round(os.getloadavg()[0], 2)}
     figures = uvloop.run(measure())
-    machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "load_before": os.getloadavg()[0]}
     print(
         json.dumps(
             {
