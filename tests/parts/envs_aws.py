@@ -22,9 +22,13 @@ LONG_S = 120.0
 @asynccontextmanager
 async def aws_worlds(size: int, log_path: Path | None = None, **args: Any) -> AsyncIterator[AwsWorlds]:
     """A pool on free ports."""
-    async with AwsCliWorld.open_pool(size=size, log=quiet_log(log_path), args={"base_port": 0, **args}) as worlds:
-        assert isinstance(worlds, AwsWorlds)
-        yield worlds
+    log = quiet_log(log_path)
+    try:
+        async with AwsCliWorld.open_pool(size=size, log=log, args={"base_port": 0, **args}) as worlds:
+            assert isinstance(worlds, AwsWorlds)
+            yield worlds
+    finally:
+        log.close()
 
 
 @asynccontextmanager
