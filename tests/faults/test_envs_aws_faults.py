@@ -14,6 +14,8 @@ import pytest
 
 from rollbook.concurrency.deadline import Deadline
 from rollbook.contracts.errors import EpisodeError
+from rollbook.envs.awscli.worker import ApiCall
+from rollbook.envs.sandbox import SandboxDiedError
 from rollbook.envs.sandboxes.child import DIRECTORY_PREFIX
 from rollbook.envs.sandboxes.orphans import sweep_orphans
 from rollbook.telemetry.events import read_events
@@ -67,6 +69,15 @@ async def test_a_simulator_killed_mid_episode_gives_up_the_episode_and_is_replac
         assert seen[-1].solved
         assert worlds.health().replaced == 1
     assert [event["event"] for event in read_events(tmp_path / "log.jsonl")] == ["envs.sandbox_replaced"]
+
+
+async def test_a_simulator_killed_before_the_world_is_looked_at_is_no_verdict_on_the_agent() -> None:
+    async with ministack_pool(pool_size=1) as pool:
+        lease = await pool.acquire_now()
+        assert (await lease.sandbox.ask([ApiCall(service="s3", operation="list_buckets")]))[0].code is None
+        os.kill(lease.sandbox.pids[0], signal.SIGKILL)
+        with pytest.raises(SandboxDiedError, match="cannot be reached"):
+            await lease.sandbox.ask([ApiCall(service="s3", operation="list_buckets")])
 
 
 async def test_a_command_line_killed_mid_episode_gives_up_the_episode_and_is_replaced() -> None:

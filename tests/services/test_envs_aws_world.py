@@ -11,6 +11,7 @@ import pytest_asyncio
 
 from rollbook.concurrency.deadline import Deadline
 from rollbook.contracts.errors import EpisodeError, RunError
+from rollbook.envs.awscli.backend import CREDENTIALS
 from rollbook.envs.awscli.environment import AwsCliWorld, AwsWorlds
 from rollbook.envs.awscli.solution import play_reference
 from rollbook.envs.awscli.task_bank import task_bank
@@ -237,6 +238,22 @@ async def test_a_full_pool_is_told_with_its_size(worlds: AwsWorlds) -> None:
         assert worlds.health().free == 0
         with pytest.raises(WorldsExhaustedError, match=r"MiniStack pool exhausted: 2 of 2"):
             await worlds.acquire(Deadline(0.05, "impatient"))
+
+
+async def test_a_real_account_is_not_touched_before_it_said_that_it_is_the_confirmed_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    args = {"backend": "aws", "confirm_account": "999999999999"}
+    for name in CREDENTIALS:
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(RunError, match="needs credentials"):
+        async with AwsCliWorld.open_pool(size=1, log=quiet_log(), args=args):
+            pytest.fail("there are no credentials")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAIOSFODNN7EXAMPLE")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-a-key")
+    with pytest.raises(RunError, match=r"nothing was touched"):
+        async with AwsCliWorld.open_pool(size=1, log=quiet_log(), args=args):
+            pytest.fail("nobody confirmed this account")
 
 
 async def test_slots_listen_on_consecutive_ports_and_a_port_in_use_is_told() -> None:

@@ -11,6 +11,7 @@ from botocore.exceptions import (  # type: ignore[import-untyped]
     HTTPClientError,
     ParamValidationError,
 )
+from botocore.exceptions import ConnectionError as NoConnectionError
 from botocore.session import Session  # type: ignore[import-untyped]
 
 # A body that grading looks at is a small file; more of it is not read.
@@ -46,7 +47,7 @@ class Api:
             return {"result": plain(getattr(self.client(service, region), operation)(**params))}
         except ClientError as error:
             return {"code": error.response["Error"].get("Code", ""), "message": str(error)}
-        except HTTPClientError as error:
+        except (HTTPClientError, NoConnectionError) as error:
             return {"unreachable": str(error)}
         except (ParamValidationError, BotoCoreError, AttributeError, TypeError) as error:
             return {"invalid": f"{service}.{operation}: {type(error).__name__}: {error}"}

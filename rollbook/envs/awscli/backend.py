@@ -145,7 +145,7 @@ class AccountCloud:
             raise RunError(f"backend `aws` needs credentials in the environment: {', '.join(CREDENTIALS)}")
         worker = await AwsWorker.start(_worker_settings(config, name="aws-account", endpoint=None, extra=credentials))
         try:
-            (identity,) = await worker.ask([ApiCall(service="sts", operation="get_caller_identity")])
+            (identity,) = await _who_am_i(worker)
             found = (identity.result or {}).get("Account")
             if found != config.confirm_account:
                 raise RunError(
@@ -177,6 +177,15 @@ class AccountCloud:
 
     async def remove(self) -> None:
         await self._worker.stop()
+
+
+async def _who_am_i(worker: AwsWorker) -> list[ApiAnswer]:
+    try:
+        return await worker.ask([ApiCall(service="sts", operation="get_caller_identity")])
+    except SandboxDiedError as error:
+        raise RunError(
+            f"backend `aws`: the account cannot be asked who it is, so nothing was touched: {error}"
+        ) from error
 
 
 def _worker_settings(config: AwsCliConfig, *, name: str, endpoint: str | None, extra: dict[str, str]) -> WorkerSettings:

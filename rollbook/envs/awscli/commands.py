@@ -82,9 +82,12 @@ class Refusal:
     text: str
 
 
-def understand(action: str) -> Command | Refusal:
-    """The agent's move, from all it said: the first line that is a command. Lines that end with a backslash go on."""
-    lines = _command_lines(action)
+def understand(action: str, *, may_answer: bool = True) -> Command | Refusal:
+    """The agent's move, from all it said: the first line that is a command. Lines that end with a backslash go on.
+
+    `may_answer` is False where nothing was asked: there a line that begins with "answer" is only talk.
+    """
+    lines = _command_lines(action, may_answer=may_answer)
     if not lines:
         return Refusal(
             text="no command found: write one line that begins with `aws`, for example: aws s3api list-buckets"
@@ -103,7 +106,7 @@ def understand(action: str) -> Command | Refusal:
     return refusal or Command(verb=verb, text=line, argv=tuple(words[1:]), skipped=skipped)
 
 
-def _command_lines(action: str) -> list[str]:
+def _command_lines(action: str, *, may_answer: bool) -> list[str]:
     text = THINKING.sub("", action).replace("\\\r\n", " ").replace("\\\n", " ")
     found = []
     for raw in text.splitlines():
@@ -114,7 +117,8 @@ def _command_lines(action: str) -> list[str]:
         if decoration[1]:  # a tick at the end belongs to one at the beginning, else it may end a query
             line = line.rstrip("`").rstrip()
         first = line.split(maxsplit=1)[0] if line else ""
-        if first == Verb.AWS or line == Verb.HINT or (first == Verb.ANSWER and line != Verb.ANSWER):
+        is_answer = may_answer and first == Verb.ANSWER and line != Verb.ANSWER
+        if first == Verb.AWS or line == Verb.HINT or is_answer:
             found.append(line)
     return found
 

@@ -13,7 +13,8 @@ from rollbook.envs.sandboxes.child import Child, ChildSpec, private_directory, r
 MODULE = "rollbook.envs.awscli.simulator_process"
 HOST = "127.0.0.1"
 START_S = 60.0
-HEALTH_S = 2.0
+# Long enough for a machine with far more to do than cores: replacing a healthy simulator would only add to the load.
+HEALTH_S = 5.0
 RESET_S = 10.0
 # Connections that wait to be accepted: one worker and the pool's own questions; the rest is slack.
 BACKLOG = 64

@@ -53,6 +53,12 @@ def test_an_answer_keeps_everything_that_follows() -> None:
     assert (move.verb, move.argv) == (Verb.ANSWER, ("rate(5 minutes)",))
 
 
+def test_where_nothing_was_asked_talk_about_answers_is_only_talk() -> None:
+    move = understand("answer the question first\naws s3 ls", may_answer=False)
+    assert isinstance(move, Command)
+    assert (move.verb, move.argv, move.skipped) == (Verb.AWS, ("s3", "ls"), 0)
+
+
 def test_a_query_may_end_with_a_tick() -> None:
     move = understood("aws ec2 describe-vpcs --query 'Vpcs[?IsDefault==`true`]'")
     assert move.argv[-1] == "Vpcs[?IsDefault==`true`]"
