@@ -62,8 +62,7 @@ async def measure_steps() -> dict[str, Any]:
         assert isinstance(worlds, AwsWorlds)
         world = await worlds.acquire(Deadline(60.0, "benchmark"))
         await world.reset(TASK)
-        cloud = worlds.pool._slots[0].sandbox
-        assert cloud is not None
+        cloud = worlds.pool.sandboxes[0]
         for command in COMMANDS:  # a session's first command of a service reads its description, once
             await world.step(command.format(n=0))
         ours_ms: list[float] = []

@@ -144,8 +144,13 @@ class SandboxPool(Generic[S]):
         return [slot.state for slot in self._slots]
 
     @property
+    def sandboxes(self) -> list[S]:
+        """Those that are there now, in the order of their slots; for looking, never for use without a lease."""
+        return [slot.sandbox for slot in self._slots if slot.sandbox is not None]
+
+    @property
     def memory_bytes(self) -> int:
-        return sum(slot.sandbox.memory_bytes() for slot in self._slots if slot.sandbox is not None)
+        return sum(sandbox.memory_bytes() for sandbox in self.sandboxes)
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator["SandboxPool[S]"]:

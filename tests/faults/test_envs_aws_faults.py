@@ -59,9 +59,7 @@ async def test_a_simulator_killed_mid_episode_gives_up_the_episode_and_is_replac
     async with aws_worlds(1, tmp_path / "log.jsonl") as worlds:
         async with one_world(worlds) as world:
             await play(world, bucket_task(), ["aws s3 ls"])
-            slot = worlds.pool._slots[0].sandbox
-            assert slot is not None
-            os.kill(slot.pids[0], signal.SIGKILL)
+            os.kill(worlds.pool.sandboxes[0].pids[0], signal.SIGKILL)
             with pytest.raises(EpisodeError, match=r"died|cannot be reached"):
                 await world.step("aws s3 mb s3://wanted")
         async with one_world(worlds) as world:
@@ -84,9 +82,7 @@ async def test_a_command_line_killed_mid_episode_gives_up_the_episode_and_is_rep
     async with aws_worlds(1) as worlds:
         async with one_world(worlds) as world:
             await play(world, bucket_task(), ["aws s3 ls"])
-            slot = worlds.pool._slots[0].sandbox
-            assert slot is not None
-            os.kill(slot.pids[1], signal.SIGKILL)
+            os.kill(worlds.pool.sandboxes[0].pids[1], signal.SIGKILL)
             with pytest.raises(EpisodeError, match="CLI worker died"):
                 await world.step("aws s3 mb s3://wanted")
         async with one_world(worlds) as world:

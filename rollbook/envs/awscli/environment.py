@@ -122,7 +122,7 @@ class AwsCliWorld:
             episode.take_hint()
             return text
         if move.verb is Verb.ANSWER:
-            return "correct" if await episode.answer(setting.cloud, " ".join(move.argv)) else "that is not the answer"
+            return "correct" if await episode.answer(" ".join(move.argv)) else "that is not the answer"
         fault = None if move.is_read_only else episode.strike()
         if fault is not None and fault.kind is FaultKind.REFUSED:
             return f"{fault.text}\n(exit code 255)"
@@ -130,7 +130,7 @@ class AwsCliWorld:
         if fault is not None and fault.step is not None:
             await setting.disturb(fault.step)
         if not move.is_read_only or episode.is_last_move:
-            await episode.look(setting.cloud)
+            await episode.look()
         return shown(result, skipped=move.skipped, max_chars=self._config.max_output_chars) + episode.applause()
 
     async def _clean_cloud(self) -> Backend:

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from rollbook.envs.awscli.backend import Backend
 from rollbook.envs.awscli.chaos import Chaos, ChaosFault
 from rollbook.envs.awscli.grading import GradingRule, Standing
 from rollbook.envs.awscli.setting import Setting
@@ -52,16 +51,16 @@ class AwsEpisode:
         self._num_faults += fault is not None
         return fault
 
-    async def look(self, cloud: Backend) -> None:
+    async def look(self) -> None:
         """See how the world stands now. A question's world may change as it likes."""
         if self.setting.task.answer is None:
             self._standing = await self.setting.standing()
 
-    async def answer(self, cloud: Backend, reply: str) -> bool:
+    async def answer(self, reply: str) -> bool:
         """Compare with the truth as it is now. There is one try."""
         question = self.setting.task.answer
         assert question is not None
-        (truth,) = await cloud.ask([call_of(question, self.setting.variables)])
+        (truth,) = await self.setting.cloud.ask([call_of(question, self.setting.variables)])
         self.is_answered = True
         self._standing = ANSWERED if is_right(question, truth, self.setting.variables, reply) else UNANSWERED
         return self.is_solved
@@ -78,7 +77,12 @@ class AwsEpisode:
     def facts(self) -> dict[str, Any]:
         """For the viewer."""
         task = self.setting.task
-        goals = {check.says: met for check, met in zip(self.setting.goals, self._standing.goals, strict=False)}
+        if task.answer is None:
+            names = [check.says for check in self.setting.goals]
+            goals = dict(zip(names, self._standing.goals, strict=True))
+            keeps = dict(zip((check.says for check in task.keeps), self._standing.keeps, strict=True))
+        else:
+            goals, keeps = {"the answer is right": self.is_solved}, {}
         return {
             "task_id": task.id,
             "tier": task.tier.value,
@@ -86,8 +90,8 @@ class AwsEpisode:
             "moves": self.moves,
             "hints": self.hints_used,
             "score": round(self._value, 6),
-            "goals": goals if task.answer is None else {"the answer is right": self.is_solved},
-            "keeps": dict(zip((check.says for check in task.keeps), self._standing.keeps, strict=False)),
+            "goals": goals,
+            "keeps": keeps,
             "drift": [fault.name for fault in self.setting.faults],
             "chaos": self._num_faults,
         }
