@@ -4,6 +4,7 @@ import base64
 import datetime
 from typing import Any
 
+import awscli  # type: ignore[import-untyped]  # noqa: F401 - first: it brings its own botocore under this name
 from botocore.config import Config  # type: ignore[import-untyped]  # the package ships no types
 from botocore.exceptions import (  # type: ignore[import-untyped]
     BotoCoreError,

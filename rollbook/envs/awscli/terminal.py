@@ -106,9 +106,8 @@ class Terminal:
         awscli.paramfile.REMOTE_PREFIX_MAP.clear()
         awscli.help.get_renderer = PlainHelp
         sys.argv = ["aws"]
-        self._unused = create_clidriver()
+        self._unused: Any = None
         self._warm = create_clidriver()
-        self._warm.session.register_component("data_loader", self.loader)
         self._commands = self._warm._get_command_table()
         self._events = self._warm.session.get_component("event_emitter")._emitter
         self._events.__class__ = NotingEmitter
@@ -116,12 +115,13 @@ class Terminal:
     @property
     def loader(self) -> Any:
         """Reads and keeps the descriptions of services; shared with whoever asks the API directly."""
-        return self._unused.session.get_component("data_loader")
+        return self._warm.session.get_component("data_loader")
 
     def play(self, argv: list[str]) -> dict[str, Any] | None:
         """One command line, without the leading `aws`. None when it must be played in a fork, with `play_once`."""
         operation = self._plain_operation(argv)
         if operation is None:
+            self._prepare_unused()
             return None
         try:
             with self._events.one_command():
@@ -137,6 +137,12 @@ class Terminal:
     def play_once(self, argv: list[str]) -> dict[str, Any]:
         """The same with a driver that nobody used; for a process that ends afterwards."""
         return self._caught(self._unused, argv if argv[-1:] == ["help"] else [*argv, *self._appended])
+
+    def _prepare_unused(self) -> None:
+        """Made once, here, so that every fork finds it; many sessions never need it."""
+        if self._unused is None:
+            self._unused = create_clidriver()
+            self._unused.session.register_component("data_loader", self.loader)
 
     def _plain_operation(self, argv: list[str]) -> Any:
         """The operation of an API that a command line is about, if it is that and nothing else."""
