@@ -3,20 +3,31 @@
 import importlib
 import inspect
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
 from rollbook.concurrency.shield import finish
 from rollbook.contracts.errors import RunError
+from rollbook.envs.arithmetic import Arithmetic
 from rollbook.envs.config import EnvConfig
+from rollbook.envs.daemon_threads import DaemonThreads
 from rollbook.envs.delayed import DelayedNumberGuessing
 from rollbook.envs.environment import WorldEnvironment
+from rollbook.envs.maths import Maths
 from rollbook.envs.number_guessing import NumberGuessing
+from rollbook.envs.terminal import Terminal
 
 CATALOG: dict[str, type] = {
+    "arithmetic": Arithmetic,
     "delayed_number_guessing": DelayedNumberGuessing,
+    "maths": Maths,
     "number_guessing": NumberGuessing,
+    "terminal": Terminal,
+}
+# Worlds that need an extra: named here, imported when they are chosen.
+ON_DEMAND = {
+    "aws": "rollbook.envs.awscli.environment:AwsCliWorld",
+    "reasoning_gym": "rollbook.envs.reasoning_gym_maths:ReasoningGymMaths",
 }
 # A world that gives back a container or a connection may take seconds; one that takes longer hangs.
 CLOSE_WITHIN_S = 20.0
@@ -27,11 +38,15 @@ class EnvironmentSource:
     """Makes a fresh environment for each episode. Name and arguments are checked when it is built, not in the first episode."""
 
     def __init__(self, config: EnvConfig) -> None:
+        if config.url is not None:
+            raise RunError(
+                f"env.url names the server {config.url}; no world is made here (rollbook.envs.remote opens it)"
+            )
         self._config = config
         self._kind = world_class(config.name)
         check_arguments(config.name, self._kind, config.args)
         # Threads start with the first call that needs one: quick and async worlds cost none.
-        self._threads = ThreadPoolExecutor(config.max_threads, thread_name_prefix=f"env-{config.name}")
+        self._threads = DaemonThreads(config.max_threads, name=f"env-{config.name}")
 
     def __call__(self) -> WorldEnvironment:
         return WorldEnvironment(self._kind(**self._config.args), name=self._config.name, executor=self._threads)
@@ -55,9 +70,10 @@ def world_class(name: str) -> Callable[..., Any]:
     """The class behind a name of the catalog or a dotted path. Raises `RunError` that lists what is known."""
     if name in CATALOG:
         return CATALOG[name]
+    name = ON_DEMAND.get(name, name)
     if ":" not in name:
         raise RunError(
-            f"env.name: there is no environment {name!r}; known are {', '.join(sorted(CATALOG))}, "
+            f"env.name: there is no environment {name!r}; known are {', '.join(sorted([*CATALOG, *ON_DEMAND]))}, "
             "and 'module:Class' for one of your own"
         )
     module_name, _, class_name = name.partition(":")

@@ -1,0 +1,70 @@
+"""Arithmetic: the smallest complete world. One question, one answer, one reward.
+
+    reset({"left": 17, "sign": "-", "right": 5})     ->  "17 - 5 ="
+    step("12")                                       ->  "correct", reward 1, done
+
+Read it first when you write a world of your own (docs/writing-an-environment.md walks through it).
+"""
+
+import random
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rollbook.contracts.environment import Observation
+
+SIGNS: dict[str, Callable[[int, int], int]] = {
+    "+": lambda left, right: left + right,
+    "-": lambda left, right: left - right,
+    "*": lambda left, right: left * right,
+}
+# More digits than any answer here has; parsing a number of megabytes would hold the event loop.
+NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
+
+
+class Arithmetic:
+    """One sum to do. The last number of the reply is the answer."""
+
+    is_quick = True
+
+    def __init__(self) -> None:
+        self._answer: int | None = None
+        self._question = ""
+
+    def reset(self, task: Mapping[str, Any]) -> Observation:
+        missing = [name for name in ("left", "sign", "right") if name not in task]
+        if missing:
+            raise ValueError(f"the task lacks {', '.join(missing)}; it needs left, sign and right")
+        left, sign, right = int(task["left"]), str(task["sign"]), int(task["right"])
+        if sign not in SIGNS:
+            raise ValueError(f"there is no sign {sign!r}; known are {' '.join(SIGNS)}")
+        self._answer = SIGNS[sign](left, right)
+        self._question = f"{left} {sign} {right} ="
+        return Observation(text=self._question, facts={"answer": self._answer})
+
+    def step(self, action: str) -> Observation:
+        if self._answer is None:
+            raise RuntimeError("step without a question: reset first; one question takes one answer")
+        numbers = NUMBER.findall(action)
+        solved = bool(numbers) and int(numbers[-1]) == self._answer
+        facts = {"question": self._question, "answer": self._answer, "given": numbers[-1] if numbers else None}
+        self._answer = None
+        text = "correct" if solved else "not correct" if numbers else "there is no number in this answer"
+        return Observation(text=text, reward=1.0 if solved else 0.0, done=True, solved=solved, facts=facts)
+
+    def close(self) -> None:
+        self._answer = None
+
+
+def arithmetic_tasks(count: int, *, seed: int = 0, most: int = 20, signs: str = "+-") -> list[dict[str, Any]]:
+    """Rows with ids of their own; the same seed gives the same rows."""
+    rng = random.Random(seed)
+    return [
+        {
+            "id": f"arithmetic-{seed}-{index}",
+            "left": rng.randint(0, most),
+            "sign": rng.choice(signs),
+            "right": rng.randint(0, most),
+        }
+        for index in range(count)
+    ]

@@ -1,0 +1,1 @@
+"""Operating a cloud through its command line."""

@@ -1,0 +1,1 @@
+"""One file for each kind of process a sandbox is made of."""

@@ -1,0 +1,130 @@
+"""Clients and servers of worlds die, storm and come back. A world is never lost, and nobody waits for ever."""
+
+import asyncio
+from contextlib import ExitStack
+
+import pytest
+
+from rollbook.concurrency.deadline import Deadline
+from rollbook.contracts.errors import EpisodeError, RollbookError, TransientError
+from rollbook.envs.client import (
+    ClientOptions,
+    EnvSession,
+    ServerFullError,
+    WorldLostError,
+    connect,
+    new_http,
+    open_session,
+)
+from rollbook.envs.client_pools import GrpoPool
+from tests.parts.envs_server_process import process
+from tests.parts.envs_worlds import GAME, Notebook, Sleeper, Waiter, served, until
+
+
+async def test_the_worlds_of_a_killed_client_return_to_the_pool_at_once() -> None:
+    """Attacks: a dead client's slot returns at once, even in the middle of a step."""
+    async with served(Waiter, size=4) as server:
+        for _ in range(2):
+            with ExitStack() as stack:
+                # In a thread: the client waits for answers of this very process.
+                client, _ = await asyncio.to_thread(stack.enter_context, process("hold", server.url, "4"))
+                assert server.worlds.health().busy == 4
+                client.kill()
+                await until(lambda: server.worlds.health().busy == 0)
+        async with GrpoPool(server.url, size=4, first_task={}) as pool:
+            assert len(pool.sessions) == 4
+
+
+async def test_a_killed_server_is_an_episode_error_and_the_pool_connects_to_its_successor() -> None:
+    """Attacks: an infrastructure failure is never a reward; nobody waits for a peer that is gone."""
+    with process("serve", "number_guessing", "4", "0") as (first, url):
+        pool = GrpoPool(url, size=4, options=ClientOptions(close_s=1))
+        await pool.connect()
+        await pool.reset_group(GAME)
+        first.kill()
+        first.wait()
+        outcomes = await pool.try_group(lambda session: session.step("3"))
+        assert all(isinstance(outcome, RollbookError) for outcome in outcomes)
+        with pytest.raises(TransientError):
+            await pool.reset_group(GAME)
+        with process("serve", "number_guessing", "4", url.rpartition(":")[2]):
+            assert len(await pool.reset_group(GAME)) == 4
+            assert [seen.text for seen in await pool.run_group_step(["5"] * 4)] == ["correct"] * 4
+            await pool.close()
+
+
+async def test_a_server_that_dies_while_a_step_runs_ends_the_wait() -> None:
+    with process("serve", "tests.parts.envs_worlds:Waiter", "1", "0") as (server, url):
+        async with open_session(url, ClientOptions(close_s=1)) as world:
+            await world.reset({})
+            step = asyncio.ensure_future(world.step("600"))
+            await asyncio.sleep(0.1)
+            server.kill()
+            with pytest.raises(WorldLostError):
+                await step
+
+
+async def test_fifty_clients_storm_eight_places_and_every_one_is_served_or_refused() -> None:
+    """Attacks: never more sessions than worlds, nobody half in, everybody answered."""
+    most = 0
+
+    async def play() -> str:
+        nonlocal most
+        async with new_http() as connections:
+            try:
+                world = await connect(connections, server.url, deadline=Deadline(30, "storm"))
+            except ServerFullError:
+                return "refused"
+            await world.reset({"owner": "w"})
+            most = max(most, server.worlds.health().busy)
+            text = (await world.step("end")).text
+            await world.close()
+            return text
+
+    async with served(Notebook, size=8, connect_wait_s=0.0) as server:
+        outcomes = await asyncio.gather(*(play() for _ in range(50)))
+        assert server.worlds.health().busy == 0
+        assert set(outcomes) <= {"refused", "w|end"}
+        assert outcomes.count("w|end") >= 8
+    assert most <= 8
+
+    async with served(Notebook, size=8, connect_wait_s=30.0) as server:  # with patience everybody is served
+        assert await asyncio.gather(*(play() for _ in range(50))) == ["w|end"] * 50
+    assert most <= 8
+
+
+async def test_a_stuck_world_costs_its_own_session_only() -> None:
+    """Attacks: blocking worlds never block the loop; a world that never returns is given up."""
+    Sleeper.let_go.clear()
+    try:
+        async with served(Sleeper, size=3, step_s=0.2, close_s=0.2) as server, GrpoPool(server.url, size=3) as pool:
+            await pool.reset_group({})
+
+            async def play(session: EnvSession) -> str:
+                return (await session.step("stuck" if session is pool.sessions[0] else "0.01")).text
+
+            outcomes = await pool.try_group(play)
+            assert isinstance(outcomes[0], EpisodeError)
+            assert outcomes[1:] == ["awake", "awake"]
+            assert len(await pool.reset_group({})) == 3
+    finally:
+        Sleeper.let_go.set()
+
+
+async def test_two_hundred_connections_leave_no_descriptor_and_no_memory_behind() -> None:
+    with process("serve", "number_guessing", "8", "0") as (server, url):
+
+        async def cycle(times: int) -> None:
+            for _ in range(times):
+                async with GrpoPool(url, size=8, first_task=GAME) as pool:
+                    await pool.run_group_step(["5"] * 8)
+
+        await cycle(5)
+        descriptors, memory, threads = server.num_fds(), server.memory_info().rss, server.num_threads()
+        await cycle(25)  # 25 groups of 8: 200 sessions
+        async with new_http() as http, http.get(f"{url}/health") as reply:
+            health = await reply.json()
+        assert (health["active"], health["reserved"], health["worlds_busy"]) == (0, 0, 0)
+        await until(lambda: server.num_fds() <= descriptors + 1)  # the health check above may linger
+        assert server.num_threads() <= threads
+        assert server.memory_info().rss - memory < 8 * 2**20

@@ -1,0 +1,87 @@
+"""A server that stands still, a simulator that is killed in the middle of an episode."""
+
+import asyncio
+import signal
+import threading
+import time
+
+import psutil
+import pytest
+
+from rollbook.contracts.environment import Observation
+from rollbook.contracts.errors import EpisodeError
+from rollbook.envs.client import ClientOptions, EnvSession, WorldLostError
+from rollbook.envs.client_pools import GrpoPool, MultiTurnEnvPool
+from tests.parts.envs_server_process import process
+from tests.parts.envs_worlds import AWS_ARGS, GAME, served, until
+
+IMPATIENT = ClientOptions(request_s=0.5, close_s=0.3, connect_s=5)
+
+
+async def test_closing_a_pool_of_a_server_that_stands_still_ends() -> None:
+    """Attacks: a hung shutdown is impossible, for code that awaits and for code that blocks."""
+    with process("serve", "number_guessing", "8", "0") as (server, url):
+        pool = GrpoPool(url, size=4, options=IMPATIENT)
+        await pool.connect()
+        await pool.reset_group(GAME)
+        blocking = await asyncio.to_thread(MultiTurnEnvPool, url, 4, options=IMPATIENT)
+        server.send_signal(signal.SIGSTOP)
+        try:
+            async with asyncio.timeout(30):
+                outcomes = await pool.try_group(lambda session: session.step("5"))
+                assert all(isinstance(outcome, WorldLostError) for outcome in outcomes)
+                await pool.close()
+                await asyncio.to_thread(blocking.close)
+        finally:
+            server.send_signal(signal.SIGCONT)
+        assert not [thread for thread in threading.enumerate() if thread.name == "env-pool"]
+        async with GrpoPool(url, size=8, first_task=GAME) as again:  # it moves on, and every place is free
+            assert len(again.sessions) == 8
+
+
+async def test_closing_a_blocking_pool_whose_loop_somebody_blocks_ends_too(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rollbook.envs.blocking_pool.CLOSE_MARGIN_S", 0.1)
+    released = threading.Event()
+
+    async def rude(session: EnvSession, first: Observation) -> None:
+        while not released.is_set():
+            time.sleep(0.01)  # noqa: ASYNC251 - the very mistake this test is about
+
+    async with served("number_guessing", size=1) as server:
+        pool = await asyncio.to_thread(MultiTurnEnvPool, server.url, 1, options=ClientOptions(close_s=0.1))
+        playing = asyncio.ensure_future(asyncio.to_thread(pool.try_group, GAME, rude))
+        await asyncio.sleep(0.3)
+        await asyncio.to_thread(pool.close)
+        assert "something blocks its event loop" in caplog.text
+        released.set()
+        await asyncio.gather(playing, return_exceptions=True)
+        await until(lambda: server.worlds.health().busy == 0)
+
+
+async def test_a_simulator_that_is_killed_in_the_middle_of_an_episode_is_replaced_and_scores_nothing() -> None:
+    """Attacks: an infrastructure failure is never a reward; siblings are not touched; the group is whole again at once."""
+    pytest.importorskip("ministack")
+    pytest.importorskip("awscli")
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    async with served("aws", size=2, args=AWS_ARGS) as server:
+        async with GrpoPool(server.url, size=2) as pool:
+            task = {"id": "fan-out-two-queues"}
+            await pool.reset_group(task)
+            created = await pool.run_group_step(["aws s3api create-bucket --bucket mine"] * 2)
+            assert all(seen.reward == 0.0 for seen in created)
+            simulators = [
+                child
+                for child in psutil.Process().children(recursive=True)
+                if child.pid not in before and "simulator_process" in " ".join(child.cmdline())
+            ]
+            for simulator in simulators:  # both worlds and every spare
+                simulator.kill()
+            outcomes = await pool.try_group(lambda session: session.step("aws s3api list-buckets"))
+            assert [type(outcome) for outcome in outcomes] == [WorldLostError] * 2
+            assert all(isinstance(outcome, EpisodeError) for outcome in outcomes)
+            await pool.reset_group(task)
+            seen = await pool.run_group_step(["aws s3api list-buckets --query Buckets[].Name"] * 2)
+            assert [answer.text.strip() for answer in seen] == ["[]", "[]"]
+        assert server.worlds.health().replaced >= 2

@@ -1,0 +1,74 @@
+"""No way of playing pays more than where it ends; no quoting is misread."""
+
+import itertools
+import shlex
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollbook.envs.awscli.commands import Refusal, split, understand
+from rollbook.envs.awscli.grading import GradingRule, Standing
+
+RULE = GradingRule(partial=0.5, hint_price=0.85)
+
+
+@st.composite
+def episodes(draw: st.DrawFn) -> tuple[Standing, list[tuple[Standing, int]]]:
+    """A start that is not solved, and the standings after each move, with the hints used by then."""
+    goals, keeps = draw(st.integers(1, 5)), draw(st.integers(0, 2))
+    start_goals = draw(st.lists(st.booleans(), min_size=goals, max_size=goals).filter(lambda held: not all(held)))
+    start = Standing(goals=tuple(start_goals), keeps=(True,) * keeps)
+    moves, hints = [], 0
+    for _ in range(draw(st.integers(0, 12))):
+        hints = min(3, hints + draw(st.integers(0, 1)))
+        held = draw(st.lists(st.booleans(), min_size=goals, max_size=goals))
+        kept = draw(st.lists(st.booleans(), min_size=keeps, max_size=keeps))
+        moves.append((Standing(goals=tuple(held), keeps=tuple(kept)), hints))
+    return start, moves
+
+
+def rewards(start: Standing, moves: list[tuple[Standing, int]]) -> list[float]:
+    values = [0.0, *(RULE.value(standing, start=start, hints_used=hints) for standing, hints in moves)]
+    return [after - before for before, after in itertools.pairwise(values)]
+
+
+@given(episodes())
+def test_the_return_is_the_value_of_the_last_state_whatever_the_way(
+    episode: tuple[Standing, list[tuple[Standing, int]]],
+) -> None:
+    start, moves = episode
+    last = RULE.value(moves[-1][0], start=start, hints_used=moves[-1][1]) if moves else 0.0
+    assert abs(sum(rewards(start, moves)) - last) < 1e-9
+    assert 0.0 <= last <= 1.0
+
+
+@given(episodes())
+def test_waiting_longer_never_pays(episode: tuple[Standing, list[tuple[Standing, int]]]) -> None:
+    start, moves = episode
+    if moves:
+        assert abs(sum(rewards(start, [*moves, moves[-1]])) - sum(rewards(start, moves))) < 1e-9
+
+
+@given(episodes())
+def test_only_a_solved_world_is_worth_more_than_partial_credit(
+    episode: tuple[Standing, list[tuple[Standing, int]]],
+) -> None:
+    start, moves = episode
+    for standing, hints in moves:
+        value = RULE.value(standing, start=start, hints_used=hints)
+        assert value > RULE.partial if standing.is_solved else value <= RULE.partial
+
+
+@given(
+    st.lists(
+        st.text(st.characters(exclude_characters="\0\n\r", exclude_categories=["Cs", "Cc", "Zl", "Zp"])), max_size=6
+    )
+)
+def test_quoted_words_are_read_back_as_they_were(words: list[str]) -> None:
+    assert split(shlex.join(["aws", *words])) == ["aws", *words]
+
+
+@given(st.text(max_size=300))
+def test_whatever_an_agent_says_there_is_an_answer(text: str) -> None:
+    move = understand(text)
+    assert isinstance(move, Refusal) or move.text

@@ -1,0 +1,33 @@
+"""The notebook is run, cell by cell, in one event loop, as a kernel would."""
+
+import ast
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NOTEBOOK = Path(__file__).parents[2] / "examples/multiple_connects.ipynb"
+
+
+async def test_eight_sessions_of_the_notebook_leave_eight_independent_traces(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("ministack")
+    pytest.importorskip("awscli")
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            code = compile("".join(cell["source"]), cell["id"], "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+            result = eval(code, names)  # our own file, read above
+            if inspect.iscoroutine(result):
+                await result
+    shown = capsys.readouterr().out
+    assert "eight independent traces" in shown
+    assert "every world was given back" in shown
+    written = "".join(line for cell in cells for output in cell.get("outputs", []) for line in output["text"])
+    assert [line for line in shown.splitlines() if " sees " in line] == [
+        line for line in written.splitlines() if " sees " in line
+    ]

@@ -1,0 +1,133 @@
+"""The `openenv` package itself, on both ends of the wire. It lives in a virtual environment of its own: scripts/openenv_venv.sh."""
+
+import asyncio
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from rollbook.contracts.errors import EpisodeError, RunError
+from rollbook.envs.client import ClientOptions, open_session
+from rollbook.envs.client_pools import GroupTooLargeError, GrpoPool
+from tests.parts.envs_worlds import served
+
+ROOT = Path(__file__).parents[2]
+PYTHON = Path(os.environ.get("ROLLBOOK_OPENENV_PYTHON", ROOT / ".venvs/openenv/bin/python"))
+PEER = ROOT / "tests/parts/envs_openenv_peer.py"
+COUNTER = ClientOptions(task_field=None)
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not PYTHON.exists(), reason="no virtual environment with openenv; scripts/openenv_venv.sh makes it"
+    ),
+]
+
+
+async def told(*args: str) -> dict[str, object]:
+    child = await asyncio.create_subprocess_exec(PYTHON, PEER, *args, stdout=asyncio.subprocess.PIPE)
+    out, _ = await child.communicate()
+    assert child.returncode == 0
+    answer: dict[str, object] = json.loads(out)
+    return answer
+
+
+@contextmanager
+def peer(verb: str) -> Iterator[str]:
+    child = subprocess.Popen(
+        [PYTHON, PEER, verb],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{PEER.parent}"},
+    )
+    assert child.stdout is not None
+    try:
+        yield child.stdout.readline().strip()
+    finally:
+        child.kill()
+        child.wait()
+        child.stdout.close()
+
+
+async def until_it_answers(url: str) -> None:
+    """Its server prints the address before it listens."""
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                async with open_session(url, COUNTER):
+                    return
+            except Exception:
+                await asyncio.sleep(0.1)
+
+
+async def test_its_client_plays_an_episode_against_our_server() -> None:
+    async with served("number_guessing", size=1) as server:
+        episode = await told("play", server.url)
+        assert server.worlds.health().busy == 0
+    assert episode["texts"] == ["guess a number from 0 to 15", "lower", "higher", "correct"]
+    assert (episode["reward"], episode["solved"], episode["again"]) == (0.76, True, "guess a number from 0 to 15")
+    assert isinstance(episode["state"], dict)
+    assert episode["state"]["step_count"] == 3
+    assert "EXECUTION_ERROR" in str(episode["errors"])
+    assert "VALIDATION_ERROR" in str(episode["errors"])
+
+
+async def test_its_clients_are_refused_cleanly_when_we_are_full() -> None:
+    async with served("number_guessing", size=2, connect_wait_s=0.1) as server:
+        crowd = await told("crowd", server.url, "4")
+        assert server.worlds.health().busy == 0
+    assert crowd["connected"] == 2
+    assert "503" in str(crowd["refused"])
+
+
+@pytest.mark.parametrize("verb", ["serve", "host"])
+async def test_our_client_plays_its_environment_on_its_server_and_on_ours(verb: str) -> None:
+    with peer(verb) as url:
+        await until_it_answers(url)
+        async with open_session(url, COUNTER) as world:
+            first = await world.reset({"target": 5}, episode_id="mine")
+            middle = await world.step({"amount": 2})
+            with pytest.raises(EpisodeError, match="thirteen breaks this world"):
+                await world.step({"amount": 13})
+            with pytest.raises(EpisodeError, match="VALIDATION_ERROR"):
+                await world.step({"amount": "many"})
+            last = await world.step({"amount": 3})
+            state = await world.state()
+        assert json.loads(first.text) == {"total": 0}
+        assert (json.loads(middle.text), middle.done) == ({"total": 2}, False)
+        assert (json.loads(last.text), last.reward, last.done) == ({"total": 5}, 1.0, True)
+        assert (state["episode_id"], state["step_count"], state["history"]) == ("mine", 2, [2, 3])
+
+
+@pytest.mark.parametrize("verb", ["serve", "host"])
+async def test_our_group_is_whole_on_its_server_too(verb: str) -> None:
+    with peer(verb) as url:
+        await until_it_answers(url)
+        for _ in range(3):  # its places come back while its worlds are still closing: connects wait instead of failing
+            async with GrpoPool(url, size=4, first_task={"target": 3}, options=COUNTER) as pool:
+                seen = await pool.run_group_step([{"amount": n} for n in (1, 2, 3, 4)])
+                assert [json.loads(answer.text)["total"] for answer in seen] == [1, 2, 3, 4]
+        with pytest.raises(GroupTooLargeError, match=r"5 sessions .* has 4"):
+            await GrpoPool(url, size=5, options=COUNTER).connect()
+        async with GrpoPool(url, size=4, options=COUNTER) as pool:
+            assert len(pool.sessions) == 4
+
+
+def test_a_class_that_cannot_be_hosted_is_refused_with_a_reason() -> None:
+    code = (
+        "from rollbook.envs.openenv_host import HostedWorlds\n"
+        "for path in ('nowhere', 'no.such.module:Env', 'json:JSONDecoder'):\n"
+        "    try: HostedWorlds(path, {}, size=1)\n"
+        "    except Exception as error: print(type(error).__name__, error)\n"
+    )
+    out = subprocess.run(
+        [PYTHON, "-c", code], capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    ).stdout.splitlines()
+    assert [line.split()[0] for line in out] == [RunError.__name__] * 3
+    assert "module:Class" in out[0]
+    assert "is the openenv package installed" in out[1]
+    assert "lacks reset, step, state" in out[2]

@@ -1,0 +1,149 @@
+"""What an agent says, and what is understood of it."""
+
+import pytest
+
+from rollbook.envs.awscli.commands import Command, Refusal, Verb, split, understand
+
+
+def understood(action: str) -> Command:
+    move = understand(action)
+    assert isinstance(move, Command), move
+    return move
+
+
+def refused(action: str) -> str:
+    move = understand(action)
+    assert isinstance(move, Refusal), move
+    return move.text
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        "aws s3 ls",
+        "$ aws s3 ls",
+        "`aws s3 ls`",
+        "- `aws s3 ls`",
+        "1. aws s3 ls",
+        "I look at the buckets first.\n```bash\naws s3 ls\n```\nThen I will see.",
+        "<think>maybe\naws s3 rb s3://x\n</think>\naws s3 ls",
+        "aws s3 \\\n  ls",
+        "aws s3 ls  # all of them",
+    ],
+)
+def test_the_command_is_found_however_it_is_wrapped(action: str) -> None:
+    assert understood(action).argv == ("s3", "ls")
+
+
+@pytest.mark.parametrize(
+    "action", ["", "   ", "I do not know", "awsome s3 ls", "hinting at aws", "# aws s3 ls", "answer"]
+)
+def test_words_without_a_command_get_an_answer_that_says_what_to_write(action: str) -> None:
+    assert "begins with `aws`" in refused(action)
+
+
+def test_only_the_first_of_several_commands_is_taken_and_the_rest_is_counted() -> None:
+    move = understood("aws s3 ls\naws sqs list-queues\naws sns list-topics")
+    assert move.argv == ("s3", "ls")
+    assert move.skipped == 2
+
+
+def test_an_answer_keeps_everything_that_follows() -> None:
+    move = understood("answer rate(5 minutes)")
+    assert (move.verb, move.argv) == (Verb.ANSWER, ("rate(5 minutes)",))
+
+
+def test_where_nothing_was_asked_talk_about_answers_is_only_talk() -> None:
+    move = understand("answer the question first\naws s3 ls", may_answer=False)
+    assert isinstance(move, Command)
+    assert (move.verb, move.argv, move.skipped) == (Verb.AWS, ("s3", "ls"), 0)
+
+
+def test_a_query_may_end_with_a_tick() -> None:
+    move = understood("aws ec2 describe-vpcs --query 'Vpcs[?IsDefault==`true`]'")
+    assert move.argv[-1] == "Vpcs[?IsDefault==`true`]"
+
+
+@pytest.mark.parametrize(
+    ("line", "sign"),
+    [
+        ("aws s3 ls | cat", "|"),
+        ("aws s3 ls; rm -rf /", ";"),
+        ("aws s3 ls && id", "&"),
+        ("aws s3 ls > /etc/passwd", ">"),
+        ("aws s3 ls < /etc/passwd", "<"),
+        ("aws s3 ls (x)", "("),
+    ],
+)
+def test_shell_operators_are_refused_by_name(line: str, sign: str) -> None:
+    assert repr(sign) in refused(line)
+
+
+@pytest.mark.parametrize(
+    "line", ["aws s3 ls $HOME", "aws s3 ls $(id)", "aws s3 ls `id`", 'aws s3 ls "${HOME}"', 'aws s3 ls "`id`"']
+)
+def test_substitution_is_refused_also_inside_double_quotes(line: str) -> None:
+    assert "single quotes" in refused(line)
+
+
+def test_single_quotes_protect_everything() -> None:
+    assert split("aws x 'a | b; $HOME `id` \"q\"'") == ["aws", "x", 'a | b; $HOME `id` "q"']
+
+
+def test_json_keeps_its_inner_quotes() -> None:
+    assert split("""aws x --d '{"a":"b"}' --e "{\\"c\\":1}" """) == ["aws", "x", "--d", '{"a":"b"}', "--e", '{"c":1}']
+
+
+def test_an_open_quote_is_told() -> None:
+    assert "never closed" in refused("aws s3 ls 'oops")
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--endpoint-url http://127.0.0.1:4567", "--endpoint-url=http://x", "--endpoint http://x", "--endp http://x", "--profile p",
+     "--debug", "--no-verify-ssl", "--no-sign-request", "--ca-bundle x"],
+)  # fmt: skip
+def test_options_that_lead_out_are_refused_also_when_abbreviated(option: str) -> None:
+    assert "not available" in refused(f"aws s3 ls {option}")
+
+
+@pytest.mark.parametrize("word", ["file:///etc/passwd", "fileb://x.zip", "Code=fileb:///etc/shadow"])
+def test_local_files_as_parameters_are_refused(word: str) -> None:
+    assert "out of reach" in refused(f"aws lambda create-function --x {word}")
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd", "~/x", "../x", "a/../../x"])
+def test_local_paths_outside_the_working_directory_are_refused(path: str) -> None:
+    assert "working directory" in refused(f"aws s3 cp {path} s3://b/k")
+
+
+def test_paths_inside_it_are_fine() -> None:
+    assert understood("aws s3 cp site/index.html s3://b/k").argv[2] == "site/index.html"
+
+
+@pytest.mark.parametrize("service", ["configure set region x", "history list"])
+def test_the_clis_own_settings_are_out_of_reach(service: str) -> None:
+    assert "not available" in refused(f"aws {service}")
+
+
+def test_a_line_without_end_is_refused() -> None:
+    assert "at most" in refused("aws s3 ls " + "x" * 30_000)
+
+
+@pytest.mark.parametrize(
+    ("line", "is_read_only"),
+    [
+        ("aws s3 ls", True),
+        ("aws s3api list-buckets", True),
+        ("aws iam get-role --role-name x", True),
+        ("aws ec2 describe-vpcs", True),
+        ("aws s3api help", True),
+        ("aws s3api create-bucket --bucket b", False),
+        ("aws sqs receive-message --queue-url u", False),
+        ("aws dynamodb update-table --table-name t", False),
+        ("aws s3 mb s3://b", False),
+        ("aws getaway", False),
+    ],
+)
+def test_only_what_certainly_changes_nothing_counts_as_reading(line: str, is_read_only: bool) -> None:
+    assert understood(line).is_read_only is is_read_only

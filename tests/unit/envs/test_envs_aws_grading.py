@@ -1,0 +1,238 @@
+"""What a situation is worth, what is true of an answer, and what the seed decides."""
+
+from typing import Any
+
+import pytest
+
+from rollbook.contracts.errors import RunError
+from rollbook.envs.awscli.chaos import MOST_FAULTS, Chaos, FaultKind
+from rollbook.envs.awscli.config import AwsCliConfig
+from rollbook.envs.awscli.drift import chosen_faults, chosen_variant
+from rollbook.envs.awscli.grading import GradingRule, Standing, flaw_at_start, potential
+from rollbook.envs.awscli.hints import factor, hint_text
+from rollbook.envs.awscli.setting import kept
+from rollbook.envs.awscli.task_bank import AwsTask, Check, Question, Split, Step, Tier, aws_tasks, parse_task, task_bank
+from rollbook.envs.awscli.verification import filled, holds, is_right
+from rollbook.envs.awscli.worker import ApiAnswer
+from tests.parts.envs_aws import bucket_task
+
+RULE = GradingRule(partial=0.5, hint_price=0.85)
+START = Standing(goals=(False, False), keeps=(True,))
+
+
+def test_an_untouched_world_is_worth_nothing() -> None:
+    assert RULE.value(START, start=START, hints_used=0) == 0.0
+
+
+def test_half_way_is_worth_half_of_the_partial_credit() -> None:
+    assert RULE.value(Standing(goals=(True, False), keeps=(True,)), start=START, hints_used=0) == 0.25
+
+
+def test_a_solved_world_is_worth_one_and_each_hint_takes_its_price() -> None:
+    solved = Standing(goals=(True, True), keeps=(True,))
+    assert [RULE.value(solved, start=START, hints_used=n) for n in range(3)] == pytest.approx([1.0, 0.85, 0.7225])
+
+
+def test_breaking_what_had_to_stay_is_worth_nothing_even_with_every_goal_reached() -> None:
+    broken = Standing(goals=(True, True), keeps=(False,))
+    assert not broken.is_solved
+    assert RULE.value(broken, start=START, hints_used=0) == 0.0
+
+
+def test_goals_that_held_at_the_start_earn_nothing() -> None:
+    start = Standing(goals=(True, False))
+    assert potential(start, start=start) == 0.0
+    assert potential(Standing(goals=(False, True)), start=start) == 0.0
+    assert potential(Standing(goals=(True, True)), start=start) == 1.0
+
+
+def test_an_almost_right_world_is_worth_less_than_a_solution_with_every_hint() -> None:
+    assert RULE.partial < factor(3, RULE.hint_price)
+
+
+def test_a_start_that_is_solved_is_no_fair_start() -> None:
+    flaw = flaw_at_start(Standing(goals=(True,)), ["x"], [], must_be_open=[False])
+    assert flaw is not None
+    assert "solved before" in flaw
+
+
+def test_a_fault_without_effect_is_no_fair_start() -> None:
+    flaw = flaw_at_start(Standing(goals=(False, True)), ["a", "b"], [], must_be_open=[True, True])
+    assert flaw is not None
+    assert "still true that b" in flaw
+
+
+def test_something_to_keep_must_be_there_at_the_start() -> None:
+    flaw = flaw_at_start(Standing(goals=(False,), keeps=(False,)), ["a"], ["the crown"], must_be_open=[False])
+    assert flaw is not None
+    assert "the crown" in flaw
+
+
+def check(**expectation: Any) -> Check:
+    return Check.model_validate({"says": "x", "call": "s3.list_buckets", "query": "v", **expectation})
+
+
+@pytest.mark.parametrize(
+    ("expectation", "value", "is_true"),
+    [
+        ({"equals": "a"}, "a", True),
+        ({"equals": "a"}, "b", False),
+        ({"equals": 5}, "5", True),
+        ({"equals": "80"}, 80.0, True),
+        ({"equals": True}, "true", True),
+        ({"equals": ["a", 3]}, ["a", "3"], True),
+        ({"equals": ["a"]}, ["a", "b"], False),
+        ({"contains": "a"}, ["b", "a"], True),
+        ({"contains": {"Key": "k"}}, [{"Key": "k", "Value": "v"}], True),
+        ({"contains": {"Key": "z"}}, [{"Key": "k"}], False),
+        ({"contains": "bc"}, "abcd", True),
+        ({"count": 2}, [1, 2], True),
+        ({"count": 0}, None, True),
+        ({"matches": "^a+$$"}, "aaa", True),
+        ({"matches": "^a+$$"}, "aab", False),
+        ({"absent": True}, None, True),
+        ({"absent": True}, [], True),
+        ({"absent": True}, ["x"], False),
+        ({}, "something", True),
+        ({}, [], False),
+        ({}, None, False),
+    ],
+)
+def test_a_check_judges_the_value(expectation: dict[str, Any], value: Any, is_true: bool) -> None:
+    assert holds(check(**expectation), ApiAnswer(result={"v": value}), {}) is is_true
+
+
+def test_a_refusal_of_the_api_is_an_answer() -> None:
+    gone = ApiAnswer(code="NoSuchBucket", message="no")
+    assert not holds(check(equals="a"), gone, {})
+    assert holds(check(absent=True), gone, {})
+
+
+def test_json_inside_a_text_can_be_looked_into() -> None:
+    question = check(parse="Statement[0].Effect", equals="Allow")
+    assert holds(question, ApiAnswer(result={"v": '{"Statement":[{"Effect":"Allow"}]}'}), {})
+    assert not holds(question, ApiAnswer(result={"v": "no json"}), {})
+
+
+def test_a_check_with_two_expectations_is_refused() -> None:
+    with pytest.raises(ValueError, match="one expectation each"):
+        check(equals=1, count=2)
+
+
+@pytest.mark.parametrize(
+    ("truth", "reply", "is_true"),
+    [("media-1", "media-1", True), ("media-1", '"Media-1".', True), (3, "3", True), (80.0, "80", True), ("a", "b", False),
+     (["b", "a"], "a, b", True), (["a"], "a b", False), (None, "none", False)],
+)  # fmt: skip
+def test_an_answer_is_compared_with_the_truth(truth: Any, reply: str, is_true: bool) -> None:
+    question = Question.model_validate({"call": "s3.list_buckets", "query": "v"})
+    assert is_right(question, ApiAnswer(result={"v": truth}), {}, reply) is is_true
+
+
+def test_an_unknown_variable_is_told_and_a_dollar_sign_stays() -> None:
+    assert filled({"a": ["${x}", "$.y"]}, {"x": "1"}) == {"a": ["1", "$.y"]}
+    with pytest.raises(ValueError, match=r"\$\{z\}"):
+        filled("${z}", {"x": "1"})
+
+
+def test_what_a_step_keeps_must_be_there() -> None:
+    step = Step(run="aws x", keep={"id": "Vpc.VpcId"})
+    assert kept(step, '{"Vpc": {"VpcId": "v-1"}}', {}) == {"id": "v-1"}
+    with pytest.raises(ValueError, match="printed nothing"):
+        kept(step, "{}", {})
+    with pytest.raises(ValueError, match="no JSON"):
+        kept(step, "oops", {})
+
+
+def drifting_task() -> AwsTask:
+    return next(task for task in task_bank().values() if len(task.drift) >= 4)
+
+
+def test_the_same_seed_gives_the_same_names_and_faults_and_seeds_differ() -> None:
+    task = drifting_task()
+    for seed in range(20):
+        assert chosen_variant(task, seed) == chosen_variant(task, seed)
+        names = [fault.name for fault in chosen_faults(task, seed)]
+        assert names == [fault.name for fault in chosen_faults(task, seed)]
+        assert task.drift_count[0] <= len(set(names)) == len(names) <= task.drift_count[1]
+    assert len({tuple(f.name for f in chosen_faults(task, seed)) for seed in range(20)}) > 3
+    assert len({tuple(chosen_variant(task, seed).values()) for seed in range(20)}) == len(task.variants)
+
+
+def strikes(seed: int, scale: float) -> list[FaultKind | None]:
+    task = next(task for task in task_bank().values() if task.chaos and task.tier is Tier.ADVANCED)
+    chaos = Chaos(task, seed=seed, scale=scale)
+    return [fault.kind if (fault := chaos.strike(is_last_move=move == 9)) else None for move in range(10)]
+
+
+def test_chaos_is_reproducible_bounded_and_off_by_default() -> None:
+    assert strikes(1, 0.0) == [None] * 10
+    for seed in range(30):
+        struck = strikes(seed, 5.0)
+        assert struck == strikes(seed, 5.0)
+        assert sum(kind is not None for kind in struck) <= MOST_FAULTS
+        assert struck[9] is None
+    kinds = {kind for seed in range(30) for kind in strikes(seed, 5.0)}
+    assert kinds == {None, FaultKind.REFUSED, FaultKind.UNDONE}
+
+
+def test_hints_come_in_order_with_their_price_and_end() -> None:
+    assert hint_text(["a", "b", "c"], 0, 0.85).endswith(": a")
+    assert "0.614" in hint_text(["a", "b", "c"], 2, 0.85)
+    assert hint_text(["a", "b", "c"], 3, 0.85) == "there are no further hints"
+
+
+def test_the_bank_is_as_large_and_as_wide_as_promised() -> None:
+    bank = task_bank()
+    assert len(bank) >= 120
+    assert len({service for task in bank.values() for service in task.services}) >= 15
+    assert {task.tier for task in bank.values()} == set(Tier)
+    assert all(len(set(task.hints)) == 3 for task in bank.values())
+
+
+def test_every_tier_is_in_every_split_and_no_task_in_two() -> None:
+    rows = {split: aws_tasks(split=split) for split in Split}
+    ids = [row["id"] for split in Split for row in rows[split]]
+    assert sorted(ids) == sorted(task_bank())
+    assert all({row["tier"] for row in rows[split]} == {tier.value for tier in Tier} for split in Split)
+    assert len(rows[Split.TRAIN]) > len(rows[Split.TEST]) + len(rows[Split.VALIDATION])
+
+
+def test_adding_tasks_does_not_move_others_between_splits() -> None:
+    task = parse_task(bucket_task(id="s3-create-bucket"), where="test")
+    assert task.split is task_bank()["s3-create-bucket"].split
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hints": ["one"]}, "hints"),
+        ({"checks": []}, "nothing to grade"),
+        ({"tier": "hard"}, "tier"),
+        ({"colour": "red"}, "colour"),
+        ({"variants": [{"a": 1}, {"b": 2}]}, "same variables"),
+        ({"answer": {"call": "s3.list_buckets"}}, "not for both"),
+    ],
+)
+def test_a_wrong_task_is_refused_with_its_field(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(RunError, match=message):
+        parse_task(bucket_task(**change), where="test")
+
+
+def test_settings_come_from_arguments_first_then_from_known_variables() -> None:
+    environ = {"AWS_RL_ENV_POOL_SIZE": "4", "AWS_RL_ENV_MINISTACK_BASE_PORT": "5000", "BACKEND_TYPE": "simulator"}
+    config = AwsCliConfig.read({"base_port": 6000}, environ=environ)
+    assert (config.pool_size, config.base_port, config.backend) == (4, 6000, "simulator")
+    assert AwsCliConfig.read({}, environ=environ, size=2).pool_size == 2
+
+
+def test_a_wrong_variable_is_named() -> None:
+    with pytest.raises(RunError, match=r"pool_size \(from AWS_RL_ENV_POOL_SIZE\)"):
+        AwsCliConfig.read({}, environ={"AWS_RL_ENV_POOL_SIZE": "many"})
+
+
+def test_a_real_account_must_be_confirmed_and_has_no_pool() -> None:
+    with pytest.raises(RunError, match="confirm_account"):
+        AwsCliConfig.read({}, environ={"BACKEND_TYPE": "aws"})
+    with pytest.raises(RunError, match="no pool"):
+        AwsCliConfig.read({"backend": "aws", "confirm_account": "1" * 12, "pool_size": 8}, environ={})

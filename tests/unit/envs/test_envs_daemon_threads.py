@@ -1,0 +1,78 @@
+"""Threads that nobody waits for at the end."""
+
+import subprocess
+import sys
+import threading
+from concurrent.futures import CancelledError, wait
+
+import pytest
+
+from rollbook.envs.daemon_threads import DaemonThreads
+
+
+def test_calls_run_at_the_same_time_up_to_the_limit_and_never_beyond() -> None:
+    threads, lock = DaemonThreads(3, name="test"), threading.Lock()
+    running = most = 0
+    barrier = threading.Barrier(3)
+
+    def call() -> str:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        barrier.wait(10)
+        with lock:
+            running -= 1
+        return threading.current_thread().name
+
+    names = {future.result(10) for future in [threads.submit(call) for _ in range(30)]}
+    threads.shutdown()
+    assert most == 3
+    assert names == {"test-1", "test-2", "test-3"}
+
+
+def test_one_call_after_the_other_needs_one_thread() -> None:
+    threads = DaemonThreads(8, name="test")
+    idle = {threads.submit(lambda: threading.current_thread().name).result(10) for _ in range(20)}
+    threads.shutdown()
+    assert len(idle) <= 2  # a thread that has answered may not yet be back when the next call comes
+
+
+def test_errors_belong_to_the_caller_and_cancelled_calls_never_run() -> None:
+    threads, gate = DaemonThreads(1, name="test"), threading.Event()
+    ran: list[int] = []
+    blocked = threads.submit(gate.wait, 10)
+    failing = threads.submit(lambda: 1 / 0)
+    cancelled = threads.submit(lambda: ran.append(1))
+    assert cancelled.cancel()
+    gate.set()
+    wait([blocked], 10)
+    with pytest.raises(ZeroDivisionError):
+        failing.result(10)
+    threads.shutdown(cancel_futures=True)
+    with pytest.raises(RuntimeError, match="shut down"):
+        threads.submit(int)
+    assert ran == []
+
+
+def test_what_waits_is_cancelled_with_the_pool_when_that_is_asked_for() -> None:
+    threads, gate = DaemonThreads(1, name="test"), threading.Event()
+    blocked, waiting = threads.submit(gate.wait, 10), threads.submit(int)
+    threads.shutdown(cancel_futures=True)
+    gate.set()
+    assert blocked.result(10) is True
+    with pytest.raises(CancelledError):
+        waiting.result(10)
+
+
+def test_a_world_that_never_returns_does_not_keep_the_process_alive() -> None:
+    code = (
+        "import threading\n"
+        "from rollbook.envs.daemon_threads import DaemonThreads\n"
+        "began = threading.Event()\n"
+        "DaemonThreads(2, name='stuck').submit(lambda: (began.set(), threading.Event().wait()))\n"
+        "began.wait()\n"
+        "print('over')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "over\n"

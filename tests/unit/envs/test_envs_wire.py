@@ -1,0 +1,120 @@
+"""The OpenEnv wire: what is read from a message, and what is told."""
+
+import pytest
+
+from rollbook.contracts.environment import Observation
+from rollbook.envs.wire import (
+    ErrorCode,
+    ReplyKind,
+    TextDialect,
+    Verb,
+    WireError,
+    encode,
+    episode_id_of,
+    observation_of,
+    read_reply,
+    read_request,
+    result_data,
+    task_of,
+    text_action_of,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("not json", ErrorCode.INVALID_JSON),
+        (b"\xff\xfe", ErrorCode.INVALID_JSON),
+        ("[]", ErrorCode.VALIDATION_ERROR),
+        ("{}", ErrorCode.VALIDATION_ERROR),
+        ('{"type": "step", "data": "7"}', ErrorCode.VALIDATION_ERROR),
+        ('{"type": "dance"}', ErrorCode.UNKNOWN_TYPE),
+    ],
+)
+def test_a_message_that_cannot_be_used_is_refused_with_the_code_of_the_protocol(
+    text: str | bytes, code: ErrorCode
+) -> None:
+    with pytest.raises(WireError) as refusal:
+        read_request(text)
+    assert refusal.value.code is code
+
+
+def test_a_request_is_read_as_it_was_written() -> None:
+    request = read_request(encode(Verb.STEP, {"action": "aws s3 ls", "metadata": {"turn": 1}}))
+    assert (request.verb, text_action_of(request.data)) == (Verb.STEP, "aws s3 ls")
+
+
+@pytest.mark.parametrize("name", ["action", "command", "message", "text"])
+def test_the_text_of_an_action_may_have_any_name(name: str) -> None:
+    assert text_action_of({name: "7"}) == "7"
+
+
+@pytest.mark.parametrize("data", [{}, {"a": "1", "b": "2"}, {"guess": 7}, {"metadata": {}}])
+def test_an_action_without_exactly_one_text_is_refused_and_says_what_it_has(data: dict[str, object]) -> None:
+    with pytest.raises(WireError, match="an object with one text"):
+        text_action_of(data)
+
+
+@pytest.mark.parametrize(
+    ("data", "row"),
+    [
+        ({"task": {"secret": 1}}, {"secret": 1}),
+        ({"task": {"secret": 1}, "seed": 4, "episode_id": "e"}, {"secret": 1, "seed": 4}),
+        ({"task": {"secret": 1, "seed": 9}, "seed": 4}, {"secret": 1, "seed": 9}),
+        ({"secret": 1, "seed": 4, "episode_id": "e"}, {"secret": 1, "seed": 4}),
+        ({"task": "write a poem"}, {"task": "write a poem"}),
+        ({}, {}),
+    ],
+)
+def test_a_task_is_an_object_or_the_fields_themselves(data: dict[str, object], row: dict[str, object]) -> None:
+    assert task_of(data) == row
+
+
+def test_nothing_beside_a_task_is_silently_ignored() -> None:
+    with pytest.raises(WireError, match="difficulty"):
+        task_of({"task": {"secret": 1}, "difficulty": 3})
+
+
+def test_an_episode_id_is_a_short_text() -> None:
+    assert episode_id_of({"episode_id": "e7"}) == "e7"
+    with pytest.raises(WireError, match="255"):
+        episode_id_of({"episode_id": "x" * 256})
+
+
+def test_facts_stand_beside_what_the_agent_sees_and_can_be_left_out() -> None:
+    answer = Observation(text="higher", reward=0.5, done=True, solved=False, facts={"secret": 7})
+    told = result_data(TextDialect(), answer, with_facts=True)
+    assert told == {
+        "observation": {"text": "higher", "solved": False},
+        "reward": 0.5,
+        "done": True,
+        "metadata": {"secret": 7},
+    }
+    assert "metadata" not in result_data(TextDialect(), answer, with_facts=False)
+    assert observation_of(told) == answer
+
+
+def test_a_reward_that_is_no_number_is_never_sent() -> None:
+    with pytest.raises(WireError, match="finite"):
+        result_data(TextDialect(), Observation(text="", reward=float("nan")), with_facts=True)
+
+
+def test_an_observation_of_another_kind_of_server_is_read_as_json_text() -> None:
+    reply = read_reply(
+        '{"type":"observation","data":{"observation":{"total":3,"metadata":{"k":1}},"reward":null,"done":false}}'
+    )
+    seen = observation_of(reply.data)
+    assert reply.kind is ReplyKind.OBSERVATION
+    assert (seen.text, seen.reward, seen.facts) == ('{"total": 3}', 0.0, {"k": 1, "observation": {"total": 3}})
+
+
+@pytest.mark.parametrize("data", [{}, {"observation": 3, "reward": 1}, {"observation": {}, "reward": "much"}])
+def test_an_observation_message_without_observation_or_with_an_odd_reward_is_refused(data: dict[str, object]) -> None:
+    with pytest.raises(WireError, match="observation"):
+        observation_of(data)
+
+
+def test_what_json_has_no_word_for_is_told_as_text_and_a_broken_text_is_refused() -> None:
+    assert read_reply(encode(ReplyKind.STATE, {"when": complex(1, 2)})).data == {"when": "(1+2j)"}
+    with pytest.raises(WireError, match="JSON"):
+        encode(ReplyKind.STATE, {"text": "\ud800"})
