@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all check format docs bench bench-overlap clean
+.PHONY: help install demo test test-all check format docs bench bench-overlap bench-envs test-openenv clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -43,10 +43,17 @@ format: $(STAMP) ## rewrite the sources in the house format
 docs: $(STAMP) ## write the generated references
 	$(BIN)/python -m rollbook.run.config_reference > docs/configuration.md
 
-bench: bench-overlap ## every benchmark
+bench: bench-overlap bench-envs ## every benchmark
 
 bench-overlap: $(STAMP) ## does overlapping pay? the same work with lag budget 0 and 2
 	$(BIN)/python -m benchmarks.overlap
+
+bench-envs: $(STAMP) ## worlds: parallel against serial, the AWS world against the naive way, 256 sessions, pools
+	$(BIN)/python -m benchmarks.all_envs
+
+test-openenv: $(STAMP) ## against the openenv package, in a virtual environment of its own
+	PYTHON=$(PYTHON) sh scripts/openenv_venv.sh
+	$(BIN)/python -m pytest tests/services/test_envs_openenv_package.py
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -12,6 +12,7 @@ from rollbook import __version__
 from rollbook.cli.audit import audit
 from rollbook.cli.config import config_app
 from rollbook.cli.demo import demo
+from rollbook.cli.env import env_app
 from rollbook.cli.inspect import inspect
 from rollbook.cli.replay import replay
 from rollbook.cli.speaking import EXIT_MISUSED, say_error
@@ -31,6 +32,7 @@ app.command()(inspect)
 app.command()(replay)
 app.command()(demo)
 app.add_typer(config_app, name="config")
+app.add_typer(env_app, name="env")
 
 
 def _version(wanted: bool) -> None:

@@ -17,6 +17,9 @@ class EnvConfig(BaseModel, frozen=True, extra="forbid"):
     max_threads: int = Field(default=64, ge=1)
     """Threads for worlds with plain (not async) methods: how many of their calls can run at the same time."""
 
+    pool_size: int | None = Field(default=None, ge=1)
+    """Serve this many worlds from a process of the run's own, isolated from the workers. Unset: each worker makes its worlds."""
+
     url: str | None = Field(default=None, pattern=r"^https?://")
     """Play in the worlds of this environment server. Unset: every rollout process makes its own."""
 
@@ -25,7 +28,7 @@ class EnvConfig(BaseModel, frozen=True, extra="forbid"):
 
     @model_validator(mode="after")
     def _a_server_has_its_own_world(self) -> "EnvConfig":
-        strays = sorted({"name", "args", "max_threads"} & self.model_fields_set)
+        strays = sorted({"name", "args", "max_threads", "pool_size"} & self.model_fields_set)
         if self.url is not None and strays:
             raise ValueError(f"{', '.join(strays)}: the server at url decides that; set it there, or remove url")
         if self.url is None and self.token is not None:

@@ -25,6 +25,10 @@ class ScriptedConfig(BaseModel, frozen=True, extra="forbid"):
     token_s: float = Field(default=0.0, ge=0)
     """Seconds one decode step takes."""
 
+    script: str | None = Field(default=None, pattern=r"^[\w.]+:\w+$")
+    """`module:function` that is given the model directory and returns the script: a mapping or a function from the prompt's tokens
+    to those of the reply. Unset: a seeded random policy."""
+
 
 class InferenceConfig(BaseModel, frozen=True, extra="forbid"):
     """One policy server: its engine, its limits, and the deadline its clients set."""

@@ -148,7 +148,11 @@ def _with_seeds(table: Mapping[str, Any]) -> dict[str, Any]:
 
 def dump_toml(config: RunConfig) -> str:
     """The resolved configuration. Fields that are None are left out: TOML has no word for them."""
-    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+    table = config.model_dump(mode="json", exclude_none=True)
+    # Beside the url of a server elsewhere, no setting of a world of our own may stand: not even its default.
+    if config.env.url is not None:
+        table["env"] = config.env.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+    return tomli_w.dumps(table)
 
 
 def changed_fields(old: RunConfig, new: RunConfig) -> dict[str, tuple[Any, Any]]:

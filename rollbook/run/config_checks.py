@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from pydantic import BaseModel
 
+from rollbook.envs.config import EnvConfig
 from rollbook.inference.config import InferenceConfig, ScriptedConfig
 from rollbook.ledger.config import GateConfig
 from rollbook.rollout.config import RolloutConfig
@@ -61,6 +62,18 @@ def _the_engine_can_hold_what_is_in_flight(parts: Parts) -> Faults:
                 )
 
 
+def _every_episode_has_a_world(parts: Parts) -> Faults:
+    match parts.get("env"), parts.get("gate"), parts.get("rollout"):
+        case EnvConfig(pool_size=int(size)), GateConfig() as gate, RolloutConfig() as rollout:
+            episodes = gate.max_groups_in_flight * rollout.completions_per_prompt
+            if episodes > size:
+                yield (
+                    "env.pool_size",
+                    f"{episodes} episodes may be in flight (gate.max_groups_in_flight × rollout.completions_per_prompt), "
+                    f"but the pool has {size} worlds; raise it, or play fewer at a time",
+                )
+
+
 def _the_run_ends(parts: Parts) -> Faults:
     match parts.get("trainer"), parts.get("tasks"):
         case TrainerConfig(max_steps=None), TasksConfig(epochs=None):
@@ -87,6 +100,7 @@ CROSS_CHECKS: tuple[Callable[[Parts], Faults], ...] = (
     _tokens_fit_the_context,
     _a_minibatch_has_something_to_learn_from,
     _the_engine_can_hold_what_is_in_flight,
+    _every_episode_has_a_world,
     _the_run_ends,
     _schedules_know_their_length,
     _no_field_goes_unread,

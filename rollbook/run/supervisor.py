@@ -67,7 +67,8 @@ class Supervisor:
         self._drained = False
         self._sockets: dict[str, socket.socket] = {}
         threads = {"policy": config.inference.threads, "trainer": config.trainer.threads}
-        for server in ("ledger", "policy"):
+        servers = ["ledger", "policy", *(["env"] if config.env.pool_size is not None else [])]
+        for server in servers:
             self._sockets[server] = listening_socket("127.0.0.1", 0)
         addresses = {name: url_of(sock) for name, sock in self._sockets.items()}
         self.processes = [
@@ -80,7 +81,7 @@ class Supervisor:
                 env={"OMP_NUM_THREADS": str(threads.get(name, 1)), "TOKENIZERS_PARALLELISM": "false"},
                 changed=self._write_processes,
             )
-            for name in ("ledger", "policy", "trainer", "rollout")
+            for name in (*servers, "trainer", "rollout")
         ]
 
     async def run(self) -> RunOutcome:
@@ -185,7 +186,8 @@ class Supervisor:
             # The dispatcher hears from the ledger that the run is over and ends by itself.
             await self._gone([rollout], WIND_DOWN_S)
         self._stopping.set()
-        for process in (rollout, trainer, *(p for p in self.processes if p.role == "policy"), self.processes[0]):
+        servers = [p for p in self.processes if p.role not in ("rollout", "trainer")]
+        for process in (rollout, trainer, *reversed(servers)):
             if process.pid is None:
                 continue
             process.ask_to_stop()

@@ -38,7 +38,10 @@ class ModelBuildConfig(BaseModel, frozen=True, extra="forbid"):
     initializer_range: float = Field(default=0.02, gt=0)
     """Standard deviation of the initial weights. Very small models start to learn sooner with more."""
 
-    vocabulary: tuple[str, ...] = Field(min_length=1)
+    tokenizer: Literal["words", "bytes"] = "words"
+    """`words`: one token for each word of the vocabulary. `bytes`: one token for each byte, so that any text can be said."""
+
+    vocabulary: tuple[str, ...] = ()
     """Words of the tokenizer, without spaces; the special tokens <pad> <bos> <eos> <unk> come before them."""
 
     chat_template: str | None = None
@@ -50,6 +53,10 @@ class ModelBuildConfig(BaseModel, frozen=True, extra="forbid"):
             raise ValueError(f"hidden_size {self.hidden_size} does not split into {self.heads} heads of even width")
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads {self.kv_heads} does not divide heads {self.heads}")
+        if self.tokenizer == "words" and not self.vocabulary:
+            raise ValueError("vocabulary is empty: name the words, or set tokenizer = 'bytes'")
+        if self.tokenizer == "bytes" and self.vocabulary:
+            raise ValueError("vocabulary is read by tokenizer = 'words' only; a byte is a token of its own")
         words = (*SPECIAL_TOKENS, *self.vocabulary)
         twice = sorted({word for word in words if words.count(word) > 1})
         if twice:
@@ -58,6 +65,10 @@ class ModelBuildConfig(BaseModel, frozen=True, extra="forbid"):
         if broken:
             raise ValueError(f"vocabulary words must not be empty or contain spaces: {broken!r}")
         return self
+
+    @property
+    def vocab_size(self) -> int:
+        return len(SPECIAL_TOKENS) + (256 if self.tokenizer == "bytes" else len(self.vocabulary))
 
 
 class ModelConfig(BaseModel, frozen=True, extra="forbid"):

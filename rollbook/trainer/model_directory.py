@@ -6,14 +6,16 @@ Trainer and policy server load the same directory, so that version 0 is the same
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
 from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE, WordLevel
+from tokenizers.pre_tokenizers import ByteLevel, WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
@@ -63,11 +65,9 @@ def _build(build: ModelBuildConfig, directory: Path, made_from: dict[str, Any]) 
 
 
 def build_tokenizer(build: ModelBuildConfig) -> Any:
-    """One token a word, split at white space; special tokens first."""
-    words = (*SPECIAL_TOKENS, *build.vocabulary)
+    """One token a word, split at white space, or one a byte; special tokens first."""
     pad, bos, eos, unk = SPECIAL_TOKENS
-    core = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token=unk))
-    core.pre_tokenizer = WhitespaceSplit()
+    core = _words(build.vocabulary) if build.tokenizer == "words" else _bytes()
     tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # transformers leaves it untyped
         tokenizer_object=core,
         pad_token=pad,
@@ -81,10 +81,26 @@ def build_tokenizer(build: ModelBuildConfig) -> Any:
     return tokenizer
 
 
+def _words(vocabulary: Sequence[str]) -> Tokenizer:
+    words = (*SPECIAL_TOKENS, *vocabulary)
+    core = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token=SPECIAL_TOKENS[3]))
+    core.pre_tokenizer = WhitespaceSplit()
+    return core
+
+
+def _bytes() -> Tokenizer:
+    """Every byte has a printable stand-in, and no two are ever merged."""
+    symbols = (*SPECIAL_TOKENS, *sorted(ByteLevel.alphabet()))
+    core = Tokenizer(BPE({symbol: number for number, symbol in enumerate(symbols)}, [], unk_token=SPECIAL_TOKENS[3]))
+    core.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = ByteLevelDecoder()
+    return core
+
+
 def build_model(build: ModelBuildConfig, *, seed: int) -> Any:
     """Random weights that depend on the settings and the seed alone; the caller's random state is left as it was."""
     config = LlamaConfig(
-        vocab_size=len(SPECIAL_TOKENS) + len(build.vocabulary),
+        vocab_size=build.vocab_size,
         hidden_size=build.hidden_size,
         num_hidden_layers=build.layers,
         num_attention_heads=build.heads,

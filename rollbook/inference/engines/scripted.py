@@ -6,6 +6,7 @@ vocabulary.
 """
 
 import asyncio
+import importlib
 import math
 import random
 import time
@@ -15,6 +16,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from rollbook.concurrency.clock import Clock, SystemClock
+from rollbook.contracts.errors import RunError
 from rollbook.contracts.policy import Completion, FinishReason, Publication, SamplingParams
 from rollbook.inference.batching import admissible
 from rollbook.inference.busy import BusyPeriods
@@ -39,7 +41,9 @@ async def open_engine(
     script: Script | None = None,
     clock: Clock | None = None,
 ) -> AsyncIterator["ScriptedEngine"]:
-    """`model_dir` is accepted and not needed."""
+    """`model_dir` is for the script that the config names; without one it is accepted and not needed."""
+    if script is None and config.scripted.script is not None:
+        script = load_script(config.scripted.script, model_dir)
     engine = ScriptedEngine(config, script=script, clock=clock, spans=spans)
     task = asyncio.get_running_loop().create_task(engine.run(), name="policy.scripted")
     try:
@@ -48,6 +52,19 @@ async def open_engine(
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
+
+
+def load_script(path: str, model_dir: Path | None) -> Script:
+    """Find the function that makes the script, and let it make it."""
+    module, _, attribute = path.partition(":")
+    try:
+        make = getattr(importlib.import_module(module), attribute)
+        script: Script = make(model_dir)
+    except Exception as error:  # foreign code: its import can raise anything, and the operator must read what
+        raise RunError(
+            f"inference.scripted.script: {path!r} gave no script: {type(error).__name__}: {error}"
+        ) from error
+    return script
 
 
 class ScriptedEngine:

@@ -1,5 +1,7 @@
 """The policy process: engine, gate, server. It samples nothing before the trainer published weights to it."""
 
+import sys
+
 from rollbook.inference.engine import open_engine
 from rollbook.inference.server import build_app
 from rollbook.run.child import RoleContext
@@ -9,9 +11,10 @@ from rollbook.run.serving import serving
 
 async def main(context: RoleContext) -> str:
     config = context.loaded.config
-    model_dir = model_location(context.directory) if config.inference.engine != "scripted" else None
+    # A script that the config names may lie beside it.
+    sys.path.insert(0, str(context.loaded.source_dir))
     async with (
-        open_engine(config.inference, model_dir, spans=context.spans) as engine,
+        open_engine(config.inference, model_location(context.directory), spans=context.spans) as engine,
         serving(build_app(engine, config.inference), context.listening()) as url,
     ):
         context.log.info("policy.serving", url=url, engine=config.inference.engine)

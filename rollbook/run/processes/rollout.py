@@ -1,6 +1,7 @@
 """The dispatcher process: tasks and rollout, a client of the ledger; its workers are processes of their own (`rollout_worker`)."""
 
 import asyncio
+from typing import Any
 
 from rollbook.contracts.admission import RunId
 from rollbook.ledger.client import open_ledger_client
@@ -67,9 +68,16 @@ def _recipe(context: RoleContext) -> WorkerRecipe:
             "policy_url": context.addresses["policy"],
             "model_dir": str(model_location(context.directory)),
             "inference": config.inference.model_dump(mode="json"),
-            "env": config.env.model_dump(mode="json"),
+            "env": _worlds(context),
             "rollout": config.rollout.model_dump(mode="json"),
             "log_file": str(context.directory.log_file("rollout-worker")),
         },
         search_path=(str(context.loaded.source_dir),),
     )
+
+
+def _worlds(context: RoleContext) -> dict[str, Any]:
+    """Where the workers find their worlds: at the run's own environment server, at one elsewhere, or in themselves."""
+    if "env" in context.addresses:
+        return {"url": context.addresses["env"]}
+    return context.loaded.config.env.model_dump(mode="json", exclude_unset=True)

@@ -5,8 +5,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from rollbook.envs.catalog import EnvironmentSource
 from rollbook.envs.config import EnvConfig
+from rollbook.envs.remote import open_environments
 from rollbook.inference.client import open_policy_client
 from rollbook.inference.config import InferenceConfig
 from rollbook.rollout.config import RolloutConfig
@@ -22,22 +22,26 @@ async def build_setup(settings: Mapping[str, Any]) -> AsyncIterator[RolloutSetup
     rollout = RolloutConfig.model_validate(settings["rollout"])
     tokenizer = ModelTokenizer.from_directory(Path(settings["model_dir"]))
     log = EventLog("rollout-worker", Path(settings["log_file"]))
-    worlds = EnvironmentSource(EnvConfig.model_validate(settings["env"]))
     sampling = rollout.sampling.params(tokenizer.eos_token_ids)
 
     try:
-        async with open_policy_client(
-            settings["policy_url"], request_s=inference.request_s, log=log, max_connections=inference.max_connections
-        ) as policy:
+        async with (
+            open_policy_client(
+                settings["policy_url"],
+                request_s=inference.request_s,
+                log=log,
+                max_connections=inference.max_connections,
+            ) as policy,
+            open_environments(EnvConfig.model_validate(settings["env"])) as open_environment,
+        ):
             yield RolloutSetup(
                 policy=EpisodePolicy(policy, sampling),
                 tokenizer=tokenizer,
                 sampling=sampling,
                 limits=rollout.limits,
-                open_environment=worlds.open,
+                open_environment=open_environment,
                 log=log,
                 settings=rollout.settings,
             )
     finally:
-        worlds.close()
         log.close()

@@ -37,8 +37,8 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "own_worlds_for_test"
 
 
-@pytest.mark.parametrize("name", sorted(CATALOG))
-async def test_every_world_of_the_catalog_plays_a_game(name: str) -> None:
+@pytest.mark.parametrize("name", sorted(name for name in CATALOG if name.endswith("number_guessing")))
+async def test_every_number_guessing_world_of_the_catalog_plays_a_game(name: str) -> None:
     args = {"step_s": 0.0} if name.startswith("delayed") else {}
     source = EnvironmentSource(EnvConfig(name=name, args=args))
     async with source.open() as environment:
@@ -75,7 +75,9 @@ async def test_episodes_do_not_share_a_world() -> None:
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(RunError, match=r"no environment 'chess'; known are delayed_number_guessing, number_guessing"):
+    with pytest.raises(
+        RunError, match=r"no environment 'chess'; known are .*delayed_number_guessing, .*number_guessing"
+    ):
         world_class("chess")
 
 
@@ -100,5 +102,5 @@ def test_wrong_arguments_are_told_before_the_first_episode(args: dict[str, float
 
 
 def test_an_unknown_setting_is_refused() -> None:
-    with pytest.raises(ValidationError, match="pool_size"):
-        EnvConfig.model_validate({"name": "number_guessing", "pool_size": 8})
+    with pytest.raises(ValidationError, match="poolsize"):
+        EnvConfig.model_validate({"name": "number_guessing", "poolsize": 8})

@@ -1,0 +1,53 @@
+"""A policy that knows the solutions: for trying the AWS world through the whole loop without a model that could learn it.
+
+`inference.scripted.script` names `make_script`. The script is given nothing but the tokens of the conversation so far, as any policy
+is: it reads the task from the first message, plays its reference solution along the observations, and says the next line.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollbook.contracts.environment import Observation
+from rollbook.envs.awscli.drift import chosen_variant
+from rollbook.envs.awscli.solution import ReferencePolicy
+from rollbook.envs.awscli.task_bank import aws_tasks, task_bank
+from rollbook.envs.awscli.verification import filled
+from rollbook.rollout.rendering import ModelTokenizer
+
+SEED = 7
+TASK = re.compile(r"Task: (.*)\nMoves: \d+", re.DOTALL)
+TURN = re.compile(r"\[(user|assistant)\]\n(.*?)<eos>", re.DOTALL)
+
+
+def tasks(split: str = "train", tiers: Sequence[str] = ("warm-up", "beginner")) -> Iterator[dict[str, Any]]:
+    """Rows of the bank whose goal names nothing that the set-up makes up, so that the script can tell the task by its goal."""
+    for row in aws_tasks(split=split, tiers=tiers):
+        if not task_bank()[row["id"]].setup:
+            yield {**row, "seed": SEED}
+
+
+def make_script(model_dir: Path) -> Callable[[Sequence[int]], list[int]]:
+    tokenizer = ModelTokenizer.from_directory(model_dir)
+    rows = {_goal(row): row for row in aws_tasks()}
+
+    def reply(prompt_ids: Sequence[int]) -> list[int]:
+        conversation = tokenizer.decode(list(prompt_ids), skip_special_tokens=False)
+        observations = [text for role, text in TURN.findall(conversation) if role == "user"]
+        task = TASK.search(observations[0])
+        row = rows.get(task[1]) if task is not None else None
+        if row is None:
+            return tokenizer.encode("hint<eos>")
+        policy = ReferencePolicy({**row, "seed": SEED})
+        line = None
+        for text in observations:
+            line = policy.next_line(Observation(text=text))
+        return tokenizer.encode(f"{line or 'hint'}<eos>")
+
+    return reply
+
+
+def _goal(row: dict[str, Any]) -> str:
+    task = task_bank()[row["id"]]
+    return str(filled(task.goal, chosen_variant(task, SEED)))

@@ -1,0 +1,82 @@
+"""`rollbook env serve` and `rollbook env play`."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rollbook.cli.speaking import people
+from rollbook.run.env_serving import EnvConfig, EnvServerConfig, serve_environment
+from rollbook.run.errors import RunError
+
+env_app = typer.Typer(help="Serve worlds over the OpenEnv wire, or play one by hand.", no_args_is_help=True)
+
+World = Annotated[str, typer.Option("--env", help="A name of the catalog, or module:Class for one of your own.")]
+Arguments = Annotated[str, typer.Option("--args", help="Keyword arguments of the world, as a JSON object.")]
+Host = Annotated[str, typer.Option("--host", help="Off loopback a token is demanded (--token).")]
+Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="0 lets the kernel choose.")]
+ReadyFile = Annotated[Path | None, typer.Option("--ready-file", help="Written with the address once it answers.")]
+
+
+@env_app.command()
+def serve(  # noqa: PLR0917 - a command line is a list of flags
+    env: World = "number_guessing",
+    pool_size: Annotated[
+        int | None, typer.Option("--pool-size", min=1, help="Worlds, and so sessions at a time.")
+    ] = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    args: Arguments = "{}",
+    openenv: Annotated[
+        str | None, typer.Option("--openenv", help="Host an existing OpenEnv class: module:Class.")
+    ] = None,
+    token: Annotated[
+        str | None, typer.Option("--token", envvar="ROLLBOOK_ENV_TOKEN", help="Clients must show it.")
+    ] = None,
+    ready_file: ReadyFile = None,
+) -> None:
+    """Serve worlds; an OpenEnv client works against it unchanged."""
+    console = people()
+    serve_environment(
+        _config(openenv or env, args),
+        EnvServerConfig.model_validate({} if token is None else {"token": token}),
+        size=pool_size,
+        host=host,
+        port=port,
+        is_openenv=openenv is not None,
+        ready_file=ready_file,
+        say=lambda text: console.print(text, markup=False),
+    )
+
+
+@env_app.command()
+def play(
+    env: World = "number_guessing",
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    args: Arguments = "{}",
+    ready_file: ReadyFile = None,
+) -> None:
+    """Serve one world with a page to play it by hand."""
+    console = people()
+    serve_environment(
+        _config(env, args),
+        EnvServerConfig(playground=True),
+        size=1,
+        host=host,
+        port=port,
+        is_openenv=False,
+        ready_file=ready_file,
+        say=lambda text: console.print(text, markup=False),
+    )
+
+
+def _config(name: str, args: str) -> EnvConfig:
+    try:
+        table = json.loads(args)
+    except json.JSONDecodeError as error:
+        raise RunError(f"--args must be a JSON object, such as '{{\"max_turns\": 4}}': {error}") from error
+    if not isinstance(table, dict):
+        raise RunError(f"--args must be a JSON object, not {type(table).__name__}")
+    return EnvConfig(name=name, args=table)

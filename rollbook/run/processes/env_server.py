@@ -1,0 +1,22 @@
+"""The environment process: a pool of worlds and the OpenEnv server over it. It answers only when the pool is ready."""
+
+import sys
+
+from rollbook.envs.config import EnvServerConfig
+from rollbook.envs.serving import open_app
+from rollbook.run.child import RoleContext
+from rollbook.run.serving import serving
+
+
+async def main(context: RoleContext) -> str:
+    env = context.loaded.config.env
+    # A world of the user's own may lie beside the config.
+    sys.path.insert(0, str(context.loaded.source_dir))
+    async with (
+        open_app(env, EnvServerConfig(), size=env.pool_size, log=context.log) as (app, worlds),
+        serving(app, context.listening()) as url,
+    ):
+        context.log.info("env.serving", url=url, world=env.name, capacity=worlds.capacity)
+        context.channel.ready(f"serving {worlds.capacity} worlds of {env.name}")
+        await context.draining.wait()
+    return "stopped"
