@@ -144,6 +144,9 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
     clip_high: float = Field(default=0.2, ge=0)
     """The ratio is clipped above at 1 + clip_high."""
 
+    entropy_bonus: float = Field(default=0.0, ge=0)
+    """What a nat of entropy is worth beside the advantage: keeps a small policy from settling on the first thing that works."""
+
     advantage: Literal["group", "dr_grpo", "rloo"] = "group"
     """Baseline over a group's scorable samples: mean and std, mean only, or mean of the others."""
 

@@ -64,15 +64,23 @@ class PolicyModel:
 
     # B rows of inputs padded on the right to T, N positions to predict from, V vocabulary
     def token_logprobs(
-        self, inputs_BT: Tensor, predicted_at_N: Tensor, targets_N: Tensor, temperatures_N: Tensor
+        self,
+        inputs_BT: Tensor,
+        predicted_at_N: Tensor,
+        targets_N: Tensor,
+        temperatures_N: Tensor,
+        *,
+        is_entropy_trained: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Log-probability of each target at its own temperature, and the entropy (without gradient) where it was predicted.
+        """Log-probability of each target at its own temperature, and the entropy where it was predicted.
+
+        The entropy carries a gradient only if it is trained: keeping it costs memory.
 
         No attention mask is needed: what pads a row stands behind everything that is read from it.
         """
         logits_NV = self._logits(inputs_BT, predicted_at_N).float() / temperatures_N.unsqueeze(-1)
         logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
-        with torch.no_grad():
+        with torch.set_grad_enabled(is_entropy_trained and torch.is_grad_enabled()):
             entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(dim=-1)
         return logprobs_NV.gather(-1, targets_N.unsqueeze(-1)).squeeze(-1), entropy_N
 

@@ -119,7 +119,8 @@ class TrainStep:
             starting = current.detach() if old is None else old[number]
             inputs, is_known = self._loss_inputs(micro, current, starting)
             terms = self._loss(inputs, clip_low=self._config.clip_low, clip_high=self._config.clip_high)
-            reduced = (terms.loss_N * self.model.tensor(micro.weights_N)).sum()
+            loss_N = terms.loss_N - self._config.entropy_bonus * entropy if self._config.entropy_bonus else terms.loss_N
+            reduced = (loss_N * self.model.tensor(micro.weights_N)).sum()
             reduced.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             loss += float(reduced.detach())
             tally.statistics.add(inputs, terms, starting_N=starting, entropy_N=entropy, is_known_N=is_known)
@@ -137,7 +138,11 @@ class TrainStep:
     def _current(self, micro: Microbatch) -> tuple[Tensor, Tensor]:
         tensor = self.model.tensor
         return self.model.token_logprobs(
-            tensor(micro.inputs_BT), tensor(micro.predicted_at_N), tensor(micro.targets_N), tensor(micro.temperatures_N)
+            tensor(micro.inputs_BT),
+            tensor(micro.predicted_at_N),
+            tensor(micro.targets_N),
+            tensor(micro.temperatures_N),
+            is_entropy_trained=self._config.entropy_bonus > 0,
         )
 
     def _loss_inputs(self, micro: Microbatch, current: Tensor, starting: Tensor) -> tuple[LossInputs, Tensor]:
