@@ -73,6 +73,9 @@ class LedgerConfig(BaseModel, frozen=True, extra="forbid"):
     """External groups are refused (429, try later) while this many are queued. At least a step's worth. Groups that the gate
     admitted are always taken: the gate bounds them."""
 
+    max_queued_mb: float = Field(default=16_384.0, gt=0)
+    """External groups are refused (429, try later) while their payloads would make the queue larger than this many megabytes."""
+
     max_body_mb: float = Field(default=256.0, gt=0)
     """Megabytes of one request, at most. A group of 64 samples of 32,000 tokens takes about 27."""
 

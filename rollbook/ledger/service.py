@@ -30,8 +30,8 @@ from rollbook.contracts.task import Draw
 from rollbook.ledger.bell import Bell
 from rollbook.ledger.config import LedgerConfig
 from rollbook.ledger.group_frame import decode_group, encode_group, payload_digest
-from rollbook.ledger.records import GroupRecord, MoveRecord, PublicationRecord, StepRecord
-from rollbook.ledger.rules import batches, gate, groups, lineage, runs, trainer
+from rollbook.ledger.records import GroupRecord, MoveRecord, ProducerRecord, PublicationRecord, StepRecord
+from rollbook.ledger.rules import batches, gate, groups, lineage, producers, runs, trainer
 from rollbook.ledger.rules.book import RunBook, find_run, opened_book
 from rollbook.ledger.rules.groups import Submission
 from rollbook.ledger.store import Store, Transaction
@@ -141,8 +141,10 @@ class Ledger:
 
     async def submit_encoded(self, run_id: RunId, submission: Submission) -> Receipt:
         """Store a group as its producer encoded it."""
-        most = self._config.max_queued_groups
-        return await self._write(run_id, lambda book: groups.submit(book, submission, max_queued=most))
+        most, most_bytes = self._config.max_queued_groups, int(self._config.max_queued_mb * 1_000_000)
+        return await self._write(
+            run_id, lambda book: groups.submit(book, submission, max_queued=most, max_queued_bytes=most_bytes)
+        )
 
     async def close(
         self, run_id: RunId, group_id: GroupId, reason: DropReason, *, outcome: GroupOutcome | None = None
@@ -152,6 +154,19 @@ class Ledger:
     async def release(self, run_id: RunId, group_id: GroupId, *, attempt: int, cause: str) -> None:
         await self._write(run_id, lambda book: groups.release(book, group_id, attempt=attempt, cause=cause))
         self._log.info("ledger.group_released", run=run_id, group=group_id, attempt=attempt, cause=cause)
+
+    async def register_producer(
+        self, run_id: RunId, name: str, *, weight: float = 1.0, min_share: float = 0.0
+    ) -> ProducerRecord:
+        """Register somebody who sends groups unasked: its weight among the others, and the part of a batch it may count on."""
+        record = await self._write(
+            run_id, lambda book: producers.register_producer(book, name, weight=weight, min_share=min_share)
+        )
+        self._log.info("ledger.producer_registered", run=run_id, producer=name, weight=weight, min_share=min_share)
+        return record
+
+    async def producers(self, run_id: RunId) -> list[ProducerRecord]:
+        return await self._look(run_id, lambda tx: tx.producers(run_id))
 
     async def exhausted(self, run_id: RunId) -> None:
         await self._write(run_id, groups.exhausted)

@@ -114,6 +114,8 @@ class RunBook:
             self.count("num_waiting" if group.owner is None else "num_leased", by)
         elif group.state is not GroupState.DROPPED:
             self.count(f"num_{group.state}", by)
+        if group.state is GroupState.QUEUED:
+            self.count("queued_bytes", by * group.payload_bytes)
 
     def _remember(self, group: GroupRecord, was: GroupState | None, becomes: GroupState, note: str, by: str) -> None:
         self.tx.add_move(

@@ -12,6 +12,7 @@ from rollbook.ledger.records import GroupRecord, Origin
 from rollbook.ledger.rules.book import RunBook
 from rollbook.ledger.rules.gate import fail_attempt
 from rollbook.ledger.rules.lineage import oldest_effective_version
+from rollbook.ledger.rules.producers import find_producer
 
 QUEUE_FULL_RETRY_S = 1.0
 
@@ -34,9 +35,11 @@ class Submission:
     payload: bytes
     payload_digest: str
     drop: DropReason | None = None
+    producer: str | None = None
+    """The registered producer it comes from, for a group that the gate did not grant."""
 
 
-def submit(book: RunBook, submission: Submission, *, max_queued: int) -> Receipt:
+def submit(book: RunBook, submission: Submission, *, max_queued: int, max_queued_bytes: int | None = None) -> Receipt:
     """Store a group: the first one wins, whichever attempt it is, unless the group is settled."""
     group = book.tx.group(book.run_id, submission.group_id)
     if group is not None and group.state is GroupState.DROPPED:
@@ -45,11 +48,12 @@ def submit(book: RunBook, submission: Submission, *, max_queued: int) -> Receipt
         return Receipt.ALREADY_STORED
     oldest = oldest_effective_version(book, submission.publications, group_id=submission.group_id)
     if group is None:
-        group = _open_external(book, submission, max_queued=max_queued)
+        _refuse_when_full(book, submission, max_queued, max_queued_bytes)
+        group = _open_external(book, submission)
         if book.run.is_over:
             book.drop(group, DropReason(DropKind.END_OF_RUN, "submitted after the end"), by="submit")
             return Receipt.ALREADY_SETTLED
-    by = group.owner or "submit"
+    by = group.owner or group.producer or "submit"
     book.tx.put_payload(book.run_id, submission.group_id, submission.payload)
     stored = {
         "publications": submission.publications,
@@ -67,14 +71,24 @@ def submit(book: RunBook, submission: Submission, *, max_queued: int) -> Receipt
     return Receipt.STORED
 
 
-def _open_external(book: RunBook, submission: Submission, *, max_queued: int) -> GroupRecord:
+def _refuse_when_full(book: RunBook, submission: Submission, max_queued: int, max_queued_bytes: int | None) -> None:
     # Groups of the gate are never refused here: under `wait` the one that is refused may be the one everybody waits for.
-    if book.run.num_queued >= max_queued:
+    run = book.run
+    is_full = run.num_queued >= max_queued
+    # An empty queue takes a group of any size: what is larger than the bound would otherwise be sent in vain for ever.
+    if max_queued_bytes is not None and run.num_queued:
+        is_full |= run.queued_bytes + len(submission.payload) > max_queued_bytes
+    if is_full:
         raise QueueFullError(
-            f"run {book.run_id}: {book.run.num_queued} groups are queued, no more is taken; "
+            f"run {run.run_id}: {run.num_queued} groups are queued, {run.queued_bytes} bytes in all, no more is taken; "
             f"submit {submission.group_id} again later",
             retry_after_s=QUEUE_FULL_RETRY_S,
         )
+
+
+def _open_external(book: RunBook, submission: Submission) -> GroupRecord:
+    if submission.producer is not None:
+        find_producer(book, submission.producer)
     group = GroupRecord(
         run_id=book.run_id,
         group_id=submission.group_id,
@@ -88,8 +102,9 @@ def _open_external(book: RunBook, submission: Submission, *, max_queued: int) ->
         attempt=submission.attempt,
         admission_version=book.run.version,
         admission_publication=book.run.publication,
+        producer=submission.producer,
     )
-    book.begin(group, note="opened by its submission", by="submit")
+    book.begin(group, note="opened by its submission", by=submission.producer or "submit")
     return group
 
 

@@ -113,7 +113,7 @@ def finish(book: RunBook, reason: EndOfRun, *, epoch: int) -> None:
     book.fence(epoch)
     if book.run.ended is not None:
         return
-    for group in [*book.tx.dispatched(book.run_id), *book.tx.queued_by_sequence(book.run_id, None)]:
+    for group in [*book.tx.dispatched(book.run_id), *book.tx.queued(book.run_id)]:
         book.drop(group, DropReason(DropKind.END_OF_RUN, reason.value), by=f"epoch {epoch}")
     book.change(ended=reason)
     book.tx.announce(book.run_id)

@@ -15,6 +15,7 @@ from rollbook.ledger.records import (
     Origin,
     OwnerRecord,
     OwnerState,
+    ProducerRecord,
     PublicationRecord,
     RunRecord,
     StepRecord,
@@ -80,6 +81,7 @@ RUNS = Table(
     write={"settings": lambda settings: msgspec.json.encode(settings).decode()},
 )
 OWNERS = Table("owners", OwnerRecord, key=("run_id", "owner_id"), read={"state": OwnerState})
+PRODUCERS = Table("producers", ProducerRecord, key=("run_id", "name"))
 GROUPS = Table(
     "groups",
     GroupRecord,
