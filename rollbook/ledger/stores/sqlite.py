@@ -1,39 +1,34 @@
 """The embedded store: one SQLite file in the run directory, write-ahead log, one writer.
 
-One thread owns the writing connection. It takes every operation that waits, runs each in a savepoint of one transaction, commits
-once, and answers all: the busier the ledger, the more operations share one sync. An operation that fails takes back its own
-effects only. Readers have connections of their own and never wait for the writer.
+One thread owns the writing connection. It takes every operation that waits (`committer`), runs each in a savepoint of one
+transaction and commits once. An operation that fails takes back its own effects only. Readers have connections of their own and
+never wait for the writer.
 """
 
 import asyncio
 import os
-import queue
 import sqlite3
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rollbook.contracts.admission import RunId
 from rollbook.ledger.config import Durability
 from rollbook.ledger.store import StoreFaultError, Transaction
+from rollbook.ledger.stores.committer import Committer, Operation
 from rollbook.ledger.stores.migrations import migrate, require_known_schema
 from rollbook.ledger.stores.sql_transaction import SqlTransaction
 
 T = TypeVar("T")
-Work = Callable[[Transaction], Any]
 
 FILE_NAME = "ledger.sqlite"
 BUSY_S = 10.0
 """How long to wait for another process that writes. The run directory is locked, so it can only be a passing one."""
 PAGE_BYTES = 16_384
-MOST_IN_ONE_COMMIT = 256
-"""Bounds how long the first of them waits for its answer."""
 READERS = 2
-STOP = None
 
 ADVICE = {
     sqlite3.SQLITE_FULL: "the disk is full: make room and start again, nothing that was answered is lost",
@@ -72,24 +67,12 @@ def _connect(path: Path, *, read_only: bool, query: str = "") -> sqlite3.Connect
         return sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=BUSY_S)
 
 
-@dataclass(slots=True)
-class _Operation:
-    work: Work
-    done: asyncio.Future[Any]
-    result: Any = None
-    error: BaseException | None = None
-    announced: set[RunId] = field(default_factory=set)
-
-
 class _Writer:
-    """The writing connection and its thread."""
+    """The writing connection; only the committer's thread works on it."""
 
-    def __init__(self, path: Path, durability: Durability, answer: Callable[[list[_Operation]], None]) -> None:
+    def __init__(self, path: Path, durability: Durability) -> None:
         self._path = path
-        self._answer = answer
         self._syncs_itself = durability is Durability.POWER_LOSS
-        # Unbounded here, bounded outside: every caller waits for its own answer, and the server bounds its requests.
-        self._waiting: queue.SimpleQueue[_Operation | None] = queue.SimpleQueue()
         self._db = _connect(path, read_only=False)
         try:
             with _explained(path):
@@ -97,8 +80,6 @@ class _Writer:
         except BaseException:
             self._db.close()
             raise
-        self._thread = threading.Thread(target=self._run, name="ledger-writer", daemon=True)
-        self._thread.start()
 
     def _prepare(self) -> None:
         self._db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
@@ -106,34 +87,10 @@ class _Writer:
         self._db.execute(f"PRAGMA synchronous = {'FULL' if self._syncs_itself else 'NORMAL'}")
         migrate(self._db, self._path)
 
-    def put(self, operation: _Operation) -> None:
-        self._waiting.put(operation)
-
     def close(self) -> None:
-        """Let what waits be written, then stop."""
-        self._waiting.put(STOP)
-        self._thread.join()
         self._db.close()
 
-    def _run(self) -> None:
-        """Takes: operations. Gives: their answers, after the commit. Ends: at STOP; no failure of an operation ends it."""
-        stopping = False
-        while not stopping:
-            operations: list[_Operation] = []
-            item = self._waiting.get()
-            while True:
-                if item is STOP:
-                    stopping = True
-                    break
-                operations.append(item)
-                if len(operations) >= MOST_IN_ONE_COMMIT or self._waiting.empty():
-                    break
-                item = self._waiting.get()
-            if operations:
-                self._commit(operations)
-                self._answer(operations)
-
-    def _commit(self, operations: list[_Operation]) -> None:
+    def commit(self, operations: list[Operation]) -> None:
         try:
             with _explained(self._path):
                 self._db.execute("BEGIN IMMEDIATE")
@@ -148,7 +105,7 @@ class _Writer:
             for operation in operations:
                 operation.error = operation.error or error
 
-    def _attempt(self, operation: _Operation) -> bool:
+    def _attempt(self, operation: Operation) -> bool:
         """Run one operation in its savepoint. Raises only when the whole transaction is lost. True: sync before answering."""
         tx = SqlTransaction(self._db)
         self._db.execute("SAVEPOINT operation")
@@ -187,45 +144,23 @@ class SqliteStore:
     def __init__(self, path: Path, durability: Durability, loop: asyncio.AbstractEventLoop) -> None:
         self.path = path
         self._loop = loop
-        self._listeners: list[Callable[[RunId], None]] = []
-        self._writer = _Writer(path, durability, self._answer_on_loop)
+        self._writer = _Writer(path, durability)
+        self._committer = Committer(self._writer.commit, loop)
         self._readers = _Readers(path)
 
     async def write(self, work: Callable[[Transaction], T]) -> T:
-        operation = _Operation(work, self._loop.create_future())
-        self._writer.put(operation)
-        result: T = await operation.done
-        return result
+        return await self._committer.write(work)
 
     async def read(self, work: Callable[[Transaction], T]) -> T:
         return await self._loop.run_in_executor(self._readers.pool, self._readers.read, work)
 
     def listen(self, heard: Callable[[RunId], None]) -> None:
-        self._listeners.append(heard)
+        self._committer.listen(heard)
 
     def close(self) -> None:
+        self._committer.close()
         self._writer.close()
         self._readers.close()
-
-    def _answer_on_loop(self, operations: list[_Operation]) -> None:
-        # A closed loop has nobody left to hear it. What was committed stays committed.
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._answer, operations)
-
-    def _answer(self, operations: list[_Operation]) -> None:
-        announced: set[RunId] = set()
-        for operation in operations:
-            if operation.error is None:
-                announced |= operation.announced
-            if operation.done.done():
-                continue  # its caller was cancelled
-            if operation.error is not None:
-                operation.done.set_exception(operation.error)
-            else:
-                operation.done.set_result(operation.result)
-        for run_id in announced:
-            for heard in self._listeners:
-                heard(run_id)
 
 
 class _Readers:
