@@ -28,6 +28,8 @@ DOORS: dict[str, tuple[str, ...]] = {
     "safetensors": ("rollbook/trainer/", "rollbook/inference/engines/", "rollbook/inference/transfer/"),
     "matplotlib": ("rollbook/dashboard/plots.py",),
     "sqlite3": ("rollbook/ledger/stores/sqlite.py",),
+    "psycopg": ("rollbook/ledger/stores/postgres_connection.py",),
+    "pyarrow": ("rollbook/ledger/parquet.py",),
     "tokenizers": ("rollbook/rollout/rendering.py", "rollbook/trainer/"),
     "jinja2": ("rollbook/rollout/rendering.py",),
 }

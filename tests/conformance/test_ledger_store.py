@@ -27,8 +27,10 @@ from rollbook.ledger.records import (
 )
 from rollbook.ledger.store import Store, Transaction
 from rollbook.ledger.stores.memory import MemoryStore
+from rollbook.ledger.stores.postgres import open_postgres_store
 from rollbook.ledger.stores.sqlite import open_sqlite_store
 from tests.parts.ledger_groups import RUN, settings
+from tests.parts.ledger_postgres import shared_server
 
 OTHER = RunId("run-2")
 Opener = Callable[[Path], AbstractAsyncContextManager[Store]]
@@ -51,7 +53,13 @@ async def sqlite_process_crash(directory: Path) -> AsyncIterator[Store]:
         yield store
 
 
-@pytest.fixture(params=[memory, sqlite_power_loss, sqlite_process_crash])
+@asynccontextmanager
+async def postgres(_: Path) -> AsyncIterator[Store]:
+    async with open_postgres_store(shared_server().fresh_url()) as store:
+        yield store
+
+
+@pytest.fixture(params=[memory, sqlite_power_loss, sqlite_process_crash, postgres])
 async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Store]:
     opener: Opener = request.param
     async with opener(tmp_path) as opened:

@@ -1,0 +1,177 @@
+"""The writing session of the PostgreSQL store: one turn at a time over all replicas, and no answer that is not true.
+
+A commit whose answer was lost is looked up by its transaction id, so it is neither reported as failed nor done twice.
+"""
+
+import time
+import zlib
+from collections.abc import Callable
+from typing import TypeVar
+
+from rollbook.concurrency.deadline import Deadline
+from rollbook.concurrency.retry import backoff
+from rollbook.contracts.errors import TransientError
+from rollbook.ledger.store import StoreFaultError
+from rollbook.ledger.stores.committer import Operation
+from rollbook.ledger.stores.postgres_connection import (
+    RETRY_AFTER_S,
+    LostConnectionError,
+    PostgresConnection,
+    PostgresTransaction,
+    connect,
+    described,
+    explained,
+    verdict,
+)
+from rollbook.ledger.stores.postgres_schema import migrate
+
+T = TypeVar("T")
+
+PATIENCE_S = 15.0
+"""How long a call waits for a database that is away before it is answered "try again"."""
+LOCK_CLASS = 0x524F_4C42
+"""Sets the ledger's advisory lock apart from other programs' in the same database."""
+SETTINGS = {
+    "synchronous_commit": "on",
+    # A replica that stands still with the lock in its hand must not stop the others for ever.
+    "idle_in_transaction_session_timeout": "30s",
+    "lock_timeout": "15s",
+}
+
+
+def patiently(work: Callable[[], T], *, patience_s: float, where: str) -> T:
+    """Do it again, with growing waits, as long as the connection is what fails."""
+    deadline = Deadline(patience_s, f"ledger in {where}")
+    waits = backoff(first_s=0.02, most_s=1.0)
+    while True:
+        try:
+            return work()
+        except LostConnectionError as error:
+            wait = next(waits)
+            if deadline.remaining_s() <= wait:
+                raise TransientError(
+                    f"ledger in {where}: the database cannot be reached ({error}); try again",
+                    retry_after_s=RETRY_AFTER_S,
+                ) from error
+            time.sleep(wait)
+
+
+class PostgresWriter:
+    """The writing session. Only the committer's thread works on it, once the store is open."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self.where = described(url)
+        self._db: PostgresConnection | None = None
+        self._lock_key = 0
+        self.channel = ""
+
+    @property
+    def backend_pid(self) -> int | None:
+        return None if self._db is None else self._db.backend_pid
+
+    def prepare(self) -> None:
+        """Refuse what cannot keep the promise, and bring the schema up to date."""
+        with explained(self.where):
+            db = self._connected()
+            schema = db.execute("SELECT current_schema()").fetchone()[0]
+            if schema is None:
+                raise StoreFaultError(f"ledger in {self.where}: search_path names no schema that exists; create it")
+            for setting in ("fsync", "full_page_writes"):
+                if db.execute(f"SHOW {setting}").fetchone()[0] != "on":
+                    raise StoreFaultError(
+                        f"ledger in {self.where}: the database runs with {setting} = off and would lose answered groups in a "
+                        "power cut; switch it on"
+                    )
+            self._lock_key = zlib.crc32(schema.encode()) - 2**31
+            self.channel = f"rollbook_ledger_{zlib.crc32(schema.encode()):08x}"
+            self._begin(db)
+            try:
+                migrate(db, self.where)
+            except BaseException:
+                if not db.is_lost:
+                    db.execute("ROLLBACK")
+                raise
+            db.execute("COMMIT")
+
+    def commit(self, operations: list[Operation]) -> None:
+        try:
+            patiently(lambda: self._attempt_all(operations), patience_s=PATIENCE_S, where=self.where)
+        except BaseException as error:  # whatever it is, the callers must hear it and the thread must live
+            self.close()
+            for operation in operations:
+                operation.error = operation.error or error
+
+    def notify(self, payload: str) -> None:
+        with explained(self.where):
+            self._connected().execute("SELECT pg_notify(?, ?)", (self.channel, payload))
+
+    def close(self) -> None:
+        if self._db is not None:
+            self._db.close()
+            self._db = None
+
+    def _connected(self) -> PostgresConnection:
+        if self._db is None or self._db.is_lost:
+            self.close()
+            self._db = connect(self._url, SETTINGS)
+        return self._db
+
+    def _begin(self, db: PostgresConnection) -> str:
+        """Take the turn to write. Returns the id of the transaction."""
+        db.execute("BEGIN")
+        # The cast keeps the function's empty answer out of the binary protocol's way.
+        row = db.execute(
+            "SELECT pg_advisory_xact_lock(?, ?)::text, pg_current_xact_id()::text", (LOCK_CLASS, self._lock_key)
+        ).fetchone()
+        return str(row[1])
+
+    def _attempt_all(self, operations: list[Operation]) -> None:
+        for operation in operations:
+            operation.forget()
+        try:
+            with explained(self.where):
+                db = self._connected()
+                transaction = self._begin(db)
+                for operation in operations:
+                    self._attempt(db, operation)
+                for run_id in sorted(set().union(*(operation.announced for operation in operations))):
+                    db.execute("SELECT pg_notify(?, ?)", (self.channel, run_id))
+        except BaseException:
+            self.close()  # and with the session goes its transaction
+            raise
+        self._finish(db, transaction)
+
+    def _attempt(self, db: PostgresConnection, operation: Operation) -> None:
+        """Run one operation in its savepoint. Raises only when the whole transaction is lost."""
+        tx = PostgresTransaction(db)
+        db.execute("SAVEPOINT operation")
+        try:
+            operation.result = operation.work(tx)
+        except Exception as error:
+            told = verdict(error, self.where)
+            if isinstance(told, LostConnectionError) or db.is_lost:
+                raise
+            operation.error = told or error
+            db.execute("ROLLBACK TO operation")
+            db.execute("RELEASE operation")
+            return
+        db.execute("RELEASE operation")
+        operation.announced = tx.announced
+
+    def _finish(self, db: PostgresConnection, transaction: str) -> None:
+        try:
+            with explained(self.where):
+                db.execute("COMMIT")
+        except LostConnectionError as error:
+            self.close()
+            if not patiently(lambda: self._was_committed(transaction), patience_s=PATIENCE_S, where=self.where):
+                raise LostConnectionError(f"the transaction was not committed: {error}") from error
+
+    def _was_committed(self, transaction: str) -> bool:
+        """The answer to the commit was lost: ask what became of it."""
+        with explained(self.where):
+            found = self._connected().execute("SELECT pg_xact_status(?::xid8)", (transaction,)).fetchone()[0]
+        if found == "in progress":
+            raise LostConnectionError("the last transaction is still being decided")
+        return bool(found == "committed")
