@@ -308,16 +308,25 @@ def _payloads(tx: Transaction, run_id: RunId, ids: Sequence[GroupId]) -> list[by
 @asynccontextmanager
 async def open_ledger(config: LedgerConfig, *, directory: Path, clock: Clock, log: EventLog) -> AsyncIterator[Ledger]:
     """The ledger whose file lies in `directory`. Opening takes time for what is open, not for what is past."""
-    async with open_sqlite_store(directory, durability=config.durability) as store:
-        ledger = Ledger(store=store, config=config, clock=clock, log=log)
-        timekeeper = Timekeeper(store=store, clock=clock, log=log)
-        await timekeeper.recover()
-        # Not a TaskGroup: it would wrap an error of the block that uses the ledger into a group of its own.
-        ticking = asyncio.create_task(timekeeper.run(), name="ledger.time")
-        try:
-            yield ledger
-        finally:
-            ledger.stop_waiting()
-            ticking.cancel()
-            with suppress(asyncio.CancelledError):
-                await ticking
+    async with (
+        open_sqlite_store(directory, durability=config.durability) as store,
+        ledger_on(store, config, clock=clock, log=log) as ledger,
+    ):
+        yield ledger
+
+
+@asynccontextmanager
+async def ledger_on(store: Store, config: LedgerConfig, *, clock: Clock, log: EventLog) -> AsyncIterator[Ledger]:
+    """The ledger on a store that somebody opened; on a shared one, one of several replicas."""
+    ledger = Ledger(store=store, config=config, clock=clock, log=log)
+    timekeeper = Timekeeper(store=store, clock=clock, log=log)
+    await timekeeper.recover()
+    # Not a TaskGroup: it would wrap an error of the block that uses the ledger into a group of its own.
+    ticking = asyncio.create_task(timekeeper.run(), name="ledger.time")
+    try:
+        yield ledger
+    finally:
+        ledger.stop_waiting()
+        ticking.cancel()
+        with suppress(asyncio.CancelledError):
+            await ticking
