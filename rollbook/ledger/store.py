@@ -14,6 +14,7 @@ from rollbook.contracts.admission import OwnerId, RunId
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId, GroupState
 from rollbook.contracts.policy import PublicationId
+from rollbook.ledger.atropos.records import AtroposTables
 from rollbook.ledger.records import (
     BatchRecord,
     GroupRecord,
@@ -122,6 +123,10 @@ class Transaction(Protocol):
         """Those whose effective step is at least `effective_from`, by id."""
 
     def put_publication(self, publication: PublicationRecord) -> None: ...
+
+    @property
+    def atropos(self) -> AtroposTables:
+        """The tables of the Atropos dialect."""
 
     # effects of the commit
     def sync_to_disk(self) -> None:

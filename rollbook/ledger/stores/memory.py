@@ -22,6 +22,7 @@ from rollbook.ledger.records import (
     StepRecord,
 )
 from rollbook.ledger.store import Transaction
+from rollbook.ledger.stores.memory_atropos import AtroposRows, MemoryAtroposTables
 
 T = TypeVar("T")
 Key = TypeVar("Key", bound=Hashable)
@@ -42,6 +43,7 @@ class _Tables:
         self.batches: dict[tuple[RunId, int], BatchRecord] = {}
         self.steps: dict[tuple[RunId, int, int], StepRecord] = {}
         self.publications: dict[tuple[RunId, PublicationId], PublicationRecord] = {}
+        self.atropos = AtroposRows()
 
 
 class MemoryTransaction:
@@ -50,6 +52,7 @@ class MemoryTransaction:
     def __init__(self, tables: _Tables) -> None:
         self._tables = tables
         self._undo: list[Callable[[], Any]] = []
+        self.atropos = MemoryAtroposTables(tables.atropos, put=self._put, delete=self._delete)
         self.announced: set[RunId] = set()
 
     def roll_back(self) -> None:

@@ -17,6 +17,7 @@ from rollbook.ledger.records import (
     RunRecord,
     StepRecord,
 )
+from rollbook.ledger.stores.sql_atropos import SqlAtroposTables
 from rollbook.ledger.stores.sql_tables import GROUPS, MOVES, OWNERS, PRODUCERS, PUBLICATIONS, RUNS, STEPS
 
 # Small sets are ordered by `+sequence`: the plus keeps the planner from walking the whole run in order to save a sort.
@@ -41,6 +42,7 @@ class SqlTransaction:
 
     def __init__(self, connection: Connection) -> None:
         self._db = connection
+        self.atropos = SqlAtroposTables(connection)
         self.must_sync = False
         self.announced: set[RunId] = set()
 

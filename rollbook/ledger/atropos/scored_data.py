@@ -1,0 +1,271 @@
+"""A posted group: from the bytes of a request to the bytes of a batch, without building a list of its tokens.
+
+What arrives is kept as it is, its fields in the order of the model and the missing ones null, so every digit of every number
+survives. The quick way only looks: it takes a body whose fields are plainly of the right kind. Whatever it does not take goes the
+slow way, through the lax model, which gives the same 200 or 422 as the original.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from pydantic import ValidationError
+
+from rollbook.contracts.group import GroupOutcome
+from rollbook.ledger.atropos.models import FIELDS, Refusal, ScoredData, refusal, refuse_impossible
+from rollbook.ledger.group_frame import payload_digest
+
+NULL = b"null"
+UNMASKED = b"-100"
+LARGEST_INT = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PostedGroup:
+    """A group that can be stored: canonical JSON, and what the ledger must know of it."""
+
+    payload: bytes
+    digest: str
+    size: int
+    """Sequences."""
+    env_id: int | None
+    outcome: GroupOutcome
+
+
+class _Message(msgspec.Struct):
+    role: msgspec.Raw
+    content: msgspec.Raw
+
+
+class _Envelope(msgspec.Struct):
+    """The fields closed, except where a look inside costs nothing."""
+
+    tokens: msgspec.Raw
+    masks: msgspec.Raw
+    scores: list[float]
+    advantages: msgspec.Raw | None = None
+    ref_logprobs: msgspec.Raw | None = None
+    messages: msgspec.Raw | None = None
+    generation_params: msgspec.Raw | None = None
+    inference_logprobs: msgspec.Raw | None = None
+    overrides: msgspec.Raw | None = None
+    group_overrides: msgspec.Raw | None = None
+    images: msgspec.Raw | None = None
+    env_id: int | None = None
+    distill_token_ids: msgspec.Raw | None = None
+    distill_logprobs: msgspec.Raw | None = None
+
+
+class _NotPlainError(Exception):
+    """Perhaps right, perhaps wrong: the slow way knows."""
+
+
+_ONE = msgspec.json.Decoder(_Envelope)
+_MANY = msgspec.json.Decoder(list[_Envelope])
+_KINDS: dict[str, msgspec.json.Decoder[Any]] = {
+    "messages": msgspec.json.Decoder(list[list[_Message]]),
+    "generation_params": msgspec.json.Decoder(dict[str, msgspec.Raw]),
+    "overrides": msgspec.json.Decoder(list[dict[str, msgspec.Raw]]),
+    "group_overrides": msgspec.json.Decoder(dict[str, msgspec.Raw]),
+    "distill_token_ids": msgspec.json.Decoder(list[list[list[int]]]),
+    "distill_logprobs": msgspec.json.Decoder(list[list[list[float]]]),
+}
+_ROWS_OF_FLOATS = msgspec.json.Decoder(list[list[float]])
+_FREE_FORM = ("messages", "generation_params", "overrides", "group_overrides", "images")
+_PER_TOKEN = ("advantages", "ref_logprobs", "inference_logprobs")
+
+
+def read_group(body: bytes) -> PostedGroup:
+    """Raises `Refusal` when the body is no group."""
+    try:
+        _require_text(body)
+        return _plain_group(_ONE.decode(body))
+    except (_NotPlainError, msgspec.MsgspecError, RecursionError):
+        return _lax_group(_json(body), ())
+
+
+def read_groups(body: bytes) -> list[PostedGroup]:
+    """All of them, or `Refusal`."""
+    try:
+        _require_text(body)
+        return [_plain_group(envelope) for envelope in _MANY.decode(body)]
+    except (_NotPlainError, msgspec.MsgspecError, RecursionError):
+        found = _json(body)
+        if not isinstance(found, list):
+            raise refusal("list_type", (), "Input should be a valid list", found) from None
+        return [_lax_group(item, (at,)) for at, item in enumerate(found)]
+
+
+def read_message(body: bytes) -> Any:
+    """Any JSON value, or `Refusal`."""
+    return _json(body)
+
+
+def _require_text(body: bytes) -> None:
+    """The closed fields are not looked into, so their letters are checked here."""
+    if not body.isascii():
+        try:
+            body.decode()
+        except UnicodeDecodeError:
+            raise _NotPlainError from None
+
+
+def _plain_group(found: _Envelope) -> PostedGroup:
+    tokens, masks = bytes(found.tokens), bytes(found.masks)
+    token_counts, mask_counts = _rows_of_ints(tokens), _rows_of_ints(masks)
+    if token_counts != mask_counts:
+        raise _NotPlainError
+    parts: dict[str, bytes] = {"tokens": tokens, "masks": masks, "scores": msgspec.json.encode(found.scores)}
+    if found.env_id is not None:
+        parts["env_id"] = b"%d" % found.env_id
+    for name in _PER_TOKEN:
+        raw = getattr(found, name)
+        if raw is not None and bytes(raw) != NULL:
+            parts[name] = bytes(raw)
+            _check_floats(parts[name])
+    for name in (*_FREE_FORM, "distill_token_ids", "distill_logprobs"):
+        raw = getattr(found, name)
+        if raw is None or bytes(raw) == NULL:
+            continue
+        parts[name] = bytes(raw)
+        if name in _KINDS:
+            _KINDS[name].decode(parts[name])
+        if name in _FREE_FORM:
+            _refuse_overflow(parts[name])
+    trained = sum(token_counts) - masks.count(UNMASKED)
+    return _posted(parts, size=len(token_counts), scores=found.scores, env_id=found.env_id, trained=trained)
+
+
+def _posted(
+    parts: dict[str, bytes], *, size: int, scores: list[float], env_id: int | None, trained: int
+) -> PostedGroup:
+    payload = b"{%s}" % b",".join(b'"%s":%s' % (name.encode(), parts.get(name, NULL)) for name in FIELDS)
+    return PostedGroup(
+        payload=payload,
+        digest=payload_digest(payload),
+        size=size,
+        env_id=env_id,
+        outcome=_outcome(size, scores, trained),
+    )
+
+
+def _rows_of_ints(raw: bytes) -> list[int]:
+    """Check that this is a list of lists of plain integers; returns their lengths.
+
+    The JSON is known to be well formed, so it is enough to see that no other kind of value begins anywhere.
+    """
+    if any(raw.find(sign) >= 0 for sign in (b'"', b"n", b"t", b"f", b"{", b".", b"e", b"E")):
+        raise _NotPlainError
+    return [row.count(b",") + 1 if row.strip() else 0 for row in _rows(raw)]
+
+
+def _check_floats(raw: bytes) -> None:
+    """A list of lists of numbers, none of them too large for a float."""
+    is_plain = not any(raw.find(sign) >= 0 for sign in (b'"', b"n", b"t", b"f", b"{", b"E"))
+    # Small numbers are written with e-05 and the like, which cannot overflow; anything else is read.
+    if is_plain and raw.count(b"e-") == raw.count(b"e"):
+        _rows(raw)
+    else:
+        _ROWS_OF_FLOATS.decode(raw)
+
+
+def _rows(raw: bytes) -> list[bytes]:
+    """What stands inside each inner list of a list of lists that is not empty."""
+    *rows, between, end = raw.split(b"]")
+    if not rows or between.strip() or end.strip():
+        raise _NotPlainError
+    found = []
+    for at, row in enumerate(rows):
+        before, opening, inside = row.rpartition(b"[")
+        if not opening or before.strip() != (b"," if at else b"["):
+            raise _NotPlainError
+        found.append(inside)
+    return found
+
+
+def _refuse_overflow(raw: bytes) -> None:
+    """Numbers such as 1e999 are well formed, but no reader could hold them. Only exponents can do that in few letters."""
+    if (b"e+" in raw or b"E" in raw or any(b"e%d" % digit in raw for digit in range(10))) and not _is_finite(raw):
+        raise _NotPlainError
+
+
+def _is_finite(raw: bytes) -> bool:
+    try:
+        msgspec.json.decode(raw)
+    except msgspec.MsgspecError:
+        return False
+    return True
+
+
+def _lax_group(found: Any, where: tuple[str | int, ...]) -> PostedGroup:
+    try:
+        group = ScoredData.model_validate(found)
+    except ValidationError as error:
+        raise refused(error, where) from None
+    refuse_impossible(group, where)
+    if group.env_id is not None and abs(group.env_id) > LARGEST_INT:
+        raise refusal("int_parsing_size", (*where, "env_id"), "no environment has an id this large", str(group.env_id))
+    try:
+        parts = {name: _text(getattr(group, name)) for name in FIELDS}
+    except (UnicodeEncodeError, ValueError, RecursionError):
+        raise refusal(
+            "json_invalid", where, "the body holds text or nesting that cannot be sent again as JSON"
+        ) from None
+    trained = sum(mark != -100 for mask in group.masks for mark in mask)
+    return _posted(parts, size=len(group.tokens), scores=group.scores, env_id=group.env_id, trained=trained)
+
+
+def refused(error: ValidationError, where: tuple[str | int, ...] = ()) -> Refusal:
+    """A verdict of pydantic as the original's clients read it."""
+    return Refusal(
+        *(
+            {
+                "type": found["type"],
+                "loc": ["body", *where, *found["loc"]],
+                "msg": found["msg"],
+                "input": found["input"],
+            }
+            for found in error.errors(include_url=False, include_context=False)
+        )
+    )
+
+
+def _json(body: bytes) -> Any:
+    if not body:
+        raise refusal("missing", (), "Field required")
+    try:
+        return json.loads(body)
+    except json.JSONDecodeError as error:
+        raise refusal("json_invalid", (error.pos,), f"JSON decode error: {error.msg}", {}) from None
+    except (ValueError, RecursionError) as error:
+        raise refusal("json_invalid", (), f"JSON decode error: {error}", {}) from None
+
+
+def _text(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _outcome(size: int, scores: list[float], trained: int) -> GroupOutcome:
+    mean, spread = _mean_and_spread(scores)
+    return GroupOutcome(
+        num_samples=size,
+        num_scorable=len(scores),
+        reward_mean=mean,
+        reward_std=spread,
+        solved_rate=None,
+        truncated_rate=0.0,
+        mean_turns=0.0,
+        mean_response_tokens=trained / size if size else 0.0,
+        seconds=0.0,
+    )
+
+
+def _mean_and_spread(scores: list[float]) -> tuple[float | None, float | None]:
+    num = len(scores)
+    try:
+        mean = math.fsum(scores) / num
+        return mean, math.sqrt(math.fsum((s - mean) ** 2 for s in scores) / (num - 1)) if num > 1 else None
+    except (OverflowError, ZeroDivisionError):
+        return None, None
