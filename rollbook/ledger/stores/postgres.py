@@ -144,7 +144,11 @@ async def open_postgres_store(
     """`durability` is kept in either mode: every commit is flushed before it is answered."""
     del durability
     writer = PostgresWriter(url)
-    await asyncio.to_thread(patiently, writer.prepare, patience_s=OPENING_PATIENCE_S, where=writer.where)
+    try:
+        await asyncio.to_thread(patiently, writer.prepare, patience_s=OPENING_PATIENCE_S, where=writer.where)
+    except BaseException:
+        writer.close()
+        raise
     store = PostgresStore(url, writer, asyncio.get_running_loop())
     try:
         yield store

@@ -30,8 +30,8 @@ DEFAULTS: dict[str, Any] = {
     "keepalives_count": 3,
     "tcp_user_timeout": 15_000,
 }
-LOST_CLASSES = ("08", "57P")
-"""Connection trouble and a server that shuts down, starts or was told to end the session."""
+LOST_CLASSES = ("08", "57P", "25P03")
+"""Connection trouble, a server that shuts down or starts, and sessions that were ended because they stood still."""
 RERUN = frozenset({"40001", "40P01"})
 LOCK_TIMEOUT = "55P03"
 HOPELESS = ("does not exist", "authentication failed", "no pg_hba.conf entry", "permission denied", "no password")
