@@ -56,10 +56,11 @@ class _Readers:
     def _attempt(self, work: Callable[[Transaction], T]) -> T:
         with explained(self._where):
             db: PostgresConnection | None = getattr(self._local, "db", None)
-            if db is None or db.is_lost:
-                if db is not None:
-                    self._open.remove(db)
-                    db.close()
+            if db is not None and db.is_lost:
+                self._open.remove(db)
+                db.close()
+                db = self._local.db = None
+            if db is None:
                 db = self._local.db = connect(self._url)
                 self._open.append(db)
             return read_at_one_moment(db, work)
