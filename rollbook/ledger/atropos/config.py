@@ -26,5 +26,5 @@ class AtroposConfig(BaseModel, frozen=True, extra="forbid"):
     keep_batches: int = Field(default=64, ge=1)
     """Served batches whose groups are kept, so that a trainer can go back to an older step with `starting_step`."""
 
-    max_decompressed_mb: float = Field(default=512.0, gt=0)
-    """Megabytes of one request after decompression, at most."""
+    body_s: float = Field(default=60.0, gt=0)
+    """Seconds that the body of a request may take to arrive."""

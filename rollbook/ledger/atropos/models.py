@@ -117,3 +117,25 @@ def _not_finite(value: Any, where: tuple[str | int, ...]) -> tuple[tuple[str | i
         if found is not None:
             return found
     return None
+
+
+MOST = 2**53
+"""Counts and ids beyond this are a mistake, and not every reader of JSON could hold them."""
+
+
+def refuse_extremes(message: BaseModel) -> None:
+    """Numbers that nobody can mean: not finite, or too large to be kept."""
+    for name, value in message:
+        if isinstance(value, int) and abs(value) > MOST:
+            raise refusal("int_too_large", (name,), f"{name} is beyond what can be kept", str(value))
+        if isinstance(value, float) and not math.isfinite(value):
+            raise refusal("finite_number", (name,), f"{name} must be a finite number", str(value))
+        if isinstance(value, str) and not _is_text(value):
+            raise refusal("string_unicode", (name,), f"{name} holds letters that cannot be stored")
+
+
+def _is_text(value: str) -> bool:
+    try:
+        return b"\0" not in value.encode()
+    except UnicodeEncodeError:
+        return False

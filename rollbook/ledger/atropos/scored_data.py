@@ -34,6 +34,9 @@ class PostedGroup:
     outcome: GroupOutcome
 
 
+_NOTHING = msgspec.Raw(NULL)
+
+
 class _Message(msgspec.Struct):
     role: msgspec.Raw
     content: msgspec.Raw
@@ -45,17 +48,17 @@ class _Envelope(msgspec.Struct):
     tokens: msgspec.Raw
     masks: msgspec.Raw
     scores: list[float]
-    advantages: msgspec.Raw | None = None
-    ref_logprobs: msgspec.Raw | None = None
-    messages: msgspec.Raw | None = None
-    generation_params: msgspec.Raw | None = None
-    inference_logprobs: msgspec.Raw | None = None
-    overrides: msgspec.Raw | None = None
-    group_overrides: msgspec.Raw | None = None
-    images: msgspec.Raw | None = None
+    advantages: msgspec.Raw = _NOTHING
+    ref_logprobs: msgspec.Raw = _NOTHING
+    messages: msgspec.Raw = _NOTHING
+    generation_params: msgspec.Raw = _NOTHING
+    inference_logprobs: msgspec.Raw = _NOTHING
+    overrides: msgspec.Raw = _NOTHING
+    group_overrides: msgspec.Raw = _NOTHING
+    images: msgspec.Raw = _NOTHING
     env_id: int | None = None
-    distill_token_ids: msgspec.Raw | None = None
-    distill_logprobs: msgspec.Raw | None = None
+    distill_token_ids: msgspec.Raw = _NOTHING
+    distill_logprobs: msgspec.Raw = _NOTHING
 
 
 class _NotPlainError(Exception):
@@ -121,19 +124,19 @@ def _plain_group(found: _Envelope) -> PostedGroup:
     if found.env_id is not None:
         parts["env_id"] = b"%d" % found.env_id
     for name in _PER_TOKEN:
-        raw = getattr(found, name)
-        if raw is not None and bytes(raw) != NULL:
-            parts[name] = bytes(raw)
-            _check_floats(parts[name])
+        raw = bytes(getattr(found, name))
+        if raw != NULL:
+            parts[name] = raw
+            _check_floats(raw)
     for name in (*_FREE_FORM, "distill_token_ids", "distill_logprobs"):
-        raw = getattr(found, name)
-        if raw is None or bytes(raw) == NULL:
+        raw = bytes(getattr(found, name))
+        if raw == NULL:
             continue
-        parts[name] = bytes(raw)
+        parts[name] = raw
         if name in _KINDS:
-            _KINDS[name].decode(parts[name])
+            _KINDS[name].decode(raw)
         if name in _FREE_FORM:
-            _refuse_overflow(parts[name])
+            _refuse_overflow(raw)
     trained = sum(token_counts) - masks.count(UNMASKED)
     return _posted(parts, size=len(token_counts), scores=found.scores, env_id=found.env_id, trained=trained)
 

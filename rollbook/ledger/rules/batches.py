@@ -43,6 +43,10 @@ def decide(book: RunBook, step: int, *, epoch: int) -> Decision:
     if end is not None:
         return Decision(end=end)
     _refuse_out_of_order(book, step)
+    if book.run.settings.counts_sequences:
+        raise RunError(
+            f"run {book.run_id}: its batches are formed for its Atropos trainer, at GET /batch; batch {step} is not decided yet"
+        )
     num_stale = _drop_stale(book, step)
     choice = _choose(book, step)
     if len(choice.groups) == book.run.settings.rule.groups_per_step:
@@ -54,6 +58,12 @@ def decide(book: RunBook, step: int, *, epoch: int) -> Decision:
     for group in choice.groups:
         book.drop(group, DropReason(DropKind.END_OF_DATA, f"too few for batch {step}"), by=f"batch {step}")
     return Decision(end=EndOfRun.END_OF_DATA, num_stale=num_stale)
+
+
+def record_batch(book: RunBook, step: int, groups: Iterable[GroupRecord]) -> BatchManifest:
+    """Write down a batch that was chosen elsewhere: once, in order, and before anybody sees it."""
+    _refuse_out_of_order(book, step)
+    return _record(book, step, _Choice(groups=list(groups)), is_last=False)
 
 
 def manifest_digest(entries: Iterable[BatchEntry]) -> str:
