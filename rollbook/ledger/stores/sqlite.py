@@ -194,13 +194,25 @@ def _read(db: sqlite3.Connection, work: Callable[[Transaction], T]) -> T:
         db.execute("ROLLBACK")
 
 
+def _make_directory(directory: Path) -> None:
+    """With its parents, and known to the disk: SQLite syncs what lies in the directory, not the way there."""
+    if not directory.is_dir():
+        _make_directory(directory.parent)
+        directory.mkdir(exist_ok=True)
+        handle = os.open(directory.parent, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
 @asynccontextmanager
 async def open_sqlite_store(
     directory: Path, *, durability: Durability = Durability.POWER_LOSS
 ) -> AsyncIterator[SqliteStore]:
     path = directory / FILE_NAME
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        _make_directory(directory)
     except OSError as error:
         raise StoreFaultError(f"ledger directory {directory} cannot be made: {error.strerror}") from error
     store = SqliteStore(path, durability, asyncio.get_running_loop())
