@@ -3,12 +3,12 @@
 What a producer encodes is stored as it came and handed to the trainer unchanged; the digest is of those very bytes.
 """
 
-import hashlib
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from rollbook.contracts.errors import RunError
@@ -125,8 +125,31 @@ def decode_group(payload: bytes) -> PromptGroup:
         raise RunError(f"a stored group of {len(payload)} bytes cannot be read: {error}") from error
 
 
+def check_frame(payload: bytes, *, group_id: str) -> None:
+    """Refuse a payload that no trainer could read, before it is stored: its form, its id, and arrays that belong together.
+
+    The tokens stay bytes: this costs microseconds, whatever the length of the sequences.
+    """
+    try:
+        frame = _DECODER.decode(payload)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise RunError(f"group {group_id}: its payload is not a group: {error}") from error
+    if frame.format != FORMAT:
+        raise RunError(f"group {group_id}: its payload has format {frame.format}, this ledger reads {FORMAT}")
+    if frame.group_id != group_id:
+        raise RunError(f"group {group_id}: its payload is that of group {frame.group_id}")
+    if not frame.samples:
+        raise RunError(f"group {group_id}: its payload has no samples")
+    for at, sample in enumerate(frame.samples):
+        for row in sample.sequences:
+            length = len(row.loss_mask)
+            if not length or not len(row.token_ids) == len(row.logprobs) == len(row.versions) == 4 * length:
+                raise RunError(f"group {group_id}: the arrays of sample {at} are empty or of unequal length")
+
+
 def payload_digest(payload: bytes) -> str:
-    return hashlib.blake2b(payload, digest_size=16).hexdigest()
+    """128 bits of XXH3: tells damage, at a twentieth of what a cryptographic digest costs. It keeps nobody from forging."""
+    return xxhash.xxh3_128_hexdigest(payload)
 
 
 def _raw(array: NDArray[Any], dtype: str) -> bytes:

@@ -42,7 +42,8 @@ from rollbook.telemetry.events import EventLog
 T = TypeVar("T")
 
 PAYLOADS_IN_ONE_READ = 8
-"""Bounds what a streaming trainer keeps in the ledger's memory."""
+BYTES_IN_ONE_READ = 4_000_000
+"""Together they bound what a slow trainer keeps in the ledger's memory: no read goes on beyond either."""
 
 
 class Ledger:
@@ -195,11 +196,15 @@ class Ledger:
 
     async def payloads(self, run_id: RunId, manifest: BatchManifest) -> AsyncIterator[bytes]:
         """The stored bytes of a batch's groups, in the manifest's order, a few at a time."""
-        ids = [entry.group_id for entry in manifest.entries]
-        for start in range(0, len(ids), PAYLOADS_IN_ONE_READ):
-            some = ids[start : start + PAYLOADS_IN_ONE_READ]
-            for payload in await self._store.read(lambda tx, some=some: _payloads(tx, run_id, some)):  # type: ignore[misc]
-                yield payload
+        left = [entry.group_id for entry in manifest.entries]
+        while left:
+            some = left[:PAYLOADS_IN_ONE_READ]
+            found = await self._store.read(lambda tx, some=some: _payloads(tx, run_id, some))  # type: ignore[misc]
+            left = left[len(found) :]
+            # Each is let go before the next is handed out: a reader that takes its time holds one of them, not all.
+            found.reverse()
+            while found:
+                yield found.pop()
 
     async def batch(self, run_id: RunId, step: int, *, epoch: int, wait_s: float) -> TrainingBatch | EndOfRun | None:
         decided = await self.decide(run_id, step, epoch=epoch, wait_s=wait_s)
@@ -262,8 +267,21 @@ class Ledger:
     async def publications(self, run_id: RunId) -> list[PublicationRecord]:
         return await self._look(run_id, lambda tx: tx.publications(run_id))
 
+    async def statuses(self, run_id: RunId, *, quiet_s: float) -> AsyncIterator[LedgerStatus | None]:
+        """The status now and after whatever moves, until the service closes. None after `quiet_s` in which nothing did.
+
+        Moves while the reader is busy are told as one: a slow reader misses what lay between, and piles up nothing.
+        """
+        while self._is_waiting_allowed:
+            ticket = self._bell.ticket(run_id)
+            yield await self.status(run_id)
+            while not ticket.is_set() and self._is_waiting_allowed:
+                await self._bell.wait(ticket, at_most_s=quiet_s, clock=self._clock)
+                if not ticket.is_set():
+                    yield None
+
     async def read(self, work: Callable[[Transaction], T]) -> T:
-        """For the audit: read at one moment."""
+        """For audit and explanation: read at one moment."""
         return await self._store.read(work)
 
     # ------------------------------------------------------------------ inside
@@ -299,10 +317,16 @@ class Ledger:
 
 
 def _payloads(tx: Transaction, run_id: RunId, ids: Sequence[GroupId]) -> list[bytes]:
-    found = [tx.payload(run_id, group_id) for group_id in ids]
-    if None in found:
-        raise RunError(f"run {run_id}: the payload of group {ids[found.index(None)]} is gone")
-    return [payload for payload in found if payload is not None]
+    """As many of the first as fit into one read, and at least one."""
+    found: list[bytes] = []
+    for group_id in ids:
+        payload = tx.payload(run_id, group_id)
+        if payload is None:
+            raise RunError(f"run {run_id}: the payload of group {group_id} is gone")
+        found.append(payload)
+        if sum(map(len, found)) >= BYTES_IN_ONE_READ:
+            break
+    return found
 
 
 @asynccontextmanager
