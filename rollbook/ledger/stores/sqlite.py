@@ -29,6 +29,7 @@ BUSY_S = 10.0
 """How long to wait for another process that writes. The run directory is locked, so it can only be a passing one."""
 PAGE_BYTES = 16_384
 READERS = 2
+CHECKED_ELSEWHERE = frozenset({"payloads", "history"})
 
 ADVICE = {
     sqlite3.SQLITE_FULL: "the disk is full: make room and start again, nothing that was answered is lost",
@@ -67,6 +68,23 @@ def _connect(path: Path, *, read_only: bool, query: str = "") -> sqlite3.Connect
         return sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=BUSY_S)
 
 
+def _check_integrity(db: sqlite3.Connection, path: Path) -> None:
+    """Refuse a damaged file before anything is answered from it.
+
+    All that the rules decide on is checked. Payloads are compared with their digests whenever they are read and the history by
+    the audit: going through them here would make every start as long as the run.
+    """
+    tables = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name")]
+    for table in tables:
+        if table in CHECKED_ELSEWHERE:
+            continue
+        found = [row[0] for row in db.execute(f"PRAGMA quick_check('{table}')")]
+        if found != ["ok"]:
+            raise StoreFaultError(
+                f"ledger file {path}: table {table} is damaged ({found[0]}); {ADVICE[sqlite3.SQLITE_CORRUPT]}"
+            )
+
+
 class _Writer:
     """The writing connection; only the committer's thread works on it."""
 
@@ -85,6 +103,7 @@ class _Writer:
         self._db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute(f"PRAGMA synchronous = {'FULL' if self._syncs_itself else 'NORMAL'}")
+        _check_integrity(self._db, self._path)
         migrate(self._db, self._path)
 
     def close(self) -> None:

@@ -14,7 +14,8 @@ from rollbook.ledger.store import StoreFaultError, Transaction
 from rollbook.ledger.stores import sqlite as sqlite_store
 from rollbook.ledger.stores.sql_transaction import SqlTransaction
 from rollbook.ledger.stores.sqlite import FILE_NAME, open_sqlite_store
-from tests.parts.ledger_groups import RUN
+from tests.parts.ledger_desk import Desk, SqlFile
+from tests.parts.ledger_groups import RUN, settings
 
 
 async def test_what_was_written_is_there_when_the_file_is_opened_again(tmp_path: Path) -> None:
@@ -39,6 +40,23 @@ async def test_a_file_from_a_newer_release_is_refused(tmp_path: Path) -> None:
 async def test_a_file_that_is_no_ledger_is_a_fault_with_advice(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_bytes(b"no database at all" * 500)
     with pytest.raises(StoreFaultError, match=r"ledger\.sqlite.*restore it from a copy"):
+        async with open_sqlite_store(tmp_path):
+            pass
+
+
+async def test_a_damaged_table_is_refused_before_anything_is_answered(tmp_path: Path) -> None:
+    desk = Desk(SqlFile(tmp_path / FILE_NAME)).create(settings())
+    for number in range(200):
+        desk.submit(f"task{number}", (-1,))
+    desk.store.close()  # type: ignore[attr-defined]
+    db = sqlite3.connect(tmp_path / FILE_NAME)
+    page = db.execute("SELECT rootpage FROM sqlite_master WHERE name = 'groups'").fetchone()[0]
+    size = db.execute("PRAGMA page_size").fetchone()[0]
+    db.close()
+    with (tmp_path / FILE_NAME).open("rb+") as file:
+        file.seek((page - 1) * size + 8)
+        file.write(b"\xff" * 64)
+    with pytest.raises(StoreFaultError, match=r"damaged.*restore it from a copy"):
         async with open_sqlite_store(tmp_path):
             pass
 
