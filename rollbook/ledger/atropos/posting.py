@@ -19,6 +19,7 @@ from rollbook.ledger.rules.book import RunBook
 from rollbook.ledger.rules.groups import QUEUE_FULL_RETRY_S, QueueFullError
 
 UNKNOWN_PUBLICATION = -1
+OPENED = "opened by its post"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,16 +108,14 @@ def _store(book: RunBook, group: PostedGroup, bounds: Bounds) -> dict[str, Any]:
     env = None if group.env_id is None else book.tx.atropos.env(book.run_id, group.env_id)
     if env is not None and env.last_seen < book.now - bounds.touch_s:
         book.tx.atropos.put_env(replace(env, last_seen=book.now))
-    stored = _open(book, group, env)
+    opened = _opened(book, group, env)
     if group.size == 0:
-        book.drop(stored, DropReason(DropKind.INVALID, "it has no sequences"), by="post")
+        book.begin(opened, note=OPENED, by="post")
+        book.drop(opened, DropReason(DropKind.INVALID, "it has no sequences"), by="post")
         return {"status": "received"}
-    book.tx.put_payload(book.run_id, stored.group_id, group.payload)
-    stored = book.move(
-        stored,
-        GroupState.QUEUED,
-        note="posted",
-        by="post",
+    stored = replace(
+        opened,
+        state=GroupState.QUEUED,
         publications=(UNKNOWN_PUBLICATION,),
         outcome=msgspec.json.encode(group.outcome),
         payload_digest=group.digest,
@@ -124,6 +123,8 @@ def _store(book: RunBook, group: PostedGroup, bounds: Bounds) -> dict[str, Any]:
         has_payload=True,
         arrival=book.count("next_arrival"),
     )
+    book.tx.put_payload(book.run_id, stored.group_id, group.payload)
+    book.enter(stored, opened=OPENED, note="posted", by="post")
     is_buffered = env is not None and group.size != env.group_size
     shelved = ShelvedGroup(
         run_id=book.run_id,
@@ -140,10 +141,10 @@ def _store(book: RunBook, group: PostedGroup, bounds: Bounds) -> dict[str, Any]:
     return {"status": "received"}
 
 
-def _open(book: RunBook, group: PostedGroup, env: EnvRecord | None) -> GroupRecord:
+def _opened(book: RunBook, group: PostedGroup, env: EnvRecord | None) -> GroupRecord:
     sequence = book.count("next_sequence")
     task_id = TaskId(env.real_name if env is not None else "atropos")
-    opened = GroupRecord(
+    return GroupRecord(
         run_id=book.run_id,
         group_id=group_id(task_id, sequence),
         task_id=task_id,
@@ -154,8 +155,6 @@ def _open(book: RunBook, group: PostedGroup, env: EnvRecord | None) -> GroupReco
         sequence=sequence,
         opened_at=book.now,
     )
-    book.begin(opened, note="opened by its post", by="post")
-    return opened
 
 
 def _release_buffered(book: RunBook, env: EnvRecord) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
 from pydantic import ValidationError
 
 from rollbook.contracts.group import GroupOutcome
@@ -18,8 +19,9 @@ from rollbook.ledger.atropos.models import FIELDS, Refusal, ScoredData, refusal,
 from rollbook.ledger.group_frame import payload_digest
 
 NULL = b"null"
-UNMASKED = b"-100"
+COMMA, MINUS, EXPONENT = b",-e"
 LARGEST_INT = 2**63 - 1
+_KEYS = [(name, b'%s"%s":' % (b"," if at else b"{", name.encode())) for at, name in enumerate(FIELDS)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,8 +119,9 @@ def _require_text(body: bytes) -> None:
 
 def _plain_group(found: _Envelope) -> PostedGroup:
     tokens, masks = bytes(found.tokens), bytes(found.masks)
-    token_counts, mask_counts = _rows_of_ints(tokens), _rows_of_ints(masks)
-    if token_counts != mask_counts:
+    lengths, _ = _rows_of_ints(tokens)
+    mask_lengths, num_masked = _rows_of_ints(masks)
+    if lengths != mask_lengths:
         raise _NotPlainError
     parts: dict[str, bytes] = {"tokens": tokens, "masks": masks, "scores": msgspec.json.encode(found.scores)}
     if found.env_id is not None:
@@ -137,14 +140,16 @@ def _plain_group(found: _Envelope) -> PostedGroup:
             _KINDS[name].decode(raw)
         if name in _FREE_FORM:
             _refuse_overflow(raw)
-    trained = sum(token_counts) - masks.count(UNMASKED)
-    return _posted(parts, size=len(token_counts), scores=found.scores, env_id=found.env_id, trained=trained)
+    # The mark of a token that is not trained is -100; no token has a negative id.
+    trained = sum(lengths) - num_masked
+    return _posted(parts, size=len(lengths), scores=found.scores, env_id=found.env_id, trained=trained)
 
 
 def _posted(
     parts: dict[str, bytes], *, size: int, scores: list[float], env_id: int | None, trained: int
 ) -> PostedGroup:
-    payload = b"{%s}" % b",".join(b'"%s":%s' % (name.encode(), parts.get(name, NULL)) for name in FIELDS)
+    pieces = [piece for name, key in _KEYS for piece in (key, parts.get(name, NULL))]
+    payload = b"".join((*pieces, b"}"))
     return PostedGroup(
         payload=payload,
         digest=payload_digest(payload),
@@ -154,38 +159,52 @@ def _posted(
     )
 
 
-def _rows_of_ints(raw: bytes) -> list[int]:
-    """Check that this is a list of lists of plain integers; returns their lengths.
+def _rows_of_ints(raw: bytes) -> tuple[list[int], int]:
+    """Check that this is a list of lists of plain integers; returns their lengths, and how many are negative.
 
     The JSON is known to be well formed, so it is enough to see that no other kind of value begins anywhere.
     """
     if any(raw.find(sign) >= 0 for sign in (b'"', b"n", b"t", b"f", b"{", b".", b"e", b"E")):
         raise _NotPlainError
-    return [row.count(b",") + 1 if row.strip() else 0 for row in _rows(raw)]
+    signs = np.frombuffer(raw, np.uint8)
+    is_comma = signs == COMMA
+    lengths = []
+    for begin, end in _rows(raw):
+        commas = int(np.count_nonzero(is_comma[begin:end]))
+        lengths.append(commas + 1 if commas or raw[begin + 1 : end].strip() else 0)
+    return lengths, int(np.count_nonzero(signs == MINUS))
 
 
 def _check_floats(raw: bytes) -> None:
     """A list of lists of numbers, none of them too large for a float."""
     is_plain = not any(raw.find(sign) >= 0 for sign in (b'"', b"n", b"t", b"f", b"{", b"E"))
-    # Small numbers are written with e-05 and the like, which cannot overflow; anything else is read.
-    if is_plain and raw.count(b"e-") == raw.count(b"e"):
+    if is_plain and b"e" in raw:
+        # Small numbers are written with e-05 and the like, which cannot overflow; anything else is read.
+        signs = np.frombuffer(raw, np.uint8)
+        is_exponent = signs[:-1] == EXPONENT
+        is_plain = np.count_nonzero(is_exponent) == np.count_nonzero(is_exponent & (signs[1:] == MINUS))
+    if is_plain:
         _rows(raw)
     else:
         _ROWS_OF_FLOATS.decode(raw)
 
 
-def _rows(raw: bytes) -> list[bytes]:
-    """What stands inside each inner list of a list of lists that is not empty."""
-    *rows, between, end = raw.split(b"]")
-    if not rows or between.strip() or end.strip():
-        raise _NotPlainError
-    found = []
-    for at, row in enumerate(rows):
-        before, opening, inside = row.rpartition(b"[")
-        if not opening or before.strip() != (b"," if at else b"["):
+def _rows(raw: bytes) -> list[tuple[int, int]]:
+    """Where the inner lists of a list of lists begin and end; it must have some, and nothing else beside them."""
+    rows = []
+    begin = raw.find(b"[", raw.find(b"[") + 1)
+    before, wanted = raw[:begin].strip(), b"["
+    while begin >= 0:
+        end = raw.find(b"]", begin)
+        following = raw.find(b"[", begin + 1)
+        if before.strip() != wanted or 0 <= following < end:
             raise _NotPlainError
-        found.append(inside)
-    return found
+        rows.append((begin, end))
+        before, wanted = raw[end + 1 : following if following >= 0 else len(raw)], b","
+        begin = following
+    if not rows or before.strip() != b"]":
+        raise _NotPlainError
+    return rows
 
 
 def _refuse_overflow(raw: bytes) -> None:
@@ -216,7 +235,7 @@ def _lax_group(found: Any, where: tuple[str | int, ...]) -> PostedGroup:
         raise refusal(
             "json_invalid", where, "the body holds text or nesting that cannot be sent again as JSON"
         ) from None
-    trained = sum(mark != -100 for mask in group.masks for mark in mask)
+    trained = sum(mark >= 0 for mask in group.masks for mark in mask)
     return _posted(parts, size=len(group.tokens), scores=group.scores, env_id=group.env_id, trained=trained)
 
 
