@@ -151,6 +151,9 @@ class CuttingProxy:
         self._lets_it_through = lets_it_through
         self.is_armed = False
         self.num_cut = 0
+        self.lets_in = threading.Event()
+        """Whoever comes is kept waiting while it is not set."""
+        self.lets_in.set()
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listening.getsockname()[1])
         threading.Thread(target=self._accept, daemon=True).start()
@@ -159,6 +162,7 @@ class CuttingProxy:
         with suppress(OSError):
             while True:
                 client, _ = self._listening.accept()
+                self.lets_in.wait()
                 database = socket.create_connection(("127.0.0.1", self._port))
                 for source, target, is_request in ((client, database, True), (database, client, False)):
                     threading.Thread(target=self._pass_on, args=(source, target, is_request), daemon=True).start()
@@ -201,6 +205,26 @@ async def test_a_commit_whose_answer_was_lost_is_done_once_and_answered_truly(ur
             await store.write(lambda tx: tx.count_drop(RUN, "stale"))
             assert proxy.num_cut == 1
             assert await store.read(lambda tx: tx.drops(RUN)) == {"stale": 2}
+
+
+async def test_a_commit_that_a_crash_took_is_not_mistaken_for_one_that_came_after(server: PostgresServer) -> None:
+    """After a crash PostgreSQL hands out the transaction ids of commits that never reached the disk once more."""
+    url = server.fresh_url()
+    with cutting_proxy(server.port, lets_it_through=False) as proxy:
+        async with open_postgres_store(url.replace(str(server.port), str(proxy.port), 1)) as store:
+            proxy.lets_in.clear()
+            proxy.is_armed = True
+            writing = asyncio.ensure_future(store.write(lambda tx: tx.count_drop(RUN, "stale")))
+            while not proxy.num_cut:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            server.kill()
+            server.start()
+            with psycopg.connect(url, autocommit=True) as db:
+                for number in range(200):
+                    db.execute("INSERT INTO drops (run_id, kind, num) VALUES ('other', %s, 1)", (f"kind{number}",))
+            proxy.lets_in.set()
+            await writing
+            assert await store.read(lambda tx: tx.drops(RUN)) == {"stale": 1}
 
 
 async def test_a_replica_that_stands_still_does_not_stop_the_others(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

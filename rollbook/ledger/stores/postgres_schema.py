@@ -52,6 +52,15 @@ def migrate(db: SchemaConnection, where: str) -> None:
     db.execute("INSERT INTO schema_version VALUES (?)", (max(scripts),))
 
 
+def prepare_commit_numbers(db: SchemaConnection) -> None:
+    """Which commit of which replica came last: what only a store with a connection that can break needs to know."""
+    db.execute(
+        "CREATE TABLE IF NOT EXISTS replica_commits "
+        "(replica TEXT PRIMARY KEY, number BIGINT NOT NULL, at TIMESTAMPTZ NOT NULL DEFAULT now())"
+    )
+    db.execute("DELETE FROM replica_commits WHERE at < now() - interval '7 days'")
+
+
 def require_known_schema(db: SchemaConnection, where: str) -> None:
     """For readers, who may not migrate."""
     newest, have = max(known_scripts()), schema_version(db)

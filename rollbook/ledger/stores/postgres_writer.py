@@ -1,9 +1,12 @@
 """The writing session of the PostgreSQL store: one turn at a time over all replicas, and no answer that is not true.
 
-A commit whose answer was lost is looked up by its transaction id, so it is neither reported as failed nor done twice.
+Each commit carries the next number of its replica in a row of its own. When the answer to a commit is lost, that row says whether
+it happened, so it is neither reported as failed nor done twice. (PostgreSQL's own transaction ids would not do: after a crash an id
+whose commit never reached the disk is handed out again, and another transaction answers for ours.)
 """
 
 import time
+import uuid
 import zlib
 from collections.abc import Callable
 from typing import TypeVar
@@ -23,7 +26,7 @@ from rollbook.ledger.stores.postgres_connection import (
     explained,
     verdict,
 )
-from rollbook.ledger.stores.postgres_schema import migrate
+from rollbook.ledger.stores.postgres_schema import migrate, prepare_commit_numbers
 
 T = TypeVar("T")
 
@@ -31,6 +34,10 @@ PATIENCE_S = 15.0
 """How long a call waits for a database that is away before it is answered "try again"."""
 LOCK_CLASS = 0x524F_4C42
 """Sets the ledger's advisory lock apart from other programs' in the same database."""
+NUMBER_A_COMMIT = (
+    "INSERT INTO replica_commits (replica, number) VALUES (?, ?) "
+    "ON CONFLICT (replica) DO UPDATE SET number = excluded.number, at = now()"
+)
 SETTINGS = {
     "synchronous_commit": "on",
     # A replica that stands still with the lock in its hand must not stop the others for ever.
@@ -64,6 +71,8 @@ class PostgresWriter:
         self.where = described(url)
         self._db: PostgresConnection | None = None
         self._lock_key = 0
+        self._replica = uuid.uuid4().hex
+        self._num_commits = 0
         self.channel = ""
 
     @property
@@ -88,6 +97,7 @@ class PostgresWriter:
             self._begin(db)
             try:
                 migrate(db, self.where)
+                prepare_commit_numbers(db)
             except BaseException:
                 if not db.is_lost:
                     db.execute("ROLLBACK")
@@ -117,30 +127,29 @@ class PostgresWriter:
             self._db = connect(self._url, SETTINGS)
         return self._db
 
-    def _begin(self, db: PostgresConnection) -> str:
-        """Take the turn to write. Returns the id of the transaction."""
+    def _begin(self, db: PostgresConnection) -> None:
+        """Take the turn to write."""
         db.execute("BEGIN")
         # The cast keeps the function's empty answer out of the binary protocol's way.
-        row = db.execute(
-            "SELECT pg_advisory_xact_lock(?, ?)::text, pg_current_xact_id()::text", (LOCK_CLASS, self._lock_key)
-        ).fetchone()
-        return str(row[1])
+        db.execute("SELECT pg_advisory_xact_lock(?, ?)::text", (LOCK_CLASS, self._lock_key))
 
     def _attempt_all(self, operations: list[Operation]) -> None:
         for operation in operations:
             operation.forget()
+        self._num_commits += 1
         try:
             with explained(self.where):
                 db = self._connected()
-                transaction = self._begin(db)
+                self._begin(db)
                 for operation in operations:
                     self._attempt(db, operation)
                 for run_id in sorted(set().union(*(operation.announced for operation in operations))):
                     db.execute("SELECT pg_notify(?, ?)", (self.channel, run_id))
+                db.execute(NUMBER_A_COMMIT, (self._replica, self._num_commits))
         except BaseException:
             self.close()  # and with the session goes its transaction
             raise
-        self._finish(db, transaction)
+        self._finish(db)
 
     def _attempt(self, db: PostgresConnection, operation: Operation) -> None:
         """Run one operation in its savepoint. Raises only when the whole transaction is lost."""
@@ -159,19 +168,20 @@ class PostgresWriter:
         db.execute("RELEASE operation")
         operation.announced = tx.announced
 
-    def _finish(self, db: PostgresConnection, transaction: str) -> None:
+    def _finish(self, db: PostgresConnection) -> None:
         try:
             with explained(self.where):
                 db.execute("COMMIT")
         except LostConnectionError as error:
             self.close()
-            if not patiently(lambda: self._was_committed(transaction), patience_s=PATIENCE_S, where=self.where):
+            if not patiently(self._was_committed, patience_s=PATIENCE_S, where=self.where):
                 raise LostConnectionError(f"the transaction was not committed: {error}") from error
 
-    def _was_committed(self, transaction: str) -> bool:
-        """The answer to the commit was lost: ask what became of it."""
+    def _was_committed(self) -> bool:
+        """The answer to the commit was lost: look what became of it, once its session has let go of the lock."""
         with explained(self.where):
-            found = self._connected().execute("SELECT pg_xact_status(?::xid8)", (transaction,)).fetchone()[0]
-        if found == "in progress":
-            raise LostConnectionError("the last transaction is still being decided")
-        return bool(found == "committed")
+            db = self._connected()
+            self._begin(db)
+            row = db.execute("SELECT number FROM replica_commits WHERE replica = ?", (self._replica,)).fetchone()
+            db.execute("COMMIT")
+        return row is not None and int(row[0]) == self._num_commits
