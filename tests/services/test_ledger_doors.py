@@ -264,7 +264,7 @@ def test_off_loopback_each_role_needs_a_token() -> None:
 def test_tokens_are_long_and_never_shown() -> None:
     with pytest.raises(RunError, match="fewer than 16"):
         Keys({Role.VIEWER: ["short"]})
-    config = LedgerServerConfig(viewer_tokens=("secret-viewer-token",))  # type: ignore[arg-type]  # pydantic wraps it
+    config = LedgerServerConfig(viewer_tokens=("secret-viewer-token",))
     assert "secret-viewer" not in repr(config)
     assert "secret-viewer" not in repr(vars(keys_of(config)))
     assert keys_of(config).roles_of("secret-viewer-token") == {Role.VIEWER}
