@@ -150,13 +150,15 @@ async def _send(answer: web.StreamResponse, before: bytes, payload: bytes, packe
 
 async def _flushed(request: web.Request) -> None:
     """Everything is in the hands of the kernel, and the client is still there."""
+    wait_s = 0.0  # the event loop writes what it was given when it comes round
     while True:
         transport = request.transport
         if transport is None or transport.is_closing():
             raise ConnectionResetError("the client went away before it had its answer")
         if transport.get_write_buffer_size() == 0:
             return
-        await asyncio.sleep(FLUSH_POLL_S)
+        await asyncio.sleep(wait_s)
+        wait_s = FLUSH_POLL_S
 
 
 def _cut(request: web.Request) -> None:

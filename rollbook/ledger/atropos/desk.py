@@ -3,7 +3,7 @@
 import asyncio
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ from rollbook.contracts.group import GroupId
 from rollbook.ledger.atropos import rules
 from rollbook.ledger.atropos.config import AtroposConfig
 from rollbook.ledger.atropos.models import RegisterEnv, Registration
-from rollbook.ledger.atropos.posting import Bounds, Post, forget, store_post
+from rollbook.ledger.atropos.posting import Arrival, Bounds, Outcome, Post, forget, store_posts
 from rollbook.ledger.atropos.rules import Handed
 from rollbook.ledger.bell import Bell
 from rollbook.ledger.config import LedgerConfig
@@ -29,6 +29,8 @@ TIDY_S = 0.5
 """How often delivered answers are written down when no post does it in passing."""
 TOUCH_FRACTION = 0.25
 """An environment's sign of life is written once this part of its allowed silence has passed."""
+MOST_TOGETHER = 64
+"""Posts stored in one transaction: bounds how long the first of them waits."""
 MEGABYTE = 1_000_000
 
 
@@ -53,6 +55,9 @@ class AtroposDesk:
         self._unsettled: Counter[str] = Counter()
         """Posts stored here that are still in the table of unanswered ones, though they are being answered or were."""
         self._answered: list[str] = []
+        self._arriving: list[tuple[Post, asyncio.Future[dict[str, Any]]]] = []
+        """Bounded by the connections: each waits for its own."""
+        self._storing: asyncio.Task[None] | None = None
         self._polled: dict[int, float] = {}
         self._serving = asyncio.Lock()
         store.listen(self._bell.ring)
@@ -167,25 +172,45 @@ class AtroposDesk:
             await self._bell.wait(ticket, at_most_s=left, clock=self._clock)
 
     async def _store_now(self, post: Post) -> dict[str, Any]:
+        """Store a post together with the others that came while the last ones were being written."""
+        done: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._arriving.append((post, done))
+        if self._storing is None:
+            self._storing = asyncio.create_task(self._store_arriving(), name=f"atropos.store.{self.run_id}")
+        return await done
+
+    async def _store_arriving(self) -> None:
+        """Takes: arrived posts. Gives: their outcomes. Ends: when no more have come. A client that goes away stops nothing."""
+        try:
+            while self._arriving:
+                arriving, self._arriving = self._arriving[:MOST_TOGETHER], self._arriving[MOST_TOGETHER:]
+                await self._store_together(arriving)
+        finally:
+            self._storing = None
+
+    async def _store_together(self, arriving: "list[tuple[Post, asyncio.Future[dict[str, Any]]]]") -> None:
         answered, self._answered = self._answered, []
-        # Those that are struck off in the same transaction are not in flight in its eyes, and neither is this one.
-        in_flight = self._unsettled[post.digest] - answered.count(post.digest) - 1
-
-        def settle(writing: "asyncio.Task[dict[str, Any]]") -> None:
-            if writing.cancelled() or writing.exception() is not None:
-                self._answered += answered
-            else:
-                self._settle(answered)
-
-        # A client that goes away does not stop the write, so what follows from it must not depend on the client either.
-        writing = asyncio.ensure_future(
-            self._write(
-                lambda book: store_post(book, post, in_flight=in_flight, answered=answered, bounds=self._bounds),
-                creates=True,
+        # Those struck off in the same transaction are not in flight in its eyes, and neither are the ones that come with it.
+        in_flight = self._unsettled - Counter(answered) - Counter(post.digest for post, _ in arriving)
+        arrivals = []
+        for post, _ in arriving:
+            arrivals.append(Arrival(post=post, in_flight=in_flight[post.digest]))
+            in_flight[post.digest] += 1
+        try:
+            outcomes: Sequence[Outcome | BaseException] = await self._write(
+                lambda book: store_posts(book, arrivals, answered=answered, bounds=self._bounds), creates=True
             )
-        )
-        writing.add_done_callback(settle)
-        return await asyncio.shield(writing)
+            self._settle(answered)
+        except Exception as error:  # whoever waits must hear it
+            self._answered += answered
+            outcomes = [error] * len(arriving)
+        for (_, done), outcome in zip(arriving, outcomes, strict=True):
+            if done.done():
+                continue
+            if isinstance(outcome, BaseException):
+                done.set_exception(outcome)
+            else:
+                done.set_result(outcome)
 
     # ------------------------------------------------------------------ inside
 

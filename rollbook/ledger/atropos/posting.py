@@ -10,7 +10,7 @@ import msgspec
 from rollbook.contracts.group import DropKind, DropReason, GroupState, group_id
 from rollbook.contracts.task import TaskId
 from rollbook.ledger.atropos.forming import find_sum
-from rollbook.ledger.atropos.models import refusal
+from rollbook.ledger.atropos.models import Refusal, Registration, refusal
 from rollbook.ledger.atropos.records import NO_ENV, EnvRecord, ShelvedGroup, UnansweredPost
 from rollbook.ledger.atropos.rules import record_of, registration_of
 from rollbook.ledger.atropos.scored_data import PostedGroup
@@ -40,21 +40,52 @@ class Post:
     is_list: bool
 
 
-def store_post(book: RunBook, post: Post, *, in_flight: int, answered: Sequence[str], bounds: Bounds) -> dict[str, Any]:
-    """Store the groups of a post, all or none, and say what became of them.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """A post to be stored, and how many with the very same bytes are being answered right now."""
 
-    `answered` are digests of posts whose answer has been delivered since; `in_flight` counts posts with these very bytes that are
-    being answered right now. One more in the table is a post whose answer was lost, and this is its repetition.
+    post: Post
+    in_flight: int
+
+
+Outcome = dict[str, Any] | Refusal | QueueFullError
+
+
+def store_posts(
+    book: RunBook, arrivals: Sequence[Arrival], *, answered: Sequence[str], bounds: Bounds
+) -> list[Outcome]:
+    """Store what has come in together, each post all or not at all, and say what became of each.
+
+    `answered` are digests of posts whose answer has been delivered since.
     """
     forget(book, answered)
+    registration = registration_of(record_of(book.tx, book.run_id))
+    latest: list[ShelvedGroup] = []
+    outcomes: list[Outcome] = []
+    for arrival in arrivals:
+        try:
+            outcomes.append(_store_post(book, arrival, registration, bounds, latest))
+        except (Refusal, QueueFullError) as error:  # raised before anything of this post was written
+            outcomes.append(error)
+    if latest:
+        record = record_of(book.tx, book.run_id)
+        book.tx.atropos.put_record(replace(record, latest=latest[-1].group_id))
+    return outcomes
+
+
+def _store_post(
+    book: RunBook, arrival: Arrival, registration: Registration | None, bounds: Bounds, latest: list[ShelvedGroup]
+) -> dict[str, Any]:
+    post = arrival.post
     known = book.tx.atropos.unanswered(book.run_id, post.digest)
-    if known is not None and known.num > in_flight and known.at >= book.now - bounds.retry_window_s:
+    # More in the table than are being answered: the answer of one was lost, and this is its repetition.
+    if known is not None and known.num > arrival.in_flight and known.at >= book.now - bounds.retry_window_s:
         forget(book, [post.digest])
         found: dict[str, Any] = json.loads(known.answer)
         return found
-    _refuse_oversized(book, post)
+    _refuse_oversized(registration, post)
     _refuse_when_full(book, post, bounds)
-    answers = [_store(book, group, bounds) for group in post.groups]
+    answers = [_store(book, group, bounds, latest) for group in post.groups]
     answer = _summary(answers) if post.is_list else answers[0]
     num = 1 if known is None else known.num + 1
     book.tx.atropos.put_unanswered(
@@ -81,9 +112,8 @@ def _summary(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return whole
 
 
-def _refuse_oversized(book: RunBook, post: Post) -> None:
+def _refuse_oversized(registration: Registration | None, post: Post) -> None:
     """It would wait for ever, and everything behind it."""
-    registration = registration_of(record_of(book.tx, book.run_id))
     if registration is None or registration.batch_size < 1:
         return
     for at, group in enumerate(post.groups):
@@ -104,7 +134,7 @@ def _refuse_when_full(book: RunBook, post: Post, bounds: Bounds) -> None:
         )
 
 
-def _store(book: RunBook, group: PostedGroup, bounds: Bounds) -> dict[str, Any]:
+def _store(book: RunBook, group: PostedGroup, bounds: Bounds, latest: list[ShelvedGroup]) -> dict[str, Any]:
     env = None if group.env_id is None else book.tx.atropos.env(book.run_id, group.env_id)
     if env is not None and env.last_seen < book.now - bounds.touch_s:
         book.tx.atropos.put_env(replace(env, last_seen=book.now))
@@ -136,8 +166,8 @@ def _store(book: RunBook, group: PostedGroup, bounds: Bounds) -> dict[str, Any]:
     )
     book.tx.atropos.put_shelved(shelved)
     if is_buffered and env is not None:
-        return {"status": "buffered", "buffer_size": _release_buffered(book, env)}
-    _remember_latest(book, shelved)
+        return {"status": "buffered", "buffer_size": _release_buffered(book, env, latest)}
+    latest.append(shelved)
     return {"status": "received"}
 
 
@@ -157,16 +187,12 @@ def _opened(book: RunBook, group: PostedGroup, env: EnvRecord | None) -> GroupRe
     )
 
 
-def _release_buffered(book: RunBook, env: EnvRecord) -> int:
+def _release_buffered(book: RunBook, env: EnvRecord, latest: list[ShelvedGroup]) -> int:
     """Queue the buffered groups that add up to the environment's group size. Returns the sequences that still wait."""
     waiting = book.tx.atropos.buffered(book.run_id, env.env_id)
     together = [waiting[at] for at in find_sum([group.size for group in waiting], env.group_size)]
     for group in together:
         released = replace(group, is_buffered=False, place=book.count("next_arrival"))
         book.tx.atropos.put_shelved(released)
-        _remember_latest(book, released)
+        latest.append(released)
     return sum(group.size for group in waiting) - sum(group.size for group in together)
-
-
-def _remember_latest(book: RunBook, group: ShelvedGroup) -> None:
-    book.tx.atropos.put_record(replace(record_of(book.tx, book.run_id), latest=group.group_id))
