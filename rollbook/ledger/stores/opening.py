@@ -14,6 +14,7 @@ from rollbook.ledger.config import Durability
 from rollbook.ledger.store import Reader, Store
 from rollbook.ledger.stores.sqlite import open_readonly as open_file_readonly
 from rollbook.ledger.stores.sqlite import open_sqlite_store
+from rollbook.ledger.stores.sqlite import reclaim as reclaim_file
 
 SQLITE = "sqlite:///"
 DATABASES = {
@@ -26,6 +27,7 @@ EXTRA = "postgres"
 class DatabaseModule(Protocol):
     def open_postgres_store(self, url: str, *, durability: Durability) -> AbstractAsyncContextManager[Store]: ...
     def open_readonly(self, url: str) -> AbstractContextManager[Reader]: ...
+    def reclaim(self, url: str) -> tuple[int, int]: ...
 
 
 def sqlite_url(directory: Path) -> str:
@@ -52,6 +54,11 @@ def open_reader(url: str) -> Iterator[Reader]:
     else:
         with _database(url).open_readonly(url) as database:
             yield database
+
+
+def reclaim(url: str) -> tuple[int, int]:
+    """Give the room of what was deleted back to the disk. Returns the bytes before and after."""
+    return reclaim_file(_directory(url)) if url.startswith(SQLITE) else _database(url).reclaim(url)
 
 
 def _directory(url: str) -> Path:

@@ -38,6 +38,10 @@ T = TypeVar("T")
 OPENING_PATIENCE_S = 60.0
 LISTEN_S = 1.0
 READERS = 4
+TOTAL_BYTES = (
+    "SELECT coalesce(sum(pg_total_relation_size(c.oid)), 0)::bigint FROM pg_class c "
+    "JOIN pg_namespace n ON n.oid = c.relnamespace WHERE n.nspname = current_schema() AND c.relkind = 'r'"
+)
 
 
 class _Readers:
@@ -171,13 +175,31 @@ class LedgerDatabase:
 
 @contextmanager
 def open_readonly(url: str) -> Iterator[LedgerDatabase]:
+    with _session(url) as db:
+        yield LedgerDatabase(db, described(url))
+
+
+@contextmanager
+def _session(url: str) -> Iterator[PostgresConnection]:
+    """For somebody who comes once and does not wait for a database that is away."""
     where = described(url)
     try:
-        db = connect(url)
+        with explained(where):
+            db = connect(url)
+            try:
+                require_known_schema(db, where)
+                yield db
+            finally:
+                db.close()
     except LostConnectionError as error:
         raise StoreFaultError(f"ledger in {where}: the database cannot be reached ({error})") from error
-    try:
-        require_known_schema(db, where)
-        yield LedgerDatabase(db, where)
-    finally:
-        db.close()
+
+
+def reclaim(url: str) -> tuple[int, int]:
+    """Write the payloads' table anew without its holes; whoever reads or writes waits. Returns the bytes before and after."""
+    with _session(url) as db:
+        before = int(db.execute(TOTAL_BYTES).fetchone()[0])
+        db.execute("VACUUM (FULL) payloads")
+        for table in ("groups", "history"):
+            db.execute(f"VACUUM {table}")
+        return before, int(db.execute(TOTAL_BYTES).fetchone()[0])

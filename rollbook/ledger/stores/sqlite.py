@@ -268,3 +268,18 @@ def open_readonly(directory: Path) -> Iterator[LedgerFile]:
         yield LedgerFile(path, db)
     finally:
         db.close()
+
+
+def reclaim(directory: Path) -> tuple[int, int]:
+    """Write the file anew without its holes. Needs it alone, and room for a second one. Returns the bytes before and after."""
+    path = directory / FILE_NAME
+    db = _connect(path, read_only=False)
+    try:
+        with _explained(path):
+            db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            before = path.stat().st_size
+            db.execute("VACUUM")
+            db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    finally:
+        db.close()
+    return before, path.stat().st_size
