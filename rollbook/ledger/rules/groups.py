@@ -1,6 +1,7 @@
 """What becomes of a group that was played: submitted, closed, or given back. Rules 5 to 7."""
 
 from dataclasses import dataclass
+from typing import TypedDict
 
 import msgspec
 
@@ -49,26 +50,71 @@ def submit(book: RunBook, submission: Submission, *, max_queued: int, max_queued
     oldest = oldest_effective_version(book, submission.publications, group_id=submission.group_id)
     if group is None:
         _refuse_when_full(book, submission, max_queued, max_queued_bytes)
-        group = _open_external(book, submission)
+        if submission.producer is not None:
+            find_producer(book, submission.producer)
         if book.run.is_over:
+            group = _open_external(book, submission)
             book.drop(group, DropReason(DropKind.END_OF_RUN, "submitted after the end"), by="submit")
             return Receipt.ALREADY_SETTLED
+        if submission.drop is None:
+            _enter(book, submission, oldest)
+            return Receipt.STORED
+        group = _open_external(book, submission)
     by = group.owner or group.producer or "submit"
     book.tx.put_payload(book.run_id, submission.group_id, submission.payload)
-    stored = {
-        "publications": submission.publications,
-        "oldest_version": oldest,
-        "outcome": msgspec.json.encode(submission.outcome),
-        "payload_digest": submission.payload_digest,
-        "payload_bytes": len(submission.payload),
-        "has_payload": True,
-        "arrival": book.count("next_arrival"),
-    }
+    stored = _stored(book, submission, oldest)
     if submission.drop is not None:
         book.drop(group, submission.drop, by=by, **stored)
     else:
         book.move(group, GroupState.QUEUED, note=f"attempt {submission.attempt} submitted", by=by, **stored)
     return Receipt.STORED
+
+
+class _Stored(TypedDict):
+    """What a submission writes on its group."""
+
+    publications: tuple[int, ...]
+    oldest_version: int | None
+    outcome: bytes
+    payload_digest: str
+    payload_bytes: int
+    has_payload: bool
+    arrival: int
+
+
+def _stored(book: RunBook, submission: Submission, oldest: int | None) -> _Stored:
+    return _Stored(
+        publications=submission.publications,
+        oldest_version=oldest,
+        outcome=msgspec.json.encode(submission.outcome),
+        payload_digest=submission.payload_digest,
+        payload_bytes=len(submission.payload),
+        has_payload=True,
+        arrival=book.count("next_arrival"),
+    )
+
+
+def _enter(book: RunBook, submission: Submission, oldest: int | None) -> None:
+    """The usual way of a group from outside, and the busiest of all: opened and queued in one row."""
+    book.tx.put_payload(book.run_id, submission.group_id, submission.payload)
+    group = GroupRecord(
+        run_id=book.run_id,
+        group_id=submission.group_id,
+        task_id=submission.task_id,
+        draw=submission.draw,
+        position=None,
+        origin=Origin.EXTERNAL,
+        state=GroupState.QUEUED,
+        opened_at=book.now,
+        attempt=submission.attempt,
+        admission_version=book.run.version,
+        admission_publication=book.run.publication,
+        producer=submission.producer,
+        sequence=book.count("next_sequence"),
+        **_stored(book, submission, oldest),
+    )
+    note = f"attempt {submission.attempt} submitted"
+    book.enter(group, opened="opened by its submission", note=note, by=submission.producer or "submit")
 
 
 def _refuse_when_full(book: RunBook, submission: Submission, max_queued: int, max_queued_bytes: int | None) -> None:
@@ -87,8 +133,6 @@ def _refuse_when_full(book: RunBook, submission: Submission, max_queued: int, ma
 
 
 def _open_external(book: RunBook, submission: Submission) -> GroupRecord:
-    if submission.producer is not None:
-        find_producer(book, submission.producer)
     group = GroupRecord(
         run_id=book.run_id,
         group_id=submission.group_id,

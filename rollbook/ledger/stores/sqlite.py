@@ -1,8 +1,8 @@
 """The embedded store: one SQLite file in the run directory, write-ahead log, one writer.
 
-One thread owns the writing connection. It takes every operation that waits (`committer`), runs each in a savepoint of one
-transaction and commits once. An operation that fails takes back its own effects only. Readers have connections of their own and
-never wait for the writer.
+One thread owns the writing connection. It takes every operation that waits (`committer`), runs all in one transaction, writes their
+rows together (`write_behind`) and commits once. An operation that fails takes back its own effects only. Readers have connections
+of their own and never wait for the writer.
 """
 
 import asyncio
@@ -17,10 +17,12 @@ from typing import TypeVar
 
 from rollbook.contracts.admission import RunId
 from rollbook.ledger.config import Durability
+from rollbook.ledger.records import RunRecord
 from rollbook.ledger.store import StoreFaultError, Transaction
 from rollbook.ledger.stores.committer import Committer, Operation
 from rollbook.ledger.stores.migrations import migrate, require_known_schema
 from rollbook.ledger.stores.sql_transaction import SqlTransaction
+from rollbook.ledger.stores.write_behind import MustRedoError, WriteBehind
 
 T = TypeVar("T")
 
@@ -29,6 +31,7 @@ BUSY_S = 10.0
 """How long to wait for another process that writes. The run directory is locked, so it can only be a passing one."""
 PAGE_BYTES = 16_384
 READERS = 2
+MOST_REMEMBERED_RUNS = 1_000
 CHECKED_ELSEWHERE = frozenset({"payloads", "history"})
 
 ADVICE = {
@@ -91,6 +94,8 @@ class _Writer:
     def __init__(self, path: Path, durability: Durability) -> None:
         self._path = path
         self._syncs_itself = durability is Durability.POWER_LOSS
+        self._runs: dict[RunId, RunRecord] = {}
+        self._seen = -1
         self._db = _connect(path, read_only=False)
         try:
             with _explained(path):
@@ -112,37 +117,72 @@ class _Writer:
     def commit(self, operations: list[Operation]) -> None:
         try:
             with _explained(self._path):
-                self._db.execute("BEGIN IMMEDIATE")
-                must_sync = False
-                for operation in operations:
-                    must_sync |= self._attempt(operation)
-                self._db.execute("COMMIT")
-                if must_sync and not self._syncs_itself:
-                    self._sync_log()
+                self._commit_together(operations)
+            return
+        except MustRedoError:
+            self._roll_back()
+        except Exception as error:
+            self._roll_back()
+            if len(operations) == 1 or isinstance(error, StoreFaultError):
+                self._fail(operations, error)
+                return
         except BaseException as error:  # whatever it is, the callers must hear it and the thread must live
             self._roll_back()
-            for operation in operations:
-                operation.error = operation.error or error
+            self._fail(operations, error)
+            return
+        # One of them spoiled it for all: each by itself, so that only that one fails.
+        for operation in operations:
+            operation.forget()
+            self._commit_alone(operation)
 
-    def _attempt(self, operation: Operation) -> bool:
-        """Run one operation in its savepoint. Raises only when the whole transaction is lost. True: sync before answering."""
-        tx = SqlTransaction(self._db)
-        self._db.execute("SAVEPOINT operation")
+    def _commit_together(self, operations: list[Operation]) -> None:
+        self._db.execute("BEGIN IMMEDIATE")
+        self._forget_what_others_changed()
+        tx = WriteBehind(self._db, self._runs)
+        must_sync = False
+        for operation in operations:
+            tx.begin()
+            try:
+                operation.result = operation.work(tx)
+            except Exception as error:
+                operation.error = _fault(error, self._path) or error
+                # After a full disk or an I/O error SQLite may have ended the whole transaction: then nobody's work is there.
+                if not self._db.in_transaction:
+                    raise
+                tx.fail()
+                continue
+            tx.end()
+            operation.announced = tx.announced
+            must_sync |= tx.must_sync
+        tx.finish()
+        self._db.execute("COMMIT")
+        self._runs.update(tx.runs_written)
+        if must_sync and not self._syncs_itself:
+            self._sync_log()
+
+    def _commit_alone(self, operation: Operation) -> None:
         try:
-            operation.result = operation.work(tx)
-        except Exception as error:
-            operation.error = _fault(error, self._path) or error
-            # After a full disk or an I/O error SQLite may have ended the whole transaction: then nobody's work is there.
-            if not self._db.in_transaction:
-                raise
-            self._db.execute("ROLLBACK TO operation")
-            self._db.execute("RELEASE operation")
-            return False
-        self._db.execute("RELEASE operation")
-        operation.announced = tx.announced
-        return tx.must_sync
+            with _explained(self._path):
+                self._commit_together([operation])
+        except MustRedoError:
+            self._roll_back()  # it failed by itself, and its error is set
+        except BaseException as error:
+            self._roll_back()
+            self._fail([operation], error)
+
+    def _fail(self, operations: list[Operation], error: BaseException) -> None:
+        for operation in operations:
+            operation.error = operation.error or error
+
+    def _forget_what_others_changed(self) -> None:
+        """The records of runs are remembered from commit to commit, unless another connection wrote to the file since."""
+        seen = self._db.execute("PRAGMA data_version").fetchone()[0]
+        if seen != self._seen or len(self._runs) > MOST_REMEMBERED_RUNS:
+            self._seen = seen
+            self._runs.clear()
 
     def _roll_back(self) -> None:
+        self._runs.clear()
         # Should even this fail: nothing was committed, which is all that is asked for.
         with suppress(sqlite3.Error):
             if self._db.in_transaction:
