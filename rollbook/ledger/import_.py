@@ -23,6 +23,9 @@ from rollbook.ledger.transfer import (
     of_run,
 )
 
+GROUPS_AT_ONCE = 64
+"""Bounds what is in memory, whatever the length of the run."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportReport:
@@ -113,6 +116,8 @@ class _Import:
         for move in line.moves:
             tx.add_move(of_run(move, run_id))
         self._num_groups += 1
+        if self._num_groups % GROUPS_AT_ONCE == 0:
+            tx.oldest_running(run_id)  # a look at the groups: what the store keeps in memory until then is written
         if line.payload is not None:
             tx.put_payload(run_id, line.record.group_id, line.payload)
             self._num_payloads += 1

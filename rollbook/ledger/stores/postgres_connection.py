@@ -120,6 +120,11 @@ class PostgresConnection:
     def is_lost(self) -> bool:
         return self.raw.closed or self.raw.broken
 
+    @property
+    def is_spoiled(self) -> bool:
+        """A statement failed: the transaction can only be rolled back."""
+        return self.raw.info.transaction_status is psycopg.pq.TransactionStatus.INERROR
+
     def execute(self, sql: str, parameters: Sequence[Any] = (), /) -> Cursor:
         # Results in binary: a payload as hexadecimal text would be twice its size and has to be parsed.
         return self.raw.execute(_in_dialect(sql), parameters, binary=True)

@@ -48,6 +48,9 @@ def migrate(db: SchemaConnection, where: str) -> None:
     db.execute("CREATE TABLE IF NOT EXISTS schema_version (version BIGINT NOT NULL)")
     for number in sorted(n for n in scripts if n > have):
         db.run_script(in_postgres_words(scripts[number].read_text(encoding="utf-8")))
+    if have == 0:
+        # Tokens and logprobs hardly shrink under PostgreSQL's own compression, and trying costs more than writing them.
+        db.execute("ALTER TABLE payloads ALTER COLUMN body SET STORAGE EXTERNAL")
     db.execute("DELETE FROM schema_version")
     db.execute("INSERT INTO schema_version VALUES (?)", (max(scripts),))
 

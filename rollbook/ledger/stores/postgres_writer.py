@@ -8,8 +8,8 @@ whose commit never reached the disk is handed out again, and another transaction
 import time
 import uuid
 import zlib
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 from rollbook.concurrency.deadline import Deadline
 from rollbook.concurrency.retry import backoff
@@ -20,13 +20,13 @@ from rollbook.ledger.stores.postgres_connection import (
     RETRY_AFTER_S,
     LostConnectionError,
     PostgresConnection,
-    PostgresTransaction,
     connect,
     described,
     explained,
     verdict,
 )
 from rollbook.ledger.stores.postgres_schema import migrate, prepare_commit_numbers
+from rollbook.ledger.stores.write_behind import MustRedoError, WriteBehind
 
 T = TypeVar("T")
 
@@ -61,6 +61,16 @@ def patiently(work: Callable[[], T], *, patience_s: float, where: str) -> T:
                     retry_after_s=RETRY_AFTER_S,
                 ) from error
             time.sleep(wait)
+
+
+class PostgresWriteBehind(WriteBehind):
+    def __init__(self, db: PostgresConnection) -> None:
+        super().__init__(db, {})
+        self._session = db
+
+    def _each(self, sql: str, parameters: Sequence[Any]) -> Iterable[Any]:
+        self.before(sql)
+        return self._session.stream(sql, parameters)
 
 
 class PostgresWriter:
@@ -105,12 +115,24 @@ class PostgresWriter:
             db.execute("COMMIT")
 
     def commit(self, operations: list[Operation]) -> None:
+        if not self._commit_together(operations):
+            # One of them spoiled it for all: each by itself, so that only that one fails.
+            for operation in operations:
+                self._commit_together([operation])
+
+    def _commit_together(self, operations: list[Operation]) -> bool:
+        """False: nothing of it stays, and each operation must be done by itself."""
         try:
             patiently(lambda: self._attempt_all(operations), patience_s=PATIENCE_S, where=self.where)
+        except MustRedoError:
+            return len(operations) == 1  # by itself it has its error already
         except BaseException as error:  # whatever it is, the callers must hear it and the thread must live
             self.close()
+            if len(operations) > 1 and not isinstance(error, StoreFaultError | TransientError):
+                return False
             for operation in operations:
                 operation.error = operation.error or error
+        return True
 
     def notify(self, payload: str) -> None:
         with explained(self.where):
@@ -141,32 +163,40 @@ class PostgresWriter:
             with explained(self.where):
                 db = self._connected()
                 self._begin(db)
-                for operation in operations:
-                    self._attempt(db, operation)
-                for run_id in sorted(set().union(*(operation.announced for operation in operations))):
-                    db.execute("SELECT pg_notify(?, ?)", (self.channel, run_id))
-                db.execute(NUMBER_A_COMMIT, (self._replica, self._num_commits))
+                try:
+                    self._write(db, operations)
+                except MustRedoError:
+                    db.execute("ROLLBACK")
+                    raise
+        except MustRedoError:
+            raise
         except BaseException:
             self.close()  # and with the session goes its transaction
             raise
         self._finish(db)
 
-    def _attempt(self, db: PostgresConnection, operation: Operation) -> None:
-        """Run one operation in its savepoint. Raises only when the whole transaction is lost."""
-        tx = PostgresTransaction(db)
-        db.execute("SAVEPOINT operation")
-        try:
-            operation.result = operation.work(tx)
-        except Exception as error:
-            told = verdict(error, self.where)
-            if isinstance(told, LostConnectionError) or db.is_lost:
-                raise
-            operation.error = told or error
-            db.execute("ROLLBACK TO operation")
-            db.execute("RELEASE operation")
-            return
-        db.execute("RELEASE operation")
-        operation.announced = tx.announced
+    def _write(self, db: PostgresConnection, operations: list[Operation]) -> None:
+        """Everything but the commit. A run's record is read anew each time: another replica may have changed it."""
+        tx = PostgresWriteBehind(db)
+        for operation in operations:
+            tx.begin()
+            try:
+                operation.result = operation.work(tx)
+            except Exception as error:
+                told = verdict(error, self.where)
+                if isinstance(told, LostConnectionError) or db.is_lost:
+                    raise
+                operation.error = told or error
+                if db.is_spoiled:
+                    raise MustRedoError from error
+                tx.fail()
+                continue
+            tx.end()
+            operation.announced = tx.announced
+        tx.finish()
+        for run_id in sorted(set().union(*(operation.announced for operation in operations))):
+            db.execute("SELECT pg_notify(?, ?)", (self.channel, run_id))
+        db.execute(NUMBER_A_COMMIT, (self._replica, self._num_commits))
 
     def _finish(self, db: PostgresConnection) -> None:
         try:
