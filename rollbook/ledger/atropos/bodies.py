@@ -48,6 +48,8 @@ async def read_body(request: web.Request, *, max_bytes: int, within_s: float) ->
         raise BadGzipError(str(error)) from error
     except TimeoutError as error:
         raise TransientError(f"the body did not arrive within {within_s:g} s; send it again") from error
+    if not parts and request.content_length and "gzip" in request.headers.get("Content-Encoding", "").lower():
+        raise BadGzipError("it ends before it begins")
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
