@@ -27,6 +27,7 @@ from rollbook.contracts.freshness import BatchPolicy
 from rollbook.contracts.group import GroupId, GroupState
 from rollbook.ledger.audit import audit
 from rollbook.ledger.client import LedgerClient, open_ledger_client
+from rollbook.ledger.config import Durability
 from rollbook.ledger.stores.opening import open_reader, sqlite_url
 from rollbook.telemetry.events import EventLog
 from tests.parts.ledger_groups import RUN, draws, group_of, outcome_of, settings
@@ -70,7 +71,13 @@ class Counts:
 class Crash:
     """One experiment. Everything random comes from its seed, apart from the operating system's scheduling."""
 
-    def __init__(self, store_url: str, counts: Counts, database: PostgresServer | None) -> None:
+    def __init__(
+        self,
+        store_url: str,
+        counts: Counts,
+        database: PostgresServer | None,
+        durability: Durability = Durability.POWER_LOSS,
+    ) -> None:
         self.url = store_url
         self.counts = counts
         self.database = database
@@ -79,7 +86,7 @@ class Crash:
         self.manifests: dict[int, BatchManifest] = {}
         self.acknowledged_steps: set[int] = set()
         self.is_loading = True
-        self.replicas = [Replica(store_url) for _ in range(1 if database is None else 2)]
+        self.replicas = [Replica(store_url, durability=durability) for _ in range(1 if database is None else 2)]
         self.log = EventLog("crash", echo=io.StringIO())
 
     async def run(self, kills: int) -> None:
@@ -239,9 +246,9 @@ class Crash:
         self.counts.steps = len(self.acknowledged_steps)
 
 
-def crash_sqlite(directory: Path, *, kills: int, seed: int) -> Counts:
+def crash_sqlite(directory: Path, *, kills: int, seed: int, durability: Durability = Durability.POWER_LOSS) -> Counts:
     counts = Counts(store="sqlite", seed=seed)
-    asyncio.run(Crash(sqlite_url(directory), counts, None).run(kills))
+    asyncio.run(Crash(sqlite_url(directory), counts, None, durability).run(kills))
     return counts
 
 
@@ -256,10 +263,11 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--store", choices=["sqlite", "postgresql"], default="sqlite")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--durability", type=Durability, default=Durability.POWER_LOSS, help="of SQLite")
     asked = parser.parse_args()
     if asked.store == "sqlite":
         with tempfile.TemporaryDirectory() as directory:
-            counts = crash_sqlite(Path(directory), kills=asked.kills, seed=asked.seed)
+            counts = crash_sqlite(Path(directory), kills=asked.kills, seed=asked.seed, durability=asked.durability)
     else:
         server = make_server()
         counts = crash_postgresql(server, kills=asked.kills, seed=asked.seed)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from rollbook.ledger.config import Durability
 from tests.faults.ledger_crashes import Counts, crash_postgresql, crash_sqlite
 from tests.parts.ledger_postgres import PostgresServer, own_server
 
@@ -29,6 +30,12 @@ def test_a_ledger_on_sqlite_may_be_killed_at_any_moment(tmp_path: Path) -> None:
 
 def test_replicas_and_their_postgresql_may_be_killed_at_any_moment(server: PostgresServer) -> None:
     assert_nothing_is_missing(crash_postgresql(server, kills=6, seed=12), kills=6)
+
+
+@pytest.mark.slow
+def test_a_killed_process_takes_nothing_in_the_mode_that_is_named_after_it(tmp_path: Path) -> None:
+    counts = crash_sqlite(tmp_path, kills=20, seed=13, durability=Durability.PROCESS_CRASH)
+    assert_nothing_is_missing(counts, kills=20)
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ import pytest
 
 PR_SET_PDEATHSIG = 1
 START_S = 60.0
+INSTALL_S = 120.0
 SETTINGS = {
     "unix_socket_directories": "",
     "listen_addresses": "127.0.0.1",
@@ -127,7 +128,10 @@ def _install() -> None:
         return
     for arguments in (["update"], ["install", "-y", "--no-install-recommends", "postgresql"]):
         subprocess.run(
-            ["apt-get", "-qq", *arguments], check=False, env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+            ["apt-get", "-qq", *arguments],
+            check=False,
+            timeout=INSTALL_S,
+            env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
         )
 
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import replace
 
 import psycopg
 import pytest
@@ -281,9 +282,16 @@ async def test_a_wrong_database_is_a_fault_at_once_and_tells_no_password(url: st
 async def test_a_value_that_the_database_cannot_keep_is_refused_and_harms_nobody(url: str) -> None:
     async with replica(url) as ledger:
         await started(ledger)
-        bad, good = await asyncio.gather(submit(ledger, "a\0b"), submit(ledger, "ab"), return_exceptions=True)
-        assert isinstance(bad, RunError)
-        assert "cannot be stored" in str(bad)
+        huge = replace(group_of("huge", (-1,)), draw=2**70)
+        no_text, too_large, good = await asyncio.gather(
+            submit(ledger, "a\0b"),
+            ledger.submit(RUN, huge, outcome_of(huge), attempt=1),
+            submit(ledger, "ab"),
+            return_exceptions=True,
+        )
+        for bad in (no_text, too_large):
+            assert isinstance(bad, RunError)
+        assert "cannot be stored" in str(no_text)
         assert good is Receipt.STORED
 
 

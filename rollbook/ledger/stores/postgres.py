@@ -100,7 +100,9 @@ class _Ear:
                 with explained(self._writer.where):
                     self._listen()
                 waits = backoff(most_s=1.0)
-            except (LostConnectionError, StoreFaultError):
+            except (
+                Exception
+            ):  # whatever it is, calls report it; an ear that stays deaf would make every wait a long one
                 self._stopping.wait(next(waits))
 
     def _listen(self) -> None:
