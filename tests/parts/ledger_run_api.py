@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
-from aiohttp import ClientSession
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 60.0
@@ -39,9 +38,17 @@ class RunApi:
         self._process.terminate()
         return self._process.wait(PATIENCE_S)
 
-    async def ready(self) -> None:
-        async with ClientSession() as session, session.get(f"{self.url}/info") as answer:
-            assert answer.status == 200
+    def wait_until_listening(self) -> None:
+        until = time.monotonic() + PATIENCE_S
+        host, port = self.url.removeprefix("http://").split(":")
+        while True:
+            try:
+                socket.create_connection((host, int(port))).close()
+                return
+            except ConnectionRefusedError:
+                if time.monotonic() > until or self._process.poll() is not None:
+                    raise
+                time.sleep(0.05)
 
 
 @contextmanager

@@ -49,6 +49,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 PREFIX = "/atropos/{run}"
 NATIVE = ("/v1", "/health", "/metrics")
 """Paths of the native API: their errors have its shape."""
+CLIENT_GONE = 499
 NOT_REGISTERED = {"status": "error", "message": "Trainer not registered. Call /register first.", "batch": []}
 STATUS_OF: tuple[tuple[type[RollbookError], HTTPStatus], ...] = (
     (UnknownEnvError, HTTPStatus.NOT_FOUND),
@@ -253,6 +254,9 @@ async def _answered(request: web.Request, handler: Handler) -> web.StreamRespons
         return await handler(request)
     except Refusal as error:
         return refusal_answer(request, error)
+    except ConnectionResetError:
+        # Nobody hears this any more; what was to be remembered of it is.
+        return web.Response(status=CLIENT_GONE)
     except BadGzipError:
         return web.Response(text="Invalid gzip payload", status=HTTPStatus.BAD_REQUEST)
     except (TooLargeError, web.HTTPRequestEntityTooLarge) as error:
