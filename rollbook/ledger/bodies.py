@@ -5,8 +5,6 @@ unpacks gzip, deflate and zstd while it reads, a piece at a time; the limit is o
 """
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import aiohttp
@@ -75,62 +73,53 @@ class BodyReader:
         declared = request.content_length or 0
         if declared > self._most:
             raise self._too_large(declared)
-        with self._counted(declared) as count:
-            try:
-                async with asyncio.timeout(self._body_s):
-                    return await self._collect(request, declared, count)
-            except TimeoutError as error:
-                raise SlowBodyError(f"the body did not arrive within {self._body_s:g} s; send it again") from error
-            except (aiohttp.ClientPayloadError, web.RequestPayloadError) as error:
-                raise TornBodyError(f"the body cannot be read to its end: {error}") from error
-            except aiohttp.http_exceptions.HttpProcessingError as error:
-                raise TornBodyError(f"the body cannot be unpacked: {error.message}") from error
+        content = request.content
+        try:
+            if content.is_eof() and content.exception() is None:
+                # All of it came with the headers: nothing to wait for, and nothing to count.
+                whole = content.read_nowait()
+                self.received_bytes += len(whole)
+                if len(whole) > self._most:
+                    raise self._too_large(len(whole))
+                return whole
+            async with asyncio.timeout(self._body_s):
+                return await self._collect(content, declared)
+        except TimeoutError as error:
+            raise SlowBodyError(f"the body did not arrive within {self._body_s:g} s; send it again") from error
+        except (aiohttp.ClientPayloadError, web.RequestPayloadError) as error:
+            raise TornBodyError(f"the body cannot be read to its end: {error}") from error
+        except aiohttp.http_exceptions.HttpProcessingError as error:
+            raise TornBodyError(f"the body cannot be unpacked: {error.message}") from error
 
-    async def _collect(self, request: web.Request, declared: int, count: "_Count") -> bytes:
-        # Unpacked, a body may be much larger than it was declared: what is in hand counts, not what was said.
+    async def _collect(self, content: aiohttp.StreamReader, declared: int) -> bytes:
+        """Read to the end. What was declared counts at once; unpacked, it may be more, and then what is in hand counts."""
+        self._reserve(declared)
+        counted, size = declared, 0
         parts: list[bytes] = []
-        size = 0
-        while part := await request.content.readany():
-            size += len(part)
-            self.received_bytes += len(part)
-            if size > self._most:
-                raise self._too_large(size)
-            if size > declared:
-                count.up_to(size)
-            parts.append(part)
+        try:
+            while part := await content.readany():
+                size += len(part)
+                self.received_bytes += len(part)
+                if size > self._most:
+                    raise self._too_large(size)
+                if size > counted:
+                    self._reserve(size - counted)
+                    counted = size
+                parts.append(part)
+        finally:
+            self.receiving_bytes -= counted
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _too_large(self, size: int) -> BodyTooLargeError:
         return BodyTooLargeError(f"the body has {size} bytes or more, unpacked; at most {self._most} are taken")
 
-    @contextmanager
-    def _counted(self, declared: int) -> Iterator["_Count"]:
-        count = _Count(self)
-        try:
-            count.up_to(declared)
-            yield count
-        finally:
-            self.receiving_bytes -= count.size
-
-    def reserve(self, more: int) -> None:
+    def _reserve(self, more: int) -> None:
         if self.receiving_bytes + more > self._most_together:
             raise TransientError(
                 f"{self.receiving_bytes} bytes of requests are arriving, no more are taken now; send it again",
                 retry_after_s=BUSY_RETRY_S,
             )
         self.receiving_bytes += more
-
-
-class _Count:
-    """What one request counts for."""
-
-    def __init__(self, reader: BodyReader) -> None:
-        self._reader = reader
-        self.size = 0
-
-    def up_to(self, size: int) -> None:
-        self._reader.reserve(size - self.size)
-        self.size = size
 
 
 def wants_json(request: web.Request, *, otherwise: bool) -> bool:

@@ -48,7 +48,8 @@ def build_app(ledger: Ledger, config: LedgerConfig, *, keys: Keys | None = None)
     # Bodies are bounded where they are read; this bound is for other dialects on the same application.
     app = web.Application(client_max_size=int(config.max_body_mb * 1_000_000))
     native = NativeRoutes(ledger, config)
-    for route in ROUTES:
+    # The busiest first: aiohttp looks for a path from the top, and a batch takes a thousand of these for one of the others.
+    for route in sorted(ROUTES, key=lambda route: route.name != "submit"):
         app.router.add_route(route.method, route.path, native.door(route, keys or Keys({})))
 
     async def measuring(_: web.Application) -> AsyncIterator[None]:

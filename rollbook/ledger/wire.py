@@ -6,6 +6,7 @@ here, so that nobody behind this line meets it.
 """
 
 import math
+from operator import attrgetter
 from typing import Annotated
 
 import msgspec
@@ -48,9 +49,13 @@ def _refuse_unstorable(what: str, *values: object) -> None:
             raise ValueError(f"{what}: {value} is not a number that can be kept")
 
 
+_NUMBERS_OF_OUTCOME = attrgetter(*(name for name in GroupOutcome.__dataclass_fields__ if name != "invalid_causes"))
+
+
 def _refuse_unstorable_outcome(outcome: GroupOutcome) -> None:
-    told = (getattr(outcome, name) for name in GroupOutcome.__dataclass_fields__ if name != "invalid_causes")
-    _refuse_unstorable("outcome", *told, *outcome.invalid_causes, *outcome.invalid_causes.values())
+    _refuse_unstorable("outcome", *_NUMBERS_OF_OUTCOME(outcome))
+    if outcome.invalid_causes:
+        _refuse_unstorable("outcome", *outcome.invalid_causes, *outcome.invalid_causes.values())
 
 
 class ErrorReply(Message, frozen=True, kw_only=True):
