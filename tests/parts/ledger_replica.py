@@ -9,13 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from aiohttp import web
-
-from rollbook.concurrency.clock import SystemClock
-from rollbook.ledger.config import Durability, LedgerConfig
-from rollbook.ledger.server import build_app
-from rollbook.ledger.service import ledger_on
-from rollbook.ledger.stores.opening import open_store
+from rollbook.ledger.config import Durability, LedgerConfig, LedgerServerConfig
+from rollbook.ledger.serve import serve_ledger
 from rollbook.telemetry.events import EventLog
 
 ROOT = Path(__file__).parents[2]
@@ -61,16 +56,8 @@ class Replica:
 
 
 async def serve(store_url: str, durability: Durability, sock: socket.socket) -> None:
-    config = LedgerConfig(durability=durability)
-    log = EventLog("ledger", echo=sys.stdout)
-    async with (
-        open_store(store_url, durability=durability) as store,
-        ledger_on(store, config, clock=SystemClock(), log=log) as ledger,
-    ):
-        runner = web.AppRunner(build_app(ledger, config), access_log=None)
-        await runner.setup()
-        await web.SockSite(runner, sock, backlog=BACKLOG).start()
-        await asyncio.Event().wait()
+    config = LedgerServerConfig(store=store_url, ledger=LedgerConfig(durability=durability))
+    await serve_ledger(config, log=EventLog("ledger", echo=sys.stdout), sock=sock)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from rollbook.ledger.stores import postgres_writer
 from rollbook.ledger.stores.opening import open_reader, open_store
 from rollbook.ledger.stores.postgres import open_postgres_store
 from rollbook.telemetry.events import EventLog
+from tests.parts.ledger_atropos import dialect_on, scored
 from tests.parts.ledger_groups import RUN, draws, group_of, outcome_of, settings
 from tests.parts.ledger_postgres import PostgresServer, own_server, shared_server
 
@@ -106,6 +107,25 @@ async def test_a_group_sent_to_two_replicas_at_once_is_stored_once(url: str) -> 
         await started(one)
         receipts = await asyncio.gather(*(submit(ledger, "same") for ledger in (one, other) * 4))
         assert sorted(receipts) == [Receipt.ALREADY_STORED] * 7 + [Receipt.STORED]
+
+
+async def test_atropos_environments_may_speak_to_any_replica(url: str) -> None:
+    """Its trainer stays with one: only that replica knows at once that a batch was written to its end."""
+    async with (
+        open_postgres_store(url) as first,
+        open_postgres_store(url) as second,
+        dialect_on(first) as one,
+        dialect_on(second) as other,
+    ):
+        await one.start(4)
+        env = await other.env(minimum=0.5)
+        assert (await one.env(), env) == (1, 0)
+        for name, client in enumerate((one, other, one, other)):
+            assert (await client.post("/scored_data", scored(name, env_id=name % 2)))["status"] == "received"
+        assert await one.get("/status") == await other.get("/status") == {"current_step": 0, "queue_size": 4}
+        served = [await one.batch() for _ in range(3)]
+        assert [sorted(names) for names in served if names is not None] == [["0", "1"], ["2", "3"]]
+        assert await one.audited() in ({"trained": 4}, {"durable": 4}, {"durable": 2, "trained": 2})
 
 
 async def test_callers_wait_while_the_database_restarts(server: PostgresServer) -> None:
