@@ -32,6 +32,8 @@ class RunSettings:
     end_of_data: EndOfDataRule = EndOfDataRule.SHORT_BATCH
     keep_payloads: bool = True
     """Keep the tokens of durable groups. Otherwise they go once the oldest kept checkpoint covers them."""
+    counts_sequences: bool = False
+    """A batch has a number of sequences, in however many groups: the run is trained in the Atropos dialect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +108,8 @@ class LedgerStatus:
     by_state: Mapping[str, int] = field(default_factory=dict)
     dropped: Mapping[str, int] = field(default_factory=dict)
     """Dropped groups by kind."""
+    queued_bytes: int = 0
+    """Payloads of the queued groups."""
     version: int | None = None
     """Step of the last publication the current trainer confirmed."""
     publication: int | None = None

@@ -65,6 +65,7 @@ class _Findings:
     histories: Counter[str] = field(default_factory=Counter)
     num_histories: int = 0
     leased: int = 0
+    queued_bytes: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     max_lag: int | None = None
 
@@ -120,6 +121,8 @@ def _check_batches(tx: Transaction, findings: _Findings) -> dict[GroupId, int]:
 def _check_size(batch: BatchRecord, findings: _Findings) -> None:
     manifest, wanted = batch.manifest, findings.run.settings.rule.groups_per_step
     size = len(manifest.entries)
+    if findings.run.settings.counts_sequences:
+        return
     if manifest.is_last:
         findings.expect("the short batch must be the last, its step", manifest.step, findings.run.last_decided)
         if not 1 <= size < wanted:
@@ -176,6 +179,7 @@ def _check_row(tx: Transaction, group: GroupRecord, batched_in: int | None, find
     run = findings.run
     findings.rows[group.state] += 1
     findings.leased += group.owner is not None
+    findings.queued_bytes += group.payload_bytes if group.state is GroupState.QUEUED else 0
     if group.state is GroupState.DROPPED:
         findings.dropped[DropReason.parse(group.drop_reason or "").kind.value] += 1
     is_batched = group.state in (GroupState.BATCHED, GroupState.TRAINED, GroupState.DURABLE)
@@ -214,6 +218,7 @@ def _check_law(tx: Transaction, findings: _Findings) -> None:
         findings.expect(f"{state} groups by rows", findings.rows[state], number)
         findings.expect(f"{state} groups by histories", findings.histories[state], number)
     findings.expect("leased groups by rows", findings.leased, run.num_leased)
+    findings.expect("queued bytes by rows", findings.queued_bytes, run.queued_bytes)
     findings.expect("dropped groups by kind", dict(sorted(findings.dropped.items())), dict(sorted(drops.items())))
 
 

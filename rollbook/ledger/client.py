@@ -4,6 +4,7 @@ Every call may be repeated safely, so one bounded retry stands here: a ledger th
 unnoticed. A refusal is never retried.
 """
 
+import asyncio
 import io
 import struct
 import uuid
@@ -11,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import TypeVar
+from urllib.parse import quote
 
 import aiohttp
 import msgspec
@@ -28,16 +30,20 @@ from rollbook.contracts.admission import (
 )
 from rollbook.contracts.batch import AckReceipt, BatchManifest, EndOfRun, TrainerRole, TrainingBatch
 from rollbook.contracts.errors import FencedError, RunError, TransientError
-from rollbook.contracts.group import DropReason, GroupId, GroupOutcome, PromptGroup
+from rollbook.contracts.group import DropReason, GroupId, GroupOutcome, GroupState, PromptGroup
 from rollbook.contracts.policy import Publication
 from rollbook.contracts.task import Draw
 from rollbook.ledger import wire
+from rollbook.ledger.compression import compress
 from rollbook.ledger.group_frame import decode_group, encode_group, payload_digest
 from rollbook.telemetry.events import EventLog
 
 T = TypeVar("T")
 
 CONNECT_S = 5.0
+AUDIT_S = 600.0
+"""An audit reads every payload of a run."""
+COMPRESSED_FROM_BYTES = 4_096
 LONG_POLL_SLACK_S = 15.0
 """How much longer than asked for an answer to a long-poll may take before the connection counts as dead."""
 RETRIED = frozenset(
@@ -54,7 +60,15 @@ class LedgerClient:
     """One run of a ledger service. Made by `open_ledger_client`."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, url: str, run_id: RunId, *, request_s: float, log: EventLog
+        self,
+        session: aiohttp.ClientSession,
+        url: str,
+        run_id: RunId,
+        *,
+        request_s: float,
+        log: EventLog,
+        token: str | None = None,
+        is_compressed: bool = False,
     ) -> None:
         self._session = session
         self._base = f"{url.rstrip('/')}/v1/runs/{run_id}"
@@ -62,6 +76,11 @@ class LedgerClient:
         self._request_s = request_s
         self._log = log
         self._epoch: int | None = None
+        self._is_compressed = is_compressed
+        # Asked for by name: aiohttp would otherwise offer every packing it can undo, which costs more than it saves on one machine.
+        self._headers = {"Accept": wire.CONTENT_TYPE, "Accept-Encoding": "zstd" if is_compressed else "identity"}
+        if token is not None:
+            self._headers["Authorization"] = f"Bearer {token}"
 
     # ------------------------------------------------------------------ runs
 
@@ -73,6 +92,28 @@ class LedgerClient:
 
     async def progress(self) -> DrawProgress:
         return await self._call("GET", "/progress", None, DrawProgress)
+
+    async def audit(self) -> wire.AuditView:
+        """Does the record add up? The ledger reads the whole run for it."""
+        return await self._call("GET", "/audit", None, wire.AuditView, wait_s=AUDIT_S)
+
+    async def explain(self, group_id: GroupId) -> wire.Life:
+        """What happened to a group, and why."""
+        return await self._call("GET", f"/groups/{quote(group_id, safe='')}", None, wire.Life)
+
+    async def groups(
+        self, state: GroupState | None = None, *, limit: int = 100, offset: int = 0
+    ) -> tuple[wire.GroupView, ...]:
+        query = f"?limit={limit}&offset={offset}" + ("" if state is None else f"&state={state.value}")
+        return await self._call("GET", f"/groups{query}", None, tuple[wire.GroupView, ...])
+
+    async def register_producer(self, name: str, *, weight: float = 1.0, min_share: float = 0.0) -> wire.ProducerView:
+        """Take part as a producer that is not dispatched. Its groups are submitted with `producer=name`."""
+        asked = wire.RegisterProducer(weight=weight, min_share=min_share)
+        return await self._call("PUT", f"/producers/{quote(name, safe='')}", asked, wire.ProducerView)
+
+    async def producers(self) -> tuple[wire.ProducerView, ...]:
+        return await self._call("GET", "/producers", None, tuple[wire.ProducerView, ...])
 
     # ------------------------------------------------------------------ dispatchers
 
@@ -88,7 +129,13 @@ class LedgerClient:
         await self._call("POST", "/heartbeat", wire.Heartbeat(owner=owner), wire.Empty)
 
     async def submit(
-        self, group: PromptGroup, outcome: GroupOutcome, *, attempt: int, drop: DropReason | None = None
+        self,
+        group: PromptGroup,
+        outcome: GroupOutcome,
+        *,
+        attempt: int,
+        drop: DropReason | None = None,
+        producer: str | None = None,
     ) -> Receipt:
         payload = encode_group(group)
         asked = wire.Submit(
@@ -101,6 +148,7 @@ class LedgerClient:
             drop=None if drop is None else str(drop),
             payload=payload,
             payload_digest=payload_digest(payload),
+            producer=producer,
         )
         return Receipt((await self._call("POST", "/submit", asked, wire.Receipted)).receipt)
 
@@ -192,8 +240,12 @@ class LedgerClient:
     ) -> T:
         """One request, repeated while the ledger cannot be reached, within one budget."""
         body = None if asked is None else msgspec.msgpack.encode(asked)
+        headers = self._headers
+        if body is not None:
+            headers = {**headers, "Content-Type": wire.CONTENT_TYPE}
+            if self._is_compressed and len(body) >= COMPRESSED_FROM_BYTES:
+                body, headers["Content-Encoding"] = await asyncio.to_thread(compress, body), "zstd"
         deadline = Deadline(self._request_s + wait_s, f"ledger {method} {path or '/'}")
-        headers = {"Accept": wire.CONTENT_TYPE, "Content-Type": wire.CONTENT_TYPE}
 
         async def attempt() -> T:
             left = min(deadline.remaining_s(), wait_s + max(LONG_POLL_SLACK_S, self._request_s / 2))
@@ -241,9 +293,16 @@ def _seconds(header: str | None) -> float | None:
 
 @asynccontextmanager
 async def open_ledger_client(
-    url: str, run_id: RunId, *, request_s: float, log: EventLog
+    url: str,
+    run_id: RunId,
+    *,
+    request_s: float,
+    log: EventLog,
+    token: str | None = None,
+    is_compressed: bool = False,
 ) -> AsyncIterator[LedgerClient]:
+    """A client of one run. `is_compressed` packs bodies with zstd, both ways: for networks slower than a disk."""
     # No limit on connections: long-polls hold theirs, and callers bound what they have in flight.
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, read_bufsize=1 << 20) as session:
-        yield LedgerClient(session, url, run_id, request_s=request_s, log=log)
+        yield LedgerClient(session, url, run_id, request_s=request_s, log=log, token=token, is_compressed=is_compressed)

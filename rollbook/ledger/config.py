@@ -1,8 +1,10 @@
 """What an operator may set about admission, batches and the store."""
 
 from enum import StrEnum
+from pathlib import Path
+from typing import Self
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, SecretStr, model_validator
 
 from rollbook.contracts.admission import EndOfDataRule, RunSettings
 from rollbook.contracts.freshness import BatchPolicy, FreshnessRule
@@ -73,11 +75,61 @@ class LedgerConfig(BaseModel, frozen=True, extra="forbid"):
     """External groups are refused (429, try later) while this many are queued. At least a step's worth. Groups that the gate
     admitted are always taken: the gate bounds them."""
 
+    max_queued_mb: float = Field(default=16_384.0, gt=0)
+    """External groups are refused (429, try later) while their payloads would make the queue larger than this many megabytes."""
+
     max_body_mb: float = Field(default=256.0, gt=0)
-    """Megabytes of one request, at most. A group of 64 samples of 32,000 tokens takes about 27."""
+    """Megabytes of one request, unpacked, at most. A group of 64 samples of 32,000 tokens takes about 27."""
+
+    max_receiving_mb: float = Field(default=1024.0, gt=0)
+    """Megabytes of requests that are still arriving, of all clients together. More are asked to come back later (503), so that
+    many slow clients cannot fill the memory. At least `max_body_mb`."""
+
+    body_s: float = Field(default=60.0, gt=0)
+    """Seconds within which the body of a request must have arrived."""
 
     request_s: float = Field(default=60.0, gt=0)
     """Seconds that a client keeps trying to reach the ledger in one call: enough for the ledger to be restarted."""
 
     keep_payloads: bool = True
     """Keep the tokens of trained groups for replay and browsing. Otherwise they go once no kept checkpoint needs them."""
+
+    @model_validator(mode="after")
+    def _one_body_fits(self) -> Self:
+        if self.max_receiving_mb < self.max_body_mb:
+            raise ValueError(
+                f"max_receiving_mb is {self.max_receiving_mb:g} and max_body_mb {self.max_body_mb:g}: the largest body would "
+                "never be taken; raise the first or lower the second"
+            )
+        return self
+
+
+class LedgerServerConfig(BaseModel, frozen=True, extra="forbid"):
+    """A ledger that is run on its own."""
+
+    store: str = "sqlite:///ledger"
+    """Where the record lies: `sqlite:///DIRECTORY`, or `postgresql://…` shared by several replicas."""
+
+    host: str = "127.0.0.1"
+    """Where to listen. Anywhere but loopback, each role needs a token."""
+
+    port: int = Field(default=8000, ge=0, le=65535)
+    """0 lets the system choose; the ready file tells which."""
+
+    producer_tokens: tuple[SecretStr, ...] = ()
+    """Who may open and submit groups."""
+
+    trainer_tokens: tuple[SecretStr, ...] = ()
+    """Who may create runs, take batches and acknowledge them."""
+
+    viewer_tokens: tuple[SecretStr, ...] = ()
+    """Who may look."""
+
+    ready_file: Path | None = None
+    """Written once the ledger answers, with its address."""
+
+    drain_s: float = Field(default=5.0, ge=0)
+    """Seconds that calls under way get to end when the ledger is asked to stop."""
+
+    ledger: LedgerConfig = LedgerConfig()
+    """Durability and bounds."""

@@ -67,6 +67,8 @@ class RunRecord:
     num_leased: int = 0
     num_waiting: int = 0
     num_queued: int = 0
+    queued_bytes: int = 0
+    """Payloads of the queued groups."""
     num_batched: int = 0
     num_trained: int = 0
     num_durable: int = 0
@@ -134,10 +136,27 @@ class GroupRecord:
     has_payload: bool = False
     release_step: int | None = None
     """The payload may go once the oldest checkpoint that is kept has reached this step."""
+    producer: str | None = None
+    """The registered producer it came from; None for what the gate granted and for producers that never registered."""
 
     @property
     def is_open(self) -> bool:
         return self.state in (GroupState.DISPATCHED, GroupState.QUEUED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProducerRecord:
+    """Somebody outside who sends groups, and what part of a batch is theirs."""
+
+    run_id: RunId
+    name: str
+    weight: float
+    min_share: float
+    registered_at: float
+    credit: float = 0.0
+    """Groups that it was owed, by its weight, when the last batch was decided. Negative: it had more than its part."""
+    num_batched: int = 0
+    """Its groups in all batches so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,119 +1,236 @@
-"""HTTP in: parse, call the service, reply. MessagePack bodies under `/v1/runs/{run}/…`; errors as `{kind, message}`."""
+"""HTTP in: parse, call the service, reply. MessagePack bodies under `/v1/runs/{run}/…`; errors as `{kind, message}`.
 
-import struct
-from collections.abc import Awaitable, Callable
+`routes.py` says what there is; this module answers it. Doors, in this order: the token's role, the form and size of the body, the
+fields of the message, and last the rules of the ledger.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import msgspec
 from aiohttp import web
 
+from rollbook.concurrency.clock import SystemClock
 from rollbook.contracts.admission import OwnerId, RunId
 from rollbook.contracts.batch import BatchManifest
-from rollbook.contracts.errors import FencedError, RunError, TransientError
-from rollbook.contracts.group import DropReason, GroupId
+from rollbook.contracts.errors import RunError
+from rollbook.contracts.group import DropReason, GroupId, GroupState
 from rollbook.contracts.task import TaskId
 from rollbook.ledger import wire
+from rollbook.ledger.access import Keys
+from rollbook.ledger.audit import audit_run
+from rollbook.ledger.bodies import BodyReader, reply
 from rollbook.ledger.config import LedgerConfig
-from rollbook.ledger.group_frame import payload_digest
-from rollbook.ledger.rules.book import UnknownRunError
-from rollbook.ledger.rules.groups import QueueFullError, Submission
+from rollbook.ledger.explain import explain_group
+from rollbook.ledger.group_frame import check_frame, payload_digest
+from rollbook.ledger.numbers import RequestNumbers, ledger_metrics
+from rollbook.ledger.openapi import openapi_document
+from rollbook.ledger.refusals import KNOWN, NotFoundError, refusal
+from rollbook.ledger.routes import ROUTES, Route
+from rollbook.ledger.rules.groups import Submission
 from rollbook.ledger.service import Ledger
-from rollbook.ledger.store import StoreFaultError
+from rollbook.ledger.streams import QUIET_S, send_frames, send_statuses
+from rollbook.ledger.views import audit_view, group_view, life_view, producer_view
+from rollbook.telemetry.loop_lag import LoopLag
+from rollbook.telemetry.prometheus import CONTENT_TYPE as METRICS_CONTENT_TYPE
 
 M = TypeVar("M", bound=wire.Message)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-MEGABYTE = 1_000_000
-MOST_WAIT_S = 60.0
-"""Longest long-poll: below the idle limits of common proxies."""
-
-# First match wins, so the narrower class stands first.
-STATUS_OF: tuple[tuple[type[Exception], HTTPStatus], ...] = (
-    (FencedError, HTTPStatus.CONFLICT),
-    (UnknownRunError, HTTPStatus.NOT_FOUND),
-    (StoreFaultError, HTTPStatus.INSUFFICIENT_STORAGE),
-    (QueueFullError, HTTPStatus.TOO_MANY_REQUESTS),
-    (TransientError, HTTPStatus.SERVICE_UNAVAILABLE),
-    (RunError, HTTPStatus.UNPROCESSABLE_ENTITY),
-    (msgspec.ValidationError, HTTPStatus.UNPROCESSABLE_ENTITY),
-    (msgspec.DecodeError, HTTPStatus.BAD_REQUEST),
-)
+MOST_LISTED = 1_000
+USUALLY_LISTED = 100
 
 
-def build_app(ledger: Ledger, config: LedgerConfig) -> web.Application:
-    app = web.Application(client_max_size=int(config.max_body_mb * MEGABYTE), middlewares=[_explain_errors])
-    routes = _Routes(ledger)
-    app.router.add_get("/health", routes.health)
-    app.router.add_get("/v1/runs", routes.runs)
-    app.router.add_put("/v1/runs/{run}", routes.create_run)
-    app.router.add_get("/v1/runs/{run}/status", routes.status)
-    app.router.add_get("/v1/runs/{run}/progress", routes.progress)
-    for verb in _Routes.VERBS:
-        app.router.add_post(f"/v1/runs/{{run}}/{verb}", getattr(routes, verb))
+def build_app(ledger: Ledger, config: LedgerConfig, *, keys: Keys | None = None) -> web.Application:
+    """The native dialect. Without `keys` every door is open."""
+    # Bodies are bounded where they are read; this bound is for other dialects on the same application.
+    app = web.Application(client_max_size=int(config.max_body_mb * 1_000_000))
+    native = NativeRoutes(ledger, config)
+    # The busiest first: aiohttp looks for a path from the top, and a batch takes a thousand of these for one of the others.
+    for route in sorted(ROUTES, key=lambda route: route.name != "submit"):
+        app.router.add_route(route.method, route.path, native.door(route, keys or Keys({})))
+
+    async def measuring(_: web.Application) -> AsyncIterator[None]:
+        ticking = asyncio.create_task(native.lag.run(), name="ledger.loop_lag")
+        yield
+        ticking.cancel()
+        with suppress(asyncio.CancelledError):
+            await ticking
 
     async def stop_waiting(_: web.Application) -> None:
         ledger.stop_waiting()
 
+    app.cleanup_ctx.append(measuring)
     app.on_shutdown.append(stop_waiting)
     return app
 
 
-class _Routes:
-    VERBS = (
-        *("join", "open", "heartbeat", "submit", "close", "release", "exhausted"),
-        *("take_role", "batch", "payloads", "acknowledge", "register", "confirm", "checkpointed", "finish"),
-    )
+class NativeRoutes:
+    """One method for each line of `ROUTES`, of the same name."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, config: LedgerConfig) -> None:
         self._ledger = ledger
+        self._bodies = BodyReader(config)
+        self._numbers = RequestNumbers()
+        self._clock = SystemClock()
+        self.lag = LoopLag(self._clock)
 
-    async def health(self, _: web.Request) -> web.Response:
-        return web.json_response({"status": "ok", "runs": len(await self._ledger.runs())})
+    def door(self, route: Route, keys: Keys) -> Handler:
+        """The handler of a route behind its checks; whatever it raises on purpose becomes a clear answer."""
+        answer: Handler = getattr(self, route.name)
+        now, count = self._clock.now, self._numbers.add
 
-    async def runs(self, _: web.Request) -> web.Response:
-        return web.json_response(await self._ledger.runs())
+        async def handle(request: web.Request) -> web.StreamResponse:
+            started = now()
+            status = HTTPStatus.INTERNAL_SERVER_ERROR.value
+            try:
+                if route.roles is not None:
+                    keys.require(request.headers.get("Authorization"), route.roles)
+                response = await answer(request)
+                status = response.status
+                return response
+            except KNOWN as error:
+                refused = refusal(error)
+                status = refused.status
+                return refused
+            finally:
+                count(route.name, status, now() - started)
+
+        return handle
+
+    # ------------------------------------------------------------------ looking
+
+    async def health(self, request: web.Request) -> web.Response:
+        answer = wire.Health(status="ok", runs=len(await self._ledger.runs()))
+        return reply(request, answer, json_by_default=True)
+
+    async def openapi(self, _: web.Request) -> web.Response:
+        return web.json_response(openapi_document())
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        statuses = [await self._ledger.status(run_id) for run_id in await self._ledger.runs()]
+        text = ledger_metrics(
+            statuses,
+            requests=self._numbers,
+            lag=self.lag,
+            receiving=self._bodies.receiving_bytes,
+            received=self._bodies.received_bytes,
+        )
+        return web.Response(body=text.encode(), headers={"Content-Type": METRICS_CONTENT_TYPE})
+
+    async def runs(self, request: web.Request) -> web.Response:
+        return reply(request, await self._ledger.runs(), json_by_default=True)
 
     async def status(self, request: web.Request) -> web.Response:
-        return _reply_as_asked(request, await self._ledger.status(_run(request)))
+        return reply(request, await self._ledger.status(_run(request)), json_by_default=True)
 
     async def progress(self, request: web.Request) -> web.Response:
-        return _reply_as_asked(request, await self._ledger.progress(_run(request)))
+        return reply(request, await self._ledger.progress(_run(request)), json_by_default=True)
+
+    async def audit(self, request: web.Request) -> web.Response:
+        run_id = _run(request)
+        report = await self._ledger.read(lambda tx: audit_run(tx, run_id))
+        return reply(request, audit_view(report), json_by_default=True)
+
+    async def events(self, request: web.Request) -> web.StreamResponse:
+        run_id = _run(request)
+        await self._ledger.status(run_id)
+        return await send_statuses(request, self._ledger.statuses(run_id, quiet_s=QUIET_S))
+
+    async def groups(self, request: web.Request) -> web.Response:
+        state = request.query.get("state")
+        if state is not None and state not in set(GroupState):
+            raise RunError(f"{state!r} is no state of a group; there are {', '.join(GroupState)}")
+        limit = _number(request, "limit", USUALLY_LISTED, most=MOST_LISTED)
+        offset = _number(request, "offset", 0, most=wire.LARGEST)
+        found = await self._ledger.groups(
+            _run(request), None if state is None else GroupState(state), limit=limit, offset=offset
+        )
+        return reply(request, [group_view(group) for group in found], json_by_default=True)
+
+    async def life(self, request: web.Request) -> web.Response:
+        run_id, group_id = _run(request), GroupId(request.match_info["group"])
+        group, moves, sentences = await self._ledger.read(
+            lambda tx: (
+                tx.group(run_id, group_id),
+                tx.moves(run_id, group_id),
+                explain_group(tx, run_id, group_id),
+            )
+        )
+        if group is None:
+            raise NotFoundError(f"run {run_id}: there is no group {group_id}")
+        return reply(request, life_view(group, moves, sentences), json_by_default=True)
+
+    async def payload(self, request: web.Request) -> web.Response:
+        run_id, group_id = _run(request), GroupId(request.match_info["group"])
+        await self._ledger.status(run_id)
+        found = await self._ledger.read(lambda tx: tx.payload(run_id, group_id))
+        if found is None:
+            raise NotFoundError(f"run {run_id}: there is no payload of group {group_id}, or not any more")
+        return web.Response(body=found, content_type="application/octet-stream")
+
+    async def manifest(self, request: web.Request) -> web.Response:
+        run_id, step = _run(request), _whole(request.match_info["step"], "step", most=wire.LARGEST)
+        found = await self._ledger.batch_manifest(run_id, step)
+        if found is None:
+            raise NotFoundError(f"run {run_id}: batch {step} is not decided")
+        return reply(request, found, json_by_default=True)
+
+    async def publications(self, request: web.Request) -> web.Response:
+        found = await self._ledger.publications(_run(request))
+        return reply(request, [record.contract for record in found], json_by_default=True)
+
+    async def producers(self, request: web.Request) -> web.Response:
+        found = await self._ledger.producers(_run(request))
+        return reply(request, [producer_view(producer) for producer in found], json_by_default=True)
+
+    # ------------------------------------------------------------------ runs and producers
 
     async def create_run(self, request: web.Request) -> web.Response:
-        asked = await _body(request, wire.CreateRun)
+        asked = await self._bodies.read(request, wire.CreateRun)
         await self._ledger.create_run(_run(request), asked.settings)
-        return _reply(wire.Empty())
+        return reply(request, wire.Empty())
+
+    async def register_producer(self, request: web.Request) -> web.Response:
+        asked = await self._bodies.read(request, wire.RegisterProducer)
+        name = request.match_info["producer"]
+        record = await self._ledger.register_producer(
+            _run(request), name, weight=asked.weight, min_share=asked.min_share
+        )
+        return reply(request, producer_view(record))
 
     async def join(self, request: web.Request) -> web.Response:
-        asked = await _body(request, wire.Join)
+        asked = await self._bodies.read(request, wire.Join)
         owner = await self._ledger.join(_run(request), asked.owner_name, nonce=asked.nonce)
-        return _reply(wire.Joined(owner=owner))
+        return reply(request, wire.Joined(owner=owner))
 
     async def open(self, request: web.Request) -> web.Response:
-        asked = await _body(request, wire.Open)
-        reply = await self._ledger.open(
+        asked = await self._bodies.read(request, wire.Open)
+        answer = await self._ledger.open(
             _run(request),
             OwnerId(asked.owner),
             asked.draws,
             limit=asked.limit,
-            wait_s=min(asked.wait_s, MOST_WAIT_S),
+            wait_s=min(asked.wait_s, wire.MOST_WAIT_S),
             request_id=asked.request_id,
         )
-        return _reply(reply)
+        return reply(request, answer)
 
     async def heartbeat(self, request: web.Request) -> web.Response:
-        asked = await _body(request, wire.Heartbeat)
+        asked = await self._bodies.read(request, wire.Heartbeat)
         await self._ledger.heartbeat(_run(request), OwnerId(asked.owner))
-        return _reply(wire.Empty())
+        return reply(request, wire.Empty())
 
     async def submit(self, request: web.Request) -> web.Response:
-        asked = await _body(request, wire.Submit)
+        asked = await self._bodies.read(request, wire.Submit)
         found = payload_digest(asked.payload)
         if found != asked.payload_digest:
             raise RunError(
                 f"group {asked.group_id}: its payload has digest {found}, not {asked.payload_digest}: damaged"
             )
+        check_frame(asked.payload, group_id=asked.group_id)
         submission = Submission(
             group_id=GroupId(asked.group_id),
             task_id=TaskId(asked.task_id),
@@ -124,86 +241,95 @@ class _Routes:
             payload=asked.payload,
             payload_digest=asked.payload_digest,
             drop=None if asked.drop is None else _drop_reason(asked.drop),
+            producer=asked.producer,
         )
-        return _reply(wire.Receipted(receipt=await self._ledger.submit_encoded(_run(request), submission)))
+        receipt = await self._ledger.submit_encoded(_run(request), submission)
+        return reply(request, wire.Receipted(receipt=receipt))
 
     async def close(self, request: web.Request) -> web.Response:
-        asked = await _body(request, wire.Close)
+        asked = await self._bodies.read(request, wire.Close)
         receipt = await self._ledger.close(
             _run(request), GroupId(asked.group_id), _drop_reason(asked.reason), outcome=asked.outcome
         )
-        return _reply(wire.Receipted(receipt=receipt))
+        return reply(request, wire.Receipted(receipt=receipt))
 
     async def release(self, request: web.Request) -> web.Response:
-        asked = await _body(request, wire.Release)
+        asked = await self._bodies.read(request, wire.Release)
         await self._ledger.release(_run(request), GroupId(asked.group_id), attempt=asked.attempt, cause=asked.cause)
-        return _reply(wire.Empty())
+        return reply(request, wire.Empty())
 
     async def exhausted(self, request: web.Request) -> web.Response:
+        await self._bodies.read(request, wire.Empty)
         await self._ledger.exhausted(_run(request))
-        return _reply(wire.Empty())
+        return reply(request, wire.Empty())
+
+    # ------------------------------------------------------------------ the trainer
 
     async def take_role(self, request: web.Request) -> web.Response:
-        asked = await _body(request, wire.TakeRole)
-        return _reply(await self._ledger.take_role(_run(request), restored_step=asked.restored_step))
+        asked = await self._bodies.read(request, wire.TakeRole)
+        return reply(request, await self._ledger.take_role(_run(request), restored_step=asked.restored_step))
 
     async def batch(self, request: web.Request) -> web.Response:
-        asked = await _body(request, wire.Batch)
+        asked = await self._bodies.read(request, wire.Batch)
         decided = await self._ledger.decide(
-            _run(request), asked.step, epoch=asked.epoch, wait_s=min(asked.wait_s, MOST_WAIT_S)
+            _run(request), asked.step, epoch=asked.epoch, wait_s=min(asked.wait_s, wire.MOST_WAIT_S)
         )
         if isinstance(decided, BatchManifest):
-            return _reply(wire.BatchReply(manifest=decided))
-        return _reply(wire.BatchReply(end=decided))
+            return reply(request, wire.BatchReply(manifest=decided))
+        return reply(request, wire.BatchReply(end=decided))
 
     async def payloads(self, request: web.Request) -> web.StreamResponse:
-        """Stream the groups of a decided batch, each behind its length; never more than a few of them in memory."""
-        asked = await _body(request, wire.Payloads)
+        asked = await self._bodies.read(request, wire.Payloads)
         run_id = _run(request)
         decided = await self._ledger.decide(run_id, asked.step, epoch=asked.epoch, wait_s=0.0)
         if not isinstance(decided, BatchManifest):
             raise RunError(
                 f"run {run_id}: batch {asked.step} is not decided, so it has no payloads; ask for the batch first"
             )
-        stream = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
-        await stream.prepare(request)
-        async for payload in self._ledger.payloads(run_id, decided):
-            await stream.write(struct.pack(">Q", len(payload)))
-            await stream.write(payload)
-        await stream.write_eof()
-        return stream
+        return await send_frames(request, self._ledger.payloads(run_id, decided))
 
     async def acknowledge(self, request: web.Request) -> web.Response:
-        asked = await _body(request, wire.Acknowledge)
+        asked = await self._bodies.read(request, wire.Acknowledge)
         receipt = await self._ledger.acknowledge(_run(request), asked.step, asked.weights_digest, epoch=asked.epoch)
-        return _reply(wire.Acknowledged(receipt=receipt))
+        return reply(request, wire.Acknowledged(receipt=receipt))
 
     async def register(self, request: web.Request) -> web.Response:
-        asked = await _body(request, wire.Register)
-        return _reply(await self._ledger.register(_run(request), asked.step, asked.weights_digest, epoch=asked.epoch))
+        asked = await self._bodies.read(request, wire.Register)
+        answer = await self._ledger.register(_run(request), asked.step, asked.weights_digest, epoch=asked.epoch)
+        return reply(request, answer)
 
     async def confirm(self, request: web.Request) -> web.Response:
-        asked = await _body(request, wire.Confirm)
+        asked = await self._bodies.read(request, wire.Confirm)
         await self._ledger.confirm(_run(request), asked.publication, epoch=asked.epoch)
-        return _reply(wire.Empty())
+        return reply(request, wire.Empty())
 
     async def checkpointed(self, request: web.Request) -> web.Response:
-        asked = await _body(request, wire.Checkpointed)
+        asked = await self._bodies.read(request, wire.Checkpointed)
         await self._ledger.checkpointed(_run(request), asked.step, oldest_kept=asked.oldest_kept, epoch=asked.epoch)
-        return _reply(wire.Empty())
+        return reply(request, wire.Empty())
 
     async def finish(self, request: web.Request) -> web.Response:
-        asked = await _body(request, wire.Finish)
+        asked = await self._bodies.read(request, wire.Finish)
         await self._ledger.finish(_run(request), asked.reason, epoch=asked.epoch)
-        return _reply(wire.Empty())
+        return reply(request, wire.Empty())
 
 
 def _run(request: web.Request) -> RunId:
-    return RunId(request.match_info["run"])
+    run = request.match_info["run"]
+    if "\x00" in run or len(run) > 128:
+        raise NotFoundError("the ledger has no run of that name")
+    return RunId(run)
 
 
-async def _body(request: web.Request, expected: type[M]) -> M:
-    return msgspec.msgpack.decode(await request.read(), type=expected)
+def _number(request: web.Request, name: str, usual: int, *, most: int) -> int:
+    told = request.query.get(name)
+    return usual if told is None else _whole(told, name, most=most)
+
+
+def _whole(told: str, name: str, *, most: int) -> int:
+    if not (told.isascii() and told.isdigit()) or len(told) > 16 or int(told) > most:
+        raise RunError(f"{name} is {told[:40]!r}; it must be a whole number from 0 to {most}")
+    return int(told)
 
 
 def _drop_reason(text: str) -> DropReason:
@@ -211,34 +337,3 @@ def _drop_reason(text: str) -> DropReason:
         return DropReason.parse(text)
     except ValueError as error:
         raise RunError(f"{text!r} is no drop reason: {error}") from error
-
-
-def _reply(answer: Any) -> web.Response:
-    return web.Response(body=msgspec.msgpack.encode(answer), content_type=wire.CONTENT_TYPE)
-
-
-def _reply_as_asked(request: web.Request, answer: Any) -> web.Response:
-    if wire.CONTENT_TYPE in request.headers.get("Accept", ""):
-        return _reply(answer)
-    return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
-
-
-@web.middleware
-async def _explain_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except web.HTTPRequestEntityTooLarge as error:
-        return _refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "BodyTooLarge", error.text or "the body is too large")
-    except tuple(kind for kind, _ in STATUS_OF) as error:
-        status = next(status for kind, status in STATUS_OF if isinstance(error, kind))
-        refusal = _refusal(status, type(error).__name__, str(error))
-        retry_after_s = getattr(error, "retry_after_s", None)
-        if retry_after_s is not None:
-            refusal.headers["Retry-After"] = f"{retry_after_s:g}"
-        return refusal
-
-
-def _refusal(status: HTTPStatus, kind: str, message: str) -> web.Response:
-    """Readable for people with curl, structured for clients."""
-    body = msgspec.json.encode(wire.ErrorReply(kind=kind, message=message))
-    return web.Response(status=status, body=body, content_type="application/json")

@@ -30,8 +30,8 @@ from rollbook.contracts.task import Draw
 from rollbook.ledger.bell import Bell
 from rollbook.ledger.config import LedgerConfig
 from rollbook.ledger.group_frame import decode_group, encode_group, payload_digest
-from rollbook.ledger.records import GroupRecord, MoveRecord, PublicationRecord, StepRecord
-from rollbook.ledger.rules import batches, gate, groups, lineage, runs, trainer
+from rollbook.ledger.records import GroupRecord, MoveRecord, ProducerRecord, PublicationRecord, StepRecord
+from rollbook.ledger.rules import batches, gate, groups, lineage, producers, runs, trainer
 from rollbook.ledger.rules.book import RunBook, find_run, opened_book
 from rollbook.ledger.rules.groups import Submission
 from rollbook.ledger.store import Store, Transaction
@@ -42,7 +42,8 @@ from rollbook.telemetry.events import EventLog
 T = TypeVar("T")
 
 PAYLOADS_IN_ONE_READ = 8
-"""Bounds what a streaming trainer keeps in the ledger's memory."""
+BYTES_IN_ONE_READ = 4_000_000
+"""Together they bound what a slow trainer keeps in the ledger's memory: no read goes on beyond either."""
 
 
 class Ledger:
@@ -141,8 +142,10 @@ class Ledger:
 
     async def submit_encoded(self, run_id: RunId, submission: Submission) -> Receipt:
         """Store a group as its producer encoded it."""
-        most = self._config.max_queued_groups
-        return await self._write(run_id, lambda book: groups.submit(book, submission, max_queued=most))
+        most, most_bytes = self._config.max_queued_groups, int(self._config.max_queued_mb * 1_000_000)
+        return await self._write(
+            run_id, lambda book: groups.submit(book, submission, max_queued=most, max_queued_bytes=most_bytes)
+        )
 
     async def close(
         self, run_id: RunId, group_id: GroupId, reason: DropReason, *, outcome: GroupOutcome | None = None
@@ -152,6 +155,19 @@ class Ledger:
     async def release(self, run_id: RunId, group_id: GroupId, *, attempt: int, cause: str) -> None:
         await self._write(run_id, lambda book: groups.release(book, group_id, attempt=attempt, cause=cause))
         self._log.info("ledger.group_released", run=run_id, group=group_id, attempt=attempt, cause=cause)
+
+    async def register_producer(
+        self, run_id: RunId, name: str, *, weight: float = 1.0, min_share: float = 0.0
+    ) -> ProducerRecord:
+        """Register somebody who sends groups unasked: its weight among the others, and the part of a batch it may count on."""
+        record = await self._write(
+            run_id, lambda book: producers.register_producer(book, name, weight=weight, min_share=min_share)
+        )
+        self._log.info("ledger.producer_registered", run=run_id, producer=name, weight=weight, min_share=min_share)
+        return record
+
+    async def producers(self, run_id: RunId) -> list[ProducerRecord]:
+        return await self._look(run_id, lambda tx: tx.producers(run_id))
 
     async def exhausted(self, run_id: RunId) -> None:
         await self._write(run_id, groups.exhausted)
@@ -180,11 +196,15 @@ class Ledger:
 
     async def payloads(self, run_id: RunId, manifest: BatchManifest) -> AsyncIterator[bytes]:
         """The stored bytes of a batch's groups, in the manifest's order, a few at a time."""
-        ids = [entry.group_id for entry in manifest.entries]
-        for start in range(0, len(ids), PAYLOADS_IN_ONE_READ):
-            some = ids[start : start + PAYLOADS_IN_ONE_READ]
-            for payload in await self._store.read(lambda tx, some=some: _payloads(tx, run_id, some)):  # type: ignore[misc]
-                yield payload
+        left = [entry.group_id for entry in manifest.entries]
+        while left:
+            some = left[:PAYLOADS_IN_ONE_READ]
+            found = await self._store.read(lambda tx, some=some: _payloads(tx, run_id, some))  # type: ignore[misc]
+            left = left[len(found) :]
+            # Each is let go before the next is handed out: a reader that takes its time holds one of them, not all.
+            found.reverse()
+            while found:
+                yield found.pop()
 
     async def batch(self, run_id: RunId, step: int, *, epoch: int, wait_s: float) -> TrainingBatch | EndOfRun | None:
         decided = await self.decide(run_id, step, epoch=epoch, wait_s=wait_s)
@@ -247,8 +267,21 @@ class Ledger:
     async def publications(self, run_id: RunId) -> list[PublicationRecord]:
         return await self._look(run_id, lambda tx: tx.publications(run_id))
 
+    async def statuses(self, run_id: RunId, *, quiet_s: float) -> AsyncIterator[LedgerStatus | None]:
+        """The status now and after whatever moves, until the service closes. None after `quiet_s` in which nothing did.
+
+        Moves while the reader is busy are told as one: a slow reader misses what lay between, and piles up nothing.
+        """
+        while self._is_waiting_allowed:
+            ticket = self._bell.ticket(run_id)
+            yield await self.status(run_id)
+            while not ticket.is_set() and self._is_waiting_allowed:
+                await self._bell.wait(ticket, at_most_s=quiet_s, clock=self._clock)
+                if not ticket.is_set():
+                    yield None
+
     async def read(self, work: Callable[[Transaction], T]) -> T:
-        """For the audit: read at one moment."""
+        """For audit and explanation: read at one moment."""
         return await self._store.read(work)
 
     # ------------------------------------------------------------------ inside
@@ -284,25 +317,40 @@ class Ledger:
 
 
 def _payloads(tx: Transaction, run_id: RunId, ids: Sequence[GroupId]) -> list[bytes]:
-    found = [tx.payload(run_id, group_id) for group_id in ids]
-    if None in found:
-        raise RunError(f"run {run_id}: the payload of group {ids[found.index(None)]} is gone")
-    return [payload for payload in found if payload is not None]
+    """As many of the first as fit into one read, and at least one."""
+    found: list[bytes] = []
+    for group_id in ids:
+        payload = tx.payload(run_id, group_id)
+        if payload is None:
+            raise RunError(f"run {run_id}: the payload of group {group_id} is gone")
+        found.append(payload)
+        if sum(map(len, found)) >= BYTES_IN_ONE_READ:
+            break
+    return found
 
 
 @asynccontextmanager
 async def open_ledger(config: LedgerConfig, *, directory: Path, clock: Clock, log: EventLog) -> AsyncIterator[Ledger]:
     """The ledger whose file lies in `directory`. Opening takes time for what is open, not for what is past."""
-    async with open_sqlite_store(directory, durability=config.durability) as store:
-        ledger = Ledger(store=store, config=config, clock=clock, log=log)
-        timekeeper = Timekeeper(store=store, clock=clock, log=log)
-        await timekeeper.recover()
-        # Not a TaskGroup: it would wrap an error of the block that uses the ledger into a group of its own.
-        ticking = asyncio.create_task(timekeeper.run(), name="ledger.time")
-        try:
-            yield ledger
-        finally:
-            ledger.stop_waiting()
-            ticking.cancel()
-            with suppress(asyncio.CancelledError):
-                await ticking
+    async with (
+        open_sqlite_store(directory, durability=config.durability) as store,
+        ledger_on(store, config, clock=clock, log=log) as ledger,
+    ):
+        yield ledger
+
+
+@asynccontextmanager
+async def ledger_on(store: Store, config: LedgerConfig, *, clock: Clock, log: EventLog) -> AsyncIterator[Ledger]:
+    """The ledger on a store that somebody opened; on a shared one, one of several replicas."""
+    ledger = Ledger(store=store, config=config, clock=clock, log=log)
+    timekeeper = Timekeeper(store=store, clock=clock, log=log)
+    await timekeeper.recover()
+    # Not a TaskGroup: it would wrap an error of the block that uses the ledger into a group of its own.
+    ticking = asyncio.create_task(timekeeper.run(), name="ledger.time")
+    try:
+        yield ledger
+    finally:
+        ledger.stop_waiting()
+        ticking.cancel()
+        with suppress(asyncio.CancelledError):
+            await ticking

@@ -14,11 +14,13 @@ from rollbook.contracts.admission import OwnerId, RunId
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId, GroupState
 from rollbook.contracts.policy import PublicationId
+from rollbook.ledger.atropos.records import AtroposTables
 from rollbook.ledger.records import (
     BatchRecord,
     GroupRecord,
     MoveRecord,
     OwnerRecord,
+    ProducerRecord,
     PublicationRecord,
     RunRecord,
     StepRecord,
@@ -49,6 +51,12 @@ class Transaction(Protocol):
     def owners_alive(self, run_id: RunId) -> list[OwnerRecord]: ...
     def put_owner(self, owner: OwnerRecord) -> None: ...
 
+    # producers
+    def producers(self, run_id: RunId) -> list[ProducerRecord]:
+        """Registered ones, by name."""
+
+    def put_producer(self, producer: ProducerRecord) -> None: ...
+
     # groups
     def group(self, run_id: RunId, group_id: GroupId) -> GroupRecord | None: ...
     def put_group(self, group: GroupRecord) -> None: ...
@@ -60,8 +68,15 @@ class Transaction(Protocol):
     def oldest_running(self, run_id: RunId) -> int | None:
         """The lowest sequence among dispatched groups, leased or waiting."""
 
-    def queued_by_sequence(self, run_id: RunId, limit: int | None) -> list[GroupRecord]: ...
-    def queued_by_arrival(self, run_id: RunId, limit: int) -> list[GroupRecord]: ...
+    def queued(self, run_id: RunId) -> list[GroupRecord]:
+        """Every queued group, by sequence."""
+
+    def queued_by_sequence(self, run_id: RunId, limit: int, *, producer: str | None = None) -> list[GroupRecord]:
+        """Those of one registered producer, or, for None, those of nobody registered."""
+
+    def queued_by_arrival(self, run_id: RunId, limit: int) -> list[GroupRecord]:
+        """Those of nobody registered."""
+
     def queued_below(self, run_id: RunId, version: int) -> list[GroupRecord]:
         """Queued groups whose oldest version is known and lower than `version`, lowest sequence first."""
 
@@ -108,6 +123,10 @@ class Transaction(Protocol):
         """Those whose effective step is at least `effective_from`, by id."""
 
     def put_publication(self, publication: PublicationRecord) -> None: ...
+
+    @property
+    def atropos(self) -> AtroposTables:
+        """The tables of the Atropos dialect."""
 
     # effects of the commit
     def sync_to_disk(self) -> None:

@@ -28,6 +28,8 @@ DOORS: dict[str, tuple[str, ...]] = {
     "safetensors": ("rollbook/trainer/", "rollbook/inference/engines/", "rollbook/inference/transfer/"),
     "matplotlib": ("rollbook/dashboard/plots.py",),
     "sqlite3": ("rollbook/ledger/stores/sqlite.py",),
+    "psycopg": ("rollbook/ledger/stores/postgres_connection.py",),
+    "pyarrow": ("rollbook/ledger/parquet.py",),
     "tokenizers": ("rollbook/rollout/rendering.py", "rollbook/trainer/"),
     "jinja2": ("rollbook/rollout/rendering.py",),
 }
@@ -104,6 +106,6 @@ def test_contracts_need_nothing_but_the_standard_library_and_numpy() -> None:
     "process", ["rollbook.run.processes.ledger_server", "rollbook.run.processes.rollout", "rollbook.cli.main"]
 )
 def test_processes_that_do_not_learn_start_without_torch(process: str) -> None:
-    code = f"import sys, {process}; print(*sorted({{'torch', 'transformers', 'matplotlib'}} & set(sys.modules)))"
+    code = f"import sys, {process}; print(*sorted({{'torch', 'transformers', 'matplotlib', 'psycopg', 'pyarrow'}} & set(sys.modules)))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert loaded == []

@@ -27,8 +27,10 @@ from rollbook.ledger.records import (
 )
 from rollbook.ledger.store import Store, Transaction
 from rollbook.ledger.stores.memory import MemoryStore
+from rollbook.ledger.stores.postgres import open_postgres_store
 from rollbook.ledger.stores.sqlite import open_sqlite_store
 from tests.parts.ledger_groups import RUN, settings
+from tests.parts.ledger_postgres import shared_server
 
 OTHER = RunId("run-2")
 Opener = Callable[[Path], AbstractAsyncContextManager[Store]]
@@ -51,7 +53,13 @@ async def sqlite_process_crash(directory: Path) -> AsyncIterator[Store]:
         yield store
 
 
-@pytest.fixture(params=[memory, sqlite_power_loss, sqlite_process_crash])
+@asynccontextmanager
+async def postgres(_: Path) -> AsyncIterator[Store]:
+    async with open_postgres_store(shared_server().fresh_url()) as store:
+        yield store
+
+
+@pytest.fixture(params=[memory, sqlite_power_loss, sqlite_process_crash, postgres])
 async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Store]:
     opener: Opener = request.param
     async with opener(tmp_path) as opened:
@@ -147,12 +155,12 @@ async def test_open_groups_are_found_by_what_they_wait_for(store: Store) -> None
         assert ids(tx.waiting(RUN, 9)) == ["waiting", "later"]
         assert tx.oldest_running(RUN) == 2
         assert ids(tx.dispatched(RUN)) == ["waiting", "leased", "later"]
-        assert ids(tx.queued_by_sequence(RUN, None)) == ["queued", "older", "unknown"]
+        assert ids(tx.queued(RUN)) == ["queued", "older", "unknown"]
         assert ids(tx.queued_by_sequence(RUN, 2)) == ["queued", "older"]
         assert ids(tx.queued_by_arrival(RUN, 2)) == ["unknown", "older"]
         assert ids(tx.queued_below(RUN, 5)) == ["older"]
         assert tx.oldest_running(OTHER) is None
-        assert tx.queued_by_sequence(OTHER, None) == []
+        assert tx.queued(OTHER) == []
 
     await store.read(look)
 
@@ -177,7 +185,7 @@ async def test_a_group_that_moves_on_is_no_longer_found_where_it_was(store: Stor
     def look(tx: Transaction) -> None:
         assert tx.leased_by(RUN, OwnerId("w")) == []
         assert tx.leases_ending_by(RUN, 2.0) == []
-        assert tx.queued_by_sequence(RUN, None) == []
+        assert tx.queued(RUN) == []
         assert tx.queued_below(RUN, 9) == []
 
     await store.read(look)
@@ -327,7 +335,7 @@ async def test_a_failed_write_takes_back_all_of_its_effects(store: Store) -> Non
 
     def look(tx: Transaction) -> None:
         assert ids(tx.dispatched(RUN)) == ["kept"]
-        assert tx.queued_by_sequence(RUN, None) == []
+        assert tx.queued(RUN) == []
         assert tx.group(RUN, GroupId("new")) is None
         assert tx.payload(RUN, GroupId("kept")) is None
         assert tx.drops(RUN) == {}

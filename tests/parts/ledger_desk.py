@@ -6,14 +6,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from rollbook.contracts.admission import LedgerStatus, OpenReply, OwnerId, Receipt, RunSettings
+from rollbook.contracts.admission import LedgerStatus, OpenReply, OwnerId, Receipt, RunId, RunSettings
 from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainerRole
 from rollbook.contracts.group import DropReason, GroupId
 from rollbook.contracts.policy import Publication
 from rollbook.contracts.task import Draw
 from rollbook.ledger.audit import AuditReport, audit_run
 from rollbook.ledger.group_frame import encode_group, payload_digest
-from rollbook.ledger.records import GroupRecord
+from rollbook.ledger.records import GroupRecord, RunRecord
 from rollbook.ledger.rules import batches, gate, groups, lineage, runs, trainer
 from rollbook.ledger.rules.batches import Decision
 from rollbook.ledger.rules.book import RunBook, opened_book
@@ -22,6 +22,7 @@ from rollbook.ledger.store import Transaction
 from rollbook.ledger.stores.memory import MemoryStore
 from rollbook.ledger.stores.migrations import migrate
 from rollbook.ledger.stores.sql_transaction import SqlTransaction
+from rollbook.ledger.stores.write_behind import WriteBehind
 from tests.parts.ledger_groups import RUN, group_of, outcome_of
 
 T = TypeVar("T")
@@ -39,6 +40,7 @@ class SqlFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._runs: dict[RunId, RunRecord] = {}
         self._db = sqlite3.connect(path, isolation_level=None)
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute("PRAGMA synchronous = OFF")
@@ -46,7 +48,13 @@ class SqlFile:
 
     def write_now(self, work: Callable[[Transaction], T]) -> T:
         with self._transaction("COMMIT"):
-            return work(SqlTransaction(self._db))
+            tx = WriteBehind(self._db, self._runs)
+            tx.begin()
+            result = work(tx)
+            tx.end()
+            tx.finish()
+        self._runs.update(tx.runs_written)
+        return result
 
     def read_now(self, work: Callable[[Transaction], T]) -> T:
         with self._transaction("ROLLBACK"):
@@ -58,6 +66,7 @@ class SqlFile:
         try:
             yield
         except BaseException:
+            self._runs.clear()
             self._db.execute("ROLLBACK")
             raise
         self._db.execute(end)

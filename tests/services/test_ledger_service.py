@@ -191,7 +191,8 @@ async def test_concurrent_producers_and_big_groups_arrive_whole(tmp_path: Path) 
 
 
 async def post(url: str, body: bytes) -> tuple[int, dict[str, str]]:
-    async with aiohttp.ClientSession() as session, session.post(url, data=body) as response:
+    headers = {"Content-Type": wire.CONTENT_TYPE}
+    async with aiohttp.ClientSession() as session, session.post(url, data=body, headers=headers) as response:
         return response.status, await response.json()
 
 

@@ -28,41 +28,44 @@ class RunBook:
     def __init__(self, tx: Transaction, run: RunRecord, now: float) -> None:
         self.tx = tx
         self.now = now
+        self.run_id: RunId = run.run_id
         self._run = run
+        self._changes: dict[str, Any] = {}
+        """What `run` does not show yet: a record of thirty fields is made anew when it is looked at, not at every count."""
         self._is_changed = False
 
     @property
     def run(self) -> RunRecord:
+        if self._changes:
+            self._run = replace(self._run, **self._changes)
+            self._changes.clear()
         return self._run
 
-    @property
-    def run_id(self) -> RunId:
-        return self._run.run_id
-
     def change(self, **fields: Any) -> None:
-        self._run = replace(self._run, **fields)
+        self._changes.update(fields)
         self._is_changed = True
 
     def count(self, name: str, by: int = 1) -> int:
         """Add to one of the run's numbers; returns what it was before."""
-        before: int = getattr(self._run, name)
-        self.change(**{name: before + by})
+        before: int = self._changes[name] if name in self._changes else getattr(self._run, name)
+        self._changes[name] = before + by
+        self._is_changed = True
         return before
 
     def save(self) -> None:
         if self._is_changed:
-            self.tx.put_run(self._run)
+            self.tx.put_run(self.run)
             self._is_changed = False
 
     def fence(self, epoch: int) -> None:
         """Refuse a trainer that was replaced."""
-        if epoch < self._run.epoch:
+        if epoch < self.run.epoch:
             raise FencedError(
-                f"run {self.run_id}: the trainer of epoch {epoch} was replaced by epoch {self._run.epoch}; it must stop"
+                f"run {self.run_id}: the trainer of epoch {epoch} was replaced by epoch {self.run.epoch}; it must stop"
             )
-        if epoch > self._run.epoch:
+        if epoch > self.run.epoch:
             raise RunError(
-                f"run {self.run_id}: epoch {epoch} was never handed out (the last one is {self._run.epoch}); take the role first"
+                f"run {self.run_id}: epoch {epoch} was never handed out (the last one is {self.run.epoch}); take the role first"
             )
 
     def group(self, group_id: GroupId) -> GroupRecord:
@@ -79,6 +82,14 @@ class RunBook:
         self._remember(group, None, GroupState.DISPATCHED, note, by)
         if group.position is not None:
             self._opened(group.position)
+
+    def enter(self, group: GroupRecord, *, opened: str, note: str, by: str) -> None:
+        """Write a group that is new and queued at once: `begin` and `move` in one, and one row instead of two."""
+        self.count("num_opened")
+        self._count_where(group, +1)
+        self.tx.put_group(group)
+        self._remember(group, None, GroupState.DISPATCHED, opened, by)
+        self._remember(group, GroupState.DISPATCHED, group.state, note, by)
 
     def move(self, group: GroupRecord, to: GroupState, *, note: str, by: str, **fields: Any) -> GroupRecord:
         """Take a group to another state and change `fields` of it. Staying dispatched is a new attempt, or the loss of one."""
@@ -105,7 +116,7 @@ class RunBook:
             note=str(reason),
             by=by,
             drop_reason=str(reason),
-            release_step=self._run.last_decided + 1,
+            release_step=self.run.last_decided + 1,
             **fields,
         )
 
@@ -114,6 +125,8 @@ class RunBook:
             self.count("num_waiting" if group.owner is None else "num_leased", by)
         elif group.state is not GroupState.DROPPED:
             self.count(f"num_{group.state}", by)
+        if group.state is GroupState.QUEUED:
+            self.count("queued_bytes", by * group.payload_bytes)
 
     def _remember(self, group: GroupRecord, was: GroupState | None, becomes: GroupState, note: str, by: str) -> None:
         self.tx.add_move(
@@ -130,25 +143,25 @@ class RunBook:
         self.tx.announce(self.run_id)
 
     def _opened(self, position: int) -> None:
-        if position < self._run.opened_below or self.tx.position(self.run_id, position) is not None:
+        if position < self.run.opened_below or self.tx.position(self.run_id, position) is not None:
             return
         self.tx.put_position(self.run_id, position, is_settled=False)
-        below = self._run.opened_below
+        below = self.run.opened_below
         while self.tx.position(self.run_id, below) is not None:
             below += 1
-        if below != self._run.opened_below:
+        if below != self.run.opened_below:
             self.change(opened_below=below)
 
     def _settled(self, position: int) -> None:
-        if position < self._run.settled_below:
+        if position < self.run.settled_below:
             return
         self.tx.put_position(self.run_id, position, is_settled=True)
-        below = self._run.settled_below
+        below = self.run.settled_below
         # What lies below both marks is told by the marks; only the positions above are kept as rows.
-        while below < self._run.opened_below and self.tx.position(self.run_id, below):
+        while below < self.run.opened_below and self.tx.position(self.run_id, below):
             self.tx.delete_position(self.run_id, below)
             below += 1
-        if below != self._run.settled_below:
+        if below != self.run.settled_below:
             self.change(settled_below=below)
 
 

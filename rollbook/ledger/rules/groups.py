@@ -1,6 +1,7 @@
 """What becomes of a group that was played: submitted, closed, or given back. Rules 5 to 7."""
 
 from dataclasses import dataclass
+from typing import TypedDict
 
 import msgspec
 
@@ -12,6 +13,7 @@ from rollbook.ledger.records import GroupRecord, Origin
 from rollbook.ledger.rules.book import RunBook
 from rollbook.ledger.rules.gate import fail_attempt
 from rollbook.ledger.rules.lineage import oldest_effective_version
+from rollbook.ledger.rules.producers import find_producer
 
 QUEUE_FULL_RETRY_S = 1.0
 
@@ -34,9 +36,11 @@ class Submission:
     payload: bytes
     payload_digest: str
     drop: DropReason | None = None
+    producer: str | None = None
+    """The registered producer it comes from, for a group that the gate did not grant."""
 
 
-def submit(book: RunBook, submission: Submission, *, max_queued: int) -> Receipt:
+def submit(book: RunBook, submission: Submission, *, max_queued: int, max_queued_bytes: int | None = None) -> Receipt:
     """Store a group: the first one wins, whichever attempt it is, unless the group is settled."""
     group = book.tx.group(book.run_id, submission.group_id)
     if group is not None and group.state is GroupState.DROPPED:
@@ -45,21 +49,20 @@ def submit(book: RunBook, submission: Submission, *, max_queued: int) -> Receipt
         return Receipt.ALREADY_STORED
     oldest = oldest_effective_version(book, submission.publications, group_id=submission.group_id)
     if group is None:
-        group = _open_external(book, submission, max_queued=max_queued)
+        _refuse_when_full(book, submission, max_queued, max_queued_bytes)
+        if submission.producer is not None:
+            find_producer(book, submission.producer)
         if book.run.is_over:
+            group = _open_external(book, submission)
             book.drop(group, DropReason(DropKind.END_OF_RUN, "submitted after the end"), by="submit")
             return Receipt.ALREADY_SETTLED
-    by = group.owner or "submit"
+        if submission.drop is None:
+            _enter(book, submission, oldest)
+            return Receipt.STORED
+        group = _open_external(book, submission)
+    by = group.owner or group.producer or "submit"
     book.tx.put_payload(book.run_id, submission.group_id, submission.payload)
-    stored = {
-        "publications": submission.publications,
-        "oldest_version": oldest,
-        "outcome": msgspec.json.encode(submission.outcome),
-        "payload_digest": submission.payload_digest,
-        "payload_bytes": len(submission.payload),
-        "has_payload": True,
-        "arrival": book.count("next_arrival"),
-    }
+    stored = _stored(book, submission, oldest)
     if submission.drop is not None:
         book.drop(group, submission.drop, by=by, **stored)
     else:
@@ -67,14 +70,69 @@ def submit(book: RunBook, submission: Submission, *, max_queued: int) -> Receipt
     return Receipt.STORED
 
 
-def _open_external(book: RunBook, submission: Submission, *, max_queued: int) -> GroupRecord:
+class _Stored(TypedDict):
+    """What a submission writes on its group."""
+
+    publications: tuple[int, ...]
+    oldest_version: int | None
+    outcome: bytes
+    payload_digest: str
+    payload_bytes: int
+    has_payload: bool
+    arrival: int
+
+
+def _stored(book: RunBook, submission: Submission, oldest: int | None) -> _Stored:
+    return _Stored(
+        publications=submission.publications,
+        oldest_version=oldest,
+        outcome=msgspec.json.encode(submission.outcome),
+        payload_digest=submission.payload_digest,
+        payload_bytes=len(submission.payload),
+        has_payload=True,
+        arrival=book.count("next_arrival"),
+    )
+
+
+def _enter(book: RunBook, submission: Submission, oldest: int | None) -> None:
+    """The usual way of a group from outside, and the busiest of all: opened and queued in one row."""
+    book.tx.put_payload(book.run_id, submission.group_id, submission.payload)
+    group = GroupRecord(
+        run_id=book.run_id,
+        group_id=submission.group_id,
+        task_id=submission.task_id,
+        draw=submission.draw,
+        position=None,
+        origin=Origin.EXTERNAL,
+        state=GroupState.QUEUED,
+        opened_at=book.now,
+        attempt=submission.attempt,
+        admission_version=book.run.version,
+        admission_publication=book.run.publication,
+        producer=submission.producer,
+        sequence=book.count("next_sequence"),
+        **_stored(book, submission, oldest),
+    )
+    note = f"attempt {submission.attempt} submitted"
+    book.enter(group, opened="opened by its submission", note=note, by=submission.producer or "submit")
+
+
+def _refuse_when_full(book: RunBook, submission: Submission, max_queued: int, max_queued_bytes: int | None) -> None:
     # Groups of the gate are never refused here: under `wait` the one that is refused may be the one everybody waits for.
-    if book.run.num_queued >= max_queued:
+    run = book.run
+    is_full = run.num_queued >= max_queued
+    # An empty queue takes a group of any size: what is larger than the bound would otherwise be sent in vain for ever.
+    if max_queued_bytes is not None and run.num_queued:
+        is_full |= run.queued_bytes + len(submission.payload) > max_queued_bytes
+    if is_full:
         raise QueueFullError(
-            f"run {book.run_id}: {book.run.num_queued} groups are queued, no more is taken; "
+            f"run {run.run_id}: {run.num_queued} groups are queued, {run.queued_bytes} bytes in all, no more is taken; "
             f"submit {submission.group_id} again later",
             retry_after_s=QUEUE_FULL_RETRY_S,
         )
+
+
+def _open_external(book: RunBook, submission: Submission) -> GroupRecord:
     group = GroupRecord(
         run_id=book.run_id,
         group_id=submission.group_id,
@@ -88,8 +146,9 @@ def _open_external(book: RunBook, submission: Submission, *, max_queued: int) ->
         attempt=submission.attempt,
         admission_version=book.run.version,
         admission_publication=book.run.publication,
+        producer=submission.producer,
     )
-    book.begin(group, note="opened by its submission", by="submit")
+    book.begin(group, note="opened by its submission", by=submission.producer or "submit")
     return group
 
 

@@ -109,7 +109,7 @@ def lose_lineage(book: RunBook, step: int, *, epoch: int) -> int:
     ids = {int(record.id) for record in lost}
     if ids:
         # The whole queue, once for each lost lineage: rare, and exactly what changed its age.
-        for group in book.tx.queued_by_sequence(book.run_id, None):
+        for group in book.tx.queued(book.run_id):
             if ids.intersection(group.publications):
                 oldest = oldest_effective_version(book, group.publications, group_id=group.group_id)
                 book.tx.put_group(replace(group, oldest_version=oldest))

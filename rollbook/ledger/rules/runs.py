@@ -85,6 +85,7 @@ def status(tx: Transaction, run_id: RunId) -> LedgerStatus:
             GroupState.DROPPED.value: sum(dropped.values()),
         },
         dropped=dropped,
+        queued_bytes=run.queued_bytes,
         version=run.version,
         publication=run.publication,
         epoch=run.epoch,

@@ -1,13 +1,12 @@
 """The trainer's role: taking it, acknowledging steps, marking checkpoints, ending the run. Rules 13 to 15."""
 
-from dataclasses import replace
-
 from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainerRole
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import DropKind, DropReason, GroupState
 from rollbook.ledger.records import StepRecord
 from rollbook.ledger.rules.book import RunBook
 from rollbook.ledger.rules.lineage import find_publication, lose_lineage
+from rollbook.ledger.rules.retention import let_payloads_go
 
 
 def take_role(book: RunBook, *, restored_step: int) -> TrainerRole:
@@ -94,18 +93,8 @@ def checkpointed(book: RunBook, step: int, *, oldest_kept: int, epoch: int) -> i
     for durable in range(run.durable_step + 1, step + 1):
         _move_step(book, durable, GroupState.DURABLE, note=f"checkpoint {step}", by=f"epoch {epoch}")
     book.change(durable_step=max(run.durable_step, step))
-    return _let_payloads_go(book, oldest_kept)
-
-
-def _let_payloads_go(book: RunBook, oldest_kept: int) -> int:
-    keeps = book.run.settings.keep_payloads
-    gone = book.tx.releasable(book.run_id, oldest_kept, dropped_only=keeps)
-    for group in gone:
-        book.tx.delete_payload(book.run_id, group.group_id)
-        book.tx.put_group(replace(group, has_payload=False))
-    if not keeps:
-        book.change(payload_floor=max(book.run.payload_floor, oldest_kept))
-    return len(gone)
+    num_gone, _ = let_payloads_go(book, oldest_kept, dropped_only=run.settings.keep_payloads)
+    return num_gone
 
 
 def finish(book: RunBook, reason: EndOfRun, *, epoch: int) -> None:
@@ -113,7 +102,7 @@ def finish(book: RunBook, reason: EndOfRun, *, epoch: int) -> None:
     book.fence(epoch)
     if book.run.ended is not None:
         return
-    for group in [*book.tx.dispatched(book.run_id), *book.tx.queued_by_sequence(book.run_id, None)]:
+    for group in [*book.tx.dispatched(book.run_id), *book.tx.queued(book.run_id)]:
         book.drop(group, DropReason(DropKind.END_OF_RUN, reason.value), by=f"epoch {epoch}")
     book.change(ended=reason)
     book.tx.announce(book.run_id)

@@ -16,11 +16,13 @@ from rollbook.ledger.records import (
     MoveRecord,
     OwnerRecord,
     OwnerState,
+    ProducerRecord,
     PublicationRecord,
     RunRecord,
     StepRecord,
 )
 from rollbook.ledger.store import Transaction
+from rollbook.ledger.stores.memory_atropos import AtroposRows, MemoryAtroposTables
 
 T = TypeVar("T")
 Key = TypeVar("Key", bound=Hashable)
@@ -32,6 +34,7 @@ class _Tables:
         self.runs: dict[RunId, RunRecord] = {}
         self.drops: dict[tuple[RunId, str], int] = {}
         self.owners: dict[tuple[RunId, OwnerId], OwnerRecord] = {}
+        self.producers: dict[tuple[RunId, str], ProducerRecord] = {}
         self.groups: dict[tuple[RunId, GroupId], GroupRecord] = {}
         self.open: dict[tuple[RunId, GroupId], GroupRecord] = {}
         self.payloads: dict[tuple[RunId, GroupId], bytes] = {}
@@ -40,6 +43,7 @@ class _Tables:
         self.batches: dict[tuple[RunId, int], BatchRecord] = {}
         self.steps: dict[tuple[RunId, int, int], StepRecord] = {}
         self.publications: dict[tuple[RunId, PublicationId], PublicationRecord] = {}
+        self.atropos = AtroposRows()
 
 
 class MemoryTransaction:
@@ -48,6 +52,7 @@ class MemoryTransaction:
     def __init__(self, tables: _Tables) -> None:
         self._tables = tables
         self._undo: list[Callable[[], Any]] = []
+        self.atropos = MemoryAtroposTables(tables.atropos, put=self._put, delete=self._delete)
         self.announced: set[RunId] = set()
 
     def roll_back(self) -> None:
@@ -94,6 +99,13 @@ class MemoryTransaction:
     def put_owner(self, owner: OwnerRecord) -> None:
         self._put(self._tables.owners, (owner.run_id, owner.owner_id), owner)
 
+    def producers(self, run_id: RunId) -> list[ProducerRecord]:
+        known = (p for p in self._tables.producers.values() if p.run_id == run_id)
+        return sorted(known, key=lambda p: p.name)
+
+    def put_producer(self, producer: ProducerRecord) -> None:
+        self._put(self._tables.producers, (producer.run_id, producer.name), producer)
+
     def group(self, run_id: RunId, group_id: GroupId) -> GroupRecord | None:
         return self._tables.groups.get((run_id, group_id))
 
@@ -117,15 +129,17 @@ class MemoryTransaction:
     def oldest_running(self, run_id: RunId) -> int | None:
         return min((g.sequence for g in self.dispatched(run_id)), default=None)
 
-    def queued_by_sequence(self, run_id: RunId, limit: int | None) -> list[GroupRecord]:
-        return self._open(run_id, lambda g: g.state is GroupState.QUEUED)[:limit]
+    def queued(self, run_id: RunId) -> list[GroupRecord]:
+        return self._open(run_id, lambda g: g.state is GroupState.QUEUED)
+
+    def queued_by_sequence(self, run_id: RunId, limit: int, *, producer: str | None = None) -> list[GroupRecord]:
+        return [g for g in self.queued(run_id) if g.producer == producer][:limit]
 
     def queued_by_arrival(self, run_id: RunId, limit: int) -> list[GroupRecord]:
-        return sorted(self.queued_by_sequence(run_id, None), key=lambda g: g.arrival or 0)[:limit]
+        return sorted((g for g in self.queued(run_id) if g.producer is None), key=lambda g: g.arrival or 0)[:limit]
 
     def queued_below(self, run_id: RunId, version: int) -> list[GroupRecord]:
-        queued = self.queued_by_sequence(run_id, None)
-        return [g for g in queued if g.oldest_version is not None and g.oldest_version < version]
+        return [g for g in self.queued(run_id) if g.oldest_version is not None and g.oldest_version < version]
 
     def dispatched(self, run_id: RunId) -> list[GroupRecord]:
         return self._open(run_id, lambda g: g.state is GroupState.DISPATCHED)

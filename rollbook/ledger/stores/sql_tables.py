@@ -2,6 +2,8 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -15,6 +17,7 @@ from rollbook.ledger.records import (
     Origin,
     OwnerRecord,
     OwnerState,
+    ProducerRecord,
     PublicationRecord,
     RunRecord,
     StepRecord,
@@ -38,6 +41,7 @@ class Table(Generic[Record]):
         fields = dataclasses.fields(record)  # type: ignore[arg-type]  # every caller passes a dataclass
         self.columns = tuple(f.name for f in fields)
         self._record = record
+        self._values = attrgetter(*self.columns)
         self._read = tuple((at, read[name]) for at, name in enumerate(self.columns) if read and name in read)
         self._write = tuple((at, write[name]) for at, name in enumerate(self.columns) if write and name in write)
         listed = ", ".join(self.columns)
@@ -48,7 +52,7 @@ class Table(Generic[Record]):
         self.upsert = f"{self.insert} ON CONFLICT ({', '.join(key)}) DO UPDATE SET {updates}"
 
     def row(self, record: Record) -> list[Any]:
-        values = [getattr(record, name) for name in self.columns]
+        values = list(self._values(record))
         for at, convert in self._write:
             values[at] = convert(values[at])
         return values
@@ -67,19 +71,30 @@ class Table(Generic[Record]):
         return None if row is None else self.record(row)
 
 
+@lru_cache(maxsize=1024)
+def _settings_of(text: str) -> RunSettings:
+    return msgspec.json.decode(text, type=RunSettings)
+
+
+@lru_cache(maxsize=1024)
+def _text_of(settings: RunSettings) -> str:
+    return msgspec.json.encode(settings).decode()
+
+
 RUNS = Table(
     "runs",
     RunRecord,
     key=("run_id",),
     read={
-        "settings": lambda text: msgspec.json.decode(text, type=RunSettings),
+        "settings": _settings_of,
         "ended": EndOfRun,
         "exhausted": bool,
         "is_last_short": bool,
     },
-    write={"settings": lambda settings: msgspec.json.encode(settings).decode()},
+    write={"settings": _text_of},
 )
 OWNERS = Table("owners", OwnerRecord, key=("run_id", "owner_id"), read={"state": OwnerState})
+PRODUCERS = Table("producers", ProducerRecord, key=("run_id", "name"))
 GROUPS = Table(
     "groups",
     GroupRecord,

@@ -12,15 +12,16 @@ from rollbook.ledger.records import (
     GroupRecord,
     MoveRecord,
     OwnerRecord,
+    ProducerRecord,
     PublicationRecord,
     RunRecord,
     StepRecord,
 )
-from rollbook.ledger.stores.sql_tables import GROUPS, MOVES, OWNERS, PUBLICATIONS, RUNS, STEPS
+from rollbook.ledger.stores.sql_atropos import SqlAtroposTables
+from rollbook.ledger.stores.sql_tables import GROUPS, MOVES, OWNERS, PRODUCERS, PUBLICATIONS, RUNS, STEPS
 
 # Small sets are ordered by `+sequence`: the plus keeps the planner from walking the whole run in order to save a sort.
 ENTRY_COLUMNS = "group_id, sequence, payload_digest, oldest_version"
-NO_LIMIT = -1
 
 
 class Cursor(Protocol):
@@ -41,6 +42,7 @@ class SqlTransaction:
 
     def __init__(self, connection: Connection) -> None:
         self._db = connection
+        self.atropos = SqlAtroposTables(connection)
         self.must_sync = False
         self.announced: set[RunId] = set()
 
@@ -58,7 +60,7 @@ class SqlTransaction:
 
     def count_drop(self, run_id: RunId, kind: str) -> None:
         self._db.execute(
-            "INSERT INTO drops (run_id, kind, num) VALUES (?, ?, 1) ON CONFLICT (run_id, kind) DO UPDATE SET num = num + 1",
+            "INSERT INTO drops (run_id, kind, num) VALUES (?, ?, 1) ON CONFLICT (run_id, kind) DO UPDATE SET num = drops.num + 1",
             (run_id, kind),
         )
 
@@ -74,6 +76,12 @@ class SqlTransaction:
 
     def put_owner(self, owner: OwnerRecord) -> None:
         self._db.execute(OWNERS.upsert, OWNERS.row(owner))
+
+    def producers(self, run_id: RunId) -> list[ProducerRecord]:
+        return PRODUCERS.all(self._db.execute(PRODUCERS.select + "WHERE run_id = ? ORDER BY name", (run_id,)))
+
+    def put_producer(self, producer: ProducerRecord) -> None:
+        self._db.execute(PRODUCERS.upsert, PRODUCERS.row(producer))
 
     def group(self, run_id: RunId, group_id: GroupId) -> GroupRecord | None:
         found = self._db.execute(GROUPS.select + "WHERE run_id = ? AND group_id = ?", (run_id, group_id))
@@ -96,11 +104,16 @@ class SqlTransaction:
         row = self._db.execute(sql, (run_id,)).fetchone()
         return None if row is None else int(row[0])
 
-    def queued_by_sequence(self, run_id: RunId, limit: int | None) -> list[GroupRecord]:
-        return self._groups("state = 'queued' ORDER BY sequence LIMIT ?", run_id, NO_LIMIT if limit is None else limit)
+    def queued(self, run_id: RunId) -> list[GroupRecord]:
+        return self._groups("state = 'queued' ORDER BY +sequence", run_id)
+
+    def queued_by_sequence(self, run_id: RunId, limit: int, *, producer: str | None = None) -> list[GroupRecord]:
+        if producer is None:
+            return self._groups("state = 'queued' AND producer IS NULL ORDER BY sequence LIMIT ?", run_id, limit)
+        return self._groups("state = 'queued' AND producer = ? ORDER BY sequence LIMIT ?", run_id, producer, limit)
 
     def queued_by_arrival(self, run_id: RunId, limit: int) -> list[GroupRecord]:
-        return self._groups("state = 'queued' ORDER BY arrival LIMIT ?", run_id, limit)
+        return self._groups("state = 'queued' AND producer IS NULL ORDER BY arrival LIMIT ?", run_id, limit)
 
     def queued_below(self, run_id: RunId, version: int) -> list[GroupRecord]:
         return self._groups(
@@ -112,11 +125,11 @@ class SqlTransaction:
 
     def groups(self, run_id: RunId, state: GroupState | None, limit: int, offset: int) -> list[GroupRecord]:
         if state is None:
-            return self._groups("1 ORDER BY sequence LIMIT ? OFFSET ?", run_id, limit, offset)
+            return self._groups("TRUE ORDER BY sequence LIMIT ? OFFSET ?", run_id, limit, offset)
         return self._groups("state = ? ORDER BY sequence LIMIT ? OFFSET ?", run_id, state, limit, offset)
 
     def each_group(self, run_id: RunId) -> Iterator[GroupRecord]:
-        rows = self._db.execute(GROUPS.select + "WHERE run_id = ? ORDER BY group_id", (run_id,))
+        rows = self._each(GROUPS.select + "WHERE run_id = ? ORDER BY group_id", (run_id,))
         return (GROUPS.record(row) for row in rows)
 
     def put_payload(self, run_id: RunId, group_id: GroupId, body: bytes) -> None:
@@ -169,7 +182,7 @@ class SqlTransaction:
         return MOVES.all(found)
 
     def each_move(self, run_id: RunId) -> Iterator[MoveRecord]:
-        rows = self._db.execute(MOVES.select + "WHERE run_id = ? ORDER BY group_id, id", (run_id,))
+        rows = self._each(MOVES.select + "WHERE run_id = ? ORDER BY group_id, id", (run_id,))
         return (MOVES.record(row) for row in rows)
 
     def batch(self, run_id: RunId, step: int) -> BatchRecord | None:
@@ -193,7 +206,7 @@ class SqlTransaction:
 
     def each_batch(self, run_id: RunId) -> Iterator[BatchRecord]:
         sql = "SELECT step, digest, is_last, epoch, decided_at FROM batches WHERE run_id = ? ORDER BY step"
-        return (self._batch(run_id, row) for row in self._db.execute(sql, (run_id,)))
+        return (self._batch(run_id, row) for row in self._each(sql, (run_id,)))
 
     def steps(self, run_id: RunId, step: int | None = None) -> list[StepRecord]:
         if step is None:
@@ -222,6 +235,10 @@ class SqlTransaction:
 
     def announce(self, run_id: RunId) -> None:
         self.announced.add(run_id)
+
+    def _each(self, sql: str, parameters: Sequence[Any]) -> Iterable[Any]:
+        """Rows of a search that may be long: never all of them in memory."""
+        return self._db.execute(sql, parameters)
 
     def _groups(self, where: str, run_id: RunId, *parameters: Any) -> list[GroupRecord]:
         return GROUPS.all(self._db.execute(f"{GROUPS.select} WHERE run_id = ? AND {where}", (run_id, *parameters)))

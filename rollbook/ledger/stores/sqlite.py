@@ -1,39 +1,38 @@
 """The embedded store: one SQLite file in the run directory, write-ahead log, one writer.
 
-One thread owns the writing connection. It takes every operation that waits, runs each in a savepoint of one transaction, commits
-once, and answers all: the busier the ledger, the more operations share one sync. An operation that fails takes back its own
-effects only. Readers have connections of their own and never wait for the writer.
+One thread owns the writing connection. It takes every operation that waits (`committer`), runs all in one transaction, writes their
+rows together (`write_behind`) and commits once. An operation that fails takes back its own effects only. Readers have connections
+of their own and never wait for the writer.
 """
 
 import asyncio
 import os
-import queue
 import sqlite3
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rollbook.contracts.admission import RunId
 from rollbook.ledger.config import Durability
+from rollbook.ledger.records import RunRecord
 from rollbook.ledger.store import StoreFaultError, Transaction
+from rollbook.ledger.stores.committer import Committer, Operation
 from rollbook.ledger.stores.migrations import migrate, require_known_schema
 from rollbook.ledger.stores.sql_transaction import SqlTransaction
+from rollbook.ledger.stores.write_behind import MustRedoError, WriteBehind
 
 T = TypeVar("T")
-Work = Callable[[Transaction], Any]
 
 FILE_NAME = "ledger.sqlite"
 BUSY_S = 10.0
 """How long to wait for another process that writes. The run directory is locked, so it can only be a passing one."""
 PAGE_BYTES = 16_384
-MOST_IN_ONE_COMMIT = 256
-"""Bounds how long the first of them waits for its answer."""
 READERS = 2
-STOP = None
+MOST_REMEMBERED_RUNS = 1_000
+CHECKED_ELSEWHERE = frozenset({"payloads", "history"})
 
 ADVICE = {
     sqlite3.SQLITE_FULL: "the disk is full: make room and start again, nothing that was answered is lost",
@@ -72,24 +71,31 @@ def _connect(path: Path, *, read_only: bool, query: str = "") -> sqlite3.Connect
         return sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=BUSY_S)
 
 
-@dataclass(slots=True)
-class _Operation:
-    work: Work
-    done: asyncio.Future[Any]
-    result: Any = None
-    error: BaseException | None = None
-    announced: set[RunId] = field(default_factory=set)
+def _check_integrity(db: sqlite3.Connection, path: Path) -> None:
+    """Refuse a damaged file before anything is answered from it.
+
+    All that the rules decide on is checked. Payloads are compared with their digests whenever they are read and the history by
+    the audit: going through them here would make every start as long as the run.
+    """
+    tables = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name")]
+    for table in tables:
+        if table in CHECKED_ELSEWHERE:
+            continue
+        found = [row[0] for row in db.execute(f"PRAGMA quick_check('{table}')")]
+        if found != ["ok"]:
+            raise StoreFaultError(
+                f"ledger file {path}: table {table} is damaged ({found[0]}); {ADVICE[sqlite3.SQLITE_CORRUPT]}"
+            )
 
 
 class _Writer:
-    """The writing connection and its thread."""
+    """The writing connection; only the committer's thread works on it."""
 
-    def __init__(self, path: Path, durability: Durability, answer: Callable[[list[_Operation]], None]) -> None:
+    def __init__(self, path: Path, durability: Durability) -> None:
         self._path = path
-        self._answer = answer
         self._syncs_itself = durability is Durability.POWER_LOSS
-        # Unbounded here, bounded outside: every caller waits for its own answer, and the server bounds its requests.
-        self._waiting: queue.SimpleQueue[_Operation | None] = queue.SimpleQueue()
+        self._runs: dict[RunId, RunRecord] = {}
+        self._seen = -1
         self._db = _connect(path, read_only=False)
         try:
             with _explained(path):
@@ -97,76 +103,86 @@ class _Writer:
         except BaseException:
             self._db.close()
             raise
-        self._thread = threading.Thread(target=self._run, name="ledger-writer", daemon=True)
-        self._thread.start()
 
     def _prepare(self) -> None:
         self._db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute(f"PRAGMA synchronous = {'FULL' if self._syncs_itself else 'NORMAL'}")
+        _check_integrity(self._db, self._path)
         migrate(self._db, self._path)
 
-    def put(self, operation: _Operation) -> None:
-        self._waiting.put(operation)
-
     def close(self) -> None:
-        """Let what waits be written, then stop."""
-        self._waiting.put(STOP)
-        self._thread.join()
         self._db.close()
 
-    def _run(self) -> None:
-        """Takes: operations. Gives: their answers, after the commit. Ends: at STOP; no failure of an operation ends it."""
-        stopping = False
-        while not stopping:
-            operations: list[_Operation] = []
-            item = self._waiting.get()
-            while True:
-                if item is STOP:
-                    stopping = True
-                    break
-                operations.append(item)
-                if len(operations) >= MOST_IN_ONE_COMMIT or self._waiting.empty():
-                    break
-                item = self._waiting.get()
-            if operations:
-                self._commit(operations)
-                self._answer(operations)
-
-    def _commit(self, operations: list[_Operation]) -> None:
+    def commit(self, operations: list[Operation]) -> None:
         try:
             with _explained(self._path):
-                self._db.execute("BEGIN IMMEDIATE")
-                must_sync = False
-                for operation in operations:
-                    must_sync |= self._attempt(operation)
-                self._db.execute("COMMIT")
-                if must_sync and not self._syncs_itself:
-                    self._sync_log()
+                self._commit_together(operations)
+            return
+        except MustRedoError:
+            self._roll_back()
+        except Exception as error:
+            self._roll_back()
+            if len(operations) == 1 or isinstance(error, StoreFaultError):
+                self._fail(operations, error)
+                return
         except BaseException as error:  # whatever it is, the callers must hear it and the thread must live
             self._roll_back()
-            for operation in operations:
-                operation.error = operation.error or error
+            self._fail(operations, error)
+            return
+        # One of them spoiled it for all: each by itself, so that only that one fails.
+        for operation in operations:
+            operation.forget()
+            self._commit_alone(operation)
 
-    def _attempt(self, operation: _Operation) -> bool:
-        """Run one operation in its savepoint. Raises only when the whole transaction is lost. True: sync before answering."""
-        tx = SqlTransaction(self._db)
-        self._db.execute("SAVEPOINT operation")
+    def _commit_together(self, operations: list[Operation]) -> None:
+        self._db.execute("BEGIN IMMEDIATE")
+        self._forget_what_others_changed()
+        tx = WriteBehind(self._db, self._runs)
+        must_sync = False
+        for operation in operations:
+            tx.begin()
+            try:
+                operation.result = operation.work(tx)
+            except Exception as error:
+                operation.error = _fault(error, self._path) or error
+                # After a full disk or an I/O error SQLite may have ended the whole transaction: then nobody's work is there.
+                if not self._db.in_transaction:
+                    raise
+                tx.fail()
+                continue
+            tx.end()
+            operation.announced = tx.announced
+            must_sync |= tx.must_sync
+        tx.finish()
+        self._db.execute("COMMIT")
+        self._runs.update(tx.runs_written)
+        if must_sync and not self._syncs_itself:
+            self._sync_log()
+
+    def _commit_alone(self, operation: Operation) -> None:
         try:
-            operation.result = operation.work(tx)
-        except Exception as error:
-            operation.error = _fault(error, self._path) or error
-            # After a full disk or an I/O error SQLite may have ended the whole transaction: then nobody's work is there.
-            if not self._db.in_transaction:
-                raise
-            self._db.execute("ROLLBACK TO operation")
-            self._db.execute("RELEASE operation")
-            return False
-        self._db.execute("RELEASE operation")
-        operation.announced = tx.announced
-        return tx.must_sync
+            with _explained(self._path):
+                self._commit_together([operation])
+        except MustRedoError:
+            self._roll_back()  # it failed by itself, and its error is set
+        except BaseException as error:
+            self._roll_back()
+            self._fail([operation], error)
+
+    def _fail(self, operations: list[Operation], error: BaseException) -> None:
+        for operation in operations:
+            operation.error = operation.error or error
+
+    def _forget_what_others_changed(self) -> None:
+        """The records of runs are remembered from commit to commit, unless another connection wrote to the file since."""
+        seen = self._db.execute("PRAGMA data_version").fetchone()[0]
+        if seen != self._seen or len(self._runs) > MOST_REMEMBERED_RUNS:
+            self._seen = seen
+            self._runs.clear()
 
     def _roll_back(self) -> None:
+        self._runs.clear()
         # Should even this fail: nothing was committed, which is all that is asked for.
         with suppress(sqlite3.Error):
             if self._db.in_transaction:
@@ -187,45 +203,23 @@ class SqliteStore:
     def __init__(self, path: Path, durability: Durability, loop: asyncio.AbstractEventLoop) -> None:
         self.path = path
         self._loop = loop
-        self._listeners: list[Callable[[RunId], None]] = []
-        self._writer = _Writer(path, durability, self._answer_on_loop)
+        self._writer = _Writer(path, durability)
+        self._committer = Committer(self._writer.commit, loop)
         self._readers = _Readers(path)
 
     async def write(self, work: Callable[[Transaction], T]) -> T:
-        operation = _Operation(work, self._loop.create_future())
-        self._writer.put(operation)
-        result: T = await operation.done
-        return result
+        return await self._committer.write(work)
 
     async def read(self, work: Callable[[Transaction], T]) -> T:
         return await self._loop.run_in_executor(self._readers.pool, self._readers.read, work)
 
     def listen(self, heard: Callable[[RunId], None]) -> None:
-        self._listeners.append(heard)
+        self._committer.listen(heard)
 
     def close(self) -> None:
+        self._committer.close()
         self._writer.close()
         self._readers.close()
-
-    def _answer_on_loop(self, operations: list[_Operation]) -> None:
-        # A closed loop has nobody left to hear it. What was committed stays committed.
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._answer, operations)
-
-    def _answer(self, operations: list[_Operation]) -> None:
-        announced: set[RunId] = set()
-        for operation in operations:
-            if operation.error is None:
-                announced |= operation.announced
-            if operation.done.done():
-                continue  # its caller was cancelled
-            if operation.error is not None:
-                operation.done.set_exception(operation.error)
-            else:
-                operation.done.set_result(operation.result)
-        for run_id in announced:
-            for heard in self._listeners:
-                heard(run_id)
 
 
 class _Readers:
@@ -259,13 +253,25 @@ def _read(db: sqlite3.Connection, work: Callable[[Transaction], T]) -> T:
         db.execute("ROLLBACK")
 
 
+def _make_directory(directory: Path) -> None:
+    """With its parents, and known to the disk: SQLite syncs what lies in the directory, not the way there."""
+    if not directory.is_dir():
+        _make_directory(directory.parent)
+        directory.mkdir(exist_ok=True)
+        handle = os.open(directory.parent, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
 @asynccontextmanager
 async def open_sqlite_store(
     directory: Path, *, durability: Durability = Durability.POWER_LOSS
 ) -> AsyncIterator[SqliteStore]:
     path = directory / FILE_NAME
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        _make_directory(directory)
     except OSError as error:
         raise StoreFaultError(f"ledger directory {directory} cannot be made: {error.strerror}") from error
     store = SqliteStore(path, durability, asyncio.get_running_loop())
@@ -302,3 +308,18 @@ def open_readonly(directory: Path) -> Iterator[LedgerFile]:
         yield LedgerFile(path, db)
     finally:
         db.close()
+
+
+def reclaim(directory: Path) -> tuple[int, int]:
+    """Write the file anew without its holes. Needs it alone, and room for a second one. Returns the bytes before and after."""
+    path = directory / FILE_NAME
+    db = _connect(path, read_only=False)
+    try:
+        with _explained(path):
+            db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            before = path.stat().st_size
+            db.execute("VACUUM")
+            db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    finally:
+        db.close()
+    return before, path.stat().st_size

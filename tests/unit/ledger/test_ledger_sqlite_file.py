@@ -14,7 +14,8 @@ from rollbook.ledger.store import StoreFaultError, Transaction
 from rollbook.ledger.stores import sqlite as sqlite_store
 from rollbook.ledger.stores.sql_transaction import SqlTransaction
 from rollbook.ledger.stores.sqlite import FILE_NAME, open_sqlite_store
-from tests.parts.ledger_groups import RUN
+from tests.parts.ledger_desk import Desk, SqlFile
+from tests.parts.ledger_groups import RUN, settings
 
 
 async def test_what_was_written_is_there_when_the_file_is_opened_again(tmp_path: Path) -> None:
@@ -31,7 +32,7 @@ async def test_a_file_from_a_newer_release_is_refused(tmp_path: Path) -> None:
     with db:
         db.execute("UPDATE schema_version SET version = 999")
     db.close()
-    with pytest.raises(RunError, match="has schema 999, this release knows up to 1"):
+    with pytest.raises(RunError, match="has schema 999, this release knows up to"):
         async with open_sqlite_store(tmp_path):
             pass
 
@@ -39,6 +40,23 @@ async def test_a_file_from_a_newer_release_is_refused(tmp_path: Path) -> None:
 async def test_a_file_that_is_no_ledger_is_a_fault_with_advice(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_bytes(b"no database at all" * 500)
     with pytest.raises(StoreFaultError, match=r"ledger\.sqlite.*restore it from a copy"):
+        async with open_sqlite_store(tmp_path):
+            pass
+
+
+async def test_a_damaged_table_is_refused_before_anything_is_answered(tmp_path: Path) -> None:
+    desk = Desk(SqlFile(tmp_path / FILE_NAME)).create(settings())
+    for number in range(200):
+        desk.submit(f"task{number}", (-1,))
+    desk.store.close()  # type: ignore[attr-defined]
+    db = sqlite3.connect(tmp_path / FILE_NAME)
+    page = db.execute("SELECT rootpage FROM sqlite_master WHERE name = 'groups'").fetchone()[0]
+    size = db.execute("PRAGMA page_size").fetchone()[0]
+    db.close()
+    with (tmp_path / FILE_NAME).open("rb+") as file:
+        file.seek((page - 1) * size + 8)
+        file.write(b"\xff" * 64)
+    with pytest.raises(StoreFaultError, match=r"damaged.*restore it from a copy"):
         async with open_sqlite_store(tmp_path):
             pass
 
@@ -122,6 +140,7 @@ async def test_searches_on_the_hot_path_use_the_indexes_of_what_is_open(tmp_path
     tx.oldest_running(RUN)
     tx.dispatched(RUN)
     tx.queued_by_sequence(RUN, 5)
+    tx.queued_by_sequence(RUN, 5, producer="p")
     tx.queued_by_arrival(RUN, 5)
     tx.queued_below(RUN, 5)
     tx.releasable(RUN, 5, dropped_only=True)
@@ -130,6 +149,7 @@ async def test_searches_on_the_hot_path_use_the_indexes_of_what_is_open(tmp_path
     db.close()
     expected = [
         *("groups_owned", "groups_leases", "groups_waiting", "groups_dispatched", "groups_dispatched"),
-        *("groups_queued_by_sequence", "groups_queued_by_arrival", "groups_queued_by_version", "groups_releasable"),
+        *("groups_queued_by_sequence", "groups_queued_by_sequence", "groups_queued_by_arrival"),
+        *("groups_queued_by_version", "groups_releasable"),
     ]
     assert [plan.split(" INDEX ")[1].split(" ")[0] for plan in plans] == expected

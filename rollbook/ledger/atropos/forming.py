@@ -1,0 +1,144 @@
+"""Which groups form the next batch, and which buffered ones belong together. Pure: sizes and order in, choice out.
+
+A batch has an exact number of sequences and groups are never split. The original collects groups of one size into packs as large as
+the largest group and takes packs in the order in which they are complete; with minimum allocations it packs for each environment
+apart. Whenever that gives a batch, ours is the same. When it gives none although the sizes add up (3, 5 and 7 never make packs),
+the oldest groups that fill the batch exactly are taken.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+
+from rollbook.ledger.atropos.records import ShelvedGroup
+
+MOST_SUBSET_BITS = 1 << 28
+"""Bounds the memory of an exact fill: groups looked at times sequences wanted."""
+
+
+def form_batch(
+    queue: Sequence[ShelvedGroup], *, batch_size: int, largest: int, minimums: Mapping[int, float]
+) -> list[ShelvedGroup] | None:
+    """Groups of exactly `batch_size` sequences out of `queue` (in order), or None.
+
+    `largest` is the size of the largest queued group; `minimums` the part of a batch that each environment must have.
+    """
+    if sum(group.size for group in queue) < batch_size:
+        return None
+    if not minimums:
+        packed = _packs(queue, largest)
+        return _exact_start(packed, batch_size) or fill_exactly(queue, batch_size)
+    return _with_minimums(queue, batch_size, largest, minimums)
+
+
+def find_sum(sizes: Sequence[int], target: int) -> list[int]:
+    """Places of buffered groups that add up to `target`: first those that fit one after the other, else any that do."""
+    taken, total = [], 0
+    for at, size in enumerate(sizes):
+        if total + size <= target:
+            taken.append(at)
+            total += size
+            if total == target:
+                return taken
+    # The original prefers later ones here: it walks back from the end and takes whatever leaves a reachable rest.
+    reachable = list(accumulate(sizes, lambda sums, size: sums | sums << size, initial=1))
+    if target < 0 or not reachable[-1] >> target & 1:
+        return []
+    chosen, rest = [], target
+    for at in range(len(sizes) - 1, -1, -1):
+        if rest >= sizes[at] and reachable[at] >> (rest - sizes[at]) & 1:
+            chosen.append(at)
+            rest -= sizes[at]
+    return sorted(chosen)
+
+
+def fill_exactly(queue: Sequence[ShelvedGroup], target: int) -> list[ShelvedGroup] | None:
+    """The first groups, in order, whose sizes add up to `target`: each is taken if the rest can still be filled."""
+    queue = [group for group in queue if group.size <= target][: max(1, MOST_SUBSET_BITS // max(1, target))]
+    mask = (1 << (target + 1)) - 1
+    sums = list(
+        accumulate((g.size for g in reversed(queue)), lambda seen, size: (seen | seen << size) & mask, initial=1)
+    )
+    if not sums[-1] >> target & 1:
+        return None
+    chosen, rest = [], target
+    for at, group in enumerate(queue):
+        behind = sums[len(queue) - at - 1]
+        if group.size <= rest and behind >> (rest - group.size) & 1:
+            chosen.append(group)
+            rest -= group.size
+    return chosen
+
+
+def _packs(queue: Iterable[ShelvedGroup], largest: int) -> list[ShelvedGroup]:
+    """Groups of one size that together are as large as the largest group, in the order in which the packs are complete."""
+    packed: list[ShelvedGroup] = []
+    open_packs: dict[int, list[ShelvedGroup]] = {}
+    for group in queue:
+        pack = open_packs.setdefault(group.size, [])
+        pack.append(group)
+        if len(pack) * group.size == largest:
+            packed += open_packs.pop(group.size)
+    return packed
+
+
+def _exact_start(packed: Iterable[ShelvedGroup], batch_size: int) -> list[ShelvedGroup] | None:
+    chosen, total = [], 0
+    for group in packed:
+        chosen.append(group)
+        total += group.size
+        if total >= batch_size:
+            return chosen if total == batch_size else None
+    return None
+
+
+def _with_minimums(
+    queue: Sequence[ShelvedGroup], batch_size: int, largest: int, minimums: Mapping[int, float]
+) -> list[ShelvedGroup] | None:
+    by_env: dict[int, list[ShelvedGroup]] = {}
+    for group in queue:
+        by_env.setdefault(group.env_id, []).append(group)
+    wanted = {env_id: int(batch_size * part) for env_id, part in minimums.items() if int(batch_size * part) > 0}
+    if any(env_id not in by_env for env_id in wanted):
+        return None
+    packs = {env_id: _packs(groups, largest) for env_id, groups in by_env.items()}
+    if all(packs[env_id] for env_id in wanted):
+        in_packs = {group.group_id for pack in packs.values() for group in pack}
+        chosen = _least_first(packs, wanted, batch_size)
+        total, taken = sum(group.size for group in chosen), {group.group_id for group in chosen}
+        loose = in_packs - taken
+        for group in queue:
+            if group.group_id in loose and total + group.size <= batch_size:
+                chosen.append(group)
+                total += group.size
+        if total == batch_size:
+            return chosen
+    least = _least_first(by_env, wanted, batch_size)
+    taken = {group.group_id for group in least}
+    rest = batch_size - sum(group.size for group in least)
+    filling = fill_exactly([group for group in queue if group.group_id not in taken], rest) if rest else []
+    return None if filling is None else least + filling
+
+
+def _least_first(
+    by_env: Mapping[int, Sequence[ShelvedGroup]], wanted: Mapping[int, int], batch_size: int
+) -> list[ShelvedGroup]:
+    """For each environment with a minimum its first groups, until it has it. Minimums that exceed the batch are scaled down."""
+    total_wanted = sum(wanted.values())
+    if total_wanted > batch_size:
+        scale = batch_size / total_wanted
+        wanted = {
+            env_id: max(min(group.size for group in by_env[env_id]), int(least * scale))
+            for env_id, least in wanted.items()
+        }
+    chosen: list[ShelvedGroup] = []
+    total = 0
+    for env_id, least in wanted.items():
+        taken = 0
+        for group in by_env[env_id]:
+            if taken >= least:
+                break
+            if total + group.size <= batch_size:
+                chosen.append(group)
+                taken += group.size
+                total += group.size
+    return chosen

@@ -1,0 +1,117 @@
+"""What the Atropos dialect remembers, and the primitives that a store offers for it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rollbook.contracts.admission import RunId
+from rollbook.contracts.group import GroupId
+
+NO_ENV = -1
+"""Stands for a group that names no environment."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AtroposRecord:
+    """One run as Atropos clients see it. Their step is the ledger's step plus `shift`."""
+
+    run_id: RunId
+    registration: str | None = None
+    """As the trainer sent it, JSON; None until one registers, and after a reset."""
+    is_started: bool = False
+    """A batch was asked for: environments may register."""
+    first_step: int = 0
+    """Batches of the ledger up to this one belong to a time before the last reset."""
+    handed_step: int = 0
+    """The batch that was handed out last, whether or not its body arrived."""
+    served_step: int = 0
+    """The last batch whose body was written to its end."""
+    shift: int = 0
+    reset_below: int = 0
+    """Groups with a lower sequence are dropped by a reset."""
+    latest: GroupId | None = None
+
+    @property
+    def current_step(self) -> int:
+        return self.handed_step + self.shift
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvRecord:
+    run_id: RunId
+    env_id: int
+    desired_name: str
+    real_name: str
+    max_token_length: int
+    weight: float
+    group_size: int
+    min_batch_allocation: float | None
+    is_connected: bool
+    last_seen: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShelvedGroup:
+    """A queued group, as far as forming batches needs to know it. `place` is its order in the queue."""
+
+    run_id: RunId
+    group_id: GroupId
+    place: int
+    env_id: int
+    size: int
+    """Sequences."""
+    is_buffered: bool = False
+    """Of another size than its environment announced: waits until some of them add up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shelf:
+    """Queued groups of one environment and one size."""
+
+    env_id: int
+    size: int
+    num: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnansweredPost:
+    """A stored post whose answer may not have been read, and how often it came."""
+
+    run_id: RunId
+    digest: str
+    num: int
+    at: float
+    answer: str
+
+
+class AtroposTables(Protocol):
+    """Primitive reads and writes, valid inside one transaction. `put_*` inserts or replaces by key."""
+
+    def record(self, run_id: RunId) -> AtroposRecord | None: ...
+    def put_record(self, record: AtroposRecord) -> None: ...
+
+    def envs(self, run_id: RunId) -> list[EnvRecord]:
+        """By id."""
+
+    def env(self, run_id: RunId, env_id: int) -> EnvRecord | None: ...
+    def put_env(self, env: EnvRecord) -> None: ...
+    def clear(self, run_id: RunId) -> None:
+        """Forget environments, shelves and unanswered posts."""
+
+    def put_shelved(self, group: ShelvedGroup) -> None:
+        """Keep a group; unless it is buffered it counts on its shelf."""
+
+    def take_shelved(self, groups: Sequence[ShelvedGroup]) -> None:
+        """Forget groups, off their shelves."""
+
+    def shelves(self, run_id: RunId) -> list[Shelf]: ...
+    def on_shelf(self, run_id: RunId, env_id: int, size: int, limit: int) -> list[ShelvedGroup]:
+        """The first of one shelf, by place."""
+
+    def buffered(self, run_id: RunId, env_id: int) -> list[ShelvedGroup]:
+        """By place."""
+
+    def unanswered(self, run_id: RunId, digest: str) -> UnansweredPost | None: ...
+    def put_unanswered(self, post: UnansweredPost) -> None: ...
+    def forget_unanswered(self, run_id: RunId, digest: str) -> None: ...
+    def forget_unanswered_before(self, run_id: RunId, at: float) -> None: ...

@@ -1,0 +1,299 @@
+"""A posted group: from the bytes of a request to the bytes of a batch, without building a list of its tokens.
+
+What arrives is kept as it is, its fields in the order of the model and the missing ones null, so every digit of every number
+survives. The quick way only looks: it takes a body whose fields are plainly of the right kind. Whatever it does not take goes the
+slow way, through the lax model, which gives the same 200 or 422 as the original.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+from pydantic import ValidationError
+
+from rollbook.contracts.group import GroupOutcome
+from rollbook.ledger.atropos.models import FIELDS, Refusal, ScoredData, refusal, refuse_impossible
+from rollbook.ledger.group_frame import payload_digest
+
+NULL = b"null"
+COMMA, MINUS, EXPONENT = b",-e"
+PIECE = 1 << 16
+"""Bytes looked at together: what fits into the cache costs a third."""
+LARGEST_INT = 2**63 - 1
+_KEYS = [(name, b'%s"%s":' % (b"," if at else b"{", name.encode())) for at, name in enumerate(FIELDS)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PostedGroup:
+    """A group that can be stored: canonical JSON, and what the ledger must know of it."""
+
+    payload: bytes
+    digest: str
+    size: int
+    """Sequences."""
+    env_id: int | None
+    outcome: GroupOutcome
+
+
+_NOTHING = msgspec.Raw(NULL)
+
+
+class _Message(msgspec.Struct):
+    role: msgspec.Raw
+    content: msgspec.Raw
+
+
+class _Envelope(msgspec.Struct):
+    """The fields closed, except where a look inside costs nothing."""
+
+    tokens: msgspec.Raw
+    masks: msgspec.Raw
+    scores: list[float]
+    advantages: msgspec.Raw = _NOTHING
+    ref_logprobs: msgspec.Raw = _NOTHING
+    messages: msgspec.Raw = _NOTHING
+    generation_params: msgspec.Raw = _NOTHING
+    inference_logprobs: msgspec.Raw = _NOTHING
+    overrides: msgspec.Raw = _NOTHING
+    group_overrides: msgspec.Raw = _NOTHING
+    images: msgspec.Raw = _NOTHING
+    env_id: int | None = None
+    distill_token_ids: msgspec.Raw = _NOTHING
+    distill_logprobs: msgspec.Raw = _NOTHING
+
+
+class _NotPlainError(Exception):
+    """Perhaps right, perhaps wrong: the slow way knows."""
+
+
+_ONE = msgspec.json.Decoder(_Envelope)
+_MANY = msgspec.json.Decoder(list[_Envelope])
+_KINDS: dict[str, msgspec.json.Decoder[Any]] = {
+    "messages": msgspec.json.Decoder(list[list[_Message]]),
+    "generation_params": msgspec.json.Decoder(dict[str, msgspec.Raw]),
+    "overrides": msgspec.json.Decoder(list[dict[str, msgspec.Raw]]),
+    "group_overrides": msgspec.json.Decoder(dict[str, msgspec.Raw]),
+    "distill_token_ids": msgspec.json.Decoder(list[list[list[int]]]),
+    "distill_logprobs": msgspec.json.Decoder(list[list[list[float]]]),
+}
+_ROWS_OF_FLOATS = msgspec.json.Decoder(list[list[float]])
+_FREE_FORM = ("messages", "generation_params", "overrides", "group_overrides", "images")
+_PER_TOKEN = ("advantages", "ref_logprobs", "inference_logprobs")
+
+
+def read_group(body: bytes) -> PostedGroup:
+    """Raises `Refusal` when the body is no group."""
+    try:
+        _require_text(body)
+        return _plain_group(_ONE.decode(body))
+    except (_NotPlainError, msgspec.MsgspecError, RecursionError):
+        return _lax_group(_json(body), ())
+
+
+def read_groups(body: bytes) -> list[PostedGroup]:
+    """All of them, or `Refusal`."""
+    try:
+        _require_text(body)
+        return [_plain_group(envelope) for envelope in _MANY.decode(body)]
+    except (_NotPlainError, msgspec.MsgspecError, RecursionError):
+        found = _json(body)
+        if not isinstance(found, list):
+            raise refusal("list_type", (), "Input should be a valid list", found) from None
+        return [_lax_group(item, (at,)) for at, item in enumerate(found)]
+
+
+def read_message(body: bytes) -> Any:
+    """Any JSON value, or `Refusal`."""
+    return _json(body)
+
+
+def _require_text(body: bytes) -> None:
+    """The closed fields are not looked into, so their letters are checked here."""
+    if not body.isascii():
+        try:
+            body.decode()
+        except UnicodeDecodeError:
+            raise _NotPlainError from None
+
+
+def _plain_group(found: _Envelope) -> PostedGroup:
+    tokens, masks = bytes(found.tokens), bytes(found.masks)
+    lengths, _ = _rows_of_ints(tokens)
+    mask_lengths, num_masked = _rows_of_ints(masks)
+    if lengths != mask_lengths:
+        raise _NotPlainError
+    parts: dict[str, bytes] = {"tokens": tokens, "masks": masks, "scores": msgspec.json.encode(found.scores)}
+    if found.env_id is not None:
+        parts["env_id"] = b"%d" % found.env_id
+    for name in _PER_TOKEN:
+        raw = bytes(getattr(found, name))
+        if raw != NULL:
+            parts[name] = raw
+            _check_floats(raw)
+    for name in (*_FREE_FORM, "distill_token_ids", "distill_logprobs"):
+        raw = bytes(getattr(found, name))
+        if raw == NULL:
+            continue
+        parts[name] = raw
+        if name in _KINDS:
+            _KINDS[name].decode(raw)
+        if name in _FREE_FORM:
+            _refuse_overflow(raw)
+    # The mark of a token that is not trained is -100; no token has a negative id.
+    trained = sum(lengths) - num_masked
+    return _posted(parts, size=len(lengths), scores=found.scores, env_id=found.env_id, trained=trained)
+
+
+def _posted(
+    parts: dict[str, bytes], *, size: int, scores: list[float], env_id: int | None, trained: int
+) -> PostedGroup:
+    pieces = [piece for name, key in _KEYS for piece in (key, parts.get(name, NULL))]
+    payload = b"".join((*pieces, b"}"))
+    return PostedGroup(
+        payload=payload,
+        digest=payload_digest(payload),
+        size=size,
+        env_id=env_id,
+        outcome=_outcome(size, scores, trained),
+    )
+
+
+def _rows_of_ints(raw: bytes) -> tuple[list[int], int]:
+    """Check that this is a list of lists of plain integers; returns their lengths, and how many are negative.
+
+    The JSON is known to be well formed, so it is enough to see that no other kind of value begins anywhere.
+    """
+    if any(raw.find(sign) >= 0 for sign in (b'"', b"n", b"t", b"f", b"{", b".", b"e", b"E")):
+        raise _NotPlainError
+    signs = np.frombuffer(raw, np.uint8)
+    is_comma = signs == COMMA
+    lengths = []
+    for begin, end in _rows(raw):
+        commas = int(np.count_nonzero(is_comma[begin:end]))
+        lengths.append(commas + 1 if commas or raw[begin + 1 : end].strip() else 0)
+    return lengths, int(np.count_nonzero(signs == MINUS))
+
+
+def _check_floats(raw: bytes) -> None:
+    """A list of lists of numbers, none of them too large for a float."""
+    is_plain = not any(raw.find(sign) >= 0 for sign in (b'"', b"n", b"t", b"f", b"{", b"E"))
+    if is_plain and b"e" in raw:
+        # Small numbers are written with e-05 and the like, which cannot overflow; anything else is read.
+        is_plain = all(_has_negative_exponents(raw[at : at + PIECE + 1]) for at in range(0, len(raw), PIECE))
+    if is_plain:
+        _rows(raw)
+    else:
+        _ROWS_OF_FLOATS.decode(raw)
+
+
+def _has_negative_exponents(piece: bytes) -> bool:
+    signs = np.frombuffer(piece, np.uint8)
+    is_exponent = signs[:-1] == EXPONENT
+    return bool(np.count_nonzero(is_exponent) == np.count_nonzero(is_exponent & (signs[1:] == MINUS)))
+
+
+def _rows(raw: bytes) -> list[tuple[int, int]]:
+    """Where the inner lists of a list of lists begin and end; it must have some, and nothing else beside them."""
+    rows = []
+    begin = raw.find(b"[", raw.find(b"[") + 1)
+    before, wanted = raw[:begin].strip(), b"["
+    while begin >= 0:
+        end = raw.find(b"]", begin)
+        following = raw.find(b"[", begin + 1)
+        if before.strip() != wanted or 0 <= following < end:
+            raise _NotPlainError
+        rows.append((begin, end))
+        before, wanted = raw[end + 1 : following if following >= 0 else len(raw)], b","
+        begin = following
+    if not rows or before.strip() != b"]":
+        raise _NotPlainError
+    return rows
+
+
+def _refuse_overflow(raw: bytes) -> None:
+    """Numbers such as 1e999 are well formed, but no reader could hold them. Only exponents can do that in few letters."""
+    if (b"e+" in raw or b"E" in raw or any(b"e%d" % digit in raw for digit in range(10))) and not _is_finite(raw):
+        raise _NotPlainError
+
+
+def _is_finite(raw: bytes) -> bool:
+    try:
+        msgspec.json.decode(raw)
+    except msgspec.MsgspecError:
+        return False
+    return True
+
+
+def _lax_group(found: Any, where: tuple[str | int, ...]) -> PostedGroup:
+    try:
+        group = ScoredData.model_validate(found)
+    except ValidationError as error:
+        raise refused(error, where) from None
+    refuse_impossible(group, where)
+    if group.env_id is not None and abs(group.env_id) > LARGEST_INT:
+        raise refusal("int_parsing_size", (*where, "env_id"), "no environment has an id this large", str(group.env_id))
+    try:
+        parts = {name: _text(getattr(group, name)) for name in FIELDS}
+    except (UnicodeEncodeError, ValueError, RecursionError):
+        raise refusal(
+            "json_invalid", where, "the body holds text or nesting that cannot be sent again as JSON"
+        ) from None
+    trained = sum(mark >= 0 for mask in group.masks for mark in mask)
+    return _posted(parts, size=len(group.tokens), scores=group.scores, env_id=group.env_id, trained=trained)
+
+
+def refused(error: ValidationError, where: tuple[str | int, ...] = ()) -> Refusal:
+    """A verdict of pydantic as the original's clients read it."""
+    return Refusal(
+        *(
+            {
+                "type": found["type"],
+                "loc": ["body", *where, *found["loc"]],
+                "msg": found["msg"],
+                "input": found["input"],
+            }
+            for found in error.errors(include_url=False, include_context=False)
+        )
+    )
+
+
+def _json(body: bytes) -> Any:
+    if not body:
+        raise refusal("missing", (), "Field required")
+    try:
+        return json.loads(body)
+    except json.JSONDecodeError as error:
+        raise refusal("json_invalid", (error.pos,), f"JSON decode error: {error.msg}", {}) from None
+    except (ValueError, RecursionError) as error:
+        raise refusal("json_invalid", (), f"JSON decode error: {error}", {}) from None
+
+
+def _text(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _outcome(size: int, scores: list[float], trained: int) -> GroupOutcome:
+    mean, spread = _mean_and_spread(scores)
+    return GroupOutcome(
+        num_samples=size,
+        num_scorable=len(scores),
+        reward_mean=mean,
+        reward_std=spread,
+        solved_rate=None,
+        truncated_rate=0.0,
+        mean_turns=0.0,
+        mean_response_tokens=trained / size if size else 0.0,
+        seconds=0.0,
+    )
+
+
+def _mean_and_spread(scores: list[float]) -> tuple[float | None, float | None]:
+    num = len(scores)
+    try:
+        mean = math.fsum(scores) / num
+        return mean, math.sqrt(math.fsum((s - mean) ** 2 for s in scores) / (num - 1)) if num > 1 else None
+    except (OverflowError, ZeroDivisionError):
+        return None, None

@@ -1,0 +1,135 @@
+"""The life of a group in sentences: who opened it, with which policy, what became of its attempts, why it was trained or not."""
+
+from datetime import UTC, datetime
+
+import msgspec
+
+from rollbook.contracts.admission import RunId
+from rollbook.contracts.errors import RunError
+from rollbook.contracts.freshness import BatchPolicy, lag
+from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupOutcome, GroupState
+from rollbook.ledger.records import GroupRecord, MoveRecord, Origin, RunRecord
+from rollbook.ledger.rules.book import find_run
+from rollbook.ledger.store import Reader, Transaction
+
+REASONS = {
+    DropKind.STALE: "it was too old for every batch still to come",
+    DropKind.FILTERED: "a filter of the rollout found nothing to learn in it",
+    DropKind.INVALID: "too few of its samples could be scored",
+    DropKind.TIMEOUT: "its last attempt did not end in time",
+    DropKind.ATTEMPTS: "its last attempt failed",
+    DropKind.SURPLUS: "it was not needed",
+    DropKind.END_OF_DATA: "the data ended and it did not fill a batch",
+    DropKind.END_OF_RUN: "the run was over",
+    DropKind.RESET: "the run was reset",
+}
+
+
+class UnknownGroupError(RunError):
+    """The run has no group of that id."""
+
+
+def explain(reader: Reader, run_id: RunId, group_id: GroupId) -> list[str]:
+    """The sentences, from a ledger that is only looked at."""
+    return reader.read_now(lambda tx: explain_group(tx, run_id, group_id))
+
+
+def explain_group(tx: Transaction, run_id: RunId, group_id: GroupId) -> list[str]:
+    """The same inside a transaction."""
+    run = find_run(tx, run_id)
+    group = tx.group(run_id, group_id)
+    if group is None:
+        raise UnknownGroupError(
+            f"run {run_id}: there is no group {group_id}; it was never opened, or its submission was refused"
+        )
+    told = [_opening(group)]
+    told += [_happened(move) for move in tx.moves(run_id, group_id)]
+    told += _versions(tx, run, group)
+    told += _results(group)
+    told.append(_where_it_stands(tx, run, group))
+    return told
+
+
+def _opening(group: GroupRecord) -> str:
+    what = f"Group {group.group_id} is draw {group.draw} of task {group.task_id}"
+    if group.origin is Origin.EXTERNAL:
+        whom = f"the producer {group.producer}" if group.producer else "a producer that never registered"
+        return f"{what}; {whom} sent it without having been asked, so its submission opened it."
+    return f"{what}, at position {group.position} of the cursor; the gate admitted it as number {group.sequence}."
+
+
+def _happened(move: MoveRecord) -> str:
+    when = datetime.fromtimestamp(move.at, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    if move.from_state is None:
+        return f"{when}: opened by {move.by} ({move.note})."
+    if move.from_state is move.to_state:
+        return f"{when}: still {move.to_state} ({move.note}), by {move.by}."
+    return f"{when}: {move.from_state} became {move.to_state} ({move.note}), by {move.by}."
+
+
+def _versions(tx: Transaction, run: RunRecord, group: GroupRecord) -> list[str]:
+    if group.payload_digest is None:
+        return []
+    named = [p for p in group.publications if p >= 0]
+    if not named:
+        return ["Nobody said which weights sampled its trained tokens, so its lag is not judged."]
+    steps = []
+    for publication_id in named:
+        found = next((p for p in tx.publications(run.run_id) if p.id == publication_id), None)
+        if found is not None:
+            lost = (
+                ""
+                if found.effective_step == found.step
+                else f", which counts as {found.effective_step} since a restart"
+            )
+            steps.append(f"{found.step} (publication {found.id}{lost})")
+    told = f"Its trained tokens were sampled by version {', '.join(steps)}"
+    return [f"{told}; its oldest effective version is {group.oldest_version}."]
+
+
+def _results(group: GroupRecord) -> list[str]:
+    if group.outcome is None:
+        return []
+    outcome = msgspec.json.decode(group.outcome, type=GroupOutcome)
+    told = f"{outcome.num_scorable} of {outcome.num_samples} samples were scored"
+    if outcome.reward_mean is not None:
+        told += f", mean reward {outcome.reward_mean:.4g}"
+    causes = ", ".join(f"{count} x {cause}" for cause, count in sorted(outcome.invalid_causes.items()))
+    return [f"{told}{f'; attempts at samples that failed: {causes}' if causes else ''}."]
+
+
+def _where_it_stands(tx: Transaction, run: RunRecord, group: GroupRecord) -> str:
+    if group.state is GroupState.DISPATCHED:
+        if group.owner is None:
+            return "It waits for another attempt."
+        return f"{group.owner} is playing attempt {group.attempt}."
+    if group.state is GroupState.QUEUED:
+        return f"It waits in the queue for batch {run.last_decided + 1} or a later one."
+    if group.state is GroupState.DROPPED:
+        reason = DropReason.parse(group.drop_reason or "")
+        detail = f" ({reason.detail})" if reason.detail else ""
+        return f"It was dropped as {reason.kind.value}: {REASONS[reason.kind]}{detail}. It was never trained."
+    return _batched(tx, run, group)
+
+
+def _batched(tx: Transaction, run: RunRecord, group: GroupRecord) -> str:
+    step = group.step or 0
+    batch = tx.batch(run.run_id, step)
+    entry = None if batch is None else next((e for e in batch.manifest.entries if e.group_id == group.group_id), None)
+    rule = run.settings.rule
+    if group.producer is not None:
+        order = f"among the groups of the producer {group.producer} it came first, and the producer had a place"
+    elif rule.policy is BatchPolicy.WAIT:
+        order = "it was the oldest admitted group that was ready"
+    else:
+        order = "it was the next to have arrived"
+    told = f"Batch {step} took it because {order}"
+    if entry is not None and entry.oldest_version is not None:
+        found = lag(step=step, oldest_version=entry.oldest_version)
+        told += f" and its lag of {found} was within the budget of {rule.budget}"
+    ends = {
+        GroupState.BATCHED: "step {step} was not acknowledged yet",
+        GroupState.TRAINED: "step {step} was trained, and no checkpoint covers it yet",
+        GroupState.DURABLE: "step {step} was trained, and a checkpoint covers it",
+    }
+    return f"{told}; {ends[group.state].format(step=step)}."

@@ -1,0 +1,159 @@
+"""A commit's worth of operations on SQLite, written as late and as much together as possible.
+
+Runs, groups, histories and payloads that operations of one commit write are kept in memory and go to the file in one statement a
+table, before the commit or before anything is asked that could depend on them. A run's record, which every operation reads and
+changes, is read once and written once.
+
+An operation that fails is forgotten with what it kept. Should it have written to the file already, the whole commit is taken back
+and every operation done again by itself (`MustRedoError`): rare, and simpler than a savepoint for each, which all would pay for.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rollbook.contracts.admission import RunId
+from rollbook.contracts.group import GroupId
+from rollbook.ledger.records import GroupRecord, MoveRecord, RunRecord
+from rollbook.ledger.stores.sql_tables import GROUPS, MOVES, RUNS
+from rollbook.ledger.stores.sql_transaction import Connection, Cursor, SqlTransaction
+
+KEPT = re.compile(r"\b(FROM|INTO|UPDATE|JOIN)\s+(runs|groups|payloads|history)\b")
+"""Statements about what is kept in memory."""
+INSERT_PAYLOAD = (
+    "INSERT INTO payloads (run_id, group_id, body) VALUES (?, ?, ?) "
+    "ON CONFLICT (run_id, group_id) DO UPDATE SET body = excluded.body"
+)
+
+
+class MustRedoError(Exception):
+    """An operation failed after it had written: nothing of this commit may stay."""
+
+
+class _Kept:
+    """Rows that are not in the file yet."""
+
+    def __init__(self) -> None:
+        self.runs: dict[RunId, RunRecord] = {}
+        self.groups: dict[tuple[RunId, GroupId], GroupRecord] = {}
+        self.payloads: dict[tuple[RunId, GroupId], bytes] = {}
+        self.moves: list[MoveRecord] = []
+
+    def take(self, later: "_Kept") -> None:
+        self.runs.update(later.runs)
+        self.groups.update(later.groups)
+        self.payloads.update(later.payloads)
+        self.moves += later.moves
+
+    def write(self, db: Connection) -> None:
+        if self.runs:
+            db.executemany(RUNS.upsert, [RUNS.row(run) for run in self.runs.values()])
+        if self.groups:
+            db.executemany(GROUPS.upsert, [GROUPS.row(group) for group in self.groups.values()])
+        if self.payloads:
+            db.executemany(INSERT_PAYLOAD, [(run, group, body) for (run, group), body in self.payloads.items()])
+        if self.moves:
+            db.executemany(MOVES.insert, [MOVES.row(move) for move in self.moves])
+
+
+class _Door:
+    """The connection as `SqlTransaction` sees it: what is kept goes through first, where a statement could depend on it."""
+
+    def __init__(self, owner: "WriteBehind", db: Connection) -> None:
+        self._owner = owner
+        self._db = db
+
+    def execute(self, sql: str, parameters: Sequence[Any] = (), /) -> Cursor:
+        self._owner.before(sql)
+        return self._db.execute(sql, parameters)
+
+    def executemany(self, sql: str, parameters: Iterable[Sequence[Any]], /) -> Cursor:
+        self._owner.before(sql)
+        return self._db.executemany(sql, parameters)
+
+
+_is_about_kept: dict[str, bool] = {}
+"""Statements are few, and written in this program."""
+
+
+class WriteBehind(SqlTransaction):
+    """One for each commit; `begin` and `end` or `fail` around each operation."""
+
+    def __init__(self, db: Connection, known_runs: dict[RunId, RunRecord]) -> None:
+        super().__init__(_Door(self, db))
+        self._file = db
+        self._known_runs = known_runs
+        self._commit = _Kept()
+        self._operation = _Kept()
+        self._wrote = False
+        self.runs_written: dict[RunId, RunRecord] = {}
+
+    # ------------------------------------------------------------------ an operation's frame
+
+    def begin(self) -> None:
+        self._operation = _Kept()
+        self._wrote = False
+        self.announced = set()
+        self.must_sync = False
+
+    def end(self) -> None:
+        """The operation succeeded: its rows belong to the commit."""
+        self._commit.take(self._operation)
+        self._operation = _Kept()
+
+    def fail(self) -> None:
+        """The operation failed: forget its rows."""
+        self._operation = _Kept()
+        if self._wrote:
+            raise MustRedoError
+
+    def finish(self) -> None:
+        """Write what is left; the commit follows."""
+        self._write(self._commit)
+
+    def before(self, sql: str) -> None:
+        is_about_kept = _is_about_kept.get(sql)
+        if is_about_kept is None:
+            is_about_kept = _is_about_kept[sql] = KEPT.search(sql) is not None
+        if is_about_kept:
+            self._write(self._commit)
+            self._commit = _Kept()
+            self._write(self._operation)
+            self._operation = _Kept()
+            self._wrote = True
+        elif not sql.startswith("SELECT"):
+            self._wrote = True
+
+    def _write(self, kept: _Kept) -> None:
+        kept.write(self._file)
+        self.runs_written.update(kept.runs)
+
+    # ------------------------------------------------------------------ what is kept
+
+    def run(self, run_id: RunId) -> RunRecord | None:
+        for kept in (self._operation.runs, self._commit.runs, self.runs_written, self._known_runs):
+            if run_id in kept:
+                return kept[run_id]
+        found = RUNS.one(self._file.execute(RUNS.select + "WHERE run_id = ?", (run_id,)).fetchone())
+        if found is not None:
+            self._known_runs[run_id] = found
+        return found
+
+    def put_run(self, run: RunRecord) -> None:
+        self._operation.runs[run.run_id] = run
+
+    def group(self, run_id: RunId, group_id: GroupId) -> GroupRecord | None:
+        key = (run_id, group_id)
+        found = self._operation.groups.get(key) or self._commit.groups.get(key)
+        if found is not None:
+            return found
+        return GROUPS.one(self._file.execute(GROUPS.select + "WHERE run_id = ? AND group_id = ?", key).fetchone())
+
+    def put_group(self, group: GroupRecord) -> None:
+        self._operation.groups[group.run_id, group.group_id] = group
+
+    def put_payload(self, run_id: RunId, group_id: GroupId, body: bytes) -> None:
+        self._operation.payloads[run_id, group_id] = body
+
+    def add_move(self, move: MoveRecord) -> None:
+        self._operation.moves.append(move)

@@ -1,0 +1,249 @@
+"""Where the original loses or wedges, this does not: restarts, lost answers, broken connections, dead environments, full queues."""
+
+import asyncio
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from rollbook.concurrency.clock import ManualClock
+from rollbook.contracts.admission import RunId
+from rollbook.ledger.atropos.config import AtroposConfig
+from rollbook.ledger.audit import audit
+from rollbook.ledger.config import LedgerConfig
+from rollbook.ledger.stores.memory import MemoryStore
+from rollbook.ledger.stores.sqlite import open_readonly
+from tests.parts.ledger_atropos import RUN, Client, dialect, dialect_on, name_of, registration, scored
+from tests.parts.ledger_run_api import running_api
+
+
+async def test_registration_environments_buffers_queue_and_step_survive_a_restart(tmp_path: Path) -> None:
+    async with dialect(tmp_path) as client:
+        await client.start(4)
+        env = await client.env(group_size=4)
+        await client.post("/scored_data", scored(1, 4, env_id=env))
+        assert await client.batch() == ["1"]
+        await client.post("/scored_data", scored(2, 3, env_id=env))
+        await client.post("/scored_data", scored(3, 4, env_id=env))
+    async with dialect(tmp_path) as client:
+        assert await client.get("/info") == {"batch_size": 4, "max_token_len": 99}
+        assert await client.get("/status") == {"current_step": 1, "queue_size": 1}
+        assert await client.post("/scored_data", scored(4, 1, env_id=env)) == {"status": "buffered", "buffer_size": 0}
+        assert [await client.batch(), await client.batch()] == [["3"], ["2", "4"]]
+        assert (await client.env("env")) == 1
+        assert await client.audited() == {"trained": 2, "batched": 2}
+
+
+def send_raw(client: Client, request: bytes) -> socket.socket:
+    host, port = client.url.removeprefix("http://").split(":")
+    sock = socket.create_connection((host, int(port)))
+    sock.sendall(request)
+    return sock
+
+
+def post_request(body: Any) -> bytes:
+    text = json.dumps(body).encode()
+    head = f"POST /scored_data HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(text)}\r\n\r\n"
+    return head.encode() + text
+
+
+class SlowStore(MemoryStore):
+    """Answers a write only when told to, though it has happened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+
+    async def write(self, work: Any) -> Any:
+        done = await super().write(work)
+        await self.may_answer.wait()
+        return done
+
+
+async def test_a_retried_post_whose_answer_was_lost_is_stored_once() -> None:
+    store = SlowStore()
+    async with dialect_on(store) as client:
+        await client.start(2)
+        store.may_answer.clear()
+        lost = send_raw(client, post_request(scored(1)))
+        await moved(lambda: store.read_now(lambda tx: bool(tx.queued(RUN))))
+        lost.close()
+        await asyncio.sleep(0.1)
+        store.may_answer.set()
+        await asyncio.sleep(0.1)
+        assert await client.post("/scored_data", scored(1)) == {"status": "received"}
+        assert await client.batch() == ["1"]
+        assert await client.batch() is None
+        # Sent again on purpose, it is another group.
+        await client.post("/scored_data", scored(1))
+        await client.post("/scored_data", scored(1))
+        assert [await client.batch(), await client.batch(), await client.batch()] == [["1"], ["1"], None]
+
+
+async def test_a_post_that_was_stored_before_a_crash_and_comes_again_is_stored_once() -> None:
+    store = SlowStore()
+    async with dialect_on(store) as client:
+        await client.start(2)
+        store.may_answer.clear()
+        sending = asyncio.create_task(client.status_of("POST", "/scored_data", json=scored(1)))
+        await moved(lambda: store.read_now(lambda tx: bool(tx.queued(RUN))))
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
+        await asyncio.sleep(0.05)
+        store.may_answer.set()
+    async with dialect_on(store) as client:
+        assert await client.post("/scored_data", scored(1)) == {"status": "received"}
+        assert [await client.batch(), await client.batch()] == [["1"], None]
+
+
+async def test_identical_groups_sent_at_the_same_time_are_all_stored(tmp_path: Path) -> None:
+    async with dialect(tmp_path) as client:
+        await client.start(2)
+        await asyncio.gather(*(client.post("/scored_data", scored(1)) for _ in range(12)))
+        await asyncio.gather(*(client.post("/scored_data", scored(1)) for _ in range(12)))
+        assert (await client.get("/status"))["queue_size"] == 24
+
+
+async def test_a_batch_whose_body_was_not_read_to_its_end_is_served_again(tmp_path: Path) -> None:
+    async with dialect(tmp_path) as client:
+        await client.start(64)
+        for name in range(32):
+            await client.post("/scored_data", scored(name, 4, images=["x" * 900_000]))
+        broken = send_raw(client, b"GET /batch HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert await asyncio.to_thread(broken.recv, 1000)
+        broken.close()
+        await asyncio.sleep(0.1)
+        assert await client.batch() == [str(name) for name in range(16)]
+        assert await client.batch() == [str(name) for name in range(16, 32)]
+        assert (await client.get("/status"))["current_step"] == 2
+
+
+async def test_two_who_ask_at_the_same_time_get_two_batches(tmp_path: Path) -> None:
+    async with dialect(tmp_path) as client:
+        await client.start(2)
+        for name in range(4):
+            await client.post("/scored_data", scored(name))
+        batches = await asyncio.gather(*(client.batch() for _ in range(4)))
+        assert sorted(name for batch in batches for name in batch or ()) == ["0", "1", "2", "3"]
+
+
+async def test_a_trainer_that_comes_back_to_an_older_step_is_served_again_from_there(tmp_path: Path) -> None:
+    async with dialect(tmp_path) as client:
+        await client.register(2, starting_step=10)
+        for name in range(4):
+            await client.post("/scored_data", scored(name))
+        assert [await client.batch() for _ in range(3)] == [["0"], ["1"], ["2"]]
+    async with dialect(tmp_path) as client:
+        await client.register(2, starting_step=11)
+        assert (await client.get("/status"))["current_step"] == 11
+        assert [await client.batch() for _ in range(4)] == [["1"], ["2"], ["3"], None]
+        assert (await client.get("/status"))["current_step"] == 14
+        await client.audited()
+
+
+async def test_old_batches_go_and_a_step_that_is_gone_is_refused(tmp_path: Path) -> None:
+    async with dialect(tmp_path, config=AtroposConfig(keep_batches=2)) as client:
+        await client.start(2)
+        for name in range(8):
+            await client.post("/scored_data", scored(name))
+            assert await client.batch() == [str(name)]
+        assert await client.batch() is None
+        assert await client.audited() == {"durable": 6, "trained": 2}
+        status, answer = await client.status_of("POST", "/register", json=registration(2, starting_step=1))
+        assert (status, "no longer kept" in answer["detail"]) == (409, True)
+        await client.register(2, starting_step=6)
+        assert [await client.batch() for _ in range(3)] == [["6"], ["7"], None]
+
+
+async def test_a_dead_environment_stops_holding_back_batches() -> None:
+    clock = ManualClock()
+    async with dialect_on(MemoryStore(), config=AtroposConfig(env_silence_s=60), clock=clock) as client:
+        await client.start(4)
+        lively, dead = await client.env("lively", group_size=2), await client.env("dead", group_size=2, minimum=0.5)
+        for name in range(4):
+            await client.post("/scored_data", scored(name, env_id=lively))
+        assert await client.batch() is None
+        clock.jump(61)
+        assert await client.batch() == ["0", "1"]
+        await client.get("/status-env", {"env_id": dead})
+        assert await client.batch() is None
+        await client.post("/scored_data", scored(9, env_id=dead))
+        assert await client.batch() == ["9", "2"]
+
+
+async def test_a_full_queue_holds_a_post_and_takes_it_when_there_is_room(tmp_path: Path) -> None:
+    async with dialect(tmp_path, limits=LedgerConfig(max_queued_groups=2)) as client:
+        await client.start(2)
+        for name in range(2):
+            await client.post("/scored_data", scored(name))
+        held = asyncio.create_task(client.post("/scored_data", scored(2)))
+        await asyncio.sleep(0.1)
+        assert not held.done()
+        assert await client.batch() == ["0"]
+        assert await held == {"status": "received"}
+
+
+async def test_a_queue_that_stays_full_answers_503_and_never_drops(tmp_path: Path) -> None:
+    limits = LedgerConfig(max_queued_groups=1)
+    async with dialect(tmp_path, limits=limits, config=AtroposConfig(hold_s=0.1)) as client:
+        await client.start(2)
+        await client.post("/scored_data", scored(0))
+        status, answer = await client.status_of("POST", "/scored_data", json=scored(1))
+        assert (status, "no more is taken" in answer["detail"]) == (503, True)
+        assert await client.batch() == ["0"]
+        await client.post("/scored_data", scored(1))
+        assert await client.batch() == ["1"]
+
+
+async def test_nothing_is_lost_or_served_twice_when_the_server_is_killed_between_two_requests(tmp_path: Path) -> None:
+    """The whole command: the socket outlives the server, so nobody meets a refused connection."""
+    acknowledged: list[str] = []
+    delivered: list[str] = []
+    with running_api(f"sqlite:///{tmp_path}") as api:
+        async with asyncio.timeout(120), aiohttp.ClientSession() as session:
+
+            async def call(method: str, path: str, body: Any = None) -> Any:
+                for _ in range(50):
+                    try:
+                        async with session.request(method, api.url + path, json=body) as answer:
+                            assert answer.status == 200, await answer.text()
+                            return await answer.json(content_type=None)
+                    except OSError:
+                        await asyncio.sleep(0.05)
+                    except Exception as error:
+                        if "disconnected" not in str(error).lower():
+                            raise
+                raise AssertionError("no answer")
+
+            await asyncio.to_thread(api.wait_until_listening)
+            await call("POST", "/register", registration(4))
+
+            async def produce(lane: int) -> None:
+                for number in range(30):
+                    await call("POST", "/scored_data", scored(lane * 1000 + number))
+                    acknowledged.append(str(lane * 1000 + number))
+
+            async def kill() -> None:
+                for goal in (20, 60):
+                    await moved(lambda goal=goal: len(acknowledged) >= goal)
+                    await asyncio.to_thread(api.kill_server)
+
+            await asyncio.gather(kill(), *(produce(lane) for lane in range(4)))
+            while (batch := (await call("GET", "/batch"))["batch"]) is not None:
+                delivered += [name_of(group) for group in batch]
+                if len(delivered) == 60:
+                    await asyncio.sleep(0.2)
+                    api.kill_server()
+    assert sorted(delivered) == sorted(acknowledged)
+    assert len(set(delivered)) == 120
+    with open_readonly(tmp_path) as file:
+        assert audit(file, RunId("atropos")).violations == ()
+
+
+async def moved(is_true: Any) -> None:
+    async with asyncio.timeout(60):
+        while not is_true():  # noqa: ASYNC110  # what is waited for happens in another process or in a store
+            await asyncio.sleep(0.01)

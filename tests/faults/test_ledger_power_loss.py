@@ -1,0 +1,101 @@
+"""The power is cut at any moment, and the disk has kept what was synced and who knows what of the rest."""
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rollbook.contracts.group import GroupId
+from rollbook.ledger.audit import audit_run
+from rollbook.ledger.config import Durability
+from rollbook.ledger.store import Transaction
+from rollbook.ledger.stores.sqlite import open_sqlite_store
+from tests.parts.ledger_groups import RUN
+from tests.parts.ledger_power_loss import DISK, LEDGER, Disk, Entry, Leaves, record
+
+pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="the watching library is built with gcc")
+
+CUTS = 40
+
+
+async def lost_after_a_cut(directory: Path, answers: list[str]) -> list[str]:
+    """Open what is left as a restarted ledger would, and name every answer that is not true any more."""
+
+    def look(tx: Transaction) -> list[str]:
+        if RUN not in tx.runs():
+            return list(answers)
+        assert audit_run(tx, RUN).violations == ()
+        return [answer for answer in answers if not is_kept(tx, answer)]
+
+    async with open_sqlite_store(directory) as store:
+        return await store.read(look)
+
+
+def is_kept(tx: Transaction, answer: str) -> bool:
+    match answer.split():
+        case ["group", group_id]:
+            return tx.group(RUN, GroupId(group_id)) is not None
+        case ["batch", step, digest]:
+            batch = tx.batch(RUN, int(step))
+            return batch is not None and batch.manifest.digest == digest
+    raise AssertionError(f"not an answer: {answer}")
+
+
+def moments(entries: list[Entry], count: int, rng: random.Random) -> set[int]:
+    """Right after an answer, where nothing may be left to luck, and anywhere else."""
+    answered = [at for at, entry in enumerate(entries, start=1) if entry.path.name == "answered" and entry.kind == "w"]
+    return {
+        *rng.sample(answered, count // 2),
+        *rng.sample(range(1, len(entries) + 1), count - count // 2),
+        len(entries),
+    }
+
+
+async def cut_again_and_again(directory: Path, durability: Durability, cuts: int, seed: int) -> dict[str, int]:
+    """How many groups and batches that had been answered were lost, over all cuts."""
+    rng = random.Random(seed)
+    entries = record(directory, durability)
+    chosen = moments(entries, cuts, rng)
+    lost = {"group": 0, "batch": 0, "answers": 0}
+    disk = Disk()
+    for at, entry in enumerate(entries, start=1):
+        disk.play(entry)
+        if at not in chosen:
+            continue
+        for leaves in Leaves:
+            where = directory / f"{at}-{leaves.value}"
+            disk.write_to(where, leaves, rng)
+            for answer in await lost_after_a_cut(where, disk.answers):
+                lost[answer.split()[0]] += 1
+            shutil.rmtree(where)
+        lost["answers"] += len(disk.answers)
+    return lost
+
+
+async def test_with_power_loss_no_cut_takes_an_answered_group_or_batch(tmp_path: Path) -> None:
+    lost = await cut_again_and_again(tmp_path, Durability.POWER_LOSS, CUTS, seed=1)
+    assert (lost["group"], lost["batch"]) == (0, 0)
+    assert lost["answers"] > 0
+
+
+def test_the_directories_of_a_new_ledger_are_on_the_disk_before_anything_is_answered(tmp_path: Path) -> None:
+    entries = record(tmp_path, Durability.PROCESS_CRASH)
+    first_answer = next(at for at, entry in enumerate(entries) if entry.path.name == "answered" and entry.kind == "w")
+    synced = {entry.path for entry in entries[:first_answer] if entry.kind == "s"}
+    disk = tmp_path.resolve() / DISK
+    assert {disk, disk / "runs", disk / LEDGER} <= synced
+
+
+async def test_with_process_crash_a_cut_may_take_groups_but_never_a_decided_batch(tmp_path: Path) -> None:
+    lost = await cut_again_and_again(tmp_path, Durability.PROCESS_CRASH, CUTS, seed=2)
+    assert lost["batch"] == 0
+    # The watching works: in this mode something is there to be lost.
+    assert lost["group"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+async def test_the_same_holds_for_many_more_cuts(tmp_path: Path, seed: int) -> None:
+    lost = await cut_again_and_again(tmp_path, Durability.POWER_LOSS, 400, seed=seed)
+    assert (lost["group"], lost["batch"]) == (0, 0)

@@ -1,0 +1,54 @@
+"""The ledger's state machine on PostgreSQL, with replicas that are replaced and a database that crashes."""
+
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import precondition, rule, run_state_machine_as_test
+
+from rollbook.ledger.rules import gate
+from tests.parts.ledger_desk import Desk
+from tests.parts.ledger_postgres import shared_server
+from tests.parts.ledger_postgres_desk import PostgresNow
+from tests.properties.test_ledger_machine import QUICK, LedgerMachine
+
+MOST_CRASHES = 2
+"""In one example: each takes a third of a second."""
+
+
+class PostgresLedgerMachine(LedgerMachine):
+    def make_desk(self) -> Desk:
+        self.num_crashes = 0
+        self.store = PostgresNow(shared_server().fresh_url())
+        return Desk(self.store)
+
+    @rule()
+    def a_replica_takes_the_place_of_another(self) -> None:
+        self.store.close()
+        self.store = PostgresNow(self.store.url)
+        self.desk.store = self.store
+        self.desk.now += 5
+        self.desk.rule(gate.grace)
+
+    @precondition(lambda self: self.num_crashes < MOST_CRASHES)
+    @rule()
+    def the_database_crashes(self) -> None:
+        self.num_crashes += 1
+        shared_server().kill()
+        shared_server().start()
+
+    def teardown(self) -> None:
+        super().teardown()
+        if hasattr(self, "store"):
+            self.store.close()
+
+
+def test_the_rules_hold_on_a_database_that_crashes() -> None:
+    shared_server()
+    run_state_machine_as_test(
+        PostgresLedgerMachine, settings=settings(QUICK, max_examples=4, stateful_step_count=25, derandomize=True)
+    )
+
+
+@pytest.mark.slow
+def test_the_rules_hold_on_a_database_that_crashes_in_many_more_orders() -> None:
+    shared_server()
+    run_state_machine_as_test(PostgresLedgerMachine, settings=settings(QUICK, max_examples=60, stateful_step_count=40))

@@ -1,0 +1,264 @@
+"""What Atropos clients see: every endpoint, status and shape, over HTTP."""
+
+import gzip
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.parts.ledger_atropos import Client, dialect, registration, scored
+
+KEYS = [
+    *("tokens", "masks", "scores", "advantages", "ref_logprobs", "messages", "generation_params"),
+    *(
+        "inference_logprobs",
+        "overrides",
+        "group_overrides",
+        "images",
+        "env_id",
+        "distill_token_ids",
+        "distill_logprobs",
+    ),
+]
+
+
+@pytest.fixture
+async def client(tmp_path: Path) -> AsyncIterator[Client]:
+    async with dialect(tmp_path) as client:
+        yield client
+
+
+async def test_before_a_trainer_registers_everything_answers_as_the_original(client: Client) -> None:
+    assert await client.get("/") == {"message": "AtroposLib API"}
+    assert await client.get("/info") == {"batch_size": -1, "max_token_len": -1}
+    assert await client.get("/wandb_info") == {"group": None, "project": None}
+    assert await client.get("/status") == {"current_step": 0, "queue_size": 0}
+    assert await client.get("/batch") == {
+        "status": "error",
+        "message": "Trainer not registered. Call /register first.",
+        "batch": [],
+    }
+    assert (await client.get("/latest_example"))["tokens"] == []
+    asked = {"max_token_length": 1, "desired_name": "e", "weight": 1.0, "group_size": 2}
+    assert await client.post("/register-env", asked) == {"status": "wait for trainer to start"}
+
+
+async def test_an_environment_is_welcome_once_the_trainer_has_asked_for_a_batch(client: Client) -> None:
+    asked = {"max_token_length": 1, "desired_name": "e", "weight": 1.0, "group_size": 2}
+    await client.register(4)
+    assert await client.post("/register-env", asked) == {"status": "wait for trainer to start"}
+    assert await client.get("/batch") == {"batch": None}
+    assert await client.post("/register-env", asked) == {
+        "status": "success",
+        "env_id": 0,
+        "wandb_name": "e_0",
+        "checkpoint_dir": "here",
+        "starting_step": 0,
+        "checkpoint_interval": 5,
+        "num_steps": 9,
+    }
+    assert (await client.post("/register-env", asked))["wandb_name"] == "e_1"
+    assert await client.get("/info") == {"batch_size": 4, "max_token_len": 99}
+    assert await client.get("/wandb_info") == {"group": "group", "project": "project"}
+
+
+async def test_values_survive_to_the_last_digit_and_every_key_is_there(client: Client) -> None:
+    await client.start(2)
+    digits = "[[1.0,-0.1234567890123456789,-1e-7],[0.30000000000000004,5e-324,1]]"
+    body = (
+        '{"tokens":[[9007199254740993,2,3],[4,5,6]], "masks":[[-100,2,3],[-100,-100,6]], "scores":[1,0.1],'
+        f'"inference_logprobs":{digits}, "messages":[[{{"role":"user","content":"é \\u00e9","reward":null}}],[]], "unknown":1}}'
+    )
+    headers = {"Content-Type": "application/json"}
+    assert (await client.status_of("POST", "/scored_data", data=body, headers=headers))[0] == 200
+    async with client.session.get(f"{client.url}/batch") as answer:
+        text = await answer.text()
+    (group,) = json.loads(text)["batch"]
+    assert list(group) == KEYS
+    assert digits in text
+    assert group["tokens"][0][0] == 9007199254740993
+    assert group["messages"] == [[{"role": "user", "content": "é é", "reward": None}], []]
+    assert group["advantages"] is group["env_id"] is None
+
+
+@pytest.mark.parametrize("accept", ["identity", "gzip, deflate"])
+async def test_requests_and_answers_may_be_packed(client: Client, accept: str) -> None:
+    await client.start(4)
+    body = gzip.compress(json.dumps(scored(1, 4, images=["x" * 5000])).encode())
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    assert (await client.status_of("POST", "/scored_data", data=body, headers=headers))[0] == 200
+    async with client.session.get(f"{client.url}/batch", headers={"Accept-Encoding": accept}) as answer:
+        assert answer.headers.get("Content-Encoding") == (None if accept == "identity" else "gzip")
+        assert len(json.loads(await answer.text())["batch"]) == 1
+
+
+async def test_bodies_that_are_not_what_they_say_are_told_so(client: Client) -> None:
+    packed = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    assert await client.status_of("POST", "/scored_data", data=b"plain", headers=packed) == (
+        400,
+        "Invalid gzip payload",
+    )
+    whole = gzip.compress(json.dumps(scored(1)).encode())
+    status, _ = await client.status_of("POST", "/scored_data", data=whole[:-20], headers=packed)
+    assert status in (400, 422)
+    status, answer = await client.status_of(
+        "POST", "/scored_data", data=b"{", headers={"Content-Type": "application/json"}
+    )
+    assert (status, answer["detail"][0]["type"]) == (422, "json_invalid")
+    status, _ = await client.status_of("POST", "/scored_data", data=b"{}", headers={"Content-Type": "text/plain"})
+    assert status == 422
+    status, answer = await client.status_of("POST", "/register", json={**registration(4), "batch_size": "four"})
+    assert (status, answer["detail"][0]["loc"]) == (422, ["body", "batch_size"])
+    assert (await client.status_of("POST", "/batch"))[0] == 405
+    assert await client.status_of("GET", "/nothing") == (404, {"detail": "Not Found"})
+
+
+async def test_types_are_lax(client: Client) -> None:
+    assert (await client.status_of("POST", "/register", json={**registration(4), "batch_size": "4"}))[0] == 200
+    assert (await client.get("/info"))["batch_size"] == 4
+    group = {**scored(1), "tokens": [["1", 2.0, True], [4, 5, 6]]}
+    assert (await client.status_of("POST", "/scored_data", json=group))[0] == 200
+    assert (await client.get("/latest_example"))["tokens"] == [[1, 2, 1], [4, 5, 6]]
+    group["tokens"] = [[1.5, 2, 3], [4, 5, 6]]
+    status, answer = await client.status_of("POST", "/scored_data", json=group)
+    assert (status, answer["detail"][0]["loc"]) == (422, ["body", "tokens", 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "place"),
+    [
+        ({"scores": [float("nan"), 1.0]}, ["scores", 0]),
+        ({"inference_logprobs": [[1.0], [float("inf")]]}, ["inference_logprobs", 1, 0]),
+        ({"generation_params": {"temperature": float("-inf")}}, ["generation_params", "temperature"]),
+        ({"masks": [[1, 2, 3], [1, 2]]}, ["masks", 1]),
+        ({"masks": [[1, 2, 3]]}, ["masks"]),
+        ({"messages": [[{"role": "user"}]]}, ["messages"]),
+    ],
+)
+async def test_what_would_spoil_a_batch_is_refused_with_its_place(
+    client: Client, wrong: dict[str, Any], place: list[str | int]
+) -> None:
+    await client.start(2)
+    body = json.dumps({**scored(1), **wrong})
+    headers = {"Content-Type": "application/json"}
+    status, answer = await client.status_of("POST", "/scored_data", data=body, headers=headers)
+    assert (status, answer["detail"][0]["loc"]) == (422, ["body", *place])
+    assert await client.batch() is None
+
+
+async def test_per_token_fields_of_another_length_are_taken_as_they_come(client: Client) -> None:
+    await client.start(2)
+    await client.post("/scored_data", scored(1, advantages=[[0.5]], distill_token_ids=[[[1, 2]]]))
+    assert await client.batch() == ["1"]
+
+
+async def test_a_group_larger_than_the_batch_is_refused_at_once(client: Client) -> None:
+    await client.post("/scored_data", scored(1, 5))
+    await client.start(4)
+    status, answer = await client.status_of("POST", "/scored_data", json=scored(2, 5))
+    assert status == 422
+    assert "5 sequences" in answer["detail"][0]["msg"]
+    await client.post("/scored_data", scored(3, 4))
+    assert await client.batch() == ["3"]
+    assert await client.audited() == {"batched": 1, "dropped": 1}
+
+
+async def test_a_list_of_groups_is_taken_whole_or_not_at_all(client: Client) -> None:
+    await client.start(4)
+    env = await client.env(group_size=2)
+    answer = await client.post("/scored_data_list", [scored(1, env_id=env), scored(2, 1, env_id=env)])
+    assert answer == {"status": "received", "groups_processed": 2, "buffered": 1, "last_buffer_size": 1}
+    status, answer = await client.status_of("POST", "/scored_data_list", json=[scored(3), {"tokens": []}])
+    assert (status, answer["detail"][0]["loc"][:2]) == (422, ["body", 1])
+    assert await client.get("/status") == {"current_step": 0, "queue_size": 1}
+
+
+async def test_groups_of_other_sizes_wait_until_they_add_up(client: Client) -> None:
+    await client.start(4)
+    env = await client.env(group_size=4)
+    assert await client.post("/scored_data", scored(1, 3, env_id=env)) == {"status": "buffered", "buffer_size": 3}
+    assert await client.post("/scored_data", scored(2, 2, env_id=env)) == {"status": "buffered", "buffer_size": 5}
+    assert await client.batch() is None
+    assert await client.post("/scored_data", scored(3, 1, env_id=env)) == {"status": "buffered", "buffer_size": 2}
+    assert await client.batch() == ["1", "3"]
+    assert await client.post("/scored_data", scored(4, 4, env_id=env)) == {"status": "received"}
+    assert await client.batch() == ["4"]
+
+
+async def test_batches_come_in_order_and_the_step_counts_them(client: Client) -> None:
+    await client.start(4)
+    for name in range(6):
+        await client.post("/scored_data", scored(name))
+    for step, expected in enumerate((["0", "1"], ["2", "3"], ["4", "5"]), 1):
+        assert await client.batch() == expected
+        assert (await client.get("/status"))["current_step"] == step
+    assert await client.batch() is None
+    assert await client.audited() == {"trained": 6}
+
+
+async def test_sizes_that_never_make_packs_are_batched_all_the_same(client: Client) -> None:
+    await client.start(8)
+    for name, size in enumerate((3, 7, 5, 3, 5)):
+        await client.post("/scored_data", scored(name, size))
+    assert await client.batch() == ["0", "2"]
+    assert await client.batch() == ["3", "4"]
+    assert await client.batch() is None
+
+
+async def test_status_env_counts_as_the_original_does(client: Client) -> None:
+    await client.start(16)
+    one, other = await client.env("one", group_size=2, weight=3), await client.env("other", group_size=4, minimum=0.25)
+    for name in range(3):
+        await client.post("/scored_data", scored(name, 2, env_id=one))
+    for name in range(2):
+        await client.post("/scored_data", scored(name, 4, env_id=other))
+    assert await client.get("/status-env", {"env_id": one}) == {
+        "current_step": 0,
+        "queue_size": (6 + 8 - 4) // 2,
+        "unallocated_fraction": 0.75,
+        "self_queue_size": 3,
+        "max_group_size": 4,
+        "env_weight": 0.75,
+    }
+    status, _ = await client.status_of("GET", "/status-env", json={"env_id": 7})
+    assert status == 404
+    assert (await client.post("/scored_data", scored(9, env_id=7)))["status"] == "received"
+    assert await client.post("/disconnect-env", {"env_id": one}) == {"status": "success"}
+    assert (await client.post("/disconnect-env", {"env_id": 7}))["status"] == "failure"
+
+
+async def test_a_reset_drops_everything_with_its_reason(client: Client) -> None:
+    await client.start(2)
+    for name in range(3):
+        await client.post("/scored_data", scored(name))
+    assert await client.batch() == ["0"]
+    assert await client.get("/reset_data") == "Reset successful"
+    assert await client.get("/info") == {"batch_size": -1, "max_token_len": -1}
+    assert await client.get("/status") == {"current_step": 0, "queue_size": 0}
+    await client.start(2)
+    await client.post("/scored_data", scored(9))
+    assert await client.batch() == ["9"]
+    assert (await client.get("/status"))["current_step"] == 1
+    assert await client.audited() == {"trained": 1, "batched": 1, "dropped": 2}
+
+
+async def test_other_runs_live_under_a_prefix(client: Client) -> None:
+    await client.start(2)
+    await client.post("/atropos/second/register", registration(4))
+    await client.post("/atropos/second/scored_data", scored(5, 4))
+    assert await client.batch() is None
+    assert len((await client.get("/atropos/second/batch"))["batch"]) == 1
+    assert await client.get("/atropos/third/info") == {"batch_size": -1, "max_token_len": -1}
+
+
+async def test_browsers_may_call_from_anywhere_and_the_api_describes_itself(client: Client) -> None:
+    asked = {"Origin": "http://x", "Access-Control-Request-Method": "POST"}
+    async with client.session.options(f"{client.url}/register", headers=asked) as answer:
+        assert (answer.status, answer.headers["Access-Control-Allow-Origin"]) == (200, "*")
+    async with client.session.get(f"{client.url}/info", headers={"Origin": "http://x"}) as answer:
+        assert answer.headers["Access-Control-Allow-Origin"] == "*"
+    described = await client.get("/atropos/atropos/openapi.json")
+    assert set(described["paths"]) >= {"/batch", "/scored_data", "/status-env"}
+    assert "AtroposLib API" in await client.get("/docs")

@@ -1,0 +1,275 @@
+"""The doors of the native service: forms, sizes, tokens. Whatever comes in, the answer is clear and the service lives."""
+
+import asyncio
+import gzip
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import web
+
+from rollbook.concurrency.clock import SystemClock
+from rollbook.contracts.errors import RunError
+from rollbook.ledger import wire
+from rollbook.ledger.access import Keys, Role, is_loopback, refuse_open_doors
+from rollbook.ledger.compression import compress
+from rollbook.ledger.config import LedgerConfig, LedgerServerConfig
+from rollbook.ledger.serve import keys_of
+from rollbook.ledger.server import build_app
+from rollbook.ledger.service import open_ledger
+from rollbook.telemetry.events import EventLog
+from tests.parts.ledger_groups import RUN, settings
+from tests.parts.ledger_http import Caller, submission
+
+TOKENS = {role: f"{role}-token-of-some-length" for role in Role}
+CONFIG = LedgerConfig(max_body_mb=0.5, max_receiving_mb=0.6, body_s=0.5, max_queued_groups=1000)
+
+
+async def serve(tmp_path: Path, keys: Keys | None = None) -> AsyncIterator[Caller]:
+    log = EventLog("ledger", echo=sys.stdout)
+    async with open_ledger(CONFIG, directory=tmp_path, clock=SystemClock(), log=log) as ledger:
+        await ledger.create_run(RUN, settings())
+        runner = web.AppRunner(build_app(ledger, CONFIG, keys=keys), shutdown_timeout=1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        async with aiohttp.ClientSession() as session:
+            yield Caller(session, f"http://127.0.0.1:{runner.addresses[0][1]}")
+        await runner.cleanup()
+
+
+@pytest.fixture
+async def caller(tmp_path: Path) -> AsyncIterator[Caller]:
+    async for found in serve(tmp_path):
+        yield found
+
+
+@pytest.fixture
+async def guarded(tmp_path: Path) -> AsyncIterator[Caller]:
+    async for found in serve(tmp_path, Keys({role: [token] for role, token in TOKENS.items()})):
+        yield found
+
+
+@pytest.mark.parametrize(
+    "content_type", [None, "text/plain", "application/octet-stream", "application/x-www-form-urlencoded"]
+)
+async def test_a_body_of_another_content_type_is_refused(caller: Caller, content_type: str | None) -> None:
+    answer = await caller.call("POST", "/submit", submission("a"), content_type=content_type)
+    assert answer.status == 415
+    assert "application/msgpack" in answer.told["message"]
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"\xc1",
+        b"\x81",
+        b"\xdf\xff\xff\xff\xff",
+        b"\x81\xa1a",
+        b"\xa3\xff\xfe\xfd",
+        b"\x91" * 5_000,
+        b"{}",
+        b"\xc0",
+    ],
+    ids=["empty", "never used", "cut off", "huge map", "no value", "bad text", "deep", "json", "nil"],
+)
+async def test_malformed_messagepack_is_refused(caller: Caller, raw: bytes) -> None:
+    answer = await caller.call("POST", "/submit", raw=raw)
+    assert answer.status in (400, 422)
+    assert answer.told["message"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("draw", -1),
+        ("draw", 2**63),
+        ("draw", 2**64 - 1),
+        ("draw", 1.5),
+        ("draw", "7"),
+        ("attempt", -(2**63)),
+        ("publications", [-2]),
+        ("publications", [2**60]),
+        ("publications", [7]),
+        ("group_id", ""),
+        ("group_id", "x" * 600),
+        ("group_id", "nul\x00byte"),
+        ("task_id", None),
+        ("drop", "no such reason"),
+        ("drop", "stale: \x00"),
+        ("payload", b"no group"),
+        ("payload_digest", "other"),
+        ("outcome", {}),
+        ("producer", "never registered"),
+        ("surprise", 1),
+    ],
+)
+async def test_a_field_that_cannot_be_is_refused_and_nothing_is_stored(caller: Caller, field: str, value: Any) -> None:
+    answer = await caller.call("POST", "/submit", submission("a", **{field: value}))
+    assert answer.status == 422, answer.told
+    assert (await caller.call("GET", "/status")).told["opened"] == 0
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), 2**70 * 1.0 * 10**300])
+async def test_numbers_that_are_none_are_refused_in_an_outcome(caller: Caller, number: float) -> None:
+    sent = submission("a")
+    sent["outcome"]["seconds"] = number
+    answer = await caller.call("POST", "/submit", sent)
+    assert answer.status == (200 if number < float("inf") else 422)
+
+
+@pytest.mark.parametrize("wait_s", [float("nan"), float("inf"), -1.0])
+async def test_a_wait_that_is_no_time_is_refused(caller: Caller, wait_s: float) -> None:
+    answer = await caller.call("POST", "/batch", {"step": 1, "epoch": 0, "wait_s": wait_s})
+    assert answer.status == 422
+
+
+@pytest.mark.parametrize("packed", [compress, gzip.compress])
+async def test_packed_bodies_are_read(caller: Caller, packed: Any) -> None:
+    encoding = "gzip" if packed is gzip.compress else "zstd"
+    raw = packed(msgspec.msgpack.encode(submission("a")))
+    answer = await caller.call("POST", "/submit", raw=raw, headers={"Content-Encoding": encoding})
+    assert (answer.status, answer.told) == (200, {"receipt": "stored"})
+
+
+@pytest.mark.parametrize("packed", [compress, gzip.compress])
+async def test_a_body_that_unpacks_to_more_than_is_taken_is_refused(caller: Caller, packed: Any) -> None:
+    encoding = "gzip" if packed is gzip.compress else "zstd"
+    bomb = packed(bytes(200_000_000))
+    assert len(bomb) < 500_000
+    answer = await caller.call("POST", "/submit", raw=bomb, headers={"Content-Encoding": encoding})
+    assert answer.status == 413
+    assert (await caller.call("GET", "//health")).status == 200
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "zstd", "deflate"])
+async def test_a_packed_body_that_is_damaged_is_refused(caller: Caller, encoding: str) -> None:
+    answer = await caller.call("POST", "/submit", raw=b"not packed at all", headers={"Content-Encoding": encoding})
+    assert answer.status == 400
+    assert (await caller.call("GET", "//health")).status == 200
+
+
+@pytest.mark.parametrize("packed", [compress, gzip.compress])
+async def test_a_packed_body_that_breaks_off_is_refused(caller: Caller, packed: Any) -> None:
+    encoding = "gzip" if packed is gzip.compress else "zstd"
+    raw = packed(msgspec.msgpack.encode(submission("a")))[:-20]
+    answer = await caller.call("POST", "/submit", raw=raw, headers={"Content-Encoding": encoding})
+    assert answer.status == 400
+
+
+async def test_an_unknown_packing_is_refused(caller: Caller) -> None:
+    answer = await caller.call("POST", "/submit", raw=b"x", headers={"Content-Encoding": "snappy"})
+    assert answer.status == 415
+
+
+async def test_a_body_that_is_too_large_is_refused_before_it_is_read(caller: Caller) -> None:
+    answer = await caller.call("POST", "/submit", raw=bytes(600_000))
+    assert answer.status == 413
+    assert "500000" in answer.told["message"]
+
+
+async def test_a_body_that_does_not_arrive_is_given_up(caller: Caller) -> None:
+    host, port = caller.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(
+        b"POST /v1/runs/run-1/submit HTTP/1.1\r\nHost: x\r\nContent-Type: application/msgpack\r\n"
+        b"Content-Length: 1000\r\n\r\nhalf"
+    )
+    assert (await reader.readline()).startswith(b"HTTP/1.1 408")
+    writer.close()
+
+
+async def test_bodies_that_are_arriving_are_bounded_together(caller: Caller) -> None:
+    host, port = caller.url.removeprefix("http://").split(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    writer.write(
+        b"POST /v1/runs/run-1/submit HTTP/1.1\r\nHost: x\r\nContent-Type: application/msgpack\r\n"
+        b"Content-Length: 400000\r\n\r\nhalf"
+    )
+    await writer.drain()
+    await asyncio.sleep(0.1)
+    answer = await caller.call("POST", "/submit", raw=bytes(300_000))
+    assert answer.status == 503
+    assert float(answer.headers["Retry-After"]) > 0
+    writer.close()
+    await asyncio.sleep(0.6)
+    assert (await caller.call("POST", "/submit", submission("a"))).status == 200
+
+
+async def test_json_is_read_and_answered_for_people(caller: Caller) -> None:
+    raw = msgspec.json.encode({"owner_name": "me", "nonce": "n"})
+    answer = await caller.call("POST", "/join", raw=raw, content_type="application/json")
+    assert answer.told == {"owner": "me#0"}
+
+
+@pytest.mark.parametrize("path", ["/groups?limit=-1", "/groups?limit=x", "/groups?limit=9999", "/groups?state=odd"])
+async def test_queries_that_cannot_be_are_refused(caller: Caller, path: str) -> None:
+    assert (await caller.call("GET", path)).status == 422
+
+
+@pytest.mark.parametrize(
+    "path", ["/groups/none", "/groups/none/payload", "/batches/7", "//v1/runs/other/status", "//v2"]
+)
+async def test_what_is_not_there_is_not_found(caller: Caller, path: str) -> None:
+    assert (await caller.call("GET", path)).status == 404
+
+
+async def test_without_a_token_nothing_but_health_and_the_interface_is_told(guarded: Caller) -> None:
+    assert (await guarded.call("GET", "//health")).status == 200
+    assert (await guarded.call("GET", "//openapi.json")).status == 200
+    for method, path in (("GET", "/status"), ("POST", "/submit"), ("GET", "//metrics"), ("POST", "/take_role")):
+        answer = await guarded.call(method, path)
+        assert (answer.status, answer.headers["WWW-Authenticate"]) == (401, "Bearer")
+
+
+@pytest.mark.parametrize("header", ["Bearer wrong", "Bearer ", "Basic abc", TOKENS[Role.VIEWER], "Bearer \xfcmlaut"])
+async def test_a_wrong_token_is_refused(guarded: Caller, header: str) -> None:
+    answer = await guarded.call("GET", "/status", headers={"Authorization": header})
+    assert answer.status == 401
+    assert "wrong" not in answer.told["message"]
+
+
+@pytest.mark.parametrize(
+    ("role", "path", "body", "status"),
+    [
+        (Role.PRODUCER, "/join", {"owner_name": "a", "nonce": "n"}, 200),
+        (Role.TRAINER, "/join", {"owner_name": "a", "nonce": "n"}, 403),
+        (Role.VIEWER, "/join", {"owner_name": "a", "nonce": "n"}, 403),
+        (Role.PRODUCER, "/take_role", {"restored_step": 0}, 403),
+        (Role.TRAINER, "/take_role", {"restored_step": 0}, 200),
+    ],
+)
+async def test_a_role_may_do_its_own_work_only(
+    guarded: Caller, role: Role, path: str, body: dict[str, Any], status: int
+) -> None:
+    headers = {"Authorization": f"Bearer {TOKENS[role]}"}
+    assert (await guarded.call("POST", path, body, headers=headers)).status == status
+    assert (await guarded.call("GET", "/status", headers=headers)).status == 200
+
+
+def test_off_loopback_each_role_needs_a_token() -> None:
+    some = Keys({Role.PRODUCER: ["p" * 20]})
+    refuse_open_doors("127.0.0.1", some)
+    refuse_open_doors("::1", some)
+    with pytest.raises(RunError, match=r"reachable by others on 0\.0\.0\.0, and there is no token for trainer, viewer"):
+        refuse_open_doors("0.0.0.0", some)
+    refuse_open_doors("0.0.0.0", Keys({role: [token] for role, token in TOKENS.items()}))
+    assert not is_loopback("ledger.example")
+
+
+def test_tokens_are_long_and_never_shown() -> None:
+    with pytest.raises(RunError, match="fewer than 16"):
+        Keys({Role.VIEWER: ["short"]})
+    config = LedgerServerConfig(viewer_tokens=("secret-viewer-token",))
+    assert "secret-viewer" not in repr(config)
+    assert "secret-viewer" not in repr(vars(keys_of(config)))
+    assert keys_of(config).roles_of("secret-viewer-token") == {Role.VIEWER}
+
+
+def test_a_struct_of_the_wire_refuses_what_it_does_not_know() -> None:
+    with pytest.raises(msgspec.ValidationError, match="unknown field"):
+        msgspec.convert({"step": 1, "epoch": 1, "wait": 2.0}, wire.Batch)

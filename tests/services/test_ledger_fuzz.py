@@ -1,0 +1,183 @@
+"""Requests made up from the served OpenAPI document: never a 5xx, always a clear answer, and the record adds up afterwards."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import aiohttp
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rollbook.ledger import wire
+from rollbook.ledger.audit import audit_run
+from rollbook.ledger.config import LedgerConfig
+from rollbook.ledger.group_frame import encode_group, payload_digest
+from rollbook.ledger.service import Ledger
+from tests.parts.ledger_fuzz import Shapes
+from tests.parts.ledger_groups import RUN, group_of
+from tests.parts.ledger_groups import settings as run_settings
+from tests.parts.ledger_http import Answer, Caller, submission
+from tests.parts.ledger_service import serving
+
+PAYLOAD = encode_group(group_of("a", (-1,)))
+KNOWN: dict[str, list[Any]] = {
+    "group_id": ["a@0", "b@0"],
+    "task_id": ["a", "b"],
+    "owner": ["w#0"],
+    "owner_name": ["w"],
+    "payload": [PAYLOAD],
+    "payload_digest": [payload_digest(PAYLOAD)],
+    "publications": [[-1], [0]],
+    "epoch": [0, 1],
+    "step": [0, 1],
+    "wait_s": [0.0],
+    "drop": ["filtered: x"],
+    "reason": ["invalid: y", "max_steps"],
+}
+PATHS = {
+    "run": [RUN, "other", "..", "x\x00y", "ü"],
+    "group": ["a@0", "b/c", "%"],
+    "step": ["1", "-1", "x"],
+    "producer": ["p"],
+}
+
+
+class Target:
+    """A ledger, its document, and a way to throw things at it."""
+
+    def __init__(self, caller: Caller, ledger: Ledger, document: dict[str, Any]) -> None:
+        self.caller, self.ledger, self.document = caller, ledger, document
+        self.shapes = Shapes(document, KNOWN)
+
+    def operations(self) -> list[tuple[str, str, dict[str, Any] | None]]:
+        found = []
+        for path, methods in self.document["paths"].items():
+            for method, operation in methods.items():
+                body = operation.get("requestBody")
+                schema = None if body is None else body["content"][wire.CONTENT_TYPE]["schema"]
+                if not path.endswith("/events"):
+                    found.append((method.upper(), path, schema))
+        return found
+
+    async def throw(self, method: str, path: str, body: Any, *, as_json: bool = False) -> Answer:
+        form: Any = msgspec.json if as_json else msgspec.msgpack
+        raw = None if body is None else form.encode(body)
+        content_type = wire.JSON_CONTENT_TYPE if as_json else wire.CONTENT_TYPE
+        answer = await self.caller.call(method, f"/{path}", raw=raw, content_type=content_type)
+        assert answer.status < 500, (method, path, body, answer.told)
+        if answer.status >= 400 and answer.told is not None:
+            assert answer.told["message"], (method, path, body)
+        return answer
+
+
+@pytest.fixture
+async def target(tmp_path: Path) -> AsyncIterator[Target]:
+    # A step takes nearly a run's worth of groups, so that no made-up call to `batch` waits long.
+    config = LedgerConfig(max_body_mb=1, max_queued_groups=500, max_queued_mb=1)
+    async with serving(tmp_path, config=config) as (url, ledger), aiohttp.ClientSession() as session:
+        await ledger.create_run(RUN, run_settings())
+        await ledger.join(RUN, "w", nonce="n")
+        caller = Caller(session, url)
+        document = (await caller.call("GET", "//openapi.json")).told
+        yield Target(caller, ledger, document)
+
+
+async def still_well(target: Target) -> None:
+    assert (await target.caller.call("GET", "//health")).told["status"] == "ok"
+    for run_id in await target.ledger.runs():
+        report = await target.ledger.read(lambda tx, run_id=run_id: audit_run(tx, run_id))  # type: ignore[misc]
+        assert report.violations == ()
+
+
+def filled(path: str, choose: Any) -> str:
+    for name, values in PATHS.items():
+        path = path.replace(f"{{{name}}}", quote(choose(values), safe=""))
+    return path
+
+
+async def test_one_damaged_byte_never_breaks_the_service(target: Target) -> None:
+    """Deterministic: a good submission with bytes flipped, cut off and inserted at places that a seed chooses."""
+    rng = random.Random(7)
+    good = msgspec.msgpack.encode(submission("a"))
+    for _ in range(300):
+        raw = bytearray(good)
+        at = rng.randrange(len(raw))
+        kind = rng.randrange(3)
+        if kind == 0:
+            raw[at] ^= 1 << rng.randrange(8)
+        elif kind == 1:
+            del raw[at:]
+        else:
+            raw.insert(at, rng.randrange(256))
+        answer = await target.caller.call("POST", "/submit", raw=bytes(raw))
+        assert answer.status in (200, 400, 422), answer.told
+    await still_well(target)
+
+
+async def test_every_route_takes_every_wrong_kind_of_value(target: Target) -> None:
+    """Deterministic: each field of each message in turn gets each of a few values it should not have."""
+    wrong: list[Any] = [None, -1, 2**63, 2**64 - 1, 1.5, float("nan"), "", "x\x00", b"\xff", [], {}, [[[]]], True]
+    base = {
+        **submission("a"),
+        "limit": 1,
+        "draws": [],
+        "nonce": "n",
+        "request_id": "r",
+        "restored_step": 0,
+        "oldest_kept": 0,
+    }
+    base |= {
+        "weights_digest": "w",
+        "cause": "c",
+        "reason": "filtered: x",
+        "weight": 1.0,
+        "min_share": 0.0,
+        "wait_s": 0.0,
+    }
+    base |= {"owner": "w#0", "owner_name": "w", "epoch": 0, "step": 1, "settings": {}, "publication": {}}
+    for method, path, schema in target.operations():
+        if schema is None:
+            continue
+        fields = target.document["components"]["schemas"][schema["$ref"].rsplit("/", 1)[1]].get("properties", {})
+        message = {name: base[name] for name in fields}
+        for name in fields:
+            for value in wrong:
+                await target.throw(method, filled(path, lambda values: values[0]), {**message, name: value})
+    await still_well(target)
+
+
+@pytest.mark.slow
+def test_made_up_requests_never_break_the_service(tmp_path: Path) -> None:
+    """Thousands of requests in the shape of the document, most with something wrong, as MessagePack and as JSON."""
+
+    async def session_of(drawn: list[tuple[str, str, Any, bool]]) -> None:
+        for method, path, body, as_json in drawn:
+            await holder[0].throw(method, path, body, as_json=as_json)
+
+    loop = asyncio.new_event_loop()
+    opened = target.__wrapped__(tmp_path)  # type: ignore[attr-defined]  # the fixture as a plain generator, on one loop for all examples
+    holder = [loop.run_until_complete(anext(opened))]
+    operations = holder[0].operations()
+
+    @st.composite
+    def request(draw: st.DrawFn) -> tuple[str, str, Any, bool]:
+        method, path, schema = draw(st.sampled_from(operations))
+        body = None if schema is None else draw(holder[0].shapes.spoiled(schema))
+        return method, filled(path, lambda values: draw(st.sampled_from(values))), body, draw(st.booleans())
+
+    @settings(max_examples=400, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(st.lists(request(), min_size=1, max_size=12))
+    def throw(drawn: list[tuple[str, str, Any, bool]]) -> None:
+        loop.run_until_complete(session_of(drawn))
+
+    try:
+        throw()
+        loop.run_until_complete(still_well(holder[0]))
+    finally:
+        loop.run_until_complete(opened.aclose())
+        loop.close()

@@ -1,0 +1,293 @@
+"""The native service as people run it: on its own, watched, audited, explained, from code with and without `await`."""
+
+import asyncio
+import re
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import pytest
+
+from rollbook.contracts.admission import LedgerStatus, Receipt, RunId
+from rollbook.contracts.batch import AckReceipt, TrainingBatch
+from rollbook.contracts.errors import FencedError, RunError
+from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupState
+from rollbook.ledger.client import LedgerClient, open_ledger_client
+from rollbook.ledger.config import LedgerConfig, LedgerServerConfig
+from rollbook.ledger.serve import allow_many_connections, listening_socket, serve_ledger, url_of
+from rollbook.ledger.stores.opening import sqlite_url
+from rollbook.ledger.sync_client import SyncLedgerClient, open_sync_ledger_client
+from rollbook.telemetry.events import EventLog
+from tests.parts.ledger_groups import RUN, big_group, draws, group_of, outcome_of, settings
+from tests.parts.ledger_http import Caller, submission
+
+LOG = EventLog("test", echo=sys.stdout)
+
+
+@asynccontextmanager
+async def running(directory: Path, **changes: object) -> AsyncIterator[str]:
+    """`serve_ledger` on a socket of its own, until the block ends."""
+    ready = directory / "ready"
+    config = LedgerServerConfig.model_validate(
+        {"store": sqlite_url(directory / "ledger"), "port": 0, "ready_file": ready, "drain_s": 1.0, **changes}
+    )
+    stop = asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(serve_ledger(config, log=LOG, stop=stop), name="ledger")
+        while not ready.exists():  # noqa: ASYNC110 - the file is all that is told
+            await asyncio.sleep(0.01)
+        try:
+            yield ready.read_text(encoding="utf-8").strip()
+        finally:
+            stop.set()
+    assert not ready.exists()
+
+
+@pytest.fixture
+async def url(tmp_path: Path) -> AsyncIterator[str]:
+    async with running(tmp_path) as found:
+        yield found
+
+
+@asynccontextmanager
+async def client_of(url: str, run_id: RunId = RUN, *, is_compressed: bool = False) -> AsyncIterator[LedgerClient]:
+    async with open_ledger_client(url, run_id, request_s=20.0, log=LOG, is_compressed=is_compressed) as client:
+        yield client
+
+
+async def started(client: LedgerClient, *, per_step: int = 2) -> None:
+    await client.create_run(settings(per_step=per_step))
+    await client.take_role(restored_step=0)
+    await client.confirm(await client.register(0, "w0"))
+
+
+async def send(client: LedgerClient, task: str, producer: str | None = None) -> Receipt:
+    group = group_of(task, (-1,))
+    return await client.submit(group, outcome_of(group), attempt=1, producer=producer)
+
+
+async def test_who_calls_while_the_store_opens_waits_and_is_answered(tmp_path: Path) -> None:
+    sock = listening_socket("127.0.0.1", 0)
+    config = LedgerServerConfig(store=sqlite_url(tmp_path), port=0, drain_s=1.0)
+    stop = asyncio.Event()
+    async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
+        early = group.create_task(Caller(session, url_of(sock)).call("GET", "//health"))
+        await asyncio.sleep(0.05)
+        assert not early.done()
+        group.create_task(serve_ledger(config, log=LOG, stop=stop, sock=sock))
+        assert (await early).status == 200
+        stop.set()
+    sock.close()
+
+
+async def test_a_ledger_that_would_be_open_to_others_does_not_start(tmp_path: Path) -> None:
+    config = LedgerServerConfig(store=sqlite_url(tmp_path), host="0.0.0.0", port=0)
+    with pytest.raises(RunError, match="set one for each role"):
+        await serve_ledger(config, log=LOG, stop=asyncio.Event())
+
+
+async def test_an_address_that_is_taken_is_told(tmp_path: Path) -> None:
+    with listening_socket("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(RunError, match=f"cannot listen on 127.0.0.1:{port}"):
+            await serve_ledger(LedgerServerConfig(store=sqlite_url(tmp_path), port=port), log=LOG, stop=asyncio.Event())
+
+
+def test_as_many_files_are_allowed_as_the_system_lets() -> None:
+    assert allow_many_connections() >= 1024
+
+
+async def test_several_runs_on_one_ledger_are_fenced_apart(url: str) -> None:
+    async with (
+        client_of(url, RunId("one")) as one,
+        client_of(url, RunId("two")) as two,
+        client_of(url, RunId("one")) as new,
+    ):
+        await started(one)
+        await started(two)
+        await new.take_role(restored_step=0)
+        for client in (one, two):
+            await send(client, "a")
+            await send(client, "b")
+        with pytest.raises(FencedError):
+            await one.batch(1, wait_s=0)
+        assert isinstance(await two.batch(1, wait_s=5), TrainingBatch)
+        assert isinstance(await new.batch(1, wait_s=5), TrainingBatch)
+        assert (await two.status()).epoch == 1
+
+
+async def test_producers_share_batches_over_the_wire(url: str) -> None:
+    async with client_of(url) as client:
+        await started(client, per_step=4)
+        await client.register_producer("fast", weight=3)
+        await client.register_producer("slow/one", weight=1)
+        for at in range(4):
+            await send(client, f"f{at}", "fast")
+            await send(client, f"s{at}", "slow/one")
+        batch = await client.batch(1, wait_s=5)
+        assert isinstance(batch, TrainingBatch)
+        assert sorted(group.id for group in batch.groups) == ["f0@0", "f1@0", "f2@0", "s0@0"]
+        assert {p.name: p.num_batched for p in await client.producers()} == {"fast": 3, "slow/one": 1}
+        with pytest.raises(RunError, match="not registered"):
+            await send(client, "x", "nobody")
+
+
+async def test_a_full_queue_in_bytes_is_told_with_a_time_to_come_back(tmp_path: Path) -> None:
+    ledger = LedgerConfig(max_queued_mb=0.001)
+    async with running(tmp_path, ledger=ledger) as url, aiohttp.ClientSession() as session:
+        async with client_of(url) as client:
+            await client.create_run(settings())
+        caller = Caller(session, url)
+        told = [(await caller.call("POST", "/submit", submission(f"t{at}"))) for at in range(4)]
+        assert told[0].status == 200
+        assert told[-1].status == 429
+        assert float(told[-1].headers["Retry-After"]) > 0
+        # A repeat of what was stored is told so, however full it is.
+        assert (await caller.call("POST", "/submit", submission("t0"))).told == {"receipt": "already_stored"}
+
+
+async def test_bodies_travel_packed_both_ways_and_come_out_the_same(url: str) -> None:
+    async with client_of(url, is_compressed=True) as packed, client_of(url) as plain:
+        await started(packed)
+        for task in ("a", "b"):
+            group = big_group(task, publication=-1)
+            assert await packed.submit(group, outcome_of(group), attempt=1) is Receipt.STORED
+        batch = await packed.batch(1, wait_s=5)
+        assert isinstance(batch, TrainingBatch)
+        assert (
+            batch.groups[0].samples[0].sequences[0].token_ids == big_group("a").samples[0].sequences[0].token_ids
+        ).all()
+        assert (await plain.audit()).ok
+
+
+async def events_of(session: aiohttp.ClientSession, url: str) -> AsyncIterator[tuple[str, bytes]]:
+    async with session.get(f"{url}/v1/runs/{RUN}/events") as response:
+        assert response.content_type == "text/event-stream"
+        name = ""
+        async for line in response.content:
+            if line.startswith(b"event: "):
+                name = line[7:].decode().strip()
+            elif line.startswith(b"data: "):
+                yield name, line[6:]
+
+
+async def test_a_watcher_is_told_what_moves_and_when_the_ledger_stops(tmp_path: Path) -> None:
+    async with aiohttp.ClientSession() as session:
+        async with running(tmp_path) as url, client_of(url) as client:
+            await started(client)
+            events = events_of(session, url)
+            name, data = await anext(events)
+            assert (name, msgspec.json.decode(data, type=LedgerStatus).opened) == ("status", 0)
+            for at in range(5):
+                await send(client, f"t{at}")
+            opened = 0
+            while opened < 5:
+                name, data = await anext(events)
+                opened = msgspec.json.decode(data, type=LedgerStatus).opened
+        assert [name async for name, _ in events][-1:] == ["end"]
+
+
+async def test_prometheus_reads_the_numbers_of_every_run(url: str) -> None:
+    async with client_of(url) as client, aiohttp.ClientSession() as session:
+        await started(client)
+        await send(client, "a")
+        answer = await Caller(session, url).call("GET", "//metrics")
+        text = answer.body.decode()
+        assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        assert f'rollbook_ledger_groups{{run="{RUN}",state="queued"}} 1' in text
+        assert re.search(r'rollbook_ledger_requests_total\{route="submit",status="200"\} 1\n', text)
+        assert "rollbook_ledger_loop_lag_seconds_count" in text
+        for line in text.splitlines():
+            assert re.fullmatch(r'# (HELP|TYPE) .*|[a-z_]+(\{([a-z]+="[^"]*",?)+\})? [-+0-9.e]+(Inf)?', line), line
+
+
+async def test_the_life_of_a_group_is_told_in_sentences(url: str) -> None:
+    async with client_of(url) as client:
+        await started(client)
+        owner = await client.join("rollout")
+        grants = (await client.open(owner, draws(0, 4), limit=4)).grants
+        assert len(grants) == 4
+        for grant in grants[:2]:
+            group = group_of(grant.task_id, (0,))
+            await client.submit(group, outcome_of(group), attempt=1)
+        await client.release(grants[2].group_id, attempt=1, cause="worker died")
+        await client.close(grants[3].group_id, DropReason(DropKind.FILTERED, "all equal"))
+        assert isinstance(await client.batch(1, wait_s=5), TrainingBatch)
+        await client.acknowledge(1, "w1")
+        trained = (await client.explain(GroupId("task0@0"))).sentences
+        assert (
+            trained[0]
+            == "Group task0@0 is draw 0 of task task0, at position 0 of the cursor; the gate admitted it as number 0."
+        )
+        assert any("sampled by version 0 (publication 0)" in sentence for sentence in trained)
+        assert trained[-1] == (
+            "Batch 1 took it because it was the oldest admitted group that was ready and its lag of 0 was within the budget "
+            "of 1; step 1 was trained, and no checkpoint covers it yet."
+        )
+        assert (await client.explain(grants[2].group_id)).sentences[-1] == "It waits for another attempt."
+        dropped = await client.explain(grants[3].group_id)
+        assert dropped.group.state == "dropped"
+        assert dropped.sentences[-1].startswith("It was dropped as filtered: a filter of the rollout")
+        with pytest.raises(RunError, match=r"404.*never opened, or its submission was refused"):
+            await client.explain(GroupId("nobody@0"))
+
+
+async def test_the_audit_and_the_groups_are_read_over_http(url: str) -> None:
+    async with client_of(url) as client:
+        await started(client)
+        for at in range(3):
+            await send(client, f"t{at}")
+        await client.batch(1, wait_s=5)
+        report = await client.audit()
+        assert (report.ok, report.opened, report.law["batched"], report.law["queued"]) == (True, 3, 2, 1)
+        assert [group.group_id for group in await client.groups(GroupState.QUEUED)] == ["t2@0"]
+        assert len(await client.groups(limit=2, offset=1)) == 2
+
+
+def drive(client: SyncLedgerClient) -> None:
+    client.create_run(settings())
+    assert client.take_role(restored_step=0).epoch == 1
+    client.confirm(client.register(0, "w0"))
+    owner = client.join("script")
+    for grant in client.open(owner, draws(0, 2), limit=2).grants:
+        group = group_of(grant.task_id, (0,))
+        assert client.submit(group, outcome_of(group)) is Receipt.STORED
+    client.heartbeat(owner)
+    batch = client.batch(1, wait_s=5)
+    assert isinstance(batch, TrainingBatch)
+    assert client.acknowledge(1, "w1") is AckReceipt.ACKNOWLEDGED
+    client.checkpointed(1, oldest_kept=0)
+    assert client.status().durable_step == 1
+    assert client.audit().ok
+    with pytest.raises(RunError, match="cannot be acknowledged"):
+        client.acknowledge(7, "w7")
+
+
+async def test_code_without_await_drives_a_whole_run(url: str) -> None:
+    def script() -> None:
+        with open_sync_ledger_client(url, RUN) as client:
+            drive(client)
+
+    await asyncio.to_thread(script)
+
+
+async def test_a_large_answer_to_a_slow_reader_holds_up_nobody(url: str) -> None:
+    """The trainer reads nothing of what it asked for; others go on, and the ledger keeps only what the kernel does not take."""
+    async with client_of(url) as client, aiohttp.ClientSession() as session:
+        await started(client, per_step=16)
+        for at in range(16):
+            group = big_group(f"t{at:02}", publication=-1)
+            await client.submit(group, outcome_of(group), attempt=1)
+        await client.batch(1, wait_s=5)
+        host, port = url.removeprefix("http://").split(":")
+        body = msgspec.msgpack.encode({"step": 1, "epoch": 1})
+        _, writer = await asyncio.open_connection(host, int(port), limit=1024)
+        head = f"POST /v1/runs/{RUN}/payloads HTTP/1.1\r\nHost: x\r\nContent-Type: application/msgpack\r\n"
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        await writer.drain()
+        for _ in range(20):
+            assert (await Caller(session, url).call("GET", "/status")).status == 200
+        writer.transport.abort()

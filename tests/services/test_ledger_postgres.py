@@ -1,0 +1,322 @@
+"""Replicas over one PostgreSQL database: one truth, wake-ups across processes, and databases that go away and come back."""
+
+import asyncio
+import socket
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import replace
+
+import psycopg
+import pytest
+
+from rollbook.concurrency.clock import SystemClock
+from rollbook.contracts.admission import Receipt
+from rollbook.contracts.batch import BatchManifest
+from rollbook.contracts.errors import RunError, TransientError
+from rollbook.contracts.group import GroupId
+from rollbook.ledger.audit import audit, audit_run
+from rollbook.ledger.config import LedgerConfig
+from rollbook.ledger.service import Ledger, ledger_on
+from rollbook.ledger.store import StoreFaultError, Transaction
+from rollbook.ledger.stores import postgres_writer
+from rollbook.ledger.stores.opening import open_reader, open_store
+from rollbook.ledger.stores.postgres import open_postgres_store
+from rollbook.telemetry.events import EventLog
+from tests.parts.ledger_atropos import dialect_on, scored
+from tests.parts.ledger_groups import RUN, draws, group_of, outcome_of, settings
+from tests.parts.ledger_postgres import PostgresServer, own_server, shared_server
+
+LOG = EventLog("test", echo=sys.stdout)
+
+
+@pytest.fixture
+def url() -> str:
+    return shared_server().fresh_url()
+
+
+@pytest.fixture
+def server() -> Iterator[PostgresServer]:
+    server = own_server()
+    yield server
+    server.kill()
+
+
+@asynccontextmanager
+async def replica(url: str) -> AsyncIterator[Ledger]:
+    async with open_store(url) as store, ledger_on(store, LedgerConfig(), clock=SystemClock(), log=LOG) as ledger:
+        yield ledger
+
+
+async def started(ledger: Ledger, *, per_step: int = 2, in_flight: int = 4) -> int:
+    """A run with a trainer that has published. Returns its epoch."""
+    await ledger.create_run(RUN, settings(per_step=per_step, in_flight=in_flight))
+    role = await ledger.take_role(RUN, restored_step=0)
+    publication = await ledger.register(RUN, 0, "w0", epoch=role.epoch)
+    await ledger.confirm(RUN, publication, epoch=role.epoch)
+    return role.epoch
+
+
+async def submit(ledger: Ledger, name: str) -> Receipt:
+    group = group_of(name, (-1,))
+    return await ledger.submit(RUN, group, outcome_of(group), attempt=1)
+
+
+async def test_a_trainer_at_one_replica_is_woken_by_groups_submitted_at_another(url: str) -> None:
+    async with replica(url) as one, replica(url) as other:
+        epoch = await started(one)
+        waiting = asyncio.ensure_future(one.decide(RUN, 1, epoch=epoch, wait_s=60))
+        for name in ("a", "b"):
+            await submit(other, name)
+        manifest = await asyncio.wait_for(waiting, 20)
+        assert isinstance(manifest, BatchManifest)
+        assert [entry.group_id for entry in manifest.entries] == ["a@0", "b@0"]
+
+
+async def test_replicas_that_decide_at_the_same_time_decide_the_same_batch(url: str) -> None:
+    async with replica(url) as one, replica(url) as other:
+        epoch = await started(one)
+        await asyncio.gather(
+            *(submit(ledger, f"{at}{n}") for n in range(6) for at, ledger in (("x", one), ("y", other)))
+        )
+        for step in range(1, 7):
+            first, second = await asyncio.gather(*(r.decide(RUN, step, epoch=epoch, wait_s=0) for r in (one, other)))
+            assert isinstance(first, BatchManifest)
+            assert first == second
+        report = await other.read(lambda tx: audit_run(tx, RUN))
+        assert (report.violations, report.law["batched"]) == ((), 12)
+
+
+async def test_dispatchers_at_two_replicas_never_share_a_place_in_the_gate(url: str) -> None:
+    async with replica(url) as one, replica(url) as other:
+        await started(one, in_flight=3)
+        owners = [await ledger.join(RUN, name) for ledger, name in ((one, "a"), (other, "b"))]
+        replies = await asyncio.gather(
+            *(
+                ledger.open(RUN, owner, draws(at, 4), limit=4)
+                for ledger, owner, at in ((one, owners[0], 0), (other, owners[1], 4))
+            )
+        )
+        assert sum(len(reply.grants) for reply in replies) == 3
+
+
+async def test_a_group_sent_to_two_replicas_at_once_is_stored_once(url: str) -> None:
+    async with replica(url) as one, replica(url) as other:
+        await started(one)
+        receipts = await asyncio.gather(*(submit(ledger, "same") for ledger in (one, other) * 4))
+        assert sorted(receipts) == [Receipt.ALREADY_STORED] * 7 + [Receipt.STORED]
+
+
+async def test_atropos_environments_may_speak_to_any_replica(url: str) -> None:
+    """Its trainer stays with one: only that replica knows at once that a batch was written to its end."""
+    async with (
+        open_postgres_store(url) as first,
+        open_postgres_store(url) as second,
+        dialect_on(first) as one,
+        dialect_on(second) as other,
+    ):
+        await one.start(4)
+        env = await other.env(minimum=0.5)
+        assert (await one.env(), env) == (1, 0)
+        for name, client in enumerate((one, other, one, other)):
+            assert (await client.post("/scored_data", scored(name, env_id=name % 2)))["status"] == "received"
+        assert await one.get("/status") == await other.get("/status") == {"current_step": 0, "queue_size": 4}
+        served = [await one.batch() for _ in range(3)]
+        assert [sorted(names) for names in served if names is not None] == [["0", "1"], ["2", "3"]]
+        assert await one.audited() in ({"trained": 4}, {"durable": 4}, {"durable": 2, "trained": 2})
+
+
+async def test_callers_wait_while_the_database_restarts(server: PostgresServer) -> None:
+    url = server.fresh_url()
+    async with replica(url) as one, replica(url) as other:
+        epoch = await started(one, per_step=30)
+        waiting = asyncio.ensure_future(other.decide(RUN, 1, epoch=epoch, wait_s=60))
+
+        async def produce(lane: int) -> None:
+            for number in range(10):
+                await submit((one, other)[lane % 2], f"{lane}-{number}")
+                await asyncio.sleep(0.02)
+
+        producing = [asyncio.ensure_future(produce(lane)) for lane in range(3)]
+        for down in (server.kill, server.stop):
+            await asyncio.sleep(0.05)
+            down()
+            server.start()
+        await asyncio.gather(*producing)
+        assert isinstance(await asyncio.wait_for(waiting, 30), BatchManifest)
+        assert (await one.status(RUN)).opened == 30
+    with open_reader(url) as reader:
+        assert audit(reader, RUN).violations == ()
+
+
+async def test_a_database_that_stays_away_is_told_as_try_again(
+    server: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_postgres_store(server.fresh_url()) as store:
+        monkeypatch.setattr(postgres_writer, "PATIENCE_S", 0.3)
+        server.stop()
+        with pytest.raises(TransientError, match="cannot be reached"):
+            await store.write(lambda tx: tx.put_payload(RUN, GroupId("a"), b"body"))
+        server.start()
+        await store.write(lambda tx: tx.put_payload(RUN, GroupId("a"), b"body"))
+        assert await store.read(lambda tx: tx.payload(RUN, GroupId("a"))) == b"body"
+
+
+class CuttingProxy:
+    """Passes everything on until it is armed; then it lets the next COMMIT reach the database, or not, and cuts the line."""
+
+    def __init__(self, port: int, *, lets_it_through: bool) -> None:
+        self._port = port
+        self._lets_it_through = lets_it_through
+        self.is_armed = False
+        self.num_cut = 0
+        self.lets_in = threading.Event()
+        """Whoever comes is kept waiting while it is not set."""
+        self.lets_in.set()
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listening.getsockname()[1])
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                client, _ = self._listening.accept()
+                self.lets_in.wait()
+                database = socket.create_connection(("127.0.0.1", self._port))
+                for source, target, is_request in ((client, database, True), (database, client, False)):
+                    threading.Thread(target=self._pass_on, args=(source, target, is_request), daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, target: socket.socket, is_request: bool) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                if is_request and self.is_armed and b"COMMIT" in data:
+                    self.is_armed = False
+                    self.num_cut += 1
+                    source.shutdown(socket.SHUT_RDWR)
+                    if self._lets_it_through:
+                        target.sendall(data)
+                        time.sleep(0.2)
+                    break
+                target.sendall(data)
+        for sock in (source, target):
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
+
+    def close(self) -> None:
+        self._listening.close()
+
+
+@contextmanager
+def cutting_proxy(port: int, *, lets_it_through: bool) -> Iterator[CuttingProxy]:
+    proxy = CuttingProxy(port, lets_it_through=lets_it_through)
+    yield proxy
+    proxy.close()
+
+
+@pytest.mark.parametrize("lets_it_through", [True, False])
+async def test_a_commit_whose_answer_was_lost_is_done_once_and_answered_truly(url: str, lets_it_through: bool) -> None:
+    port = shared_server().port
+    with cutting_proxy(port, lets_it_through=lets_it_through) as proxy:
+        async with open_postgres_store(url.replace(str(port), str(proxy.port), 1)) as store:
+            await store.write(lambda tx: tx.count_drop(RUN, "stale"))
+            proxy.is_armed = True
+            await store.write(lambda tx: tx.count_drop(RUN, "stale"))
+            assert proxy.num_cut == 1
+            assert await store.read(lambda tx: tx.drops(RUN)) == {"stale": 2}
+
+
+async def test_a_commit_that_a_crash_took_is_not_mistaken_for_one_that_came_after(server: PostgresServer) -> None:
+    """After a crash PostgreSQL hands out the transaction ids of commits that never reached the disk once more."""
+    url = server.fresh_url()
+    with cutting_proxy(server.port, lets_it_through=False) as proxy:
+        async with open_postgres_store(url.replace(str(server.port), str(proxy.port), 1)) as store:
+            proxy.lets_in.clear()
+            proxy.is_armed = True
+            writing = asyncio.ensure_future(store.write(lambda tx: tx.count_drop(RUN, "stale")))
+            while not proxy.num_cut:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            server.kill()
+            server.start()
+            with psycopg.connect(url, autocommit=True) as db:
+                for number in range(200):
+                    db.execute("INSERT INTO drops (run_id, kind, num) VALUES ('other', %s, 1)", (f"kind{number}",))
+            proxy.lets_in.set()
+            await writing
+            assert await store.read(lambda tx: tx.drops(RUN)) == {"stale": 1}
+
+
+async def test_a_replica_that_stands_still_does_not_stop_the_others(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(postgres_writer.SETTINGS, "idle_in_transaction_session_timeout", "200ms")
+    naps = iter([1.0])
+
+    def work(tx: Transaction) -> str:
+        tx.count_drop(RUN, "stale")
+        time.sleep(next(naps, 0.0))
+        return "done"
+
+    async with open_postgres_store(url) as one, open_postgres_store(url) as other:
+        still = asyncio.ensure_future(one.write(work))
+        await asyncio.sleep(0.05)
+        await other.write(lambda tx: tx.count_drop(RUN, "reset"))
+        assert not still.done()
+        assert await still == "done"
+        assert await other.read(lambda tx: tx.drops(RUN)) == {"stale": 1, "reset": 1}
+
+
+async def test_a_database_of_a_newer_release_is_refused(url: str) -> None:
+    async with open_postgres_store(url):
+        pass
+    with psycopg.connect(url, autocommit=True) as db:
+        db.execute("UPDATE schema_version SET version = 999")
+    with pytest.raises(RunError, match="has schema 999, this release knows up to"):
+        async with open_postgres_store(url):
+            pass
+    with pytest.raises(RunError, match="has schema 999"), open_reader(url):
+        pass
+
+
+def test_a_reader_of_a_schema_without_a_ledger_is_told_so(url: str) -> None:
+    with pytest.raises(RunError, match="there is none in this schema"), open_reader(url):
+        pass
+
+
+async def test_a_database_that_does_not_sync_is_refused(server: PostgresServer) -> None:
+    server.stop()
+    server.start(fsync="off")
+    with pytest.raises(StoreFaultError, match="runs with fsync = off and would lose answered groups"):
+        async with open_postgres_store(server.fresh_url()):
+            pass
+
+
+async def test_a_wrong_database_is_a_fault_at_once_and_tells_no_password(url: str) -> None:
+    wrong = url.replace("tester@", "tester:s3cret@").replace("/postgres?", "/nowhere?")
+    with pytest.raises(StoreFaultError, match=r'database nowhere at 127\.0\.0\.1.*"nowhere" does not exist') as told:
+        async with open_store(wrong):
+            pass
+    assert "s3cret" not in str(told.value)
+
+
+async def test_a_value_that_the_database_cannot_keep_is_refused_and_harms_nobody(url: str) -> None:
+    async with replica(url) as ledger:
+        await started(ledger)
+        huge = replace(group_of("huge", (-1,)), draw=2**70)
+        no_text, too_large, good = await asyncio.gather(
+            submit(ledger, "a\0b"),
+            ledger.submit(RUN, huge, outcome_of(huge), attempt=1),
+            submit(ledger, "ab"),
+            return_exceptions=True,
+        )
+        for bad in (no_text, too_large):
+            assert isinstance(bad, RunError)
+        assert "cannot be stored" in str(no_text)
+        assert good is Receipt.STORED
+
+
+async def test_a_store_of_unknown_kind_is_refused() -> None:
+    for url, message in (("mysql://x", "scheme 'mysql' is unknown"), ("sqlite:///", "names no directory")):
+        with pytest.raises(RunError, match=message):
+            async with open_store(url):
+                pass

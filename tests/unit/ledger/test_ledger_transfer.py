@@ -1,0 +1,255 @@
+"""A run out of one store and into another: byte for byte, all of it or nothing, and smaller when asked."""
+
+import json
+import random
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from rollbook.contracts.admission import RunId
+from rollbook.contracts.errors import RunError
+from rollbook.contracts.freshness import BatchPolicy
+from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupState
+from rollbook.ledger.atropos.records import AtroposRecord, EnvRecord, ShelvedGroup
+from rollbook.ledger.audit import audit
+from rollbook.ledger.compaction import compact
+from rollbook.ledger.export import export_jsonl
+from rollbook.ledger.group_frame import encode_group
+from rollbook.ledger.import_ import import_jsonl
+from rollbook.ledger.parquet import export_parquet
+from rollbook.ledger.records import RunRecord
+from rollbook.ledger.samples import plain_samples
+from rollbook.ledger.store import Transaction
+from rollbook.ledger.stores.memory import MemoryStore
+from rollbook.ledger.stores.opening import open_reader, open_store, sqlite_url
+from rollbook.ledger.stores.sqlite import FILE_NAME
+from tests.parts.ledger_desk import Desk, SqlFile
+from tests.parts.ledger_groups import RUN, big_group, draws, settings
+from tests.parts.ledger_postgres import shared_server
+
+OTHER = RunId("other")
+
+
+def write_a_bit_of_everything(desk: Desk) -> None:
+    """Trained, durable, batched, queued, dropped, leased, waiting and external groups; an Atropos desk beside them."""
+    desk.create(settings(per_step=2, in_flight=12, budget=6, policy=BatchPolicy.DROP, keep_payloads=True))
+    desk.take_role()
+    desk.publish(0)
+    owner = desk.join("rollout")
+    grants = desk.open(owner, draws(0, 10)).grants
+    for grant in grants[:6]:
+        desk.submit(grant.task_id)
+    desk.close(grants[6].task_id, DropReason(DropKind.INVALID, "no sample could be scored"))
+    desk.submit(grants[7].task_id, drop=DropReason(DropKind.FILTERED, "all the same"))
+    desk.release(grants[8].task_id, 1)
+    for step in (1, 2):
+        desk.decide(step)
+        desk.acknowledge(step)
+    desk.checkpointed(1)
+    desk.decide(3)
+    desk.submit("strange ü", (-1,))
+
+    def atropos(tx: Transaction) -> None:
+        tx.atropos.put_record(AtroposRecord(run_id=RUN, registration="{}", is_started=True))
+        for env_id in (0, 1):
+            env = EnvRecord(
+                run_id=RUN,
+                env_id=env_id,
+                desired_name="env",
+                real_name=f"env_{env_id}",
+                max_token_length=9,
+                weight=0.1,
+                group_size=2,
+                min_batch_allocation=None,
+                is_connected=True,
+                last_seen=1.5,
+            )
+            tx.atropos.put_env(env)
+        for at, (env_id, is_buffered) in enumerate([(0, False), (0, True), (-1, False), (1, False), (1, False)]):
+            tx.atropos.put_shelved(
+                ShelvedGroup(
+                    run_id=RUN, group_id=GroupId(f"s{at}"), place=at, env_id=env_id, size=2, is_buffered=is_buffered
+                )
+            )
+
+    desk.store.write_now(atropos)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    directory = tmp_path / "source"
+    directory.mkdir()
+    with closing(SqlFile(directory / FILE_NAME)) as file:
+        write_a_bit_of_everything(Desk(file))
+    return directory
+
+
+@pytest.fixture
+def exported(source: Path, tmp_path: Path) -> Path:
+    target = tmp_path / "run.jsonl"
+    with open_reader(sqlite_url(source)) as reader:
+        report = export_jsonl(reader, RUN, target)
+    assert (report.groups, report.bytes_written) == (11, target.stat().st_size)
+    return target
+
+
+async def test_a_run_goes_from_store_to_store_byte_for_byte(exported: Path, tmp_path: Path) -> None:
+    on_file, on_server = sqlite_url(tmp_path / "file"), shared_server().fresh_url()
+    for number, url in enumerate((on_file, on_server)):
+        async with open_store(url) as store:
+            report = await import_jsonl(store, exported)
+        assert (report.run_id, report.groups, report.payloads, report.steps) == (RUN, 11, 7, 2)
+        again = tmp_path / f"again{number}.jsonl"
+        with open_reader(url) as reader:
+            assert audit(reader, RUN).violations == ()
+            export_jsonl(reader, RUN, again)
+        assert again.read_bytes() == exported.read_bytes()
+
+
+async def test_an_imported_run_goes_on_where_it_was(exported: Path) -> None:
+    store = MemoryStore()
+    await import_jsonl(store, exported, as_run=OTHER)
+    assert await store.read(lambda tx: tx.runs()) == [OTHER]
+    assert await store.read(lambda tx: tx.payload(OTHER, GroupId("task0@0"))) is not None
+    store = MemoryStore()
+    await import_jsonl(store, exported)
+    desk = Desk(store)
+    role = desk.take_role(1)
+    assert (role.epoch, role.last_decided, role.last_acknowledged) == (2, 3, 2)
+    for step in (2, 3):
+        assert desk.decide(step).manifest is not None
+        desk.acknowledge(step)
+    assert desk.audit().violations == ()
+
+
+async def test_an_exported_run_can_be_read_by_anybody(exported: Path) -> None:
+    lines = [json.loads(line) for line in exported.read_text().splitlines()]
+    assert lines[0]["kind"] == "run"
+    assert lines[-1] == {"kind": "end", "lines": len(lines) - 1}
+    group = next(line for line in lines if line["kind"] == "group" and line["record"]["group_id"] == "task0@0")
+    assert group["record"]["state"] == "durable"
+    assert [move["to_state"] for move in group["moves"]] == ["dispatched", "queued", "batched", "trained", "durable"]
+    assert [sample["reward"] for sample in group["samples"]] == [0.0, 1.0]
+    assert group["samples"][0]["sequences"][0] == {
+        "token_ids": [10, 11, 12],
+        "logprobs": [0.0, 0.0, -0.5],
+        "loss_mask": [False, False, True],
+        "versions": [-1, -1, 0],
+    }
+
+
+def _cut(lines: list[str]) -> list[str]:
+    return lines[:-3]
+
+
+def _tampered(lines: list[str]) -> list[str]:
+    return [line.replace('"payload":"', '"payload":"AAAA', 1) if '"kind":"group"' in line else line for line in lines]
+
+
+def _forgotten(lines: list[str]) -> list[str]:
+    at = next(at for at, line in enumerate(lines) if '"state":"queued"' in line)
+    return [*lines[:at], *lines[at + 1 : -1], f'{{"kind":"end","lines":{len(lines) - 2}}}']
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (_cut, "was cut short"),
+        (_tampered, "does not add up.*does not match its digest"),
+        (_forgotten, "does not add up"),
+        (lambda lines: lines[1:], "does not begin with a run"),
+        (lambda lines: ["{}", *lines], r"run\.jsonl:1: not a line of an exported ledger"),
+        (lambda lines: [*lines, lines[-1]], "something after the end"),
+        (lambda lines: [lines[0].replace('"format":1', '"format":7'), *lines[1:]], "has format 7"),
+        (lambda lines: [], "is empty"),
+    ],
+)
+async def test_a_file_that_is_not_whole_is_refused_and_leaves_no_trace(
+    exported: Path, harm: Callable[[list[str]], list[str]], message: str
+) -> None:
+    exported.write_text("".join(f"{line}\n" for line in harm(exported.read_text().splitlines())))
+    store = MemoryStore()
+    with pytest.raises(RunError, match=message):
+        await import_jsonl(store, exported)
+    assert await store.read(lambda tx: tx.runs()) == []
+
+
+async def test_a_run_that_is_there_is_not_written_over(exported: Path, source: Path) -> None:
+    async with open_store(sqlite_url(source)) as store:
+        with pytest.raises(RunError, match="has a run 'run-1' already"):
+            await import_jsonl(store, exported)
+        await import_jsonl(store, exported, as_run=OTHER)
+        assert sorted(await store.read(lambda tx: tx.runs())) == [OTHER, RUN]
+    with open_reader(sqlite_url(source)) as reader:
+        with pytest.raises(RunError, match="nothing is written over"):
+            export_jsonl(reader, RUN, exported)
+        with pytest.raises(RunError, match="has no run 'nobody'"):
+            export_jsonl(reader, RunId("nobody"), exported.with_name("none"))
+    assert not exported.with_name("none").exists()
+
+
+def test_a_run_becomes_parquet_with_one_row_a_group_and_one_a_sequence(source: Path, tmp_path: Path) -> None:
+    with open_reader(sqlite_url(source)) as reader:
+        report = export_parquet(reader, RUN, tmp_path / "parquet")
+    groups, sequences = (pq.read_table(file).to_pylist() for file in report.files)
+    assert (report.groups, report.rows) == (len(groups), len(sequences)) == (11, 14)
+    states = {group["group_id"]: (group["state"], group["step"]) for group in groups}
+    assert states["task0@0"] == ("durable", 1)
+    assert states["task4@0"] == ("batched", 3)
+    first = next(row for row in sequences if row["group_id"] == "task2@0" and row["sample"] == 1)
+    assert (first["reward"], first["token_ids"], first["versions"]) == (1.0, [10, 11, 12], [-1, -1, 0])
+    assert first["loss_mask"] == [False, False, True]
+
+
+def test_payloads_of_the_atropos_dialect_are_readable_too() -> None:
+    (first, second) = plain_samples(
+        b'{"tokens":[[1,2],[3]],"masks":[[-100,2],[3]],"scores":[0.5,1],"inference_logprobs":[[1.0,-0.5]],"env_id":3}'
+    )
+    assert (first.reward, first.sequences[0].token_ids, first.sequences[0].loss_mask) == (0.5, [1, 2], [False, True])
+    assert (first.sequences[0].logprobs, second.sequences[0].logprobs) == ([1.0, -0.5], None)
+
+
+async def test_compacting_lets_tokens_go_and_keeps_what_is_needed_to_resume(tmp_path: Path) -> None:
+    for url in (sqlite_url(tmp_path / "ledger"), shared_server().fresh_url()):
+        store = MemoryStore()
+        desk = Desk(store)
+        write_a_bit_of_everything(desk)
+
+        target = tmp_path / f"{len(url)}.jsonl"
+        export_jsonl(store, RUN, target)
+        async with open_store(url) as opened:
+            await import_jsonl(opened, target)
+            # Something to give back.
+            await opened.write(lambda tx: tx.put_payload(OTHER, GroupId("left behind"), random.randbytes(3_000_000)))
+            await opened.write(lambda tx: tx.delete_payload(OTHER, GroupId("left behind")))
+        with pytest.raises(RunError, match="the last durable checkpoint is of step 1"):
+            await compact(url, now=1.0, run_id=RUN, up_to_step=2)
+        report = await compact(url, now=1.0, run_id=RUN, up_to_step=1)
+        assert report.payloads_gone == 2
+        assert report.bytes_after < report.bytes_before - 2_000_000
+        with open_reader(url) as reader:
+            assert audit(reader, RUN).violations == ()
+            run = reader.read_now(lambda tx: tx.run(RUN))
+            assert run is not None
+            assert run.payload_floor == 1
+            kept = reader.read_now(lambda tx: [g.state for g in tx.each_group(RUN) if g.has_payload])
+        assert GroupState.DURABLE not in kept
+        assert len(kept) == 5
+
+
+async def test_a_ledger_without_a_run_can_be_compacted(tmp_path: Path) -> None:
+    report = await compact(sqlite_url(tmp_path), now=1.0)
+    assert report.payloads_gone == 0
+    run = RunRecord(run_id=RUN, settings=settings(), created_at=1.0)
+    async with open_store(sqlite_url(tmp_path)) as store:
+        await store.write(lambda tx: tx.put_run(run))
+    with pytest.raises(RunError, match="Name one"):
+        await compact(sqlite_url(tmp_path), now=1.0, up_to_step=1)
+
+
+def test_big_groups_can_be_spelt_out() -> None:
+    samples = plain_samples(encode_group(big_group("big")))
+    assert [len(sample.sequences[0].token_ids) for sample in samples] == [1024] * 8
