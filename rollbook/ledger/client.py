@@ -22,6 +22,7 @@ from rollbook.contracts.admission import (
     LedgerStatus,
     OpenReply,
     OwnerId,
+    PastDraw,
     Receipt,
     RunId,
     RunSettings,
@@ -73,6 +74,9 @@ class LedgerClient:
 
     async def progress(self) -> DrawProgress:
         return await self._call("GET", "/progress", None, DrawProgress)
+
+    async def outcomes(self, *, after: int, limit: int) -> list[PastDraw]:
+        return await self._call("GET", f"/outcomes?after={after}&limit={limit}", None, list[PastDraw])
 
     # ------------------------------------------------------------------ dispatchers
 

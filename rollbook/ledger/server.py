@@ -28,6 +28,8 @@ MEGABYTE = 1_000_000
 MOST_WAIT_S = 60.0
 """Longest long-poll: below the idle limits of common proxies."""
 
+DEFAULT_PAGE = 1000
+
 # First match wins, so the narrower class stands first.
 STATUS_OF: tuple[tuple[type[Exception], HTTPStatus], ...] = (
     (FencedError, HTTPStatus.CONFLICT),
@@ -49,6 +51,7 @@ def build_app(ledger: Ledger, config: LedgerConfig) -> web.Application:
     app.router.add_put("/v1/runs/{run}", routes.create_run)
     app.router.add_get("/v1/runs/{run}/status", routes.status)
     app.router.add_get("/v1/runs/{run}/progress", routes.progress)
+    app.router.add_get("/v1/runs/{run}/outcomes", routes.outcomes)
     for verb in _Routes.VERBS:
         app.router.add_post(f"/v1/runs/{{run}}/{verb}", getattr(routes, verb))
 
@@ -79,6 +82,14 @@ class _Routes:
 
     async def progress(self, request: web.Request) -> web.Response:
         return _reply_as_asked(request, await self._ledger.progress(_run(request)))
+
+    async def outcomes(self, request: web.Request) -> web.Response:
+        page = await self._ledger.outcomes(
+            _run(request),
+            after=_number_asked(request, "after", default=-1),
+            limit=_number_asked(request, "limit", default=DEFAULT_PAGE),
+        )
+        return _reply_as_asked(request, page)
 
     async def create_run(self, request: web.Request) -> web.Response:
         asked = await _body(request, wire.CreateRun)
@@ -200,6 +211,14 @@ class _Routes:
 
 def _run(request: web.Request) -> RunId:
     return RunId(request.match_info["run"])
+
+
+def _number_asked(request: web.Request, name: str, *, default: int) -> int:
+    text = request.query.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError as error:
+        raise RunError(f"{request.path}: {name}={text!r} is not a whole number") from error
 
 
 async def _body(request: web.Request, expected: type[M]) -> M:
