@@ -17,7 +17,7 @@ from rollbook.tasks.mastery import TaskMastery, TierProgress
 from rollbook.tasks.samplers import NEVER, Standing
 from rollbook.tasks.tiers import Tiers
 
-LATE_DRAWS = 2048
+LATE_DRAWS = 1024
 """A draw that is open for longer than this many later ones is not waited for: more than any gate lets run at the same time. Should
 its result come after all, it counts as of the day it comes."""
 
@@ -45,7 +45,8 @@ class MasteryRecord:
         self._current: dict[int, TaskMastery] = {}
         self._progress = TierProgress()
         self._kept: list[Result] = []
-        self._is_folded = True
+        self._num_folded = 0
+        self._is_in_order = True
         self._num_draws = np.zeros(count, dtype=np.int64)
         self._last_position = np.full(count, NEVER, dtype=np.int64)
         self._rate = np.zeros(count, dtype=np.float64)
@@ -63,12 +64,12 @@ class MasteryRecord:
 
     def add(self, result: Result) -> None:
         """Note a result; the next `fold` counts it."""
+        self._is_in_order &= bisect_left(self._kept, result) >= self._num_folded
         insort(self._kept, result)
-        self._is_folded = False
 
     @property
     def is_folded(self) -> bool:
-        return self._is_folded
+        return self._num_folded == len(self._kept)
 
     def is_kept(self, result: Result) -> bool:
         at = bisect_left(self._kept, result)
@@ -76,24 +77,26 @@ class MasteryRecord:
 
     def fold(self, *, open_from: int) -> None:
         """Bring mastery up to date: for good below `open_from`, where every draw is settled or given up; for now above it."""
-        touched = set(self._current)
-        num_settled = sum(result.position < open_from for result in self._kept)
+        touched: set[int] = set()
+        if not self._is_in_order:
+            touched |= set(self._current)
+            self._current, self._progress, self._num_folded = {}, self._settled_progress, 0
+            self._is_in_order = True
+        for result in self._kept[self._num_folded :]:
+            self._current[result.task] = self._after(self.mastery(result.task), result)
+            self._progress = self._progressed(self._progress, result)
+            touched.add(result.task)
+        num_settled = bisect_left(self._kept, open_from, key=lambda result: result.position)
         for result in self._kept[:num_settled]:
             self._settled[result.task] = self._after(self._settled.get(result.task, TaskMastery()), result)
             self._settled_progress = self._progressed(self._settled_progress, result)
-            touched.add(result.task)
         del self._kept[:num_settled]
-        self._current = {}
-        self._progress = self._settled_progress
-        for result in self._kept:
-            self._current[result.task] = self._after(self.mastery(result.task), result)
-            self._progress = self._progressed(self._progress, result)
-        for task in touched | set(self._current):
+        self._num_folded = len(self._kept)
+        for task in touched:
             mastery = self.mastery(task)
             self._rate[task] = mastery.rate(self._rules)
             self._is_graduated[task] = mastery.is_graduated
             self._reviews[task] = mastery.reviews
-        self._is_folded = True
 
     def mastery(self, task: int) -> TaskMastery:
         return self._current.get(task) or self._settled.get(task) or TaskMastery()
