@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import NewType
 
 from rollbook.contracts.freshness import FreshnessRule, GateCounts
-from rollbook.contracts.group import GroupId
+from rollbook.contracts.group import GroupId, GroupOutcome, GroupState
 from rollbook.contracts.policy import PublicationId
 from rollbook.contracts.task import TaskId
 
@@ -94,6 +94,22 @@ class DrawProgress:
     """Every position below this one is settled: batched, trained, durable or dropped."""
     settled_beyond: tuple[int, ...] = ()
     exhausted: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PastDraw:
+    """A draw that the ledger opened, and what came of it so far: what a curriculum is rebuilt from."""
+
+    group_id: GroupId
+    task_id: TaskId
+    number: int
+    """Of the draw, within its task."""
+    position: int | None
+    """None for a group that somebody submitted unasked."""
+    sequence: int
+    state: GroupState
+    outcome: GroupOutcome | None
+    """None while it is played, and for one that was dropped without having been scored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

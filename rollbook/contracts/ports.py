@@ -7,7 +7,7 @@ Rooms never import each other: each takes what it needs as an argument typed by 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from rollbook.contracts.admission import DrawProgress, LedgerStatus, OpenReply, OwnerId, Receipt
+from rollbook.contracts.admission import DrawProgress, LedgerStatus, OpenReply, OwnerId, PastDraw, Receipt
 from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainerRole, TrainingBatch
 from rollbook.contracts.environment import Observation
 from rollbook.contracts.group import DropReason, GroupId, GroupOutcome, PromptGroup
@@ -20,6 +20,13 @@ class TaskSource(Protocol):
 
     def rebuild(self, progress: DrawProgress) -> None:
         """Take up where the ledger stands. Called once, before the first `propose`."""
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether past draws matter one by one, and not only how far they got."""
+
+    def recall(self, past: Sequence[PastDraw]) -> None:
+        """Past draws in order of admission, page by page: after `rebuild`, and only where `needs_history`."""
 
     def propose(self, count: int) -> Sequence[Draw]:
         """Up to `count` draws that come next. Proposing again before `taken` gives the same ones. Empty: exhausted."""
@@ -91,6 +98,9 @@ class GroupSink(Protocol):
         """The source has no further draw, and all were opened."""
 
     async def progress(self) -> DrawProgress: ...
+
+    async def outcomes(self, *, after: int, limit: int) -> Sequence[PastDraw]:
+        """Draws whose admission sequence is above `after`, in its order, at most `limit`. -1 begins; an empty answer ends."""
 
     async def status(self) -> LedgerStatus: ...
 

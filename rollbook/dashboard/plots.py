@@ -1,6 +1,6 @@
-"""The pictures of a run: reward and solve rate, lag against its budget, and the timeline. The only door to matplotlib."""
+"""The pictures of a run: reward and solve rate, lag against its budget, the timeline, mastery. The only door to matplotlib."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from rollbook.dashboard.figures import StepFigures, overlap_ratio, smoothed
+from rollbook.dashboard.mastery import MasteryPoint, read_mastery
 from rollbook.dashboard.queries import read_steps
 from rollbook.dashboard.timeline import Intervals, read_intervals
 
@@ -23,6 +24,8 @@ LANES = (
     ("weight sync", "trainer.publish", "#7d5ba6"),
 )
 GROUPS_SPAN = "rollout.group"
+# Tiers from the easiest on; more than these begin again.
+TIERS = ("#2f8f5b", "#3b6ea8", "#d9a441", "#b3382c", "#7d5ba6")
 # The timeline is about 1,400 pixels wide: what is closer than one of them is drawn as one.
 TIMELINE_PIXELS = 1400
 # Below the whole run, this part of it from its middle: there single steps can be told apart.
@@ -30,13 +33,18 @@ CLOSE_UP_STEPS = 12
 
 
 def draw_plots(run_dir: Path, out: Path, *, lag_budget: int) -> list[Path]:
-    """Draw every picture of the run in `run_dir` into the folder `out`. A run without steps gives empty, labelled axes."""
+    """Draw every picture of the run in `run_dir` into the folder `out`. A run without steps gives empty, labelled axes.
+
+    Mastery is drawn when there is some: a run without a curriculum has none.
+    """
     out.mkdir(parents=True, exist_ok=True)
     steps = read_steps(run_dir)
+    mastery = read_mastery(run_dir)
     return [
         _save(_reward_and_solved(steps), out / "reward_and_solved.png"),
         _save(_lag(steps, lag_budget), out / "lag.png"),
         _save(_timeline(run_dir, steps), out / "timeline.png"),
+        *([_save(_mastery(mastery), out / "mastery.png")] if mastery else []),
     ]
 
 
@@ -71,6 +79,26 @@ def _lag(steps: Sequence[StepFigures], budget: int) -> Figure:
     axes.set_ylim(-0.1, top * 1.25 + 0.5)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(loc="upper right", frameon=False, ncols=3)
+    return figure
+
+
+def _mastery(tiers: Mapping[str, Sequence[MasteryPoint]]) -> Figure:
+    figure, (rates, graduated) = _canvas("Mastery by tier", heights=(1.4, 1.4))
+    for at, (name, points) in enumerate(tiers.items()):
+        colour = TIERS[at % len(TIERS)]
+        draws = [point.draws for point in points]
+        rates.plot(draws, _nan([point.rate for point in points]), color=colour, linewidth=1.8, label=name)
+        shares = [point.graduated_share for point in points]
+        graduated.step(draws, shares, where="post", color=colour, linewidth=1.8, label=name)
+        opened = next((point.draws for point in points if point.is_open), None)
+        if at > 0 and opened is not None:
+            rates.axvline(opened, color=colour, linewidth=1, linestyle=":")
+    rates.set_title("success rate of the drawn tasks (dotted: the tier opens)", loc="left", fontsize=9, color=INK)
+    graduated.set_title("graduated tasks", loc="left", fontsize=9, color=INK)
+    graduated.set_xlabel("draws")
+    for axes in (rates, graduated):
+        axes.set_ylim(-0.02, 1.04)
+    rates.legend(loc="best", frameon=False, ncols=len(TIERS))
     return figure
 
 

@@ -24,6 +24,7 @@ from rollbook.contracts.admission import (
     LedgerStatus,
     OpenReply,
     OwnerId,
+    PastDraw,
     Receipt,
     RunId,
     RunSettings,
@@ -114,6 +115,9 @@ class LedgerClient:
 
     async def producers(self) -> tuple[wire.ProducerView, ...]:
         return await self._call("GET", "/producers", None, tuple[wire.ProducerView, ...])
+
+    async def outcomes(self, *, after: int, limit: int) -> list[PastDraw]:
+        return await self._call("GET", f"/outcomes?from={after + 1}&limit={limit}", None, list[PastDraw])
 
     # ------------------------------------------------------------------ dispatchers
 

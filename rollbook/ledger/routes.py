@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from rollbook.contracts.admission import DrawProgress, LedgerStatus, OpenReply
+from rollbook.contracts.admission import DrawProgress, LedgerStatus, OpenReply, PastDraw
 from rollbook.contracts.batch import BatchManifest, TrainerRole
 from rollbook.contracts.policy import Publication
 from rollbook.ledger import wire
@@ -69,6 +69,7 @@ def _verb(
 
 STATE = Query(name="state", type=str, meaning="only groups in this state")
 LIMIT = Query(name="limit", type=int, meaning="at most this many (100; 1000 at most)")
+FROM = Query(name="from", type=int, meaning="the first admission sequence (0)")
 OFFSET = Query(name="offset", type=int, meaning="leave out this many first")
 
 ROUTES: tuple[Route, ...] = (
@@ -105,6 +106,13 @@ ROUTES: tuple[Route, ...] = (
         "progress",
         "Which draws were opened and settled: what a cursor is rebuilt from.",
         DrawProgress,
+    ),
+    _get(
+        "/v1/runs/{run}/outcomes",
+        "outcomes",
+        "What came of the draws, in order of admission: what a curriculum is rebuilt from.",
+        list[PastDraw],
+        query=(FROM, LIMIT),
     ),
     _get("/v1/runs/{run}/audit", "audit", "Does the record add up? Reads the whole run.", wire.AuditView),
     _get(

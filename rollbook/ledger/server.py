@@ -188,6 +188,14 @@ class NativeRoutes:
 
     # ------------------------------------------------------------------ runs and producers
 
+    async def outcomes(self, request: web.Request) -> web.Response:
+        page = await self._ledger.outcomes(
+            _run(request),
+            after=_number(request, "from", 0, most=wire.LARGEST) - 1,
+            limit=_number(request, "limit", MOST_LISTED, most=MOST_LISTED),
+        )
+        return reply(request, page, json_by_default=True)
+
     async def create_run(self, request: web.Request) -> web.Response:
         asked = await self._bodies.read(request, wire.CreateRun)
         await self._ledger.create_run(_run(request), asked.settings)

@@ -18,6 +18,7 @@ from rollbook.contracts.admission import (
     LedgerStatus,
     OpenReply,
     OwnerId,
+    PastDraw,
     Receipt,
     RunId,
     RunSettings,
@@ -31,7 +32,7 @@ from rollbook.ledger.bell import Bell
 from rollbook.ledger.config import LedgerConfig
 from rollbook.ledger.group_frame import decode_group, encode_group, payload_digest
 from rollbook.ledger.records import GroupRecord, MoveRecord, ProducerRecord, PublicationRecord, StepRecord
-from rollbook.ledger.rules import batches, gate, groups, lineage, producers, runs, trainer
+from rollbook.ledger.rules import batches, gate, groups, lineage, outcomes, producers, runs, trainer
 from rollbook.ledger.rules.book import RunBook, find_run, opened_book
 from rollbook.ledger.rules.groups import Submission
 from rollbook.ledger.store import Store, Transaction
@@ -79,6 +80,10 @@ class Ledger:
 
     async def progress(self, run_id: RunId) -> DrawProgress:
         return await self._store.read(lambda tx: runs.progress(tx, run_id))
+
+    async def outcomes(self, run_id: RunId, *, after: int, limit: int) -> list[PastDraw]:
+        """A page of past draws, in order of admission."""
+        return await self._store.read(lambda tx: outcomes.outcomes(tx, run_id, after=after, limit=limit))
 
     # ------------------------------------------------------------------ dispatchers
 

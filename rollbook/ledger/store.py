@@ -84,6 +84,9 @@ class Transaction(Protocol):
     def groups(self, run_id: RunId, state: GroupState | None, limit: int, offset: int) -> list[GroupRecord]:
         """By sequence, for people."""
 
+    def groups_after(self, run_id: RunId, sequence: int, limit: int) -> list[GroupRecord]:
+        """Those with a higher sequence, lowest first: a page of history costs its length, wherever it begins."""
+
     def each_group(self, run_id: RunId) -> Iterator[GroupRecord]:
         """Every group, by id."""
 

@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from rollbook.concurrency.clock import Clock, SystemClock
@@ -37,6 +38,8 @@ EMPTY_PAUSE_S = 0.05
 TICK_S = 1.0
 SUBMITTERS = 8
 """Groups on their way to the ledger at the same time: enough to hide its latency, few enough not to crowd it."""
+HISTORY_PAGE = 1000
+"""Past draws in one answer: some hundred kilobytes."""
 LAST_LANDINGS_S = 2.0
 """When the run is over: how long groups that are just being stored are waited for, so that they are counted too."""
 
@@ -103,6 +106,8 @@ class Dispatcher:
         """Play until the ledger says that the run is over. Raises `RunError` where a person must act."""
         owner = await self._ask("join", lambda: self._sink.join(self._name))
         self._tasks.rebuild(await self._ask("progress", self._sink.progress))
+        if self._tasks.needs_history:
+            await self._recall()
         try:
             async with asyncio.TaskGroup() as group:
                 background = [
@@ -124,6 +129,13 @@ class Dispatcher:
             for flight in self._flights.values():
                 flight.timer.cancel()
             self._measure()
+
+    async def _recall(self) -> None:
+        """Tell the task source its past, page by page: a long one is never held at once."""
+        after = -1
+        while past := await self._ask("outcomes", partial(self._sink.outcomes, after=after, limit=HISTORY_PAGE)):
+            self._tasks.recall(past)
+            after = past[-1].sequence
 
     async def _keep_groups_in_flight(self, owner: OwnerId) -> None:
         """Open groups whenever there is a slot for them.

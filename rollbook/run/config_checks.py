@@ -76,11 +76,9 @@ def _every_episode_has_a_world(parts: Parts) -> Faults:
 
 def _the_run_ends(parts: Parts) -> Faults:
     match parts.get("trainer"), parts.get("tasks"):
-        case TrainerConfig(max_steps=None), TasksConfig(epochs=None):
-            yield (
-                "trainer.max_steps",
-                "is not set and tasks.epochs is endless: this run would never end; set one of them",
-            )
+        case TrainerConfig(max_steps=None), TasksConfig(is_endless=True) as tasks:
+            end = "tasks.epochs" if tasks.order == "cursor" else "tasks.curriculum.draws"
+            yield ("trainer.max_steps", f"is not set and {end} is endless: this run would never end; set one of them")
 
 
 def _schedules_know_their_length(parts: Parts) -> Faults:

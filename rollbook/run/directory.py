@@ -5,6 +5,7 @@ ledger/             the durable truth                 model/        initial weig
 checkpoints/        what a resume starts from         weights/      the newest publications
 metrics.jsonl       one dense row a tick              spans/ logs/  one file a process
 plots/              drawn at the end                  lock          held by the one `train` that runs here
+mastery.jsonl       of a curriculum, over time
 """
 
 import fcntl
@@ -73,6 +74,10 @@ class RunDirectory:
     @property
     def metrics_file(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def mastery_file(self) -> Path:
+        return self.path / "mastery.jsonl"
 
     @property
     def plots(self) -> Path:

@@ -1,1 +1,1 @@
-"""WHAT TO DO NEXT: datasets, cursor."""
+"""WHAT TO DO NEXT: datasets, cursor, curriculum."""

@@ -1,8 +1,10 @@
 """What an operator may set about tasks: where they come from and in which order they are drawn."""
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
+
+from rollbook.tasks.curriculum_config import CurriculumConfig
 
 
 class TasksConfig(BaseModel, frozen=True, extra="forbid"):
@@ -15,18 +17,51 @@ class TasksConfig(BaseModel, frozen=True, extra="forbid"):
     id_field: str = Field(default="id", min_length=1)
     """The field of a row that holds its lasting id. A row without it gets a digest of its content."""
 
+    split: str | None = Field(default=None, min_length=1)
+    """Only rows of this split are drawn (`train`); every row must then say its own. Without it all rows are."""
+
+    split_field: str = Field(default="split", min_length=1)
+    """The field of a row that names its split."""
+
+    order: Literal["cursor", "curriculum"] = "cursor"
+    """`cursor`: epoch by epoch. `curriculum`: by what came of earlier draws, see `[tasks.curriculum]`."""
+
     epochs: int | None = Field(default=None, ge=1)
-    """How often every task is drawn. Without it the source is endless, and the run ends by its number of steps."""
+    """How often every task is drawn. Without it the source is endless, and the run ends by its number of steps. A curriculum has
+    no epochs."""
 
     shuffle: bool = True
-    """Draw each epoch in an order of its own. Otherwise in the order of the source."""
+    """Draw each epoch in an order of its own. Otherwise in the order of the source. A curriculum does not shuffle."""
 
     seed: int = 0
-    """Of the shuffle; epoch e is shuffled by (seed, e)."""
+    """Of the shuffle; epoch e is shuffled by (seed, e). In a curriculum, of the choice among equals."""
+
+    curriculum: CurriculumConfig = Field(default_factory=CurriculumConfig)
 
     @property
     def is_function(self) -> bool:
         return not self.source.endswith(".jsonl")
+
+    @property
+    def is_endless(self) -> bool:
+        return (self.epochs if self.order == "cursor" else self.curriculum.draws) is None
+
+    @model_validator(mode="after")
+    def _every_field_is_read(self) -> "TasksConfig":
+        # By value: a resolved config, which names every field, must load again.
+        if self.split is None and self.split_field != "split":
+            raise ValueError(
+                f"split_field = {self.split_field!r} is read only when split is set; set it or remove this"
+            )
+        if self.order == "cursor" and self.curriculum != CurriculumConfig():
+            raise ValueError('curriculum is read only with order = "curriculum"; set that or remove the table')
+        if self.order == "curriculum" and self.epochs is not None:
+            raise ValueError("epochs is read by the cursor only; a curriculum ends by curriculum.draws or never")
+        if self.order == "curriculum" and not self.shuffle:
+            raise ValueError(
+                'shuffle is read by the cursor only; for the order of the source set curriculum.sampler = "sequential"'
+            )
+        return self
 
     @model_validator(mode="after")
     def _source_is_one_of_two_kinds(self) -> "TasksConfig":

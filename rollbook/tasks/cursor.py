@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rollbook.contracts.admission import DrawProgress
+from rollbook.contracts.admission import DrawProgress, PastDraw
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId, GroupOutcome
 from rollbook.contracts.task import Draw, Task, TaskId
@@ -69,6 +69,13 @@ class CursorDataLoader:
         open_below = range(progress.settled_below, progress.opened_below)
         self._unsettled = {p for p in (*open_below, *opened) if p not in settled and p >= progress.settled_below}
         self._proposed.clear()
+
+    @property
+    def needs_history(self) -> bool:
+        return False
+
+    def recall(self, past: Sequence[PastDraw]) -> None:
+        """The order of a cursor does not depend on what came of its draws."""
 
     def propose(self, count: int) -> Sequence[Draw]:
         while len(self._proposed) < count:

@@ -34,7 +34,23 @@ def load_tasks(config: TasksConfig, *, base_dir: Path) -> tuple[Task, ...]:
     tasks = tuple(_with_ids(rows, id_field=config.id_field))
     if not tasks:
         raise DatasetError(f"{config.source} has no tasks; at least one row is needed")
-    return tasks
+    return tasks if config.split is None else _of_split(tasks, config.split, config)
+
+
+def _of_split(tasks: tuple[Task, ...], split: str, config: TasksConfig) -> tuple[Task, ...]:
+    """After the ids are given: a task has the same one whichever split is loaded."""
+    field = config.split_field
+    without = next((task.id for task in tasks if not isinstance(task.row.get(field), str)), None)
+    if without is not None:
+        raise DatasetError(
+            f"{config.source}: task {without!r} has no text in field {field!r}, so it is in no split; "
+            f"name one in each row, or remove tasks.split"
+        )
+    chosen = tuple(task for task in tasks if task.row[field] == split)
+    if not chosen:
+        known = ", ".join(sorted({str(task.row[field]) for task in tasks}))
+        raise DatasetError(f"{config.source}: no task is of split {split!r}; there are: {known}")
+    return chosen
 
 
 def content_digest(row: Mapping[str, Any]) -> str:

@@ -106,6 +106,7 @@ def test_contracts_need_nothing_but_the_standard_library_and_numpy() -> None:
     "process", ["rollbook.run.processes.ledger_server", "rollbook.run.processes.rollout", "rollbook.cli.main"]
 )
 def test_processes_that_do_not_learn_start_without_torch(process: str) -> None:
-    code = f"import sys, {process}; print(*sorted({{'torch', 'transformers', 'matplotlib', 'psycopg', 'pyarrow'}} & set(sys.modules)))"
+    heavy = {"torch", "transformers", "matplotlib", "psycopg", "pyarrow"}
+    code = f"import sys, {process}; print(*sorted({heavy!r} & set(sys.modules)))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert loaded == []

@@ -11,11 +11,12 @@ from rollbook.contracts.admission import (
     LedgerStatus,
     OpenReply,
     OwnerId,
+    PastDraw,
     Receipt,
     RunId,
 )
 from rollbook.contracts.freshness import GateCounts
-from rollbook.contracts.group import DropReason, GroupId, GroupOutcome, PromptGroup, group_id
+from rollbook.contracts.group import DropReason, GroupId, GroupOutcome, GroupState, PromptGroup, group_id
 from rollbook.contracts.policy import PublicationId
 from rollbook.contracts.task import Draw
 
@@ -180,6 +181,22 @@ class MemorySink:
             settled_beyond=tuple(p for p in sorted(settled) if p >= settled_below),
             exhausted=self.was_exhausted,
         )
+
+    async def outcomes(self, *, after: int, limit: int) -> list[PastDraw]:
+        past = [
+            PastDraw(
+                group_id=gid,
+                task_id=row.draw.task_id,
+                number=row.draw.number,
+                position=row.draw.position,
+                sequence=row.sequence,
+                state=GroupState(row.state) if row.state in ("queued", "dropped") else GroupState.DISPATCHED,
+                outcome=row.outcome,
+            )
+            for gid, row in self.rows.items()
+            if row.sequence > after
+        ]
+        return sorted(past, key=lambda draw: draw.sequence)[:limit]
 
     async def status(self) -> LedgerStatus:
         counts = GateCounts(leased=self._leased(), queued=sum(row.state == "queued" for row in self.rows.values()))

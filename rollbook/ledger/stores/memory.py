@@ -148,6 +148,10 @@ class MemoryTransaction:
         chosen = (g for g in self._tables.groups.values() if g.run_id == run_id and state in (None, g.state))
         return sorted(chosen, key=lambda g: g.sequence)[offset : offset + limit]
 
+    def groups_after(self, run_id: RunId, sequence: int, limit: int) -> list[GroupRecord]:
+        later = (g for g in self._tables.groups.values() if g.run_id == run_id and g.sequence > sequence)
+        return sorted(later, key=lambda g: g.sequence)[:limit]
+
     def each_group(self, run_id: RunId) -> Iterator[GroupRecord]:
         chosen = [g for g in self._tables.groups.values() if g.run_id == run_id]
         return iter(sorted(chosen, key=lambda g: g.group_id.encode()))

@@ -128,6 +128,9 @@ class SqlTransaction:
             return self._groups("TRUE ORDER BY sequence LIMIT ? OFFSET ?", run_id, limit, offset)
         return self._groups("state = ? ORDER BY sequence LIMIT ? OFFSET ?", run_id, state, limit, offset)
 
+    def groups_after(self, run_id: RunId, sequence: int, limit: int) -> list[GroupRecord]:
+        return self._groups("sequence > ? ORDER BY sequence LIMIT ?", run_id, sequence, limit)
+
     def each_group(self, run_id: RunId) -> Iterator[GroupRecord]:
         rows = self._each(GROUPS.select + "WHERE run_id = ? ORDER BY group_id", (run_id,))
         return (GROUPS.record(row) for row in rows)

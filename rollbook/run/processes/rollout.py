@@ -10,18 +10,17 @@ from rollbook.rollout.metrics import ROLLOUT_METRICS
 from rollbook.rollout.recipe import WorkerRecipe
 from rollbook.run.child import RoleContext
 from rollbook.run.model_location import model_location
-from rollbook.tasks.cursor import CursorDataLoader
 from rollbook.tasks.dataset import load_tasks
+from rollbook.tasks.source import build_source
 from rollbook.telemetry.metrics import MetricRecorder
 
 
 async def main(context: RoleContext) -> str:
     config = context.loaded.config
-    tasks = CursorDataLoader(
+    tasks = build_source(
+        config.tasks,
         load_tasks(config.tasks, base_dir=context.loaded.source_dir),
-        epochs=config.tasks.epochs,
-        shuffle=config.tasks.shuffle,
-        seed=config.tasks.seed,
+        mastery_file=context.directory.mastery_file,
     )
     async with open_ledger_client(
         context.addresses["ledger"], RunId(config.run.name), request_s=config.ledger.request_s, log=context.log

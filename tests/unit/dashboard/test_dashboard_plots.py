@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from matplotlib.image import imread
 
+from rollbook.dashboard.mastery import read_mastery
 from rollbook.dashboard.plots import draw_plots
 from tests.parts.dashboard_run_dir import append_rows, trainer_row, write_run
 
@@ -45,3 +46,37 @@ def test_drawing_again_replaces_the_pictures(tmp_path: Path) -> None:
     draw_plots(tmp_path, tmp_path / "plots", lag_budget=1)
     assert (tmp_path / "plots" / NAMES[0]).read_bytes() != before
     assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == sorted(NAMES)
+
+
+def test_mastery_is_drawn_for_a_run_with_a_curriculum_and_only_then(tmp_path: Path) -> None:
+    write_run(tmp_path, steps=3)
+    assert len(draw_plots(tmp_path, tmp_path / "plots", lag_budget=1)) == 3
+    append_rows(tmp_path / "mastery.jsonl", *(mastery_row(draws) for draws in range(1, 200, 5)))
+    with (tmp_path / "mastery.jsonl").open("a") as file:
+        file.write('{"draws": 300, "tiers": [{"na')
+    drawn = draw_plots(tmp_path, tmp_path / "plots", lag_budget=1)
+    assert [path.name for path in drawn] == [*NAMES, "mastery.png"]
+    assert colours(drawn[-1]) > 10
+
+
+def test_mastery_is_read_by_tier_and_a_repeated_moment_counts_once(tmp_path: Path) -> None:
+    append_rows(tmp_path / "mastery.jsonl", mastery_row(60), mastery_row(10), mastery_row(60), {"draws": "odd"})
+    tiers = read_mastery(tmp_path)
+    assert list(tiers) == ["easy", "hard"]
+    assert [(point.draws, point.is_open) for point in tiers["hard"]] == [(10, False), (60, True)]
+    assert tiers["easy"][1].graduated_share == 0.6
+    assert tiers["hard"][0].rate is None
+
+
+def mastery_row(draws: int) -> dict[str, object]:
+    """Two tiers; the second opens after 50 draws."""
+    done = min(1.0, draws / 100)
+    is_open = draws > 50
+    return {
+        "time": float(draws),
+        "draws": draws,
+        "tiers": [
+            {"name": "easy", "open": True, "tasks": 10, "drawn": 10, "graduated": round(10 * done), "rate": done},
+            {"name": "hard", "open": is_open, "tasks": 4, "drawn": 2, "graduated": 0, "rate": 0.2 if is_open else None},
+        ],
+    }
