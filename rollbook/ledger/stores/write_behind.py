@@ -122,11 +122,10 @@ class WriteBehind(SqlTransaction):
         if is_about_kept:
             self._write(self._commit)
             self._commit = Kept()
+            self._wrote |= not self._operation.is_empty
             self._write(self._operation)
             self._operation = Kept()
-            self._wrote = True
-        elif not sql.startswith("SELECT"):
-            self._wrote = True
+        self._wrote |= not sql.startswith("SELECT")
 
     def _write(self, kept: Kept) -> None:
         kept.write(self._file)
