@@ -54,8 +54,10 @@ class BodyReader:
 
     async def read(self, request: web.Request, expected: type[M]) -> M:
         """The message in a request. Its form is what the content type says."""
-        is_json = request.content_type == wire.JSON_CONTENT_TYPE
-        if not is_json and request.content_type != wire.CONTENT_TYPE:
+        # The plain header first: taking it apart costs more than all else here.
+        is_plain = request.headers.get("Content-Type") == wire.CONTENT_TYPE
+        is_json = not is_plain and request.content_type == wire.JSON_CONTENT_TYPE
+        if not is_plain and not is_json and request.content_type != wire.CONTENT_TYPE:
             raise UnreadableBodyError(
                 f"the body is {request.content_type}; send {wire.CONTENT_TYPE}, or {wire.JSON_CONTENT_TYPE}"
             )

@@ -220,7 +220,7 @@ class LedgerClient:
                         f"run {self._run_id}: the payload of group {entry.group_id} in batch {manifest.step} does not "
                         "match its digest: the ledger's file is damaged"
                     )
-                groups.append(decode_group(payload))
+                groups.append(decode_group(payload, entry.group_id))
             return tuple(groups)
 
         return await self._request("POST", "/payloads", asked, read)

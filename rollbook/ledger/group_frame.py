@@ -16,7 +16,9 @@ from rollbook.contracts.group import GroupId, PromptGroup
 from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import EndReason, RolloutSample, TokenRow, TurnMark
+from rollbook.ledger.atropos.transcoding import is_atropos_json, transcode
 
+NAMELESS = GroupId("atropos@0")
 FORMAT = 2
 RUN_FIELDS = 3
 
@@ -129,7 +131,10 @@ def encode_group(group: PromptGroup) -> bytes:
         ) from error
 
 
-def decode_group(payload: bytes) -> PromptGroup:
+def decode_group(payload: bytes, group_id: GroupId | None = None) -> PromptGroup:
+    """A stored group, in whichever dialect it came. A native one knows its id; one that was posted as JSON is told."""
+    if is_atropos_json(payload):
+        return transcode(payload, group_id or NAMELESS)
     try:
         frame = _DECODER.decode(payload)
         return PromptGroup(

@@ -215,7 +215,8 @@ class Ledger:
         decided = await self.decide(run_id, step, epoch=epoch, wait_s=wait_s)
         if not isinstance(decided, BatchManifest):
             return decided
-        stored = [decode_group(payload) async for payload in self.payloads(run_id, decided)]
+        payloads = [payload async for payload in self.payloads(run_id, decided)]
+        stored = (decode_group(body, entry.group_id) for entry, body in zip(decided.entries, payloads, strict=True))
         return TrainingBatch(manifest=decided, groups=tuple(stored))
 
     async def acknowledge(self, run_id: RunId, step: int, weights_digest: str, *, epoch: int) -> AckReceipt:
@@ -257,7 +258,7 @@ class Ledger:
         )
         if record is None:
             raise RunError(f"run {run_id}: there is no group {group_id}")
-        return record, None if payload is None else decode_group(payload)
+        return record, None if payload is None else decode_group(payload, group_id)
 
     async def history(self, run_id: RunId, group_id: GroupId) -> list[MoveRecord]:
         return await self._look(run_id, lambda tx: tx.moves(run_id, group_id))

@@ -50,7 +50,7 @@ class RunRecordReader:
                     f"run {self.run_id} has no group {group_id!r}; `rollbook inspect RUN --groups` lists them"
                 )
             body = tx.payload(self.run_id, group_id)
-            return record, None if body is None else decode_group(body), tx.moves(self.run_id, group_id)
+            return record, None if body is None else decode_group(body, group_id), tx.moves(self.run_id, group_id)
 
         return self.reader.read_now(look)
 
@@ -72,7 +72,12 @@ class RunRecordReader:
                 f"run {self.run_id}: tokens of batch {step} are no longer kept; set ledger.keep_payloads = true to replay a run"
             )
         return TrainingBatch(
-            manifest=record.manifest, groups=tuple(decode_group(body) for body in bodies if body is not None)
+            manifest=record.manifest,
+            groups=tuple(
+                decode_group(body, entry.group_id)
+                for entry, body in zip(record.manifest.entries, bodies, strict=True)
+                if body is not None
+            ),
         )
 
 

@@ -45,11 +45,8 @@ def is_kept(tx: Transaction, answer: str) -> bool:
 def moments(entries: list[Entry], count: int, rng: random.Random) -> set[int]:
     """Right after an answer, where nothing may be left to luck, and anywhere else."""
     answered = [at for at, entry in enumerate(entries, start=1) if entry.path.name == "answered" and entry.kind == "w"]
-    return {
-        *rng.sample(answered, count // 2),
-        *rng.sample(range(1, len(entries) + 1), count - count // 2),
-        len(entries),
-    }
+    chosen = set(rng.sample(answered, min(len(answered), count // 2)))
+    return chosen | set(rng.sample(range(1, len(entries) + 1), min(len(entries), count - len(chosen)))) | {len(entries)}
 
 
 async def cut_again_and_again(directory: Path, durability: Durability, cuts: int, seed: int) -> dict[str, int]:

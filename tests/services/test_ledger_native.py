@@ -13,8 +13,9 @@ import pytest
 
 from rollbook.contracts.admission import LedgerStatus, Receipt, RunId
 from rollbook.contracts.batch import AckReceipt, TrainingBatch
-from rollbook.contracts.errors import FencedError, RunError
+from rollbook.contracts.errors import FencedError, RunError, TransientError
 from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupState
+from rollbook.ledger.asking import audit_at, explain_at
 from rollbook.ledger.client import LedgerClient, open_ledger_client
 from rollbook.ledger.config import LedgerConfig, LedgerServerConfig
 from rollbook.ledger.serve import allow_many_connections, listening_socket, serve_ledger, url_of
@@ -245,6 +246,23 @@ async def test_the_audit_and_the_groups_are_read_over_http(url: str) -> None:
         assert (report.ok, report.opened, report.law["batched"], report.law["queued"]) == (True, 3, 2, 1)
         assert [group.group_id for group in await client.groups(GroupState.QUEUED)] == ["t2@0"]
         assert len(await client.groups(limit=2, offset=1)) == 2
+
+
+async def test_the_command_line_asks_a_ledger_over_http(url: str) -> None:
+    async with client_of(url) as client, client_of(url, RunId("other")) as other:
+        await client.create_run(settings())
+        await other.create_run(settings())
+        await send(client, "a")
+    assert [(report.run_id, report.ok) for report in await asyncio.to_thread(audit_at, url)] == [
+        (RUN, True),
+        ("other", True),
+    ]
+    [one] = await asyncio.to_thread(audit_at, f"{url}/v1/runs/{RUN}")
+    assert (one.run_id, one.opened) == (RUN, 1)
+    life = await asyncio.to_thread(explain_at, url, RUN, GroupId("a@0"))
+    assert life.sentences[-1] == "It waits in the queue for batch 1 or a later one."
+    with pytest.raises(TransientError, match="cannot be reached"):
+        await asyncio.to_thread(audit_at, "http://127.0.0.1:1")
 
 
 def drive(client: SyncLedgerClient) -> None:

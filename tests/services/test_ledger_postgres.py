@@ -320,3 +320,21 @@ async def test_a_store_of_unknown_kind_is_refused() -> None:
         with pytest.raises(RunError, match=message):
             async with open_store(url):
                 pass
+
+
+async def test_looking_around_costs_no_flush(url: str) -> None:
+    async with replica(url) as ledger:
+        epoch = await started(ledger)
+
+        def last_commit() -> str:
+            with psycopg.connect(url) as db:
+                row = db.execute("SELECT number FROM replica_commits").fetchone()
+                assert row is not None
+                return str(row[0])
+
+        before = last_commit()
+        for _ in range(5):
+            assert await ledger.decide(RUN, 1, epoch=epoch, wait_s=0) is None
+        assert last_commit() == before
+        await submit(ledger, "a")
+        assert last_commit() != before

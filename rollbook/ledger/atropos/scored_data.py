@@ -126,6 +126,8 @@ def _plain_group(found: _Envelope) -> PostedGroup:
     if lengths != mask_lengths:
         raise _NotPlainError
     parts: dict[str, bytes] = {"tokens": tokens, "masks": masks, "scores": msgspec.json.encode(found.scores)}
+    if found.env_id is not None and abs(found.env_id) > LARGEST_INT:
+        raise _NotPlainError
     if found.env_id is not None:
         parts["env_id"] = b"%d" % found.env_id
     for name in _PER_TOKEN:

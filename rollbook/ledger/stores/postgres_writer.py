@@ -26,7 +26,7 @@ from rollbook.ledger.stores.postgres_connection import (
     verdict,
 )
 from rollbook.ledger.stores.postgres_schema import migrate, prepare_commit_numbers
-from rollbook.ledger.stores.write_behind import MustRedoError, WriteBehind
+from rollbook.ledger.stores.write_behind import Kept, MustRedoError, WriteBehind
 
 T = TypeVar("T")
 
@@ -64,9 +64,20 @@ def patiently(work: Callable[[], T], *, patience_s: float, where: str) -> T:
 
 
 class PostgresWriteBehind(WriteBehind):
+    """Knows, beside what it writes, whether it wrote anything at all: a look around needs no flush."""
+
     def __init__(self, db: PostgresConnection) -> None:
         super().__init__(db, {})
         self._session = db
+        self.has_written = False
+
+    def before(self, sql: str) -> None:
+        super().before(sql)
+        self.has_written |= not sql.startswith("SELECT")
+
+    def _write(self, kept: Kept) -> None:
+        self.has_written |= not kept.is_empty
+        super()._write(kept)
 
     def _each(self, sql: str, parameters: Sequence[Any]) -> Iterable[Any]:
         self.before(sql)
@@ -164,7 +175,7 @@ class PostgresWriter:
                 db = self._connected()
                 self._begin(db)
                 try:
-                    self._write(db, operations)
+                    has_written = self._write(db, operations)
                 except MustRedoError:
                     db.execute("ROLLBACK")
                     raise
@@ -173,10 +184,13 @@ class PostgresWriter:
         except BaseException:
             self.close()  # and with the session goes its transaction
             raise
-        self._finish(db)
+        self._finish(db, has_written=has_written)
 
-    def _write(self, db: PostgresConnection, operations: list[Operation]) -> None:
-        """Everything but the commit. A run's record is read anew each time: another replica may have changed it."""
+    def _write(self, db: PostgresConnection, operations: list[Operation]) -> bool:
+        """Everything but the commit. A run's record is read anew each time: another replica may have changed it.
+
+        False: there is nothing to commit.
+        """
         tx = PostgresWriteBehind(db)
         for operation in operations:
             tx.begin()
@@ -194,17 +208,21 @@ class PostgresWriter:
             tx.end()
             operation.announced = tx.announced
         tx.finish()
-        for run_id in sorted(set().union(*(operation.announced for operation in operations))):
+        announced = sorted(set().union(*(operation.announced for operation in operations)))
+        for run_id in announced:
             db.execute("SELECT pg_notify(?, ?)", (self.channel, run_id))
+        if not tx.has_written and not announced:
+            return False
         db.execute(NUMBER_A_COMMIT, (self._replica, self._num_commits))
+        return True
 
-    def _finish(self, db: PostgresConnection) -> None:
+    def _finish(self, db: PostgresConnection, *, has_written: bool) -> None:
         try:
             with explained(self.where):
                 db.execute("COMMIT")
         except LostConnectionError as error:
             self.close()
-            if not patiently(self._was_committed, patience_s=PATIENCE_S, where=self.where):
+            if has_written and not patiently(self._was_committed, patience_s=PATIENCE_S, where=self.where):
                 raise LostConnectionError(f"the transaction was not committed: {error}") from error
 
     def _was_committed(self) -> bool:

@@ -30,7 +30,7 @@ class MustRedoError(Exception):
     """An operation failed after it had written: nothing of this commit may stay."""
 
 
-class _Kept:
+class Kept:
     """Rows that are not in the file yet."""
 
     def __init__(self) -> None:
@@ -39,7 +39,11 @@ class _Kept:
         self.payloads: dict[tuple[RunId, GroupId], bytes] = {}
         self.moves: list[MoveRecord] = []
 
-    def take(self, later: "_Kept") -> None:
+    @property
+    def is_empty(self) -> bool:
+        return not (self.runs or self.groups or self.payloads or self.moves)
+
+    def take(self, later: "Kept") -> None:
         self.runs.update(later.runs)
         self.groups.update(later.groups)
         self.payloads.update(later.payloads)
@@ -83,15 +87,15 @@ class WriteBehind(SqlTransaction):
         super().__init__(_Door(self, db))
         self._file = db
         self._known_runs = known_runs
-        self._commit = _Kept()
-        self._operation = _Kept()
+        self._commit = Kept()
+        self._operation = Kept()
         self._wrote = False
         self.runs_written: dict[RunId, RunRecord] = {}
 
     # ------------------------------------------------------------------ an operation's frame
 
     def begin(self) -> None:
-        self._operation = _Kept()
+        self._operation = Kept()
         self._wrote = False
         self.announced = set()
         self.must_sync = False
@@ -99,11 +103,11 @@ class WriteBehind(SqlTransaction):
     def end(self) -> None:
         """The operation succeeded: its rows belong to the commit."""
         self._commit.take(self._operation)
-        self._operation = _Kept()
+        self._operation = Kept()
 
     def fail(self) -> None:
         """The operation failed: forget its rows."""
-        self._operation = _Kept()
+        self._operation = Kept()
         if self._wrote:
             raise MustRedoError
 
@@ -117,14 +121,13 @@ class WriteBehind(SqlTransaction):
             is_about_kept = _is_about_kept[sql] = KEPT.search(sql) is not None
         if is_about_kept:
             self._write(self._commit)
-            self._commit = _Kept()
+            self._commit = Kept()
+            self._wrote |= not self._operation.is_empty
             self._write(self._operation)
-            self._operation = _Kept()
-            self._wrote = True
-        elif not sql.startswith("SELECT"):
-            self._wrote = True
+            self._operation = Kept()
+        self._wrote |= not sql.startswith("SELECT")
 
-    def _write(self, kept: _Kept) -> None:
+    def _write(self, kept: Kept) -> None:
         kept.write(self._file)
         self.runs_written.update(kept.runs)
 
