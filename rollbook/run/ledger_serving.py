@@ -1,0 +1,124 @@
+"""`rollbook ledger serve|compact|export|import`, and a ledger looked at from outside."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pydantic import SecretStr
+
+from rollbook.concurrency.clock import SystemClock
+from rollbook.contracts.admission import RunId
+from rollbook.contracts.errors import RunError
+from rollbook.contracts.group import GroupId
+from rollbook.ledger.atropos.config import AtroposConfig
+from rollbook.ledger.atropos.routes import add_atropos
+from rollbook.ledger.client import open_ledger_client
+from rollbook.ledger.compaction import compact
+from rollbook.ledger.config import Durability, LedgerConfig, LedgerServerConfig
+from rollbook.ledger.explain import explain
+from rollbook.ledger.export import export_jsonl
+from rollbook.ledger.import_ import import_jsonl
+from rollbook.ledger.serve import serve_ledger
+from rollbook.ledger.stores.opening import open_reader, open_store, sqlite_url
+from rollbook.ledger.wire import AuditView
+from rollbook.run.reading import open_run
+from rollbook.telemetry.events import EventLog
+
+ASK_S = 60.0
+"""How long a ledger elsewhere may take to answer a question."""
+
+
+def serve(
+    *,
+    store: str,
+    host: str,
+    port: int,
+    durability: str,
+    tokens: dict[str, Sequence[str]],
+    ready_file: Path | None,
+    atropos_run: str | None,
+    say: Callable[[str], None],
+) -> None:
+    """Serve until SIGINT or SIGTERM. With `atropos_run`, the Atropos dialect answers beside the native one."""
+    config = LedgerServerConfig(
+        store=store,
+        host=host,
+        port=port,
+        ready_file=ready_file,
+        ledger=LedgerConfig(durability=Durability(durability)),
+        producer_tokens=tuple(SecretStr(token) for token in tokens.get("producer", ())),
+        trainer_tokens=tuple(SecretStr(token) for token in tokens.get("trainer", ())),
+        viewer_tokens=tuple(SecretStr(token) for token in tokens.get("viewer", ())),
+    )
+    log = EventLog("ledger")
+    say(f"opening {store} ({durability}), listening on {host}:{port}")
+
+    def mount(app: Any, ledger: Any) -> None:
+        if atropos_run is not None:
+            add_atropos(
+                app,
+                store=ledger.store,
+                config=AtroposConfig(run=atropos_run),
+                limits=config.ledger,
+                clock=SystemClock(),
+                log=log,
+            )
+
+    asyncio.run(serve_ledger(config, log=log, mount=mount))
+
+
+def shrink(store: str, *, run: str | None, up_to_step: int | None) -> dict[str, Any]:
+    report = asyncio.run(
+        compact(store, now=time.time(), run_id=None if run is None else RunId(run), up_to_step=up_to_step)
+    )
+    return asdict(report)
+
+
+def write_out(store: str, run: str, target: Path) -> dict[str, Any]:
+    """A run as JSON lines."""
+    with open_reader(store) as reader:
+        report = export_jsonl(reader, RunId(run), target)
+    return {**asdict(report), "files": [str(path) for path in report.files]}
+
+
+def read_in(store: str, source: Path, *, as_run: str | None) -> dict[str, Any]:
+    async def work() -> dict[str, Any]:
+        async with open_store(store) as opened:
+            return asdict(await import_jsonl(opened, source, as_run=None if as_run is None else RunId(as_run)))
+
+    return asyncio.run(work())
+
+
+def explain_in_directory(path: Path, group_id: str) -> list[str]:
+    with open_run(path) as run:
+        return explain(run.reader, run.run_id, GroupId(group_id))
+
+
+def audit_elsewhere(url: str) -> AuditView:
+    """`http://host:port/v1/runs/RUN`, or the address of the ledger and `#RUN`."""
+    base, run = _split(url)
+
+    async def ask() -> AuditView:
+        async with open_ledger_client(base, RunId(run), request_s=ASK_S, log=EventLog("audit")) as client:
+            return await client.audit()
+
+    return asyncio.run(ask())
+
+
+def _split(url: str) -> tuple[str, str]:
+    base, mark, run = url.partition("#")
+    if not mark:
+        base, mark, run = url.partition("/v1/runs/")
+    if not mark or not run:
+        raise RunError(f"{url} does not name a run: write http://HOST:PORT#RUN")
+    return base.rstrip("/"), run.strip("/")
+
+
+def store_of(place: str) -> str:
+    """A store's URL, or a run directory."""
+    if "://" in place:
+        return place
+    return sqlite_url(Path(place) / "ledger")
