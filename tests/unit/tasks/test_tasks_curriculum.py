@@ -67,9 +67,9 @@ def test_a_tier_that_is_left_again_is_not_drawn() -> None:
 def test_it_ends_after_its_draws() -> None:
     curriculum = Curriculum(tiered(2), rules(draws=3))
     assert len(curriculum.propose(9)) == 3
-    assert not curriculum.is_exhausted
+    before = curriculum.is_exhausted
     curriculum.taken(3)
-    assert curriculum.is_exhausted
+    assert (before, curriculum.is_exhausted) == (False, True)
     assert curriculum.propose(1) == []
     assert not Curriculum(tiered(2)).is_exhausted
 
