@@ -76,7 +76,8 @@ class LedgerClient:
         return await self._call("GET", "/progress", None, DrawProgress)
 
     async def outcomes(self, *, after: int, limit: int) -> list[PastDraw]:
-        return await self._call("GET", f"/outcomes?after={after}&limit={limit}", None, list[PastDraw])
+        query = f"?limit={limit}" + ("" if after < 0 else f"&after={after}")
+        return await self._call("GET", f"/outcomes{query}", None, list[PastDraw])
 
     # ------------------------------------------------------------------ dispatchers
 

@@ -218,7 +218,7 @@ def _number_asked(request: web.Request, name: str, *, default: int) -> int:
     try:
         return int(text)
     except ValueError as error:
-        raise RunError(f"{request.path}: {name}={text!r} is not a whole number") from error
+        raise RunError(f"{name} is {text[:40]!r}; it must be a whole number") from error
 
 
 async def _body(request: web.Request, expected: type[M]) -> M:

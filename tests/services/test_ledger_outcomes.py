@@ -77,7 +77,7 @@ async def test_a_question_that_makes_no_sense_is_refused(place: Place) -> None:
         session.get(f"{place.url}/v1/runs/{RUN}/outcomes?after=soon") as response,
     ):
         assert response.status == 422
-        assert "after='soon' is not a whole number" in (await response.json())["message"]
+        assert "after is 'soon'; it must be a whole number" in (await response.json())["message"]
 
 
 async def test_people_read_it_as_json(place: Place) -> None:
