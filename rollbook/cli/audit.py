@@ -7,19 +7,19 @@ from typing import Annotated
 import typer
 
 from rollbook.cli.speaking import EXIT_FAILED, people, result, result_json
-from rollbook.run.reading import open_run
+from rollbook.run.ledger_serving import audit_elsewhere
+from rollbook.run.reading import AuditReport, open_run
 from rollbook.run.verdict import law_text
 
 
 def audit(
-    run: Annotated[Path, typer.Argument(help="The run directory, of a live run or a dead one.")],
+    run: Annotated[str, typer.Argument(help="A run directory, live or dead, or http://HOST:PORT#RUN of a ledger.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON line.")] = False,
 ) -> None:
     """Check the conservation law, every group's history, batches, steps, payloads and lag."""
-    with open_run(run) as record:
-        report = record.audit()
+    report = audit_elsewhere(run) if run.startswith(("http://", "https://")) else _audit_directory(Path(run))
     if as_json:
-        result_json({"ok": report.ok, **asdict(report)})
+        result_json({**asdict(report), "ok": report.ok})
     else:
         result(f"run {report.run_id}: {law_text(report)}")
         result(f"steps trained: {report.steps}; lag at most {report.max_lag} of {report.lag_budget} allowed")
@@ -28,3 +28,8 @@ def audit(
         people().print(f"  {violation}", markup=False, style="red", soft_wrap=True)
     if not report.ok:
         raise typer.Exit(EXIT_FAILED)
+
+
+def _audit_directory(path: Path) -> AuditReport:
+    with open_run(path) as record:
+        return record.audit()

@@ -13,7 +13,9 @@ from rollbook.cli.audit import audit
 from rollbook.cli.config import config_app
 from rollbook.cli.demo import demo
 from rollbook.cli.env import env_app
+from rollbook.cli.explain import explain
 from rollbook.cli.inspect import inspect
+from rollbook.cli.ledger import ledger_app
 from rollbook.cli.replay import replay
 from rollbook.cli.speaking import EXIT_MISUSED, say_error
 from rollbook.cli.train import train
@@ -29,10 +31,12 @@ app = typer.Typer(
 app.command()(train)
 app.command()(audit)
 app.command()(inspect)
+app.command()(explain)
 app.command()(replay)
 app.command()(demo)
 app.add_typer(config_app, name="config")
 app.add_typer(env_app, name="env")
+app.add_typer(ledger_app, name="ledger")
 
 
 def _version(wanted: bool) -> None:

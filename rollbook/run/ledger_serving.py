@@ -1,6 +1,7 @@
 """`rollbook ledger serve|compact|export|import`, and a ledger looked at from outside."""
 
 import asyncio
+import importlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -15,6 +16,7 @@ from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId
 from rollbook.ledger.atropos.config import AtroposConfig
 from rollbook.ledger.atropos.routes import add_atropos
+from rollbook.ledger.audit import AuditReport
 from rollbook.ledger.client import open_ledger_client
 from rollbook.ledger.compaction import compact
 from rollbook.ledger.config import Durability, LedgerConfig, LedgerServerConfig
@@ -23,7 +25,6 @@ from rollbook.ledger.export import export_jsonl
 from rollbook.ledger.import_ import import_jsonl
 from rollbook.ledger.serve import serve_ledger
 from rollbook.ledger.stores.opening import open_reader, open_store, sqlite_url
-from rollbook.ledger.wire import AuditView
 from rollbook.run.reading import open_run
 from rollbook.telemetry.events import EventLog
 
@@ -78,9 +79,17 @@ def shrink(store: str, *, run: str | None, up_to_step: int | None) -> dict[str, 
 
 
 def write_out(store: str, run: str, target: Path) -> dict[str, Any]:
-    """A run as JSON lines."""
+    """A run as JSON lines, or as Parquet where the target does not end in .jsonl."""
+    write = export_jsonl
+    if target.suffix != ".jsonl":
+        try:
+            write = importlib.import_module("rollbook.ledger.parquet").export_parquet
+        except ImportError as error:
+            raise RunError(
+                f"Parquet needs the extra `parquet` ({error}); install it, or export to a .jsonl file"
+            ) from error
     with open_reader(store) as reader:
-        report = export_jsonl(reader, RunId(run), target)
+        report = write(reader, RunId(run), target)
     return {**asdict(report), "files": [str(path) for path in report.files]}
 
 
@@ -97,13 +106,23 @@ def explain_in_directory(path: Path, group_id: str) -> list[str]:
         return explain(run.reader, run.run_id, GroupId(group_id))
 
 
-def audit_elsewhere(url: str) -> AuditView:
+def audit_elsewhere(url: str) -> AuditReport:
     """`http://host:port/v1/runs/RUN`, or the address of the ledger and `#RUN`."""
     base, run = _split(url)
 
-    async def ask() -> AuditView:
+    async def ask() -> AuditReport:
         async with open_ledger_client(base, RunId(run), request_s=ASK_S, log=EventLog("audit")) as client:
-            return await client.audit()
+            seen = await client.audit()
+        return AuditReport(
+            run_id=RunId(seen.run_id),
+            opened=seen.opened,
+            law=seen.law,
+            dropped=seen.dropped,
+            steps=seen.steps,
+            max_lag=seen.max_lag,
+            lag_budget=seen.lag_budget,
+            violations=seen.violations,
+        )
 
     return asyncio.run(ask())
 

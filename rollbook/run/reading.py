@@ -18,6 +18,8 @@ from rollbook.ledger.stores.sqlite import open_readonly
 from rollbook.run.config import RunConfig, load_config
 from rollbook.run.directory import RunDirectory
 
+__all__ = ["AuditReport", "RunRecordReader", "open_run"]
+
 
 @dataclass(frozen=True, slots=True)
 class RunRecordReader:

@@ -192,5 +192,8 @@ class Curriculum:
 
     def _open_from(self) -> int:
         """Every draw below is settled, or so old that nobody waits for it."""
+        given_up = self._next - LATE_DRAWS
+        # The ledger drops a group after its last attempt without telling: such a draw would stay here for ever.
+        self._open = {group: position for group, position in self._open.items() if position >= given_up}
         waiting = (*self._open.values(), *(draw.position for draw in self._proposed), *self._gaps)
-        return max(min(waiting, default=self._next), self._next - LATE_DRAWS)
+        return max(min(waiting, default=self._next), given_up)

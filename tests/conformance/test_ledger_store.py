@@ -397,3 +397,20 @@ async def test_a_caller_that_was_cancelled_stops_nobody(store: Store) -> None:
     await asyncio.gather(cancelled, return_exceptions=True)
     await put(store, group("b", 1))
     assert "b" in ids(await store.read(lambda tx: tx.dispatched(RUN)))
+
+
+async def test_history_is_read_by_sequence_page_by_page(store: Store) -> None:
+    await put(
+        store,
+        group("c", 2, GroupState.DROPPED, outcome=b"{}"),
+        group("a", 0, GroupState.DURABLE),
+        group("b", 1),
+        group("foreign", 0, run_id=OTHER),
+    )
+
+    def look(tx: Transaction) -> None:
+        assert ids(tx.groups_after(RUN, -1, 2)) == ["a", "b"]
+        assert ids(tx.groups_after(RUN, 1, 2)) == ["c"]
+        assert tx.groups_after(RUN, 2, 2) == []
+
+    await store.read(look)

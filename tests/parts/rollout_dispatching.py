@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rollbook.contracts.freshness import FreshnessRule
+from rollbook.contracts.ports import TaskSource
 from rollbook.contracts.task import Task, TaskId
 from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.dispatcher import Dispatcher
@@ -77,8 +78,10 @@ def dispatching(
     epochs: int | None = 1,
     name: str = "rollout",
     worker: dict[str, Any] | None = None,
+    source: TaskSource | None = None,
     **config: Any,
 ) -> Dispatching:
+    """Over a cursor on `rows`, unless another `source` is given."""
     settings = config_of(**config)
     tasks = CursorDataLoader(
         [Task(id=TaskId(f"t{i}"), row={"secret": i % 10, **row}) for i, row in enumerate(rows)],
@@ -90,7 +93,7 @@ def dispatching(
     recorder = SpanRecorder("rollout", directory / "spans.jsonl")
     dispatcher = Dispatcher(
         name=name,
-        tasks=tasks,
+        tasks=source or tasks,
         sink=sink,
         recipe=recipe_of(settings, **(worker or {})),
         config=settings,

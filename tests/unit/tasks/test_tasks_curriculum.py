@@ -97,6 +97,7 @@ def test_what_is_kept_is_bounded_although_a_draw_is_never_settled() -> None:
     curriculum.taken(1)
     play(curriculum, LATE_DRAWS + 50, lambda _: 0.5)
     assert len(curriculum._record._kept) <= LATE_DRAWS
+    assert curriculum._open == {}
 
 
 def test_gaps_are_filled_first_after_a_restart_and_unknown_or_foreign_draws_are_passed_over() -> None:

@@ -1,0 +1,124 @@
+"""What a curriculum is rebuilt from, over loopback: a real server, a real client, a real file; and a curriculum that comes back."""
+
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from rollbook.contracts.admission import OwnerId
+from rollbook.contracts.errors import RunError
+from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupState
+from rollbook.contracts.task import Draw
+from rollbook.ledger.client import LedgerClient, open_ledger_client
+from rollbook.ledger.service import Ledger
+from rollbook.tasks.curriculum import Curriculum
+from rollbook.telemetry.events import EventLog
+from tests.parts.ledger_groups import RUN, draws, group_of, outcome_of, settings
+from tests.parts.ledger_service import serving
+from tests.parts.tasks_curriculum import outcome, rules, tiered
+
+
+class Place:
+    def __init__(self, url: str, ledger: Ledger, client: LedgerClient) -> None:
+        self.url = url
+        self.ledger = ledger
+        self.client = client
+
+
+@pytest.fixture
+async def place(tmp_path: Path) -> AsyncIterator[Place]:
+    async with AsyncExitStack() as stack:
+        url, ledger = await stack.enter_async_context(serving(tmp_path))
+        await ledger.create_run(RUN, settings(per_step=100, in_flight=50))
+        role = await ledger.take_role(RUN, restored_step=0)
+        publication = await ledger.register(RUN, 0, "initial", epoch=role.epoch)
+        await ledger.confirm(RUN, publication, epoch=role.epoch)
+        log = EventLog("test", echo=sys.stdout)
+        client = await stack.enter_async_context(open_ledger_client(url, RUN, request_s=10.0, log=log))
+        yield Place(url, ledger, client)
+
+
+async def test_past_draws_come_page_by_page_with_what_came_of_them(place: Place) -> None:
+    client = place.client
+    owner = await client.join("worker")
+    await client.open(owner, draws(0, 4), limit=4)
+    group = group_of("task1")
+    await client.submit(group, outcome_of(group), attempt=1)
+    await client.close(GroupId("task2@0"), DropReason(DropKind.FILTERED, "all alike"), outcome=outcome(1.0))
+    await client.close(GroupId("task3@0"), DropReason(DropKind.INVALID, "env"))
+    foreign = group_of("elsewhere")
+    await client.submit(foreign, outcome_of(foreign), attempt=1)
+
+    pages = [await client.outcomes(after=after, limit=3) for after in (-1, 2, 4)]
+    assert [len(page) for page in pages] == [3, 2, 0]
+    past = [*pages[0], *pages[1]]
+    assert [draw.group_id for draw in past] == ["task0@0", "task1@0", "task2@0", "task3@0", "elsewhere@0"]
+    assert [draw.sequence for draw in past] == [0, 1, 2, 3, 4]
+    assert [draw.position for draw in past] == [0, 1, 2, 3, None]
+    assert [draw.state for draw in past] == [
+        GroupState.DISPATCHED,
+        GroupState.QUEUED,
+        GroupState.DROPPED,
+        GroupState.DROPPED,
+        GroupState.QUEUED,
+    ]
+    assert [draw.outcome for draw in past] == [None, outcome_of(group), outcome(1.0), None, outcome_of(foreign)]
+    assert past == await place.ledger.outcomes(RUN, after=-1, limit=100)
+
+
+async def test_a_question_that_makes_no_sense_is_refused(place: Place) -> None:
+    with pytest.raises(RunError, match="at least 1"):
+        await place.client.outcomes(after=-1, limit=0)
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(f"{place.url}/v1/runs/{RUN}/outcomes?after=soon") as response,
+    ):
+        assert response.status == 422
+        assert "after is 'soon'; it must be a whole number" in (await response.json())["message"]
+
+
+async def test_people_read_it_as_json(place: Place) -> None:
+    owner = await place.client.join("worker")
+    await place.client.open(owner, draws(0, 1), limit=1)
+    async with aiohttp.ClientSession() as session, session.get(f"{place.url}/v1/runs/{RUN}/outcomes") as response:
+        (told,) = await response.json()
+    assert (told["task_id"], told["state"], told["outcome"]) == ("task0", "dispatched", None)
+
+
+async def test_a_curriculum_that_comes_back_goes_on_where_the_ledger_stands(place: Place) -> None:
+    """Played through the real ledger with draws that overlap; then another process starts from the ledger alone."""
+    tasks, chosen = tiered(3, 3), rules(promote_tries=4)
+    live = Curriculum(tasks, chosen, seed=5)
+    owner = await place.client.join("dispatcher")
+    flying: list[Draw] = []
+    for turn in range(30):
+        flying += await opened(place.client, owner, live, 2)
+        # The younger one first, every other time: results arrive out of order.
+        draw = flying.pop(turn % 2 - 1)
+        success = float(draw.task_id in ("a0", "a1", "a2", "b1"))
+        reason = DropReason(DropKind.FILTERED, "all alike")
+        told = outcome(success)
+        await place.client.close(GroupId(f"{draw.task_id}@{draw.number}"), reason, outcome=told)
+        live.observe(GroupId(f"{draw.task_id}@{draw.number}"), draw.position, told)
+
+    again = Curriculum(tasks, chosen, seed=5)
+    again.rebuild(await place.client.progress())
+    after = -1
+    while past := await place.client.outcomes(after=after, limit=7):
+        again.recall(past)
+        after = past[-1].sequence
+    assert again.view() == live.view()
+    assert [tier.is_open for tier in again.view().tiers] == [True, True]
+    assert again.propose(10) == live.propose(10)
+    assert [d.position for d in again.propose(1)] == [60]
+
+
+async def opened(client: LedgerClient, owner: OwnerId, curriculum: Curriculum, count: int) -> list[Draw]:
+    proposed = curriculum.propose(count)
+    reply = await client.open(owner, proposed, limit=count)
+    assert reply.taken == len(reply.grants) == count
+    curriculum.taken(reply.taken)
+    return list(proposed)

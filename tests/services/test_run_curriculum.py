@@ -1,0 +1,48 @@
+"""A whole run on a curriculum: the dispatcher is killed on the way, and nothing is drawn twice or forgotten."""
+
+import sqlite3
+from collections import defaultdict
+from pathlib import Path
+
+from rollbook.dashboard.mastery import read_mastery
+from tests.parts.run_small import CONFIG, SmallRun
+
+CURRICULUM = """
+order = "curriculum"
+
+[tasks.curriculum]
+tier_field = "secret"
+promote_rate = 0.2
+promote_tries = 3
+fast_track_rate = 0.25
+fast_track_tries = 1
+demote_rate = 0.0
+"""
+
+
+def test_a_run_goes_on_with_its_curriculum_when_the_dispatcher_is_killed(tmp_path: Path) -> None:
+    config = CONFIG.replace("args = { low = 0, high = 7 }\n", "args = { low = 0, high = 7 }\n" + CURRICULUM)
+    assert "tier_field" in config
+    run = SmallRun(tmp_path, ["trainer.max_steps=7", "env.args.step_s=0.01"], config=config).start()
+    try:
+        run.until(lambda: run.step() >= 3, what="step 3")
+        run.kill("rollout")
+        summary = run.wait()
+    finally:
+        run.stop()
+    assert (summary["exit_code"], summary["audit"]) == (0, "ok"), summary["told"]
+    with sqlite3.connect(f"file:{run.directory / 'ledger' / 'ledger.sqlite'}?mode=ro", uri=True) as db:
+        rows = db.execute("SELECT task_id, draw, position FROM groups ORDER BY position").fetchall()
+    db.close()
+    assert [position for _, _, position in rows] == list(range(len(rows)))
+    numbers = defaultdict(list)
+    for task, number, _ in rows:
+        numbers[task].append(number)
+    assert all(drawn == list(range(len(drawn))) for drawn in numbers.values()), "after the kill it went on counting"
+    assert list(numbers) == [f"guess-{secret}-0" for secret in range(len(numbers))], "tier by tier, as they opened"
+    assert len(numbers) > 1
+    tiers = read_mastery(run.directory)
+    assert list(tiers) == [str(secret) for secret in range(8)]
+    assert tiers["1"][-1].is_open
+    assert tiers["0"][-1].draws > 20
+    assert (run.directory / "plots" / "mastery.png").stat().st_size > 5_000
