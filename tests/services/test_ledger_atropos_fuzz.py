@@ -1,0 +1,133 @@
+"""Whatever comes through the dialect's door: a clear 2xx or 4xx, and the service lives."""
+
+import asyncio
+import gzip
+import json
+import random
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from rollbook.ledger.atropos.models import RegisterEnv, Registration, ScoredData
+from rollbook.ledger.atropos.openapi import VERBS
+from rollbook.ledger.config import LedgerConfig
+from tests.parts.ledger_atropos import Client, dialect, registration, scored
+
+STRANGE: tuple[Any, ...] = (
+    *(
+        None,
+        True,
+        -1,
+        0,
+        1,
+        2**31,
+        -(2**63),
+        2**64,
+        10**40,
+        1.5,
+        1e308,
+        float("nan"),
+        float("inf"),
+        "",
+        "7",
+        "x" * 2000,
+    ),
+    *("\x00", "\ud800", "é", [], [[]], [[1]], [[1, 2], [3]], [[[1]]], [None], {}, {"a": 1}, [{"role": "u"}], [[{}]]),
+)
+JSON = {"Content-Type": "application/json", "Connection": "close"}
+
+
+@pytest.fixture
+async def client(tmp_path: Path) -> AsyncIterator[Client]:
+    async with dialect(tmp_path, limits=LedgerConfig(max_body_mb=2)) as client:
+        yield client
+
+
+async def answered(client: Client, method: str, path: str, **options: Any) -> int:
+    status, answer = await client.status_of(method, path, **options)
+    assert status < 500, (method, path, answer)
+    return status
+
+
+def usual(model: type[BaseModel]) -> dict[str, Any]:
+    if model is Registration:
+        return registration(4)
+    if model is RegisterEnv:
+        return {"max_token_length": 8, "desired_name": "e", "weight": 1.0, "group_size": 2}
+    return scored(1) if model is ScoredData else {"env_id": 0}
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_strange_values_in_any_field_never_make_it_fail(client: Client, seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(120):
+        method, path, _, model, is_list = rng.choice(VERBS)
+        if model is None:
+            await answered(client, method.upper(), path)
+            continue
+        message = usual(model)
+        for name in rng.sample(sorted(model.model_fields), k=rng.randint(0, min(2, len(model.model_fields)))):
+            message[name] = rng.choice(STRANGE)
+        if rng.random() < 0.1:
+            message.pop(rng.choice(sorted(message)))
+        body = json.dumps([message, usual(model)] if is_list else message)
+        await answered(client, method.upper(), path, data=body, headers=JSON)
+    await alive(client)
+
+
+@pytest.mark.parametrize("path", [path for _, path, _, model, _ in VERBS if model is not None])
+async def test_bodies_that_are_no_message_are_refused(client: Client, path: str) -> None:
+    method = "GET" if path == "/status-env" else "POST"
+    whole = json.dumps(scored(1)).encode()
+    packed = gzip.compress(whole)
+    bomb = gzip.compress(b" " * 50_000_000)
+    for body, headers in (
+        (b"", JSON),
+        (b"\x00\xff\xfe", JSON),
+        (b"[" * 50_000, JSON),
+        (b'{"a":' * 50_000, JSON),
+        (whole[:-3], JSON),
+        (whole, {**JSON, "Content-Type": "application/msgpack"}),
+        (whole, {**JSON, "Content-Type": "multipart/form-data; boundary=x"}),
+        (packed[: len(packed) // 2], {**JSON, "Content-Encoding": "gzip"}),
+        (packed[:12], {**JSON, "Content-Encoding": "gzip"}),
+        (whole, {**JSON, "Content-Encoding": "gzip"}),
+        (bomb, {**JSON, "Content-Encoding": "gzip"}),
+    ):
+        assert 400 <= await answered(client, method, path, data=body, headers=headers) < 500
+    await alive(client)
+
+
+async def test_a_body_that_unpacks_beyond_the_bound_is_too_large(client: Client) -> None:
+    bomb = gzip.compress(b'{"images":"' + b"x" * 50_000_000 + b'"}')
+    status = await answered(client, "POST", "/scored_data", data=bomb, headers={**JSON, "Content-Encoding": "gzip"})
+    assert status == 413
+
+
+async def test_idle_and_torn_connections_do_no_harm(client: Client) -> None:
+    host, port = client.url.removeprefix("http://").split(":")
+    idle = await asyncio.to_thread(lambda: [socket.create_connection((host, int(port))) for _ in range(200)])
+    for at, sock in enumerate(idle):
+        if at % 4 == 1:
+            sock.sendall(b"POST /scored_data HTTP/1.1\r\nContent-Length: 100000\r\n\r\n{")
+        elif at % 4 == 2:
+            sock.sendall(b"\x16\x03\x01 not http at all\r\n\r\n")
+        elif at % 4 == 3:
+            sock.sendall(b"GET /batch HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 20_000 + b"\r\n\r\n")
+    await asyncio.sleep(0.1)
+    await alive(client)
+    for sock in idle:
+        sock.close()
+    await alive(client)
+
+
+async def alive(client: Client) -> None:
+    assert await client.get("/reset_data") == "Reset successful"
+    await client.start(2)
+    await client.post("/scored_data", scored(5))
+    assert await client.batch() == ["5"]
+    await client.audited()
