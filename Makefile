@@ -42,6 +42,7 @@ format: $(STAMP) ## rewrite the sources in the house format
 
 docs: $(STAMP) ## write the generated references
 	$(BIN)/python -m rollbook.run.config_reference > docs/configuration.md
+	$(BIN)/python -m rollbook.ledger.http_docs > docs/http-api.md
 
 bench: bench-overlap bench-envs ## every benchmark
 

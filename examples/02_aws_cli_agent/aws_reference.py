@@ -21,7 +21,7 @@ TASK = re.compile(r"Task: (.*)\nMoves: \d+", re.DOTALL)
 TURN = re.compile(r"\[(user|assistant)\]\n(.*?)<eos>", re.DOTALL)
 
 
-def tasks(split: str = "train", tiers: Sequence[str] = ("warm-up", "beginner")) -> Iterator[dict[str, Any]]:
+def tasks(split: str | None = None, tiers: Sequence[str] = ("warm-up", "beginner")) -> Iterator[dict[str, Any]]:
     """Rows of the bank whose goal names nothing that the set-up makes up, so that the script can tell the task by its goal."""
     for row in aws_tasks(split=split, tiers=tiers):
         if not task_bank()[row["id"]].setup:

@@ -140,5 +140,10 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-if __name__ == "__main__":
+def run() -> None:
+    """The console script."""
     sys.exit(main())
+
+
+if __name__ == "__main__":
+    run()
