@@ -20,6 +20,7 @@ from rollbook.ledger.access import Keys, Role, refuse_open_doors
 from rollbook.ledger.config import LedgerServerConfig
 from rollbook.ledger.server import build_app
 from rollbook.ledger.service import Ledger, ledger_on
+from rollbook.ledger.store import Store
 from rollbook.ledger.stores.opening import open_store
 from rollbook.telemetry.events import EventLog
 
@@ -28,8 +29,8 @@ BACKLOG = 4096
 WANTED_FILES = 65_536
 """Idle connections cost a descriptor each; ten thousand of them are common where many environments meet one ledger."""
 
-Mount = Callable[[web.Application, Ledger], None]
-"""Adds another dialect to the application."""
+Mount = Callable[[web.Application, Ledger, Store], None]
+"""Adds another dialect to the application. Its routes are behind no token: off loopback, put them behind a proxy that asks for one."""
 
 
 def keys_of(config: LedgerServerConfig) -> Keys:
@@ -100,7 +101,7 @@ async def serve_ledger(
         ):
             app = build_app(ledger, config.ledger, keys=keys)
             if mount is not None:
-                mount(app, ledger)
+                mount(app, ledger, store)
             async with _answering(app, listening, drain_s=config.drain_s):
                 url = url_of(listening)
                 log.info("ledger.serving", url=url, roles=sorted(keys.roles))
