@@ -13,11 +13,21 @@ from rollbook.run.verdict import law_text
 
 
 def audit(
-    run: Annotated[str, typer.Argument(help="A run directory, live or dead, or http://HOST:PORT#RUN of a ledger.")],
+    run: Annotated[
+        str, typer.Argument(help="A run directory, live or dead, or http://HOST:PORT[/v1/runs/RUN] of a ledger.")
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON line.")] = False,
 ) -> None:
     """Check the conservation law, every group's history, batches, steps, payloads and lag."""
-    report = audit_elsewhere(run) if run.startswith(("http://", "https://")) else _audit_directory(Path(run))
+    is_elsewhere = run.startswith(("http://", "https://"))
+    reports = audit_elsewhere(run) if is_elsewhere else [_audit_directory(Path(run))]
+    for report in reports:
+        _tell(report, as_json=as_json)
+    if not all(report.ok for report in reports):
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _tell(report: AuditReport, *, as_json: bool) -> None:
     if as_json:
         result_json({**asdict(report), "ok": report.ok})
     else:
@@ -26,8 +36,6 @@ def audit(
         result("audit: ok" if report.ok else f"audit: {len(report.violations)} violations")
     for violation in report.violations:
         people().print(f"  {violation}", markup=False, style="red", soft_wrap=True)
-    if not report.ok:
-        raise typer.Exit(EXIT_FAILED)
 
 
 def _audit_directory(path: Path) -> AuditReport:

@@ -18,8 +18,11 @@ from rollbook.concurrency.clock import Clock, SystemClock
 from rollbook.contracts.errors import RunError
 from rollbook.ledger.access import Keys, Role, refuse_open_doors
 from rollbook.ledger.config import LedgerServerConfig
-from rollbook.ledger.server import build_app
+from rollbook.ledger.refusals import KNOWN, refusal
+from rollbook.ledger.routes import EITHER
+from rollbook.ledger.server import Handler, build_app
 from rollbook.ledger.service import Ledger, ledger_on
+from rollbook.ledger.store import Store
 from rollbook.ledger.stores.opening import open_store
 from rollbook.telemetry.events import EventLog
 
@@ -28,8 +31,8 @@ BACKLOG = 4096
 WANTED_FILES = 65_536
 """Idle connections cost a descriptor each; ten thousand of them are common where many environments meet one ledger."""
 
-Mount = Callable[[web.Application, Ledger], None]
-"""Adds another dialect to the application."""
+Mount = Callable[[web.Application, Ledger, Store], None]
+"""Adds another dialect to the application. Where tokens are set, its routes ask for that of a producer or a trainer."""
 
 
 def keys_of(config: LedgerServerConfig) -> Keys:
@@ -100,7 +103,7 @@ async def serve_ledger(
         ):
             app = build_app(ledger, config.ledger, keys=keys)
             if mount is not None:
-                mount(app, ledger)
+                _mount(app, ledger, store, mount, keys)
             async with _answering(app, listening, drain_s=config.drain_s):
                 url = url_of(listening)
                 log.info("ledger.serving", url=url, roles=sorted(keys.roles))
@@ -110,6 +113,25 @@ async def serve_ledger(
     finally:
         if own is not None:
             own.close()
+
+
+def _mount(app: web.Application, ledger: Ledger, store: Store, mount: Mount, keys: Keys) -> None:
+    """Add a dialect that knows nothing of tokens, behind a door that does."""
+    native = {resource.canonical for resource in app.router.resources()}
+    mount(app, ledger, store)
+
+    @web.middleware
+    async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
+        resource = request.match_info.route.resource
+        if resource is None or resource.canonical not in native:
+            try:
+                keys.require(request.headers.get("Authorization"), EITHER)
+            except KNOWN as error:
+                return refusal(error)
+        return await handler(request)
+
+    if keys.roles:
+        app.middlewares.append(guarded)
 
 
 @asynccontextmanager

@@ -61,11 +61,6 @@ class Ledger:
 
     # ------------------------------------------------------------------ runs
 
-    @property
-    def store(self) -> Store:
-        """For another dialect of the same ledger, which keeps its own words beside the groups."""
-        return self._store
-
     async def create_run(self, run_id: RunId, settings: RunSettings) -> None:
         """Create a run, or go on with it under new settings. Steps, policy and budget of a run never change."""
         if settings.rule.groups_per_step > self._config.max_queued_groups:

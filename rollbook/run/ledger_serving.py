@@ -2,34 +2,36 @@
 
 import asyncio
 import importlib
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import uvloop
+from aiohttp import web
 from pydantic import SecretStr
 
 from rollbook.concurrency.clock import SystemClock
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId
+from rollbook.ledger.asking import audit_at
 from rollbook.ledger.atropos.config import AtroposConfig
 from rollbook.ledger.atropos.routes import add_atropos
 from rollbook.ledger.audit import AuditReport
-from rollbook.ledger.client import open_ledger_client
 from rollbook.ledger.compaction import compact
 from rollbook.ledger.config import Durability, LedgerConfig, LedgerServerConfig
 from rollbook.ledger.explain import explain
 from rollbook.ledger.export import export_jsonl
 from rollbook.ledger.import_ import import_jsonl
 from rollbook.ledger.serve import serve_ledger
+from rollbook.ledger.service import Ledger
+from rollbook.ledger.store import Store
 from rollbook.ledger.stores.opening import open_reader, open_store, sqlite_url
 from rollbook.run.reading import open_run
 from rollbook.telemetry.events import EventLog
-
-ASK_S = 60.0
-"""How long a ledger elsewhere may take to answer a question."""
 
 
 def serve(
@@ -57,18 +59,11 @@ def serve(
     log = EventLog("ledger")
     say(f"opening {store} ({durability}), listening on {host}:{port}")
 
-    def mount(app: Any, ledger: Any) -> None:
-        if atropos_run is not None:
-            add_atropos(
-                app,
-                store=ledger.store,
-                config=AtroposConfig(run=atropos_run),
-                limits=config.ledger,
-                clock=SystemClock(),
-                log=log,
-            )
+    def mount(app: web.Application, _: Ledger, opened: Store) -> None:
+        dialect = AtroposConfig(run=str(atropos_run))
+        add_atropos(app, store=opened, config=dialect, limits=config.ledger, clock=SystemClock(), log=log)
 
-    asyncio.run(serve_ledger(config, log=log, mount=mount))
+    uvloop.run(serve_ledger(config, log=log, mount=mount if atropos_run is not None else None))
 
 
 def shrink(store: str, *, run: str | None, up_to_step: int | None) -> dict[str, Any]:
@@ -106,14 +101,10 @@ def explain_in_directory(path: Path, group_id: str) -> list[str]:
         return explain(run.reader, run.run_id, GroupId(group_id))
 
 
-def audit_elsewhere(url: str) -> AuditReport:
-    """`http://host:port/v1/runs/RUN`, or the address of the ledger and `#RUN`."""
-    base, run = _split(url)
-
-    async def ask() -> AuditReport:
-        async with open_ledger_client(base, RunId(run), request_s=ASK_S, log=EventLog("audit")) as client:
-            seen = await client.audit()
-        return AuditReport(
+def audit_elsewhere(url: str) -> list[AuditReport]:
+    """`http://host:port/v1/runs/RUN` for one run, `http://host:port` for all of that ledger."""
+    return [
+        AuditReport(
             run_id=RunId(seen.run_id),
             opened=seen.opened,
             law=seen.law,
@@ -123,17 +114,8 @@ def audit_elsewhere(url: str) -> AuditReport:
             lag_budget=seen.lag_budget,
             violations=seen.violations,
         )
-
-    return asyncio.run(ask())
-
-
-def _split(url: str) -> tuple[str, str]:
-    base, mark, run = url.partition("#")
-    if not mark:
-        base, mark, run = url.partition("/v1/runs/")
-    if not mark or not run:
-        raise RunError(f"{url} does not name a run: write http://HOST:PORT#RUN")
-    return base.rstrip("/"), run.strip("/")
+        for seen in audit_at(url, token=os.environ.get("ROLLBOOK_VIEWER_TOKENS"))
+    ]
 
 
 def store_of(place: str) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 import aiohttp
 import msgspec
 import pytest
+from aiohttp import web
 
 from rollbook.contracts.admission import LedgerStatus, Receipt, RunId
 from rollbook.contracts.batch import AckReceipt, TrainingBatch
@@ -19,6 +20,8 @@ from rollbook.ledger.asking import audit_at, explain_at
 from rollbook.ledger.client import LedgerClient, open_ledger_client
 from rollbook.ledger.config import LedgerConfig, LedgerServerConfig
 from rollbook.ledger.serve import allow_many_connections, listening_socket, serve_ledger, url_of
+from rollbook.ledger.service import Ledger
+from rollbook.ledger.store import Store
 from rollbook.ledger.stores.opening import sqlite_url
 from rollbook.ledger.sync_client import SyncLedgerClient, open_sync_ledger_client
 from rollbook.telemetry.events import EventLog
@@ -88,6 +91,33 @@ async def test_a_ledger_that_would_be_open_to_others_does_not_start(tmp_path: Pa
     config = LedgerServerConfig(store=sqlite_url(tmp_path), host="0.0.0.0", port=0)
     with pytest.raises(RunError, match="set one for each role"):
         await serve_ledger(config, log=LOG, stop=asyncio.Event())
+
+
+async def test_a_dialect_that_knows_no_tokens_stands_behind_them(tmp_path: Path) -> None:
+    def mount(app: web.Application, _: Ledger, __: Store) -> None:
+        async def answer(_: web.Request) -> web.Response:
+            return web.Response(text="hello")
+
+        app.router.add_get("/other", answer)
+
+    tokens = {role: f"{role}-token-of-some-length" for role in ("producer", "trainer", "viewer")}
+    sock, stop = listening_socket("127.0.0.1", 0), asyncio.Event()
+    config = LedgerServerConfig.model_validate(
+        {"store": sqlite_url(tmp_path), "drain_s": 1.0, **{f"{role}_tokens": [token] for role, token in tokens.items()}}
+    )
+    async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
+        group.create_task(serve_ledger(config, log=LOG, stop=stop, sock=sock, mount=mount))
+        caller = Caller(session, url_of(sock))
+        assert (await caller.call("GET", "//health")).status == 200
+        found = {
+            role: (await caller.call("GET", "//other", headers={"Authorization": f"Bearer {token}"})).status
+            for role, token in tokens.items()
+        }
+        assert found == {"producer": 200, "trainer": 200, "viewer": 403}
+        assert (await caller.call("GET", "//other")).status == 401
+        assert (await caller.call("GET", "//nowhere")).status == 401
+        stop.set()
+    sock.close()
 
 
 async def test_an_address_that_is_taken_is_told(tmp_path: Path) -> None:

@@ -227,7 +227,7 @@ class _Routes:
     async def _message(self, request: web.Request, expected: type[M]) -> M:
         found = read_message(await self._body(request))
         try:
-            message = expected.model_validate(found)
+            message = expected.model_validate(found, from_attributes=True)
         except ValidationError as error:
             raise refused(error) from None
         refuse_extremes(message)

@@ -231,7 +231,7 @@ def _is_finite(raw: bytes) -> bool:
 
 def _lax_group(found: Any, where: tuple[str | int, ...]) -> PostedGroup:
     try:
-        group = ScoredData.model_validate(found)
+        group = ScoredData.model_validate(found, from_attributes=True)
     except ValidationError as error:
         raise refused(error, where) from None
     refuse_impossible(group, where)

@@ -1,0 +1,158 @@
+"""Side by side with the original server: the same requests, the same answers, the same batches."""
+
+import asyncio
+import json
+import random
+import socket
+import subprocess
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.compatibility.test_ledger_atropos_clients import PYTHON
+from tests.parts.ledger_atropos import Client, dialect, name_of, registration, scored
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PYTHON.exists(), reason="needs atroposlib in its own environment: make test-atropos"),
+]
+
+
+@pytest.fixture
+async def original() -> AsyncIterator[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [str(PYTHON), "-m", "atroposlib.cli.run_api", "--host", "127.0.0.1", "--port", str(port)]
+    process = subprocess.Popen(  # noqa: ASYNC220  # started once, before anything is served
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        await asyncio.to_thread(wait_until_listening, port)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def wait_until_listening(port: int) -> None:
+    until = time.monotonic() + 60
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+            return
+        except ConnectionRefusedError:
+            assert time.monotonic() < until, "the original did not start"
+            time.sleep(0.1)
+
+
+class FormsMoreError(Exception):
+    """Sizes that make no packs: the original waits, ours fills a batch exactly. From here on they differ, as they should."""
+
+
+def names_in(answer: Any) -> Any:
+    return [name_of(group) for group in answer["batch"]]
+
+
+def places_in(answer: Any) -> Any:
+    return [(detail["type"], detail["loc"]) for detail in answer["detail"]]
+
+
+class Both:
+    """Asks both and holds them against each other."""
+
+    def __init__(self, ours: Client, original: str) -> None:
+        self.ours = ours
+        self.original = original
+
+    async def ask(self, method: str, path: str, body: Any = None, *, raw: bytes | None = None) -> tuple[int, Any]:
+        data = raw if raw is not None else (None if body is None else json.dumps(body).encode())
+        answers = []
+        for url in (self.ours.url, self.original):
+            headers = {"Content-Type": "application/json", "Connection": "close"}
+            async with self.ours.session.request(method, url + path, data=data, headers=headers) as answer:
+                text = await answer.text()
+                answers.append((answer.status, json.loads(text) if "json" in answer.content_type else text))
+        mine: Any
+        theirs: Any
+        (status, mine), (wanted, theirs) = answers
+        if wanted >= 500:  # where the original fails, ours says what is wrong
+            assert 400 <= status < 500
+            return status, None
+        assert status == wanted, (path, body, mine, theirs)
+        if path == "/register" and status == 200:
+            return status, None
+        if path == "/batch" and mine.get("batch"):
+            if theirs["batch"] is None:
+                raise FormsMoreError
+            mine, theirs = names_in(mine), names_in(theirs)
+        if status == 422:
+            mine, theirs = places_in(mine), places_in(theirs)
+        assert mine == theirs, (path, body)
+        return status, mine
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_the_same_requests_get_the_same_answers(tmp_path: Path, original: str, seed: int) -> None:
+    rng = random.Random(seed)
+    has_minimums = seed % 2 == 1
+    async with dialect(tmp_path) as client:
+        both = Both(client, original)
+        for path in ("/", "/info", "/wandb_info", "/status", "/batch", "/latest_example"):
+            await both.ask("GET", path)
+        await both.ask("POST", "/register", registration(16, starting_step=3))
+        await both.ask("GET", "/batch")
+        sizes = [rng.choice((2, 4, 8)) for _ in range(3)]
+        for number, size in enumerate(sizes):
+            minimum = rng.choice((0.25, 0.5)) if has_minimums and number < 2 else None
+            asked = {"max_token_length": 64, "desired_name": f"e{number % 2}", "weight": rng.randint(1, 3)}
+            await both.ask("POST", "/register-env", {**asked, "group_size": size, "min_batch_allocation": minimum})
+        num_batches = await play(both, rng, sizes, has_minimums=has_minimums)
+        assert has_minimums or num_batches >= 3
+        await both.ask("GET", "/reset_data")
+        await both.ask("GET", "/wandb_info")
+
+
+async def play(both: Both, rng: random.Random, sizes: list[int], *, has_minimums: bool) -> int:
+    """Post and ask at random; returns the number of batches that came out the same."""
+    num_batches = 0
+    try:
+        for name in range(150):
+            env = rng.randrange(3)
+            size = sizes[env] if rng.random() < 0.8 else rng.choice((1, 2, 4))
+            await both.ask("POST", "/scored_data", scored(name, size, env_id=env))
+            if rng.random() < 0.3:
+                await both.ask("GET", "/status-env", {"env_id": rng.randrange(3)})
+            # Before a second batch could be formed: the original forms all at once and serves the last first.
+            if not has_minimums:
+                _, batch = await both.ask("GET", "/batch")
+                num_batches += batch != {"batch": None}
+                await both.ask("GET", "/status")
+        await both.ask("GET", "/latest_example")
+    except FormsMoreError:
+        pass
+    return num_batches
+
+
+async def test_the_same_bodies_are_refused(tmp_path: Path, original: str) -> None:
+    whole = scored(1)
+    bodies: list[bytes] = [b"{", b"[]", b"null", b'"x"', b"{}", b""]
+    for name, value in (
+        *(("tokens", [[1.5]]), ("tokens", [["x"]]), ("tokens", 1), ("masks", None), ("scores", [[1]])),
+        *(("scores", ["1"]), ("env_id", "3"), ("env_id", 1.5), ("messages", [[{"role": "u"}]]), ("messages", [1])),
+        *(("generation_params", []), ("advantages", [1]), ("overrides", [1]), ("distill_token_ids", [[1]])),
+        *(("images", {"a": [1, None]}), ("group_overrides", {"a": 1}), ("unknown", 1), ("env_id", True)),
+    ):
+        bodies.append(json.dumps({**whole, name: value}).encode())
+    async with dialect(tmp_path) as client:
+        both = Both(client, original)
+        for body in bodies:
+            await both.ask("POST", "/scored_data", raw=body)
+        for path in ("/register", "/register-env", "/disconnect-env", "/scored_data_list"):
+            for body in (b"{}", b"{", b"7"):
+                await both.ask("POST", path, raw=body)
+        for method, path in (("POST", "/batch"), ("GET", "/register"), ("GET", "/nothing")):
+            await both.ask(method, path)
