@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all check format docs bench bench-overlap bench-envs test-openenv clean
+.PHONY: help install demo test test-all check format docs bench bench-overlap bench-envs bench-ledger test-openenv test-atropos test-crashes clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -44,7 +44,7 @@ docs: $(STAMP) ## write the generated references
 	$(BIN)/python -m rollbook.run.config_reference > docs/configuration.md
 	$(BIN)/python -m rollbook.ledger.http_docs > docs/http-api.md
 
-bench: bench-overlap bench-envs ## every benchmark
+bench: bench-overlap bench-envs bench-ledger ## every benchmark
 
 bench-overlap: $(STAMP) ## does overlapping pay? the same work with lag budget 0 and 2
 	$(BIN)/python -m benchmarks.overlap
@@ -55,6 +55,20 @@ bench-envs: $(STAMP) ## worlds: parallel against serial, the AWS world against t
 test-openenv: $(STAMP) ## against the openenv package, in a virtual environment of its own
 	PYTHON=$(PYTHON) sh scripts/openenv_venv.sh
 	$(BIN)/python -m pytest tests/services/test_envs_openenv_package.py
+
+bench-ledger: $(STAMP) .venvs/atropos/.installed ## our ledger beside the original Atropos server
+	$(BIN)/python -m benchmarks.ledger
+
+test-atropos: $(STAMP) .venvs/atropos/.installed ## the real atroposlib, environments and trainer, against our server
+	$(BIN)/python -m pytest tests/compatibility
+
+test-crashes: $(STAMP) ## 200 kills of a SQLite ledger under load, 50 with restarts of PostgreSQL
+	$(BIN)/python -m tests.faults.ledger_crashes --kills 200 --store sqlite
+	$(BIN)/python -m tests.faults.ledger_crashes --kills 50 --store postgresql
+
+.venvs/atropos/.installed:
+	PYTHON=$(PYTHON) sh scripts/atropos_venv.sh
+	@touch $@
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -157,6 +157,7 @@ def test_a_stopped_orphan_is_swept_by_the_next_start() -> None:
     assert wait_until_gone(pids) == []
 
 
+@pytest.mark.slow
 async def test_two_hundred_sessions_leak_no_process_port_file_or_memory() -> None:
     async with ministack_pool(pool_size=2) as pool:
 

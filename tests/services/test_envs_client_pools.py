@@ -57,7 +57,7 @@ async def test_a_group_plays_the_same_task_at_the_same_time() -> None:
                 pool.record_group_result(GAME, rewards)
             assert server.worlds.health().busy == 8
         assert server.worlds.health().busy == 0
-    assert [result.mean for result in told] == pytest.approx([0.76] * 3)
+    assert [result.mean for result in told] == pytest.approx([0.84] * 3)
 
 
 async def test_a_group_steps_together_and_a_finished_sibling_rests() -> None:
@@ -144,7 +144,7 @@ async def test_groups_that_need_more_than_half_each_all_get_their_turn() -> None
 
     async with served("number_guessing", size=8) as server:
         earned = await asyncio.gather(*(play(GrpoPool(server.url, size=6)) for _ in range(5)))
-        assert earned == pytest.approx([6 * 0.76] * 5)
+        assert earned == pytest.approx([6 * 0.84] * 5)
         assert server.worlds.health().busy == 0
 
 
@@ -199,7 +199,7 @@ async def test_a_synchronous_trainer_plays_groups_with_plain_and_with_async_roll
         with MultiTurnEnvPool(url, size=8, on_result=told.append) as pool:
             for rollout in (halve_blocking, play):
                 rewards = pool.run_group(GAME, rollout)
-                assert rewards == pytest.approx([0.76] * 8)
+                assert rewards == pytest.approx([0.84] * 8)
                 pool.record_group_result(GAME, rewards)
             assert [seen.done for seen in pool.reset_group(GAME)] == [False] * 8
             assert [seen.text for seen in pool.run_group_step(["5"] * 8)] == ["correct"] * 8

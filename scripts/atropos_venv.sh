@@ -1,0 +1,6 @@
+#!/bin/sh
+# A virtual environment with the original atroposlib, for the benchmark and the tests that run beside it.
+set -eu
+cd "$(dirname "$0")/.."
+[ -x .venvs/atropos/bin/python ] || "${PYTHON:-python3.11}" -m venv .venvs/atropos
+.venvs/atropos/bin/python -m pip install --quiet atroposlib==0.4.0
