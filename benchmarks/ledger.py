@@ -35,7 +35,8 @@ ROOT = Path(__file__).parents[1]
 PEER_PYTHON = Path(os.environ.get("ATROPOS_PYTHON", ROOT / ".venvs" / "atropos" / "bin" / "python"))
 BATCH_SEQUENCES = 256
 LANES = 16
-POSTERS = 8
+POSTERS = 32
+"""Groups that environments send at the same time: each has hundreds of episodes in flight."""
 PATIENCE_S = 60.0
 PACKED = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
 PLAIN = {"Content-Type": "application/json"}

@@ -39,6 +39,14 @@ def main(argv: list[str] | None = None) -> int:
     args = _arguments(argv)
     if args.socket_fd is not None:
         return _serve(args, socket.socket(fileno=args.socket_fd))
+    if args.host not in LOOPBACK and not args.open_to_all:
+        sys.stderr.write(
+            f"run-api: {args.host} can be reached from other machines, and Atropos clients send no tokens; "
+            "add --open-to-all if everybody who can reach it may write and read, or serve it on 127.0.0.1\n"
+        )
+        return EXIT_CANNOT
+    if args.reload:
+        sys.stderr.write("run-api: --reload has no effect here; the server is started again whenever it ends\n")
     try:
         listening = listening_socket(socket.gethostbyname(args.host), args.port)
     except OSError as error:
@@ -133,6 +141,11 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         choices=[mode.value for mode in Durability],
         default=Durability.POWER_LOSS.value,
         help="what an answered post survives (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--open-to-all",
+        action="store_true",
+        help="serve other machines, without tokens: every client may do everything",
     )
     parser.add_argument("--reload", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--socket-fd", type=int, help=argparse.SUPPRESS)
