@@ -33,7 +33,7 @@ async def test_a_full_server_exhausts_the_patience_of_the_caller_and_nothing_els
     async with served("number_guessing", size=1) as server, open_remote_worlds(server.url) as worlds:
         held = await worlds.acquire(Deadline(5, "first"))
         with pytest.raises(WorldsExhaustedError):
-            await worlds.acquire(Deadline(0.3, "second"))
+            await worlds.acquire(Deadline(2.0, "second"))
         await held.reset(GAME)
         assert (await held.step("5")).solved
         await held.close()

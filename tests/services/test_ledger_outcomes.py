@@ -74,10 +74,10 @@ async def test_a_question_that_makes_no_sense_is_refused(place: Place) -> None:
         await place.client.outcomes(after=-1, limit=0)
     async with (
         aiohttp.ClientSession() as session,
-        session.get(f"{place.url}/v1/runs/{RUN}/outcomes?after=soon") as response,
+        session.get(f"{place.url}/v1/runs/{RUN}/outcomes?from=soon") as response,
     ):
         assert response.status == 422
-        assert "after is 'soon'; it must be a whole number" in (await response.json())["message"]
+        assert "from is 'soon'; it must be a whole number" in (await response.json())["message"]
 
 
 async def test_people_read_it_as_json(place: Place) -> None:
