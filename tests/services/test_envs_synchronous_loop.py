@@ -1,4 +1,4 @@
-"""A trainer that cannot await plays groups of the AWS world with a policy that knows the solutions."""
+"""A trainer that cannot await plays groups of the AWS world with a policy that knows the solutions, drawn by a curriculum."""
 
 import asyncio
 from collections.abc import Mapping
@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 
 from rollbook.contracts.environment import Observation
+from rollbook.contracts.group import GroupOutcome
+from rollbook.contracts.task import Task, TaskId
 from rollbook.envs.client_pools import BlockingSession, GroupResult, MultiTurnEnvPool
+from rollbook.tasks.curriculum import Curriculum
 from tests.parts.envs_worlds import AWS_ARGS, served
 
 pytest.importorskip("ministack")
@@ -16,8 +19,8 @@ pytest.importorskip("awscli")
 from rollbook.envs.awscli.solution import ReferencePolicy
 from rollbook.envs.awscli.task_bank import Tier, task_bank
 
-GROUP = 4
-NUM_TASKS = 3
+GROUP = 8
+NUM_GROUPS = 4
 
 
 def play_solution(row: Mapping[str, Any], session: BlockingSession, seen: Observation) -> float:
@@ -28,19 +31,41 @@ def play_solution(row: Mapping[str, Any], session: BlockingSession, seen: Observ
     return total
 
 
-async def test_a_synchronous_loop_solves_its_tasks_and_records_what_each_group_earned() -> None:
+def outcome_of(result: GroupResult) -> GroupOutcome:
+    return GroupOutcome(
+        num_samples=len(result.rewards),
+        num_scorable=len(result.scored),
+        reward_mean=result.mean,
+        reward_std=0.0,
+        solved_rate=sum(reward > 0.99 for reward in result.scored) / len(result.scored),
+        truncated_rate=0.0,
+        mean_turns=1.0,
+        mean_response_tokens=0.0,
+        seconds=0.0,
+    )
+
+
+async def test_a_synchronous_loop_solves_its_tasks_and_the_curriculum_hears_what_each_group_earned() -> None:
     creates = [task for task in task_bank().values() if task.tier is Tier.BEGINNER and not task.setup]
-    rows = [{"id": task.id, "seed": 7} for task in creates[:NUM_TASKS]]
+    curriculum = Curriculum(
+        [Task(id=TaskId(task.id), row={"id": task.id, "seed": 7, "tier": task.tier.value}) for task in creates]
+    )
     recorded: list[GroupResult] = []
 
     def train(url: str) -> None:
         with MultiTurnEnvPool(url, size=GROUP, on_result=recorded.append) as pool:
-            for row in rows:
+            for _ in range(NUM_GROUPS):
+                (draw,) = curriculum.propose(1)
+                curriculum.taken(1)
+                row = curriculum.task(draw.task_id).row_copy()
                 rewards = pool.run_group(row, lambda session, first, row=row: play_solution(row, session, first))
                 pool.record_group_result(row, rewards)
+                curriculum.record_result(draw, outcome_of(recorded[-1]))
 
     async with served("aws", size=GROUP, args=AWS_ARGS) as server:
         await asyncio.to_thread(train, server.url)
         assert server.worlds.health().busy == 0
-    assert [result.task["id"] for result in recorded] == [row["id"] for row in rows]
-    assert [result.rewards for result in recorded] == [pytest.approx((1.0,) * GROUP)] * NUM_TASKS
+    assert [result.rewards for result in recorded] == [pytest.approx((1.0,) * GROUP)] * NUM_GROUPS
+    played = {TaskId(result.task["id"]) for result in recorded}
+    assert len(played) == NUM_GROUPS  # what is new comes before what was solved
+    assert all(curriculum.mastery(task_id).results == (1.0,) for task_id in played)
