@@ -65,7 +65,8 @@ async def idle(url: str, count: int, pid: int) -> None:
         await asyncio.sleep(0.1)
 
 
-@pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [500, 10_000])
 def test_idle_connections_cost_little_and_hold_up_nobody(tmp_path: Path, count: int) -> None:
     if allow_many_connections() < count + 500:
         pytest.skip(f"this system allows {allow_many_connections()} open files, {count + 500} are needed")

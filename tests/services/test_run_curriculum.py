@@ -12,9 +12,9 @@ order = "curriculum"
 
 [tasks.curriculum]
 tier_field = "secret"
-promote_rate = 0.2
+promote_rate = 0.02
 promote_tries = 3
-fast_track_rate = 0.25
+fast_track_rate = 0.02
 fast_track_tries = 1
 demote_rate = 0.0
 """
