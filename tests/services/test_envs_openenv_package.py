@@ -69,7 +69,7 @@ async def test_its_client_plays_an_episode_against_our_server() -> None:
         episode = await told("play", server.url)
         assert server.worlds.health().busy == 0
     assert episode["texts"] == ["guess a number from 0 to 15", "lower", "higher", "correct"]
-    assert (episode["reward"], episode["solved"], episode["again"]) == (0.76, True, "guess a number from 0 to 15")
+    assert (episode["reward"], episode["solved"], episode["again"]) == (0.84, True, "guess a number from 0 to 15")
     assert isinstance(episode["state"], dict)
     assert episode["state"]["step_count"] == 3
     assert "EXECUTION_ERROR" in str(episode["errors"])
