@@ -3,4 +3,4 @@
 set -eu
 cd "$(dirname "$0")/.."
 [ -x .venvs/agents/bin/python ] || "${PYTHON:-python3.11}" -m venv .venvs/agents
-.venvs/agents/bin/python -m pip install --quiet openai-agents
+.venvs/agents/bin/python -m pip install --quiet openai-agents==0.24.0

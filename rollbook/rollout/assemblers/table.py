@@ -1,14 +1,11 @@
 """Name to assembler: one explicit table. Each takes whole turns: what the engine consumed, what it produced."""
 
-from typing import Literal, TypeAlias
-
+from rollbook.contracts.errors import RunError
 from rollbook.contracts.policy import SamplingParams
 from rollbook.rollout.assemblers.branching import BranchingAssembler
 from rollbook.rollout.assemblers.linear import TrajectoryAssembler
 from rollbook.rollout.assemblers.per_turn import PerTurnAssembler
 from rollbook.rollout.assembly import TurnAssembler
-
-AssemblerName: TypeAlias = Literal["linear", "branching", "per_turn"]
 
 ASSEMBLERS: dict[str, type[TrajectoryAssembler] | type[BranchingAssembler] | type[PerTurnAssembler]] = {
     "linear": TrajectoryAssembler,
@@ -17,5 +14,7 @@ ASSEMBLERS: dict[str, type[TrajectoryAssembler] | type[BranchingAssembler] | typ
 }
 
 
-def build_assembler(name: AssemblerName, sampling: SamplingParams) -> TurnAssembler:
+def build_assembler(name: str, sampling: SamplingParams) -> TurnAssembler:
+    if name not in ASSEMBLERS:
+        raise RunError(f"no assembler is called {name!r}; there are {', '.join(ASSEMBLERS)}")
     return ASSEMBLERS[name](sampling)
