@@ -19,6 +19,7 @@ from rollbook.cli.inspect import inspect
 from rollbook.cli.ledger import ledger_app
 from rollbook.cli.replay import replay
 from rollbook.cli.speaking import EXIT_MISUSED, say_error
+from rollbook.cli.tokens import tokens_app
 from rollbook.cli.train import train
 from rollbook.run.errors import ConfigError, RollbookError, RunDirectoryError
 
@@ -39,6 +40,7 @@ app.command()(host)
 app.add_typer(config_app, name="config")
 app.add_typer(env_app, name="env")
 app.add_typer(ledger_app, name="ledger")
+app.add_typer(tokens_app, name="tokens")
 
 
 def _version(wanted: bool) -> None:
