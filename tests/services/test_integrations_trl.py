@@ -36,9 +36,10 @@ def train(run_dir: Path, *more: str) -> subprocess.Popen[str]:
 
 def told_by(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
     assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith('{"'):
-            yield json.loads(line)
+    with process.stdout as lines:
+        for line in lines:
+            if line.startswith('{"'):
+                yield json.loads(line)
 
 
 def groups_by_state(run_dir: Path) -> dict[str, GroupState]:
