@@ -130,8 +130,8 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after warm-up: unchanged, or falling to 0 at `max_steps`."""
 
-    loss: Literal["grpo"] = "grpo"
-    """Name in the table of losses; grpo is the clipped ratio."""
+    loss: Literal["grpo", "reinforce"] = "grpo"
+    """Name in the table of losses; grpo is the clipped ratio, reinforce the plain policy gradient."""
 
     old_logprobs: Literal["snapshot", "engine"] = "snapshot"
     """What the clipped ratio is taken to. `snapshot`: the policy at the start of the step, so that clipping limits what one batch

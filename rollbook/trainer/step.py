@@ -20,7 +20,7 @@ from rollbook.contracts.errors import RunError
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.losses.inputs import LossInputs
 from rollbook.trainer.losses.table import LOSSES
-from rollbook.trainer.minibatches import Microbatch, Minibatch, TrainRow, flatten, plan
+from rollbook.trainer.minibatches import Microbatch, Minibatch, TrainRow, flatten, plan, plan_minibatch
 from rollbook.trainer.model import PolicyModel
 from rollbook.trainer.schedule import learning_rate
 from rollbook.trainer.token_statistics import TokenStatistics
@@ -83,23 +83,36 @@ class TrainStep:
 
     def run(self, batch: TrainingBatch) -> StepReport:
         """Learn from the batch of the next step. Blocks for as long as it takes: call it in a thread."""
-        if batch.step != self.step + 1:
+        return self.learn(flatten(batch, advantage=self._config.advantage), step=batch.step)
+
+    def learn(self, rows: Sequence[TrainRow], *, step: int) -> StepReport:
+        """Learn from rows wherever they come from, as step `step`."""
+        if step != self.step + 1:
             raise RunError(
-                f"the model has learned from {self.step} batches and was given batch {batch.step}; batches go in order"
+                f"the model has learned from {self.step} batches and was given batch {step}; batches go in order"
             )
         # In the thread that computes: the setting is not inherited everywhere, and it decides the last bits of sums.
         torch.set_num_threads(self._config.threads)
-        rows = flatten(batch, advantage=self._config.advantage)
-        self._refuse_unusable(rows, batch.step)
-        rate = learning_rate(self._config, batch.step)
+        self._refuse_unusable(rows, step)
+        rate = learning_rate(self._config, step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        minibatches = plan(rows, self._config, step=batch.step)
+        minibatches = plan(rows, self._config, step=step)
         tally = _Tally()
         for minibatch, old in zip(minibatches, self._old_logprobs(minibatches), strict=True):
             self._learn(minibatch, old, tally)
-        self.step = batch.step
-        return self._report(batch.step, rate, minibatches, tally)
+        self.step = step
+        return self._report(step, rate, minibatches, tally)
+
+    def mean_logprob(self, rows: Sequence[TrainRow]) -> float:
+        """Mean log-probability of the rows' trained tokens under the current weights. Nothing is learned from them."""
+        torch.set_num_threads(self._config.threads)
+        minibatch = plan_minibatch(rows, self._config)
+        total = torch.zeros((), dtype=torch.float64)
+        with torch.no_grad():
+            for micro in minibatch.microbatches:
+                total += self._current(micro)[0].double().sum().cpu()
+        return float(total) / minibatch.num_trained
 
     def _old_logprobs(self, minibatches: Sequence[Minibatch]) -> list[list[Tensor] | None]:
         """Log-probabilities at the start of the step, of every minibatch but the first (which computes its own as it learns)."""

@@ -2,5 +2,6 @@
 
 from rollbook.trainer.losses.clipped import clipped_ratio
 from rollbook.trainer.losses.inputs import Loss
+from rollbook.trainer.losses.reinforce import reinforce
 
-LOSSES: dict[str, Loss] = {"grpo": clipped_ratio}
+LOSSES: dict[str, Loss] = {"grpo": clipped_ratio, "reinforce": reinforce}
