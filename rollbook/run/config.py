@@ -22,6 +22,7 @@ from rollbook.inference.config import InferenceConfig
 from rollbook.ledger.config import GateConfig, LedgerConfig
 from rollbook.rollout.config import RolloutConfig
 from rollbook.run.config_checks import CROSS_CHECKS
+from rollbook.run.evaluation_config import EvaluationConfig
 from rollbook.tasks.config import TasksConfig
 from rollbook.trainer.config import ModelConfig, TrainerConfig
 
@@ -46,6 +47,7 @@ class RunConfig(BaseModel, frozen=True, extra="forbid"):
     gate: GateConfig = GateConfig()
     ledger: LedgerConfig = LedgerConfig()
     trainer: TrainerConfig = TrainerConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
 
 
 SEEDED = ("tasks", "inference", "trainer")

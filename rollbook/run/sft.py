@@ -56,7 +56,10 @@ def _prepare(path: Path) -> None:
 
 
 def _run(command: list[str], path: Path, *, config: str, threads: int) -> SftReport:
-    """The config goes in by stdin: the child writes it down once it holds the directory. People read the child's stderr as it comes; the result is its last line on stdout."""
+    """The config goes in by stdin: the child writes it down once it holds the directory.
+
+    People read the child's stderr as it comes; the result is its last line on stdout.
+    """
     watch_read, watch_write = os.pipe()
     before = signal.getsignal(signal.SIGINT)
     try:

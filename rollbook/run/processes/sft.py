@@ -1,4 +1,4 @@
-"""The process of a warm start: `python -m rollbook.run.processes.sft DIRECTORY SOURCE_DIR FD`, the config on stdin. Prints one JSON line.
+"""The process of a warm start: `python -m rollbook.run.processes.sft DIRECTORY SOURCE_DIR FD`, its config on stdin.
 
 Demonstrations become rows here, because here the tokenizer of the rollouts and the step of the trainer meet.
 """
