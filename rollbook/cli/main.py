@@ -18,6 +18,7 @@ from rollbook.cli.inspect import inspect
 from rollbook.cli.ledger import ledger_app
 from rollbook.cli.models import models_app
 from rollbook.cli.replay import replay
+from rollbook.cli.sft import sft
 from rollbook.cli.speaking import EXIT_MISUSED, say_error
 from rollbook.cli.train import train
 from rollbook.run.errors import ConfigError, RollbookError, RunDirectoryError
@@ -30,6 +31,7 @@ app = typer.Typer(
     add_completion=False,
 )
 app.command()(train)
+app.command()(sft)
 app.command()(audit)
 app.command()(inspect)
 app.command()(explain)
