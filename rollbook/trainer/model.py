@@ -22,7 +22,7 @@ from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.minibatches import Microbatch
 from rollbook.trainer.network import PolicyNetwork, has_plain_head, make_packable
 from rollbook.trainer.packed_attention import Packing
-from rollbook.trainer.weights import digest_of, named_weights
+from rollbook.trainer.weights import digest_of, host_copy, named_weights
 from rollbook.trainer.work import ModelShape
 
 
@@ -132,6 +132,10 @@ class PolicyModel:
     def weights(self) -> dict[str, Tensor]:
         """Named tensors, tied ones once. They are the live weights, not a copy."""
         return named_weights(self.module)
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """A copy of the weights in main memory that stays as it is while training goes on."""
+        return host_copy(self.weights())
 
     def digest(self) -> str:
         return digest_of(self.weights())
