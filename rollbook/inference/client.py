@@ -204,6 +204,9 @@ def _body(asks: list[_Ask]) -> CompletionBody:
         seed=seeds[0] if len(asks) == 1 else None,
         seeds=seeds if len(asks) > 1 and any(seed is not None for seed in seeds) else None,
         stop_token_ids=list(sampling.stop_token_ids),
+        # What ends a turn is the caller's choice alone, and it reads tokens: no text is made for it.
+        ignore_eos=True,
+        detokenize=False,
         return_token_ids=True,
         logprobs=0,
         # The newest minimum serves all: each gets weights at least as new as it asked for.
