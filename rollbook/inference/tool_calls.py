@@ -32,8 +32,7 @@ def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
         calls.append(call)
         return ""
 
-    rest = _BLOCK.sub(take, text)
-    return (rest.strip() if calls else text), calls
+    return _BLOCK.sub(take, text), calls
 
 
 def _call(body: str) -> ToolCall | None:

@@ -140,7 +140,7 @@ def _choice(index: int, end: Generated, body: ChatBody, texts: Texts, reply_id: 
     return ChatChoice(
         index=index,
         message=AssistantMessage(
-            content=(content or None) if calls else content,
+            content=(content.strip() or None) if calls else content,
             tool_calls=_parts(calls, reply_id, index) if calls else None,
         ),
         finish_reason="tool_calls" if calls else completion.finish_reason.value,
