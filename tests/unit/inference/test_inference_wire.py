@@ -90,7 +90,7 @@ def test_a_prompt_is_text_or_ids_or_lists_of_them_and_no_mixture() -> None:
 def test_the_status_decides_who_must_act(status: int, kind: str, expected: type[Exception]) -> None:
     body = msgspec.json.encode({"error": {"message": "m", "type": kind, "code": status}})
     error = verdict(status, body, "0.25", where="http://there")
-    assert type(error) is expected
+    assert isinstance(error, expected)
     assert "http://there" in str(error)
     if isinstance(error, TransientError):
         assert error.retry_after_s == 0.25
