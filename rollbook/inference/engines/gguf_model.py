@@ -1,7 +1,7 @@
 """A GGUF file becomes a Hugging Face directory: safetensors, tokenizer and chat template, ready to train and to serve.
 
-The library reads GGUF but cannot save what it read (the object remembers that it was quantised). So the dequantised state moves into a
-fresh model of the same shape, and that is saved once. The weights are what the quantised file holds, in float32.
+The library reads GGUF but cannot save what it read (the object remembers that it was quantised). So the dequantised state moves
+into a fresh model of the same shape, and that is saved once. The weights are what the quantised file holds, in float32.
 """
 
 import os
@@ -73,7 +73,7 @@ def _fresh_model(source: Path, tokenizer: Any) -> Any:
     return fresh.to(torch.float32)
 
 
-class _told_as:  # noqa: N801 - reads as a phrase where it is used
+class _told_as:
     """What the library raises about a file becomes one error that names it."""
 
     def __init__(self, source: Path) -> None:
