@@ -24,7 +24,7 @@ from rollbook.trainer.losses.corrections import correction
 from rollbook.trainer.losses.inputs import LossInputs, LossSettings
 from rollbook.trainer.losses.kl import k3_divergence
 from rollbook.trainer.losses.table import loss_named
-from rollbook.trainer.minibatches import Microbatch, Minibatch, TrainRow, flatten, plan
+from rollbook.trainer.minibatches import Microbatch, Minibatch, TrainRow, flatten, plan, plan_minibatch
 from rollbook.trainer.model import PolicyModel
 from rollbook.trainer.random_states import random_states
 from rollbook.trainer.ranks import Ranks
@@ -127,23 +127,36 @@ class TrainStep:
 
     def run(self, batch: TrainingBatch) -> StepReport:
         """Learn from the batch of the next step. Blocks for as long as it takes: call it in a thread."""
-        if batch.step != self.step + 1:
+        return self.learn(flatten(batch, self._config), step=batch.step)
+
+    def learn(self, rows: Sequence[TrainRow], *, step: int) -> StepReport:
+        """Learn from rows wherever they come from, as step `step`."""
+        if step != self.step + 1:
             raise RunError(
-                f"the model has learned from {self.step} batches and was given batch {batch.step}; batches go in order"
+                f"the model has learned from {self.step} batches and was given batch {step}; batches go in order"
             )
         # In the thread that computes: the setting is not inherited everywhere, and it decides the last bits of sums.
         torch.set_num_threads(self._config.threads)
-        rows = flatten(batch, self._config)
-        self._refuse_unusable(rows, batch.step)
-        rate = learning_rate(self._config, batch.step)
+        self._refuse_unusable(rows, step)
+        rate = learning_rate(self._config, step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        minibatches = plan(rows, self._config, step=batch.step, is_packed=self.model.is_packed)
+        minibatches = plan(rows, self._config, step=step, is_packed=self.model.is_packed)
         tally = _Tally()
         for minibatch, old in zip(minibatches, self._old_logprobs(minibatches), strict=True):
-            self._learn(minibatch, old, tally, step=batch.step)
-        self.step = batch.step
-        return self._report(batch.step, rate, minibatches, tally)
+            self._learn(minibatch, old, tally, step=step)
+        self.step = step
+        return self._report(step, rate, minibatches, tally)
+
+    def mean_logprob(self, rows: Sequence[TrainRow]) -> float:
+        """Mean log-probability of the rows' trained tokens under the current weights. Nothing is learned from them."""
+        torch.set_num_threads(self._config.threads)
+        minibatch = plan_minibatch(rows, self._config, is_packed=self.model.is_packed)
+        total = torch.zeros((), dtype=torch.float64)
+        with torch.no_grad():
+            for micro in minibatch.microbatches:
+                total += self.model.token_logprobs(micro)[0].double().sum().cpu()
+        return float(total) / minibatch.num_trained
 
     def _old_logprobs(self, minibatches: Sequence[Minibatch]) -> list[list[Tensor] | None]:
         """Log-probabilities at the start of the step, of every minibatch but the first (which computes its own as it learns)."""
