@@ -6,7 +6,7 @@ cheaper than casting in every layer of every pass, and the shadow computes as an
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -140,9 +140,19 @@ class PolicyModel:
     def digest(self) -> str:
         return digest_of(self.weights())
 
-    def save(self, directory: Path) -> None:
-        """Write config and weights as a Hugging Face directory (the tokenizer is not the model's to write)."""
-        self._module.save_pretrained(str(directory))
+    def frozen(self) -> "PolicyModel":
+        """For comparison only: nothing is learned in it."""
+        self.module.requires_grad_(False)
+        self.network.requires_grad_(False)
+        return self
+
+    def save(self, directory: Path, weights: Mapping[str, Tensor] | None = None) -> None:
+        """Write config and weights (its own, or a copy taken earlier) as a Hugging Face directory.
+
+        The tokenizer is not the model's to write.
+        """
+        plain = dict(self.snapshot() if weights is None else weights)
+        self._module.save_pretrained(str(directory), state_dict=plain)
 
 
 def _without_dropout(module: nn.Module) -> None:

@@ -7,7 +7,7 @@ one minibatch a step no second pass is made. For the other minibatches pi_old is
 With `old_logprobs = "engine"` the ratio is taken to the policy that sampled the tokens instead, whose logprobs came with them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,10 +26,12 @@ from rollbook.trainer.losses.kl import k3_divergence
 from rollbook.trainer.losses.table import loss_named
 from rollbook.trainer.minibatches import Microbatch, Minibatch, TrainRow, flatten, plan, plan_minibatch
 from rollbook.trainer.model import PolicyModel
+from rollbook.trainer.random_states import random_states
 from rollbook.trainer.ranks import Ranks
 from rollbook.trainer.recipe import Recipe
 from rollbook.trainer.schedule import learning_rate
 from rollbook.trainer.token_statistics import TokenStatistics
+from rollbook.trainer.weights import tree_to_host
 from rollbook.trainer.work import training_flops
 
 OPTIMIZER_SETTINGS = ("lr", "betas", "eps", "weight_decay")
@@ -48,6 +50,18 @@ class StepReport:
     flops: float = 0.0
     """Floating-point operations that the batch asked for, padding and recomputation left out."""
     metrics: dict[str, float | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerCopy:
+    """Everything a checkpoint holds, copied at one step to main memory: it stays as it is while training goes on."""
+
+    step: int
+    model: PolicyModel
+    """Knows how its weights are written; they are not read from it."""
+    weights: Mapping[str, Tensor]
+    state: dict[str, Any]
+    """Of the optimizer, the random generators and the guard."""
 
 
 @dataclass(slots=True)
@@ -101,6 +115,15 @@ class TrainStep:
         self.optimizer.load_state_dict(state)
         for group, settings in zip(self.optimizer.param_groups, ours, strict=True):
             group.update(settings)
+
+    def copied(self, weights: Mapping[str, Tensor]) -> LearnerCopy:
+        """A copy of everything that the next step depends on; of the weights it was made already."""
+        state = {
+            "optimizer": tree_to_host(self.optimizer.state_dict()),
+            "random": random_states(),
+            "skipped_in_a_row": self.guard.skipped_in_a_row,
+        }
+        return LearnerCopy(step=self.step, model=self.model, weights=weights, state=state)
 
     def run(self, batch: TrainingBatch) -> StepReport:
         """Learn from the batch of the next step. Blocks for as long as it takes: call it in a thread."""

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -50,6 +51,17 @@ def host_copy(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if any(tensor.is_cuda for tensor in weights.values()):
         torch.cuda.synchronize()
     return copies
+
+
+def tree_to_host(tree: Any) -> Any:
+    """Nested containers with every tensor copied to main memory."""
+    if isinstance(tree, Tensor):
+        return tree.detach().to("cpu", copy=True)
+    if isinstance(tree, dict):
+        return {key: tree_to_host(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(tree_to_host(value) for value in tree)
+    return tree
 
 
 def digest_of(weights: Mapping[str, Tensor]) -> str:
