@@ -16,6 +16,7 @@ from rollbook.cli.env import env_app
 from rollbook.cli.explain import explain
 from rollbook.cli.inspect import inspect
 from rollbook.cli.ledger import ledger_app
+from rollbook.cli.models import models_app
 from rollbook.cli.replay import replay
 from rollbook.cli.sft import sft
 from rollbook.cli.speaking import EXIT_MISUSED, say_error
@@ -39,6 +40,7 @@ app.command()(demo)
 app.add_typer(config_app, name="config")
 app.add_typer(env_app, name="env")
 app.add_typer(ledger_app, name="ledger")
+app.add_typer(models_app, name="models")
 
 
 def _version(wanted: bool) -> None:

@@ -13,6 +13,7 @@ from rollbook.inference.config import InferenceConfig
 from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.contract import RolloutSetup
 from rollbook.rollout.policy import EpisodePolicy
+from rollbook.rollout.proxy_setup import proxy_sessions
 from rollbook.rollout.rendering import ModelTokenizer
 from rollbook.telemetry.events import EventLog
 
@@ -37,15 +38,19 @@ async def build_setup(settings: Mapping[str, Any]) -> AsyncIterator[RolloutSetup
                 max_connections=inference.max_connections,
             ) as policy,
             open_environments(EnvConfig.model_validate(settings["env"])) as open_environment,
+            proxy_sessions(
+                asking := EpisodePolicy(policy, sampling), tokenizer, sampling, rollout.limits
+            ) as open_proxy_session,
         ):
             yield RolloutSetup(
-                policy=EpisodePolicy(policy, sampling),
+                policy=asking,
                 tokenizer=tokenizer,
                 sampling=sampling,
                 limits=rollout.limits,
                 open_environment=open_environment,
                 log=log,
                 settings=rollout.settings,
+                open_proxy_session=open_proxy_session,
             )
     finally:
         log.close()
