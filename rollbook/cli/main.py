@@ -14,6 +14,7 @@ from rollbook.cli.config import config_app
 from rollbook.cli.demo import demo
 from rollbook.cli.env import env_app
 from rollbook.cli.explain import explain
+from rollbook.cli.host import host
 from rollbook.cli.inspect import inspect
 from rollbook.cli.ledger import ledger_app
 from rollbook.cli.models import models_app
@@ -38,6 +39,7 @@ app.command()(inspect)
 app.command()(explain)
 app.command()(replay)
 app.command()(demo)
+app.command()(host)
 app.add_typer(config_app, name="config")
 app.add_typer(env_app, name="env")
 app.add_typer(ledger_app, name="ledger")
