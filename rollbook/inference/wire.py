@@ -106,6 +106,8 @@ class Choice(msgspec.Struct):
     token_ids: list[int] | None = None
     logprobs: LogprobsBlock | None = None
     text: str = ""
+    generation_s: float | None = None
+    """From the first token to the last: without the time in the queue."""
 
     def to_contract(self) -> Completion:
         """Raises `ValueError` when the pieces do not fit together."""
@@ -116,6 +118,7 @@ class Choice(msgspec.Struct):
             logprobs=np.array(self.logprobs.token_logprobs, dtype=np.float32),
             versions=stamps(self.weight_versions, len(self.token_ids)),
             finish_reason=FinishReason(self.finish_reason),
+            generation_s=self.generation_s,
         )
 
 
@@ -206,6 +209,7 @@ def choice_of(completion: Completion, index: int, *, with_ids: bool, with_logpro
         weight_versions=spans(completion.versions.tolist()),
         token_ids=completion.token_ids.tolist() if with_ids else None,
         logprobs=LogprobsBlock(token_logprobs=completion.logprobs.tolist()) if with_logprobs else None,
+        generation_s=None if completion.generation_s is None else round(completion.generation_s, 4),
     )
 
 

@@ -35,7 +35,7 @@ async def build_setup(settings: Mapping[str, Any]) -> AsyncIterator[RolloutSetup
             open_environments(EnvConfig.model_validate(settings["env"])) as open_environment,
         ):
             yield RolloutSetup(
-                policy=EpisodePolicy(policy, sampling),
+                policy=EpisodePolicy(policy, sampling, request_s=inference.request_s),
                 tokenizer=tokenizer,
                 sampling=sampling,
                 limits=rollout.limits,
