@@ -16,7 +16,9 @@ from rollbook.cli.env import env_app
 from rollbook.cli.explain import explain
 from rollbook.cli.inspect import inspect
 from rollbook.cli.ledger import ledger_app
+from rollbook.cli.models import models_app
 from rollbook.cli.replay import replay
+from rollbook.cli.sft import sft
 from rollbook.cli.speaking import EXIT_MISUSED, say_error
 from rollbook.cli.train import train
 from rollbook.run.errors import ConfigError, RollbookError, RunDirectoryError
@@ -29,6 +31,7 @@ app = typer.Typer(
     add_completion=False,
 )
 app.command()(train)
+app.command()(sft)
 app.command()(audit)
 app.command()(inspect)
 app.command()(explain)
@@ -37,6 +40,7 @@ app.command()(demo)
 app.add_typer(config_app, name="config")
 app.add_typer(env_app, name="env")
 app.add_typer(ledger_app, name="ledger")
+app.add_typer(models_app, name="models")
 
 
 def _version(wanted: bool) -> None:

@@ -50,6 +50,8 @@ class DropKind(StrEnum):
     END_OF_DATA = "end_of_data"
     END_OF_RUN = "end_of_run"
     RESET = "reset"
+    LOST = "lost"
+    """A power cut took its tokens, in a durability mode that allows it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,6 +66,7 @@ class Supervisor:
         self._failure: str | None = None
         self._over = asyncio.Event()
         self._drained = False
+        self._final_evaluation_s = config.evaluation.final_wait_s
         self._sockets: dict[str, socket.socket] = {}
         threads = {"policy": config.inference.threads, "trainer": config.trainer.threads}
         servers = ["ledger", "policy", *(["env"] if config.env.pool_size is not None else [])]
@@ -82,7 +83,7 @@ class Supervisor:
                 env={"OMP_NUM_THREADS": str(threads.get(name, 1)), "TOKENIZERS_PARALLELISM": "false"},
                 changed=self._write_processes,
             )
-            for name in (*servers, "trainer", "rollout")
+            for name in (*servers, "trainer", "rollout", *(["evaluation"] if config.evaluation.every_steps else []))
         ]
 
     async def run(self) -> RunOutcome:
@@ -143,6 +144,12 @@ class Supervisor:
                 if process.role == "trainer":
                     self._over.set()
                 return
+            if process.role == "evaluation" and code == EXIT_STOP_RUN:
+                # Measuring is not training: its fault is told, and the run goes on without it.
+                process.move(ProcessState.FAILED, process.fault or "it gave no reason")
+                self._log.error("run.evaluation_failed", cause=process.fault)
+                self._say(f"evaluation stopped: {process.fault}; training goes on")
+                return
             if code in (EXIT_STOP_RUN, EXIT_FENCED):
                 cause = process.fault or (
                     "another trainer took over this run" if code == EXIT_FENCED else "it gave no reason"
@@ -154,6 +161,10 @@ class Supervisor:
             told = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
             if isinstance(verdict, GiveUp):
                 process.move(ProcessState.FAILED, verdict.reason)
+                if process.role == "evaluation":
+                    self._log.error("run.evaluation_failed", cause=verdict.reason, last_words=process.last_words())
+                    self._say(f"evaluation ended with {told}; {verdict.reason}; training goes on")
+                    return
                 self._fail(
                     f"{process.name} ended with {told}; {verdict.reason}. Its last words:\n{process.last_words()}"
                 )
@@ -219,12 +230,15 @@ class Supervisor:
         """In reverse order of the journey: who asks ends before who answers."""
         trainer = next(p for p in self.processes if p.role == "trainer")
         rollout = next(p for p in self.processes if p.role == "rollout")
+        evaluation = [p for p in self.processes if p.role == "evaluation"]
         if self._failure is None and not self._drained:
             # The dispatcher hears from the ledger that the run is over and ends by itself.
             await self._gone([rollout], WIND_DOWN_S)
+            # And the evaluation measures once more what came of it.
+            await self._gone(evaluation, self._final_evaluation_s)
         self._stopping.set()
-        servers = [p for p in self.processes if p.role not in ("rollout", "trainer")]
-        for process in (rollout, trainer, *reversed(servers)):
+        servers = [p for p in self.processes if p.role not in ("rollout", "trainer", "evaluation")]
+        for process in (*evaluation, rollout, trainer, *reversed(servers)):
             if process.pid is None:
                 continue
             process.ask_to_stop()

@@ -168,7 +168,7 @@ def initial_learner(model_dir: Path, config: TrainerConfig) -> TrainStep:
 
 def _load(directory: Path, config: TrainerConfig) -> PolicyModel:
     torch.set_num_threads(config.threads)
-    return PolicyModel.load(directory, device=config.device, compute_dtype=config.compute_dtype)
+    return PolicyModel.load(directory, config)
 
 
 def _has_digest(path: Path, digest: str) -> bool:

@@ -41,6 +41,17 @@ def named_weights(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in module.state_dict().items() if name in first_names}
 
 
+def host_copy(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies in main memory. From a GPU all transfers are started before the first is waited for, into pinned memory."""
+    copies = {}
+    for name, tensor in weights.items():
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        copies[name] = copy.copy_(tensor.detach(), non_blocking=True)
+    if any(tensor.is_cuda for tensor in weights.values()):
+        torch.cuda.synchronize()
+    return copies
+
+
 def digest_of(weights: Mapping[str, Tensor]) -> str:
     return weights_digest(_raw(weights))
 

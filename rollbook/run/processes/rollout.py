@@ -29,7 +29,7 @@ async def main(context: RoleContext) -> str:
             name="dispatcher-0",
             tasks=tasks,
             sink=ledger,
-            recipe=_recipe(context),
+            recipe=worker_recipe(context),
             config=config.rollout,
             rule=config.gate.settings(max_steps=config.trainer.max_steps).rule,
             log=context.log,
@@ -57,7 +57,8 @@ async def _run_until_drained(dispatcher: Dispatcher, context: RoleContext) -> st
         await asyncio.gather(playing, draining, return_exceptions=True)
 
 
-def _recipe(context: RoleContext) -> WorkerRecipe:
+def worker_recipe(context: RoleContext) -> WorkerRecipe:
+    """What the workers of this run are built from."""
     config = context.loaded.config
     return WorkerRecipe(
         builder="rollbook.run.processes.rollout_worker:build_setup",
