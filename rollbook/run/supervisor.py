@@ -25,8 +25,8 @@ from rollbook.telemetry.events import EventLog
 
 # From the last batch to the end of the other processes: the dispatcher learns at its next question that the run is over.
 WIND_DOWN_S = 10.0
-# A process that is neither ready nor dead by then hangs, and is named.
-READY_S = 120.0
+# How often processes are looked at for signs of life.
+LOOK_S = 0.25
 
 
 class RunEnd(StrEnum):
@@ -59,7 +59,8 @@ class Supervisor:
     ) -> None:
         self._directory = directory
         self._log = log
-        self._rule = rule or RestartRule()
+        self._settings = config.run
+        self._rule = rule or RestartRule(most_quick_deaths=config.run.most_quick_deaths)
         self._say = say
         self._stopping = asyncio.Event()
         self._interrupts = 0
@@ -125,8 +126,10 @@ class Supervisor:
             await self._until_ready(ledger)
             keepers += [group.create_task(self._keep(p), name=f"run.keep.{p.name}") for p in others]
             readiness = group.create_task(self._all_ready(others), name="run.ready")
+            watch = group.create_task(self._watch(), name="run.watch")
             await self._over.wait()
             readiness.cancel()
+            watch.cancel()
             await self._stop_all()
             for keeper in keepers:
                 keeper.cancel()
@@ -187,9 +190,14 @@ class Supervisor:
         ready = asyncio.create_task(process.ready.wait(), name=f"run.await_ready.{process.name}")
         over = asyncio.create_task(self._over.wait(), name="run.await_over")
         try:
-            done, _ = await asyncio.wait({ready, over}, timeout=READY_S, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(
+                {ready, over}, timeout=self._settings.ready_s, return_when=asyncio.FIRST_COMPLETED
+            )
             if not done:
-                self._fail(f"{process.name} was not ready after {READY_S:g} s. Its last words:\n{process.last_words()}")
+                stack = await process.stack()
+                self._fail(
+                    f"{process.name} was not ready after {self._settings.ready_s:g} s (run.ready_s). Where it is:\n{stack}"
+                )
         finally:
             for task in (ready, over):
                 task.cancel()
@@ -197,6 +205,35 @@ class Supervisor:
     async def _all_ready(self, processes: list[ManagedProcess]) -> None:
         for process in processes:
             await self._until_ready(process)
+
+    async def _watch(self) -> None:
+        """Name and kill what hangs; its keeper starts it again.
+
+        Takes:  signs of life of every process, from its event loop.
+        Waits:  a moment between looks.
+        Ends:   when the run is over.
+        """
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for process in self.processes:
+                limit_s = self._settings.silence_s if process.ready.is_set() else self._settings.ready_s
+                # Before its first readiness, slowness is the run's failure and not a hang: see `_until_ready`.
+                if process.pid is None or not process.was_ready or process.silent_s < limit_s:
+                    continue
+                silent_s, doing, stack = round(process.silent_s, 1), process.doing, await process.stack()
+                if process.silent_s < limit_s:
+                    continue  # it spoke meanwhile
+                self._log.error(
+                    "run.process_silent",
+                    process=process.name,
+                    pid=process.pid,
+                    silent_s=silent_s,
+                    doing=doing,
+                    stack=stack,
+                )
+                self._say(f"{process.name} gave no sign of life for {silent_s:g} s and is started again ({doing})")
+                process.kill()
+                await self._gone([process], TERM_GRACE_S)
 
     async def _stop_all(self) -> None:
         """In reverse order of the journey: who asks ends before who answers."""
