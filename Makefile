@@ -43,6 +43,7 @@ format: $(STAMP) ## rewrite the sources in the house format
 docs: $(STAMP) ## write the generated references
 	$(BIN)/python -m rollbook.run.config_reference > docs/configuration.md
 	$(BIN)/python -m rollbook.ledger.http_docs > docs/http-api.md
+	$(BIN)/python -m rollbook.rollout.failure_docs > docs/failures.md
 
 bench: bench-overlap bench-envs bench-ledger ## every benchmark
 

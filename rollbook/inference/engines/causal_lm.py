@@ -16,8 +16,10 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from rollbook.contracts.errors import RunError
-from rollbook.inference.engine import WeightsError
+from rollbook.contracts.weights import RawTensor
+from rollbook.inference.engine import TensorSource, WeightsError
 from rollbook.inference.engines.slot_cache import PrefillCache, SlotCache
+from rollbook.inference.tensors import is_raw
 from rollbook.inference.weight_file import FileTensor
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -30,6 +32,8 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+
+SAFETENSORS_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 class CausalLM:
@@ -93,7 +97,7 @@ class CausalLM:
         ).logits
         return logits_N1V[:, 0]
 
-    def plan_load(self, tensors: Mapping[str, FileTensor]) -> list[tuple[Tensor, Tensor]]:
+    def plan_load(self, tensors: Mapping[str, TensorSource]) -> list[tuple[Tensor, Tensor]]:
         """(from, to) for each tensor of a file, all checked. Tied weights may be named once or by each of their names."""
         unknown = sorted(set(tensors) - set(self._targets))
         if unknown:
@@ -102,7 +106,21 @@ class CausalLM:
         missing = sorted(name for name, target in self._targets.items() if target.data_ptr() not in covered)
         if missing:
             raise WeightsError(f"weights lack tensors this model has: {_some(missing)}; nothing was loaded")
-        return [(_as_torch(tensor, self._targets[name]), self._targets[name]) for name, tensor in tensors.items()]
+        return [(_as_torch(name, tensor, self._targets[name]), self._targets[name]) for name, tensor in tensors.items()]
+
+    def snapshot(self) -> list[RawTensor]:
+        """The live weights as host bytes, under the names a publication gives them: tied ones once."""
+        seen: set[int] = set()
+        taken: list[RawTensor] = []
+        for name, target in self._targets.items():
+            if target.data_ptr() in seen:
+                continue
+            seen.add(target.data_ptr())
+            host = target.detach().to("cpu", copy=True).contiguous()
+            data = memoryview(host.reshape(-1).view(torch.uint8).numpy())
+            shape = tuple(target.shape)
+            taken.append(FileTensor(name=name, dtype=SAFETENSORS_DTYPES[target.dtype], shape=shape, data=data))
+        return taken
 
     def apply_load(self, plan: Sequence[tuple[Tensor, Tensor]]) -> None:
         with torch.inference_mode():
@@ -118,7 +136,15 @@ class CausalLM:
         return (hidden_NTE[rows_N, self._last_N][:, None], *args[1:])
 
 
-def _as_torch(tensor: FileTensor, target: Tensor) -> Tensor:
+def _as_torch(name: str, tensor: TensorSource, target: Tensor) -> Tensor:
+    if not is_raw(tensor):
+        if not isinstance(tensor, Tensor):
+            raise WeightsError(f"tensor {name} is a {type(tensor).__name__}, not one of torch's; nothing was loaded")
+        if tensor.shape != target.shape:
+            raise WeightsError(
+                f"tensor {name} has shape {tuple(tensor.shape)}, the model's is {tuple(target.shape)}; nothing was loaded"
+            )
+        return tensor
     dtype = TORCH_DTYPES.get(tensor.dtype)
     if dtype is None:
         raise WeightsError(f"tensor {tensor.name} has dtype {tensor.dtype}, which is not supported; nothing was loaded")

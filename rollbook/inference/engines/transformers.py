@@ -8,7 +8,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -17,6 +17,7 @@ import torch
 
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.policy import Completion, FinishReason, Publication, SamplingParams
+from rollbook.contracts.weights import RawTensor, weights_digest
 from rollbook.inference.batching import admissible
 from rollbook.inference.busy import IDLE_GAP_S, BusyPeriods
 from rollbook.inference.config import InferenceConfig, KvAfterUpdate
@@ -24,13 +25,17 @@ from rollbook.inference.engine import (
     EngineClosedError,
     EngineStats,
     GenerationError,
+    OnTokens,
     QueueFullError,
+    TensorSource,
+    TokenChunk,
     UnpublishedError,
 )
 from rollbook.inference.engines.causal_lm import CausalLM
 from rollbook.inference.engines.stepper import Finished, Stepper
-from rollbook.inference.gate import Gate, PauseMode, needs_loading
+from rollbook.inference.gate import Gate, PauseMode, needs_loading, require_unpublished
 from rollbook.inference.request import Request, checked_request
+from rollbook.inference.tensors import require_published
 from rollbook.inference.weight_file import read_published_weights
 from rollbook.telemetry.spans import SpanRecorder
 
@@ -124,9 +129,12 @@ class TransformersEngine:
             steps=self._steps,
             forwards=self._stepper.forwards,
             busy_s=self._busy.busy_s,
+            kv_after_update=self._config.kv_after_update,
         )
 
-    def submit(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> asyncio.Future[Completion]:
+    def submit(
+        self, prompt_ids: Sequence[int], sampling: SamplingParams, *, on_tokens: OnTokens | None = None
+    ) -> asyncio.Future[Completion]:
         if self._is_closed:
             raise EngineClosedError("the engine is closed")
         if self._publication is None:
@@ -137,7 +145,12 @@ class TransformersEngine:
             )
         answer: asyncio.Future[Completion] = self._loop.create_future()
         request = checked_request(
-            prompt_ids, sampling, vocab_size=self.vocab_size, max_model_len=self.max_model_len, answer=answer
+            prompt_ids,
+            sampling,
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
+            answer=answer,
+            on_tokens=on_tokens,
         )
         self._submitted += 1
         if not self._arrived:
@@ -150,12 +163,21 @@ class TransformersEngine:
         return await self.submit(prompt_ids, sampling)
 
     async def load_weights(self, publication: Publication, path: Path) -> None:
+        await self._load(publication, lambda: read_published_weights(path, publication))
+
+    async def load_tensors(self, publication: Publication, tensors: Mapping[str, TensorSource]) -> None:
+        def checked() -> Mapping[str, TensorSource]:
+            require_published(publication, tensors)
+            return tensors
+
+        await self._load(publication, checked)
+
+    async def _load(self, publication: Publication, read: Callable[[], Mapping[str, TensorSource]]) -> None:
         async with self._updating:
             if not needs_loading(self._publication, publication):
                 return
             began = time.time()
-            tensors = await asyncio.to_thread(read_published_weights, path, publication)
-            plan = await asyncio.to_thread(self._model.plan_load, tensors)
+            plan = await asyncio.to_thread(lambda: self._model.plan_load(read()))
 
             def apply() -> None:
                 self._model.apply_load(plan)
@@ -165,6 +187,31 @@ class TransformersEngine:
                 self._busy.updated(began, publication=publication.id, step=publication.step)
 
             await self._order(apply)
+
+    async def adopt(self, publication: Publication) -> None:
+        async with self._updating:
+            require_unpublished(self._publication, publication)
+            self._publication = publication
+
+    async def weights_digest(self) -> str:
+        snapshot: list[RawTensor] = []
+        await self._order(lambda: snapshot.extend(self._model.snapshot()))
+        return await asyncio.to_thread(weights_digest, snapshot)
+
+    async def abort_all(self) -> int:
+        count = 0
+
+        def abort() -> None:
+            nonlocal count
+            requests = [r for r in [*self._stepper.clear(), *self._waiting] if not r.answer.done()]
+            self._admitted += len(self._waiting)
+            self._waiting.clear()
+            count = len(requests)
+            self._answer([(r.answer, r.completion(FinishReason.ABORT)) for r in requests])
+
+        self._hand_over()
+        await self._order(abort)
+        return count
 
     async def pause(self, mode: PauseMode) -> None:
         drained: asyncio.Future[None] = self._loop.create_future()
@@ -237,6 +284,7 @@ class TransformersEngine:
             tokens=finished.tokens,
             publication=self._publication.id if self._publication else -1,
         )
+        self._tell([*self._stepper.running, *(r for r, _ in finished.done)])
         self._answer([(r.answer, r.completion(reason)) for r, reason in finished.done])
         self._answer([(r.answer, error) for r, error in finished.failed])
 
@@ -310,6 +358,11 @@ class TransformersEngine:
         self._admitted += count
         return [request for request in admitted if not request.answer.done()]
 
+    def _tell(self, requests: Sequence[Request]) -> None:
+        told = [(r.on_tokens, chunk) for r in requests if r.on_tokens is not None and (chunk := r.untold()) is not None]
+        if told:
+            self._loop.call_soon_threadsafe(_tell_all, told)
+
     def _answer(self, answers: list[Answer]) -> None:
         if answers:
             self._answered += len(answers)
@@ -335,6 +388,11 @@ def _deliver(answers: Sequence[Answer]) -> None:
             future.set_exception(answer)
         else:
             future.set_result(answer)
+
+
+def _tell_all(told: Sequence[tuple[OnTokens, TokenChunk]]) -> None:
+    for on_tokens, chunk in told:
+        on_tokens(chunk)
 
 
 def _settle(future: asyncio.Future[None], error: Exception | None) -> None:

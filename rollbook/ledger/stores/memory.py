@@ -165,6 +165,9 @@ class MemoryTransaction:
     def delete_payload(self, run_id: RunId, group_id: GroupId) -> None:
         self._delete(self._tables.payloads, (run_id, group_id))
 
+    def lost_payloads(self, run_id: RunId) -> list[GroupId]:
+        return []
+
     def releasable(self, run_id: RunId, up_to_step: int, *, dropped_only: bool) -> list[GroupRecord]:
         chosen = (
             g

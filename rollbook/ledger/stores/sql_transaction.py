@@ -150,6 +150,9 @@ class SqlTransaction:
     def delete_payload(self, run_id: RunId, group_id: GroupId) -> None:
         self._db.execute("DELETE FROM payloads WHERE run_id = ? AND group_id = ?", (run_id, group_id))
 
+    def lost_payloads(self, run_id: RunId) -> list[GroupId]:
+        return []
+
     def releasable(self, run_id: RunId, up_to_step: int, *, dropped_only: bool) -> list[GroupRecord]:
         which = "AND state = 'dropped'" if dropped_only else ""
         return self._groups(

@@ -18,7 +18,7 @@ from rollbook.ledger.records import GroupRecord, MoveRecord, RunRecord
 from rollbook.ledger.stores.sql_tables import GROUPS, MOVES, RUNS
 from rollbook.ledger.stores.sql_transaction import Connection, Cursor, SqlTransaction
 
-KEPT = re.compile(r"\b(FROM|INTO|UPDATE|JOIN)\s+(runs|groups|payloads|history)\b")
+KEPT = re.compile(r"\b(FROM|INTO|UPDATE|JOIN)\s+(runs|groups|payloads|payload_places|history)\b")
 """Statements about what is kept in memory."""
 INSERT_PAYLOAD = (
     "INSERT INTO payloads (run_id, group_id, body) VALUES (?, ?, ?) "
@@ -50,12 +50,11 @@ class Kept:
         self.moves += later.moves
 
     def write(self, db: Connection) -> None:
+        """The rows; payloads go where the store keeps them."""
         if self.runs:
             db.executemany(RUNS.upsert, [RUNS.row(run) for run in self.runs.values()])
         if self.groups:
             db.executemany(GROUPS.upsert, [GROUPS.row(group) for group in self.groups.values()])
-        if self.payloads:
-            db.executemany(INSERT_PAYLOAD, [(run, group, body) for (run, group), body in self.payloads.items()])
         if self.moves:
             db.executemany(MOVES.insert, [MOVES.row(move) for move in self.moves])
 
@@ -129,7 +128,12 @@ class WriteBehind(SqlTransaction):
 
     def _write(self, kept: Kept) -> None:
         kept.write(self._file)
+        if kept.payloads:
+            self._write_payloads(kept.payloads)
         self.runs_written.update(kept.runs)
+
+    def _write_payloads(self, payloads: dict[tuple[RunId, GroupId], bytes]) -> None:
+        self._file.executemany(INSERT_PAYLOAD, [(run, group, body) for (run, group), body in payloads.items()])
 
     # ------------------------------------------------------------------ what is kept
 
