@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from rollbook.contracts.group import GroupState
 from rollbook.run.reading import open_run
 from tests.parts.run_small import SmallRun, rollbook
@@ -11,6 +13,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "07_agent_proxy"
 STEPS = 3
 
 
+@pytest.mark.slow
 def test_an_unchanged_agent_is_trained_and_every_token_has_an_author(tmp_path: Path) -> None:
     (tmp_path / "shouting_agent.py").write_text((EXAMPLE / "shouting_agent.py").read_text(encoding="utf-8"))
     overrides = [f"trainer.max_steps={STEPS}", "rollout.drop_constant_reward=false"]
