@@ -85,7 +85,7 @@ class BodyReader:
                     raise self._too_large(len(whole))
                 return whole
             async with asyncio.timeout(self.body_s):
-                return await self._collect(content, declared)
+                return await self.collect(content, declared)
         except TimeoutError as error:
             raise SlowBodyError(f"the body did not arrive within {self.body_s:g} s; send it again") from error
         except (aiohttp.ClientPayloadError, web.RequestPayloadError) as error:
@@ -93,7 +93,7 @@ class BodyReader:
         except aiohttp.http_exceptions.HttpProcessingError as error:
             raise TornBodyError(f"the body cannot be unpacked: {error.message}") from error
 
-    async def _collect(self, content: aiohttp.StreamReader, declared: int) -> bytes:
+    async def collect(self, content: aiohttp.StreamReader, declared: int) -> bytes:
         """Read to the end. What was declared counts at once; unpacked, it may be more, and then what is in hand counts."""
         self.reserve(declared)
         counted, size = declared, 0
