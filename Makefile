@@ -61,6 +61,10 @@ test-agents: $(STAMP) ## a real agent framework, unchanged, through our proxy, i
 	PYTHON=$(PYTHON) sh scripts/agents_venv.sh
 	$(BIN)/python -m pytest tests/services/test_rollout_agent_framework.py tests/services/test_rollout_proxy.py
 
+test-trl: $(STAMP) ## the real TRL on our workers, gate and ledger, in a virtual environment of its own
+	PYTHON=$(PYTHON) sh scripts/trl_venv.sh
+	$(BIN)/python -m pytest tests/unit/integrations tests/services/test_integrations_trl.py
+
 bench-ledger: $(STAMP) .venvs/atropos/.installed ## our ledger beside the original Atropos server
 	$(BIN)/python -m benchmarks.ledger
 

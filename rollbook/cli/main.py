@@ -22,6 +22,7 @@ from rollbook.cli.policy import policy_app
 from rollbook.cli.replay import replay
 from rollbook.cli.sft import sft
 from rollbook.cli.speaking import EXIT_MISUSED, say_error
+from rollbook.cli.tokens import tokens_app
 from rollbook.cli.train import train
 from rollbook.run.errors import ConfigError, RollbookError, RunDirectoryError
 
@@ -43,6 +44,7 @@ app.command()(host)
 app.add_typer(config_app, name="config")
 app.add_typer(env_app, name="env")
 app.add_typer(ledger_app, name="ledger")
+app.add_typer(tokens_app, name="tokens")
 app.add_typer(models_app, name="models")
 app.add_typer(policy_app, name="policy")
 
