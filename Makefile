@@ -43,6 +43,7 @@ format: $(STAMP) ## rewrite the sources in the house format
 docs: $(STAMP) ## write the generated references
 	$(BIN)/python -m rollbook.run.config_reference > docs/configuration.md
 	$(BIN)/python -m rollbook.ledger.http_docs > docs/http-api.md
+	$(BIN)/python -m rollbook.rollout.failure_docs > docs/failures.md
 
 bench: bench-overlap bench-envs bench-ledger ## every benchmark
 
@@ -59,6 +60,10 @@ test-openenv: $(STAMP) ## against the openenv package, in a virtual environment 
 test-agents: $(STAMP) ## a real agent framework, unchanged, through our proxy, in a virtual environment of its own
 	PYTHON=$(PYTHON) sh scripts/agents_venv.sh
 	$(BIN)/python -m pytest tests/services/test_rollout_agent_framework.py tests/services/test_rollout_proxy.py
+
+test-trl: $(STAMP) ## the real TRL on our workers, gate and ledger, in a virtual environment of its own
+	PYTHON=$(PYTHON) sh scripts/trl_venv.sh
+	$(BIN)/python -m pytest tests/unit/integrations tests/services/test_integrations_trl.py
 
 bench-ledger: $(STAMP) .venvs/atropos/.installed ## our ledger beside the original Atropos server
 	$(BIN)/python -m benchmarks.ledger

@@ -15,7 +15,7 @@ from rollbook.concurrency.retry import retry
 from rollbook.contracts.errors import EpisodeError, RunError, TransientError
 from rollbook.contracts.policy import Publication
 from rollbook.inference.connection import PolicyConnection, open_connection, plain_decoder
-from rollbook.inference.wire import UpdateBody, UpdateInfo, WeightInfo
+from rollbook.inference.wire_weights import UpdateBody, UpdateInfo, WeightInfo
 from rollbook.telemetry.events import EventLog
 
 T = TypeVar("T")

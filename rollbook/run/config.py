@@ -36,6 +36,15 @@ class RunSection(BaseModel, frozen=True, extra="forbid"):
     seed: int = Field(default=0, ge=0)
     """From this every other seed is derived: initial weights, order of tasks, minibatches."""
 
+    ready_s: float = Field(default=120.0, gt=0)
+    """From the start of a process to its ready message. At first a slower one stops the run; later it is started again."""
+
+    silence_s: float = Field(default=60.0, gt=1)
+    """A process whose event loop gives no sign of life for this long hangs: its stack is written down, and it is replaced."""
+
+    most_quick_deaths: int = Field(default=6, ge=0)
+    """Deaths in a row, each soon after the start, after which a process is given up and the run stops with the cause."""
+
 
 class RunConfig(BaseModel, frozen=True, extra="forbid"):
     run: RunSection = RunSection()
@@ -214,6 +223,7 @@ def _missing_modules(parts: Mapping[str, BaseModel], source_dir: Path) -> list[C
         wanted.append(("rollout.function", rollout.function))
         if rollout.filter:
             wanted.append(("rollout.filter", rollout.filter))
+        wanted += [(f"rollout.rewards.functions.{n}.path", f.path) for n, f in rollout.rewards.functions.items()]
     if isinstance(env := parts.get("env"), EnvConfig) and ":" in (env.name or ""):
         wanted.append(("env.name", str(env.name)))
     faults = []

@@ -53,12 +53,12 @@ def _a_minibatch_has_something_to_learn_from(parts: Parts) -> Faults:
 def _the_engine_can_hold_what_is_in_flight(parts: Parts) -> Faults:
     match parts.get("inference"), parts.get("gate"), parts.get("rollout"):
         case InferenceConfig() as inference, GateConfig() as gate, RolloutConfig() as rollout:
-            episodes = gate.max_groups_in_flight * rollout.completions_per_prompt
+            episodes = gate.max_groups_in_flight * rollout.episodes_per_group
             room = inference.max_queued + inference.max_running
             if episodes > room:
                 yield (
                     "inference.max_queued",
-                    f"{episodes} episodes may be in flight (gate.max_groups_in_flight × rollout.completions_per_prompt), "
+                    f"{episodes} episodes may be in flight (gate.max_groups_in_flight × episodes of a group), "
                     f"but the policy server holds {room} requests at most",
                 )
 
@@ -66,11 +66,11 @@ def _the_engine_can_hold_what_is_in_flight(parts: Parts) -> Faults:
 def _every_episode_has_a_world(parts: Parts) -> Faults:
     match parts.get("env"), parts.get("gate"), parts.get("rollout"):
         case EnvConfig(pool_size=int(size)), GateConfig() as gate, RolloutConfig() as rollout:
-            episodes = gate.max_groups_in_flight * rollout.completions_per_prompt
+            episodes = gate.max_groups_in_flight * rollout.episodes_per_group
             if episodes > size:
                 yield (
                     "env.pool_size",
-                    f"{episodes} episodes may be in flight (gate.max_groups_in_flight × rollout.completions_per_prompt), "
+                    f"{episodes} episodes may be in flight (gate.max_groups_in_flight × episodes of a group), "
                     f"but the pool has {size} worlds; raise it, or play fewer at a time",
                 )
 

@@ -19,7 +19,6 @@ NOT_NUMERIC = frozenset(
         "keep_every",
         "watch_replicas_s",
         "publish_timeout_s",
-        "ledger_timeout_s",
     }
 )
 
@@ -192,9 +191,6 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
 
     publish_timeout_s: float = Field(default=600.0, gt=0)
     """How long a publication is tried again while policy servers are away."""
-
-    ledger_timeout_s: float = Field(default=300.0, gt=0)
-    """How long a call to the ledger is tried again while it is away."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

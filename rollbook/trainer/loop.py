@@ -28,7 +28,6 @@ from rollbook.trainer.checkpoint import Checkpoint, Checkpoints
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.interruption import first_error, unless
 from rollbook.trainer.metrics import batch_metrics, time_metrics
-from rollbook.trainer.patience import Patience
 from rollbook.trainer.publish import Publisher
 from rollbook.trainer.settings_history import check_and_record
 from rollbook.trainer.staleness import LagReport, check_lag
@@ -87,7 +86,6 @@ class TrainerLoop:
         self._clock = clock or SystemClock()
         self._checkpoints = Checkpoints(directory / "checkpoints", model_dir=model_dir, config=config)
         self._history_path = directory / "trainer_state.json"
-        self._ledger = Patience(clock=self._clock, log=log, within_s=config.ledger_timeout_s)
         self._publisher = Publisher(
             source=source,
             receiver=receiver,
@@ -197,7 +195,7 @@ class TrainerLoop:
     async def _take_role(self, learner: Learner) -> TrainerRole:
         """Become the trainer, and refuse to go on where the ledger and the disk tell different stories."""
         restored = learner.step
-        role = await self._ledger.call(lambda: self._source.take_role(restored_step=restored), what="take the role")
+        role = await self._source.take_role(restored_step=restored)
         self._log.info(
             "trainer.role_taken",
             epoch=role.epoch,
@@ -254,9 +252,7 @@ class TrainerLoop:
 
     async def _poll_batch(self, step: int) -> TrainingBatch | EndOfRun:
         while True:
-            batch = await self._ledger.call(
-                lambda: self._source.batch(step, wait_s=LONG_POLL_S), what=f"ask for batch {step}"
-            )
+            batch = await self._source.batch(step, wait_s=LONG_POLL_S)
             if batch is not None:
                 return batch
 
@@ -271,9 +267,7 @@ class TrainerLoop:
         trained = self._clock.now() - began
         await self._published()
         self._step, self._weights, self._digest = learner.step, weights, digest
-        receipt = await self._ledger.call(
-            lambda: self._source.acknowledge(batch.step, digest), what=f"acknowledge step {batch.step}"
-        )
+        receipt = await self._source.acknowledge(batch.step, digest)
         self._measure(batch, lags, report, receipt, waited=waited, trained=trained)
 
     async def _published(self) -> None:
@@ -310,9 +304,7 @@ class TrainerLoop:
             return
         kept = await asyncio.to_thread(self._checkpoints.steps)
         oldest = min(kept, default=step)
-        await self._ledger.call(
-            lambda: self._source.checkpointed(step, oldest_kept=oldest), what=f"mark step {step} durable"
-        )
+        await self._source.checkpointed(step, oldest_kept=oldest)
         self._durable_step = step
 
     # End ---------------------------------------------------------------------------------------------------------------------
@@ -320,7 +312,7 @@ class TrainerLoop:
     async def _ended(self, learner: Learner, reason: EndOfRun) -> LoopOutcome:
         await self._published()
         await self._last_checkpoint(learner)
-        await self._ledger.call(lambda: self._source.finish(reason), what="finish the run")
+        await self._source.finish(reason)
         return LoopOutcome(end=LoopEnd.ENDED, step=learner.step, digest=self._digest, reason=reason)
 
     async def _stopped(self, learner: Learner) -> LoopOutcome:

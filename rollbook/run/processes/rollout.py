@@ -6,7 +6,7 @@ from typing import Any
 from rollbook.contracts.admission import RunId
 from rollbook.ledger.client import open_ledger_client
 from rollbook.rollout.dispatcher import Dispatcher
-from rollbook.rollout.metrics import ROLLOUT_METRICS
+from rollbook.rollout.metrics import rollout_metrics
 from rollbook.rollout.recipe import WorkerRecipe
 from rollbook.run.child import RoleContext
 from rollbook.run.model_location import model_location
@@ -33,7 +33,7 @@ async def main(context: RoleContext) -> str:
             config=config.rollout,
             rule=config.gate.settings(max_steps=config.trainer.max_steps).rule,
             log=context.log,
-            metrics=MetricRecorder("rollout", ROLLOUT_METRICS, context.directory.metrics_file),
+            metrics=MetricRecorder("rollout", rollout_metrics(config.rollout), context.directory.metrics_file),
             spans=context.spans,
             look_at=f"the events rollout.group_failed in {context.directory.log_file(context.role)}",
         )
@@ -64,6 +64,7 @@ def worker_recipe(context: RoleContext) -> WorkerRecipe:
         builder="rollbook.run.processes.rollout_worker:build_setup",
         rollout=config.rollout.function,
         rules=config.rollout.group_rules,
+        rewards=config.rollout.rewards.rules,
         settings={
             "policy_url": context.addresses["policy"],
             "model_dir": str(model_location(context.directory)),

@@ -39,7 +39,10 @@ async def build_setup(settings: Mapping[str, Any]) -> AsyncIterator[RolloutSetup
             ) as policy,
             open_environments(EnvConfig.model_validate(settings["env"])) as open_environment,
             proxy_sessions(
-                asking := EpisodePolicy(policy, sampling), tokenizer, sampling, rollout.limits
+                asking := EpisodePolicy(policy, sampling, request_s=inference.request_s),
+                tokenizer,
+                sampling,
+                rollout.limits,
             ) as open_proxy_session,
         ):
             yield RolloutSetup(

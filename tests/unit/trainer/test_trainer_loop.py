@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rollbook.contracts.batch import EndOfRun, TrainingBatch
-from rollbook.contracts.errors import RunError
+from rollbook.contracts.errors import RunError, TransientError
 from rollbook.contracts.policy import Publication
 from rollbook.telemetry.events import read_events
 from rollbook.telemetry.metrics import read_metrics
@@ -98,13 +98,14 @@ async def test_a_trainer_that_was_replaced_stops_without_touching_anything(tmp_p
     assert not (tmp_path / "checkpoints").exists()
 
 
-async def test_a_ledger_that_is_away_for_a_moment_costs_nothing(tmp_path: Path) -> None:
+async def test_a_ledger_beyond_its_clients_budget_ends_the_trainer_and_the_next_one_goes_on(tmp_path: Path) -> None:
     ledger, replicas = MemoryLedger(recorded_batch, num_steps=2), MemoryReplicas()
     source = ledger.source()
-    source.failures = 3
-    outcome = await trainer_loop(source, replicas, tmp_path, quick()).run()
+    source.failures = 1
+    with pytest.raises(TransientError, match="connection refused"):
+        await trainer_loop(source, replicas, tmp_path, quick()).run()
+    outcome = await trainer_loop(ledger.source(), replicas, tmp_path, quick()).run()
     assert (outcome.end, outcome.step) == (LoopEnd.ENDED, 2)
-    assert len(events_of(tmp_path, "trainer.waiting_for_peer")) == 1
 
 
 async def test_a_publication_is_tried_again_while_replicas_are_down(tmp_path: Path) -> None:
@@ -279,7 +280,8 @@ async def test_the_next_batch_trains_while_a_slow_push_goes_on(tmp_path: Path) -
     class Asking(type(ledger.source())):  # type: ignore[misc]  # the class of the connection, watched
         async def batch(self, step: int, *, wait_s: float) -> TrainingBatch | EndOfRun | None:
             asked.append(step)
-            return await super().batch(step, wait_s=wait_s)
+            answer: TrainingBatch | EndOfRun | None = await super().batch(step, wait_s=wait_s)
+            return answer
 
     class Slow(MemoryReplicas):
         async def receive(self, publication: Publication, location: str) -> None:

@@ -1,0 +1,99 @@
+"""POST /inference/v1/generate, as vLLM shapes it: token ids in, token ids with logprobs and version spans out. No text anywhere."""
+
+import msgspec
+import numpy as np
+
+from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
+from rollbook.inference.wire import VersionSpan, stamps
+
+
+class GenerateParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    n: int = 1
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    detokenize: bool | None = None
+    skip_special_tokens: bool | None = None
+
+    def sampling(self, seed: int | None, *, eos_token_ids: tuple[int, ...]) -> SamplingParams:
+        """Raises `ValueError` naming the field at fault."""
+        stop_ids = dict.fromkeys([*self.stop_token_ids, *(() if self.ignore_eos else eos_token_ids)])
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=0 if self.top_k == -1 else self.top_k,
+            stop_token_ids=tuple(stop_ids),
+            seed=seed,
+        )
+
+
+class GenerateBody(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+    token_ids: list[int]
+    sampling_params: GenerateParams
+    model: str | None = None
+    request_id: str | None = None
+    min_publication: int = 0
+    stream: bool = False
+
+
+class TokenScore(msgspec.Struct):
+    token_id: int
+    logprob: float
+
+
+class GenerateLogprobs(msgspec.Struct):
+    content: list[TokenScore]
+
+
+class RawTokenScore(msgspec.Struct):
+    """As vLLM writes it: the id under its own name, or in the token's text as `token_id:7`."""
+
+    logprob: float
+    token_id: int | None = None
+    token: str | None = None
+
+
+class GenerateChoice(msgspec.Struct):
+    index: int
+    token_ids: list[int]
+    finish_reason: str | None
+    logprobs: GenerateLogprobs | None = None
+    weight_versions: list[VersionSpan] | None = None
+
+
+class GenerateReply(msgspec.Struct):
+    request_id: str
+    choices: list[GenerateChoice]
+
+
+class AnyGenerateLogprobs(msgspec.Struct):
+    content: list[RawTokenScore]
+
+
+class AnyGenerateChoice(msgspec.Struct):
+    index: int
+    token_ids: list[int]
+    finish_reason: str | None
+    logprobs: AnyGenerateLogprobs | None = None
+    weight_versions: list[VersionSpan] | None = None
+
+    def to_contract(self) -> Completion:
+        """Raises `ValueError` when the pieces do not fit together."""
+        if self.logprobs is None or self.weight_versions is None:
+            raise ValueError("the answer carries no logprobs or no weight versions")
+        return Completion(
+            token_ids=np.array(self.token_ids, dtype=np.int32),
+            logprobs=np.array([score.logprob for score in self.logprobs.content], dtype=np.float32),
+            versions=stamps(self.weight_versions, len(self.token_ids)),
+            finish_reason=FinishReason(str(self.finish_reason)),
+        )
+
+
+class AnyGenerateReply(msgspec.Struct):
+    choices: list[AnyGenerateChoice]
