@@ -24,7 +24,7 @@ from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import MetricRecorder
 from rollbook.telemetry.spans import SpanRecorder
 from rollbook.trainer.background import Background
-from rollbook.trainer.checkpoint import Checkpoints
+from rollbook.trainer.checkpoint import Checkpoint, Checkpoints
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.interruption import first_error, unless
 from rollbook.trainer.metrics import batch_metrics, time_metrics
@@ -32,7 +32,10 @@ from rollbook.trainer.publish import Publisher
 from rollbook.trainer.settings_history import check_and_record
 from rollbook.trainer.staleness import LagReport, check_lag
 from rollbook.trainer.step import LearnerCopy, StepReport, TrainStep
+from rollbook.trainer.team import Team
 from rollbook.trainer.weights import digest_of
+
+Learner = TrainStep | Team
 
 LONG_POLL_S = 20.0
 """How long the ledger may hold a request for a batch before it says "not yet"."""
@@ -96,6 +99,7 @@ class TrainerLoop:
         self._step = 0
         self._durable_step = 0
         self._digest: str | None = None
+        self._learner: Learner | None = None
         self._weights: Mapping[str, Tensor] = {}
         """Of the last step, copied: what is published and saved while the model learns on."""
         self._fetching: Background
@@ -133,6 +137,9 @@ class TrainerLoop:
                 self._log.info("trainer.fenced", step=self._step, cause=str(first))
                 return LoopOutcome(end=LoopEnd.FENCED, step=self._step, digest=self._digest)
             raise first from None
+        finally:
+            if self._learner is not None:
+                self._learner.close()
         self._log.info("trainer.done", end=outcome.end, step=outcome.step, reason=outcome.reason, digest=outcome.digest)
         return outcome
 
@@ -163,10 +170,11 @@ class TrainerLoop:
 
     # Start -------------------------------------------------------------------------------------------------------------------
 
-    async def _restore(self) -> TrainStep:
+    async def _restore(self) -> Learner:
         with self._spans.span("trainer.restore") as fields:
             checkpoint = await asyncio.to_thread(self._checkpoints.latest)
-            learner = await asyncio.to_thread(self._checkpoints.restore, checkpoint)
+            learner = await asyncio.to_thread(self._assembled, checkpoint)
+            self._learner = learner
             self._weights, self._digest = await asyncio.to_thread(_copied_weights, learner)
             fields["step"] = self._step = learner.step
         self._log.info(
@@ -174,11 +182,17 @@ class TrainerLoop:
             step=learner.step,
             checkpoint=None if checkpoint is None else checkpoint.path.name,
             digest=self._digest,
-            parameters=learner.model.num_parameters,
+            parameters=learner.num_parameters,
         )
         return learner
 
-    async def _take_role(self, learner: TrainStep) -> TrainerRole:
+    def _assembled(self, checkpoint: Checkpoint | None) -> Learner:
+        """One process, or several that share the model."""
+        if self._config.ranks == 1:
+            return self._checkpoints.restore(checkpoint)
+        return Team.assemble(self._checkpoints, checkpoint, size=self._config.ranks, device=self._config.device)
+
+    async def _take_role(self, learner: Learner) -> TrainerRole:
         """Become the trainer, and refuse to go on where the ledger and the disk tell different stories."""
         restored = learner.step
         role = await self._source.take_role(restored_step=restored)
@@ -207,7 +221,7 @@ class TrainerLoop:
         await self._mark_durable(restored)
         return role
 
-    async def _replay(self, learner: TrainStep, role: TrainerRole) -> None:
+    async def _replay(self, learner: Learner, role: TrainerRole) -> None:
         """Train the decided batches again. Nothing is published meanwhile: the replicas may be ahead of the restored weights."""
         if learner.step < role.last_decided:
             self._log.info("trainer.replaying", first=learner.step + 1, last=role.last_decided)
@@ -242,7 +256,7 @@ class TrainerLoop:
             if batch is not None:
                 return batch
 
-    async def _train(self, learner: TrainStep, batch: TrainingBatch, *, started: float) -> None:
+    async def _train(self, learner: Learner, batch: TrainingBatch, *, started: float) -> None:
         """Train and acknowledge."""
         waited = self._clock.now() - started
         lags = check_lag(batch.manifest, budget=self._lag_budget)
@@ -268,7 +282,7 @@ class TrainerLoop:
         await self._publisher.publish(weights, step=step, digest=str(self._digest))
         self._metrics.add("perf/weight_sync_time", self._clock.now() - began)
 
-    async def _checkpoint(self, learner: TrainStep) -> None:
+    async def _checkpoint(self, learner: Learner) -> None:
         """Copy now, write beside the next step. The checkpoint before must be whole first: they never run in parallel."""
         began = self._clock.now()
         await self._checkpointing.settle()
@@ -295,19 +309,19 @@ class TrainerLoop:
 
     # End ---------------------------------------------------------------------------------------------------------------------
 
-    async def _ended(self, learner: TrainStep, reason: EndOfRun) -> LoopOutcome:
+    async def _ended(self, learner: Learner, reason: EndOfRun) -> LoopOutcome:
         await self._published()
         await self._last_checkpoint(learner)
         await self._source.finish(reason)
         return LoopOutcome(end=LoopEnd.ENDED, step=learner.step, digest=self._digest, reason=reason)
 
-    async def _stopped(self, learner: TrainStep) -> LoopOutcome:
+    async def _stopped(self, learner: Learner) -> LoopOutcome:
         await self._fetching.give_up()
         await self._publishing.give_up()
         await self._last_checkpoint(learner)
         return LoopOutcome(end=LoopEnd.STOPPED, step=learner.step, digest=self._digest)
 
-    async def _last_checkpoint(self, learner: TrainStep) -> None:
+    async def _last_checkpoint(self, learner: Learner) -> None:
         await self._checkpoint(learner)
         await self._checkpointing.settle()
 
@@ -347,12 +361,12 @@ class TrainerLoop:
         self._metrics.tick(step=step, replay=is_replay)
 
 
-def _train_and_copy(learner: TrainStep, batch: TrainingBatch) -> tuple[StepReport, dict[str, Tensor], str]:
+def _train_and_copy(learner: Learner, batch: TrainingBatch) -> tuple[StepReport, dict[str, Tensor], str]:
     report = learner.run(batch)
     return (report, *_copied_weights(learner))
 
 
-def _copied_weights(learner: TrainStep) -> tuple[dict[str, Tensor], str]:
+def _copied_weights(learner: Learner) -> tuple[dict[str, Tensor], str]:
     """One copy a step serves the digest, the publication and the checkpoint."""
-    weights = learner.model.snapshot()
+    weights = learner.snapshot()
     return weights, digest_of(weights)
