@@ -227,7 +227,7 @@ def _missing_modules(parts: Mapping[str, BaseModel], source_dir: Path) -> list[C
     if isinstance(env := parts.get("env"), EnvConfig) and ":" in (env.name or ""):
         wanted.append(("env.name", str(env.name)))
     faults = []
-    if isinstance(tasks := parts.get("tasks"), TasksConfig):
+    if isinstance(tasks := parts.get("tasks"), TasksConfig) and not tasks.is_posted:
         if tasks.source.endswith((".jsonl", ".json")) or "/" in tasks.source:
             if not (source_dir / tasks.source).exists():
                 faults.append(ConfigFault("tasks.source", f"no such file: {source_dir / tasks.source}"))
