@@ -73,7 +73,7 @@ def _fresh_model(source: Path, tokenizer: Any) -> Any:
     return fresh.to(torch.float32)
 
 
-class _told_as:  # noqa: N801 - reads as a phrase where it is used
+class _told_as:
     """What the library raises about a file becomes one error that names it."""
 
     def __init__(self, source: Path) -> None:
