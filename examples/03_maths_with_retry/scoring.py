@@ -1,8 +1,8 @@
 r"""Is this the right answer? Decided by numbers where both are numbers, by `math-verify` where there is more to them.
 
 It never raises and never takes long: replies are written by a policy that is still learning, so anything may stand in them. Numbers
-are compared here. What needs a computer algebra system (`\frac{\sqrt{2}}{2}`) is judged in a process of its own, which is killed and
-replaced when it does not answer in time; then, and where `math-verify` is not installed, the texts are compared.
+are compared here. What needs a computer algebra system (`\frac{\sqrt{2}}{2}`) is judged in a process of its own, which is killed
+and replaced when it does not answer in time; then, and where `math-verify` is not installed, the texts are compared.
 """
 
 import asyncio
