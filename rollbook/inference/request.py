@@ -1,6 +1,7 @@
 """One request inside an engine: what was asked, and the tokens so far, each with its logprob and its publication."""
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -30,7 +31,18 @@ def _revive_bad_request(message: str, param: str | None) -> BadRequestError:
 class Request:
     """Touched by its engine only. Cancelling `answer` is how a caller aborts."""
 
-    __slots__ = ("answer", "limit", "logprobs", "on_tokens", "prompt", "sampling", "tokens", "told", "versions")
+    __slots__ = (
+        "answer",
+        "first_token",
+        "limit",
+        "logprobs",
+        "on_tokens",
+        "prompt",
+        "sampling",
+        "tokens",
+        "told",
+        "versions",
+    )
 
     def __init__(
         self,
@@ -45,6 +57,7 @@ class Request:
         self.sampling = sampling
         self.limit = limit
         self.answer = answer
+        self.first_token = 0.0
         self.on_tokens = on_tokens
         self.told = 0
         self.tokens: list[int] = []
@@ -53,6 +66,8 @@ class Request:
 
     def take(self, token: int, logprob: float, publication: int) -> FinishReason | None:
         """Add a sampled token. A reason means that it was the last."""
+        if not self.tokens:
+            self.first_token = time.monotonic()
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.versions.append(publication)
@@ -82,6 +97,7 @@ class Request:
             logprobs=np.array(self.logprobs, dtype=np.float32),
             versions=np.array(self.versions, dtype=np.int32),
             finish_reason=reason,
+            generation_s=time.monotonic() - self.first_token if self.tokens else 0.0,
         )
 
 

@@ -150,6 +150,8 @@ class Choice(msgspec.Struct):
     text: str = ""
     stop_reason: str | int | None = None
     prompt_token_ids: list[int] | None = None
+    generation_s: float | None = None
+    """From the first token to the last: without the time in the queue."""
 
     def to_contract(self) -> Completion:
         """Raises `ValueError` when the pieces do not fit together."""
@@ -160,6 +162,7 @@ class Choice(msgspec.Struct):
             logprobs=np.array(self.logprobs.token_logprobs, dtype=np.float32),
             versions=stamps(self.weight_versions, len(self.token_ids)),
             finish_reason=FinishReason(str(self.finish_reason)),
+            generation_s=self.generation_s,
         )
 
 

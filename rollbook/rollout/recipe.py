@@ -8,6 +8,7 @@ from typing import Any
 
 from rollbook.contracts.errors import RunError
 from rollbook.rollout.group_rules import GroupRules
+from rollbook.rollout.reward_rules import RewardRules
 
 
 class RecipeError(RunError):
@@ -21,6 +22,7 @@ class WorkerRecipe:
     rollout: str
     """`module` or `module:attribute` of `make_rollout`."""
     rules: GroupRules
+    rewards: RewardRules | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     search_path: tuple[str, ...] = ()
     """Directories in which user modules are looked for, the config's own first."""

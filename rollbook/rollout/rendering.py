@@ -1,10 +1,11 @@
 """Messages to tokens and back, from the files of a model directory. The only door of `tokenizers` and `jinja2` in this room."""
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -53,6 +54,7 @@ class ModelTokenizer:
     ) -> None:
         self._fast = fast
         self._special_tokens = dict(special_tokens or {})
+        self._source = chat_template
         self._template = None if chat_template is None else _compile(chat_template)
         self._eos_token_ids = tuple(eos_token_ids)
         # A template that asks for the date is not a function of its messages.
@@ -125,13 +127,11 @@ class ModelTokenizer:
         add_generation_prompt: bool,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        if tools:
-            return self._render(messages, add_generation_prompt, tools)
-        if self._may_cache:
+        if self._may_cache and not tools:
             plain = _plain_chat(messages)
             if plain is not None:
                 return self._render_short(plain, add_generation_prompt)
-        return self._render(messages, add_generation_prompt)
+        return self._render(messages, add_generation_prompt, tools)
 
     def _render_plain(self, chat: tuple[str, ...], add_generation_prompt: bool) -> str:
         messages = [{"role": role, "content": said} for role, said in zip(chat[::2], chat[1::2], strict=True)]
@@ -147,10 +147,20 @@ class ModelTokenizer:
             raise RenderError("this tokenizer has no chat template; add chat_template.jinja to the model directory")
         try:
             return self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, tools=tools, **self._special_tokens
+                messages=messages,
+                tools=list(tools) if tools else None,
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
             )
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            # Templates index, join and add what messages hold: a message they did not expect raises what Python raises.
             raise RenderError(f"the chat template refused {len(messages)} messages: {error}") from error
+
+    @cached_property
+    def identity(self) -> str:
+        """A digest of vocabulary, merges, special tokens and template. Equal: the same messages make the same tokens."""
+        parts = (self._fast.to_str(), self._source or "", json.dumps(self._special_tokens, sort_keys=True))
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
     @property
     def vocab_size(self) -> int:

@@ -5,6 +5,7 @@ parent is gone. SIGINT is the parent's business.
 """
 
 import asyncio
+import dataclasses
 import os
 import pickle
 import signal
@@ -12,7 +13,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from rollbook.rollout.dotted import load_attribute
 from rollbook.rollout.filters import load_filters
 from rollbook.rollout.group import GroupAssembler, GroupOrder
 from rollbook.rollout.recipe import WorkerRecipe
+from rollbook.rollout.rewards import open_scorer
 from rollbook.rollout.wire import (
     Beat,
     Cancel,
@@ -38,6 +40,7 @@ from rollbook.rollout.wire import (
     read_frame,
     to_worker,
 )
+from rollbook.rollout.worlds import watched
 
 BEAT_S = 1.0
 EXIT_FAILED = 3
@@ -131,10 +134,22 @@ async def _serve(recipe: WorkerRecipe, reader: asyncio.StreamReader, writer: asy
         recipe.rules.filter, drop_constant_reward=recipe.rules.drop_constant_reward, search_path=recipe.search_path
     )
     builder: Builder = load_attribute(recipe.builder, recipe.search_path, default=None, role="worker builder")
-    async with builder(dict(recipe.settings)) as setup:
+    async with AsyncExitStack() as stack:
+        setup = await stack.enter_async_context(builder(dict(recipe.settings)))
+        setup = dataclasses.replace(
+            setup,
+            open_environment=watched(setup.open_environment, step_s=recipe.rules.step_s, open_s=recipe.rules.open_s),
+        )
         rollout = build_rollout(make, setup, path=recipe.rollout)
+        score = None
+        if recipe.rewards is not None:
+            scorer = open_scorer(
+                recipe.rewards, decode=setup.tokenizer.decode, search_path=recipe.search_path, log=setup.log
+            )
+            score = (await stack.enter_async_context(scorer)).score
         writer.write(frame(Ready(pid=os.getpid())))
-        await WorkerLoop(GroupAssembler(rollout, recipe.rules, filters=filters), reader, writer).run()
+        assembler = GroupAssembler(rollout, recipe.rules, filters=filters, score=score)
+        await WorkerLoop(assembler, reader, writer).run()
 
 
 def _unpickled(payload: bytes) -> WorkerRecipe:

@@ -21,7 +21,6 @@ from rollbook.trainer.checkpoint import Checkpoints
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.interruption import first_error, unless
 from rollbook.trainer.metrics import batch_metrics, time_metrics
-from rollbook.trainer.patience import Patience
 from rollbook.trainer.publish import Publisher
 from rollbook.trainer.settings_history import check_and_record
 from rollbook.trainer.staleness import LagReport, check_lag
@@ -76,7 +75,6 @@ class TrainerLoop:
         self._clock = clock or SystemClock()
         self._checkpoints = Checkpoints(directory / "checkpoints", model_dir=model_dir, config=config)
         self._history_path = directory / "trainer_state.json"
-        self._ledger = Patience(clock=self._clock, log=log, within_s=config.ledger_timeout_s)
         self._publisher = Publisher(
             source=source,
             receiver=receiver,
@@ -163,7 +161,7 @@ class TrainerLoop:
     async def _take_role(self, learner: TrainStep) -> TrainerRole:
         """Become the trainer, and refuse to go on where the ledger and the disk tell different stories."""
         restored = learner.step
-        role = await self._ledger.call(lambda: self._source.take_role(restored_step=restored), what="take the role")
+        role = await self._source.take_role(restored_step=restored)
         self._log.info(
             "trainer.role_taken",
             epoch=role.epoch,
@@ -217,9 +215,7 @@ class TrainerLoop:
 
     async def _poll_batch(self, step: int) -> TrainingBatch | EndOfRun:
         while True:
-            batch = await self._ledger.call(
-                lambda: self._source.batch(step, wait_s=LONG_POLL_S), what=f"ask for batch {step}"
-            )
+            batch = await self._source.batch(step, wait_s=LONG_POLL_S)
             if batch is not None:
                 return batch
 
@@ -233,9 +229,7 @@ class TrainerLoop:
             report, digest = await asyncio.to_thread(_train_and_digest, learner, batch)
         trained = self._clock.now() - began
         self._step, self._digest = learner.step, digest
-        receipt = await self._ledger.call(
-            lambda: self._source.acknowledge(batch.step, digest), what=f"acknowledge step {batch.step}"
-        )
+        receipt = await self._source.acknowledge(batch.step, digest)
         self._measure(batch, lags, report, receipt, waited=waited, trained=trained)
 
     async def _publish(self, learner: TrainStep) -> bool:
@@ -260,16 +254,14 @@ class TrainerLoop:
             return
         kept = await asyncio.to_thread(self._checkpoints.steps)
         oldest = min(kept, default=step)
-        await self._ledger.call(
-            lambda: self._source.checkpointed(step, oldest_kept=oldest), what=f"mark step {step} durable"
-        )
+        await self._source.checkpointed(step, oldest_kept=oldest)
         self._durable_step = step
 
     # End ---------------------------------------------------------------------------------------------------------------------
 
     async def _ended(self, learner: TrainStep, reason: EndOfRun) -> LoopOutcome:
         await self._checkpoint(learner)
-        await self._ledger.call(lambda: self._source.finish(reason), what="finish the run")
+        await self._source.finish(reason)
         return LoopOutcome(end=LoopEnd.ENDED, step=learner.step, digest=self._digest, reason=reason)
 
     async def _stopped(self, learner: TrainStep) -> LoopOutcome:

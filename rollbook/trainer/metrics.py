@@ -20,9 +20,15 @@ TRAINER_METRICS: tuple[Metric, ...] = (
     ),
     Metric("train/mismatch_weight_mean", "", "mean of old / sampled over trained tokens"),
     Metric("train/ess", "", "effective sample size of old / sampled, as a part of the tokens"),
+    Metric("train/correction_mean", "", "mean of the correction's weights over trained tokens"),
+    Metric("train/correction_clip_frac", "", "part of the trained tokens whose correction weight was cut"),
+    Metric("train/correction_ess", "", "effective sample size of the correction's weights, as a part of the tokens"),
+    Metric("train/reference_kl", "nats", "divergence from the initial policy, mean over trained tokens"),
     Metric("train/unknown_logprob_tokens", "tokens", "trained tokens without a sampling logprob", Reduction.SUM),
     Metric("train/tokens", "tokens", "trained tokens", Reduction.SUM),
     Metric("train/sequences", "sequences", "trained sequences", Reduction.SUM),
+    Metric("train/passes", "passes", "forward and backward passes through the model", Reduction.SUM),
+    Metric("train/padding_share", "", "part of the computed tokens that was padding"),
     Metric("train/computed_tokens", "tokens", "tokens that went through the model, padding included", Reduction.SUM),
     Metric(
         "train/diverged_steps", "steps", "replayed steps whose weights differ from those acknowledged", Reduction.SUM

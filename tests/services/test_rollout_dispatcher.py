@@ -183,12 +183,13 @@ async def test_a_cancelled_dispatcher_releases_nothing_and_the_next_one_takes_ov
     }
 
 
-async def test_a_ledger_that_is_away_for_a_moment_is_waited_for(tmp_path: Path) -> None:
-    sink = MemorySink(capacity=8, fail_next=[TransientError("connection refused")] * 3)
-    play = dispatching(tmp_path, [{}] * 3, sink=sink)
-    await play.run()
+async def test_a_ledger_beyond_its_clients_budget_ends_the_dispatcher_and_the_next_one_goes_on(tmp_path: Path) -> None:
+    sink = MemorySink(capacity=8, fail_next=[TransientError("connection refused")])
+    with pytest.raises(TransientError, match="connection refused"):
+        await dispatching(tmp_path, [{}] * 3, sink=sink).run()
+    assert living_children() == []
+    await dispatching(tmp_path, [{}] * 3, sink=sink).run()
     assert {row.state for row in sink.rows.values()} == {"queued"}
-    assert len(play.events("rollout.ledger_unreachable")) == 3
 
 
 async def test_a_dispatcher_that_was_replaced_stops(tmp_path: Path) -> None:

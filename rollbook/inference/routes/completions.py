@@ -120,6 +120,7 @@ def choice_of(end: Generated, index: int, body: CompletionBody, texts: Texts | N
         logprobs=None if body.logprobs is None else logprobs_block(ids, _exact(completion), texts, 0),
         text=end.text,
         stop_reason=end.stop_reason,
+        generation_s=None if completion.generation_s is None else round(completion.generation_s, 4),
     )
 
 

@@ -153,7 +153,7 @@ def _store(book: RunBook, group: PostedGroup, bounds: Bounds, latest: list[Shelv
         has_payload=True,
         arrival=book.count("next_arrival"),
     )
-    book.tx.put_payload(book.run_id, stored.group_id, group.payload)
+    book.tx.put_payload(book.run_id, stored.group_id, group.payload, group.digest)
     book.enter(stored, opened=OPENED, note="posted", by="post")
     is_buffered = env is not None and group.size != env.group_size
     shelved = ShelvedGroup(

@@ -101,6 +101,7 @@ class AtroposTables(Protocol):
     def put_shelved(self, group: ShelvedGroup) -> None:
         """Keep a group; unless it is buffered it counts on its shelf."""
 
+    def shelved(self, run_id: RunId, group_id: GroupId) -> ShelvedGroup | None: ...
     def take_shelved(self, groups: Sequence[ShelvedGroup]) -> None:
         """Forget groups, off their shelves."""
 

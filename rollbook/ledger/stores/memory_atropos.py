@@ -64,6 +64,9 @@ class MemoryAtroposTables:
     def put_shelved(self, group: ShelvedGroup) -> None:
         self._put(self._rows.groups, (group.run_id, group.group_id), group)
 
+    def shelved(self, run_id: RunId, group_id: GroupId) -> ShelvedGroup | None:
+        return self._rows.groups.get((run_id, group_id))
+
     def take_shelved(self, groups: Sequence[ShelvedGroup]) -> None:
         for group in groups:
             self._delete(self._rows.groups, (group.run_id, group.group_id))

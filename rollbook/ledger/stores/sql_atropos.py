@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from rollbook.contracts.admission import RunId
+from rollbook.contracts.group import GroupId
 from rollbook.ledger.atropos.records import AtroposRecord, EnvRecord, Shelf, ShelvedGroup, UnansweredPost
 from rollbook.ledger.stores.sql_tables import Table
 
@@ -60,6 +61,10 @@ class SqlAtroposTables:
         self._db.execute(GROUPS.upsert, GROUPS.row(group))
         if not group.is_buffered:
             self._count(group.run_id, group.env_id, group.size, 1)
+
+    def shelved(self, run_id: RunId, group_id: GroupId) -> ShelvedGroup | None:
+        found = self._db.execute(GROUPS.select + "WHERE run_id = ? AND group_id = ?", (run_id, group_id))
+        return GROUPS.one(found.fetchone())
 
     def take_shelved(self, groups: Sequence[ShelvedGroup]) -> None:
         self._db.executemany(

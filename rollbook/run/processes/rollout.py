@@ -6,7 +6,7 @@ from typing import Any
 from rollbook.contracts.admission import RunId
 from rollbook.ledger.client import open_ledger_client
 from rollbook.rollout.dispatcher import Dispatcher
-from rollbook.rollout.metrics import ROLLOUT_METRICS
+from rollbook.rollout.metrics import rollout_metrics
 from rollbook.rollout.recipe import WorkerRecipe
 from rollbook.run.child import RoleContext
 from rollbook.run.model_location import model_location
@@ -29,11 +29,11 @@ async def main(context: RoleContext) -> str:
             name="dispatcher-0",
             tasks=tasks,
             sink=ledger,
-            recipe=_recipe(context),
+            recipe=worker_recipe(context),
             config=config.rollout,
             rule=config.gate.settings(max_steps=config.trainer.max_steps).rule,
             log=context.log,
-            metrics=MetricRecorder("rollout", ROLLOUT_METRICS, context.directory.metrics_file),
+            metrics=MetricRecorder("rollout", rollout_metrics(config.rollout), context.directory.metrics_file),
             spans=context.spans,
             look_at=f"the events rollout.group_failed in {context.directory.log_file(context.role)}",
         )
@@ -57,12 +57,14 @@ async def _run_until_drained(dispatcher: Dispatcher, context: RoleContext) -> st
         await asyncio.gather(playing, draining, return_exceptions=True)
 
 
-def _recipe(context: RoleContext) -> WorkerRecipe:
+def worker_recipe(context: RoleContext) -> WorkerRecipe:
+    """What the workers of this run are built from."""
     config = context.loaded.config
     return WorkerRecipe(
         builder="rollbook.run.processes.rollout_worker:build_setup",
         rollout=config.rollout.function,
         rules=config.rollout.group_rules,
+        rewards=config.rollout.rewards.rules,
         settings={
             "policy_url": context.addresses["policy"],
             "model_dir": str(model_location(context.directory)),

@@ -25,7 +25,7 @@ from rollbook.ledger.samples import plain_samples
 from rollbook.ledger.store import Transaction
 from rollbook.ledger.stores.memory import MemoryStore
 from rollbook.ledger.stores.opening import open_reader, open_store, sqlite_url
-from rollbook.ledger.stores.sqlite import FILE_NAME
+from rollbook.ledger.stores.sqlite_file import FILE_NAME
 from tests.parts.ledger_desk import Desk, SqlFile
 from tests.parts.ledger_groups import RUN, big_group, draws, settings
 from tests.parts.ledger_postgres import shared_server

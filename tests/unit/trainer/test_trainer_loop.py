@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rollbook.contracts.batch import EndOfRun, TrainingBatch
-from rollbook.contracts.errors import RunError
+from rollbook.contracts.errors import RunError, TransientError
 from rollbook.telemetry.events import read_events
 from rollbook.telemetry.metrics import read_metrics
 from rollbook.telemetry.spans import read_spans
@@ -95,13 +95,14 @@ async def test_a_trainer_that_was_replaced_stops_without_touching_anything(tmp_p
     assert not (tmp_path / "checkpoints").exists()
 
 
-async def test_a_ledger_that_is_away_for_a_moment_costs_nothing(tmp_path: Path) -> None:
+async def test_a_ledger_beyond_its_clients_budget_ends_the_trainer_and_the_next_one_goes_on(tmp_path: Path) -> None:
     ledger, replicas = MemoryLedger(recorded_batch, num_steps=2), MemoryReplicas()
     source = ledger.source()
-    source.failures = 3
-    outcome = await trainer_loop(source, replicas, tmp_path, quick()).run()
+    source.failures = 1
+    with pytest.raises(TransientError, match="connection refused"):
+        await trainer_loop(source, replicas, tmp_path, quick()).run()
+    outcome = await trainer_loop(ledger.source(), replicas, tmp_path, quick()).run()
     assert (outcome.end, outcome.step) == (LoopEnd.ENDED, 2)
-    assert len(events_of(tmp_path, "trainer.waiting_for_peer")) == 1
 
 
 async def test_a_publication_is_tried_again_while_replicas_are_down(tmp_path: Path) -> None:
@@ -243,7 +244,10 @@ async def test_metrics_and_spans_tell_what_each_step_did(tmp_path: Path) -> None
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2]
     missing = [metric.name for metric in TRAINER_METRICS if rows[1][metric.name] is None]
-    assert missing == ["rollout/accuracy"], "the record does not say what was solved; all else is measured"
+    unasked = {"train/correction_mean", "train/correction_clip_frac", "train/correction_ess", "train/reference_kl"}
+    assert set(missing) == {"rollout/accuracy", *unasked}, (
+        "the record does not say what was solved; all else is measured"
+    )
     assert rows[0]["train/optimizer_steps"] == 2
     named = {(span.name, span.fields.get("step")) for span in read_spans(tmp_path / "spans.jsonl")}
     expected = {(f"trainer.{name}", step) for name in ("wait_batch", "train", "publish") for step in (1, 2)}
