@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rollbook.contracts.errors import EpisodeError
 from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
@@ -28,9 +29,28 @@ def _revive_bad_request(message: str, param: str | None) -> BadRequestError:
 
 
 class Request:
-    """Touched by its engine only. Cancelling `answer` is how a caller aborts."""
+    """Touched by its engine only. Cancelling `answer` is how a caller aborts.
 
-    __slots__ = ("answer", "limit", "logprobs", "on_tokens", "prompt", "sampling", "tokens", "told", "versions")
+    `order` (of arrival), `row`, `segments` (row, first round, round after the last) and `is_finished` are the embedded engine's
+    notes: where in its slots and in its log the request is.
+    """
+
+    __slots__ = (
+        "answer",
+        "is_finished",
+        "limit",
+        "logprobs",
+        "on_tokens",
+        "order",
+        "prompt",
+        "row",
+        "sampling",
+        "seed",
+        "segments",
+        "tokens",
+        "told",
+        "versions",
+    )
 
     def __init__(
         self,
@@ -50,6 +70,17 @@ class Request:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[int] = []
+        self.seed = sampling.seed or 0
+        self.order = 0
+        self.row = -1
+        self.segments: list[tuple[int, int, int | None]] = []
+        self.is_finished = False
+
+    def extend(self, tokens: NDArray[np.int32], logprobs: NDArray[np.float32], versions: NDArray[np.int32]) -> None:
+        """Add sampled tokens."""
+        self.tokens += tokens.tolist()
+        self.logprobs += logprobs.tolist()
+        self.versions += versions.tolist()
 
     def take(self, token: int, logprob: float, publication: int) -> FinishReason | None:
         """Add a sampled token. A reason means that it was the last."""
