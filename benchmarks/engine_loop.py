@@ -1,13 +1,19 @@
-"""A closed loop of requests: so many in flight, each answered one replaced by the next. In process, or over HTTP."""
+"""A closed loop of requests: so many in flight, each answered one replaced by the next. In process, or over HTTP.
+
+As a process: `python -m benchmarks.engine_loop URL JSON` asks a server and prints what it measured. It needs no torch.
+"""
 
 import asyncio
+import json
 import random
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
 import aiohttp
 import msgspec
+import uvloop
 
 from rollbook.contracts.policy import SamplingParams
 from rollbook.inference.engine import Engine
@@ -45,7 +51,8 @@ async def closed_loop(asked: list[Asked], in_flight: int, ask: Callable[[Asked],
     async def player() -> None:
         nonlocal tokens
         for one in todo:
-            tokens += await ask(one)
+            got = await ask(one)  # not `tokens += await`: that would read the sum before waiting
+            tokens += got
 
     began = time.perf_counter()
     await asyncio.gather(*(player() for _ in range(in_flight)))
@@ -86,3 +93,15 @@ async def over_http(url: str, asked: list[Asked], in_flight: int) -> LoopResult:
             return len(decode(raw).choices[0].token_ids)
 
         return await closed_loop(asked, in_flight, ask)
+
+
+def main() -> None:
+    url, raw = sys.argv[1:]
+    given = json.loads(raw)
+    in_flight = given.pop("in_flight")
+    result = uvloop.run(over_http(url, requests(**given), in_flight))
+    print(json.dumps({"seconds": result.seconds, "tokens": result.tokens, "requests": result.requests}))
+
+
+if __name__ == "__main__":
+    main()

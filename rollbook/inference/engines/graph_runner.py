@@ -82,9 +82,11 @@ class GraphRunner(Runner):
     def warm_up(self) -> None:
         """Capture every decode bucket, before anything runs."""
         self._forget_outdated()
+        reach = min(self.slots.length, LENGTH_BUCKET) if self._needs_length else 0
+        most = min(self._max_rows, self.slots.rows)
         for rows in ROW_BUCKETS:
-            self._decode_bucket(min(rows, self._max_rows), LENGTH_BUCKET if self._needs_length else 0, False)
-            if rows >= self._max_rows:
+            self._decode_bucket(min(rows, most), reach, False)
+            if rows >= most:
                 break
 
     def is_smaller(self, fewer: int, rows: int) -> bool:
