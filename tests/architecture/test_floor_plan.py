@@ -32,7 +32,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "transformers": ("rollbook/trainer/", "rollbook/inference/engines/", "rollbook/integrations/"),
     "safetensors": ("rollbook/trainer/", "rollbook/inference/engines/", "rollbook/inference/transfer/"),
     "matplotlib": ("rollbook/dashboard/plots.py",),
-    "sqlite3": ("rollbook/ledger/stores/sqlite.py",),
+    "sqlite3": ("rollbook/ledger/stores/sqlite", "rollbook/ledger/stores/segment_"),
     "psycopg": ("rollbook/ledger/stores/postgres_connection.py",),
     "pyarrow": ("rollbook/ledger/parquet.py",),
     "tokenizers": ("rollbook/rollout/rendering.py", "rollbook/trainer/"),

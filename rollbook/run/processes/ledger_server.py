@@ -4,12 +4,13 @@ from rollbook.concurrency.clock import SystemClock
 from rollbook.contracts.admission import RunId
 from rollbook.ledger.atropos.config import AtroposConfig
 from rollbook.ledger.atropos.routes import add_atropos
+from rollbook.ledger.hot_path import answering
 from rollbook.ledger.server import build_app
 from rollbook.ledger.service import ledger_on
 from rollbook.ledger.stores.sqlite import open_sqlite_store
 from rollbook.run.atropos_source import posts_run
 from rollbook.run.child import RoleContext
-from rollbook.run.serving import serving
+from rollbook.run.serving import BACKLOG, DRAIN_S, url_of
 
 
 async def main(context: RoleContext) -> str:
@@ -24,8 +25,9 @@ async def main(context: RoleContext) -> str:
         if config.tasks.is_posted and config.tasks.atropos.url is None:
             root = AtroposConfig(run=posts_run(config.run.name))
             add_atropos(app, store=store, config=root, limits=config.ledger, clock=clock, log=context.log)
-        async with serving(app, context.listening()) as url:
-            context.log.info("ledger.serving", url=url)
+        sock = context.listening()
+        async with answering(app, sock, drain_s=DRAIN_S, backlog=BACKLOG):
+            context.log.info("ledger.serving", url=url_of(sock))
             context.channel.ready("serving")
             await context.draining.wait()
     return "stopped"
