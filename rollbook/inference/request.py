@@ -1,6 +1,7 @@
 """One request inside an engine: what was asked, and the tokens so far, each with its logprob and its publication."""
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -37,6 +38,7 @@ class Request:
 
     __slots__ = (
         "answer",
+        "first_token",
         "is_finished",
         "limit",
         "logprobs",
@@ -65,6 +67,7 @@ class Request:
         self.sampling = sampling
         self.limit = limit
         self.answer = answer
+        self.first_token = 0.0
         self.on_tokens = on_tokens
         self.told = 0
         self.tokens: list[int] = []
@@ -76,6 +79,11 @@ class Request:
         self.segments: list[tuple[int, int, int | None]] = []
         self.is_finished = False
 
+    def begins(self) -> None:
+        """It is out of the queue. A request that lost its slot and comes back began long ago."""
+        if not self.first_token:
+            self.first_token = time.monotonic()
+
     def extend(self, tokens: NDArray[np.int32], logprobs: NDArray[np.float32], versions: NDArray[np.int32]) -> None:
         """Add sampled tokens."""
         self.tokens += tokens.tolist()
@@ -84,6 +92,7 @@ class Request:
 
     def take(self, token: int, logprob: float, publication: int) -> FinishReason | None:
         """Add a sampled token. A reason means that it was the last."""
+        self.begins()
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.versions.append(publication)
@@ -113,6 +122,7 @@ class Request:
             logprobs=np.array(self.logprobs, dtype=np.float32),
             versions=np.array(self.versions, dtype=np.int32),
             finish_reason=reason,
+            generation_s=time.monotonic() - self.first_token if self.tokens else 0.0,
         )
 
 

@@ -16,7 +16,7 @@ from rollbook.ledger.group_frame import payload_digest
 from rollbook.ledger.records import BatchRecord, GroupRecord, MoveRecord, RunRecord
 from rollbook.ledger.rules.batches import manifest_digest
 from rollbook.ledger.rules.book import find_run
-from rollbook.ledger.store import Reader, Transaction
+from rollbook.ledger.store import Reader, StoreFaultError, Transaction
 
 MOST_VIOLATIONS = 200
 """More would not be read, and a damaged ledger may have one a group."""
@@ -192,7 +192,11 @@ def _check_row(tx: Transaction, group: GroupRecord, batched_in: int | None, find
             wanted = GroupState.DURABLE if batched_in <= run.durable_step else GroupState.TRAINED
         findings.expect(f"group {group.group_id} of batch {batched_in}: state", group.state, wanted)
     is_needed = group.state is GroupState.QUEUED or (batched_in is not None and batched_in > run.payload_floor)
-    payload = tx.payload(run.run_id, group.group_id) if is_needed or group.has_payload else None
+    try:
+        payload = tx.payload(run.run_id, group.group_id) if is_needed or group.has_payload else None
+    except StoreFaultError as error:
+        findings.say(f"group {group.group_id}: {error}")
+        return
     if payload is None:
         if is_needed or group.has_payload:
             findings.say(f"group {group.group_id} is {group.state} and its payload is missing")

@@ -91,9 +91,16 @@ class Transaction(Protocol):
         """Every group, by id."""
 
     # payloads
-    def put_payload(self, run_id: RunId, group_id: GroupId, body: bytes) -> None: ...
+    def put_payload(
+        self, run_id: RunId, group_id: GroupId, body: bytes | memoryview, digest: str | None = None
+    ) -> None:
+        """Keep a payload. `digest` is its `payload_digest` where somebody has computed it: hashing costs as much as copying."""
+
     def payload(self, run_id: RunId, group_id: GroupId) -> bytes | None: ...
     def delete_payload(self, run_id: RunId, group_id: GroupId) -> None: ...
+    def lost_payloads(self, run_id: RunId) -> list[GroupId]:
+        """Groups whose payload a power cut took, as was found when the store was opened."""
+
     def releasable(self, run_id: RunId, up_to_step: int, *, dropped_only: bool) -> list[GroupRecord]:
         """Groups that still have a payload whose `release_step` is at most `up_to_step`."""
 

@@ -7,7 +7,7 @@ from rollbook.concurrency.clock import Clock
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.errors import RollbookError
 from rollbook.ledger.records import RunRecord
-from rollbook.ledger.rules import gate
+from rollbook.ledger.rules import gate, groups
 from rollbook.ledger.rules.book import RunBook, opened_book
 from rollbook.ledger.store import Store, Transaction
 from rollbook.telemetry.events import EventLog
@@ -25,7 +25,10 @@ class Timekeeper:
         self._log = log
 
     async def recover(self) -> None:
-        """After a start: what is open gets a moment of grace, since nobody could be heard meanwhile."""
+        """After a start: what a power cut took is written off. What is open gets a moment of grace: nobody could be heard."""
+        for run_id in await self._store.write(lambda tx: [run for run in tx.runs() if tx.lost_payloads(run)]):
+            num_lost = await self._write(run_id, groups.drop_lost)
+            self._log.warning("ledger.payloads_lost", run=run_id, groups=num_lost)
         for run in await self._active_runs():
             await self._write(run.run_id, gate.grace)
 

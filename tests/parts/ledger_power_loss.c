@@ -112,6 +112,41 @@ static ssize_t placed(ssize_t (*write_it)(int, const void *, size_t, off_t), int
 ssize_t pwrite(int fd, const void *data, size_t n, off_t at) { return placed(real("pwrite"), fd, data, n, at); }
 ssize_t pwrite64(int fd, const void *data, size_t n, off_t at) { return placed(real("pwrite64"), fd, data, n, at); }
 
+static void note_parts(int fd, const struct iovec *parts, int n, off_t at, ssize_t left) {
+    for (int i = 0; i < n && left > 0; i++) {
+        ssize_t some = left < (ssize_t)parts[i].iov_len ? left : (ssize_t)parts[i].iov_len;
+        if (some) note('w', known(fd), at, parts[i].iov_base, some);
+        at += some;
+        left -= some;
+    }
+}
+static ssize_t gathered(const char *name, int fd, const struct iovec *parts, int n, off_t at) {
+    ssize_t (*write_it)(int, const struct iovec *, int, off_t) = real(name);
+    if (!known(fd)) return write_it(fd, parts, n, at);
+    pthread_mutex_lock(&turn);
+    ssize_t written = write_it(fd, parts, n, at);
+    note_parts(fd, parts, n, at, written);
+    pthread_mutex_unlock(&turn);
+    return written;
+}
+static ssize_t gathered2(const char *name, int fd, const struct iovec *parts, int n, off_t at, int flags) {
+    ssize_t (*write_it)(int, const struct iovec *, int, off_t, int) = real(name);
+    if (!known(fd)) return write_it(fd, parts, n, at, flags);
+    pthread_mutex_lock(&turn);
+    ssize_t written = write_it(fd, parts, n, at, flags);
+    note_parts(fd, parts, n, at, written);
+    pthread_mutex_unlock(&turn);
+    return written;
+}
+ssize_t pwritev(int fd, const struct iovec *parts, int n, off_t at) { return gathered("pwritev", fd, parts, n, at); }
+ssize_t pwritev64(int fd, const struct iovec *parts, int n, off_t at) { return gathered("pwritev64", fd, parts, n, at); }
+ssize_t pwritev2(int fd, const struct iovec *parts, int n, off_t at, int flags) {
+    return gathered2("pwritev2", fd, parts, n, at, flags);
+}
+ssize_t pwritev64v2(int fd, const struct iovec *parts, int n, off_t at, int flags) {
+    return gathered2("pwritev64v2", fd, parts, n, at, flags);
+}
+
 ssize_t write(int fd, const void *data, size_t n) {
     if (!known(fd)) return real_write(fd, data, n);
     pthread_mutex_lock(&turn);

@@ -20,6 +20,7 @@ from rollbook.concurrency.clock import SystemClock
 from rollbook.contracts.batch import BatchManifest
 from rollbook.ledger.config import Durability, LedgerConfig
 from rollbook.ledger.service import Ledger, ledger_on
+from rollbook.ledger.stores.segments import DIRECTORY as SEGMENTS
 from rollbook.ledger.stores.sqlite import open_sqlite_store
 from rollbook.telemetry.events import EventLog
 from tests.parts.ledger_groups import RUN, group_of, outcome_of, settings
@@ -125,11 +126,12 @@ class Disk:
                     names.pop(path, None)
                     if path in self._names:
                         names[path] = self._names[path]
-        directory.mkdir()
+        (directory / SEGMENTS).mkdir(parents=True)
         for path, file in names.items():
             # The index of the log lies in memory that a restart forgets.
             if not path.name.endswith("-shm"):
-                (directory / path.name).write_bytes(file.content(leaves, rng))
+                folder = directory / SEGMENTS if path.parent.name == SEGMENTS else directory
+                (folder / path.name).write_bytes(file.content(leaves, rng))
 
 
 def diary(path: Path) -> Iterator[Entry]:

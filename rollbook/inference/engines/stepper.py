@@ -241,6 +241,7 @@ class Stepper:
         owners = table.owners[rows]
         stops = table.stops[rows] if table.has_stops else None
         for row in begun:
+            table.owners[row].begins()
             table.owners[row].segments.append((row, self._number, None))
         ending = self._retire(rows)
         self._flying.append(

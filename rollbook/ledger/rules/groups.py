@@ -1,6 +1,7 @@
 """What becomes of a group that was played: submitted, closed, or given back. Rules 5 to 7."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import TypedDict
 
 import msgspec
@@ -33,7 +34,7 @@ class Submission:
     publications: tuple[int, ...]
     """Behind the trained tokens; -1 stands for unknown."""
     outcome: GroupOutcome
-    payload: bytes
+    payload: bytes | memoryview
     payload_digest: str
     drop: DropReason | None = None
     producer: str | None = None
@@ -61,7 +62,7 @@ def submit(book: RunBook, submission: Submission, *, max_queued: int, max_queued
             return Receipt.STORED
         group = _open_external(book, submission)
     by = group.owner or group.producer or "submit"
-    book.tx.put_payload(book.run_id, submission.group_id, submission.payload)
+    book.tx.put_payload(book.run_id, submission.group_id, submission.payload, submission.payload_digest)
     stored = _stored(book, submission, oldest)
     if submission.drop is not None:
         book.drop(group, submission.drop, by=by, **stored)
@@ -96,7 +97,7 @@ def _stored(book: RunBook, submission: Submission, oldest: int | None) -> _Store
 
 def _enter(book: RunBook, submission: Submission, oldest: int | None) -> None:
     """The usual way of a group from outside, and the busiest of all: opened and queued in one row."""
-    book.tx.put_payload(book.run_id, submission.group_id, submission.payload)
+    book.tx.put_payload(book.run_id, submission.group_id, submission.payload, submission.payload_digest)
     group = GroupRecord(
         run_id=book.run_id,
         group_id=submission.group_id,
@@ -150,6 +151,32 @@ def _open_external(book: RunBook, submission: Submission) -> GroupRecord:
     )
     book.begin(group, note="opened by its submission", by=submission.producer or "submit")
     return group
+
+
+def drop_lost(book: RunBook) -> int:
+    """After a start: a group whose tokens a power cut took is not trained, and says why. Returns how many.
+
+    Batched groups are never among them: deciding a batch brings the tokens of its groups to the disk first.
+    """
+    num_lost = 0
+    for group_id in book.tx.lost_payloads(book.run_id):
+        group = book.tx.group(book.run_id, group_id)
+        if group is None or not group.has_payload:
+            continue
+        if group.state is GroupState.QUEUED:
+            shelved = book.tx.atropos.shelved(book.run_id, group_id)
+            if shelved is not None:
+                book.tx.atropos.take_shelved([shelved])
+            book.tx.delete_payload(book.run_id, group_id)
+            book.drop(group, DropReason(DropKind.LOST, "a power cut took its tokens"), by="start", has_payload=False)
+            num_lost += 1
+        elif group.state in (GroupState.DROPPED, GroupState.DURABLE):
+            book.tx.delete_payload(book.run_id, group_id)
+            book.tx.put_group(replace(group, has_payload=False))
+    if num_lost:
+        # A repeated post must not be answered for a group that is gone: it is stored anew.
+        book.tx.atropos.forget_unanswered_before(book.run_id, math.inf)
+    return num_lost
 
 
 def close(book: RunBook, group_id: GroupId, reason: DropReason, *, outcome: GroupOutcome | None) -> Receipt:

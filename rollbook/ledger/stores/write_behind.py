@@ -18,12 +18,16 @@ from rollbook.ledger.records import GroupRecord, MoveRecord, RunRecord
 from rollbook.ledger.stores.sql_tables import GROUPS, MOVES, RUNS
 from rollbook.ledger.stores.sql_transaction import Connection, Cursor, SqlTransaction
 
-KEPT = re.compile(r"\b(FROM|INTO|UPDATE|JOIN)\s+(runs|groups|payloads|history)\b")
+KEPT = re.compile(r"\b(FROM|INTO|UPDATE|JOIN)\s+(runs|groups|payloads|payload_places|history)\b")
 """Statements about what is kept in memory."""
 INSERT_PAYLOAD = (
     "INSERT INTO payloads (run_id, group_id, body) VALUES (?, ?, ?) "
     "ON CONFLICT (run_id, group_id) DO UPDATE SET body = excluded.body"
 )
+
+
+KeptPayloads = dict[tuple[RunId, GroupId], tuple[bytes | memoryview, str | None]]
+"""Bodies, and their digests where they are known."""
 
 
 class MustRedoError(Exception):
@@ -36,7 +40,7 @@ class Kept:
     def __init__(self) -> None:
         self.runs: dict[RunId, RunRecord] = {}
         self.groups: dict[tuple[RunId, GroupId], GroupRecord] = {}
-        self.payloads: dict[tuple[RunId, GroupId], bytes] = {}
+        self.payloads: KeptPayloads = {}
         self.moves: list[MoveRecord] = []
 
     @property
@@ -50,12 +54,11 @@ class Kept:
         self.moves += later.moves
 
     def write(self, db: Connection) -> None:
+        """The rows; payloads go where the store keeps them."""
         if self.runs:
             db.executemany(RUNS.upsert, [RUNS.row(run) for run in self.runs.values()])
         if self.groups:
             db.executemany(GROUPS.upsert, [GROUPS.row(group) for group in self.groups.values()])
-        if self.payloads:
-            db.executemany(INSERT_PAYLOAD, [(run, group, body) for (run, group), body in self.payloads.items()])
         if self.moves:
             db.executemany(MOVES.insert, [MOVES.row(move) for move in self.moves])
 
@@ -129,7 +132,12 @@ class WriteBehind(SqlTransaction):
 
     def _write(self, kept: Kept) -> None:
         kept.write(self._file)
+        if kept.payloads:
+            self._write_payloads(kept.payloads)
         self.runs_written.update(kept.runs)
+
+    def _write_payloads(self, payloads: KeptPayloads) -> None:
+        self._file.executemany(INSERT_PAYLOAD, [(run, group, body) for (run, group), (body, _) in payloads.items()])
 
     # ------------------------------------------------------------------ what is kept
 
@@ -155,8 +163,10 @@ class WriteBehind(SqlTransaction):
     def put_group(self, group: GroupRecord) -> None:
         self._operation.groups[group.run_id, group.group_id] = group
 
-    def put_payload(self, run_id: RunId, group_id: GroupId, body: bytes) -> None:
-        self._operation.payloads[run_id, group_id] = body
+    def put_payload(
+        self, run_id: RunId, group_id: GroupId, body: bytes | memoryview, digest: str | None = None
+    ) -> None:
+        self._operation.payloads[run_id, group_id] = body, digest
 
     def add_move(self, move: MoveRecord) -> None:
         self._operation.moves.append(move)

@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollbook.contracts.group import GroupId
@@ -36,6 +36,7 @@ def groups(draw: st.DrawFn) -> dict[str, Any]:
     return group
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(groups(), st.sampled_from([None, 1]))
 def test_what_is_stored_means_what_was_sent(group: dict[str, Any], indent: int | None) -> None:
     stored = json.loads(read_group(json.dumps(group, indent=indent).encode()).payload)

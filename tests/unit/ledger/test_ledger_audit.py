@@ -9,7 +9,8 @@ from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import DropKind, DropReason
 from rollbook.ledger.audit import audit
 from rollbook.ledger.store import StoreFaultError
-from rollbook.ledger.stores.sqlite import FILE_NAME, open_readonly
+from rollbook.ledger.stores.sqlite import open_readonly
+from rollbook.ledger.stores.sqlite_file import FILE_NAME
 from tests.parts.ledger_desk import Desk, SqlFile
 from tests.parts.ledger_groups import RUN, draws, settings
 

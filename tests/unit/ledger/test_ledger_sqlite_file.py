@@ -10,10 +10,12 @@ from rollbook.contracts.admission import OwnerId
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId
 from rollbook.ledger.config import Durability
+from rollbook.ledger.records import OwnerRecord, OwnerState
 from rollbook.ledger.store import StoreFaultError, Transaction
-from rollbook.ledger.stores import sqlite as sqlite_store
+from rollbook.ledger.stores import sqlite_file
 from rollbook.ledger.stores.sql_transaction import SqlTransaction
-from rollbook.ledger.stores.sqlite import FILE_NAME, open_sqlite_store
+from rollbook.ledger.stores.sqlite import open_sqlite_store
+from rollbook.ledger.stores.sqlite_file import FILE_NAME
 from tests.parts.ledger_desk import Desk, SqlFile
 from tests.parts.ledger_groups import RUN, settings
 
@@ -76,6 +78,16 @@ async def test_a_full_disk_is_a_fault_and_nothing_that_was_answered_is_lost(tmp_
             # As many pages as there are now, and no more: what a full disk looks like to SQLite.
             tx._db.execute("PRAGMA max_page_count = 1")  # type: ignore[attr-defined]
             tx.put_payload(RUN, GroupId("lost"), b"x" * 10_000_000)
+            tx.put_owner(
+                OwnerRecord(
+                    run_id=RUN,
+                    owner_id=OwnerId("o"),
+                    name="o" * 1_000_000,
+                    nonce="n",
+                    state=OwnerState.ALIVE,
+                    last_seen=0.0,
+                )
+            )
 
         with pytest.raises(StoreFaultError, match="the disk is full"):
             await store.write(fill)
@@ -92,7 +104,7 @@ async def test_a_full_disk_is_a_fault_and_nothing_that_was_answered_is_lost(tmp_
 async def test_another_process_that_holds_the_file_is_a_fault_with_advice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sqlite_store, "BUSY_S", 0.05)
+    monkeypatch.setattr(sqlite_file, "BUSY_S", 0.05)
     async with open_sqlite_store(tmp_path) as store:
         other = sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
@@ -107,12 +119,17 @@ async def test_decided_batches_are_synced_where_other_commits_are_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[int] = []
+    synced_data: list[int] = []
     monkeypatch.setattr(os, "fsync", synced.append)
+    monkeypatch.setattr(os, "fdatasync", synced_data.append)
     async with open_sqlite_store(tmp_path, durability=Durability.PROCESS_CRASH) as store:
         await store.write(lambda tx: tx.put_payload(RUN, GroupId("a"), b"body"))
-        assert synced == []
+        # The names of a new segment and its directory are on the disk at once, its bytes are not.
+        before = len(synced)
+        await store.write(lambda tx: tx.put_payload(RUN, GroupId("b"), b"body"))
+        assert (len(synced), len(synced_data)) == (before, 0)
         await store.write(lambda tx: tx.sync_to_disk())
-        assert len(synced) == 1
+        assert (len(synced), len(synced_data)) == (before + 1, 1)
 
 
 @pytest.mark.parametrize(("durability", "level"), [(Durability.POWER_LOSS, 2), (Durability.PROCESS_CRASH, 1)])

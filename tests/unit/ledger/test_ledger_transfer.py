@@ -25,7 +25,7 @@ from rollbook.ledger.samples import plain_samples
 from rollbook.ledger.store import Transaction
 from rollbook.ledger.stores.memory import MemoryStore
 from rollbook.ledger.stores.opening import open_reader, open_store, sqlite_url
-from rollbook.ledger.stores.sqlite import FILE_NAME
+from rollbook.ledger.stores.sqlite_file import FILE_NAME
 from tests.parts.ledger_desk import Desk, SqlFile
 from tests.parts.ledger_groups import RUN, big_group, draws, settings
 from tests.parts.ledger_postgres import shared_server
@@ -69,11 +69,10 @@ def write_a_bit_of_everything(desk: Desk) -> None:
             )
             tx.atropos.put_env(env)
         for at, (env_id, is_buffered) in enumerate([(0, False), (0, True), (-1, False), (1, False), (1, False)]):
-            tx.atropos.put_shelved(
-                ShelvedGroup(
-                    run_id=RUN, group_id=GroupId(f"s{at}"), place=at, env_id=env_id, size=2, is_buffered=is_buffered
-                )
+            shelved = ShelvedGroup(
+                run_id=RUN, group_id=GroupId(f"s{at}"), place=at, env_id=env_id, size=2, is_buffered=is_buffered
             )
+            tx.atropos.put_shelved([shelved])
 
     desk.store.write_now(atropos)
 

@@ -1,0 +1,76 @@
+"""A transaction whose payloads lie in segments. Those that an older release wrote into the database are read from there."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rollbook.contracts.admission import RunId
+from rollbook.contracts.group import GroupId
+from rollbook.ledger.records import RunRecord
+from rollbook.ledger.stores.segments import Place, SegmentWriter, read_payload
+from rollbook.ledger.stores.sql_transaction import Connection, SqlTransaction
+from rollbook.ledger.stores.write_behind import KeptPayloads, WriteBehind
+
+PLACE_COLUMNS = "segment, place, size, digest"
+SELECT_PLACE = f"SELECT {PLACE_COLUMNS} FROM payload_places WHERE run_id = ? AND group_id = ?"
+INSERT_PLACE = (
+    f"INSERT INTO payload_places (run_id, group_id, {PLACE_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?) "
+    "ON CONFLICT (run_id, group_id) DO UPDATE SET segment = excluded.segment, place = excluded.place, size = excluded.size, "
+    "digest = excluded.digest"
+)
+
+
+class SegmentedTransaction(SqlTransaction):
+    """For readers."""
+
+    def __init__(self, connection: Connection, directory: Path) -> None:
+        super().__init__(connection)
+        self._directory = directory
+
+    def payload(self, run_id: RunId, group_id: GroupId) -> bytes | None:
+        row = self._db.execute(SELECT_PLACE, (run_id, group_id)).fetchone()
+        return super().payload(run_id, group_id) if row is None else read_payload(self._directory, Place(*row))
+
+
+class SegmentedWriteBehind(WriteBehind):
+    """For the writer: payloads of a commit are appended together."""
+
+    def __init__(
+        self,
+        db: Connection,
+        known_runs: dict[RunId, RunRecord],
+        *,
+        directory: Path,
+        segments: SegmentWriter,
+        lost: Mapping[RunId, Sequence[GroupId]],
+    ) -> None:
+        super().__init__(db, known_runs)
+        self._directory = directory
+        self._segments = segments
+        self._lost = lost
+        self.thinned: set[int] = set()
+        """Segments that a payload was deleted from."""
+
+    def _write_payloads(self, payloads: KeptPayloads) -> None:
+        places = self._segments.append(list(payloads.values()))
+        self._file.executemany(
+            INSERT_PLACE,
+            [
+                (run, group, at.segment, at.place, at.size, at.digest)
+                for (run, group), at in zip(payloads, places, strict=True)
+            ],
+        )
+
+    def payload(self, run_id: RunId, group_id: GroupId) -> bytes | None:
+        row = self._db.execute(SELECT_PLACE, (run_id, group_id)).fetchone()
+        return super().payload(run_id, group_id) if row is None else read_payload(self._directory, Place(*row))
+
+    def delete_payload(self, run_id: RunId, group_id: GroupId) -> None:
+        row = self._db.execute(SELECT_PLACE, (run_id, group_id)).fetchone()
+        if row is None:
+            super().delete_payload(run_id, group_id)
+        else:
+            self._db.execute("DELETE FROM payload_places WHERE run_id = ? AND group_id = ?", (run_id, group_id))
+            self.thinned.add(row[0])
+
+    def lost_payloads(self, run_id: RunId) -> list[GroupId]:
+        return list(self._lost.get(run_id, ()))
