@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all check format docs bench bench-overlap bench-envs bench-ledger test-openenv test-agents test-trl test-atropos test-crashes clean
+.PHONY: proof-cpu proof-gpu help install demo test test-all check format docs bench bench-overlap bench-envs bench-ledger test-openenv test-agents test-trl test-atropos test-crashes clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -52,6 +52,12 @@ bench-overlap: $(STAMP) ## does overlapping pay? the same work with lag budget 0
 
 bench-envs: $(STAMP) ## worlds: parallel against serial, the AWS world against the naive way, 256 sessions, pools
 	$(BIN)/python -m benchmarks.all_envs
+
+proof-cpu: $(STAMP) ## learning, proven in two phases on this machine: each criterion with its value
+	$(BIN)/python -m benchmarks.proof --device cpu --out docs/results
+
+proof-gpu: $(STAMP) ## the same with SmolLM2-135M on a GPU (rollbook models get smollm2 --to models/smollm2)
+	$(BIN)/python -m benchmarks.proof --device cuda --model models/smollm2 --out docs/results
 
 test-openenv: $(STAMP) ## against the openenv package, in a virtual environment of its own
 	PYTHON=$(PYTHON) sh scripts/openenv_venv.sh

@@ -13,6 +13,7 @@ from rollbook.cli.audit import audit
 from rollbook.cli.config import config_app
 from rollbook.cli.demo import demo
 from rollbook.cli.env import env_app
+from rollbook.cli.eval import eval_command
 from rollbook.cli.explain import explain
 from rollbook.cli.host import host
 from rollbook.cli.inspect import inspect
@@ -35,6 +36,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(sft)
+app.command("eval")(eval_command)
 app.command()(audit)
 app.command()(inspect)
 app.command()(explain)

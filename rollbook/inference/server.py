@@ -76,7 +76,7 @@ def _add_steering(app: web.Application, service: PolicyService, intake: WeightIn
     app.router.add_post("/abort_requests", pausing.abort)
     app.router.add_get("/get_world_size", weights.world_size)
     app.router.add_post("/init_weight_transfer_engine", weights.init)
-    app.router.add_post("/end_weight_transfer_engine", weights.leave)
+    app.router.add_post("/shutdown_weight_transfer_engine", weights.leave)
     app.router.add_post("/start_weight_update", weights.start)
     app.router.add_post("/update_weights", weights.update)
     app.router.add_post("/finish_weight_update", weights.finish)

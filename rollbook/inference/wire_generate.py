@@ -20,6 +20,21 @@ class GenerateParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
     detokenize: bool | None = None
     skip_special_tokens: bool | None = None
 
+    @classmethod
+    def of(cls, sampling: SamplingParams) -> "GenerateParams":
+        """As our clients ask: what ends a turn is their choice alone, and they read tokens, not text."""
+        return cls(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k or -1,
+            seed=sampling.seed,
+            stop_token_ids=list(sampling.stop_token_ids),
+            ignore_eos=True,
+            logprobs=0,
+            detokenize=False,
+        )
+
     def sampling(self, seed: int | None, *, eos_token_ids: tuple[int, ...]) -> SamplingParams:
         """Raises `ValueError` naming the field at fault."""
         stop_ids = dict.fromkeys([*self.stop_token_ids, *(() if self.ignore_eos else eos_token_ids)])
@@ -39,6 +54,7 @@ class GenerateBody(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=Tru
     model: str | None = None
     request_id: str | None = None
     min_publication: int = 0
+    """Ours alone: vLLM knows no minimum, so its clients look at the versions of the answer."""
     stream: bool = False
 
 
@@ -51,14 +67,6 @@ class GenerateLogprobs(msgspec.Struct):
     content: list[TokenScore]
 
 
-class RawTokenScore(msgspec.Struct):
-    """As vLLM writes it: the id under its own name, or in the token's text as `token_id:7`."""
-
-    logprob: float
-    token_id: int | None = None
-    token: str | None = None
-
-
 class GenerateChoice(msgspec.Struct):
     index: int
     token_ids: list[int]
@@ -66,27 +74,12 @@ class GenerateChoice(msgspec.Struct):
     logprobs: GenerateLogprobs | None = None
     weight_versions: list[VersionSpan] | None = None
 
-
-class GenerateReply(msgspec.Struct):
-    request_id: str
-    choices: list[GenerateChoice]
-
-
-class AnyGenerateLogprobs(msgspec.Struct):
-    content: list[RawTokenScore]
-
-
-class AnyGenerateChoice(msgspec.Struct):
-    index: int
-    token_ids: list[int]
-    finish_reason: str | None
-    logprobs: AnyGenerateLogprobs | None = None
-    weight_versions: list[VersionSpan] | None = None
-
     def to_contract(self) -> Completion:
         """Raises `ValueError` when the pieces do not fit together."""
         if self.logprobs is None or self.weight_versions is None:
             raise ValueError("the answer carries no logprobs or no weight versions")
+        if [score.token_id for score in self.logprobs.content] != self.token_ids:
+            raise ValueError("the logprobs are of other tokens than the answer")
         return Completion(
             token_ids=np.array(self.token_ids, dtype=np.int32),
             logprobs=np.array([score.logprob for score in self.logprobs.content], dtype=np.float32),
@@ -95,5 +88,6 @@ class AnyGenerateChoice(msgspec.Struct):
         )
 
 
-class AnyGenerateReply(msgspec.Struct):
-    choices: list[AnyGenerateChoice]
+class GenerateReply(msgspec.Struct):
+    request_id: str
+    choices: list[GenerateChoice]

@@ -91,6 +91,8 @@ class WeightCheck(msgspec.Struct):
     digest: str
     weight_version: str
     published: str | None
+    dtype: str
+    """Of the weights in use. Where it is that of the published ones, both digests are equal."""
 
 
 class WeightInfo(msgspec.Struct):

@@ -6,6 +6,7 @@ does that, once, within one budget; when it is spent this process ends and the s
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -80,6 +81,7 @@ class Dispatcher:
         metrics: MetricRecorder,
         spans: SpanRecorder,
         clock: Clock | None = None,
+        max_attempts: int | None = None,
         look_at: str = "the events rollout.group_failed and rollout.worker_output in the run's logs",
     ) -> None:
         self._name = name
@@ -102,6 +104,8 @@ class Dispatcher:
         # A flight lands once and keeps its slot until the ledger has it, so there are never more landings than slots.
         self._landings: asyncio.Queue[_Landing] = asyncio.Queue(maxsize=config.slots)
         self._freed = asyncio.Event()
+        self._max_attempts = max_attempts
+        self._failed_attempts: Counter[GroupId] = Counter()
         self._is_ended = False
 
     async def run(self) -> None:
@@ -216,7 +220,7 @@ class Dispatcher:
         self._metrics.add("rollout/worker_deaths", 1)
 
     def _expire(self, grant: Grant) -> None:
-        self._pool.cancel(grant.group_id, grant.attempt)
+        self._pool.cancel(grant.group_id, grant.attempt, is_late=True)
         self._begin_landing(grant.group_id, grant.attempt, cause="deadline")
 
     def _begin_landing(
@@ -249,7 +253,13 @@ class Dispatcher:
             await self._give_back(grant, cause)
             self._leave(flight)
             self._controller.given_back()
+            self._failed_attempts[grant.group_id] += 1
+            if self._failed_attempts[grant.group_id] == self._max_attempts:
+                # The ledger dropped it with this: nobody else will say so, and the cursor would wait for it for ever.
+                self._tasks.observe(grant.group_id, grant.position, None)
+                del self._failed_attempts[grant.group_id]
             return
+        self._failed_attempts.pop(grant.group_id, None)
         await self._store(grant, result)
         self._leave(flight)
         self._controller.finished(is_accepted=result.drop is None)

@@ -71,8 +71,10 @@ class Supervisor:
         self._sockets: dict[str, socket.socket] = {}
         threads = {"policy": config.inference.threads, "trainer": config.trainer.threads}
         servers = ["ledger", "policy", *(["env"] if config.env.pool_size is not None else [])]
+        # Environments of Atropos are told where the ledger is before it runs.
+        fixed = {"ledger": config.tasks.atropos.port} if config.tasks.is_posted and not config.tasks.atropos.url else {}
         for server in servers:
-            self._sockets[server] = listening_socket("127.0.0.1", 0)
+            self._sockets[server] = listening_socket("127.0.0.1", fixed.get(server, 0))
         addresses = {name: url_of(sock) for name, sock in self._sockets.items()}
         self.processes = [
             ManagedProcess(

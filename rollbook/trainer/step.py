@@ -171,6 +171,22 @@ class TrainStep:
                 total += self.model.token_logprobs(micro)[0].double().sum().cpu()
         return float(total) / minibatch.num_trained
 
+    def gain(self, rows: Sequence[TrainRow]) -> float | None:
+        """How much the current weights prefer what earned more: the mean over trained tokens of A (log pi - log mu).
+
+        To first order it is how much better than the sampler's this policy's reward is, in units of advantage. None where no
+        token says with which log-probability it was sampled.
+        """
+        torch.set_num_threads(self._config.threads)
+        total, count = 0.0, 0
+        with torch.no_grad():
+            for micro in plan_minibatch(rows, self._config, is_packed=self.model.is_packed).microbatches:
+                current = self.model.token_logprobs(micro)[0].double().cpu().numpy()
+                moved = micro.advantages_N * (current - micro.sampled_logprobs_N)
+                total += float(np.nansum(moved))
+                count += int(np.isfinite(moved).sum())
+        return total / count if count else None
+
     def _old_logprobs(self, minibatches: Sequence[Minibatch]) -> list[list[Tensor] | None]:
         """Log-probabilities at the start of the step, of every minibatch but the first (which computes its own as it learns)."""
         if self._config.old_logprobs == "engine":

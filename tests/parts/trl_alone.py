@@ -1,7 +1,7 @@
 """TRL's AsyncGRPOTrainer with its own rollout worker, for comparison: how many samples does it drop as too old?
 
 Run in the virtual environment of TRL. Its worker speaks to our policy server, as it would to vLLM; only a field that
-this server does not offer, at its neutral value, is taken out on the way. The last line printed is one JSON object.
+this server does not offer, at its neutral value, and the name of the model are taken out on the way. The last line is JSON.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async
 from rollbook.contracts.policy import Publication, PublicationId
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engine import open_engine
-from rollbook.inference.server import Handler, build_app, serve
+from rollbook.inference.server import build_app, serve
 from rollbook.inference.weights import WeightTransferClient
 from rollbook.integrations.trl_cpu import use_cpu
 from rollbook.trainer.config import ModelBuildConfig, ModelConfig
@@ -35,13 +35,15 @@ def reward(completions: list[Any], **_: Any) -> list[float]:
 
 
 @web.middleware
-async def without_neutral_fields(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def without_neutral_fields(request: web.Request, handler: Any) -> web.StreamResponse:
     if request.path == "/v1/completions":
         body = json.loads(await request.read())
         assert body.pop("repetition_penalty", 1.0) == 1.0
         body["seed"] %= 2**31
+        del body["model"]  # it is called by its directory; the server has one model
         request._read_bytes = json.dumps(body).encode()
-    return await handler(request)
+    answer: web.StreamResponse = await handler(request)
+    return answer
 
 
 async def serve_policy(model_dir: Path, ready: Path) -> None:

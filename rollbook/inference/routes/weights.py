@@ -1,7 +1,9 @@
 """The verbs that change weights, in vLLM's shapes. An update names its publication: an old epoch is refused, a repeat harmless."""
 
 import asyncio
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -30,6 +32,7 @@ from rollbook.inference.wire_weights import (
 class WeightRoutes:
     def __init__(self, service: PolicyService, intake: WeightIntake) -> None:
         self._engine = service.engine
+        self._dtype = service.config.dtype
         self._intake = intake
         self._decode_update = msgspec.json.Decoder(UpdateBody).decode
         self._decode_init = msgspec.json.Decoder(InitBody).decode
@@ -43,7 +46,7 @@ class WeightRoutes:
 
     async def leave(self, _request: web.Request) -> web.Response:
         await self._intake.leave()
-        return json_response({"message": "Weight transfer ended"})
+        return json_response({"message": "Weight transfer shut down"})
 
     async def start(self, _request: web.Request) -> web.Response:
         # Nothing to prepare: an update is staged beside the weights in use and applied between two forwards.
@@ -51,8 +54,7 @@ class WeightRoutes:
 
     async def update(self, request: web.Request) -> web.Response:
         info = self._decode_update(await request.read()).update_info
-        # Shielded: a trainer that hangs up in the middle must find the update either done or not begun.
-        await asyncio.shield(self._intake.take(info))
+        await _to_its_end(self._intake.take(info))
         return json_response({"message": "Weights updated"})
 
     async def finish(self, request: web.Request) -> web.Response:
@@ -79,6 +81,7 @@ class WeightRoutes:
             digest=await self._engine.weights_digest(),
             weight_version=UNPUBLISHED if publication is None else str(publication.id),
             published=None if publication is None else publication.digest,
+            dtype=self._dtype,
         )
         return json_response(check)
 
@@ -89,7 +92,7 @@ class WeightRoutes:
         path = body.kwargs.get("weights_path") or (body.args[0] if body.args else None)
         if not isinstance(path, str):
             raise BadRequestError("kwargs: weights_path must name a directory", param="kwargs")
-        await asyncio.shield(self._reload(Path(path)))
+        await _to_its_end(self._reload(Path(path)))
         return json_response({"results": [None]})
 
     async def load_adapter(self, _request: web.Request) -> web.Response:
@@ -120,3 +123,10 @@ class WeightRoutes:
             raise OutdatedUpdateError(
                 f"weight_version: {version!r} is not what this server has ({current}); it comes with /update_weights"
             )
+
+
+async def _to_its_end(update: Coroutine[Any, Any, None]) -> None:
+    """A trainer that hangs up in the middle must find the update either done or not begun."""
+    task = asyncio.ensure_future(update)
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, even if nobody waits any more
+    await asyncio.shield(task)
