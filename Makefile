@@ -10,7 +10,7 @@ SEED  ?= 0
 KILLS ?= 100
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all check format docs bench bench-overlap bench-envs bench-ledger test-openenv test-agents test-trl test-atropos test-crashes clean bench-gil chaos
+.PHONY: proof-cpu proof-gpu help install demo test test-all check format docs bench bench-overlap bench-envs bench-ledger test-openenv test-agents test-trl test-atropos test-crashes clean bench-gil chaos
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -59,6 +59,12 @@ bench-envs: $(STAMP) ## worlds: parallel against serial, the AWS world against t
 bench-gil: $(STAMP) ## what scoring costs the trainer: alone, with threads, with our workers
 	$(BIN)/python -m benchmarks.gil
 
+proof-cpu: $(STAMP) ## learning, proven in two phases on this machine: each criterion with its value
+	$(BIN)/python -m benchmarks.proof --device cpu --out docs/results
+
+proof-gpu: $(STAMP) ## the same with SmolLM2-135M on a GPU (rollbook models get smollm2 --to models/smollm2)
+	$(BIN)/python -m benchmarks.proof --device cuda --model models/smollm2 --out docs/results
+
 test-openenv: $(STAMP) ## against the openenv package, in a virtual environment of its own
 	PYTHON=$(PYTHON) sh scripts/openenv_venv.sh
 	$(BIN)/python -m pytest tests/services/test_envs_openenv_package.py
@@ -66,6 +72,10 @@ test-openenv: $(STAMP) ## against the openenv package, in a virtual environment 
 test-agents: $(STAMP) ## a real agent framework, unchanged, through our proxy, in a virtual environment of its own
 	PYTHON=$(PYTHON) sh scripts/agents_venv.sh
 	$(BIN)/python -m pytest tests/services/test_rollout_agent_framework.py tests/services/test_rollout_proxy.py
+
+test-trl: $(STAMP) ## the real TRL on our workers, gate and ledger, in a virtual environment of its own
+	PYTHON=$(PYTHON) sh scripts/trl_venv.sh
+	$(BIN)/python -m pytest tests/unit/integrations tests/services/test_integrations_trl.py
 
 bench-ledger: $(STAMP) .venvs/atropos/.installed ## our ledger beside the original Atropos server
 	$(BIN)/python -m benchmarks.ledger

@@ -5,4 +5,4 @@ set -eu
 cd "$(dirname "$0")/.."
 [ -x .venvs/trl/bin/python ] || "${PYTHON:-python3.11}" -m venv .venvs/trl
 .venvs/trl/bin/python -m pip install --quiet torch==2.13.0
-.venvs/trl/bin/python -m pip install --quiet --constraint constraints.txt 'trl==1.16.*' --editable .
+.venvs/trl/bin/python -m pip install --quiet --constraint constraints.txt 'trl==1.16.*' requests --editable '.[rollout,train]'

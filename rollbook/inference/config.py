@@ -13,6 +13,13 @@ class KvAfterUpdate(StrEnum):
     """Running requests are prefilled again under the new weights before their next token."""
 
 
+class UpdateSequence(StrEnum):
+    IN_FLIGHT = "in_flight"
+    """Decoding goes on while weights move; they are applied between two steps."""
+    PAUSED = "paused"
+    """All replicas are paused first, then weights are sent, then all resume: no replica samples while another updates."""
+
+
 class ScriptedConfig(BaseModel, frozen=True, extra="forbid"):
     """The engine without a model: a seeded random policy. For tests, docs and benchmarks."""
 
@@ -30,11 +37,61 @@ class ScriptedConfig(BaseModel, frozen=True, extra="forbid"):
     to those of the reply. Unset: a seeded random policy."""
 
 
+class VllmConfig(BaseModel, frozen=True, extra="forbid"):
+    """vLLM as the engine. Its servers need `VLLM_SERVER_DEV_MODE=1`, `--enable-scale-out` and `--logprobs-mode
+    processed_logprobs`; those that the run starts get them."""
+
+    python: str | None = None
+    """An interpreter that has vLLM: the run starts `inference.replicas` servers with it. Unset: `inference.urls` are used."""
+
+    args: tuple[str, ...] = ()
+    """Further arguments of its server."""
+
+    update: Literal["reload", "plugin"] = "reload"
+    """`reload`: it reads a directory again, with no set-up. `plugin`: our weight transfer back end, which checks digests; its
+    environment needs this package, and the server `--weight-transfer-config '{"backend": "rollbook"}'`."""
+
+    model_name: str = "policy"
+    """The name it serves the policy under."""
+
+
 class InferenceConfig(BaseModel, frozen=True, extra="forbid"):
     """One policy server: its engine, its limits, and the deadline its clients set."""
 
-    engine: Literal["transformers", "scripted"] = "transformers"
-    """`transformers` runs any Hugging Face causal language model; `scripted` needs no model."""
+    engine: Literal["transformers", "scripted", "vllm"] = "transformers"
+    """`transformers` runs any Hugging Face causal language model; `scripted` needs no model; `vllm` is a vLLM server, one of
+    `urls` or started with `vllm.python`."""
+
+    replicas: int = Field(default=1, ge=1)
+    """Policy servers that a run starts. Requests go to the least loaded; an episode's turns stay at one."""
+
+    urls: tuple[str, ...] = ()
+    """Policy servers that run elsewhere and are used in place of ones of our own."""
+
+    api_key_env: str | None = None
+    """Variable that holds the key which the servers at `urls` demand."""
+
+    watch_s: float = Field(default=1.0, gt=0)
+    """How often a client looks at the health of every replica, where there are several."""
+
+    affinity_spread: int = Field(default=8, ge=0)
+    """Requests that an episode's own replica may have more than the least loaded one, before the episode goes there."""
+
+    transfer: Literal["auto", "directory", "shared_memory", "cuda_ipc", "gloo", "nccl"] = "auto"
+    """How weights reach the replicas. `auto`: shared memory for replicas that the run starts itself, else a directory that both
+    sides see. `gloo`: over the network. `cuda_ipc`: trainer and policy on one GPU. `nccl`: to vLLM."""
+
+    transfer_host: str = "127.0.0.1"
+    """Address under which replicas reach the trainer, for `gloo` and `nccl`."""
+
+    update_sequence: UpdateSequence = UpdateSequence.IN_FLIGHT
+    """Whether replicas go on decoding while weights move."""
+
+    confirm_s: float = Field(default=60.0, gt=0)
+    """How long a publication waits for one of several replicas, before that replica goes into quarantine."""
+
+    check_digest: bool = True
+    """After every transfer, have each replica digest the weights it uses, and compare. Where dtypes differ it is left out."""
 
     device: str = "cpu"
     """Where the model lives, as torch names it."""
@@ -74,6 +131,9 @@ class InferenceConfig(BaseModel, frozen=True, extra="forbid"):
 
     max_connections: int = Field(default=128, ge=1)
     """Connections one client process opens to the policy server at most."""
+
+    vllm: VllmConfig = VllmConfig()
+    """Settings of vLLM servers."""
 
     scripted: ScriptedConfig = ScriptedConfig()
     """Settings of the scripted engine."""

@@ -125,6 +125,12 @@ class Engine(Protocol):
         ask `weights_digest` afterwards.
         """
 
+    async def adopt(self, publication: Publication) -> None:
+        """Name the weights that the engine was opened with. For a server that no trainer has published to yet.
+
+        Raises `OutdatedUpdateError` when something else was published already.
+        """
+
     async def weights_digest(self) -> str:
         """Digest of the weights as they are now, read between two forwards. Equals the published one where the dtypes are equal."""
 

@@ -45,9 +45,9 @@ class BodyReader:
     """Reads the requests of one server and remembers how many bytes are arriving."""
 
     def __init__(self, config: LedgerConfig) -> None:
-        self._most = int(config.max_body_mb * MEGABYTE)
+        self.most_bytes = int(config.max_body_mb * MEGABYTE)
         self._most_together = int(config.max_receiving_mb * MEGABYTE)
-        self._body_s = config.body_s
+        self.body_s = config.body_s
         self.receiving_bytes = 0
         self.received_bytes = 0
         self._decoders: dict[tuple[type[wire.Message], bool], Any] = {}
@@ -73,7 +73,7 @@ class BodyReader:
         if encoding not in ENCODINGS:
             raise UnreadableBodyError(f"the body is packed with {encoding}; send it plain, or packed with zstd or gzip")
         declared = request.content_length or 0
-        if declared > self._most:
+        if declared > self.most_bytes:
             raise self._too_large(declared)
         content = request.content
         try:
@@ -81,47 +81,52 @@ class BodyReader:
                 # All of it came with the headers: nothing to wait for, and nothing to count.
                 whole = content.read_nowait()
                 self.received_bytes += len(whole)
-                if len(whole) > self._most:
+                if len(whole) > self.most_bytes:
                     raise self._too_large(len(whole))
                 return whole
-            async with asyncio.timeout(self._body_s):
-                return await self._collect(content, declared)
+            async with asyncio.timeout(self.body_s):
+                return await self.collect(content, declared)
         except TimeoutError as error:
-            raise SlowBodyError(f"the body did not arrive within {self._body_s:g} s; send it again") from error
+            raise SlowBodyError(f"the body did not arrive within {self.body_s:g} s; send it again") from error
         except (aiohttp.ClientPayloadError, web.RequestPayloadError) as error:
             raise TornBodyError(f"the body cannot be read to its end: {error}") from error
         except aiohttp.http_exceptions.HttpProcessingError as error:
             raise TornBodyError(f"the body cannot be unpacked: {error.message}") from error
 
-    async def _collect(self, content: aiohttp.StreamReader, declared: int) -> bytes:
+    async def collect(self, content: aiohttp.StreamReader, declared: int) -> bytes:
         """Read to the end. What was declared counts at once; unpacked, it may be more, and then what is in hand counts."""
-        self._reserve(declared)
+        self.reserve(declared)
         counted, size = declared, 0
         parts: list[bytes] = []
         try:
             while part := await content.readany():
                 size += len(part)
                 self.received_bytes += len(part)
-                if size > self._most:
+                if size > self.most_bytes:
                     raise self._too_large(size)
                 if size > counted:
-                    self._reserve(size - counted)
+                    self.reserve(size - counted)
                     counted = size
                 parts.append(part)
         finally:
-            self.receiving_bytes -= counted
+            self.release(counted)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _too_large(self, size: int) -> BodyTooLargeError:
-        return BodyTooLargeError(f"the body has {size} bytes or more, unpacked; at most {self._most} are taken")
+        return BodyTooLargeError(f"the body has {size} bytes or more, unpacked; at most {self.most_bytes} are taken")
 
-    def _reserve(self, more: int) -> None:
+    def reserve(self, more: int) -> None:
+        """Count bytes that are on their way in; raises `TransientError` when there are too many already."""
         if self.receiving_bytes + more > self._most_together:
             raise TransientError(
                 f"{self.receiving_bytes} bytes of requests are arriving, no more are taken now; send it again",
                 retry_after_s=BUSY_RETRY_S,
             )
         self.receiving_bytes += more
+
+    def release(self, fewer: int) -> None:
+        """They have arrived, or never will."""
+        self.receiving_bytes -= fewer
 
 
 def wants_json(request: web.Request, *, otherwise: bool) -> bool:

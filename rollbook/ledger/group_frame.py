@@ -56,12 +56,19 @@ class RowFrame(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
             versions=np.repeat(runs[:, 1], lengths),
         )
 
+
+class RowView(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """The same, as views into the payload: enough to see whether the parts belong together, as far as lengths tell."""
+
+    token_ids: memoryview
+    logprobs: memoryview
+    runs: memoryview
+
     def is_whole(self) -> bool:
-        """Whether the parts belong together, as far as lengths tell."""
         length, rest = divmod(len(self.token_ids), 4)
         if rest or not length or len(self.logprobs) != 4 * length or len(self.runs) % (4 * RUN_FIELDS):
             return False
-        lengths = memoryview(self.runs).cast("i")[::RUN_FIELDS].tolist()
+        lengths = self.runs.cast("i")[::RUN_FIELDS].tolist()
         return bool(lengths) and min(lengths) >= 1 and sum(lengths) == length
 
 
@@ -115,6 +122,14 @@ class GroupFrame(msgspec.Struct, forbid_unknown_fields=True):
     samples: tuple[SampleFrame, ...]
 
 
+class SampleView(SampleFrame):
+    sequences: tuple[RowView, ...]  # type: ignore[assignment]
+
+
+class GroupView(GroupFrame):
+    samples: tuple[SampleView, ...]
+
+
 def encode_group(group: PromptGroup) -> bytes:
     frame = GroupFrame(
         format=FORMAT,
@@ -147,13 +162,13 @@ def decode_group(payload: bytes, group_id: GroupId | None = None) -> PromptGroup
         raise RunError(f"a stored group of {len(payload)} bytes cannot be read: {error}") from error
 
 
-def check_frame(payload: bytes, *, group_id: str) -> None:
+def check_frame(payload: bytes | memoryview, *, group_id: str) -> None:
     """Refuse a payload that no trainer could read, before it is stored: its form, its id, and arrays that belong together.
 
     The tokens stay bytes: this costs microseconds, whatever the length of the sequences.
     """
     try:
-        frame = _DECODER.decode(payload)
+        frame = _CHECKER.decode(payload)
     except (msgspec.MsgspecError, ValueError) as error:
         raise RunError(f"group {group_id}: its payload is not a group: {error}") from error
     if frame.format != FORMAT:
@@ -168,7 +183,7 @@ def check_frame(payload: bytes, *, group_id: str) -> None:
                 raise RunError(f"group {group_id}: the arrays of sample {at} are empty or of unequal length")
 
 
-def payload_digest(payload: bytes) -> str:
+def payload_digest(payload: bytes | memoryview) -> str:
     """128 bits of XXH3: tells damage, at a twentieth of what a cryptographic digest costs. It keeps nobody from forging."""
     return xxhash.xxh3_128_hexdigest(payload)
 
@@ -200,3 +215,4 @@ def _plain(value: object) -> object:
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
 _DECODER = msgspec.msgpack.Decoder(GroupFrame)
+_CHECKER = msgspec.msgpack.Decoder(GroupView)

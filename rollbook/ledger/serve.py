@@ -18,6 +18,7 @@ from rollbook.concurrency.clock import Clock, SystemClock
 from rollbook.contracts.errors import RunError
 from rollbook.ledger.access import Keys, Role, refuse_open_doors
 from rollbook.ledger.config import LedgerServerConfig
+from rollbook.ledger.hot_path import HOT_ROUTES, answering
 from rollbook.ledger.refusals import KNOWN, refusal
 from rollbook.ledger.routes import EITHER
 from rollbook.ledger.server import Handler, build_app
@@ -104,7 +105,7 @@ async def serve_ledger(
             app = build_app(ledger, config.ledger, keys=keys)
             if mount is not None:
                 _mount(app, ledger, store, mount, keys)
-            async with _answering(app, listening, drain_s=config.drain_s):
+            async with answering(app, listening.dup(), drain_s=config.drain_s, backlog=BACKLOG):
                 url = url_of(listening)
                 log.info("ledger.serving", url=url, roles=sorted(keys.roles))
                 with _ready_file(config.ready_file, url):
@@ -131,18 +132,8 @@ def _mount(app: web.Application, ledger: Ledger, store: Store, mount: Mount, key
         return await handler(request)
 
     if keys.roles:
+        app[HOT_ROUTES].keep_native()
         app.middlewares.append(guarded)
-
-
-@asynccontextmanager
-async def _answering(app: web.Application, sock: socket.socket, *, drain_s: float) -> AsyncIterator[None]:
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=drain_s, handler_cancellation=True)
-    await runner.setup()
-    try:
-        await web.SockSite(runner, sock.dup(), backlog=BACKLOG).start()
-        yield
-    finally:
-        await runner.cleanup()
 
 
 @asynccontextmanager

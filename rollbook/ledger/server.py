@@ -10,6 +10,7 @@ from contextlib import suppress
 from http import HTTPStatus
 from typing import TypeVar
 
+import msgspec
 from aiohttp import web
 
 from rollbook.concurrency.clock import SystemClock
@@ -25,10 +26,11 @@ from rollbook.ledger.bodies import BodyReader, reply
 from rollbook.ledger.config import LedgerConfig
 from rollbook.ledger.explain import explain_group
 from rollbook.ledger.group_frame import check_frame, payload_digest
+from rollbook.ledger.hot_path import HOT_ROUTES, Asked, HotConnection, HotReply, HotRoute, HotRoutes
 from rollbook.ledger.numbers import RequestNumbers, ledger_metrics
 from rollbook.ledger.openapi import openapi_document
 from rollbook.ledger.refusals import KNOWN, NotFoundError, refusal
-from rollbook.ledger.routes import ROUTES, Route
+from rollbook.ledger.routes import PRODUCER, ROUTES, Route
 from rollbook.ledger.rules.groups import Submission
 from rollbook.ledger.service import Ledger
 from rollbook.ledger.streams import QUIET_S, send_frames, send_statuses
@@ -48,6 +50,8 @@ def build_app(ledger: Ledger, config: LedgerConfig, *, keys: Keys | None = None)
     # Bodies are bounded where they are read; this bound is for other dialects on the same application.
     app = web.Application(client_max_size=int(config.max_body_mb * 1_000_000))
     native = NativeRoutes(ledger, config)
+    app[HOT_ROUTES] = HotRoutes(native.bodies)
+    app[HOT_ROUTES].add(native.hot_submit(keys or Keys({})))
     # The busiest first: aiohttp looks for a path from the top, and a batch takes a thousand of these for one of the others.
     for route in sorted(ROUTES, key=lambda route: route.name != "submit"):
         app.router.add_route(route.method, route.path, native.door(route, keys or Keys({})))
@@ -72,7 +76,8 @@ class NativeRoutes:
 
     def __init__(self, ledger: Ledger, config: LedgerConfig) -> None:
         self._ledger = ledger
-        self._bodies = BodyReader(config)
+        self.bodies = BodyReader(config)
+        self._body_s = config.body_s
         self._numbers = RequestNumbers()
         self._clock = SystemClock()
         self.lag = LoopLag(self._clock)
@@ -115,8 +120,8 @@ class NativeRoutes:
             statuses,
             requests=self._numbers,
             lag=self.lag,
-            receiving=self._bodies.receiving_bytes,
-            received=self._bodies.received_bytes,
+            receiving=self.bodies.receiving_bytes,
+            received=self.bodies.received_bytes,
         )
         return web.Response(body=text.encode(), headers={"Content-Type": METRICS_CONTENT_TYPE})
 
@@ -197,12 +202,12 @@ class NativeRoutes:
         return reply(request, page, json_by_default=True)
 
     async def create_run(self, request: web.Request) -> web.Response:
-        asked = await self._bodies.read(request, wire.CreateRun)
+        asked = await self.bodies.read(request, wire.CreateRun)
         await self._ledger.create_run(_run(request), asked.settings)
         return reply(request, wire.Empty())
 
     async def register_producer(self, request: web.Request) -> web.Response:
-        asked = await self._bodies.read(request, wire.RegisterProducer)
+        asked = await self.bodies.read(request, wire.RegisterProducer)
         name = request.match_info["producer"]
         record = await self._ledger.register_producer(
             _run(request), name, weight=asked.weight, min_share=asked.min_share
@@ -210,12 +215,12 @@ class NativeRoutes:
         return reply(request, producer_view(record))
 
     async def join(self, request: web.Request) -> web.Response:
-        asked = await self._bodies.read(request, wire.Join)
+        asked = await self.bodies.read(request, wire.Join)
         owner = await self._ledger.join(_run(request), asked.owner_name, nonce=asked.nonce)
         return reply(request, wire.Joined(owner=owner))
 
     async def open(self, request: web.Request) -> web.Response:
-        asked = await self._bodies.read(request, wire.Open)
+        asked = await self.bodies.read(request, wire.Open)
         answer = await self._ledger.open(
             _run(request),
             OwnerId(asked.owner),
@@ -227,12 +232,44 @@ class NativeRoutes:
         return reply(request, answer)
 
     async def heartbeat(self, request: web.Request) -> web.Response:
-        asked = await self._bodies.read(request, wire.Heartbeat)
+        asked = await self.bodies.read(request, wire.Heartbeat)
         await self._ledger.heartbeat(_run(request), OwnerId(asked.owner))
         return reply(request, wire.Empty())
 
     async def submit(self, request: web.Request) -> web.Response:
-        asked = await self._bodies.read(request, wire.Submit)
+        asked = await self.bodies.read(request, wire.Submit)
+        return reply(request, await self._submit(_run(request), asked))
+
+    def hot_submit(self, keys: Keys) -> HotRoute:
+        """The same without a framework around it."""
+        decode = msgspec.msgpack.Decoder(wire.SubmitView).decode
+        encode = msgspec.msgpack.Encoder().encode
+        now, count = self._clock.now, self._numbers.add
+
+        async def answer(asked: Asked, body: memoryview, connection: HotConnection) -> None:
+            started = now()
+            try:
+                authorization = asked.headers.get(b"authorization")
+                keys.require(None if authorization is None else authorization.decode("latin-1"), PRODUCER)
+                told = await self._submit(RunId(asked.run), decode(body))
+                answered = HotReply(body=encode(told), content_type=wire.CONTENT_TYPE)
+            except KNOWN as error:
+                answered = HotReply.of(refusal(error))
+            connection.send(answered)
+            count("submit", answered.status, now() - started)
+
+        return HotRoute(
+            before=b"POST /v1/runs/",
+            after=b"/submit HTTP/1.1",
+            content_types=frozenset({wire.CONTENT_TYPE.encode()}),
+            encodings=frozenset({b""}),
+            answer=answer,
+            refuse=refusal,
+            body_s=self._body_s,
+            is_native=True,
+        )
+
+    async def _submit(self, run_id: RunId, asked: wire.Submit) -> wire.Receipted:
         found = payload_digest(asked.payload)
         if found != asked.payload_digest:
             raise RunError(
@@ -251,34 +288,33 @@ class NativeRoutes:
             drop=None if asked.drop is None else _drop_reason(asked.drop),
             producer=asked.producer,
         )
-        receipt = await self._ledger.submit_encoded(_run(request), submission)
-        return reply(request, wire.Receipted(receipt=receipt))
+        return wire.Receipted(receipt=await self._ledger.submit_encoded(run_id, submission))
 
     async def close(self, request: web.Request) -> web.Response:
-        asked = await self._bodies.read(request, wire.Close)
+        asked = await self.bodies.read(request, wire.Close)
         receipt = await self._ledger.close(
             _run(request), GroupId(asked.group_id), _drop_reason(asked.reason), outcome=asked.outcome
         )
         return reply(request, wire.Receipted(receipt=receipt))
 
     async def release(self, request: web.Request) -> web.Response:
-        asked = await self._bodies.read(request, wire.Release)
+        asked = await self.bodies.read(request, wire.Release)
         await self._ledger.release(_run(request), GroupId(asked.group_id), attempt=asked.attempt, cause=asked.cause)
         return reply(request, wire.Empty())
 
     async def exhausted(self, request: web.Request) -> web.Response:
-        await self._bodies.read(request, wire.Empty)
+        await self.bodies.read(request, wire.Empty)
         await self._ledger.exhausted(_run(request))
         return reply(request, wire.Empty())
 
     # ------------------------------------------------------------------ the trainer
 
     async def take_role(self, request: web.Request) -> web.Response:
-        asked = await self._bodies.read(request, wire.TakeRole)
+        asked = await self.bodies.read(request, wire.TakeRole)
         return reply(request, await self._ledger.take_role(_run(request), restored_step=asked.restored_step))
 
     async def batch(self, request: web.Request) -> web.Response:
-        asked = await self._bodies.read(request, wire.Batch)
+        asked = await self.bodies.read(request, wire.Batch)
         decided = await self._ledger.decide(
             _run(request), asked.step, epoch=asked.epoch, wait_s=min(asked.wait_s, wire.MOST_WAIT_S)
         )
@@ -287,7 +323,7 @@ class NativeRoutes:
         return reply(request, wire.BatchReply(end=decided))
 
     async def payloads(self, request: web.Request) -> web.StreamResponse:
-        asked = await self._bodies.read(request, wire.Payloads)
+        asked = await self.bodies.read(request, wire.Payloads)
         run_id = _run(request)
         decided = await self._ledger.decide(run_id, asked.step, epoch=asked.epoch, wait_s=0.0)
         if not isinstance(decided, BatchManifest):
@@ -297,27 +333,27 @@ class NativeRoutes:
         return await send_frames(request, self._ledger.payloads(run_id, decided))
 
     async def acknowledge(self, request: web.Request) -> web.Response:
-        asked = await self._bodies.read(request, wire.Acknowledge)
+        asked = await self.bodies.read(request, wire.Acknowledge)
         receipt = await self._ledger.acknowledge(_run(request), asked.step, asked.weights_digest, epoch=asked.epoch)
         return reply(request, wire.Acknowledged(receipt=receipt))
 
     async def register(self, request: web.Request) -> web.Response:
-        asked = await self._bodies.read(request, wire.Register)
+        asked = await self.bodies.read(request, wire.Register)
         answer = await self._ledger.register(_run(request), asked.step, asked.weights_digest, epoch=asked.epoch)
         return reply(request, answer)
 
     async def confirm(self, request: web.Request) -> web.Response:
-        asked = await self._bodies.read(request, wire.Confirm)
+        asked = await self.bodies.read(request, wire.Confirm)
         await self._ledger.confirm(_run(request), asked.publication, epoch=asked.epoch)
         return reply(request, wire.Empty())
 
     async def checkpointed(self, request: web.Request) -> web.Response:
-        asked = await self._bodies.read(request, wire.Checkpointed)
+        asked = await self.bodies.read(request, wire.Checkpointed)
         await self._ledger.checkpointed(_run(request), asked.step, oldest_kept=asked.oldest_kept, epoch=asked.epoch)
         return reply(request, wire.Empty())
 
     async def finish(self, request: web.Request) -> web.Response:
-        asked = await self._bodies.read(request, wire.Finish)
+        asked = await self.bodies.read(request, wire.Finish)
         await self._ledger.finish(_run(request), asked.reason, epoch=asked.epoch)
         return reply(request, wire.Empty())
 

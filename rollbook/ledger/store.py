@@ -91,7 +91,11 @@ class Transaction(Protocol):
         """Every group, by id."""
 
     # payloads
-    def put_payload(self, run_id: RunId, group_id: GroupId, body: bytes) -> None: ...
+    def put_payload(
+        self, run_id: RunId, group_id: GroupId, body: bytes | memoryview, digest: str | None = None
+    ) -> None:
+        """Keep a payload. `digest` is its `payload_digest` where somebody has computed it: hashing costs as much as copying."""
+
     def payload(self, run_id: RunId, group_id: GroupId) -> bytes | None: ...
     def delete_payload(self, run_id: RunId, group_id: GroupId) -> None: ...
     def lost_payloads(self, run_id: RunId) -> list[GroupId]:

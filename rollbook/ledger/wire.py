@@ -122,6 +122,12 @@ class Submit(Message, frozen=True, kw_only=True):
         _refuse_unstorable_outcome(self.outcome)
 
 
+class SubmitView(Submit, frozen=True, kw_only=True):
+    """The same, its payload a view into the request: what is only handed on need not be copied."""
+
+    payload: memoryview  # type: ignore[assignment]  # reads like bytes wherever a submission is stored
+
+
 class Close(Message, frozen=True, kw_only=True):
     group_id: Name
     reason: Text

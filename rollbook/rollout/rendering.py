@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property, lru_cache
@@ -19,6 +20,17 @@ CACHED_TEXTS = 4096
 """Renderings and encodings kept. Siblings share their first prompt and worlds repeat themselves, so most turns find theirs here."""
 CACHED_CHARS = 4096
 """Longer texts are not kept: the two caches stay below 40 MB, and long texts seldom repeat."""
+
+
+def _byte_signs() -> dict[str, int]:
+    """Byte-level tokenizers write each byte as one printable sign: itself where it prints, else the next unused one above 255."""
+    printing = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printing]
+    return {**{chr(byte): byte for byte in printing}, **{chr(256 + at): byte for at, byte in enumerate(others)}}
+
+
+_BYTE_OF = _byte_signs()
+_BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class TokenizerError(RunError):
@@ -47,6 +59,8 @@ class ModelTokenizer:
         self._eos_token_ids = tuple(eos_token_ids)
         # A template that asks for the date is not a function of its messages.
         self._may_cache = chat_template is not None and "strftime_now" not in chat_template
+        self._added = frozenset(fast.get_added_tokens_decoder())
+        self._is_byte_level = "ByteLevel" in repr(fast.decoder)
         self._encode_short = lru_cache(CACHED_TEXTS)(self._encode)
         self._render_short = lru_cache(CACHED_TEXTS)(self._render_plain)
 
@@ -87,6 +101,24 @@ class ModelTokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         text: str = self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Tokens of a text that begins a sequence: with what the model wants at the start (most often one token, or none)."""
+        ids: list[int] = self._fast.encode(text, add_special_tokens=True).ids
+        return ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token stands for, which may be half a character."""
+        token: str | None = self._fast.id_to_token(token_id)
+        if token is None:
+            return b""
+        if token_id in self._added:
+            return token.encode()
+        if self._is_byte_level and all(sign in _BYTE_OF for sign in token):
+            return bytes(_BYTE_OF[sign] for sign in token)
+        if (fallback := _BYTE_FALLBACK.fullmatch(token)) is not None:
+            return bytes([int(fallback.group(1), 16)])
+        return token.replace("\u2581", " ").encode()
 
     def render(
         self,

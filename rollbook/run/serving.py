@@ -12,6 +12,8 @@ from aiohttp import web
 
 # Connections that may wait while a server restarts: one for each of some hundred concurrent episodes.
 BACKLOG = 4096
+DRAIN_S = 2.0
+"""What is under way when a server is asked to stop gets this long to end."""
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
@@ -29,7 +31,7 @@ def url_of(sock: socket.socket) -> str:
 
 
 @asynccontextmanager
-async def serving(app: web.Application, sock: socket.socket, *, drain_s: float = 2.0) -> AsyncIterator[str]:
+async def serving(app: web.Application, sock: socket.socket, *, drain_s: float = DRAIN_S) -> AsyncIterator[str]:
     """Answer requests while the block runs; then let what is under way end, for at most `drain_s`."""
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=drain_s, handler_cancellation=True)
     await runner.setup()

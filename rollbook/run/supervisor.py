@@ -55,6 +55,7 @@ class Supervisor:
         log: EventLog,
         rule: RestartRule | None = None,
         say: Callable[[str], None] = lambda text: None,
+        has_trainer: bool = True,
     ) -> None:
         self._directory = directory
         self._log = log
@@ -70,8 +71,10 @@ class Supervisor:
         self._sockets: dict[str, socket.socket] = {}
         threads = {"policy": config.inference.threads, "trainer": config.trainer.threads}
         servers = ["ledger", "policy", *(["env"] if config.env.pool_size is not None else [])]
+        # Environments of Atropos are told where the ledger is before it runs.
+        fixed = {"ledger": config.tasks.atropos.port} if config.tasks.is_posted and not config.tasks.atropos.url else {}
         for server in servers:
-            self._sockets[server] = listening_socket("127.0.0.1", 0)
+            self._sockets[server] = listening_socket("127.0.0.1", fixed.get(server, 0))
         addresses = {name: url_of(sock) for name, sock in self._sockets.items()}
         self.processes = [
             ManagedProcess(
@@ -83,8 +86,16 @@ class Supervisor:
                 env={"OMP_NUM_THREADS": str(threads.get(name, 1)), "TOKENIZERS_PARALLELISM": "false"},
                 changed=self._write_processes,
             )
-            for name in (*servers, "trainer", "rollout", *(["evaluation"] if config.evaluation.every_steps else []))
+            for name in (
+                *servers,
+                *(["trainer"] if has_trainer else []),
+                "rollout",
+                *(["evaluation"] if config.evaluation.every_steps else []),
+            )
         ]
+        self.addresses = addresses
+        # Where somebody else trains, the dispatcher is the last to hear that the run is over.
+        self._last = next(p for p in self.processes if p.role == ("trainer" if has_trainer else "rollout"))
 
     async def run(self) -> RunOutcome:
         """Run to the end. Cancelling it stops everything at once."""
@@ -141,7 +152,7 @@ class Supervisor:
             if code == EXIT_DONE:
                 process.move(ProcessState.ENDED, process.ended_with)
                 self._log.info("run.process_ended", process=process.name, how=process.ended_with)
-                if process.role == "trainer":
+                if process is self._last:
                     self._over.set()
                 return
             if process.role == "evaluation" and code == EXIT_STOP_RUN:
@@ -228,7 +239,6 @@ class Supervisor:
 
     async def _stop_all(self) -> None:
         """In reverse order of the journey: who asks ends before who answers."""
-        trainer = next(p for p in self.processes if p.role == "trainer")
         rollout = next(p for p in self.processes if p.role == "rollout")
         evaluation = [p for p in self.processes if p.role == "evaluation"]
         if self._failure is None and not self._drained:
@@ -238,7 +248,8 @@ class Supervisor:
             await self._gone(evaluation, self._final_evaluation_s)
         self._stopping.set()
         servers = [p for p in self.processes if p.role not in ("rollout", "trainer", "evaluation")]
-        for process in (*evaluation, rollout, trainer, *reversed(servers)):
+        trainers = [p for p in self.processes if p.role == "trainer"]
+        for process in (*evaluation, rollout, *trainers, *reversed(servers)):
             if process.pid is None:
                 continue
             process.ask_to_stop()
@@ -273,11 +284,11 @@ class Supervisor:
     def _interrupted(self) -> None:
         """The first time: let the trainer finish its step and write a checkpoint. The second time: stop at once."""
         self._interrupts += 1
-        trainer = next(p for p in self.processes if p.role == "trainer")
-        if self._interrupts == 1 and trainer.pid is not None and trainer.ready.is_set():
+        last = self._last
+        if self._interrupts == 1 and last.pid is not None and last.ready.is_set():
             self._drained = True
-            self._say("stopping: the trainer finishes its step and writes a checkpoint (Ctrl-C again stops at once)")
-            trainer.ask_to_stop()
+            self._say(f"stopping: the {last.name} finishes its work (Ctrl-C again stops at once)")
+            last.ask_to_stop()
         else:
             self._drained = True
             self._over.set()
@@ -288,13 +299,11 @@ class Supervisor:
         restarts = sum(p.restarts for p in self.processes)
         if self._failure is not None:
             return RunOutcome(end=RunEnd.FAILED, message=self._failure, seconds=seconds, restarts=restarts)
-        trainer = next(p for p in self.processes if p.role == "trainer")
+        last = self._last
         if self._drained:
-            end = RunEnd.DRAINED if trainer.state is ProcessState.ENDED else RunEnd.INTERRUPTED
-            return RunOutcome(
-                end=end, message=trainer.ended_with or "stopped at once", seconds=seconds, restarts=restarts
-            )
-        return RunOutcome(end=RunEnd.FINISHED, message=trainer.ended_with, seconds=seconds, restarts=restarts)
+            end = RunEnd.DRAINED if last.state is ProcessState.ENDED else RunEnd.INTERRUPTED
+            return RunOutcome(end=end, message=last.ended_with or "stopped at once", seconds=seconds, restarts=restarts)
+        return RunOutcome(end=RunEnd.FINISHED, message=last.ended_with, seconds=seconds, restarts=restarts)
 
     def _write_processes(self) -> None:
         rows = {

@@ -29,8 +29,10 @@ READ_BY_SFT = frozenset(
         "keep_every",
         "gradient_checkpointing",
         "packing",
-        "attention",
-        "logprob_chunk_tokens",
+        "max_logits_mb",
+        "lora",
+        "max_skipped_steps",
+        "skip_grad_norm_above",
     }
 )
 """Fields of `[trainer]` that mean something without rewards, batches of a ledger and policy servers. Any other is refused."""

@@ -23,11 +23,16 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 # Heavy libraries and the only places that may import them.
 DOORS: dict[str, tuple[str, ...]] = {
-    "torch": ("rollbook/trainer/", "rollbook/inference/engines/", "rollbook/inference/transfer/"),
-    "transformers": ("rollbook/trainer/", "rollbook/inference/engines/"),
+    "torch": (
+        "rollbook/trainer/",
+        "rollbook/inference/engines/",
+        "rollbook/inference/transfer/",
+        "rollbook/integrations/",
+    ),
+    "transformers": ("rollbook/trainer/", "rollbook/inference/engines/", "rollbook/integrations/"),
     "safetensors": ("rollbook/trainer/", "rollbook/inference/engines/", "rollbook/inference/transfer/"),
     "matplotlib": ("rollbook/dashboard/plots.py",),
-    "sqlite3": ("rollbook/ledger/stores/sqlite.py",),
+    "sqlite3": ("rollbook/ledger/stores/sqlite", "rollbook/ledger/stores/segment_"),
     "psycopg": ("rollbook/ledger/stores/postgres_connection.py",),
     "pyarrow": ("rollbook/ledger/parquet.py",),
     "tokenizers": ("rollbook/rollout/rendering.py", "rollbook/trainer/"),

@@ -21,6 +21,7 @@ from rollbook.run.processes.sft import claim
 from rollbook.run.sft_config import load_sft_config
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import MetricRecorder, read_metrics
+from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.model_directory import prepare_model_directory
 from rollbook.trainer.sft import SFT_METRICS, SftLoop, SftOutcome, numbers_of_step, steps_of
 from rollbook.trainer.sft_config import READ_BY_SFT, SftConfig
@@ -150,4 +151,4 @@ def test_every_epoch_trains_every_demonstration_once(count: int, a_step: int, ep
 
 
 def test_the_fields_that_a_warm_start_reads_exist() -> None:
-    assert {"lr", "max_steps", "threads"} <= READ_BY_SFT
+    assert set(TrainerConfig.model_fields) >= READ_BY_SFT

@@ -1,7 +1,7 @@
 """A GGUF file becomes a Hugging Face directory: safetensors, tokenizer and chat template, ready to train and to serve.
 
-The library reads GGUF but cannot save what it read (the object remembers that it was quantised). So the dequantised state moves into a
-fresh model of the same shape, and that is saved once. The weights are what the quantised file holds, in float32.
+The library reads GGUF but cannot save what it read (the object remembers that it was quantised). So the dequantised state moves
+into a fresh model of the same shape, and that is saved once. The weights are what the quantised file holds, in float32.
 """
 
 import os

@@ -30,7 +30,7 @@ from rollbook.inference.engine import (
     TensorSource,
     UnpublishedError,
 )
-from rollbook.inference.gate import Gate, PauseMode, needs_loading
+from rollbook.inference.gate import Gate, PauseMode, needs_loading, require_unpublished
 from rollbook.inference.request import Request, checked_request, seeded_uniform
 from rollbook.inference.tensors import require_published
 from rollbook.inference.weight_file import read_published_weights
@@ -168,6 +168,11 @@ class ScriptedEngine:
             # Between two steps by construction: a step has no await in it.
             self._publication = publication
             self._busy.updated(began, publication=publication.id, step=publication.step)
+
+    async def adopt(self, publication: Publication) -> None:
+        async with self._updating:
+            require_unpublished(self._publication, publication)
+            self._publication = publication
 
     async def weights_digest(self) -> str:
         """It has no weights to read: what it was told, after checking, is what it has."""

@@ -33,7 +33,7 @@ from rollbook.inference.engine import (
 )
 from rollbook.inference.engines.causal_lm import CausalLM
 from rollbook.inference.engines.stepper import Finished, Stepper
-from rollbook.inference.gate import Gate, PauseMode, needs_loading
+from rollbook.inference.gate import Gate, PauseMode, needs_loading, require_unpublished
 from rollbook.inference.request import Request, checked_request
 from rollbook.inference.tensors import require_published
 from rollbook.inference.weight_file import read_published_weights
@@ -187,6 +187,11 @@ class TransformersEngine:
                 self._busy.updated(began, publication=publication.id, step=publication.step)
 
             await self._order(apply)
+
+    async def adopt(self, publication: Publication) -> None:
+        async with self._updating:
+            require_unpublished(self._publication, publication)
+            self._publication = publication
 
     async def weights_digest(self) -> str:
         snapshot: list[RawTensor] = []

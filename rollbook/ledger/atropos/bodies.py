@@ -2,16 +2,18 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from aiohttp import web
 from isal import isal_zlib
+from isal.igzip_lib import IsalError
 
 from rollbook.contracts.errors import TransientError
 from rollbook.contracts.group import GroupId
 from rollbook.ledger.atropos.desk import AtroposDesk
 from rollbook.ledger.atropos.models import Refusal, refusal
+from rollbook.ledger.bodies import BodyReader, BodyTooLargeError
 
 GZIP = 31
 """Window bits that make zlib read and write gzip."""
@@ -20,37 +22,56 @@ LEVEL = 2
 SMALLEST_COMPRESSED = 1000
 GROUPS_IN_ONE_READ = 8
 """Bounds what one trainer keeps in the service's memory."""
-LARGE = 1 << 20
-"""A group larger than this is compressed in a thread: others must not wait for it."""
 FLUSH_POLL_S = 0.005
 OPENING, CLOSING = b'{"batch":[', b"]}"
+MOST_EXPANSION = 1_032
+"""Deflate makes at most this many bytes of one."""
+USUAL_EXPANSION = 16
 
 
 class BadGzipError(Exception):
     """The body says that it is gzip and is not."""
 
 
-class TooLargeError(Exception):
-    """The body is larger than allowed, unpacked."""
+class Head(Protocol):
+    """What answers need to know of a request."""
+
+    @property
+    def headers(self) -> Mapping[str, str]: ...
 
 
-async def read_body(request: web.Request, *, max_bytes: int, within_s: float) -> bytes:
-    """The body, unpacked by aiohttp while it comes in; the limit is on what comes out."""
-    parts, total = [], 0
+async def read_body(request: web.Request, *, bodies: BodyReader, within_s: float) -> bytes:
+    """The body, unpacked by aiohttp while it comes in; the limit is on what comes out, and on all bodies under way together."""
     try:
         async with asyncio.timeout(within_s):
-            while part := await request.content.readany():
-                total += len(part)
-                if total > max_bytes:
-                    raise TooLargeError(f"the body is larger than {max_bytes} bytes, unpacked")
-                parts.append(part)
+            whole = await bodies.collect(request.content, request.content_length or 0)
     except web.RequestPayloadError as error:
         raise BadGzipError(str(error)) from error
     except TimeoutError as error:
         raise TransientError(f"the body did not arrive within {within_s:g} s; send it again") from error
-    if not parts and request.content_length and "gzip" in request.headers.get("Content-Encoding", "").lower():
+    if not whole and request.content_length and "gzip" in request.headers.get("Content-Encoding", "").lower():
         raise BadGzipError("it ends before it begins")
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+    return whole
+
+
+def unpack(packed: memoryview, *, at_most: int) -> bytes:
+    """A gzip body in one go, never to more than `at_most` bytes."""
+    if not packed:
+        return b""
+    try:
+        if len(packed) * MOST_EXPANSION <= at_most:
+            # It cannot grow beyond the limit. Its last bytes tell how long it is, as a hint: room at once costs half as much.
+            hint = int.from_bytes(packed[-4:], "little") + 1
+            return isal_zlib.decompress(packed, GZIP, min(hint, USUAL_EXPANSION * len(packed)))
+        unpacker = isal_zlib.decompressobj(GZIP)
+        whole = unpacker.decompress(packed, at_most + 1)
+    except IsalError as error:  # type: ignore[misc]  # a class, which the stubs take for a value
+        raise BadGzipError(str(error)) from error
+    if len(whole) > at_most:
+        raise BodyTooLargeError(f"the body has {len(whole)} bytes or more, unpacked; at most {at_most} are taken")
+    if not unpacker.eof:
+        raise BadGzipError("it breaks off")
+    return whole
 
 
 def require_json_type(request: web.Request) -> None:
@@ -62,16 +83,20 @@ def require_json_type(request: web.Request) -> None:
         raise refusal("model_attributes_type", (), message)
 
 
-def accepts_gzip(request: web.Request) -> bool:
+def accepts_gzip(request: Head) -> bool:
     return "gzip" in request.headers.get("Accept-Encoding", "").lower()
 
 
-def json_answer(request: web.Request, answer: Any, *, status: int = 200) -> web.Response:
-    return body_answer(request, json.dumps(answer, separators=(",", ":")).encode(), status=status)
+def json_answer(request: Head, answer: Any, *, status: int = 200) -> web.Response:
+    return body_answer(request, encode_json(answer), status=status)
+
+
+def encode_json(answer: Any) -> bytes:
+    return json.dumps(answer, separators=(",", ":")).encode()
 
 
 def body_answer(
-    request: web.Request, body: bytes, *, status: int = 200, content_type: str = "application/json"
+    request: Head, body: bytes, *, status: int = 200, content_type: str = "application/json"
 ) -> web.Response:
     answer = web.Response(status=status, content_type=content_type)
     if len(body) >= SMALLEST_COMPRESSED:
@@ -83,7 +108,7 @@ def body_answer(
     return answer
 
 
-def refusal_answer(request: web.Request, error: Refusal) -> web.Response:
+def refusal_answer(request: Head, error: Refusal) -> web.Response:
     details = [{**detail, "input": _short(detail.get("input"))} for detail in error.details]
     return json_answer(request, {"detail": details}, status=422)
 
@@ -106,7 +131,10 @@ async def deliver(request: web.Request, answer: web.Response) -> web.Response:
 
 
 async def deliver_batch(request: web.Request, desk: AtroposDesk, ids: Sequence[GroupId]) -> web.StreamResponse:
-    """Send a batch, a few groups at a time. Raises when it could not be written to its end."""
+    """Send a batch, a few groups at a time. Raises when it could not be written to its end.
+
+    Groups are read and packed in the threads of the store's readers: the event loop only passes bytes on.
+    """
     answer = web.StreamResponse(headers={"Content-Type": "application/json", "Vary": "Accept-Encoding"})
     packer = None
     if accepts_gzip(request):
@@ -115,14 +143,10 @@ async def deliver_batch(request: web.Request, desk: AtroposDesk, ids: Sequence[G
     try:
         async with asyncio.timeout(desk.config.serve_s):
             await answer.prepare(request)
-            before = OPENING
             for start in range(0, len(ids), GROUPS_IN_ONE_READ):
-                for payload in await desk.payloads(list(ids[start : start + GROUPS_IN_ONE_READ])):
-                    await _send(answer, before, payload, packer)
-                    before = b","
-            await _send(answer, b"", CLOSING, packer)
-            if packer is not None:
-                await answer.write(packer.flush())
+                pieces = _pieces(packer, is_first=start == 0, is_last=start + GROUPS_IN_ONE_READ >= len(ids))
+                for piece in await desk.payloads(ids[start : start + GROUPS_IN_ONE_READ], pieces):
+                    await answer.write(piece)
             await answer.write_eof()
             await _flushed(request)
     except TimeoutError:
@@ -137,17 +161,24 @@ async def deliver_batch(request: web.Request, desk: AtroposDesk, ids: Sequence[G
     return answer
 
 
-async def _send(answer: web.StreamResponse, before: bytes, payload: bytes, packer: Any) -> None:
-    if packer is None:
-        if before:
-            await answer.write(before)
-        await answer.write(payload)
-    elif len(payload) > LARGE:
-        await answer.write(await asyncio.to_thread(packer.compress, before + payload))
-    else:
-        packed = packer.compress(before + payload)
-        if packed:
-            await answer.write(packed)
+def _pieces(packer: Any, *, is_first: bool, is_last: bool) -> Callable[[list[bytes]], list[bytes]]:
+    """Make what is sent of some groups, in the thread that read them."""
+
+    def make(payloads: list[bytes]) -> list[bytes]:
+        pieces: list[bytes] = []
+        for at, payload in enumerate(payloads):
+            pieces.append(OPENING if is_first and at == 0 else b",")
+            pieces.append(payload)
+        if is_last:
+            pieces.append(CLOSING)
+        if packer is not None:
+            packed = [packer.compress(piece) for piece in pieces]
+            if is_last:
+                packed.append(packer.flush())
+            pieces = [b"".join(packed)]
+        return [piece for piece in pieces if piece]
+
+    return make
 
 
 async def _flushed(request: web.Request) -> None:

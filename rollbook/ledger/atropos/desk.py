@@ -94,12 +94,14 @@ class AtroposDesk:
                 step = handed.manifest.step
                 await asyncio.shield(self._write(lambda book: rules.served(book, step, epoch=handed.epoch)))
 
-    async def payloads(self, ids: list[GroupId]) -> list[bytes]:
+    async def payloads(self, ids: Sequence[GroupId], made: Callable[[list[bytes]], list[bytes]]) -> list[bytes]:
+        """The groups as they are stored, and what `made` makes of them; both in a thread of the store."""
+
         def read(tx: Transaction) -> list[bytes]:
             found = [tx.payload(self.run_id, group_id) for group_id in ids]
             if None in found:
                 raise StoreFaultError(f"run {self.run_id}: the payload of group {ids[found.index(None)]} is gone")
-            return [payload for payload in found if payload is not None]
+            return made([payload for payload in found if payload is not None])
 
         return await self._store.read(read)
 

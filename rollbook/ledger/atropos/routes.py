@@ -1,9 +1,10 @@
 """HTTP in: the routes of the dialect, at the root for one run and under `/atropos/RUN` for any other."""
 
+import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
-from http import HTTPStatus
+from dataclasses import dataclass
 from typing import TypeVar
 
 import aiohttp
@@ -13,37 +14,40 @@ from pydantic import BaseModel, ValidationError
 
 from rollbook.concurrency.clock import Clock
 from rollbook.contracts.admission import RunId
-from rollbook.contracts.errors import RollbookError, RunError, TransientError
+from rollbook.contracts.errors import TransientError
 from rollbook.ledger.atropos.bodies import (
-    BadGzipError,
-    TooLargeError,
     body_answer,
     deliver,
     deliver_batch,
+    encode_json,
     json_answer,
     read_body,
-    refusal_answer,
     require_json_type,
+    unpack,
 )
 from rollbook.ledger.atropos.config import AtroposConfig
-from rollbook.ledger.atropos.desk import MEGABYTE, AtroposDesk, open_desk
+from rollbook.ledger.atropos.desk import AtroposDesk, open_desk
 from rollbook.ledger.atropos.models import (
     EMPTY_EXAMPLE,
     EnvIdentifier,
-    Refusal,
     RegisterEnv,
     Registration,
     refuse_extremes,
 )
 from rollbook.ledger.atropos.openapi import DOCS_PAGE, OPENAPI
 from rollbook.ledger.atropos.posting import Post
-from rollbook.ledger.atropos.rules import GoneStepError, UnknownEnvError
-from rollbook.ledger.atropos.scored_data import read_group, read_groups, read_message, refused
+from rollbook.ledger.atropos.refusals import KNOWN, error_answer
+from rollbook.ledger.atropos.rules import UnknownEnvError
+from rollbook.ledger.atropos.scored_data import PostedGroup, read_group, read_groups, read_message, refused
+from rollbook.ledger.bodies import BodyReader
 from rollbook.ledger.config import LedgerConfig
-from rollbook.ledger.store import Store, StoreFaultError
+from rollbook.ledger.hot_path import HOT_ROUTES, Asked, HotConnection, HotReply, HotRoute
+from rollbook.ledger.store import Store
 from rollbook.telemetry.events import EventLog
 
 M = TypeVar("M", bound=BaseModel)
+B = TypeVar("B", bytes, memoryview)
+T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 PREFIX = "/atropos/{run}"
@@ -51,13 +55,8 @@ NATIVE = ("/v1", "/health", "/metrics")
 """Paths of the native API: their errors have its shape."""
 CLIENT_GONE = 499
 NOT_REGISTERED = {"status": "error", "message": "Trainer not registered. Call /register first.", "batch": []}
-STATUS_OF: tuple[tuple[type[RollbookError], HTTPStatus], ...] = (
-    (UnknownEnvError, HTTPStatus.NOT_FOUND),
-    (GoneStepError, HTTPStatus.CONFLICT),
-    (StoreFaultError, HTTPStatus.INSUFFICIENT_STORAGE),
-    (TransientError, HTTPStatus.SERVICE_UNAVAILABLE),
-    (RunError, HTTPStatus.CONFLICT),
-)
+LARGE = 1 << 20
+"""A larger body is looked at in a thread."""
 
 
 def add_atropos(
@@ -72,7 +71,8 @@ def add_atropos(
     """Mount the dialect on the ledger's app."""
     aiohttp.set_zlib_backend(isal_zlib)  # reads gzip at a third of the cost
     desks = _Desks(store=store, config=config, limits=limits, clock=clock, log=log)
-    routes = _Routes(desks)
+    routes = _Routes(desks, app[HOT_ROUTES].bodies)
+    app[HOT_ROUTES].add(routes.hot_post())
     app.cleanup_ctx.append(desks.opened)
     app.middlewares.append(_speak_atropos)
     for prefix in ("", PREFIX):
@@ -120,9 +120,9 @@ class _Desks:
 
 
 class _Routes:
-    def __init__(self, desks: _Desks) -> None:
+    def __init__(self, desks: _Desks, bodies: BodyReader) -> None:
         self._desks = desks
-        self._max_bytes = int(desks.limits.max_body_mb * MEGABYTE)
+        self._bodies = bodies
 
     def table(self) -> tuple[tuple[str, str, Handler], ...]:
         return (
@@ -190,11 +190,41 @@ class _Routes:
         return json_answer(request, EMPTY_EXAMPLE) if found is None else body_answer(request, found)
 
     async def scored_data(self, request: web.Request) -> web.Response:
-        group = read_group(await self._body(request))
+        group = await _read(read_group, await self._body(request))
         return await self._post(request, Post(digest=group.digest, groups=(group,), is_list=False))
 
+    def hot_post(self) -> HotRoute:
+        """The same without a framework around it, for the run at the root."""
+
+        async def answer(asked: Asked, body: memoryview, connection: HotConnection) -> None:
+            head = _HotHead({"Accept-Encoding": asked.headers.get(b"accept-encoding", b"").decode("latin-1")})
+            is_packed = b"content-encoding" in asked.headers
+
+            def read(came: memoryview) -> PostedGroup:
+                return read_group(unpack(came, at_most=self._bodies.most_bytes) if is_packed else bytes(came))
+
+            try:
+                group = await _read(read, body)
+                desk = await self._desks.at(RunId(self._desks.config.run))
+                async with desk.posted(Post(digest=group.digest, groups=(group,), is_list=False)) as told:
+                    reply = HotReply(body=encode_json(told), content_type="application/json")
+                    await connection.deliver(reply)
+            except KNOWN as error:
+                connection.send(HotReply.of(error_answer(head, error)))
+
+        return HotRoute(
+            before=b"POST /scored_data HTTP/1.1",
+            after=None,
+            content_types=frozenset({b"application/json"}),
+            encodings=frozenset({b"", b"gzip"}),
+            answer=answer,
+            refuse=lambda error: error_answer(_HotHead({}), TransientError(str(error))),
+            body_s=self._desks.config.body_s,
+            is_native=False,
+        )
+
     async def scored_data_list(self, request: web.Request) -> web.Response:
-        groups = tuple(read_groups(await self._body(request)))
+        groups = tuple(await _read(read_groups, await self._body(request)))
         digest = hashlib.blake2b("\n".join(group.digest for group in groups).encode(), digest_size=16).hexdigest()
         return await self._post(request, Post(digest=f"list {digest}", groups=groups, is_list=True))
 
@@ -222,7 +252,7 @@ class _Routes:
 
     async def _body(self, request: web.Request) -> bytes:
         require_json_type(request)
-        return await read_body(request, max_bytes=self._max_bytes, within_s=self._desks.config.body_s)
+        return await read_body(request, bodies=self._bodies, within_s=self._desks.config.body_s)
 
     async def _message(self, request: web.Request, expected: type[M]) -> M:
         found = read_message(await self._body(request))
@@ -252,27 +282,26 @@ async def _speak_atropos(request: web.Request, handler: Handler) -> web.StreamRe
 async def _answered(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
-    except Refusal as error:
-        return refusal_answer(request, error)
     except ConnectionResetError:
         # Nobody hears this any more; what was to be remembered of it is.
         return web.Response(status=CLIENT_GONE)
-    except BadGzipError:
-        return web.Response(text="Invalid gzip payload", status=HTTPStatus.BAD_REQUEST)
-    except (TooLargeError, web.HTTPRequestEntityTooLarge) as error:
-        return json_answer(request, {"detail": str(error)}, status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
     except (web.HTTPNotFound, web.HTTPMethodNotAllowed) as error:
         answer = json_answer(request, {"detail": error.reason}, status=error.status)
         if isinstance(error, web.HTTPMethodNotAllowed):
             answer.headers["Allow"] = ", ".join(sorted(error.allowed_methods))
         return answer
-    except tuple(kind for kind, _ in STATUS_OF) as error:
-        status = next(status for kind, status in STATUS_OF if isinstance(error, kind))
-        answer = json_answer(request, {"detail": str(error)}, status=status)
-        retry_after_s = getattr(error, "retry_after_s", None)
-        if retry_after_s is not None:
-            answer.headers["Retry-After"] = f"{retry_after_s:g}"
-        return answer
+    except KNOWN as error:
+        return error_answer(request, error)
+
+
+async def _read(read: Callable[[B], T], body: B) -> T:
+    """Look at a body: at once where it is of usual size, in a thread where others would have to wait for it."""
+    return read(body) if len(body) <= LARGE else await asyncio.to_thread(read, body)
+
+
+@dataclass(frozen=True, slots=True)
+class _HotHead:
+    headers: Mapping[str, str]
 
 
 def _preflight(request: web.Request) -> dict[str, str]:

@@ -34,7 +34,7 @@ class Submission:
     publications: tuple[int, ...]
     """Behind the trained tokens; -1 stands for unknown."""
     outcome: GroupOutcome
-    payload: bytes
+    payload: bytes | memoryview
     payload_digest: str
     drop: DropReason | None = None
     producer: str | None = None
@@ -62,7 +62,7 @@ def submit(book: RunBook, submission: Submission, *, max_queued: int, max_queued
             return Receipt.STORED
         group = _open_external(book, submission)
     by = group.owner or group.producer or "submit"
-    book.tx.put_payload(book.run_id, submission.group_id, submission.payload)
+    book.tx.put_payload(book.run_id, submission.group_id, submission.payload, submission.payload_digest)
     stored = _stored(book, submission, oldest)
     if submission.drop is not None:
         book.drop(group, submission.drop, by=by, **stored)
@@ -97,7 +97,7 @@ def _stored(book: RunBook, submission: Submission, oldest: int | None) -> _Store
 
 def _enter(book: RunBook, submission: Submission, oldest: int | None) -> None:
     """The usual way of a group from outside, and the busiest of all: opened and queued in one row."""
-    book.tx.put_payload(book.run_id, submission.group_id, submission.payload)
+    book.tx.put_payload(book.run_id, submission.group_id, submission.payload, submission.payload_digest)
     group = GroupRecord(
         run_id=book.run_id,
         group_id=submission.group_id,

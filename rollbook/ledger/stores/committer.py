@@ -7,6 +7,7 @@ loop. The busier the ledger, the more operations share one sync.
 import asyncio
 import queue
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ Work = Callable[[Transaction], Any]
 
 MOST_IN_ONE_COMMIT = 256
 """Bounds how long the first of them waits for its answer."""
+LINGER_S = 0.001
+"""How long a commit waits for company when the last one had more. One caller alone never waits."""
 STOP = None
 
 
@@ -71,9 +74,13 @@ class Committer:
     def _run(self) -> None:
         """Takes: operations. Gives: their answers, after the commit. Ends: at STOP; no failure of an operation ends it."""
         stopping = False
+        num_before = 1
         while not stopping:
             operations: list[Operation] = []
             item = self._waiting.get()
+            if self._waiting.qsize() + 1 < num_before:
+                # Whoever was answered a moment ago is about to come again, and together they cost half.
+                time.sleep(LINGER_S)
             while True:
                 if item is STOP:
                     stopping = True
@@ -82,6 +89,7 @@ class Committer:
                 if len(operations) >= MOST_IN_ONE_COMMIT or self._waiting.empty():
                     break
                 item = self._waiting.get()
+            num_before = len(operations)
             if operations:
                 self._commit(operations)
                 self._on_loop(self._answer, operations)

@@ -156,8 +156,10 @@ class MemoryTransaction:
         chosen = [g for g in self._tables.groups.values() if g.run_id == run_id]
         return iter(sorted(chosen, key=lambda g: g.group_id.encode()))
 
-    def put_payload(self, run_id: RunId, group_id: GroupId, body: bytes) -> None:
-        self._put(self._tables.payloads, (run_id, group_id), body)
+    def put_payload(
+        self, run_id: RunId, group_id: GroupId, body: bytes | memoryview, digest: str | None = None
+    ) -> None:
+        self._put(self._tables.payloads, (run_id, group_id), bytes(body))
 
     def payload(self, run_id: RunId, group_id: GroupId) -> bytes | None:
         return self._tables.payloads.get((run_id, group_id))

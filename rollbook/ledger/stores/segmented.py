@@ -8,7 +8,7 @@ from rollbook.contracts.group import GroupId
 from rollbook.ledger.records import RunRecord
 from rollbook.ledger.stores.segments import Place, SegmentWriter, read_payload
 from rollbook.ledger.stores.sql_transaction import Connection, SqlTransaction
-from rollbook.ledger.stores.write_behind import WriteBehind
+from rollbook.ledger.stores.write_behind import KeptPayloads, WriteBehind
 
 PLACE_COLUMNS = "segment, place, size, digest"
 SELECT_PLACE = f"SELECT {PLACE_COLUMNS} FROM payload_places WHERE run_id = ? AND group_id = ?"
@@ -50,7 +50,7 @@ class SegmentedWriteBehind(WriteBehind):
         self.thinned: set[int] = set()
         """Segments that a payload was deleted from."""
 
-    def _write_payloads(self, payloads: dict[tuple[RunId, GroupId], bytes]) -> None:
+    def _write_payloads(self, payloads: KeptPayloads) -> None:
         places = self._segments.append(list(payloads.values()))
         self._file.executemany(
             INSERT_PLACE,

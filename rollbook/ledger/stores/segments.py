@@ -10,10 +10,12 @@ and what lies behind that mark is compared with its digest when the store is ope
 """
 
 import fcntl
+import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +29,8 @@ SEGMENT_BYTES = 64_000_000
 """Large enough that a file is made every few hundred groups, small enough that one group kept for long holds little else."""
 EVERYTHING = 1 << 62
 """The mark of a segment that is on the disk to its end."""
+SYNC_AFTER_S = 45.0
+"""A full segment that no commit had to wait for is synced this much later: by then the system has written most of it by itself."""
 BUFFERS_IN_ONE_WRITE = 512
 """Below the system's limit of 1024."""
 _NAME = re.compile(r"(\d{8,})\.seg")
@@ -42,9 +46,9 @@ class Place:
     digest: int
 
 
-def digest_of(body: bytes) -> int:
-    """64 bits of XXH3 as the signed number that a database can hold."""
-    found: int = xxhash.xxh3_64_intdigest(body)
+def digest_of(body: bytes | memoryview, told: str | None = None) -> int:
+    """64 of the 128 bits of a payload's XXH3, as the signed number that a database can hold; taken from `told` if it is known."""
+    found = int((told or xxhash.xxh3_128_hexdigest(body))[-16:], 16)
     return found - (1 << 64) if found >= 1 << 63 else found
 
 
@@ -102,8 +106,8 @@ class SegmentWriter:
         self._segment_bytes = segment_bytes
         self._next = first
         self._current: _Segment | None = None
-        self._left: list[tuple[_Segment, Future[None]]] = []
-        """Full ones on their way to the disk."""
+        self._left: list[tuple[_Segment, float, Future[None] | None]] = []
+        """Full ones, when they were left, and their way to the disk once it has begun."""
         self._marks: dict[int, int] = {}
         self._recorded: dict[int, int] = {}
         self._syncing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger-segments")
@@ -112,19 +116,20 @@ class SegmentWriter:
     def active(self) -> set[int]:
         """Segments that may be written or synced at this moment."""
         current = () if self._current is None else (self._current.number,)
-        return {*current, *(segment.number for segment, _ in self._left)}
+        return {*current, *(segment.number for segment, _, _ in self._left)}
 
-    def append(self, bodies: Sequence[bytes]) -> list[Place]:
-        """Write payloads one behind the other. They count once a row that points to them is committed."""
+    def append(self, bodies: Sequence[tuple[bytes | memoryview, str | None]]) -> list[Place]:
+        """Write payloads, with their digests if known, one behind the other. They count once a committed row points to them."""
         places: list[Place] = []
-        for some in _portions(bodies):
+        for start in range(0, len(bodies), BUFFERS_IN_ONE_WRITE):
+            some = bodies[start : start + BUFFERS_IN_ONE_WRITE]
             segment = self._with_room()
             at = segment.end
-            for body in some:
-                places.append(Place(segment.number, at, len(body), digest_of(body)))
+            for body, digest in some:
+                places.append(Place(segment.number, at, len(body), digest_of(body, digest)))
                 at += len(body)
             with _explained(segment.path):
-                segment.write(some)
+                segment.write([body for body, _ in some])
         return places
 
     def sync(self) -> None:
@@ -138,13 +143,20 @@ class SegmentWriter:
 
     def marks(self) -> dict[int, int]:
         """How far segments are on the disk, as far as no commit has recorded it."""
-        for segment, synced in self._left[:]:
-            if synced.done():
-                self._left.remove((segment, synced))
-                with _explained(segment.path):
-                    synced.result()
-                self._marks[segment.number] = EVERYTHING
+        if self._left:
+            self._sync_left(left_before=time.monotonic() - SYNC_AFTER_S)
         return {number: mark for number, mark in self._marks.items() if self._recorded.get(number) != mark}
+
+    def _sync_left(self, *, left_before: float) -> None:
+        """Begin to sync the segments that were left long enough ago, and note those that are done."""
+        for at, (segment, since, syncing) in reversed(list(enumerate(self._left))):
+            if syncing is None and since <= left_before:
+                self._left[at] = segment, since, self._syncing.submit(segment.sync_and_close)
+            elif syncing is not None and syncing.done():
+                del self._left[at]
+                with _explained(segment.path):
+                    syncing.result()
+                self._marks[segment.number] = EVERYTHING
 
     def keep(self, recorded: Mapping[int, int]) -> None:
         """A commit has made what was appended count, and recorded these marks."""
@@ -175,17 +187,18 @@ class SegmentWriter:
     def _with_room(self) -> "_Segment":
         segment = self._current
         if segment is not None and segment.end >= self._segment_bytes:
-            self._left.append((segment, self._syncing.submit(segment.sync_and_close)))
+            self._left.append((segment, time.monotonic(), None))
             segment = self._current = None
         if segment is None:
             segment = self._current = self._begin()
         return segment
 
     def _await_left(self) -> None:
-        for _, synced in self._left:
-            with suppress(OSError):  # told by `marks`
-                synced.result()
-        self.marks()
+        self._sync_left(left_before=math.inf)
+        for _, _, syncing in self._left:
+            if syncing is not None:
+                wait([syncing])
+        self._sync_left(left_before=math.inf)
 
     def _begin(self) -> "_Segment":
         """Make a file of a new name, and bring the name to the disk: rows will point to it."""
@@ -214,7 +227,7 @@ class _Segment:
         self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         fcntl.flock(self._handle, fcntl.LOCK_EX)
 
-    def write(self, bodies: Sequence[bytes]) -> None:
+    def write(self, bodies: Sequence[bytes | memoryview]) -> None:
         wanted = sum(map(len, bodies))
         written = os.pwritev(self._handle, bodies, self.end)
         if written < wanted:  # a signal, or the last of the room: the next call says which
@@ -254,11 +267,6 @@ class _explained:
                 f"{self._path}: {error.strerror}; if the disk is full make room, else check it, and start again: nothing that "
                 "was answered is lost"
             ) from error
-
-
-def _portions(bodies: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
-    for start in range(0, len(bodies), BUFFERS_IN_ONE_WRITE):
-        yield bodies[start : start + BUFFERS_IN_ONE_WRITE]
 
 
 def sync_directory(directory: Path) -> None:

@@ -105,8 +105,20 @@ GROUPS = Table(
         "publications": lambda text: tuple(map(int, text.split(","))) if text else (),
         "has_payload": bool,
     },
-    write={"publications": lambda ids: ",".join(map(str, ids))},
+    # Plain values: for any other type, also of a derived one, the driver asks around how to write it.
+    write={
+        "publications": lambda ids: ",".join(map(str, ids)),
+        "origin": attrgetter("value"),
+        "state": attrgetter("value"),
+        "has_payload": int,
+    },
 )
-MOVES = Table("history", MoveRecord, key=("id",), read={"from_state": GroupState, "to_state": GroupState})
+MOVES = Table(
+    "history",
+    MoveRecord,
+    key=("id",),
+    read={"from_state": GroupState, "to_state": GroupState},
+    write={"from_state": lambda state: None if state is None else state.value, "to_state": attrgetter("value")},
+)
 STEPS = Table("steps", StepRecord, key=("run_id", "step", "epoch"), read={"receipt": AckReceipt})
 PUBLICATIONS = Table("publications", PublicationRecord, key=("run_id", "id"))

@@ -135,7 +135,9 @@ class SqlTransaction:
         rows = self._each(GROUPS.select + "WHERE run_id = ? ORDER BY group_id", (run_id,))
         return (GROUPS.record(row) for row in rows)
 
-    def put_payload(self, run_id: RunId, group_id: GroupId, body: bytes) -> None:
+    def put_payload(
+        self, run_id: RunId, group_id: GroupId, body: bytes | memoryview, digest: str | None = None
+    ) -> None:
         self._db.execute(
             "INSERT INTO payloads (run_id, group_id, body) VALUES (?, ?, ?) "
             "ON CONFLICT (run_id, group_id) DO UPDATE SET body = excluded.body",

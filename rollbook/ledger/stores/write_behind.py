@@ -26,6 +26,10 @@ INSERT_PAYLOAD = (
 )
 
 
+KeptPayloads = dict[tuple[RunId, GroupId], tuple[bytes | memoryview, str | None]]
+"""Bodies, and their digests where they are known."""
+
+
 class MustRedoError(Exception):
     """An operation failed after it had written: nothing of this commit may stay."""
 
@@ -36,7 +40,7 @@ class Kept:
     def __init__(self) -> None:
         self.runs: dict[RunId, RunRecord] = {}
         self.groups: dict[tuple[RunId, GroupId], GroupRecord] = {}
-        self.payloads: dict[tuple[RunId, GroupId], bytes] = {}
+        self.payloads: KeptPayloads = {}
         self.moves: list[MoveRecord] = []
 
     @property
@@ -132,8 +136,8 @@ class WriteBehind(SqlTransaction):
             self._write_payloads(kept.payloads)
         self.runs_written.update(kept.runs)
 
-    def _write_payloads(self, payloads: dict[tuple[RunId, GroupId], bytes]) -> None:
-        self._file.executemany(INSERT_PAYLOAD, [(run, group, body) for (run, group), body in payloads.items()])
+    def _write_payloads(self, payloads: KeptPayloads) -> None:
+        self._file.executemany(INSERT_PAYLOAD, [(run, group, body) for (run, group), (body, _) in payloads.items()])
 
     # ------------------------------------------------------------------ what is kept
 
@@ -159,8 +163,10 @@ class WriteBehind(SqlTransaction):
     def put_group(self, group: GroupRecord) -> None:
         self._operation.groups[group.run_id, group.group_id] = group
 
-    def put_payload(self, run_id: RunId, group_id: GroupId, body: bytes) -> None:
-        self._operation.payloads[run_id, group_id] = body
+    def put_payload(
+        self, run_id: RunId, group_id: GroupId, body: bytes | memoryview, digest: str | None = None
+    ) -> None:
+        self._operation.payloads[run_id, group_id] = body, digest
 
     def add_move(self, move: MoveRecord) -> None:
         self._operation.moves.append(move)
