@@ -9,10 +9,14 @@ from rollbook.contracts.group import GroupId, GroupState, PromptGroup
 from rollbook.contracts.trajectory import RolloutSample, TokenRow
 from rollbook.dashboard.queries import summary
 from rollbook.ledger.records import GroupRecord
+from rollbook.rollout.fairness import compare, played_of
 from rollbook.rollout.provenance import Span, spans_of
 from rollbook.rollout.rendering import ModelTokenizer
 from rollbook.run.model_location import model_location
 from rollbook.run.reading import RunRecordReader
+
+LOOKED_BACK = 2000
+"""Groups that the audit of selection bias looks back on."""
 
 
 def overview_lines(run: RunRecordReader) -> Iterator[str]:
@@ -28,7 +32,23 @@ def overview_lines(run: RunRecordReader) -> Iterator[str]:
         yield f"reward      {_number(figures.reward_first)} → {_number(figures.reward_last)}"
         yield f"solved      {_number(figures.solved_first)} → {_number(figures.solved_last)}"
         yield f"lag         at most {figures.max_lag} of {run.config.gate.max_head_offpolicy_versions} allowed"
+    yield "fairness    " + _fairness(run)
     yield "end         " + ("over" if status.ended else "not over: `rollbook train` on this directory goes on")
+
+
+def _fairness(run: RunRecordReader) -> str:
+    """Whether the trained groups are like all that were dispatched, over the last ones."""
+    rows = run.groups(state=None, limit=LOOKED_BACK, offset=max(0, run.status().opened - LOOKED_BACK))
+    report = compare(
+        played_of(json.loads(row.outcome) if row.outcome else {}, state=row.state, drop_reason=row.drop_reason)
+        for row in rows
+    )
+    if not report.biases:
+        return "too few trained groups to tell"
+    if report.warnings:
+        return "; ".join(str(bias) for bias in report.warnings)
+    told = ", ".join(f"{bias.measure} {bias.distance:.2f}" for bias in report.biases)
+    return f"trained groups are like the dispatched (distance: {told}; {report.left_out_share:.0%} left out)"
 
 
 def groups_lines(run: RunRecordReader, *, state: str | None, limit: int, offset: int) -> Iterator[str]:
