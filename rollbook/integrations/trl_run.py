@@ -76,6 +76,8 @@ class RollbookRun:
         self._role: TrainerRole | None = None
         self._trained = threading.Condition()
         self._step = 0
+        self._has_begun = False
+        """Whether the weights it all begins with were published: those are of no step of ours."""
         self.divergences = 0
         """Steps that were trained again after a crash and gave other weights than the first time."""
 
@@ -124,17 +126,15 @@ class RollbookRun:
     def publish(self, weights: Mapping[str, Tensor]) -> None:
         """Weights after a step, or those it all begins with."""
         digest = digest_of(weights)
-        if self._publisher_has_begun:
+        if self._has_begun:
             self._acknowledge(self._step + 1, digest)
-        self._publisher_has_begun = True
+        self._has_begun = True
         confirmed = self.role.last_confirmed
         # Rollouts go on with newer weights than these while old batches are trained again.
         if confirmed is None or self._step >= confirmed.step:
             self._wait(self._publisher.publish(weights, step=self._step, digest=digest))
         with self._trained:
             self._trained.notify_all()
-
-    _publisher_has_begun = False
 
     def _acknowledge(self, step: int, digest: str) -> None:
         receipt = self._wait(self._ledger.acknowledge(step, digest))
@@ -160,7 +160,11 @@ class RollbookRun:
         return str(found) if durable else None
 
     def check_host(self) -> None:
-        """Raise when the processes behind this run are gone."""
+        """Raise when the processes behind this run are gone, or another trainer took it over."""
+        if self._watch is not None and self._watch.done() and not self._watch.cancelled():
+            failure = self._watch.exception()
+            if failure is not None:
+                raise failure
         if self._process is not None and (code := self._process.poll()) is not None:
             raise RunError(f"`rollbook host` ended with code {code}; see {self.directory / 'logs'}")
 
