@@ -5,7 +5,6 @@ weights before they are published, batches that were decided before a crash are 
 """
 
 import asyncio
-import json
 import os
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 from torch import Tensor
 
 from rollbook.concurrency.clock import SystemClock
@@ -44,7 +44,7 @@ class HostFacts:
 
     pid: int
     ledger_url: str
-    policy_url: str
+    policy_urls: list[str]
     run: str
     model_dir: str
     groups_per_step: int
@@ -188,7 +188,7 @@ class RollbookRun:
             open_ledger_client(facts.ledger_url, RunId(facts.run), request_s=facts.request_s, log=self._log)
         )
         receiver = await self._stack.enter_async_context(
-            WeightTransferClient([facts.policy_url], request_s=facts.request_s, log=self._log)
+            WeightTransferClient(facts.policy_urls, request_s=facts.request_s, log=self._log)
         )
         self._publisher = Publisher(
             source=self._ledger,
@@ -248,7 +248,7 @@ def _facts(directory: Path, process: subprocess.Popen[bytes]) -> HostFacts:
         if (code := process.poll()) is not None:
             raise RunError(f"`rollbook host` ended with code {code} before it was ready; see {directory / 'logs'}")
         with suppress(OSError, ValueError):
-            facts = HostFacts(**json.loads((directory / "host.json").read_text(encoding="utf-8")))
+            facts = msgspec.json.decode((directory / "host.json").read_bytes(), type=HostFacts)
             if facts.pid == process.pid:
                 return facts
         time.sleep(0.05)

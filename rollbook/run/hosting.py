@@ -81,7 +81,6 @@ def host_facts(addresses: dict[str, str], config: RunConfig, directory: RunDirec
     return {
         "pid": os.getpid(),
         "ledger_url": addresses["ledger"],
-        "policy_url": policy_urls(addresses["policy"])[0],
         "policy_urls": policy_urls(addresses["policy"]),
         "run": config.run.name,
         "model_dir": str(model_location(directory)),
