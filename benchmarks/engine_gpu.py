@@ -39,6 +39,7 @@ from rollbook.inference.engines.graph_runner import CudaCapture
 from rollbook.inference.engines.kernels import KernelOps, KernelStep
 from rollbook.inference.engines.lean import LeanLM
 from rollbook.inference.engines.rows import RowTable
+from rollbook.inference.engines.stepper import Finished
 from rollbook.inference.engines.transformers import TransformersEngine
 from rollbook.inference.request import checked_request
 from rollbook.inference.server import build_app, serve
@@ -277,10 +278,9 @@ async def update_in_flight(bench: Bench, engine: TransformersEngine) -> Figure:
     launch, apply = stepper.round, engine.parts.weights.apply
     applied: list[float] = []
 
-    def marked(publication: int) -> Any:
-        result = launch(publication)
+    def marked(publication: int, finished: Finished) -> None:
+        launch(publication, finished)
         marks.append((time.perf_counter(), publication))
-        return result
 
     def timed(planned: Any) -> None:
         began = time.perf_counter()
