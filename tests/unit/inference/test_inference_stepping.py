@@ -16,7 +16,7 @@ import torch
 
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
-from rollbook.inference.engine import QueueFullError
+from rollbook.inference.engine import GenerationError, QueueFullError
 from rollbook.inference.engines.transformers import TransformersEngine, open_engine
 from rollbook.inference.gate import PauseMode
 from tests.parts.inference_engines import Workshop, engine_config, until
@@ -259,3 +259,44 @@ async def test_a_device_this_machine_lacks_is_named(root: Path) -> None:
         with pytest.raises(RunError, match=device):
             async with embedded(Workshop(root=root), device=device):
                 raise AssertionError("it must not open")
+
+
+@pytest.mark.parametrize("ahead", [0, 3])
+async def test_a_forward_that_fails_answers_everybody_who_was_in_it_and_the_engine_lives(
+    root: Path, monkeypatch: pytest.MonkeyPatch, ahead: int
+) -> None:
+    workshop = Workshop(root=root)
+    async with embedded(workshop, steps_ahead=ahead, max_running=4) as engine:
+        runner, decode = engine.parts.runner, engine.parts.runner.decode
+        calls = 0
+
+        def breaks(*args: Any, **kwargs: Any) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 6:
+                raise RuntimeError("the device has had enough")
+            decode(*args, **kwargs)
+
+        monkeypatch.setattr(runner, "decode", breaks)
+        # Limits around the failure: some have launched everything and are still to be heard of when it happens.
+        answers = [engine.submit([n], SamplingParams(max_tokens=n + 4)) for n in range(8)]
+        outcomes = await asyncio.gather(*answers, return_exceptions=True)
+        failed = [outcome for outcome in outcomes if isinstance(outcome, GenerationError)]
+        assert failed
+        assert all("the device has had enough" in str(outcome) for outcome in failed)
+        assert all(isinstance(outcome, GenerationError | Completion) for outcome in outcomes)
+        completion = await engine.generate([1, 2, 3], SamplingParams(max_tokens=9))
+        assert engine.stats().running == engine.stats().queued == 0
+    assert_faithful(workshop, [1, 2, 3], completion)
+
+
+async def test_who_leaves_while_waiting_makes_place_in_the_queue(root: Path) -> None:
+    async with embedded(Workshop(root=root), max_queued=3) as engine:
+        await engine.pause(PauseMode.KEEP)
+        leaving = [engine.submit([1], SamplingParams(max_tokens=1)) for _ in range(3)]
+        for answer in leaving:
+            answer.cancel()
+        await until(lambda: engine.stats().queued == 0)
+        staying = engine.submit([1], SamplingParams(max_tokens=1))
+        await engine.resume()
+        assert len((await staying).token_ids) == 1
