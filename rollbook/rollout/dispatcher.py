@@ -25,6 +25,7 @@ from rollbook.rollout.group import GroupOrder, GroupResult
 from rollbook.rollout.isolation import WorkerPool
 from rollbook.rollout.metrics import reward_names
 from rollbook.rollout.recipe import WorkerRecipe
+from rollbook.rollout.steering import Steering
 from rollbook.rollout.telling import GroupTeller
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import MetricRecorder
@@ -99,6 +100,7 @@ class Dispatcher:
             breaker=CircuitBreaker(look_at=look_at),
             rewards=reward_names(config),
         )
+        self._steering = Steering(config, self._controller, metrics=metrics, log=log, clock=self._clock)
         self._pool = WorkerPool(recipe, config, listener=self, log=log, clock=self._clock)
         self._flights: dict[tuple[str, int], _Flight] = {}
         # A flight lands once and keeps its slot until the ledger has it, so there are never more landings than slots.
@@ -251,6 +253,7 @@ class Dispatcher:
         grant = flight.grant
         if result is None:
             await self._give_back(grant, cause)
+            self._steering.given_up(grant, seconds=self._clock.now() - flight.started)
             self._leave(flight)
             self._controller.given_back()
             self._failed_attempts[grant.group_id] += 1
@@ -261,6 +264,7 @@ class Dispatcher:
             return
         self._failed_attempts.pop(grant.group_id, None)
         await self._store(grant, result)
+        self._steering.finished(grant, result, seconds=self._clock.now() - flight.started)
         self._leave(flight)
         self._controller.finished(is_accepted=result.drop is None)
         self._tasks.observe(grant.group_id, grant.position, result.outcome)
@@ -295,6 +299,7 @@ class Dispatcher:
             await self._sink.heartbeat(owner)
             status = await self._sink.status()
             self._controller.heard(status)
+            await self._steering.look(self._sink, status)
             if status.ended:
                 self._is_ended = True
                 self._freed.set()
@@ -311,6 +316,7 @@ class Dispatcher:
         self._metrics.add("rollout/accepted_groups", self._controller.accepted)
         self._metrics.add("rollout/rejected_groups", self._controller.rejected)
         self._metrics.add("rollout/worker_loop_lag", self._pool.loop_lag_s)
+        self._steering.measure()
         self._metrics.tick()
 
 

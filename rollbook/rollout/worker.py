@@ -80,6 +80,11 @@ class AsyncRolloutWorker:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def exit_status(self) -> int | None:
+        """How the process ended; negative for the signal that ended it, None while it lives."""
+        return self._process.returncode
+
     def play(self, order: GroupOrder) -> None:
         self.in_flight[order.group_id, order.attempt] = order
         self._tell(Play.of(order))
