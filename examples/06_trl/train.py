@@ -6,6 +6,7 @@
 import argparse
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,12 @@ HERE = Path(__file__).parent
 class Tell(TrainerCallback):
     """One JSON line a step, for people and for the test that runs this file."""
 
+    def __init__(self, step_s: float) -> None:
+        self._step_s = step_s
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        time.sleep(self._step_s)
+
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         told = {key: logs[key] for key in ("ratio", "reward", "sample/staleness_max") if logs and key in logs}
         if told:
@@ -34,11 +41,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--run-dir", default="runs/trl")
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--step-s", type=float, default=0.0, help="make each step take this much longer")
+    parser.add_argument("--set", action="append", default=[], help="override a field of run.toml")
     given = parser.parse_args()
     if not torch.cuda.is_available():
         torch.set_num_threads(1)
         use_cpu()
-    with open_run(HERE / "run.toml", run_dir=given.run_dir, overrides=[f"trainer.max_steps={given.steps}"]) as run:
+    overrides = [f"trainer.max_steps={given.steps}", *given.set]
+    with open_run(HERE / "run.toml", run_dir=given.run_dir, overrides=overrides) as run:
         args = AsyncGRPOConfig(
             output_dir=str(Path(given.run_dir) / "trl"),
             max_steps=given.steps,
@@ -64,7 +74,7 @@ def main() -> None:
             train_dataset=Dataset.from_dict({"prompt": ["unused"] * math.prod((given.steps, run.facts.rows_per_step))}),
             rollout_worker=RollbookRolloutWorker(run),
             weight_transfer=RollbookWeightTransfer(run),
-            callbacks=[RollbookCallback(run), Tell()],
+            callbacks=[RollbookCallback(run), Tell(given.step_s)],
         )
         checkpoint = run.last_checkpoint(args.output_dir)
         before = run.status()

@@ -87,8 +87,7 @@ class _Import:
                 tx.atropos.put_record(of_run(line.record, run_id))
                 for env in line.envs:
                     tx.atropos.put_env(of_run(env, run_id))
-                for shelved in line.shelved:
-                    tx.atropos.put_shelved(of_run(shelved, run_id))
+                tx.atropos.put_shelved([of_run(shelved, run_id) for shelved in line.shelved])
             case EndLine():
                 pass
 

@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, model_validator
 
 from rollbook.contracts.policy import SamplingParams
+from rollbook.rollout.adaptive import AdaptiveRules
 from rollbook.rollout.group_rules import GroupRules
 from rollbook.rollout.limits import EpisodeLimits
 from rollbook.rollout.reward_rules import Missing, RewardFunction, RewardRules
@@ -108,6 +109,22 @@ class RewardsConfig(BaseModel, frozen=True, extra="forbid"):
         )
 
 
+class AdaptiveConfig(BaseModel, frozen=True, extra="forbid"):
+    """Seek the number of groups in flight that keeps the engine busy: more would only wait, and their tokens grow old."""
+
+    enabled: bool = False
+    """Off: as many groups as workers and gate allow."""
+
+    least_groups: int = Field(default=2, ge=1)
+    """It never plays fewer at a time."""
+
+    interval_s: float = Field(default=10.0, gt=0)
+    """Seconds over which throughput is measured before the number moves, at least."""
+
+    def rules(self, *, most: int) -> AdaptiveRules:
+        return AdaptiveRules(least=min(self.least_groups, most), most=most)
+
+
 class RolloutConfig(BaseModel, frozen=True, extra="forbid"):
     function: str = Field(default="rollbook.rollout.episode", min_length=1)
     """Module that offers `make_rollout(setup)`, or `module:attribute`. The default plays any environment as a chat."""
@@ -155,6 +172,14 @@ class RolloutConfig(BaseModel, frozen=True, extra="forbid"):
 
     grace_s: float = Field(default=5.0, ge=0)
     """From the end of an episode's time to its cancellation: a function that watches its time ends by itself within it."""
+
+    adaptive: AdaptiveConfig = AdaptiveConfig()
+
+    fairness_every_s: float = Field(default=30.0, gt=0)
+    """Seconds between audits that compare the trained groups with the dispatched ones: length, latency, reward."""
+
+    fairness_window: int = Field(default=1024, ge=50)
+    """Groups that such an audit looks back on."""
 
     workers: int = Field(default=1, ge=1)
     """Worker processes."""

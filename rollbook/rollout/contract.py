@@ -114,6 +114,8 @@ class RolloutSetup:
     log: EventLog
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The table `rollout.settings` of the config, for the user's module to read."""
+    policy_url: str = ""
+    """Where the policy server answers, for agents that run elsewhere."""
     open_proxy_session: OpenChatSession = _no_proxy
     """An endpoint for an agent: `async with setup.open_proxy_session() as session: run_agent(session.base_url)`."""
 

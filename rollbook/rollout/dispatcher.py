@@ -6,6 +6,7 @@ does that, once, within one budget; when it is spent this process ends and the s
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from rollbook.rollout.group import GroupOrder, GroupResult
 from rollbook.rollout.isolation import WorkerPool
 from rollbook.rollout.metrics import reward_names
 from rollbook.rollout.recipe import WorkerRecipe
+from rollbook.rollout.steering import Steering
 from rollbook.rollout.telling import GroupTeller
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import MetricRecorder
@@ -80,6 +82,7 @@ class Dispatcher:
         metrics: MetricRecorder,
         spans: SpanRecorder,
         clock: Clock | None = None,
+        max_attempts: int | None = None,
         look_at: str = "the events rollout.group_failed and rollout.worker_output in the run's logs",
     ) -> None:
         self._name = name
@@ -97,11 +100,14 @@ class Dispatcher:
             breaker=CircuitBreaker(look_at=look_at),
             rewards=reward_names(config),
         )
+        self._steering = Steering(config, self._controller, metrics=metrics, log=log, clock=self._clock)
         self._pool = WorkerPool(recipe, config, listener=self, log=log, clock=self._clock)
         self._flights: dict[tuple[str, int], _Flight] = {}
         # A flight lands once and keeps its slot until the ledger has it, so there are never more landings than slots.
         self._landings: asyncio.Queue[_Landing] = asyncio.Queue(maxsize=config.slots)
         self._freed = asyncio.Event()
+        self._max_attempts = max_attempts
+        self._failed_attempts: Counter[GroupId] = Counter()
         self._is_ended = False
 
     async def run(self) -> None:
@@ -216,7 +222,7 @@ class Dispatcher:
         self._metrics.add("rollout/worker_deaths", 1)
 
     def _expire(self, grant: Grant) -> None:
-        self._pool.cancel(grant.group_id, grant.attempt)
+        self._pool.cancel(grant.group_id, grant.attempt, is_late=True)
         self._begin_landing(grant.group_id, grant.attempt, cause="deadline")
 
     def _begin_landing(
@@ -247,10 +253,18 @@ class Dispatcher:
         grant = flight.grant
         if result is None:
             await self._give_back(grant, cause)
+            self._steering.given_up(grant, seconds=self._clock.now() - flight.started)
             self._leave(flight)
             self._controller.given_back()
+            self._failed_attempts[grant.group_id] += 1
+            if self._failed_attempts[grant.group_id] == self._max_attempts:
+                # The ledger dropped it with this: nobody else will say so, and the cursor would wait for it for ever.
+                self._tasks.observe(grant.group_id, grant.position, None)
+                del self._failed_attempts[grant.group_id]
             return
+        self._failed_attempts.pop(grant.group_id, None)
         await self._store(grant, result)
+        self._steering.finished(grant, result, seconds=self._clock.now() - flight.started)
         self._leave(flight)
         self._controller.finished(is_accepted=result.drop is None)
         self._tasks.observe(grant.group_id, grant.position, result.outcome)
@@ -285,6 +299,7 @@ class Dispatcher:
             await self._sink.heartbeat(owner)
             status = await self._sink.status()
             self._controller.heard(status)
+            await self._steering.look(self._sink, status)
             if status.ended:
                 self._is_ended = True
                 self._freed.set()
@@ -301,6 +316,7 @@ class Dispatcher:
         self._metrics.add("rollout/accepted_groups", self._controller.accepted)
         self._metrics.add("rollout/rejected_groups", self._controller.rejected)
         self._metrics.add("rollout/worker_loop_lag", self._pool.loop_lag_s)
+        self._steering.measure()
         self._metrics.tick()
 
 

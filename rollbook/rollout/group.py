@@ -40,6 +40,11 @@ Score: TypeAlias = Callable[[Mapping[str, Any], RolloutSample], Awaitable[Rollou
 """Takes the task's row and a finished episode; gives it with the reward of the user's functions."""
 
 
+def sample_name(group_id: str) -> str:
+    """How the tasks of a group's episodes are called, for whoever asks where they hang."""
+    return f"rollout.sample.{group_id}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupOrder:
     """One group to play: what a worker needs of a grant and its task."""
@@ -115,7 +120,7 @@ class GroupAssembler:
         try:
             async with asyncio.TaskGroup() as siblings:
                 played = [
-                    siblings.create_task(self._sample(order, task, tally), name=f"rollout.sample.{order.group_id}.{i}")
+                    siblings.create_task(self._sample(order, task, tally), name=f"{sample_name(order.group_id)}.{i}")
                     for i in range(self._rules.samples_started)
                 ]
                 if self._rules.oversample:

@@ -27,6 +27,12 @@ ROLLOUT_METRICS: tuple[Metric, ...] = (
     Metric("rollout/worker_loop_lag", "s", "how late the slowest worker's event loop was", Reduction.MAX),
     Metric("rollout/accepted_groups", "groups", "groups stored by this process so far"),
     Metric("rollout/rejected_groups", "groups", "groups dropped by this process so far"),
+    Metric("rollout/concurrency_limit", "groups", "groups this process plays at the same time, at most"),
+    Metric("fairness/ks_tokens", "distance", "trained against dispatched groups: sampled tokens"),
+    Metric("fairness/ks_seconds", "distance", "trained against dispatched groups: seconds to play"),
+    Metric("fairness/ks_reward", "distance", "trained against dispatched groups: mean reward"),
+    Metric("fairness/left_out_share", "share", "dispatched groups that were not trained, filters apart"),
+    Metric("fairness/biased_measures", "measures", "measures in which trained groups are unlike the dispatched"),
     Metric("async/in_flight", "groups", "groups being played"),
     Metric("async/staleness_capacity", "groups", "groups the gate would let begin now"),
     Metric(

@@ -1,12 +1,15 @@
 """Where something hangs: stacks of tasks that wait, told in a few lines."""
 
 import asyncio
+import signal
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from types import CoroutineType, FrameType
 from typing import Any
 
+STACK_SIGNAL = signal.SIGUSR1
+"""On this a worker writes the stack of every thread to its output."""
 SHOWN_FRAMES = 4
 """Innermost frames in a cause: it is counted by its text, so it stays short."""
 MOST_TASKS = 64

@@ -115,7 +115,7 @@ def read_table(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], li
         raise ConfigError(str(path), [ConfigFault("file", f"cannot be read: {error.strerror or error}")]) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(str(path), [ConfigFault("file", f"is not TOML: {error}")]) from error
-    return table, [fault for text in overrides if (fault := _override(table, text)) is not None]
+    return table, [fault for text in overrides if (fault := override_table(table, text)) is not None]
 
 
 def check_table(table: Mapping[str, Any], source_dir: Path) -> tuple[RunConfig | None, list[ConfigFault]]:
@@ -197,7 +197,7 @@ def plain_message(kind: str, message: str) -> str:
     return message.removeprefix("Value error, ")
 
 
-def _override(table: dict[str, Any], text: str) -> ConfigFault | None:
+def override_table(table: dict[str, Any], text: str) -> ConfigFault | None:
     """`a.b=c` into the table; c is read as TOML, and as plain text where it is not."""
     path, sign, raw = text.partition("=")
     keys = path.strip().split(".")
@@ -227,7 +227,7 @@ def _missing_modules(parts: Mapping[str, BaseModel], source_dir: Path) -> list[C
     if isinstance(env := parts.get("env"), EnvConfig) and ":" in (env.name or ""):
         wanted.append(("env.name", str(env.name)))
     faults = []
-    if isinstance(tasks := parts.get("tasks"), TasksConfig):
+    if isinstance(tasks := parts.get("tasks"), TasksConfig) and not tasks.is_posted:
         if tasks.source.endswith((".jsonl", ".json")) or "/" in tasks.source:
             if not (source_dir / tasks.source).exists():
                 faults.append(ConfigFault("tasks.source", f"no such file: {source_dir / tasks.source}"))

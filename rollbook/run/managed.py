@@ -189,9 +189,9 @@ class ManagedProcess:
     def _take(self, note: ChildNote) -> None:
         self._heard = time.monotonic()
         if note.kind is Note.READY:
-            self.move(ProcessState.RUNNING, note.message)
             self.ready.set()
             self.was_ready = True
+            self.move(ProcessState.RUNNING, note.message)
         elif note.kind is Note.DOING:
             self.doing, self._since = note.message, time.monotonic()
         elif note.kind is Note.FAULT:

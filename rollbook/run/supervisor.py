@@ -75,9 +75,11 @@ class Supervisor:
         policies = replica_names(config.inference)
         servers = ["ledger", *policies, *(["env"] if config.env.pool_size is not None else [])]
         own_ports = () if config.inference.engine == "vllm" else policies
+        # Environments of Atropos are told where the ledger is before it runs.
+        fixed = {"ledger": config.tasks.atropos.port} if config.tasks.is_posted and not config.tasks.atropos.url else {}
         for server in servers:
             if server not in policies or server in own_ports:
-                self._sockets[server] = listening_socket("127.0.0.1", 0)
+                self._sockets[server] = listening_socket("127.0.0.1", fixed.get(server, 0))
         addresses = {name: url_of(sock) for name, sock in self._sockets.items() if name not in policies}
         replicas = {name: url_of(self._sockets[name]) if name in own_ports else free_url() for name in policies}
         addresses["policy"] = joined(config.inference.urls or list(replicas.values()))

@@ -24,9 +24,12 @@ class Background:
 
     async def settle(self) -> Any:
         """Wait for what is under way, and give its result; None when nothing was."""
-        task, self._task = self._task, None
-        # Shielded: whoever gives up waiting does not cancel the work.
-        return await asyncio.shield(task) if task is not None else None
+        if self._task is None:
+            return None
+        # Shielded: whoever gives up waiting does not cancel the work, and it can still be given up.
+        result = await asyncio.shield(self._task)
+        self._task = None
+        return result
 
     async def give_up(self) -> None:
         """Break off what is under way."""

@@ -35,8 +35,12 @@ TRAINER_METRICS: tuple[Metric, ...] = (
     ),
     Metric("perf/sample_wait_time", "s", "waited for the batch", Reduction.SUM),
     Metric("perf/train_time", "s", "trained on the batch, digest included", Reduction.SUM),
-    Metric("perf/weight_sync_time", "s", "published the weights", Reduction.SUM),
-    Metric("perf/checkpoint_time", "s", "wrote a checkpoint", Reduction.SUM),
+    Metric("perf/weight_sync_time", "s", "published the weights, beside training", Reduction.SUM),
+    Metric(
+        "perf/publish_wait_time", "s", "stood still because the version before was not everywhere yet", Reduction.SUM
+    ),
+    Metric("perf/checkpoint_time", "s", "wrote a checkpoint, beside training", Reduction.SUM),
+    Metric("perf/checkpoint_wait_time", "s", "stood still to copy for a checkpoint", Reduction.SUM),
     Metric("perf/step_time", "s", "whole step, waiting included", Reduction.SUM),
     Metric("perf/wait_time_ratio", "", "wait / (wait + train)"),
     Metric("perf/overlap_ratio", "", "1 - wait / (wait + train)"),

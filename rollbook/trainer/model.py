@@ -13,15 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from rollbook.contracts.errors import RunError
 from rollbook.trainer.config import TrainerConfig
+from rollbook.trainer.fused_norm import fuse_norms
 from rollbook.trainer.minibatches import Microbatch
 from rollbook.trainer.network import PolicyNetwork, has_plain_head, make_packable
-from rollbook.trainer.packed_attention import Packing
+from rollbook.trainer.packed_attention import Packing, fastest_way
+from rollbook.trainer.sharding import shard
 from rollbook.trainer.weights import digest_of, host_copy, named_weights
 from rollbook.trainer.work import ModelShape
 
@@ -48,16 +49,26 @@ class PolicyModel:
                 " packed. Set trainer.packing = 'auto' or 'padded'."
             )
         computing = self._module
+        is_sharded = config.ranks > 1
         self._shadows: list[tuple[nn.Parameter, nn.Parameter]] = []
-        if config.compute_dtype == "bfloat16":
+        if config.compute_dtype == "bfloat16" and not is_sharded:
             computing = copy.deepcopy(self._module)
             self._shadows = list(zip(self.module.parameters(), computing.parameters(), strict=True))
             _narrow(self._shadows)
+        if config.device == "cuda":
+            fuse_norms(computing)
         if config.gradient_checkpointing:
             # Layers recompute in training mode only; without dropout that mode computes the same.
             computing.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             computing.train()
+        self.vocabulary_size = int(self._module.get_input_embeddings().weight.shape[0])
+        self.num_parameters = sum(parameter.numel() for parameter in self.parameters())
+        self.shape = _shape(self._module)
         self.network = PolicyNetwork(computing, max_logits_bytes=config.max_logits_mb << 20, has_plain_head=is_plain)
+        self.way = _way(self.config, config) if self.is_packed else "none"
+        """How packed sequences attend; the numbers are the same."""
+        if is_sharded:
+            shard(self.network, device=config.device, is_mixed=config.compute_dtype == "bfloat16")
 
     @classmethod
     def load(cls, directory: Path, config: TrainerConfig | None = None) -> "PolicyModel":
@@ -69,14 +80,6 @@ class PolicyModel:
         except (OSError, ValueError, RuntimeError) as error:
             raise RunError(f"no model could be loaded from {directory}: {type(error).__name__}: {error}") from error
         return cls(module, config)
-
-    @property
-    def vocabulary_size(self) -> int:
-        return int(self._module.get_input_embeddings().weight.shape[0])
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.parameters())
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.module.parameters()
@@ -91,36 +94,17 @@ class PolicyModel:
         """
         found: tuple[Tensor, Tensor] = self.network(
             self.tensor(micro.inputs_BT),
-            None if micro.lengths is None else Packing.of(micro.lengths, self.device),
+            None if micro.lengths is None else Packing.of(micro.lengths, self.device, way=self.way),
             predicted_at_N=self.tensor(micro.predicted_at_N),
             targets_N=self.tensor(micro.targets_N),
-            temperatures_N=self.tensor(micro.temperatures_N),
+            temperatures_N=None if (micro.temperatures_N == 1.0).all() else self.tensor(micro.temperatures_N),
             is_entropy_trained=is_entropy_trained,
         )
         return found
 
-    def whole(self, value: Tensor) -> Tensor:
-        """A number that may be spread over ranks, as one plain tensor."""
-        return value.full_tensor() if isinstance(value, DTensor) else value
-
     def adapters_off(self) -> AbstractContextManager[Any]:
         """The model as it was before it learned, where only adapters learn."""
         raise RunError("a divergence from the initial policy needs a reference model, or adapters to leave out")
-
-    @property
-    def shape(self) -> ModelShape:
-        config = self.config
-        head = self._module.get_output_embeddings().weight
-        embedding = self._module.get_input_embeddings().weight
-        heads = config.num_attention_heads
-        width = getattr(config, "head_dim", None) or config.hidden_size // heads
-        apart = head.numel() + (0 if head is embedding else embedding.numel())
-        return ModelShape(
-            body_parameters=self.num_parameters - apart,
-            head_parameters=head.numel(),
-            layers=config.num_hidden_layers,
-            attention_width=heads * width,
-        )
 
     @torch.no_grad()
     def weights_moved(self) -> None:
@@ -153,6 +137,31 @@ class PolicyModel:
         """
         plain = dict(self.snapshot() if weights is None else weights)
         self._module.save_pretrained(str(directory), state_dict=plain)
+
+
+def _way(architecture: Any, config: TrainerConfig) -> str:
+    heads = architecture.num_attention_heads
+    return fastest_way(
+        device=config.device,
+        dtype=torch.bfloat16 if config.compute_dtype == "bfloat16" else torch.float32,
+        heads=heads,
+        kv_heads=getattr(architecture, "num_key_value_heads", None) or heads,
+        width=getattr(architecture, "head_dim", None) or architecture.hidden_size // heads,
+    )
+
+
+def _shape(module: Any) -> ModelShape:
+    config = module.config
+    head, embedding = module.get_output_embeddings().weight, module.get_input_embeddings().weight
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    apart = head.numel() + (0 if head is embedding else embedding.numel())
+    return ModelShape(
+        body_parameters=sum(parameter.numel() for parameter in module.parameters()) - apart,
+        head_parameters=head.numel(),
+        layers=config.num_hidden_layers,
+        attention_width=heads * width,
+    )
 
 
 def _without_dropout(module: nn.Module) -> None:

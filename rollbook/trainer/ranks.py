@@ -2,16 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rollbook.trainer.minibatches import Microbatch
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +16,11 @@ class Ranks:
 
     rank: int = 0
     size: int = 1
+
+    @classmethod
+    def here(cls, size: int) -> "Ranks":
+        """This process, in a group that was joined before."""
+        return cls() if size == 1 else cls(rank=dist.get_rank(), size=dist.get_world_size())
 
     def own_passes(self, microbatches: Sequence[Microbatch]) -> list[tuple[Microbatch, bool]]:
         """The passes of this rank, each with whether it counts.
@@ -38,11 +39,3 @@ class Ranks:
         if self.size > 1:
             dist.all_reduce(values)
         return values
-
-    def barrier(self) -> None:
-        if self.size > 1:
-            dist.barrier()
-
-
-def as_double(values: Sequence[Tensor]) -> Tensor:
-    return torch.stack([value.detach().double() for value in values])

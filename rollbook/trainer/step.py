@@ -30,6 +30,7 @@ from rollbook.trainer.random_states import random_states
 from rollbook.trainer.ranks import Ranks
 from rollbook.trainer.recipe import Recipe
 from rollbook.trainer.schedule import learning_rate
+from rollbook.trainer.sharding import spread_state, whole
 from rollbook.trainer.token_statistics import TokenStatistics
 from rollbook.trainer.weights import tree_to_host
 from rollbook.trainer.work import training_flops
@@ -88,7 +89,7 @@ class TrainStep:
     ) -> None:
         self.model = model
         self.step = step
-        self.ranks = ranks or Ranks()
+        self.ranks = ranks or Ranks.here(config.ranks)
         self.guard = GradientGuard(most_in_a_row=config.max_skipped_steps, norm_above=config.skip_grad_norm_above)
         self._config = config
         self._recipe = config.recipe
@@ -112,9 +113,21 @@ class TrainStep:
     def load_optimizer(self, state: dict[str, Any]) -> None:
         """Running means from a checkpoint; rates and decays stay those of the settings, which may have changed since."""
         ours = [{key: group[key] for key in OPTIMIZER_SETTINGS} for group in self.optimizer.param_groups]
-        self.optimizer.load_state_dict(state)
+        spread = spread_state(state["state"], [p for group in self.optimizer.param_groups for p in group["params"]])
+        self.optimizer.load_state_dict({**state, "state": spread})
         for group, settings in zip(self.optimizer.param_groups, ours, strict=True):
             group.update(settings)
+
+    @property
+    def num_parameters(self) -> int:
+        return self.model.num_parameters
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """A copy of the weights that stays as it is while training goes on."""
+        return self.model.snapshot()
+
+    def close(self) -> None:
+        """Nothing to let go: a team has."""
 
     def copied(self, weights: Mapping[str, Tensor]) -> LearnerCopy:
         """A copy of everything that the next step depends on; of the weights it was made already."""
@@ -158,6 +171,22 @@ class TrainStep:
                 total += self.model.token_logprobs(micro)[0].double().sum().cpu()
         return float(total) / minibatch.num_trained
 
+    def gain(self, rows: Sequence[TrainRow]) -> float | None:
+        """How much the current weights prefer what earned more: the mean over trained tokens of A (log pi - log mu).
+
+        To first order it is how much better than the sampler's this policy's reward is, in units of advantage. None where no
+        token says with which log-probability it was sampled.
+        """
+        torch.set_num_threads(self._config.threads)
+        total, count = 0.0, 0
+        with torch.no_grad():
+            for micro in plan_minibatch(rows, self._config, is_packed=self.model.is_packed).microbatches:
+                current = self.model.token_logprobs(micro)[0].double().cpu().numpy()
+                moved = micro.advantages_N * (current - micro.sampled_logprobs_N)
+                total += float(np.nansum(moved))
+                count += int(np.isfinite(moved).sum())
+        return total / count if count else None
+
     def _old_logprobs(self, minibatches: Sequence[Minibatch]) -> list[list[Tensor] | None]:
         """Log-probabilities at the start of the step, of every minibatch but the first (which computes its own as it learns)."""
         if self._config.old_logprobs == "engine":
@@ -184,7 +213,7 @@ class TrainStep:
         clipped_norm = torch.nn.utils.clip_grad_norm_(self._trained, self._config.max_grad_norm, foreach=True)
         total = self.ranks.sum(torch.stack(losses).sum())
         # The one moment at which Python waits for the device.
-        norm, loss = torch.stack([self.model.whole(clipped_norm).double(), total]).tolist()
+        norm, loss = torch.stack([whole(clipped_norm).double(), total]).tolist()
         if self.guard.lets_pass(norm=norm, loss=loss, step=step):
             self.optimizer.step()
             self.model.weights_moved()
@@ -277,8 +306,7 @@ class TrainStep:
         passes = [micro for minibatch in minibatches for micro in minibatch.microbatches]
         computed = sum(micro.inputs_BT.size for micro in passes)
         padding = sum(micro.num_padding for micro in passes)
-        if tally.statistics.sums is not None:
-            tally.statistics.sums = self.ranks.sum(tally.statistics.sums)
+        tally.statistics.sum_over(self.ranks, self.model.device)
         metrics = {
             **tally.statistics.metrics(),
             "train/loss": tally.loss / taken if taken else None,

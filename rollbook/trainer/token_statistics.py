@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rollbook.trainer.losses.corrections import Correction
 from rollbook.trainer.losses.inputs import LossInputs, LossTerms
+from rollbook.trainer.ranks import Ranks
 
 # Beyond this a ratio is not told apart from infinity; it keeps one broken token from turning every mean of the step into inf.
 MAX_LOG_RATIO = 20.0
@@ -78,6 +79,12 @@ class TokenStatistics:
         ]
         sums = torch.stack([column.sum() for column in columns])
         self.sums = sums if self.sums is None else self.sums + sums
+
+    def sum_over(self, ranks: Ranks, device: str) -> None:
+        """Add up what all ranks counted; also one that had nothing to count takes part."""
+        if ranks.size > 1:
+            own = torch.zeros(len(NAMES), dtype=torch.float64, device=device) if self.sums is None else self.sums
+            self.sums = ranks.sum(own)
 
     def metrics(self) -> dict[str, float | None]:
         """Means over the trained tokens; None where there were none."""

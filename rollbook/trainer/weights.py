@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from rollbook.contracts.weights import weights_digest
 from rollbook.trainer.files import sync_directory, sync_file, writing
+from rollbook.trainer.sharding import whole
 
 # As safetensors spells them.
 DTYPE_NAMES = {
@@ -47,7 +48,7 @@ def host_copy(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     copies = {}
     for name, tensor in weights.items():
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        copies[name] = copy.copy_(tensor.detach(), non_blocking=True)
+        copies[name] = copy.copy_(whole(tensor.detach()), non_blocking=True)
     if any(tensor.is_cuda for tensor in weights.values()):
         torch.cuda.synchronize()
     return copies
@@ -56,7 +57,7 @@ def host_copy(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def tree_to_host(tree: Any) -> Any:
     """Nested containers with every tensor copied to main memory."""
     if isinstance(tree, Tensor):
-        return tree.detach().to("cpu", copy=True)
+        return whole(tree.detach()).to("cpu", copy=True)
     if isinstance(tree, dict):
         return {key: tree_to_host(value) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
@@ -70,7 +71,7 @@ def digest_of(weights: Mapping[str, Tensor]) -> str:
 
 def _raw(weights: Mapping[str, Tensor]) -> Iterator[_Bytes]:
     for name, tensor in weights.items():
-        plain = tensor.detach().cpu().contiguous()
+        plain = whole(tensor.detach()).cpu().contiguous()
         data = plain.reshape(-1).view(torch.uint8).numpy().data
         yield _Bytes(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), data)
 

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from aiohttp import ClientSession, web
+from aiohttp import ClientSession
 
 from rollbook.concurrency.clock import Clock, SystemClock
 from rollbook.contracts.admission import RunId
@@ -15,6 +15,8 @@ from rollbook.ledger.atropos.config import AtroposConfig
 from rollbook.ledger.atropos.routes import add_atropos
 from rollbook.ledger.audit import audit_run
 from rollbook.ledger.config import LedgerConfig
+from rollbook.ledger.hot_path import answering
+from rollbook.ledger.serve import BACKLOG, listening_socket, url_of
 from rollbook.ledger.server import build_app
 from rollbook.ledger.service import Ledger, ledger_on
 from rollbook.ledger.store import Store
@@ -106,14 +108,9 @@ async def dialect_on(
     async with ledger_on(store, limits, clock=clock, log=log) as ledger:
         app = build_app(ledger, limits)
         add_atropos(app, store=store, config=config or AtroposConfig(), limits=limits, clock=clock, log=log)
-        runner = web.AppRunner(app, shutdown_timeout=5, handler_cancellation=True)
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            async with ClientSession() as session:
-                yield Client(session, f"http://127.0.0.1:{runner.addresses[0][1]}", ledger)
-        finally:
-            await runner.cleanup()
+        with listening_socket("127.0.0.1", 0) as sock:
+            async with answering(app, sock.dup(), drain_s=5, backlog=BACKLOG), ClientSession() as session:
+                yield Client(session, url_of(sock), ledger)
 
 
 @asynccontextmanager

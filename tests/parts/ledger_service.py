@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from aiohttp import web
-
 from rollbook.concurrency.clock import Clock, SystemClock
 from rollbook.ledger.config import LedgerConfig
+from rollbook.ledger.hot_path import answering
+from rollbook.ledger.serve import BACKLOG, listening_socket, url_of
 from rollbook.ledger.server import build_app
 from rollbook.ledger.service import Ledger, open_ledger
 from rollbook.telemetry.events import EventLog
@@ -29,13 +29,9 @@ async def serving(
     async with open_ledger(
         config, directory=directory, clock=clock or SystemClock(), log=EventLog("ledger", echo=sys.stdout)
     ) as ledger:
-        runner = web.AppRunner(build_app(ledger, config), shutdown_timeout=5)
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, "127.0.0.1", port).start()
-            yield f"http://127.0.0.1:{runner.addresses[0][1]}", ledger
-        finally:
-            await runner.cleanup()
+        with listening_socket("127.0.0.1", port) as sock:
+            async with answering(build_app(ledger, config), sock.dup(), drain_s=5, backlog=BACKLOG):
+                yield url_of(sock), ledger
 
 
 class LedgerChild:

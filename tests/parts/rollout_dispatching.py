@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rollbook.contracts.freshness import FreshnessRule
-from rollbook.contracts.ports import TaskSource
+from rollbook.contracts.ports import GroupSink, TaskSource
 from rollbook.contracts.task import Task, TaskId
 from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.dispatcher import Dispatcher
@@ -51,7 +51,8 @@ def config_of(**changed: Any) -> RolloutConfig:
 class Dispatching:
     dispatcher: Dispatcher
     tasks: CursorDataLoader
-    sink: MemorySink
+    sink: Any
+    """A `MemorySink`, unless the test brought a client of another."""
     directory: Path
     log: EventLog
     recorder: SpanRecorder
@@ -75,7 +76,7 @@ def dispatching(
     directory: Path,
     rows: list[dict[str, Any]],
     *,
-    sink: MemorySink | None = None,
+    sink: MemorySink | GroupSink | None = None,
     epochs: int | None = 1,
     name: str = "rollout",
     worker: dict[str, Any] | None = None,
@@ -102,5 +103,6 @@ def dispatching(
         log=log,
         metrics=MetricRecorder("rollout", rollout_metrics(settings), directory / "metrics.jsonl"),
         spans=recorder,
+        max_attempts=sink.max_attempts if isinstance(sink, MemorySink) else None,
     )
     return Dispatching(dispatcher, tasks, sink, directory, log, recorder)

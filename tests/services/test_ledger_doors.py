@@ -10,7 +10,6 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
-from aiohttp import web
 
 from rollbook.concurrency.clock import SystemClock
 from rollbook.contracts.errors import RunError
@@ -18,7 +17,8 @@ from rollbook.ledger import wire
 from rollbook.ledger.access import Keys, Role, is_loopback, refuse_open_doors
 from rollbook.ledger.compression import compress
 from rollbook.ledger.config import LedgerConfig, LedgerServerConfig
-from rollbook.ledger.serve import keys_of
+from rollbook.ledger.hot_path import answering
+from rollbook.ledger.serve import BACKLOG, keys_of, listening_socket, url_of
 from rollbook.ledger.server import build_app
 from rollbook.ledger.service import open_ledger
 from rollbook.telemetry.events import EventLog
@@ -33,12 +33,10 @@ async def serve(tmp_path: Path, keys: Keys | None = None) -> AsyncIterator[Calle
     log = EventLog("ledger", echo=sys.stdout)
     async with open_ledger(CONFIG, directory=tmp_path, clock=SystemClock(), log=log) as ledger:
         await ledger.create_run(RUN, settings())
-        runner = web.AppRunner(build_app(ledger, CONFIG, keys=keys), shutdown_timeout=1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        async with aiohttp.ClientSession() as session:
-            yield Caller(session, f"http://127.0.0.1:{runner.addresses[0][1]}")
-        await runner.cleanup()
+        with listening_socket("127.0.0.1", 0) as sock:
+            app = build_app(ledger, CONFIG, keys=keys)
+            async with answering(app, sock.dup(), drain_s=1, backlog=BACKLOG), aiohttp.ClientSession() as session:
+                yield Caller(session, url_of(sock))
 
 
 @pytest.fixture

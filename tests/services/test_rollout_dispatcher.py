@@ -124,6 +124,12 @@ async def test_a_group_that_hangs_is_given_back_at_its_deadline(tmp_path: Path) 
     await play.run()
     assert [(gid, cause) for gid, _, cause in sink.released] == [("t0@0", "deadline")]
     assert sink.rows[GroupId("t0@0")].drop == "attempts: deadline"
+    (stalled,) = play.events("rollout.group_stalled")
+    assert (stalled["group_id"], stalled["attempt"]) == ("t0@0", 1)
+    assert stalled["age_s"] >= 0.4
+    assert "rollout.sample.t0@0.3" in stalled["stack"]
+    assert "rollout_functions.py" in stalled["stack"]
+    assert play.tasks.state().unsettled == 0, "what the ledger dropped is not waited for"
     assert sink.rows[GroupId("t1@0")].state == "queued"
 
 

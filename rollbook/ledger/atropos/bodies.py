@@ -2,12 +2,12 @@
 
 import asyncio
 import json
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from aiohttp import web
 from isal import isal_zlib
+from isal.igzip_lib import IsalError
 
 from rollbook.contracts.errors import TransientError
 from rollbook.contracts.group import GroupId
@@ -56,6 +56,8 @@ async def read_body(request: web.Request, *, bodies: BodyReader, within_s: float
 
 def unpack(packed: memoryview, *, at_most: int) -> bytes:
     """A gzip body in one go, never to more than `at_most` bytes."""
+    if not packed:
+        return b""
     try:
         if len(packed) * MOST_EXPANSION <= at_most:
             # It cannot grow beyond the limit. Its last bytes tell how long it is, as a hint: room at once costs half as much.
@@ -63,10 +65,10 @@ def unpack(packed: memoryview, *, at_most: int) -> bytes:
             return isal_zlib.decompress(packed, GZIP, min(hint, USUAL_EXPANSION * len(packed)))
         unpacker = isal_zlib.decompressobj(GZIP)
         whole = unpacker.decompress(packed, at_most + 1)
-    except zlib.error as error:
+    except IsalError as error:  # type: ignore[misc]  # a class, which the stubs take for a value
         raise BadGzipError(str(error)) from error
     if len(whole) > at_most:
-        raise BodyTooLargeError(f"the body is larger than {at_most} bytes, unpacked")
+        raise BodyTooLargeError(f"the body has {len(whole)} bytes or more, unpacked; at most {at_most} are taken")
     if not unpacker.eof:
         raise BadGzipError("it breaks off")
     return whole

@@ -51,6 +51,49 @@ class Arrival:
 Outcome = dict[str, Any] | Refusal | QueueFullError
 
 
+class _Together:
+    """Posts that are stored in one transaction: what they share is looked up once and written once."""
+
+    def __init__(self, book: RunBook, arrivals: Sequence[Arrival], bounds: Bounds) -> None:
+        self.book = book
+        self.bounds = bounds
+        self.registration = registration_of(record_of(book.tx, book.run_id))
+        self.shelved: list[ShelvedGroup] = []
+        self.latest: ShelvedGroup | None = None
+        self._known = book.tx.atropos.unanswered(book.run_id, {arrival.post.digest for arrival in arrivals})
+        self._changed: set[str] = set()
+
+    def lost_answer(self, arrival: Arrival) -> UnansweredPost | None:
+        """More are stored than are being answered: the answer of one was lost, and this is its repetition."""
+        known = self._known.get(arrival.post.digest)
+        is_lost = known is not None and known.num > arrival.in_flight
+        return (
+            known if is_lost and known is not None and known.at >= self.book.now - self.bounds.retry_window_s else None
+        )
+
+    def count(self, digest: str, by: int, answer: str) -> None:
+        known = self._known.get(digest)
+        num, at = (0, self.book.now) if known is None else (known.num, known.at)
+        self._known[digest] = UnansweredPost(
+            run_id=self.book.run_id, digest=digest, num=num + by, at=self.book.now if by > 0 else at, answer=answer
+        )
+        self._changed.add(digest)
+
+    def write_shelved(self) -> None:
+        if self.shelved:
+            self.book.tx.atropos.put_shelved(self.shelved)
+            self.shelved = []
+
+    def write(self) -> None:
+        tables, run_id = self.book.tx.atropos, self.book.run_id
+        self.write_shelved()
+        changed = [self._known[digest] for digest in self._changed]
+        tables.put_unanswered([post for post in changed if post.num > 0])
+        tables.forget_unanswered(run_id, [post.digest for post in changed if post.num <= 0])
+        if self.latest is not None:
+            tables.put_record(replace(record_of(self.book.tx, run_id), latest=self.latest.group_id))
+
+
 def store_posts(
     book: RunBook, arrivals: Sequence[Arrival], *, answered: Sequence[str], bounds: Bounds
 ) -> list[Outcome]:
@@ -59,49 +102,36 @@ def store_posts(
     `answered` are digests of posts whose answer has been delivered since.
     """
     forget(book, answered)
-    registration = registration_of(record_of(book.tx, book.run_id))
-    latest: list[ShelvedGroup] = []
+    together = _Together(book, arrivals, bounds)
     outcomes: list[Outcome] = []
     for arrival in arrivals:
         try:
-            outcomes.append(_store_post(book, arrival, registration, bounds, latest))
+            outcomes.append(_store_post(together, arrival))
         except (Refusal, QueueFullError) as error:  # raised before anything of this post was written
             outcomes.append(error)
-    if latest:
-        record = record_of(book.tx, book.run_id)
-        book.tx.atropos.put_record(replace(record, latest=latest[-1].group_id))
+    together.write()
     return outcomes
 
 
-def _store_post(
-    book: RunBook, arrival: Arrival, registration: Registration | None, bounds: Bounds, latest: list[ShelvedGroup]
-) -> dict[str, Any]:
+def _store_post(together: _Together, arrival: Arrival) -> dict[str, Any]:
     post = arrival.post
-    known = book.tx.atropos.unanswered(book.run_id, post.digest)
-    # More in the table than are being answered: the answer of one was lost, and this is its repetition.
-    if known is not None and known.num > arrival.in_flight and known.at >= book.now - bounds.retry_window_s:
-        forget(book, [post.digest])
+    known = together.lost_answer(arrival)
+    if known is not None:
+        together.count(post.digest, -1, known.answer)
         found: dict[str, Any] = json.loads(known.answer)
         return found
-    _refuse_oversized(registration, post)
-    _refuse_when_full(book, post, bounds)
-    answers = [_store(book, group, bounds, latest) for group in post.groups]
+    _refuse_oversized(together.registration, post)
+    _refuse_when_full(together.book, post, together.bounds)
+    answers = [_store(together, group) for group in post.groups]
     answer = _summary(answers) if post.is_list else answers[0]
-    num = 1 if known is None else known.num + 1
-    book.tx.atropos.put_unanswered(
-        UnansweredPost(run_id=book.run_id, digest=post.digest, num=num, at=book.now, answer=json.dumps(answer))
-    )
+    together.count(post.digest, +1, json.dumps(answer))
     return answer
 
 
 def forget(book: RunBook, answered: Sequence[str]) -> None:
     """Posts whose answers were delivered: the same bytes again are another group."""
-    for digest in answered:
-        known = book.tx.atropos.unanswered(book.run_id, digest)
-        if known is not None and known.num > 1:
-            book.tx.atropos.put_unanswered(replace(known, num=known.num - 1))
-        elif known is not None:
-            book.tx.atropos.forget_unanswered(book.run_id, digest)
+    if answered:
+        book.tx.atropos.forget_answered(book.run_id, answered)
 
 
 def _summary(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -123,29 +153,32 @@ def _refuse_oversized(registration: Registration | None, post: Post) -> None:
 
 
 def _refuse_when_full(book: RunBook, post: Post, bounds: Bounds) -> None:
-    run, more = book.run, sum(len(group.payload) for group in post.groups)
-    if run.num_queued and (
-        run.num_queued + len(post.groups) > bounds.max_queued or run.queued_bytes + more > bounds.max_queued_bytes
+    num_queued, queued_bytes = book.number("num_queued"), book.number("queued_bytes")
+    more = sum(len(group.payload) for group in post.groups)
+    if num_queued and (
+        num_queued + len(post.groups) > bounds.max_queued or queued_bytes + more > bounds.max_queued_bytes
     ):
         raise QueueFullError(
-            f"run {run.run_id}: {run.num_queued} groups are queued, {run.queued_bytes} bytes in all, no more is taken until the "
+            f"run {book.run_id}: {num_queued} groups are queued, {queued_bytes} bytes in all, no more is taken until the "
             "trainer asks for a batch",
             retry_after_s=QUEUE_FULL_RETRY_S,
         )
 
 
-def _store(book: RunBook, group: PostedGroup, bounds: Bounds, latest: list[ShelvedGroup]) -> dict[str, Any]:
+def _store(together: _Together, group: PostedGroup) -> dict[str, Any]:
+    book = together.book
     env = None if group.env_id is None else book.tx.atropos.env(book.run_id, group.env_id)
-    if env is not None and env.last_seen < book.now - bounds.touch_s:
+    if env is not None and env.last_seen < book.now - together.bounds.touch_s:
         book.tx.atropos.put_env(replace(env, last_seen=book.now))
-    opened = _opened(book, group, env)
     if group.size == 0:
+        opened = _opened(book, env, GroupState.DISPATCHED)
         book.begin(opened, note=OPENED, by="post")
         book.drop(opened, DropReason(DropKind.INVALID, "it has no sequences"), by="post")
         return {"status": "received"}
-    stored = replace(
-        opened,
-        state=GroupState.QUEUED,
+    stored = _opened(
+        book,
+        env,
+        GroupState.QUEUED,
         publications=(UNKNOWN_PUBLICATION,),
         outcome=msgspec.json.encode(group.outcome),
         payload_digest=group.digest,
@@ -164,14 +197,14 @@ def _store(book: RunBook, group: PostedGroup, bounds: Bounds, latest: list[Shelv
         size=group.size,
         is_buffered=is_buffered,
     )
-    book.tx.atropos.put_shelved(shelved)
+    together.shelved.append(shelved)
     if is_buffered and env is not None:
-        return {"status": "buffered", "buffer_size": _release_buffered(book, env, latest)}
-    latest.append(shelved)
+        return {"status": "buffered", "buffer_size": _release_buffered(together, env)}
+    together.latest = shelved
     return {"status": "received"}
 
 
-def _opened(book: RunBook, group: PostedGroup, env: EnvRecord | None) -> GroupRecord:
+def _opened(book: RunBook, env: EnvRecord | None, state: GroupState, **fields: Any) -> GroupRecord:
     sequence = book.count("next_sequence")
     task_id = TaskId(env.real_name if env is not None else "atropos")
     return GroupRecord(
@@ -181,18 +214,23 @@ def _opened(book: RunBook, group: PostedGroup, env: EnvRecord | None) -> GroupRe
         draw=sequence,
         position=None,
         origin=Origin.EXTERNAL,
-        state=GroupState.DISPATCHED,
+        state=state,
         sequence=sequence,
         opened_at=book.now,
+        **fields,
     )
 
 
-def _release_buffered(book: RunBook, env: EnvRecord, latest: list[ShelvedGroup]) -> int:
+def _release_buffered(together: _Together, env: EnvRecord) -> int:
     """Queue the buffered groups that add up to the environment's group size. Returns the sequences that still wait."""
+    book = together.book
+    together.write_shelved()
     waiting = book.tx.atropos.buffered(book.run_id, env.env_id)
-    together = [waiting[at] for at in find_sum([group.size for group in waiting], env.group_size)]
-    for group in together:
-        released = replace(group, is_buffered=False, place=book.count("next_arrival"))
+    released = [
+        replace(waiting[at], is_buffered=False, place=book.count("next_arrival"))
+        for at in find_sum([group.size for group in waiting], env.group_size)
+    ]
+    if released:
         book.tx.atropos.put_shelved(released)
-        latest.append(released)
-    return sum(group.size for group in waiting) - sum(group.size for group in together)
+        together.latest = released[-1]
+    return sum(group.size for group in waiting) - sum(group.size for group in released)

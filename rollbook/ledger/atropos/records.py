@@ -1,6 +1,6 @@
 """What the Atropos dialect remembers, and the primitives that a store offers for it."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -98,8 +98,8 @@ class AtroposTables(Protocol):
     def clear(self, run_id: RunId) -> None:
         """Forget environments, shelves and unanswered posts."""
 
-    def put_shelved(self, group: ShelvedGroup) -> None:
-        """Keep a group; unless it is buffered it counts on its shelf."""
+    def put_shelved(self, groups: Sequence[ShelvedGroup]) -> None:
+        """Keep groups; those that are not buffered count on their shelves."""
 
     def shelved(self, run_id: RunId, group_id: GroupId) -> ShelvedGroup | None: ...
     def take_shelved(self, groups: Sequence[ShelvedGroup]) -> None:
@@ -112,7 +112,12 @@ class AtroposTables(Protocol):
     def buffered(self, run_id: RunId, env_id: int) -> list[ShelvedGroup]:
         """By place."""
 
-    def unanswered(self, run_id: RunId, digest: str) -> UnansweredPost | None: ...
-    def put_unanswered(self, post: UnansweredPost) -> None: ...
-    def forget_unanswered(self, run_id: RunId, digest: str) -> None: ...
+    def unanswered(self, run_id: RunId, digests: Collection[str]) -> dict[str, UnansweredPost]:
+        """Those of these digests that are kept."""
+
+    def put_unanswered(self, posts: Sequence[UnansweredPost]) -> None: ...
+    def forget_unanswered(self, run_id: RunId, digests: Sequence[str]) -> None: ...
+    def forget_answered(self, run_id: RunId, digests: Sequence[str]) -> None:
+        """Each of them came once less; one that never came again is not kept."""
+
     def forget_unanswered_before(self, run_id: RunId, at: float) -> None: ...

@@ -37,7 +37,7 @@ class RunBook:
     @property
     def run(self) -> RunRecord:
         if self._changes:
-            self._run = replace(self._run, **self._changes)
+            self._run = self._run.changed(self._changes)
             self._changes.clear()
         return self._run
 
@@ -51,6 +51,11 @@ class RunBook:
         self._changes[name] = before + by
         self._is_changed = True
         return before
+
+    def number(self, name: str) -> int:
+        """One of the run's numbers as it stands, without making the record anew."""
+        found: int = self._changes[name] if name in self._changes else getattr(self._run, name)
+        return found
 
     def save(self) -> None:
         if self._is_changed:

@@ -1,7 +1,7 @@
 """The primitives of the Atropos dialect in dictionaries."""
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
 from rollbook.contracts.admission import RunId
@@ -61,8 +61,9 @@ class MemoryAtroposTables:
         for post_key in [key for key in self._rows.unanswered if key[0] == run_id]:
             self._delete(self._rows.unanswered, post_key)
 
-    def put_shelved(self, group: ShelvedGroup) -> None:
-        self._put(self._rows.groups, (group.run_id, group.group_id), group)
+    def put_shelved(self, groups: Sequence[ShelvedGroup]) -> None:
+        for group in groups:
+            self._put(self._rows.groups, (group.run_id, group.group_id), group)
 
     def shelved(self, run_id: RunId, group_id: GroupId) -> ShelvedGroup | None:
         return self._rows.groups.get((run_id, group_id))
@@ -83,14 +84,25 @@ class MemoryAtroposTables:
     def buffered(self, run_id: RunId, env_id: int) -> list[ShelvedGroup]:
         return self._groups(run_id, lambda g: g.is_buffered and g.env_id == env_id)
 
-    def unanswered(self, run_id: RunId, digest: str) -> UnansweredPost | None:
-        return self._rows.unanswered.get((run_id, digest))
+    def unanswered(self, run_id: RunId, digests: Collection[str]) -> dict[str, UnansweredPost]:
+        found = {digest: self._rows.unanswered.get((run_id, digest)) for digest in digests}
+        return {digest: post for digest, post in found.items() if post is not None}
 
-    def put_unanswered(self, post: UnansweredPost) -> None:
-        self._put(self._rows.unanswered, (post.run_id, post.digest), post)
+    def put_unanswered(self, posts: Sequence[UnansweredPost]) -> None:
+        for post in posts:
+            self._put(self._rows.unanswered, (post.run_id, post.digest), post)
 
-    def forget_unanswered(self, run_id: RunId, digest: str) -> None:
-        self._delete(self._rows.unanswered, (run_id, digest))
+    def forget_unanswered(self, run_id: RunId, digests: Sequence[str]) -> None:
+        for digest in digests:
+            self._delete(self._rows.unanswered, (run_id, digest))
+
+    def forget_answered(self, run_id: RunId, digests: Sequence[str]) -> None:
+        for digest in digests:
+            post = self._rows.unanswered.get((run_id, digest))
+            if post is not None and post.num > 1:
+                self._put(self._rows.unanswered, (run_id, digest), replace(post, num=post.num - 1))
+            elif post is not None:
+                self._delete(self._rows.unanswered, (run_id, digest))
 
     def forget_unanswered_before(self, run_id: RunId, at: float) -> None:
         for key in [key for key, post in self._rows.unanswered.items() if key[0] == run_id and post.at < at]:

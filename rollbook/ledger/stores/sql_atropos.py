@@ -1,6 +1,7 @@
 """The primitives of the Atropos dialect as SQL."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from rollbook.contracts.admission import RunId
@@ -16,6 +17,8 @@ GROUPS = Table(
     "atropos_groups", ShelvedGroup, key=("run_id", "group_id"), read={"is_buffered": bool}, write={"is_buffered": int}
 )
 UNANSWERED = Table("atropos_unanswered", UnansweredPost, key=("run_id", "digest"))
+ASKED_TOGETHER = 16
+SOME_DIGESTS = f"WHERE run_id = ? AND digest IN ({', '.join('?' * ASKED_TOGETHER)})"
 EMPTIED = ("atropos_envs", "atropos_groups", "atropos_shelves", "atropos_unanswered")
 
 
@@ -57,10 +60,11 @@ class SqlAtroposTables:
         for table in EMPTIED:
             self._db.execute(f"DELETE FROM {table} WHERE run_id = ?", (run_id,))
 
-    def put_shelved(self, group: ShelvedGroup) -> None:
-        self._db.execute(GROUPS.upsert, GROUPS.row(group))
-        if not group.is_buffered:
-            self._count(group.run_id, group.env_id, group.size, 1)
+    def put_shelved(self, groups: Sequence[ShelvedGroup]) -> None:
+        self._db.executemany(GROUPS.upsert, [GROUPS.row(group) for group in groups])
+        shelves = Counter((group.run_id, group.env_id, group.size) for group in groups if not group.is_buffered)
+        for shelf, num in shelves.items():
+            self._count(*shelf, num)
 
     def shelved(self, run_id: RunId, group_id: GroupId) -> ShelvedGroup | None:
         found = self._db.execute(GROUPS.select + "WHERE run_id = ? AND group_id = ?", (run_id, group_id))
@@ -88,15 +92,29 @@ class SqlAtroposTables:
         where = "WHERE run_id = ? AND is_buffered = 1 AND env_id = ? ORDER BY place"
         return GROUPS.all(self._db.execute(GROUPS.select + where, (run_id, env_id)))
 
-    def unanswered(self, run_id: RunId, digest: str) -> UnansweredPost | None:
-        found = self._db.execute(UNANSWERED.select + "WHERE run_id = ? AND digest = ?", (run_id, digest))
-        return UNANSWERED.one(found.fetchone())
+    def unanswered(self, run_id: RunId, digests: Collection[str]) -> dict[str, UnansweredPost]:
+        found: dict[str, UnansweredPost] = {}
+        asked = list(digests)
+        for start in range(0, len(asked), ASKED_TOGETHER):
+            some = asked[start : start + ASKED_TOGETHER]
+            # Always as many, so that the statement is prepared once; a digest that is asked for twice is found once.
+            some += some[:1] * (ASKED_TOGETHER - len(some))
+            for row in self._db.execute(UNANSWERED.select + SOME_DIGESTS, (run_id, *some)):
+                post = UNANSWERED.record(row)
+                found[post.digest] = post
+        return found
 
-    def put_unanswered(self, post: UnansweredPost) -> None:
-        self._db.execute(UNANSWERED.upsert, UNANSWERED.row(post))
+    def put_unanswered(self, posts: Sequence[UnansweredPost]) -> None:
+        self._db.executemany(UNANSWERED.upsert, [UNANSWERED.row(post) for post in posts])
 
-    def forget_unanswered(self, run_id: RunId, digest: str) -> None:
-        self._db.execute("DELETE FROM atropos_unanswered WHERE run_id = ? AND digest = ?", (run_id, digest))
+    def forget_unanswered(self, run_id: RunId, digests: Sequence[str]) -> None:
+        keys = [(run_id, digest) for digest in digests]
+        self._db.executemany("DELETE FROM atropos_unanswered WHERE run_id = ? AND digest = ?", keys)
+
+    def forget_answered(self, run_id: RunId, digests: Sequence[str]) -> None:
+        keys = [(run_id, digest) for digest in digests]
+        self._db.executemany("UPDATE atropos_unanswered SET num = num - 1 WHERE run_id = ? AND digest = ?", keys)
+        self._db.executemany("DELETE FROM atropos_unanswered WHERE run_id = ? AND digest = ? AND num <= 0", keys)
 
     def forget_unanswered_before(self, run_id: RunId, at: float) -> None:
         self._db.execute("DELETE FROM atropos_unanswered WHERE run_id = ? AND at < ?", (run_id, at))

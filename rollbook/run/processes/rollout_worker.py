@@ -48,6 +48,7 @@ async def build_setup(settings: Mapping[str, Any]) -> AsyncIterator[RolloutSetup
                 open_environment=open_environment,
                 log=log,
                 settings=rollout.settings,
+                policy_url=settings["policy_url"],
                 open_proxy_session=open_proxy_session,
             )
     finally:

@@ -69,11 +69,10 @@ def write_a_bit_of_everything(desk: Desk) -> None:
             )
             tx.atropos.put_env(env)
         for at, (env_id, is_buffered) in enumerate([(0, False), (0, True), (-1, False), (1, False), (1, False)]):
-            tx.atropos.put_shelved(
-                ShelvedGroup(
-                    run_id=RUN, group_id=GroupId(f"s{at}"), place=at, env_id=env_id, size=2, is_buffered=is_buffered
-                )
+            shelved = ShelvedGroup(
+                run_id=RUN, group_id=GroupId(f"s{at}"), place=at, env_id=env_id, size=2, is_buffered=is_buffered
             )
+            tx.atropos.put_shelved([shelved])
 
     desk.store.write_now(atropos)
 
