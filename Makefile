@@ -5,9 +5,12 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 # Test processes at a time. Each may start a whole run of its own, so more than there are cores does not help.
 WORKERS ?= 2
+# Of `make chaos`.
+SEED  ?= 0
+KILLS ?= 100
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all check format docs bench bench-overlap bench-envs bench-ledger test-openenv test-atropos test-crashes clean
+.PHONY: proof-cpu proof-gpu help install demo test test-all check format docs bench bench-overlap bench-envs bench-ledger test-openenv test-agents test-trl test-atropos test-crashes clean bench-gil chaos
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -43,8 +46,9 @@ format: $(STAMP) ## rewrite the sources in the house format
 docs: $(STAMP) ## write the generated references
 	$(BIN)/python -m rollbook.run.config_reference > docs/configuration.md
 	$(BIN)/python -m rollbook.ledger.http_docs > docs/http-api.md
+	$(BIN)/python -m rollbook.rollout.failure_docs > docs/failures.md
 
-bench: bench-overlap bench-envs bench-ledger ## every benchmark
+bench: bench-overlap bench-envs bench-ledger bench-gil ## every benchmark
 
 bench-overlap: $(STAMP) ## does overlapping pay? the same work with lag budget 0 and 2
 	$(BIN)/python -m benchmarks.overlap
@@ -52,15 +56,35 @@ bench-overlap: $(STAMP) ## does overlapping pay? the same work with lag budget 0
 bench-envs: $(STAMP) ## worlds: parallel against serial, the AWS world against the naive way, 256 sessions, pools
 	$(BIN)/python -m benchmarks.all_envs
 
+bench-gil: $(STAMP) ## what scoring costs the trainer: alone, with threads, with our workers
+	$(BIN)/python -m benchmarks.gil
+
+proof-cpu: $(STAMP) ## learning, proven in two phases on this machine: each criterion with its value
+	$(BIN)/python -m benchmarks.proof --device cpu --out docs/results
+
+proof-gpu: $(STAMP) ## the same with SmolLM2-135M on a GPU (rollbook models get smollm2 --to models/smollm2)
+	$(BIN)/python -m benchmarks.proof --device cuda --model models/smollm2 --out docs/results
+
 test-openenv: $(STAMP) ## against the openenv package, in a virtual environment of its own
 	PYTHON=$(PYTHON) sh scripts/openenv_venv.sh
 	$(BIN)/python -m pytest tests/services/test_envs_openenv_package.py
+
+test-agents: $(STAMP) ## a real agent framework, unchanged, through our proxy, in a virtual environment of its own
+	PYTHON=$(PYTHON) sh scripts/agents_venv.sh
+	$(BIN)/python -m pytest tests/services/test_rollout_agent_framework.py tests/services/test_rollout_proxy.py tests/services/test_run_agent_proxy.py
+
+test-trl: $(STAMP) ## the real TRL on our workers, gate and ledger, in a virtual environment of its own
+	PYTHON=$(PYTHON) sh scripts/trl_venv.sh
+	$(BIN)/python -m pytest tests/unit/integrations tests/services/test_integrations_trl.py
 
 bench-ledger: $(STAMP) .venvs/atropos/.installed ## our ledger beside the original Atropos server
 	$(BIN)/python -m benchmarks.ledger
 
 test-atropos: $(STAMP) .venvs/atropos/.installed ## the real atroposlib, environments and trainer, against our server
 	$(BIN)/python -m pytest tests/compatibility
+
+chaos: $(STAMP) ## kill random processes of a running training: make chaos SEED=1 KILLS=100
+	$(BIN)/python -m tests.faults.chaos --seed $(SEED) --kills $(KILLS)
 
 test-crashes: $(STAMP) ## 200 kills of a SQLite ledger under load, 50 with restarts of PostgreSQL
 	$(BIN)/python -m tests.faults.ledger_crashes --kills 200 --store sqlite

@@ -13,11 +13,17 @@ from rollbook.cli.audit import audit
 from rollbook.cli.config import config_app
 from rollbook.cli.demo import demo
 from rollbook.cli.env import env_app
+from rollbook.cli.eval import eval_command
 from rollbook.cli.explain import explain
+from rollbook.cli.host import host
 from rollbook.cli.inspect import inspect
 from rollbook.cli.ledger import ledger_app
+from rollbook.cli.models import models_app
+from rollbook.cli.policy import policy_app
 from rollbook.cli.replay import replay
+from rollbook.cli.sft import sft
 from rollbook.cli.speaking import EXIT_MISUSED, say_error
+from rollbook.cli.tokens import tokens_app
 from rollbook.cli.train import train
 from rollbook.run.errors import ConfigError, RollbookError, RunDirectoryError
 
@@ -29,14 +35,20 @@ app = typer.Typer(
     add_completion=False,
 )
 app.command()(train)
+app.command()(sft)
+app.command("eval")(eval_command)
 app.command()(audit)
 app.command()(inspect)
 app.command()(explain)
 app.command()(replay)
 app.command()(demo)
+app.command()(host)
 app.add_typer(config_app, name="config")
 app.add_typer(env_app, name="env")
 app.add_typer(ledger_app, name="ledger")
+app.add_typer(tokens_app, name="tokens")
+app.add_typer(models_app, name="models")
+app.add_typer(policy_app, name="policy")
 
 
 def _version(wanted: bool) -> None:

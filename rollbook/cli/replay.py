@@ -1,22 +1,38 @@
-"""`rollbook replay`: train again from the record and compare weight digests."""
+"""`rollbook replay`: train again from the record, to compare weight digests or to see what another loss would have done."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 from rollbook.cli.speaking import EXIT_FAILED, people, result_json
-from rollbook.run.replaying import replay_run
+from rollbook.run.replaying import replay_run, retrain_run
 
 
 def replay(
     run: Annotated[Path, typer.Argument(help="The run directory.")],
+    *,
     verify: Annotated[
         bool, typer.Option("--verify", help="Exit non-zero when a digest differs from the recorded one.")
     ] = False,
     until: Annotated[int | None, typer.Option("--until", min=1, help="Stop after this step.")] = None,
+    loss: Annotated[
+        str | None,
+        typer.Option("--loss", help="Train another loss on the same stream, and show it beside the recorded one."),
+    ] = None,
+    override: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="trainer.FIELD=VALUE", help="Another setting of the trainer; may be repeated."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for curves; in the run unless told.")] = None,
 ) -> None:
-    """Train the recorded batches again from the initial weights; writes nothing into the run."""
+    """Train the recorded batches again from the initial weights. Nothing is generated, and the record is only read."""
+    if loss is not None or override:
+        if verify:
+            raise typer.BadParameter("--verify compares with what was recorded: leave out --loss and --set")
+        _tell_contrast(retrain_run(run, until=until, loss=loss, overrides=override or (), out=out))
+        return
     report = replay_run(run, until=until)
     result_json(report)
     if report["diverged_at"] is None:
@@ -25,3 +41,22 @@ def replay(
         people().print(f"the weights differ from step {report['diverged_at']} on", style="red")
         if verify:
             raise typer.Exit(EXIT_FAILED)
+
+
+def _tell_contrast(report: dict[str, Any]) -> None:
+    rows = report["table"]
+    names = [name for name in rows[0] if name != "measure"]
+    shown = Table(title=f"{report['steps']} recorded steps: first tenth → last tenth", title_justify="left")
+    for heading in ("", *names):
+        shown.add_column(heading, no_wrap=True)
+    for row in rows:
+        shown.add_row(row["measure"], *(_arrow(*row[name]) for name in names))
+    people().print(shown)
+    for name, (before, after) in report["changed"].items():
+        people().print(f"  {name}: {before!r} → {after!r}", markup=False)
+    people().print(f"picture: {report['picture']}", markup=False, soft_wrap=True)
+    result_json(report)
+
+
+def _arrow(first: float | None, last: float | None) -> str:
+    return "–" if first is None or last is None else f"{first:.4g} → {last:.4g}"

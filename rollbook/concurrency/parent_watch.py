@@ -4,6 +4,7 @@ The parent keeps the write end of a pipe open and gives the read end to the chil
 parent is gone, also after SIGKILL, and on every Unix. The child then asks itself to stop, and after a moment insists.
 """
 
+import ctypes
 import os
 import signal
 import threading
@@ -27,3 +28,21 @@ def _watch(read_fd: int, grace_s: float) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(grace_s)
     os._exit(1)
+
+
+PR_SET_PDEATHSIG = 1
+
+
+def killed_with_parent() -> None:
+    """Be killed by the kernel when the parent ends. For processes whose foreign code may hold the interpreter for ever.
+
+    A thread cannot watch there: a regular expression that backtracks without end never lets it run. Where the kernel has no such
+    call (it is Linux's own) nothing happens; the parent's end then closes the connection, which ends all but the endless ones.
+    """
+    parent = os.getppid()
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        # It died between the fork and the call above.
+        os._exit(1)

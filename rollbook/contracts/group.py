@@ -91,6 +91,8 @@ class GroupOutcome:
     retried_samples: int = 0
     declined_samples: int = 0
     """Samples that the rollout function dropped by returning None."""
+    surplus_samples: int = 0
+    """Samples beyond the size of the group, begun by over-sampling and not needed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +134,7 @@ class PromptGroup:
         invalid_causes: Mapping[str, int] | None = None,
         retried_samples: int = 0,
         declined_samples: int = 0,
+        surplus_samples: int = 0,
     ) -> GroupOutcome:
         rewards = np.array([s.reward for s in self.scorable], dtype=np.float64)
         solved = [s.solved for s in self.samples if s.solved is not None and s.is_scorable]
@@ -148,4 +151,5 @@ class PromptGroup:
             invalid_causes=dict(invalid_causes or {}),
             retried_samples=retried_samples,
             declined_samples=declined_samples,
+            surplus_samples=surplus_samples,
         )

@@ -66,6 +66,8 @@ class Completion:
     logprobs: NDArray[np.float32]
     versions: NDArray[np.int32]
     finish_reason: FinishReason
+    generation_s: float | None = None
+    """Seconds from its first token to its last, where the server says so: what the policy itself took, without any queue."""
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.logprobs) == len(self.versions):

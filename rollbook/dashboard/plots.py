@@ -48,6 +48,19 @@ def draw_plots(run_dir: Path, out: Path, *, lag_budget: int) -> list[Path]:
     ]
 
 
+def draw_comparison(path: Path, title: str, panels: Mapping[str, Mapping[str, Sequence[float | None]]]) -> Path:
+    """Several measures one above the other, in each one line for every way of training; all begin with step 1."""
+    figure, axes = _canvas(title, heights=[1.2] * len(panels))
+    for one, (measure, lines) in zip(axes, panels.items(), strict=True):
+        for at, (name, values) in enumerate(lines.items()):
+            one.plot(range(1, len(values) + 1), _nan(values), color=TIERS[at % len(TIERS)], linewidth=1.6, label=name)
+        one.set_title(measure, loc="left", fontsize=9, color=INK)
+    axes[-1].set_xlabel("step")
+    axes[0].legend(loc="best", frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return _save(figure, path)
+
+
 def _reward_and_solved(steps: Sequence[StepFigures]) -> Figure:
     figure, (axes,) = _canvas("Reward and solve rate", heights=(1.0,))
     width = max(1, len(steps) // 25)

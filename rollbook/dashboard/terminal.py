@@ -192,6 +192,9 @@ def flow(figures: RunFigures) -> str:
     for label, key in (("queued", "ledger/queued_groups"), ("room for", "async/staleness_capacity")):
         if key in figures.gauges:
             parts.append(f"{label} {number(figures.gauges[key], 0)}")
+    if figures.gauges.get("fairness/biased_measures"):
+        worst = max(("tokens", "seconds", "reward"), key=lambda m: figures.gauges.get(f"fairness/ks_{m}", 0.0))
+        parts.append(f"trained groups are unlike the dispatched in {worst}")
     if figures.tokens_per_s:
         parts.append(f"{number(figures.tokens_per_s, 0)} tokens/s trained")
     return ", ".join(parts)

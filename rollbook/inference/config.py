@@ -1,7 +1,7 @@
 """What an operator may set about the policy server."""
 
 from enum import StrEnum
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
@@ -11,6 +11,13 @@ class KvAfterUpdate(StrEnum):
     """Running requests keep the keys and values that older weights computed. No pause."""
     RECOMPUTE = "recompute"
     """Running requests are prefilled again under the new weights before their next token."""
+
+
+class UpdateSequence(StrEnum):
+    IN_FLIGHT = "in_flight"
+    """Decoding goes on while weights move; they are applied between two steps."""
+    PAUSED = "paused"
+    """All replicas are paused first, then weights are sent, then all resume: no replica samples while another updates."""
 
 
 class ScriptedConfig(BaseModel, frozen=True, extra="forbid"):
@@ -30,14 +37,64 @@ class ScriptedConfig(BaseModel, frozen=True, extra="forbid"):
     to those of the reply. Unset: a seeded random policy."""
 
 
+class VllmConfig(BaseModel, frozen=True, extra="forbid"):
+    """vLLM as the engine. Its servers need `VLLM_SERVER_DEV_MODE=1`, `--enable-scale-out` and `--logprobs-mode
+    processed_logprobs`; those that the run starts get them."""
+
+    python: str | None = None
+    """An interpreter that has vLLM: the run starts `inference.replicas` servers with it. Unset: `inference.urls` are used."""
+
+    args: tuple[str, ...] = ()
+    """Further arguments of its server."""
+
+    update: Literal["reload", "plugin"] = "reload"
+    """`reload`: it reads a directory again, with no set-up. `plugin`: our weight transfer back end, which checks digests; its
+    environment needs this package, and the server `--weight-transfer-config '{"backend": "rollbook"}'`."""
+
+    model_name: str = "policy"
+    """The name it serves the policy under."""
+
+
 class InferenceConfig(BaseModel, frozen=True, extra="forbid"):
     """One policy server: its engine, its limits, and the deadline its clients set."""
 
-    engine: Literal["transformers", "scripted"] = "transformers"
-    """`transformers` runs any Hugging Face causal language model; `scripted` needs no model."""
+    engine: Literal["transformers", "scripted", "vllm"] = "transformers"
+    """`transformers` runs any Hugging Face causal language model; `scripted` needs no model; `vllm` is a vLLM server, one of
+    `urls` or started with `vllm.python`."""
+
+    replicas: int = Field(default=1, ge=1)
+    """Policy servers that a run starts. Requests go to the least loaded; an episode's turns stay at one."""
+
+    urls: tuple[str, ...] = ()
+    """Policy servers that run elsewhere and are used in place of ones of our own."""
+
+    api_key_env: str | None = None
+    """Variable that holds the key which the servers at `urls` demand."""
+
+    watch_s: float = Field(default=1.0, gt=0)
+    """How often a client looks at the health of every replica, where there are several."""
+
+    affinity_spread: int = Field(default=8, ge=0)
+    """Requests that an episode's own replica may have more than the least loaded one, before the episode goes there."""
+
+    transfer: Literal["auto", "directory", "shared_memory", "cuda_ipc", "gloo", "nccl"] = "auto"
+    """How weights reach the replicas. `auto`: shared memory for replicas that the run starts itself, else a directory that both
+    sides see. `gloo`: over the network. `cuda_ipc`: trainer and policy on one GPU. `nccl`: to vLLM."""
+
+    transfer_host: str = "127.0.0.1"
+    """Address under which replicas reach the trainer, for `gloo` and `nccl`."""
+
+    update_sequence: UpdateSequence = UpdateSequence.IN_FLIGHT
+    """Whether replicas go on decoding while weights move."""
+
+    confirm_s: float = Field(default=60.0, gt=0)
+    """How long a publication waits for one of several replicas, before that replica goes into quarantine."""
+
+    check_digest: bool = True
+    """After every transfer, have each replica digest the weights it uses, and compare. Where dtypes differ it is left out."""
 
     device: str = "cpu"
-    """Where the model lives, as torch names it."""
+    """Where the model lives, as torch names it: `cpu`, `cuda`, `cuda:1`, `mps`."""
 
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of weights and cache. Logprobs are always computed in float32."""
@@ -54,11 +111,27 @@ class InferenceConfig(BaseModel, frozen=True, extra="forbid"):
     max_model_len: int | None = Field(default=None, ge=2)
     """Longest prompt plus completion, in tokens. Unset: what the model was built for."""
 
-    step_prefill_tokens: int = Field(default=16_384, ge=1)
-    """Prompt tokens admitted between two decode steps at most, so that long prompts cannot starve running requests."""
+    kv_memory_mb: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
+    """Keys and values take this much memory at most; when more is needed, the youngest requests make room and are computed again
+    later. `auto`: 85 % of what is free on a GPU once the weights are loaded, half of what is available elsewhere."""
 
-    forward_tokens: int = Field(default=768, ge=1)
-    """Tokens of one prefill forward at most, padding included. On a CPU, what fits its caches is fastest."""
+    step_prefill_tokens: int | None = Field(default=None, ge=1)
+    """Prompt tokens prefilled between two decode steps at most, so that long prompts cannot starve running requests: a longer
+    prompt is prefilled in pieces. Unset: 16384 on a GPU, 4096 elsewhere."""
+
+    forward_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of one prefill forward at most, padding included. Unset: 8192 on a GPU, 768 elsewhere (what fits a CPU's caches is
+    fastest)."""
+
+    forward: Literal["auto", "module"] = "auto"
+    """`auto`: a lean forward of our own for models shaped like Llama, once it has agreed with the module's; `module`: always the
+    Hugging Face module's."""
+
+    capture_steps: bool = True
+    """Run steps as captured CUDA graphs where possible. Without a GPU it changes nothing."""
+
+    steps_ahead: int | None = Field(default=None, ge=0)
+    """Steps launched before the tokens of earlier ones are read. Unset: 2 on a GPU, 0 elsewhere."""
 
     prompt_memo_mb: float = Field(default=16.0, ge=0)
     """Memory for the next-token logits of prompts seen under the current weights: siblings of a group ask alike. 0: off."""
@@ -74,6 +147,9 @@ class InferenceConfig(BaseModel, frozen=True, extra="forbid"):
 
     max_connections: int = Field(default=128, ge=1)
     """Connections one client process opens to the policy server at most."""
+
+    vllm: VllmConfig = VllmConfig()
+    """Settings of vLLM servers."""
 
     scripted: ScriptedConfig = ScriptedConfig()
     """Settings of the scripted engine."""

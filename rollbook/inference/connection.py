@@ -12,10 +12,14 @@ import aiohttp
 import msgspec
 
 from rollbook.contracts.errors import EpisodeError, FencedError, RollbookError, RunError, TransientError
-from rollbook.inference.wire import GENERATION_FAILED, ErrorDetail, ErrorReply
+from rollbook.inference.wire import GENERATION_FAILED, QUEUE_FULL, STALE_WEIGHTS, ErrorDetail, ErrorReply
 
 T = TypeVar("T")
 _JSON = {"Content-Type": "application/json"}
+
+
+class ReplicaBusyError(TransientError):
+    """The replica is well and cannot serve this now: too many requests wait, or its weights are older than asked for."""
 
 
 class PolicyConnection:
@@ -53,12 +57,19 @@ class PolicyConnection:
 
 
 @asynccontextmanager
-async def open_connection(url: str, *, max_connections: int) -> AsyncIterator[PolicyConnection]:
+async def open_connection(
+    url: str, *, max_connections: int, api_key: str | None = None
+) -> AsyncIterator[PolicyConnection]:
     connector = aiohttp.TCPConnector(limit=max_connections, ttl_dns_cache=300)
     # No timer of aiohttp's own: the caller's one deadline bounds everything, and a timer for each call costs.
     timeout = aiohttp.ClientTimeout(total=None, connect=None, sock_connect=None, sock_read=None)
+    headers = _JSON if api_key is None else {**_JSON, "Authorization": f"Bearer {api_key}"}
     async with aiohttp.ClientSession(
-        connector=connector, timeout=timeout, headers=_JSON, cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False
+        connector=connector,
+        timeout=timeout,
+        headers=headers,
+        cookie_jar=aiohttp.DummyCookieJar(),
+        auto_decompress=False,
     ) as session:
         yield PolicyConnection(session, url)
 
@@ -70,7 +81,9 @@ def verdict(status: int, raw: bytes, retry_after: str | None, *, where: str) -> 
     if detail.type == GENERATION_FAILED:
         # The model itself failed on this prompt: asking again would meet the same weights.
         return EpisodeError(message)
-    if status >= 500 or status == 429:
+    if detail.type in (STALE_WEIGHTS, QUEUE_FULL) or status == 429:
+        return ReplicaBusyError(message, retry_after_s=_seconds(retry_after))
+    if status >= 500:
         return TransientError(message, retry_after_s=_seconds(retry_after))
     if status == 409:
         return FencedError(message)

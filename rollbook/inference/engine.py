@@ -7,15 +7,19 @@ forward that produced its logits. Cancelling a request, or the future of `submit
 
 import asyncio
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, cast
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rollbook.contracts.errors import EpisodeError, RunError, TransientError
 from rollbook.contracts.policy import Completion, Publication, SamplingParams
-from rollbook.inference.config import InferenceConfig
+from rollbook.contracts.weights import RawTensor
+from rollbook.inference.config import InferenceConfig, KvAfterUpdate
 from rollbook.inference.gate import PauseMode
 from rollbook.telemetry.spans import SpanRecorder
 
@@ -55,6 +59,32 @@ class EngineStats:
     forwards: int
     busy_s: float
     """Seconds spent in steps."""
+    kv_after_update: KvAfterUpdate
+    """What becomes of the cache of running requests when weights arrive: a reply that spans two versions should say it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenChunk:
+    """Tokens of one request that were sampled since the last chunk, for whoever streams them."""
+
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
+
+
+OnTokens = Callable[[TokenChunk], None]
+"""Called on the event loop, at most once a round, and always before the answer."""
+
+
+class DeviceTensor(Protocol):
+    """A tensor of the engine's own library, wherever it lives. torch's are such."""
+
+    def data_ptr(self) -> int: ...
+    def numel(self) -> int: ...
+
+
+TensorSource = RawTensor | DeviceTensor
+"""One tensor of an update: bytes in host memory with their dtype and shape, or a tensor the engine can copy from."""
 
 
 class Engine(Protocol):
@@ -75,7 +105,9 @@ class Engine(Protocol):
 
     def stats(self) -> EngineStats: ...
 
-    def submit(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> asyncio.Future[Completion]:
+    def submit(
+        self, prompt_ids: Sequence[int], sampling: SamplingParams, *, on_tokens: OnTokens | None = None
+    ) -> asyncio.Future[Completion]:
         """Queue a request. Raises `BadRequestError`, `QueueFullError` or `UnpublishedError` at once; cancel the future to abort."""
 
     async def generate(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion: ...
@@ -85,6 +117,25 @@ class Engine(Protocol):
 
         Raises `OutdatedUpdateError` or `WeightsError`; then nothing was changed.
         """
+
+    async def load_tensors(self, publication: Publication, tensors: Mapping[str, TensorSource]) -> None:
+        """As `load_weights`, for tensors that are in memory already. They may be freed once this returns.
+
+        Bytes in host memory are checked against the publication's digest; what lies on a device is not read back for that:
+        ask `weights_digest` afterwards.
+        """
+
+    async def adopt(self, publication: Publication) -> None:
+        """Name the weights that the engine was opened with. For a server that no trainer has published to yet.
+
+        Raises `OutdatedUpdateError` when something else was published already.
+        """
+
+    async def weights_digest(self) -> str:
+        """Digest of the weights as they are now, read between two forwards. Equals the published one where the dtypes are equal."""
+
+    async def abort_all(self) -> int:
+        """End every request that runs or waits, with what it has, as `abort`. Tells how many."""
 
     async def pause(self, mode: PauseMode) -> None:
         """Returns when nothing is being sampled any more. Requests that come meanwhile wait."""

@@ -32,6 +32,10 @@ MOVES: dict[GateState, frozenset[GateState]] = {
 }
 
 
+ADOPTED_EPOCH = 0
+"""Of weights that an engine was opened with and no trainer published. Any trainer's come after them; trainers count from 1."""
+
+
 class OutdatedUpdateError(FencedError):
     """A weight update of a trainer, or of a moment, that is over."""
 
@@ -74,7 +78,7 @@ class Gate:
 
 def needs_loading(current: Publication | None, offered: Publication) -> bool:
     """Whether offered weights are to be loaded. False: they are here already. Raises where they are outdated."""
-    if current is None:
+    if current is None or current.epoch == ADOPTED_EPOCH < offered.epoch:
         return True
     if offered.epoch < current.epoch:
         raise OutdatedUpdateError(
@@ -91,3 +95,11 @@ def needs_loading(current: Publication | None, offered: Publication) -> bool:
     if offered.epoch == current.epoch and offered.id < current.id:
         raise OutdatedUpdateError(f"publication {offered.id} refused: the newer publication {current.id} is loaded")
     return True
+
+
+def require_unpublished(current: Publication | None, adopted: Publication) -> None:
+    """Weights an engine was opened with may be named while nothing was published to it. Naming them again alike is harmless."""
+    if current is not None and current != adopted:
+        raise OutdatedUpdateError(
+            f"publication {adopted.id} refused: {current.id} was published to this engine already"
+        )

@@ -1,12 +1,15 @@
 """One request inside an engine: what was asked, and the tokens so far, each with its logprob and its publication."""
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rollbook.contracts.errors import EpisodeError
 from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
+from rollbook.inference.engine import OnTokens, TokenChunk
 
 _MASK_64 = (1 << 64) - 1
 
@@ -27,23 +30,69 @@ def _revive_bad_request(message: str, param: str | None) -> BadRequestError:
 
 
 class Request:
-    """Touched by its engine only. Cancelling `answer` is how a caller aborts."""
+    """Touched by its engine only. Cancelling `answer` is how a caller aborts.
 
-    __slots__ = ("answer", "limit", "logprobs", "prompt", "sampling", "tokens", "versions")
+    `order` (of arrival), `row`, `segments` (row, first round, round after the last) and `is_finished` are the embedded engine's
+    notes: where in its slots and in its log the request is.
+    """
+
+    __slots__ = (
+        "answer",
+        "first_token",
+        "is_finished",
+        "limit",
+        "logprobs",
+        "on_tokens",
+        "order",
+        "prompt",
+        "row",
+        "sampling",
+        "seed",
+        "segments",
+        "tokens",
+        "told",
+        "versions",
+    )
 
     def __init__(
-        self, prompt: list[int], sampling: SamplingParams, *, limit: int, answer: asyncio.Future[Completion]
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        *,
+        limit: int,
+        answer: asyncio.Future[Completion],
+        on_tokens: OnTokens | None = None,
     ) -> None:
         self.prompt = prompt
         self.sampling = sampling
         self.limit = limit
         self.answer = answer
+        self.first_token = 0.0
+        self.on_tokens = on_tokens
+        self.told = 0
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[int] = []
+        self.seed = sampling.seed or 0
+        self.order = 0
+        self.row = -1
+        self.segments: list[tuple[int, int, int | None]] = []
+        self.is_finished = False
+
+    def begins(self) -> None:
+        """It is out of the queue. A request that lost its slot and comes back began long ago."""
+        if not self.first_token:
+            self.first_token = time.monotonic()
+
+    def extend(self, tokens: NDArray[np.int32], logprobs: NDArray[np.float32], versions: NDArray[np.int32]) -> None:
+        """Add sampled tokens."""
+        self.tokens += tokens.tolist()
+        self.logprobs += logprobs.tolist()
+        self.versions += versions.tolist()
 
     def take(self, token: int, logprob: float, publication: int) -> FinishReason | None:
         """Add a sampled token. A reason means that it was the last."""
+        self.begins()
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.versions.append(publication)
@@ -51,12 +100,29 @@ class Request:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.tokens) >= self.limit else None
 
+    def untold(self) -> TokenChunk | None:
+        """What was sampled since the last call. None: nothing."""
+        start, self.told = self.told, len(self.tokens)
+        if start == self.told:
+            return None
+        return TokenChunk(
+            token_ids=np.array(self.tokens[start:], dtype=np.int32),
+            logprobs=np.array(self.logprobs[start:], dtype=np.float32),
+            versions=np.array(self.versions[start:], dtype=np.int32),
+        )
+
+    def tell(self) -> None:
+        """Hand what is new to whoever streams it. On the event loop only."""
+        if self.on_tokens is not None and (chunk := self.untold()) is not None:
+            self.on_tokens(chunk)
+
     def completion(self, reason: FinishReason) -> Completion:
         return Completion(
             token_ids=np.array(self.tokens, dtype=np.int32),
             logprobs=np.array(self.logprobs, dtype=np.float32),
             versions=np.array(self.versions, dtype=np.int32),
             finish_reason=reason,
+            generation_s=time.monotonic() - self.first_token if self.tokens else 0.0,
         )
 
 
@@ -67,6 +133,7 @@ def checked_request(
     vocab_size: int,
     max_model_len: int,
     answer: asyncio.Future[Completion],
+    on_tokens: OnTokens | None = None,
 ) -> Request:
     """A request that the model can answer, or `BadRequestError`. The completion ends where the model's length ends."""
     prompt = prompt_ids if type(prompt_ids) is list else list(prompt_ids)
@@ -84,7 +151,8 @@ def checked_request(
             f"token {prompt[at]} at position {at} of the prompt lies outside the vocabulary of {vocab_size}",
             param="prompt",
         )
-    return Request(prompt, sampling, limit=min(sampling.max_tokens, max_model_len - len(prompt)), answer=answer)
+    limit = min(sampling.max_tokens, max_model_len - len(prompt))
+    return Request(prompt, sampling, limit=limit, answer=answer, on_tokens=on_tokens)
 
 
 def seeded_uniform(seed: int, index: int) -> float:

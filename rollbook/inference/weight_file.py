@@ -72,3 +72,16 @@ def _tensor(name: str, entry: _Entry, body: memoryview) -> FileTensor:
     if not 0 <= start <= end <= len(body):
         raise ValueError(f"tensor {name} claims bytes {start} to {end} of {len(body)}")
     return FileTensor(name=name, dtype=entry.dtype, shape=tuple(entry.shape), data=body[start:end])
+
+
+def read_weight_directory(directory: Path) -> Mapping[str, FileTensor]:
+    """Every tensor of a Hugging Face directory, over all its safetensors files, or of one such file."""
+    if directory.is_file():
+        return read_weights(directory)
+    files = sorted(directory.glob("*.safetensors")) if directory.is_dir() else []
+    if not files:
+        raise WeightsError(f"{directory} holds no safetensors file")
+    tensors: dict[str, FileTensor] = {}
+    for file in files:
+        tensors.update(read_weights(file))
+    return tensors

@@ -1,90 +1,129 @@
-"""What crosses between the policy server and its clients: JSON as OpenAI and vLLM shape it, with two extensions.
+"""What crosses between the policy server and its clients for completions: JSON as OpenAI and vLLM shape it, with a few extensions.
 
-The extensions: `min_publication`, a request is answered only from weights at least that new; `seeds`, one seed a prompt. In answers
-`weight_versions` tells which publication sampled which span of the tokens.
+The extensions: `min_publication`, a request is answered only from weights at least that new; `seeds`, one seed a prompt;
+`detokenize`, false leaves all text out. In answers `weight_versions` tells which publication sampled which span of the tokens.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rollbook.contracts.policy import Completion, FinishReason, Publication, PublicationId, SamplingParams
+from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
 
 STALE_WEIGHTS = "stale_weights"
 QUEUE_FULL = "queue_full"
 GENERATION_FAILED = "generation_failed"
 OUTDATED_UPDATE = "outdated_update"
-UNPUBLISHED = "default"
-"""What vLLM calls weights that nobody has named."""
+
+_MASK_63 = (1 << 63) - 1
 
 
-class CompletionBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """POST /v1/completions. Fields of OpenAI's that would change what is sampled and are not offered are refused, never ignored."""
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
 
-    prompt: list[int | list[int]] | str
+
+class SamplingBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """What completions and chat have in common. A field that would change what is sampled and is not offered is refused."""
+
     model: str | None = None
-    max_tokens: int = 16
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
     seed: int | None = None
-    seeds: list[int | None] | None = None
-    """One seed a prompt, where several prompts come in one request."""
-    stop_token_ids: list[int] = []
-    n: int = 1
-    return_token_ids: bool = False
-    logprobs: int | None = None
-    min_publication: int = 0
-    user: str | None = None
-    stream: bool | None = None
-    echo: bool | None = None
-    best_of: int | None = None
     stop: str | list[str] | None = None
-    suffix: str | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    min_publication: int = 0
+    request_id: str | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    min_p: float | None = None
 
-    def prompts(self) -> list[list[int]]:
-        """One list of token ids a prompt. Raises `ValueError` for text or a mixture."""
-        if isinstance(self.prompt, str):
-            raise ValueError("prompt: this server takes token ids, not text")
-        if not self.prompt:
-            raise ValueError("prompt: it is empty; at least one token is needed")
-        several = [part for part in self.prompt if isinstance(part, list)]
-        if not several:
-            return [[part for part in self.prompt if isinstance(part, int)]]
-        if len(several) != len(self.prompt):
-            raise ValueError("prompt: it mixes token ids and lists of them")
-        return several
+    @property
+    def count(self) -> int:
+        return 1 if self.n is None else self.n
+
+    def stops(self) -> tuple[str, ...]:
+        """Raises `ValueError` for one that is empty: it would match everywhere."""
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if not all(stops):
+            raise ValueError("stop: an empty string would stop before the first token")
+        return stops
 
     def refused_field(self) -> str | None:
         """A field that was set to something this server does not do."""
-        neutral: dict[str, tuple[object, ...]] = {
-            "stream": (None, False),
-            "echo": (None, False),
-            "best_of": (None, 1, self.n),
-            "stop": (None, []),
-            "suffix": (None, ""),
+        return next((name for name, values in self._neutral().items() if getattr(self, name) not in values), None)
+
+    def _neutral(self) -> dict[str, tuple[object, ...]]:
+        return {
             "presence_penalty": (None, 0),
             "frequency_penalty": (None, 0),
+            "repetition_penalty": (None, 1),
             "logit_bias": (None, {}),
+            "min_p": (None, 0),
         }
-        return next((name for name, values in neutral.items() if getattr(self, name) not in values), None)
 
-    def sampling(self, seed: int | None) -> SamplingParams:
+    def sampling(self, seed: int | None, *, max_tokens: int, eos_token_ids: tuple[int, ...] = ()) -> SamplingParams:
         """Raises `ValueError` naming the field at fault."""
+        stop_ids = dict.fromkeys([*(self.stop_token_ids or ()), *(() if self.ignore_eos else eos_token_ids)])
         return SamplingParams(
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
+            max_tokens=max_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
             # vLLM says -1 for "no truncation", we say 0.
-            top_k=0 if self.top_k == -1 else self.top_k,
-            stop_token_ids=tuple(self.stop_token_ids),
+            top_k=0 if self.top_k in (None, -1) else self.top_k,
+            stop_token_ids=tuple(stop_ids),
             seed=seed,
         )
+
+
+class CompletionBody(SamplingBody, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[str | int | list[int]]
+    max_tokens: int | None = 16
+    seeds: list[int | None] | None = None
+    """One seed a prompt, where several prompts come in one request."""
+    logprobs: int | None = None
+    detokenize: bool = True
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+
+    def prompts(self) -> list[str] | list[list[int]]:
+        """One text or one list of token ids a prompt. Raises `ValueError` for a mixture."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if not self.prompt:
+            raise ValueError("prompt: it is empty; at least one token is needed")
+        kinds = {type(part) for part in self.prompt}
+        if len(kinds) > 1:
+            raise ValueError("prompt: it mixes texts, token ids and lists of them")
+        if kinds == {int}:
+            return [[part for part in self.prompt if isinstance(part, int)]]
+        if kinds == {str}:
+            return [part for part in self.prompt if isinstance(part, str)]
+        return [part for part in self.prompt if isinstance(part, list)]
+
+    def _neutral(self) -> dict[str, tuple[object, ...]]:
+        own: dict[str, tuple[object, ...]] = {
+            "echo": (None, False),
+            "best_of": (None, 1, self.count),
+            "suffix": (None, ""),
+            "logprobs": (None, 0),
+        }
+        return {**super()._neutral(), **own}
 
 
 class VersionSpan(msgspec.Struct):
@@ -95,17 +134,24 @@ class VersionSpan(msgspec.Struct):
     end: int
 
 
-class LogprobsBlock(msgspec.Struct):
+class LogprobsBlock(msgspec.Struct, omit_defaults=True):
     token_logprobs: list[float]
+    tokens: list[str] | None = None
+    text_offset: list[int] | None = None
+    top_logprobs: list[dict[str, float]] | None = None
 
 
 class Choice(msgspec.Struct):
     index: int
-    finish_reason: str
+    finish_reason: str | None
     weight_versions: list[VersionSpan]
     token_ids: list[int] | None = None
     logprobs: LogprobsBlock | None = None
     text: str = ""
+    stop_reason: str | int | None = None
+    prompt_token_ids: list[int] | None = None
+    generation_s: float | None = None
+    """From the first token to the last: without the time in the queue."""
 
     def to_contract(self) -> Completion:
         """Raises `ValueError` when the pieces do not fit together."""
@@ -115,7 +161,8 @@ class Choice(msgspec.Struct):
             token_ids=np.array(self.token_ids, dtype=np.int32),
             logprobs=np.array(self.logprobs.token_logprobs, dtype=np.float32),
             versions=stamps(self.weight_versions, len(self.token_ids)),
-            finish_reason=FinishReason(self.finish_reason),
+            finish_reason=FinishReason(str(self.finish_reason)),
+            generation_s=self.generation_s,
         )
 
 
@@ -124,68 +171,31 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
 
+    @classmethod
+    def of(cls, prompt_tokens: int, completion_tokens: int) -> "Usage":
+        return cls(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens)
+
 
 class CompletionReply(msgspec.Struct):
     id: str
     created: int
     model: str
     choices: list[Choice]
-    usage: Usage
-    object: str = "text_completion"
+    usage: Usage | None = None
+    object: Literal["text_completion"] = "text_completion"
+    kv_after_update: str | None = None
+    """Sent where an answer spans several publications: what became of its cache in between."""
 
 
 class ErrorDetail(msgspec.Struct):
     message: str
     type: str
-    code: int
+    code: int | str | None = None
     param: str | None = None
 
 
 class ErrorReply(msgspec.Struct):
     error: ErrorDetail
-
-
-class UpdateInfo(msgspec.Struct, forbid_unknown_fields=True):
-    """Which weights, and where they lie. `directory`: a safetensors file both sides can see."""
-
-    path: str
-    publication: int
-    step: int
-    epoch: int
-    digest: str
-    backend: Literal["directory"] = "directory"
-
-    def to_contract(self) -> Publication:
-        return Publication(id=PublicationId(self.publication), epoch=self.epoch, step=self.step, digest=self.digest)
-
-
-class UpdateBody(msgspec.Struct, forbid_unknown_fields=True):
-    update_info: UpdateInfo
-
-
-class WeightInfo(msgspec.Struct):
-    weight_version: str = UNPUBLISHED
-    publication: int | None = None
-    step: int | None = None
-    epoch: int | None = None
-    digest: str | None = None
-
-    @classmethod
-    def of(cls, publication: Publication | None) -> "WeightInfo":
-        if publication is None:
-            return cls()
-        return cls(
-            weight_version=str(publication.id),
-            publication=publication.id,
-            step=publication.step,
-            epoch=publication.epoch,
-            digest=publication.digest,
-        )
-
-    def to_contract(self) -> Publication | None:
-        if self.publication is None or self.step is None or self.epoch is None or self.digest is None:
-            return None
-        return Publication(id=PublicationId(self.publication), epoch=self.epoch, step=self.step, digest=self.digest)
 
 
 class Health(msgspec.Struct):
@@ -197,16 +207,14 @@ class Health(msgspec.Struct):
     running: int
     queued: int
     is_paused: bool
+    is_draining: bool = False
 
 
-def choice_of(completion: Completion, index: int, *, with_ids: bool, with_logprobs: bool) -> Choice:
-    return Choice(
-        index=index,
-        finish_reason=completion.finish_reason.value,
-        weight_versions=spans(completion.versions.tolist()),
-        token_ids=completion.token_ids.tolist() if with_ids else None,
-        logprobs=LogprobsBlock(token_logprobs=completion.logprobs.tolist()) if with_logprobs else None,
-    )
+def derived_seed(seed: int | None, index: int) -> int | None:
+    """The seed of the `index`-th of several completions of one request. The first keeps the seed itself."""
+    if seed is None or index == 0:
+        return seed
+    return (seed ^ (index * 0x9E3779B97F4A7C15)) & _MASK_63
 
 
 def spans(versions: list[int]) -> list[VersionSpan]:

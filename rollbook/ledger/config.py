@@ -88,8 +88,9 @@ class LedgerConfig(BaseModel, frozen=True, extra="forbid"):
     body_s: float = Field(default=60.0, gt=0)
     """Seconds within which the body of a request must have arrived."""
 
-    request_s: float = Field(default=60.0, gt=0)
-    """Seconds that a client keeps trying to reach the ledger in one call: enough for the ledger to be restarted."""
+    request_s: float = Field(default=120.0, gt=0)
+    """Seconds that a client keeps trying to reach the ledger in one call: enough for the ledger to be restarted. The one retry
+    there is: when it is over, the process that asked ends, and the supervisor starts it again."""
 
     keep_payloads: bool = True
     """Keep the tokens of trained groups for replay and browsing. Otherwise they go once no kept checkpoint needs them."""

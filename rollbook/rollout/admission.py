@@ -18,6 +18,7 @@ class StalenessController:
         self._rule = rule
         # The ledger grants no more than C to all dispatchers together, so more slots than that would never be used.
         self._slots = min(slots, rule.max_in_flight)
+        self._limit = self._slots
         self._capacity = 0
         self.running = 0
         self.accepted = 0
@@ -25,8 +26,17 @@ class StalenessController:
         self.gate = GateState.NO_POLICY
 
     @property
+    def limit(self) -> int:
+        """Groups this dispatcher plays at the same time, at most."""
+        return self._limit
+
+    def set_limit(self, limit: int) -> None:
+        """Play fewer than could be: beyond some number they only wait for the engine. What runs already runs on."""
+        self._limit = max(1, min(self._slots, limit))
+
+    @property
     def free(self) -> int:
-        return max(0, self._slots - self.running)
+        return max(0, self._limit - self.running)
 
     @property
     def to_propose(self) -> int:

@@ -28,7 +28,7 @@ class PrefixMismatchError(AssemblyError):
 
 
 class Assembler(Protocol):
-    """What turns become. `linear.TrajectoryAssembler` takes tokens, `messages.MessageTrajectoryAssembler` chat messages."""
+    """What turns become. `TurnAssembler`s take tokens, `messages.MessageTrajectoryAssembler` chat messages."""
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -47,6 +47,49 @@ class Assembler(Protocol):
         metrics: Mapping[str, float] | None = None,
         facts: Mapping[str, Any] | None = None,
     ) -> RolloutSample: ...
+
+
+class TurnAssembler(Protocol):
+    """An assembler that is given whole turns; `assemblers.table` names them. It differs in what it makes of a rewritten history."""
+
+    @property
+    def prompt_ids(self) -> list[int]: ...
+
+    @property
+    def num_turns(self) -> int: ...
+
+    @property
+    def num_forks(self) -> int: ...
+
+    def add_turn(
+        self,
+        prompt_ids: Sequence[int],
+        completion: Completion,
+        *,
+        sampling: SamplingParams | None = None,
+        seconds: float = 0.0,
+    ) -> TurnMark:
+        """What the engine consumed and what it produced. The mark says where it went."""
+
+    def build(
+        self,
+        *,
+        reward: float | None,
+        finish_reason: EndReason = EndReason.DONE,
+        invalid_cause: str | None = None,
+        solved: bool | None = None,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        metrics: Mapping[str, float] | None = None,
+        facts: Mapping[str, Any] | None = None,
+    ) -> RolloutSample: ...
+
+
+def require_turn(prompt_ids: Sequence[int], completion: Completion, *, number: int) -> None:
+    """A turn needs something to answer and an answer."""
+    if not len(prompt_ids):
+        raise AssemblyError(f"turn {number} has an empty prompt: nothing would predict the first sampled token")
+    if not len(completion.token_ids):
+        raise AssemblyError(f"turn {number} is an empty completion ({completion.finish_reason})")
 
 
 def first_difference(left: Sequence[Any], right: Sequence[Any]) -> int | None:

@@ -5,8 +5,10 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, model_validator
 
 from rollbook.contracts.policy import SamplingParams
+from rollbook.rollout.adaptive import AdaptiveRules
 from rollbook.rollout.group_rules import GroupRules
 from rollbook.rollout.limits import EpisodeLimits
+from rollbook.rollout.reward_rules import Missing, RewardFunction, RewardRules
 
 
 class SamplingConfig(BaseModel, frozen=True, extra="forbid"):
@@ -45,6 +47,84 @@ class EpisodeSettings(BaseModel, frozen=True, extra="forbid"):
     """When the chat template rewrites earlier turns: give up the episode, or go on in a further sequence."""
 
 
+class RewardFunctionConfig(BaseModel, frozen=True, extra="forbid"):
+    """One entry for each function, under a name of your choice: `[rollout.rewards.functions.correct]`."""
+
+    path: str = Field(pattern=r"^[\w.]+:\w+$")
+    """`module:function`, plain or async: takes a `RewardCase`, returns a number, or None for what it cannot score."""
+
+    weight: float = Field(default=1.0, allow_inf_nan=False)
+    """Its share in the sum. 0: it is measured and recorded only."""
+
+
+class RewardsConfig(BaseModel, frozen=True, extra="forbid"):
+    """Reward functions of your own, each in a process apart: one that never ends is killed and stalls nothing."""
+
+    functions: dict[str, RewardFunctionConfig] = Field(default_factory=dict)
+    """By name. The reward of a sample is the weighted sum of what they say."""
+
+    environment_weight: float = Field(default=0.0, allow_inf_nan=False)
+    """Share of the reward that the episode itself brought. 0: the functions alone decide."""
+
+    missing: Missing = Missing.UNSCORABLE
+    """None or NaN of one function: the sample is unscorable, or the others make the reward. It is never 0."""
+
+    timeout_s: float = Field(default=10.0, gt=0)
+    """Seconds of one call. Then its process is killed and replaced, and the sample is unscorable."""
+
+    start_s: float = Field(default=60.0, gt=0)
+    """Seconds in which a process must have imported the functions."""
+
+    processes: int = Field(default=2, ge=1)
+    """Processes of each worker for plain functions: how many calls run at the same time."""
+
+    concurrent: int = Field(default=32, ge=1)
+    """Calls of async functions that run side by side in their one process."""
+
+    @model_validator(mode="after")
+    def _nothing_goes_unread(self) -> "RewardsConfig":
+        fields = type(self).model_fields
+        strays = sorted(name for name in fields if name != "functions" and getattr(self, name) != fields[name].default)
+        if not self.functions and strays:
+            raise ValueError(f"{', '.join(strays)}: there are no reward functions; name some under functions")
+        if self.functions and not self.environment_weight and not any(f.weight for f in self.functions.values()):
+            raise ValueError("every weight is 0: no sample would ever have a reward; give one of them a weight")
+        bad = [name for name in self.functions if not name.isidentifier() or name == "environment"]
+        if bad:
+            raise ValueError(f"{', '.join(bad)}: a name must be letters, digits and underscores, and not `environment`")
+        return self
+
+    @property
+    def rules(self) -> RewardRules | None:
+        if not self.functions:
+            return None
+        return RewardRules(
+            functions=tuple(RewardFunction(name=n, path=f.path, weight=f.weight) for n, f in self.functions.items()),
+            environment_weight=self.environment_weight,
+            missing=self.missing,
+            timeout_s=self.timeout_s,
+            start_s=self.start_s,
+            processes=self.processes,
+            concurrent=self.concurrent,
+        )
+
+
+class AdaptiveConfig(BaseModel, frozen=True, extra="forbid"):
+    """Seek the number of groups in flight that keeps the engine busy: more would only wait, and their tokens grow old."""
+
+    enabled: bool = False
+    """Off: as many groups as workers and gate allow."""
+
+    least_groups: int = Field(default=2, ge=1)
+    """It never plays fewer at a time."""
+
+    interval_s: float = Field(default=10.0, gt=0)
+    """Seconds over which throughput is measured before the number moves, at least."""
+
+    def rules(self, *, most: int) -> AdaptiveRules:
+        return AdaptiveRules(least=min(self.least_groups, most), most=most)
+
+
 class RolloutConfig(BaseModel, frozen=True, extra="forbid"):
     function: str = Field(default="rollbook.rollout.episode", min_length=1)
     """Module that offers `make_rollout(setup)`, or `module:attribute`. The default plays any environment as a chat."""
@@ -74,9 +154,32 @@ class RolloutConfig(BaseModel, frozen=True, extra="forbid"):
     """Tokens of one sequence at most: prompt, completions and observations."""
 
     max_seconds: float = Field(default=120.0, gt=0)
-    """Wall seconds of one episode; then it ends as truncated, and a function that does not end by itself is cancelled."""
+    """Seconds of one episode; then it ends as truncated, and a function that does not end by itself is cancelled. Waiting for the
+    engine's queue or for a sandbox does not count."""
+
+    rewards: RewardsConfig = RewardsConfig()
 
     sampling: SamplingConfig = SamplingConfig()
+
+    oversample: int = Field(default=0, ge=0)
+    """Episodes of a group begun beyond its size. When the group is full, those that still play are dropped as surplus."""
+
+    step_s: float = Field(default=120.0, gt=0)
+    """Wall seconds of one reset or step of a world; then the episode is given up, unscored."""
+
+    open_s: float = Field(default=300.0, gt=0)
+    """How long an episode waits for a world: for a place on its server, and for the sandbox to be ready."""
+
+    grace_s: float = Field(default=5.0, ge=0)
+    """From the end of an episode's time to its cancellation: a function that watches its time ends by itself within it."""
+
+    adaptive: AdaptiveConfig = AdaptiveConfig()
+
+    fairness_every_s: float = Field(default=30.0, gt=0)
+    """Seconds between audits that compare the trained groups with the dispatched ones: length, latency, reward."""
+
+    fairness_window: int = Field(default=1024, ge=50)
+    """Groups that such an audit looks back on."""
 
     workers: int = Field(default=1, ge=1)
     """Worker processes."""
@@ -95,9 +198,6 @@ class RolloutConfig(BaseModel, frozen=True, extra="forbid"):
 
     heartbeat_s: float = Field(default=5.0, gt=0)
     """Seconds between signs of life to the ledger. Keep it well below the ledger's owner_ttl_s."""
-
-    ledger_patience_s: float = Field(default=120.0, gt=0)
-    """How long an unreachable ledger is waited for before the dispatcher gives up."""
 
     @model_validator(mode="after")
     def _the_floor_can_be_reached(self) -> "RolloutConfig":
@@ -121,9 +221,18 @@ class RolloutConfig(BaseModel, frozen=True, extra="forbid"):
             min_samples=self.min_samples,
             retry_budget=self.retry_budget,
             max_seconds=self.max_seconds,
+            step_s=self.step_s,
+            open_s=self.open_s,
+            grace_s=self.grace_s,
             drop_constant_reward=self.drop_constant_reward,
             filter=self.filter,
+            oversample=self.oversample,
         )
+
+    @property
+    def episodes_per_group(self) -> int:
+        """Episodes of one group that may be in flight."""
+        return self.completions_per_prompt + self.oversample
 
     @property
     def slots(self) -> int:

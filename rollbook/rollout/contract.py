@@ -11,9 +11,10 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
+from rollbook.contracts.errors import RollbookError, RunError
 from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.ports import Environment
-from rollbook.contracts.trajectory import RolloutSample
+from rollbook.contracts.trajectory import EndReason, RolloutSample
 from rollbook.rollout.dotted import DottedPathError, load_attribute
 from rollbook.rollout.limits import EpisodeLimits
 from rollbook.rollout.policy import EpisodePolicy
@@ -32,7 +33,17 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str: ...
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str: ...
+
+    @property
+    def identity(self) -> str:
+        """A digest of what decides which tokens a text or a chat becomes."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -40,6 +51,54 @@ class Tokenizer(Protocol):
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a turn of the model."""
+
+
+class ChatSession(Protocol):
+    """One episode of an agent that speaks OpenAI's API to `base_url`. `proxy_session.ProxySession` is one."""
+
+    @property
+    def id(self) -> str:
+        """Also the API key, for agents whose base URL cannot be set alone."""
+
+    @property
+    def base_url(self) -> str: ...
+
+    @property
+    def num_turns(self) -> int: ...
+
+    @property
+    def end_reason(self) -> EndReason | None:
+        """The limit that ended the episode; None while none did."""
+
+    @property
+    def failure(self) -> RollbookError | None:
+        """What kept the policy from answering, also when the agent swallowed it."""
+
+    @property
+    def messages(self) -> Sequence[Message]: ...
+
+    @property
+    def last_text(self) -> str: ...
+
+    def build(
+        self,
+        *,
+        reward: float | None,
+        invalid_cause: str | None = None,
+        solved: bool | None = None,
+        metrics: Mapping[str, float] | None = None,
+        facts: Mapping[str, Any] | None = None,
+    ) -> RolloutSample: ...
+
+
+class OpenChatSession(Protocol):
+    def __call__(
+        self, *, assembler: str = "branching", tool_parser: str = "hermes"
+    ) -> AbstractAsyncContextManager[ChatSession]: ...
+
+
+def _no_proxy(*, assembler: str = "branching", tool_parser: str = "hermes") -> AbstractAsyncContextManager[ChatSession]:
+    raise RunError(f"this worker was set up without a proxy, so no {assembler} session can be opened in it")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +114,10 @@ class RolloutSetup:
     log: EventLog
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The table `rollout.settings` of the config, for the user's module to read."""
+    policy_url: str = ""
+    """Where the policy server answers, for agents that run elsewhere."""
+    open_proxy_session: OpenChatSession = _no_proxy
+    """An endpoint for an agent: `async with setup.open_proxy_session() as session: run_agent(session.base_url)`."""
 
 
 MakeRollout: TypeAlias = Callable[[RolloutSetup], RolloutFn]

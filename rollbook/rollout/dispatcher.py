@@ -1,21 +1,19 @@
 """`Dispatcher`: keeps groups in flight, stores what came of them, and reports outcomes.
 
 The ledger is the truth: it grants groups, and a group this process loses is granted again. So nothing here is saved, and a stop
-releases nothing: whoever joins under the same name next takes over at once.
+releases nothing: whoever joins under the same name next takes over at once. Nothing is tried again here either: the ledger's client
+does that, once, within one budget; when it is spent this process ends and the supervisor decides.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeVar
 
 from rollbook.concurrency.clock import Clock, SystemClock
-from rollbook.concurrency.deadline import Deadline
-from rollbook.concurrency.retry import retry
 from rollbook.contracts.admission import GateState, Grant, OpenReply, OwnerId, Receipt
-from rollbook.contracts.errors import RunError, TransientError
+from rollbook.contracts.errors import RunError
 from rollbook.contracts.freshness import FreshnessRule
 from rollbook.contracts.group import GroupId, group_id
 from rollbook.contracts.ports import GroupSink, TaskSource
@@ -25,7 +23,9 @@ from rollbook.rollout.breaker import CircuitBreaker
 from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.group import GroupOrder, GroupResult
 from rollbook.rollout.isolation import WorkerPool
+from rollbook.rollout.metrics import reward_names
 from rollbook.rollout.recipe import WorkerRecipe
+from rollbook.rollout.steering import Steering
 from rollbook.rollout.telling import GroupTeller
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import MetricRecorder
@@ -42,8 +42,6 @@ HISTORY_PAGE = 1000
 """Past draws in one answer: some hundred kilobytes."""
 LAST_LANDINGS_S = 2.0
 """When the run is over: how long groups that are just being stored are waited for, so that they are counted too."""
-
-T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
@@ -84,6 +82,7 @@ class Dispatcher:
         metrics: MetricRecorder,
         spans: SpanRecorder,
         clock: Clock | None = None,
+        max_attempts: int | None = None,
         look_at: str = "the events rollout.group_failed and rollout.worker_output in the run's logs",
     ) -> None:
         self._name = name
@@ -94,18 +93,27 @@ class Dispatcher:
         self._metrics = metrics
         self._clock = clock or SystemClock()
         self._controller = StalenessController(rule, slots=config.slots)
-        self._teller = GroupTeller(metrics=metrics, spans=spans, log=log, breaker=CircuitBreaker(look_at=look_at))
+        self._teller = GroupTeller(
+            metrics=metrics,
+            spans=spans,
+            log=log,
+            breaker=CircuitBreaker(look_at=look_at),
+            rewards=reward_names(config),
+        )
+        self._steering = Steering(config, self._controller, metrics=metrics, log=log, clock=self._clock)
         self._pool = WorkerPool(recipe, config, listener=self, log=log, clock=self._clock)
         self._flights: dict[tuple[str, int], _Flight] = {}
         # A flight lands once and keeps its slot until the ledger has it, so there are never more landings than slots.
         self._landings: asyncio.Queue[_Landing] = asyncio.Queue(maxsize=config.slots)
         self._freed = asyncio.Event()
+        self._max_attempts = max_attempts
+        self._failed_attempts: Counter[GroupId] = Counter()
         self._is_ended = False
 
     async def run(self) -> None:
         """Play until the ledger says that the run is over. Raises `RunError` where a person must act."""
-        owner = await self._ask("join", lambda: self._sink.join(self._name))
-        self._tasks.rebuild(await self._ask("progress", self._sink.progress))
+        owner = await self._sink.join(self._name)
+        self._tasks.rebuild(await self._sink.progress())
         if self._tasks.needs_history:
             await self._recall()
         try:
@@ -133,7 +141,7 @@ class Dispatcher:
     async def _recall(self) -> None:
         """Tell the task source its past, page by page: a long one is never held at once."""
         after = -1
-        while past := await self._ask("outcomes", partial(self._sink.outcomes, after=after, limit=HISTORY_PAGE)):
+        while past := await self._sink.outcomes(after=after, limit=HISTORY_PAGE):
             self._tasks.recall(past)
             after = past[-1].sequence
 
@@ -157,7 +165,7 @@ class Dispatcher:
             count = self._controller.to_propose
             draws = self._tasks.propose(count)
             if self._tasks.is_exhausted and not was_told:
-                await self._ask("exhausted", self._sink.exhausted)
+                await self._sink.exhausted()
                 was_told = True
             reply = await self._open(owner, draws, count)
             if reply.gate is GateState.ENDED:
@@ -166,7 +174,7 @@ class Dispatcher:
                 await self._clock.sleep(EMPTY_PAUSE_S)
 
     async def _open(self, owner: OwnerId, draws: Sequence[Draw], count: int) -> OpenReply:
-        reply = await self._ask("open", lambda: self._sink.open(owner, draws, limit=count, wait_s=OPEN_WAIT_S))
+        reply = await self._sink.open(owner, draws, limit=count, wait_s=OPEN_WAIT_S)
         self._tasks.taken(reply.taken)
         granted = {grant.position for grant in reply.grants}
         for draw in draws[: reply.taken]:
@@ -214,7 +222,7 @@ class Dispatcher:
         self._metrics.add("rollout/worker_deaths", 1)
 
     def _expire(self, grant: Grant) -> None:
-        self._pool.cancel(grant.group_id, grant.attempt)
+        self._pool.cancel(grant.group_id, grant.attempt, is_late=True)
         self._begin_landing(grant.group_id, grant.attempt, cause="deadline")
 
     def _begin_landing(
@@ -245,10 +253,18 @@ class Dispatcher:
         grant = flight.grant
         if result is None:
             await self._give_back(grant, cause)
+            self._steering.given_up(grant, seconds=self._clock.now() - flight.started)
             self._leave(flight)
             self._controller.given_back()
+            self._failed_attempts[grant.group_id] += 1
+            if self._failed_attempts[grant.group_id] == self._max_attempts:
+                # The ledger dropped it with this: nobody else will say so, and the cursor would wait for it for ever.
+                self._tasks.observe(grant.group_id, grant.position, None)
+                del self._failed_attempts[grant.group_id]
             return
+        self._failed_attempts.pop(grant.group_id, None)
         await self._store(grant, result)
+        self._steering.finished(grant, result, seconds=self._clock.now() - flight.started)
         self._leave(flight)
         self._controller.finished(is_accepted=result.drop is None)
         self._tasks.observe(grant.group_id, grant.position, result.outcome)
@@ -258,17 +274,15 @@ class Dispatcher:
     async def _give_back(self, grant: Grant, cause: str) -> None:
         self._metrics.add("rollout/groups_released", 1)
         self._log.info("rollout.group_released", group_id=grant.group_id, attempt=grant.attempt, cause=cause)
-        await self._ask("release", lambda: self._sink.release(grant.group_id, attempt=grant.attempt, cause=cause))
+        await self._sink.release(grant.group_id, attempt=grant.attempt, cause=cause)
 
     async def _store(self, grant: Grant, result: GroupResult) -> None:
         group, drop = result.group, result.drop
         if group is not None:
-            receipt = await self._ask(
-                "submit", lambda: self._sink.submit(group, result.outcome, attempt=grant.attempt, drop=drop)
-            )
+            receipt = await self._sink.submit(group, result.outcome, attempt=grant.attempt, drop=drop)
         else:
             assert drop is not None
-            receipt = await self._ask("close", lambda: self._sink.close(grant.group_id, drop, outcome=result.outcome))
+            receipt = await self._sink.close(grant.group_id, drop, outcome=result.outcome)
         if receipt is not Receipt.STORED:
             # Another attempt was faster, or our own first request arrived after all: the first one won.
             self._log.info("rollout.group_known", group_id=grant.group_id, attempt=grant.attempt, receipt=receipt)
@@ -282,9 +296,10 @@ class Dispatcher:
         """Tell the ledger that we live, and hear from it where the run stands. Ends: when the run is over."""
         while True:
             await self._clock.sleep(self._config.heartbeat_s)
-            await self._ask("heartbeat", lambda: self._sink.heartbeat(owner))
-            status = await self._ask("status", self._sink.status)
+            await self._sink.heartbeat(owner)
+            status = await self._sink.status()
             self._controller.heard(status)
+            await self._steering.look(self._sink, status)
             if status.ended:
                 self._is_ended = True
                 self._freed.set()
@@ -301,16 +316,8 @@ class Dispatcher:
         self._metrics.add("rollout/accepted_groups", self._controller.accepted)
         self._metrics.add("rollout/rejected_groups", self._controller.rejected)
         self._metrics.add("rollout/worker_loop_lag", self._pool.loop_lag_s)
+        self._steering.measure()
         self._metrics.tick()
-
-    async def _ask(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
-        """Ask the ledger. Its client retries what is lost on the way; a ledger that is being restarted is waited for."""
-
-        def noticed(error: Exception, wait_s: float) -> None:
-            self._log.warning("rollout.ledger_unreachable", call=what, error=str(error), next_try_in_s=round(wait_s, 2))
-
-        deadline = Deadline(self._config.ledger_patience_s, f"ledger {what}", clock=self._clock)
-        return await retry(call, on=TransientError, deadline=deadline, clock=self._clock, noticed=noticed)
 
 
 def _most_telling(escaped: BaseExceptionGroup[BaseException]) -> BaseException:

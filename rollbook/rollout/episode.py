@@ -19,7 +19,8 @@ from rollbook.contracts.trajectory import EndReason, RolloutSample
 from rollbook.rollout.assemblers.messages import MessageTrajectoryAssembler
 from rollbook.rollout.config import EpisodeSettings
 from rollbook.rollout.contract import RolloutFn, RolloutSetup
-from rollbook.rollout.policy import EpisodeTimeUpError
+from rollbook.rollout.episode_time import EpisodeTime
+from rollbook.rollout.policy import EpisodeTimeUpError, current_episode
 
 
 def make_rollout(setup: RolloutSetup) -> RolloutFn:
@@ -44,7 +45,9 @@ class _Episode:
         self._settings = settings
         self._world = world
         self._chat = MessageTrajectoryAssembler(setup.tokenizer, setup.sampling, on_rewrite=settings.on_rewrite)
-        self._began = time.monotonic()
+        self._clock = EpisodeTime(setup.limits.max_seconds)
+        if (episode := current_episode()) is not None and episode.time is not None:
+            self._clock = episode.time
         self._rewards: list[float] = []
         self._cut_turns = 0
 
@@ -67,8 +70,7 @@ class _Episode:
     async def _turn(self) -> str | EndReason:
         """Let the policy answer: what it said, or the limit that kept it from saying anything."""
         limits, chat, began = self._setup.limits, self._chat, time.monotonic()
-        elapsed = began - self._began
-        end = limits.before_turn(turns=chat.num_turns, num_tokens=chat.num_tokens, seconds=elapsed)
+        end = limits.before_turn(turns=chat.num_turns, num_tokens=chat.num_tokens, seconds=self._clock.used_s)
         if end is not None:
             return self._stopped(end)
         prompt = chat.next_prompt()
@@ -79,8 +81,6 @@ class _Episode:
             completion = await self._setup.policy.complete(prompt, max_tokens=most)
         except EpisodeTimeUpError:
             return self._stopped(EndReason.TIME)
-        if completion.finish_reason is FinishReason.ABORT:
-            raise EpisodeError(f"the policy server aborted turn {self._chat.num_turns + 1}")
         self._cut_turns += completion.finish_reason is FinishReason.LENGTH
         return self._chat.add_completion(completion, seconds=time.monotonic() - began)
 
@@ -98,6 +98,10 @@ class _Episode:
             reward=float(reward),
             finish_reason=end,
             solved=seen.solved,
-            metrics={"cut_turns": float(self._cut_turns), "seconds": time.monotonic() - self._began},
+            metrics={
+                "cut_turns": float(self._cut_turns),
+                "seconds": self._clock.used_s,
+                "waited_seconds": self._clock.waited_s,
+            },
             facts=seen.facts,
         )

@@ -82,11 +82,11 @@ class WorkerPool:
         self._backlog.append(order)
         self._hand_out()
 
-    def cancel(self, group_id: str, attempt: int) -> None:
-        """Forget a group: nothing will be said about it any more."""
+    def cancel(self, group_id: str, attempt: int, *, is_late: bool = False) -> None:
+        """Forget a group: nothing will be said about it any more; of a late one, where it hangs is written to the log."""
         self._backlog = deque(o for o in self._backlog if (o.group_id, o.attempt) != (group_id, attempt))
         for worker in self._open:
-            worker.cancel(group_id, attempt)
+            worker.cancel(group_id, attempt, is_late=is_late)
 
     def _hand_out(self) -> None:
         while self._backlog and self._open:

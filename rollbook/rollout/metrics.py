@@ -1,6 +1,10 @@
 """The metrics of this room, and how a finished group becomes values of them."""
 
-from rollbook.contracts.group import DropKind, DropReason, GroupOutcome
+from collections.abc import Sequence
+
+from rollbook.contracts.group import DropKind, DropReason, GroupOutcome, PromptGroup
+from rollbook.rollout.config import RolloutConfig
+from rollbook.rollout.rewards import SECONDS_KEY, score_key
 from rollbook.telemetry.metrics import Metric, MetricRecorder, Reduction
 
 ROLLOUT_METRICS: tuple[Metric, ...] = (
@@ -18,10 +22,17 @@ ROLLOUT_METRICS: tuple[Metric, ...] = (
     Metric(
         "rollout/samples_declined", "samples", "samples for which the rollout function returned None", Reduction.SUM
     ),
+    Metric("rollout/samples_surplus", "samples", "samples begun by over-sampling and not needed", Reduction.SUM),
     Metric("rollout/worker_deaths", "processes", "worker processes that died unasked", Reduction.SUM),
     Metric("rollout/worker_loop_lag", "s", "how late the slowest worker's event loop was", Reduction.MAX),
     Metric("rollout/accepted_groups", "groups", "groups stored by this process so far"),
     Metric("rollout/rejected_groups", "groups", "groups dropped by this process so far"),
+    Metric("rollout/concurrency_limit", "groups", "groups this process plays at the same time, at most"),
+    Metric("fairness/ks_tokens", "distance", "trained against dispatched groups: sampled tokens"),
+    Metric("fairness/ks_seconds", "distance", "trained against dispatched groups: seconds to play"),
+    Metric("fairness/ks_reward", "distance", "trained against dispatched groups: mean reward"),
+    Metric("fairness/left_out_share", "share", "dispatched groups that were not trained, filters apart"),
+    Metric("fairness/biased_measures", "measures", "measures in which trained groups are unlike the dispatched"),
     Metric("async/in_flight", "groups", "groups being played"),
     Metric("async/staleness_capacity", "groups", "groups the gate would let begin now"),
     Metric(
@@ -32,6 +43,36 @@ ROLLOUT_METRICS: tuple[Metric, ...] = (
     ),
     Metric("async/filter_drops", "groups", "groups that a filter dropped", Reduction.SUM),
 )
+
+
+def rollout_metrics(config: RolloutConfig) -> tuple[Metric, ...]:
+    """The table, with what each reward function of this run says."""
+    found = list(ROLLOUT_METRICS)
+    for name in reward_names(config):
+        found.append(Metric(score_key(name), "reward", f"mean of what {name} said", Reduction.MEAN))
+        unscored = f"samples that {name} could not score: None, NaN, a fault or a timeout"
+        found.append(Metric(f"{score_key(name)}_unscored", "samples", unscored, Reduction.SUM))
+    if config.rewards.functions:
+        found.append(Metric("reward/seconds", "s", "the slowest reward function of a sample", Reduction.MEAN))
+        found.append(Metric("reward/seconds_max", "s", "the slowest call of a reward function", Reduction.MAX))
+    return tuple(found)
+
+
+def reward_names(config: RolloutConfig) -> list[str]:
+    return [*config.rewards.functions, *(["environment"] if config.rewards.functions else [])]
+
+
+def record_rewards(metrics: MetricRecorder, group: PromptGroup, names: Sequence[str]) -> None:
+    """What each function said of each sample that was played to its end."""
+    for sample in group.samples:
+        if SECONDS_KEY not in sample.metrics:
+            continue
+        for name in names:
+            value = sample.metrics.get(score_key(name))
+            metrics.add(score_key(name), value)
+            metrics.add(f"{score_key(name)}_unscored", value is None)
+        metrics.add("reward/seconds", sample.metrics[SECONDS_KEY])
+        metrics.add("reward/seconds_max", sample.metrics[SECONDS_KEY])
 
 
 def record_group(metrics: MetricRecorder, outcome: GroupOutcome, drop: DropReason | None) -> None:
@@ -49,6 +90,7 @@ def record_group(metrics: MetricRecorder, outcome: GroupOutcome, drop: DropReaso
     metrics.add("rollout/groups_finished", 1)
     metrics.add("rollout/samples_retried", outcome.retried_samples)
     metrics.add("rollout/samples_declined", outcome.declined_samples)
+    metrics.add("rollout/samples_surplus", outcome.surplus_samples)
     metrics.add("async/invalid_samples", sum(outcome.invalid_causes.values()))
     if drop is not None:
         metrics.add("rollout/groups_failed", drop.kind is DropKind.INVALID)

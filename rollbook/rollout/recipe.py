@@ -8,6 +8,7 @@ from typing import Any
 
 from rollbook.contracts.errors import RunError
 from rollbook.rollout.group_rules import GroupRules
+from rollbook.rollout.reward_rules import RewardRules
 
 
 class RecipeError(RunError):
@@ -21,6 +22,7 @@ class WorkerRecipe:
     rollout: str
     """`module` or `module:attribute` of `make_rollout`."""
     rules: GroupRules
+    rewards: RewardRules | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     search_path: tuple[str, ...] = ()
     """Directories in which user modules are looked for, the config's own first."""
@@ -30,7 +32,9 @@ class WorkerRecipe:
         try:
             return pickle.dumps(self)
         except Exception as error:
-            culprit = next((name for name, value in self._parts() if not _can_pickle(value)), "a part of it")
+            culprit = next(
+                (_culprit(name, value) for name, value in self._parts() if not _can_pickle(value)), "a part of it"
+            )
             raise RecipeError(
                 f"the worker's recipe cannot be sent to its process: {culprit} cannot be pickled "
                 f"({type(error).__name__}: {error}); pass names and plain values, and build objects in the builder"
@@ -40,6 +44,19 @@ class WorkerRecipe:
         parts: list[tuple[str, object]] = [(f"settings[{key!r}]", value) for key, value in self.settings.items()]
         parts += [(f.name, getattr(self, f.name)) for f in dataclasses.fields(self)]
         return parts
+
+
+def _culprit(path: str, value: object) -> str:
+    """The innermost part of a value that cannot be pickled: `settings['grader']['client'] (a lock)`."""
+    parts: list[tuple[str, object]] = []
+    if isinstance(value, Mapping):
+        parts = [(f"{path}[{key!r}]", inner) for key, inner in value.items()]
+    elif isinstance(value, list | tuple):
+        parts = [(f"{path}[{number}]", inner) for number, inner in enumerate(value)]
+    for inner_path, inner in parts:
+        if not _can_pickle(inner):
+            return _culprit(inner_path, inner)
+    return f"{path} (a {type(value).__qualname__})"
 
 
 def _can_pickle(value: object) -> bool:

@@ -1,9 +1,12 @@
 """Messages to tokens and back, from the files of a model directory. The only door of `tokenizers` and `jinja2` in this room."""
 
+import hashlib
+import itertools
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,6 +21,17 @@ CACHED_TEXTS = 4096
 """Renderings and encodings kept. Siblings share their first prompt and worlds repeat themselves, so most turns find theirs here."""
 CACHED_CHARS = 4096
 """Longer texts are not kept: the two caches stay below 40 MB, and long texts seldom repeat."""
+
+
+def _byte_signs() -> dict[str, int]:
+    """Byte-level tokenizers write each byte as one printable sign: itself where it prints, else the next unused one above 255."""
+    printing = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printing]
+    return {**{chr(byte): byte for byte in printing}, **{chr(256 + at): byte for at, byte in enumerate(others)}}
+
+
+_BYTE_OF = _byte_signs()
+_BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class TokenizerError(RunError):
@@ -41,10 +55,13 @@ class ModelTokenizer:
     ) -> None:
         self._fast = fast
         self._special_tokens = dict(special_tokens or {})
+        self._source = chat_template
         self._template = None if chat_template is None else _compile(chat_template)
         self._eos_token_ids = tuple(eos_token_ids)
         # A template that asks for the date is not a function of its messages.
         self._may_cache = chat_template is not None and "strftime_now" not in chat_template
+        self._added = frozenset(fast.get_added_tokens_decoder())
+        self._is_byte_level = "ByteLevel" in repr(fast.decoder)
         self._encode_short = lru_cache(CACHED_TEXTS)(self._encode)
         self._render_short = lru_cache(CACHED_TEXTS)(self._render_plain)
 
@@ -86,26 +103,76 @@ class ModelTokenizer:
         text: str = self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-        if self._may_cache:
+    def encode_prompt(self, text: str) -> list[int]:
+        """Tokens of a text that begins a sequence: with what the model wants at the start (most often one token, or none)."""
+        ids: list[int] = self._fast.encode(text, add_special_tokens=True).ids
+        return ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token stands for, which may be half a character."""
+        token: str | None = self._fast.id_to_token(token_id)
+        if token is None:
+            return b""
+        if token_id in self._added:
+            return token.encode()
+        if self._is_byte_level and all(sign in _BYTE_OF for sign in token):
+            return bytes(_BYTE_OF[sign] for sign in token)
+        if (fallback := _BYTE_FALLBACK.fullmatch(token)) is not None:
+            return bytes([int(fallback.group(1), 16)])
+        return token.replace("\u2581", " ").encode()
+
+    def pieces(self, token_ids: Sequence[int]) -> tuple[str, list[tuple[int, int]]]:
+        """The text of these tokens, special ones shown, and where each of them lies in it."""
+        text = self.decode(token_ids, skip_special_tokens=False)
+        again = self._fast.encode(text, add_special_tokens=False)
+        if list(again.ids) == list(token_ids):
+            return text, [(int(begin), int(end)) for begin, end in again.offsets]
+        # Sampled in another way than the tokenizer would write it: one by one, which may tear a character of several bytes.
+        parts = [self.decode([token], skip_special_tokens=False) for token in token_ids]
+        ends = list(itertools.accumulate(map(len, parts)))
+        return "".join(parts), list(zip([0, *ends[:-1]], ends, strict=True))
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        if self._may_cache and not tools:
             plain = _plain_chat(messages)
             if plain is not None:
                 return self._render_short(plain, add_generation_prompt)
-        return self._render(messages, add_generation_prompt)
+        return self._render(messages, add_generation_prompt, tools)
 
     def _render_plain(self, chat: tuple[str, ...], add_generation_prompt: bool) -> str:
         messages = [{"role": role, "content": said} for role, said in zip(chat[::2], chat[1::2], strict=True)]
         return self._render(messages, add_generation_prompt)
 
-    def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+    def _render(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
         if self._template is None:
             raise RenderError("this tokenizer has no chat template; add chat_template.jinja to the model directory")
         try:
             return self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **self._special_tokens
+                messages=messages,
+                tools=list(tools) if tools else None,
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
             )
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            # Templates index, join and add what messages hold: a message they did not expect raises what Python raises.
             raise RenderError(f"the chat template refused {len(messages)} messages: {error}") from error
+
+    @cached_property
+    def identity(self) -> str:
+        """A digest of vocabulary, merges, special tokens and template. Equal: the same messages make the same tokens."""
+        parts = (self._fast.to_str(), self._source or "", json.dumps(self._special_tokens, sort_keys=True))
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
     @property
     def vocab_size(self) -> int:

@@ -1,10 +1,12 @@
 """What is told about a finished group: metrics, its span on the timeline, the causes of its failures; and the breaker's verdict."""
 
+from collections.abc import Sequence
+
 from rollbook.contracts.admission import Grant
 from rollbook.contracts.group import DropKind, GroupId
 from rollbook.rollout.breaker import CircuitBreaker, GroupEnd
 from rollbook.rollout.group import GroupResult
-from rollbook.rollout.metrics import record_group
+from rollbook.rollout.metrics import record_group, record_rewards
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import MetricRecorder
 from rollbook.telemetry.spans import SpanRecorder
@@ -14,7 +16,16 @@ TOLD_CAUSES = 100
 
 
 class GroupTeller:
-    def __init__(self, *, metrics: MetricRecorder, spans: SpanRecorder, log: EventLog, breaker: CircuitBreaker) -> None:
+    def __init__(
+        self,
+        *,
+        metrics: MetricRecorder,
+        spans: SpanRecorder,
+        log: EventLog,
+        breaker: CircuitBreaker,
+        rewards: Sequence[str] = (),
+    ) -> None:
+        self._rewards = tuple(rewards)
         self._metrics = metrics
         self._spans = spans
         self._log = log
@@ -25,6 +36,8 @@ class GroupTeller:
         """Raises `RolloutsFailingError` when this was one failure too many."""
         outcome, drop = result.outcome, result.drop
         record_group(self._metrics, outcome, drop)
+        if result.group is not None and self._rewards:
+            record_rewards(self._metrics, result.group, self._rewards)
         self._spans.record(
             "rollout.group",
             started_wall,

@@ -56,6 +56,8 @@ class Play(msgspec.Struct, tag="play", array_like=True, frozen=True):
 class Cancel(msgspec.Struct, tag="cancel", array_like=True, frozen=True):
     group_id: str
     attempt: int
+    is_late: bool = False
+    """Its time is over: say first where it hangs."""
 
 
 class Stop(msgspec.Struct, tag="stop", array_like=True, frozen=True):
@@ -71,6 +73,15 @@ class Beat(msgspec.Struct, tag="beat", array_like=True, frozen=True):
 
     in_flight: int
     loop_lag_s: float
+
+
+class Stalled(msgspec.Struct, tag="stalled", array_like=True, frozen=True):
+    """A group was not finished in time: how old it is, and where each of its episodes waits."""
+
+    group_id: str
+    attempt: int
+    age_s: float
+    stack: str
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
@@ -177,7 +188,7 @@ class Finished(msgspec.Struct, tag="finished", array_like=True, frozen=True):
 
 
 ToWorker: TypeAlias = Play | Cancel | Stop
-FromWorker: TypeAlias = Ready | Beat | Failed | Finished
+FromWorker: TypeAlias = Ready | Beat | Failed | Finished | Stalled
 
 _encoder = msgspec.msgpack.Encoder()
 to_worker = msgspec.msgpack.Decoder(ToWorker)

@@ -14,10 +14,12 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Final
 
+from rollbook.concurrency.process_state import process_state
 from rollbook.concurrency.shield import finish
 from rollbook.contracts.errors import RunError, WorkerError
 from rollbook.rollout.group import GroupOrder, GroupResult
 from rollbook.rollout.recipe import WorkerRecipe
+from rollbook.rollout.stacks import STACK_SIGNAL
 from rollbook.rollout.wire import (
     Beat,
     Cancel,
@@ -26,6 +28,7 @@ from rollbook.rollout.wire import (
     FromWorker,
     Play,
     Ready,
+    Stalled,
     Stop,
     ToWorker,
     frame,
@@ -36,6 +39,9 @@ from rollbook.telemetry.events import EventLog
 
 STDERR_LINES = 40
 """Last lines of a worker's output that are kept for the message when it dies."""
+
+STACK_S = 0.5
+"""How long a silent worker may take to write its stack down. Its signal handler does that, so it is a matter of milliseconds."""
 
 CHUNK_BYTES = 1 << 16
 """A line longer than this is cut: nobody reads it, and it must not fill our memory."""
@@ -58,7 +64,9 @@ class AsyncRolloutWorker:
         last_lines: deque[str],
         *,
         silence_s: float,
+        log: EventLog,
     ) -> None:
+        self._log = log
         self._process = process
         self._reader = reader
         self._writer = writer
@@ -72,13 +80,18 @@ class AsyncRolloutWorker:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def exit_status(self) -> int | None:
+        """How the process ended; negative for the signal that ended it, None while it lives."""
+        return self._process.returncode
+
     def play(self, order: GroupOrder) -> None:
         self.in_flight[order.group_id, order.attempt] = order
         self._tell(Play.of(order))
 
-    def cancel(self, group_id: str, attempt: int) -> None:
+    def cancel(self, group_id: str, attempt: int, *, is_late: bool = False) -> None:
         if self.in_flight.pop((group_id, attempt), None) is not None:
-            self._tell(Cancel(group_id=group_id, attempt=attempt))
+            self._tell(Cancel(group_id=group_id, attempt=attempt, is_late=is_late))
 
     async def results(self) -> AsyncIterator[tuple[GroupOrder, GroupResult]]:
         """What it finished, one by one. Raises `WorkerDiedError` when the process is gone or silent, `RunError` if it says so."""
@@ -91,6 +104,15 @@ class AsyncRolloutWorker:
                         yield order, message.to_contract()
                 case Beat(loop_lag_s=lag_s):
                     self.loop_lag_s = lag_s
+                case Stalled() as stalled:
+                    self._log.warning(
+                        "rollout.group_stalled",
+                        group_id=stalled.group_id,
+                        attempt=stalled.attempt,
+                        age_s=stalled.age_s,
+                        pid=self.pid,
+                        stack=stalled.stack,
+                    )
                 case Ready():
                     pass
                 case Failed():
@@ -118,12 +140,25 @@ class AsyncRolloutWorker:
             async with asyncio.timeout(within_s):
                 payload = await read_frame(self._reader)
         except TimeoutError:
-            raise WorkerDiedError(f"worker {self.pid} {complaint} for {within_s:g} s{self._tail()}") from None
+            stack = await self._stack()
+            self._log.warning(
+                "rollout.worker_stalled", pid=self.pid, age_s=within_s, in_flight=len(self.in_flight), stack=stack
+            )
+            raise WorkerDiedError(f"worker {self.pid} {complaint} for {within_s:g} s; where it is:\n{stack}") from None
         if payload is None:
             await _ends(self._process, 1.0)
             raise WorkerDiedError(f"worker {self.pid} {_ending(self._process.returncode)}{self._tail()}")
         message: FromWorker = from_worker.decode(payload)
         return message
+
+    async def _stack(self) -> str:
+        """Where each of its threads is, in its own words; else what the kernel says of it."""
+        said = len(self._last_lines)
+        with suppress(ProcessLookupError):
+            self._process.send_signal(STACK_SIGNAL)
+        await asyncio.sleep(STACK_S)
+        told = list(self._last_lines) if said == self._last_lines.maxlen else list(self._last_lines)[said:]
+        return "\n".join(f"    {line}" for line in told) or f"    it cannot say ({process_state(self.pid)})"
 
     def _tell(self, message: ToWorker) -> None:
         # Orders are small and few (a worker has a bounded number of groups), so the buffer of the socket bounds nothing here.
@@ -171,7 +206,7 @@ async def open_worker(
     try:
         reader, writer = await asyncio.open_connection(sock=ours)
         last_lines: deque[str] = deque(maxlen=STDERR_LINES)
-        worker = AsyncRolloutWorker(process, reader, writer, last_lines, silence_s=silence_s)
+        worker = AsyncRolloutWorker(process, reader, writer, last_lines, silence_s=silence_s, log=log)
         # Its scope is this block: a group would wrap what the block raises.
         output = asyncio.create_task(_follow_output(process, last_lines, log), name=f"worker.output.{process.pid}")
         try:

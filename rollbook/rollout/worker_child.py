@@ -5,6 +5,8 @@ parent is gone. SIGINT is the parent's business.
 """
 
 import asyncio
+import dataclasses
+import faulthandler
 import os
 import pickle
 import signal
@@ -12,7 +14,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -23,8 +25,10 @@ from rollbook.contracts.errors import RollbookError, RunError, WorkerError
 from rollbook.rollout.contract import RolloutSetup, build_rollout, load_rollout
 from rollbook.rollout.dotted import load_attribute
 from rollbook.rollout.filters import load_filters
-from rollbook.rollout.group import GroupAssembler, GroupOrder
+from rollbook.rollout.group import GroupAssembler, GroupOrder, sample_name
 from rollbook.rollout.recipe import WorkerRecipe
+from rollbook.rollout.rewards import open_scorer
+from rollbook.rollout.stacks import STACK_SIGNAL, tell_tasks
 from rollbook.rollout.wire import (
     Beat,
     Cancel,
@@ -33,11 +37,13 @@ from rollbook.rollout.wire import (
     FromWorker,
     Play,
     Ready,
+    Stalled,
     Stop,
     frame,
     read_frame,
     to_worker,
 )
+from rollbook.rollout.worlds import watched
 
 BEAT_S = 1.0
 EXIT_FAILED = 3
@@ -54,6 +60,7 @@ class WorkerLoop:
         self._reader = reader
         self._writer = writer
         self._playing: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._began: dict[tuple[str, int], float] = {}
 
     async def run(self) -> None:
         """Takes: orders, from the parent. Gives: results and beats. Ends: at a stop, or when the parent is gone."""
@@ -72,12 +79,15 @@ class WorkerLoop:
             match to_worker.decode(payload):
                 case Play() as play:
                     key = (play.group_id, play.attempt)
+                    self._began[key] = asyncio.get_running_loop().time()
                     self._playing[key] = group.create_task(
                         self._play(play.to_contract()), name=f"worker.group.{play.group_id}"
                     )
                     self._playing[key].add_done_callback(partial(self._forget, key))
-                case Cancel(group_id=group_id, attempt=attempt):
+                case Cancel(group_id=group_id, attempt=attempt, is_late=is_late):
                     if (task := self._playing.get((group_id, attempt))) is not None:
+                        if is_late:
+                            await self._tell(self._stalled(group_id, attempt))
                         task.cancel()
                 case Stop():
                     return
@@ -86,8 +96,15 @@ class WorkerLoop:
         result = await self._assembler.play(order)
         await self._tell(Finished.of(order, result))
 
+    def _stalled(self, group_id: str, attempt: int) -> Stalled:
+        episodes = [task for task in asyncio.all_tasks() if task.get_name().startswith(f"{sample_name(group_id)}.")]
+        age_s = asyncio.get_running_loop().time() - self._began.get((group_id, attempt), 0.0)
+        stack = tell_tasks(sorted(episodes, key=asyncio.Task.get_name))
+        return Stalled(group_id=group_id, attempt=attempt, age_s=round(age_s, 2), stack=stack)
+
     def _forget(self, key: tuple[str, int], _: asyncio.Task[None]) -> None:
         self._playing.pop(key, None)
+        self._began.pop(key, None)
 
     async def _beat(self) -> None:
         loop = asyncio.get_running_loop()
@@ -131,10 +148,22 @@ async def _serve(recipe: WorkerRecipe, reader: asyncio.StreamReader, writer: asy
         recipe.rules.filter, drop_constant_reward=recipe.rules.drop_constant_reward, search_path=recipe.search_path
     )
     builder: Builder = load_attribute(recipe.builder, recipe.search_path, default=None, role="worker builder")
-    async with builder(dict(recipe.settings)) as setup:
+    async with AsyncExitStack() as stack:
+        setup = await stack.enter_async_context(builder(dict(recipe.settings)))
+        setup = dataclasses.replace(
+            setup,
+            open_environment=watched(setup.open_environment, step_s=recipe.rules.step_s, open_s=recipe.rules.open_s),
+        )
         rollout = build_rollout(make, setup, path=recipe.rollout)
+        score = None
+        if recipe.rewards is not None:
+            scorer = open_scorer(
+                recipe.rewards, decode=setup.tokenizer.decode, search_path=recipe.search_path, log=setup.log
+            )
+            score = (await stack.enter_async_context(scorer)).score
         writer.write(frame(Ready(pid=os.getpid())))
-        await WorkerLoop(GroupAssembler(rollout, recipe.rules, filters=filters), reader, writer).run()
+        assembler = GroupAssembler(rollout, recipe.rules, filters=filters, score=score)
+        await WorkerLoop(assembler, reader, writer).run()
 
 
 def _unpickled(payload: bytes) -> WorkerRecipe:
@@ -154,6 +183,8 @@ def _told(error: Exception) -> Failed:
 
 def main(socket_fd: int, watch_fd: int) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Written by the handler itself, also while a regular expression or a parser holds the interpreter.
+    faulthandler.register(STACK_SIGNAL, all_threads=True)
     for fd in (socket_fd, watch_fd):
         # What user code spawns must not keep our connection open when we are gone.
         os.set_inheritable(fd, False)

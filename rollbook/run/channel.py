@@ -11,6 +11,8 @@ from typing import Any
 class Note(StrEnum):
     READY = "ready"
     DOING = "doing"
+    BEAT = "beat"
+    """A sign of life from the event loop itself."""
     FAULT = "fault"
     """Stop the run: `message` is for a person."""
     END = "end"
@@ -40,6 +42,9 @@ class Channel:
 
     def ready(self, message: str = "") -> None:
         self._send(Note.READY, message)
+
+    def beat(self) -> None:
+        self._send(Note.BEAT, "")
 
     def doing(self, message: str) -> None:
         self._send(Note.DOING, message)

@@ -6,6 +6,7 @@ turns whatever escapes into an exit code that says who must act.
 
 import argparse
 import asyncio
+import faulthandler
 import importlib
 import json
 import os
@@ -28,6 +29,10 @@ from rollbook.run.roles import ROLES
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.spans import SpanRecorder
 
+BEAT_S = 1.0
+"""Between signs of life to the supervisor."""
+STACK_SIGNAL = signal.SIGUSR1
+"""On this every thread's stack is written to stderr, also while foreign code holds the interpreter."""
 EXIT_DONE = 0
 EXIT_CRASHED = 1
 EXIT_STOP_RUN = 2
@@ -64,6 +69,7 @@ class RoleModule(Protocol):
 
 def main(argv: list[str] | None = None) -> int:
     args = _arguments(argv)
+    faulthandler.register(STACK_SIGNAL, all_threads=True)
     if args.parent_fd is not None:
         die_with_parent(args.parent_fd)
     directory = RunDirectory(Path(args.run_dir))
@@ -96,10 +102,20 @@ async def _play(module: RoleModule, context: RoleContext) -> int:
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, context.draining.set)
     loop.add_signal_handler(signal.SIGINT, lambda: None)
-    ended = await module.main(context)
+    beats = asyncio.create_task(_beat(context.channel), name="process.beat")
+    try:
+        ended = await module.main(context)
+    finally:
+        beats.cancel()
     context.log.info("process.ended", how=ended)
     context.channel.end(ended)
     return EXIT_DONE
+
+
+async def _beat(channel: Channel) -> None:
+    while True:
+        channel.beat()
+        await asyncio.sleep(BEAT_S)
 
 
 def _verdict(error: BaseException, channel: Channel, log: EventLog) -> int:

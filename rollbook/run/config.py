@@ -22,6 +22,7 @@ from rollbook.inference.config import InferenceConfig
 from rollbook.ledger.config import GateConfig, LedgerConfig
 from rollbook.rollout.config import RolloutConfig
 from rollbook.run.config_checks import CROSS_CHECKS
+from rollbook.run.evaluation_config import EvaluationConfig
 from rollbook.tasks.config import TasksConfig
 from rollbook.trainer.config import ModelConfig, TrainerConfig
 
@@ -35,6 +36,15 @@ class RunSection(BaseModel, frozen=True, extra="forbid"):
     seed: int = Field(default=0, ge=0)
     """From this every other seed is derived: initial weights, order of tasks, minibatches."""
 
+    ready_s: float = Field(default=120.0, gt=0)
+    """From the start of a process to its ready message. At first a slower one stops the run; later it is started again."""
+
+    silence_s: float = Field(default=60.0, gt=1)
+    """A process whose event loop gives no sign of life for this long hangs: its stack is written down, and it is replaced."""
+
+    most_quick_deaths: int = Field(default=6, ge=0)
+    """Deaths in a row, each soon after the start, after which a process is given up and the run stops with the cause."""
+
 
 class RunConfig(BaseModel, frozen=True, extra="forbid"):
     run: RunSection = RunSection()
@@ -46,6 +56,7 @@ class RunConfig(BaseModel, frozen=True, extra="forbid"):
     gate: GateConfig = GateConfig()
     ledger: LedgerConfig = LedgerConfig()
     trainer: TrainerConfig = TrainerConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
 
 
 SEEDED = ("tasks", "inference", "trainer")
@@ -88,18 +99,23 @@ def load_config(
 
     `is_checked=False` is for the resolved config of a run that is only looked at: its modules may be gone.
     """
+    table, faults = read_table(path, overrides)
+    home = (source_dir or path.parent).resolve()
+    config, more = check_table(table, home) if is_checked else (RunConfig.model_validate(table), [])
+    if config is None or faults or more:
+        raise ConfigError(str(path), [*faults, *more])
+    return LoadedConfig(config, home)
+
+
+def read_table(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], list[ConfigFault]]:
+    """A TOML file with overrides, not yet checked; the faults are those of the overrides."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(str(path), [ConfigFault("file", f"cannot be read: {error.strerror or error}")]) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(str(path), [ConfigFault("file", f"is not TOML: {error}")]) from error
-    faults = [fault for text in overrides if (fault := _override(table, text)) is not None]
-    home = (source_dir or path.parent).resolve()
-    config, more = check_table(table, home) if is_checked else (RunConfig.model_validate(table), [])
-    if config is None or faults or more:
-        raise ConfigError(str(path), [*faults, *more])
-    return LoadedConfig(config, home)
+    return table, [fault for text in overrides if (fault := override_table(table, text)) is not None]
 
 
 def check_table(table: Mapping[str, Any], source_dir: Path) -> tuple[RunConfig | None, list[ConfigFault]]:
@@ -121,7 +137,8 @@ def check_table(table: Mapping[str, Any], source_dir: Path) -> tuple[RunConfig |
             parts[name] = kind.model_validate(table.get(name, {}))
         except ValidationError as error:
             faults += [
-                ConfigFault(".".join([name, *map(str, e["loc"])]), _plain(e["type"], e["msg"])) for e in error.errors()
+                ConfigFault(".".join([name, *map(str, e["loc"])]), plain_message(e["type"], e["msg"]))
+                for e in error.errors()
             ]
     faults += [ConfigFault(path, message) for check in CROSS_CHECKS for path, message in check(parts)]
     faults += _missing_modules(parts, source_dir)
@@ -174,13 +191,13 @@ def _flat(value: Any, path: str = "") -> dict[str, Any]:
     return flat
 
 
-def _plain(kind: str, message: str) -> str:
+def plain_message(kind: str, message: str) -> str:
     if kind == "extra_forbidden":
         return "unknown field: it would be ignored, so it is refused"
     return message.removeprefix("Value error, ")
 
 
-def _override(table: dict[str, Any], text: str) -> ConfigFault | None:
+def override_table(table: dict[str, Any], text: str) -> ConfigFault | None:
     """`a.b=c` into the table; c is read as TOML, and as plain text where it is not."""
     path, sign, raw = text.partition("=")
     keys = path.strip().split(".")
@@ -206,10 +223,11 @@ def _missing_modules(parts: Mapping[str, BaseModel], source_dir: Path) -> list[C
         wanted.append(("rollout.function", rollout.function))
         if rollout.filter:
             wanted.append(("rollout.filter", rollout.filter))
+        wanted += [(f"rollout.rewards.functions.{n}.path", f.path) for n, f in rollout.rewards.functions.items()]
     if isinstance(env := parts.get("env"), EnvConfig) and ":" in (env.name or ""):
         wanted.append(("env.name", str(env.name)))
     faults = []
-    if isinstance(tasks := parts.get("tasks"), TasksConfig):
+    if isinstance(tasks := parts.get("tasks"), TasksConfig) and not tasks.is_posted:
         if tasks.source.endswith((".jsonl", ".json")) or "/" in tasks.source:
             if not (source_dir / tasks.source).exists():
                 faults.append(ConfigFault("tasks.source", f"no such file: {source_dir / tasks.source}"))

@@ -11,6 +11,7 @@ from rollbook.envs.config import EnvConfig
 from rollbook.inference.config import InferenceConfig, ScriptedConfig
 from rollbook.ledger.config import GateConfig
 from rollbook.rollout.config import RolloutConfig
+from rollbook.run.evaluation_config import EvaluationConfig
 from rollbook.tasks.config import TasksConfig
 from rollbook.trainer.config import TrainerConfig
 
@@ -52,12 +53,12 @@ def _a_minibatch_has_something_to_learn_from(parts: Parts) -> Faults:
 def _the_engine_can_hold_what_is_in_flight(parts: Parts) -> Faults:
     match parts.get("inference"), parts.get("gate"), parts.get("rollout"):
         case InferenceConfig() as inference, GateConfig() as gate, RolloutConfig() as rollout:
-            episodes = gate.max_groups_in_flight * rollout.completions_per_prompt
+            episodes = gate.max_groups_in_flight * rollout.episodes_per_group
             room = inference.max_queued + inference.max_running
             if episodes > room:
                 yield (
                     "inference.max_queued",
-                    f"{episodes} episodes may be in flight (gate.max_groups_in_flight × rollout.completions_per_prompt), "
+                    f"{episodes} episodes may be in flight (gate.max_groups_in_flight × episodes of a group), "
                     f"but the policy server holds {room} requests at most",
                 )
 
@@ -65,11 +66,11 @@ def _the_engine_can_hold_what_is_in_flight(parts: Parts) -> Faults:
 def _every_episode_has_a_world(parts: Parts) -> Faults:
     match parts.get("env"), parts.get("gate"), parts.get("rollout"):
         case EnvConfig(pool_size=int(size)), GateConfig() as gate, RolloutConfig() as rollout:
-            episodes = gate.max_groups_in_flight * rollout.completions_per_prompt
+            episodes = gate.max_groups_in_flight * rollout.episodes_per_group
             if episodes > size:
                 yield (
                     "env.pool_size",
-                    f"{episodes} episodes may be in flight (gate.max_groups_in_flight × rollout.completions_per_prompt), "
+                    f"{episodes} episodes may be in flight (gate.max_groups_in_flight × episodes of a group), "
                     f"but the pool has {size} worlds; raise it, or play fewer at a time",
                 )
 
@@ -93,6 +94,18 @@ def _no_field_goes_unread(parts: Parts) -> Faults:
             yield "inference.scripted", "is read by the scripted engine only; this run uses engine = 'transformers'"
 
 
+def _checkpoints_come_as_often_as_measurements(parts: Parts) -> Faults:
+    match parts.get("evaluation"), parts.get("trainer"):
+        case EvaluationConfig(every_steps=int(every), policy="own"), TrainerConfig() as trainer if (
+            trainer.checkpoint_every > every
+        ):
+            yield (
+                "evaluation.every_steps",
+                f"a checkpoint is measured (evaluation.policy = 'own'), and one is written every {trainer.checkpoint_every} steps "
+                f"(trainer.checkpoint_every), not every {every}; write them as often, or set evaluation.policy = 'shared'",
+            )
+
+
 CROSS_CHECKS: tuple[Callable[[Parts], Faults], ...] = (
     _episodes_fit_the_lease,
     _tokens_fit_the_context,
@@ -102,4 +115,5 @@ CROSS_CHECKS: tuple[Callable[[Parts], Faults], ...] = (
     _the_run_ends,
     _schedules_know_their_length,
     _no_field_goes_unread,
+    _checkpoints_come_as_often_as_measurements,
 )

@@ -2,16 +2,21 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId, GroupState, PromptGroup
 from rollbook.contracts.trajectory import RolloutSample, TokenRow
 from rollbook.dashboard.queries import summary
 from rollbook.ledger.records import GroupRecord
+from rollbook.rollout.fairness import compare, played_of
+from rollbook.rollout.provenance import Span, spans_of
 from rollbook.rollout.rendering import ModelTokenizer
 from rollbook.run.model_location import model_location
 from rollbook.run.reading import RunRecordReader
+
+LOOKED_BACK = 2000
+"""Groups that the audit of selection bias looks back on."""
 
 
 def overview_lines(run: RunRecordReader) -> Iterator[str]:
@@ -27,7 +32,23 @@ def overview_lines(run: RunRecordReader) -> Iterator[str]:
         yield f"reward      {_number(figures.reward_first)} → {_number(figures.reward_last)}"
         yield f"solved      {_number(figures.solved_first)} → {_number(figures.solved_last)}"
         yield f"lag         at most {figures.max_lag} of {run.config.gate.max_head_offpolicy_versions} allowed"
+    yield "fairness    " + _fairness(run)
     yield "end         " + ("over" if status.ended else "not over: `rollbook train` on this directory goes on")
+
+
+def _fairness(run: RunRecordReader) -> str:
+    """Whether the trained groups are like all that were dispatched, over the last ones."""
+    rows = run.groups(state=None, limit=LOOKED_BACK, offset=max(0, run.status().opened - LOOKED_BACK))
+    report = compare(
+        played_of(json.loads(row.outcome) if row.outcome else {}, state=row.state, drop_reason=row.drop_reason)
+        for row in rows
+    )
+    if not report.biases:
+        return "too few trained groups to tell"
+    if report.warnings:
+        return "; ".join(str(bias) for bias in report.warnings)
+    told = ", ".join(f"{bias.measure} {bias.distance:.2f}" for bias in report.biases)
+    return f"trained groups are like the dispatched (distance: {told}; {report.left_out_share:.0%} left out)"
 
 
 def groups_lines(run: RunRecordReader, *, state: str | None, limit: int, offset: int) -> Iterator[str]:
@@ -75,7 +96,8 @@ def _samples(group: PromptGroup, tokenizer: ModelTokenizer) -> Iterator[str]:
         for index, row in enumerate(sample.sequences):
             if len(sample.sequences) > 1:
                 yield f"  sequence {index}"
-            yield from _tokens(row, tokenizer)
+            turns = [turn for turn in sample.turns if turn.sequence == index]
+            yield from _tokens(row, spans_of(row, turns, sample.messages, tokenizer), tokenizer)
 
 
 def _verdict(sample: RolloutSample) -> str:
@@ -84,14 +106,18 @@ def _verdict(sample: RolloutSample) -> str:
     return f"{scored}{solved}, ended {sample.finish_reason}, {len(sample.turns)} turns, {sample.num_trained} trained tokens"
 
 
-def _tokens(row: TokenRow, tokenizer: ModelTokenizer) -> Iterator[str]:
-    yield f"  {'at':>4} {'id':>7}  {'token':<20} {'logprob':>9} {'version':>7}"
-    for at in range(len(row)):
-        text = repr(tokenizer.decode([int(row.token_ids[at])], skip_special_tokens=False))
-        trained = row.loss_mask[at]
-        logprob = f"{row.logprobs[at]:.4f}" if trained else ""
-        version = str(row.versions[at]) if row.versions[at] >= 0 else ""
-        yield f"  {at:>4} {int(row.token_ids[at]):>7}  {text:<20} {logprob:>9} {version:>7}"
+def _tokens(row: TokenRow, spans: Sequence[Span], tokenizer: ModelTokenizer) -> Iterator[str]:
+    """Token by token: who wrote it, and for what is trained its logprob and the version that sampled it."""
+    yield f"  {'at':>4} {'id':>7}  {'token':<20} {'author':<10} {'logprob':>9} {'version':>7} trained"
+    for span in spans:
+        for at in range(span.start, span.end):
+            text = repr(tokenizer.decode([int(row.token_ids[at])], skip_special_tokens=False))
+            trained = bool(row.loss_mask[at])
+            logprob = f"{row.logprobs[at]:.4f}" if trained else ""
+            version = str(row.versions[at]) if row.versions[at] >= 0 else ""
+            author = span.author if at == span.start else "·"
+            told = f"  {at:>4} {int(row.token_ids[at]):>7}  {text:<20} {author:<10} {logprob:>9} {version:>7}"
+            yield f"{told} {'yes' if trained else ''}".rstrip()
 
 
 def _number(value: float | None) -> str:

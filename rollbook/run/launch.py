@@ -54,7 +54,7 @@ def train(source: Path, *, run_dir: Path | None, overrides: Sequence[str], conso
     loaded, directory = settle(source, run_dir, overrides)
     directory.prepare()
     with directory.locked():
-        is_resumed = _claim(loaded, directory, console)
+        is_resumed = claim(loaded, directory, console)
         # Its warnings stand in the view and in its log; on stderr they would tear the live view.
         log = EventLog("supervisor", directory.log_file("supervisor"), echo=io.StringIO())
         log.info("run.started", resumed=is_resumed)
@@ -75,7 +75,7 @@ def settle(source: Path, run_dir: Path | None, overrides: Sequence[str]) -> tupl
     return loaded, RunDirectory(chosen.resolve())
 
 
-def _claim(loaded: LoadedConfig, directory: RunDirectory, console: Console) -> bool:
+def claim(loaded: LoadedConfig, directory: RunDirectory, console: Console) -> bool:
     """Write config and manifest of a new run; check those of an existing one. True: it is resumed."""
     is_resumed = directory.exists
     if is_resumed:

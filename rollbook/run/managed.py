@@ -11,12 +11,17 @@ import time
 from collections.abc import Callable
 from enum import StrEnum
 
+from rollbook.concurrency.process_state import process_state
 from rollbook.run.channel import ChildNote, Note
+from rollbook.run.child import STACK_SIGNAL
 from rollbook.run.directory import RunDirectory
 
 # How a process is ended: seconds from the polite request to the forced end. A trainer in the middle of a step is given more by
 # the supervisor, which waits for its drain.
 TERM_GRACE_S = 8.0
+# How long a process may take to write its stack down. Done by the signal handler itself, so it is a matter of milliseconds.
+STACK_S = 0.5
+STACK_BYTES = 16_384
 
 
 class ProcessState(StrEnum):
@@ -64,6 +69,7 @@ class ManagedProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._since = time.monotonic()
         self._started = 0.0
+        self._heard = 0.0
 
     @property
     def pid(self) -> int | None:
@@ -76,6 +82,11 @@ class ManagedProcess:
     @property
     def since_s(self) -> float:
         return time.monotonic() - self._since
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since anything was heard from it."""
+        return time.monotonic() - self._heard
 
     def move(self, state: ProcessState, doing: str = "") -> None:
         self.state, self.doing, self._since = state, doing, time.monotonic()
@@ -103,7 +114,7 @@ class ManagedProcess:
                 )
             os.close(parent_read)
             os.close(channel_write)
-            self._started = time.monotonic()
+            self._started = self._heard = time.monotonic()
             self._changed()
             listener = asyncio.create_task(self._listen(channel_read), name=f"run.listen.{self.name}")
             code = await self._process.wait()
@@ -117,6 +128,20 @@ class ManagedProcess:
 
     def ask_to_stop(self) -> None:
         self._signal(signal.SIGTERM)
+
+    async def stack(self) -> str:
+        """What each of its threads is doing, as far as it can still say so."""
+        path = self._directory.stderr_file(self.name)
+        before = path.stat().st_size if path.exists() else 0
+        self._signal(STACK_SIGNAL)
+        await asyncio.sleep(STACK_S)
+        try:
+            with path.open("rb") as file:
+                file.seek(before)
+                told = file.read(STACK_BYTES).decode(errors="replace").strip()
+        except OSError:
+            told = ""
+        return told or f"it cannot say where it is ({process_state(self.pid)})"
 
     def kill(self) -> None:
         """The whole process group: workers that a dying parent leaves behind go with it."""
@@ -162,10 +187,11 @@ class ManagedProcess:
             transport.close()
 
     def _take(self, note: ChildNote) -> None:
+        self._heard = time.monotonic()
         if note.kind is Note.READY:
-            self.move(ProcessState.RUNNING, note.message)
             self.ready.set()
             self.was_ready = True
+            self.move(ProcessState.RUNNING, note.message)
         elif note.kind is Note.DOING:
             self.doing, self._since = note.message, time.monotonic()
         elif note.kind is Note.FAULT:

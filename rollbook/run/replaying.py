@@ -1,8 +1,10 @@
 """Replay in a process of its own: the command line stays free of torch."""
 
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,23 @@ from rollbook.run.directory import RunDirectory
 def replay_run(path: Path, *, until: int | None) -> dict[str, Any]:
     """Train the recorded batches again; the answer has the digests and the first step where they differ."""
     RunDirectory(path.resolve()).read_manifest()
-    command = [sys.executable, "-m", "rollbook.run.processes.replay", str(path)]
-    command += [] if until is None else ["--until", str(until)]
+    return _asked(path, [] if until is None else ["--until", str(until)])
+
+
+def retrain_run(
+    path: Path, *, until: int | None, loss: str | None, overrides: Sequence[str], out: Path | None
+) -> dict[str, Any]:
+    """Train the recorded batches with another loss, beside the recorded one; the answer has both, and where the picture is."""
+    RunDirectory(path.resolve()).read_manifest()
+    arguments = [] if until is None else ["--until", str(until)]
+    arguments += [] if loss is None else ["--loss", loss]
+    arguments += [part for text in overrides for part in ("--set", text)]
+    folder = out or path / "replays" / re.sub(r"[^A-Za-z0-9_.-]+", "-", loss or "settings")
+    return _asked(path, [*arguments, "--out", str(folder)])
+
+
+def _asked(path: Path, arguments: Sequence[str]) -> dict[str, Any]:
+    command = [sys.executable, "-m", "rollbook.run.processes.replay", str(path), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RunError(f"the replay of {path} failed:\n{done.stderr.strip()[-2000:]}")

@@ -7,5 +7,6 @@ ROLES: dict[str, str] = {
     "env": "rollbook.run.processes.env_server",
     "rollout": "rollbook.run.processes.rollout",
     "trainer": "rollbook.run.processes.trainer",
+    "evaluation": "rollbook.run.processes.evaluation",
     "report": "rollbook.run.processes.report",
 }

@@ -25,8 +25,8 @@ from rollbook.telemetry.events import EventLog
 
 # From the last batch to the end of the other processes: the dispatcher learns at its next question that the run is over.
 WIND_DOWN_S = 10.0
-# A process that is neither ready nor dead by then hangs, and is named.
-READY_S = 120.0
+# How often processes are looked at for signs of life.
+LOOK_S = 0.25
 
 
 class RunEnd(StrEnum):
@@ -55,21 +55,26 @@ class Supervisor:
         log: EventLog,
         rule: RestartRule | None = None,
         say: Callable[[str], None] = lambda text: None,
+        has_trainer: bool = True,
     ) -> None:
         self._directory = directory
         self._log = log
-        self._rule = rule or RestartRule()
+        self._settings = config.run
+        self._rule = rule or RestartRule(most_quick_deaths=config.run.most_quick_deaths)
         self._say = say
         self._stopping = asyncio.Event()
         self._interrupts = 0
         self._failure: str | None = None
         self._over = asyncio.Event()
         self._drained = False
+        self._final_evaluation_s = config.evaluation.final_wait_s
         self._sockets: dict[str, socket.socket] = {}
         threads = {"policy": config.inference.threads, "trainer": config.trainer.threads}
         servers = ["ledger", "policy", *(["env"] if config.env.pool_size is not None else [])]
+        # Environments of Atropos are told where the ledger is before it runs.
+        fixed = {"ledger": config.tasks.atropos.port} if config.tasks.is_posted and not config.tasks.atropos.url else {}
         for server in servers:
-            self._sockets[server] = listening_socket("127.0.0.1", 0)
+            self._sockets[server] = listening_socket("127.0.0.1", fixed.get(server, 0))
         addresses = {name: url_of(sock) for name, sock in self._sockets.items()}
         self.processes = [
             ManagedProcess(
@@ -81,8 +86,16 @@ class Supervisor:
                 env={"OMP_NUM_THREADS": str(threads.get(name, 1)), "TOKENIZERS_PARALLELISM": "false"},
                 changed=self._write_processes,
             )
-            for name in (*servers, "trainer", "rollout")
+            for name in (
+                *servers,
+                *(["trainer"] if has_trainer else []),
+                "rollout",
+                *(["evaluation"] if config.evaluation.every_steps else []),
+            )
         ]
+        self.addresses = addresses
+        # Where somebody else trains, the dispatcher is the last to hear that the run is over.
+        self._last = next(p for p in self.processes if p.role == ("trainer" if has_trainer else "rollout"))
 
     async def run(self) -> RunOutcome:
         """Run to the end. Cancelling it stops everything at once."""
@@ -115,8 +128,10 @@ class Supervisor:
             await self._until_ready(ledger)
             keepers += [group.create_task(self._keep(p), name=f"run.keep.{p.name}") for p in others]
             readiness = group.create_task(self._all_ready(others), name="run.ready")
+            watch = group.create_task(self._watch(), name="run.watch")
             await self._over.wait()
             readiness.cancel()
+            watch.cancel()
             await self._stop_all()
             for keeper in keepers:
                 keeper.cancel()
@@ -137,8 +152,14 @@ class Supervisor:
             if code == EXIT_DONE:
                 process.move(ProcessState.ENDED, process.ended_with)
                 self._log.info("run.process_ended", process=process.name, how=process.ended_with)
-                if process.role == "trainer":
+                if process is self._last:
                     self._over.set()
+                return
+            if process.role == "evaluation" and code == EXIT_STOP_RUN:
+                # Measuring is not training: its fault is told, and the run goes on without it.
+                process.move(ProcessState.FAILED, process.fault or "it gave no reason")
+                self._log.error("run.evaluation_failed", cause=process.fault)
+                self._say(f"evaluation stopped: {process.fault}; training goes on")
                 return
             if code in (EXIT_STOP_RUN, EXIT_FENCED):
                 cause = process.fault or (
@@ -151,6 +172,10 @@ class Supervisor:
             told = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
             if isinstance(verdict, GiveUp):
                 process.move(ProcessState.FAILED, verdict.reason)
+                if process.role == "evaluation":
+                    self._log.error("run.evaluation_failed", cause=verdict.reason, last_words=process.last_words())
+                    self._say(f"evaluation ended with {told}; {verdict.reason}; training goes on")
+                    return
                 self._fail(
                     f"{process.name} ended with {told}; {verdict.reason}. Its last words:\n{process.last_words()}"
                 )
@@ -167,9 +192,14 @@ class Supervisor:
         ready = asyncio.create_task(process.ready.wait(), name=f"run.await_ready.{process.name}")
         over = asyncio.create_task(self._over.wait(), name="run.await_over")
         try:
-            done, _ = await asyncio.wait({ready, over}, timeout=READY_S, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(
+                {ready, over}, timeout=self._settings.ready_s, return_when=asyncio.FIRST_COMPLETED
+            )
             if not done:
-                self._fail(f"{process.name} was not ready after {READY_S:g} s. Its last words:\n{process.last_words()}")
+                stack = await process.stack()
+                self._fail(
+                    f"{process.name} was not ready after {self._settings.ready_s:g} s (run.ready_s). Where it is:\n{stack}"
+                )
         finally:
             for task in (ready, over):
                 task.cancel()
@@ -178,16 +208,48 @@ class Supervisor:
         for process in processes:
             await self._until_ready(process)
 
+    async def _watch(self) -> None:
+        """Name and kill what hangs; its keeper starts it again.
+
+        Takes:  signs of life of every process, from its event loop.
+        Waits:  a moment between looks.
+        Ends:   when the run is over.
+        """
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for process in self.processes:
+                limit_s = self._settings.silence_s if process.ready.is_set() else self._settings.ready_s
+                # Before its first readiness, slowness is the run's failure and not a hang: see `_until_ready`.
+                if process.pid is None or not process.was_ready or process.silent_s < limit_s:
+                    continue
+                silent_s, doing, stack = round(process.silent_s, 1), process.doing, await process.stack()
+                if process.silent_s < limit_s:
+                    continue  # it spoke meanwhile
+                self._log.error(
+                    "run.process_silent",
+                    process=process.name,
+                    pid=process.pid,
+                    silent_s=silent_s,
+                    doing=doing,
+                    stack=stack,
+                )
+                self._say(f"{process.name} gave no sign of life for {silent_s:g} s and is started again ({doing})")
+                process.kill()
+                await self._gone([process], TERM_GRACE_S)
+
     async def _stop_all(self) -> None:
         """In reverse order of the journey: who asks ends before who answers."""
-        trainer = next(p for p in self.processes if p.role == "trainer")
         rollout = next(p for p in self.processes if p.role == "rollout")
+        evaluation = [p for p in self.processes if p.role == "evaluation"]
         if self._failure is None and not self._drained:
             # The dispatcher hears from the ledger that the run is over and ends by itself.
             await self._gone([rollout], WIND_DOWN_S)
+            # And the evaluation measures once more what came of it.
+            await self._gone(evaluation, self._final_evaluation_s)
         self._stopping.set()
-        servers = [p for p in self.processes if p.role not in ("rollout", "trainer")]
-        for process in (rollout, trainer, *reversed(servers)):
+        servers = [p for p in self.processes if p.role not in ("rollout", "trainer", "evaluation")]
+        trainers = [p for p in self.processes if p.role == "trainer"]
+        for process in (*evaluation, rollout, *trainers, *reversed(servers)):
             if process.pid is None:
                 continue
             process.ask_to_stop()
@@ -222,11 +284,11 @@ class Supervisor:
     def _interrupted(self) -> None:
         """The first time: let the trainer finish its step and write a checkpoint. The second time: stop at once."""
         self._interrupts += 1
-        trainer = next(p for p in self.processes if p.role == "trainer")
-        if self._interrupts == 1 and trainer.pid is not None and trainer.ready.is_set():
+        last = self._last
+        if self._interrupts == 1 and last.pid is not None and last.ready.is_set():
             self._drained = True
-            self._say("stopping: the trainer finishes its step and writes a checkpoint (Ctrl-C again stops at once)")
-            trainer.ask_to_stop()
+            self._say(f"stopping: the {last.name} finishes its work (Ctrl-C again stops at once)")
+            last.ask_to_stop()
         else:
             self._drained = True
             self._over.set()
@@ -237,13 +299,11 @@ class Supervisor:
         restarts = sum(p.restarts for p in self.processes)
         if self._failure is not None:
             return RunOutcome(end=RunEnd.FAILED, message=self._failure, seconds=seconds, restarts=restarts)
-        trainer = next(p for p in self.processes if p.role == "trainer")
+        last = self._last
         if self._drained:
-            end = RunEnd.DRAINED if trainer.state is ProcessState.ENDED else RunEnd.INTERRUPTED
-            return RunOutcome(
-                end=end, message=trainer.ended_with or "stopped at once", seconds=seconds, restarts=restarts
-            )
-        return RunOutcome(end=RunEnd.FINISHED, message=trainer.ended_with, seconds=seconds, restarts=restarts)
+            end = RunEnd.DRAINED if last.state is ProcessState.ENDED else RunEnd.INTERRUPTED
+            return RunOutcome(end=end, message=last.ended_with or "stopped at once", seconds=seconds, restarts=restarts)
+        return RunOutcome(end=RunEnd.FINISHED, message=last.ended_with, seconds=seconds, restarts=restarts)
 
     def _write_processes(self) -> None:
         rows = {

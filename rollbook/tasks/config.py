@@ -6,10 +6,30 @@ from pydantic import BaseModel, Field, model_validator
 
 from rollbook.tasks.curriculum_config import CurriculumConfig
 
+ATROPOS = "atropos"
+"""As a source: nothing is drawn here, environments of Atropos post the groups."""
+
+
+class AtroposSourceConfig(BaseModel, frozen=True, extra="forbid"):
+    """Atropos environments as the source of groups. Read with `tasks.source = "atropos"`."""
+
+    url: str | None = None
+    """A server that speaks Atropos's API, elsewhere. Unset: the ledger of this run does, at `port`."""
+
+    port: int = Field(default=8000, ge=1, le=65535)
+    """Where environments reach the ledger of this run, on this machine: their `rollout_server_url`."""
+
+    batch_sequences: int = Field(default=64, ge=1)
+    """Sequences fetched together. Environments steer their pace by it; at least the size of the largest group."""
+
+    max_token_len: int = Field(default=4096, ge=2)
+    """What environments are told about the length of a sequence."""
+
 
 class TasksConfig(BaseModel, frozen=True, extra="forbid"):
     source: str = Field(min_length=1)
-    """A JSONL file (`tasks.jsonl`, relative to the config file) or a Python function (`module:function`) that yields rows."""
+    """A JSONL file (`tasks.jsonl`, relative to the config file) or a Python function (`module:function`) that yields rows; or
+    `atropos`: environments of Atropos post whole groups, see `[tasks.atropos]`."""
 
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function. A file takes none."""
@@ -38,6 +58,13 @@ class TasksConfig(BaseModel, frozen=True, extra="forbid"):
 
     curriculum: CurriculumConfig = Field(default_factory=CurriculumConfig)
 
+    atropos: AtroposSourceConfig = AtroposSourceConfig()
+
+    @property
+    def is_posted(self) -> bool:
+        """Whether others play, and post what came of it."""
+        return self.source == ATROPOS
+
     @property
     def is_function(self) -> bool:
         return not self.source.endswith(".jsonl")
@@ -53,6 +80,14 @@ class TasksConfig(BaseModel, frozen=True, extra="forbid"):
             raise ValueError(
                 f"split_field = {self.split_field!r} is read only when split is set; set it or remove this"
             )
+        if not self.is_posted and self.atropos != AtroposSourceConfig():
+            raise ValueError('atropos is read only with source = "atropos"; set that or remove the table')
+        if self.is_posted and (
+            self.args or self.order != "cursor" or self.epochs is not None or self.split is not None
+        ):
+            raise ValueError(
+                'with source = "atropos" others draw the tasks: args, order, epochs and split are not read'
+            )
         if self.order == "cursor" and self.curriculum != CurriculumConfig():
             raise ValueError('curriculum is read only with order = "curriculum"; set that or remove the table')
         if self.order == "curriculum" and self.epochs is not None:
@@ -65,6 +100,8 @@ class TasksConfig(BaseModel, frozen=True, extra="forbid"):
 
     @model_validator(mode="after")
     def _source_is_one_of_two_kinds(self) -> "TasksConfig":
+        if self.is_posted:
+            return self
         if self.is_function:
             module, colon, function = self.source.partition(":")
             if not (module and colon and function.isidentifier()):

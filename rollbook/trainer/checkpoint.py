@@ -9,21 +9,20 @@ A checkpoint is a directory `step-000012` that appears under its name only when 
 
 import json
 import os
-import random
 import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from rollbook.contracts.errors import RunError
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.files import file_digest, sync_directory, sync_tree, writing
 from rollbook.trainer.model import PolicyModel
-from rollbook.trainer.step import TrainStep
+from rollbook.trainer.random_states import seed_everything, set_random_states
+from rollbook.trainer.step import LearnerCopy, TrainStep
 
 MANIFEST = "checkpoint.json"
 MODEL = "model"
@@ -75,17 +74,21 @@ class Checkpoints:
         return self._verified(self._path(steps[-1])) if steps else None
 
     def save(self, learner: TrainStep, *, weights_digest: str) -> Checkpoint:
-        """Write the checkpoint of the learner's step, then remove the oldest beyond the number to keep.
+        """Write the checkpoint of the learner's step, here and now."""
+        return self.write(learner.copied(learner.model.snapshot()), weights_digest=weights_digest)
+
+    def write(self, copied: LearnerCopy, *, weights_digest: str) -> Checkpoint:
+        """Write the checkpoint of a copied learner, then remove the oldest beyond the number to keep.
 
         A step that is there already is not written again.
         """
-        path = self._path(learner.step)
+        path = self._path(copied.step)
         if not (path / MANIFEST).is_file():
             with writing(path):
-                self._write_whole(path, learner, weights_digest)
-        for step in self.steps()[: -self._config.keep_checkpoints]:
+                self._write_whole(path, copied, weights_digest)
+        for step in removable(self.steps(), keep=self._config.keep_checkpoints, keep_every=self._config.keep_every):
             shutil.rmtree(self._path(step))
-        return Checkpoint(path=path, step=learner.step, weights_digest=weights_digest)
+        return Checkpoint(path=path, step=copied.step, weights_digest=weights_digest)
 
     def restore(self, checkpoint: Checkpoint | None) -> TrainStep:
         """The learner as it was at the checkpoint; from the initial weights without one. Random states are set too."""
@@ -98,37 +101,39 @@ class Checkpoints:
                 f"checkpoint {checkpoint.path}: its weights have digest {digest}, but {checkpoint.weights_digest} was saved."
                 " Remove the directory to resume from an older checkpoint."
             )
-        learner = TrainStep(model, self._config, step=checkpoint.step)
+        learner = TrainStep(
+            model, self._config, step=checkpoint.step, reference=reference_model(self._model_dir, self._config)
+        )
         state = torch.load(checkpoint.path / STATE, map_location="cpu", weights_only=True)
         learner.load_optimizer(state["optimizer"])
-        _set_random_states(state["random"])
+        learner.guard.skipped_in_a_row = int(state["skipped_in_a_row"])
+        set_random_states(state["random"])
         return learner
 
     def _path(self, step: int) -> Path:
         return self._directory / f"step-{step:06d}"
 
-    def _write_whole(self, path: Path, learner: TrainStep, weights_digest: str) -> None:
+    def _write_whole(self, path: Path, copied: LearnerCopy, weights_digest: str) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
         self._sweep()
         unfinished = self._directory / f".{path.name}.{os.getpid()}.tmp"
         try:
-            self._write(unfinished, learner, weights_digest)
+            copied.model.save(unfinished / MODEL, copied.weights)
+            for name in TOKENIZER_FILES:
+                if (self._model_dir / name).is_file():
+                    shutil.copyfile(self._model_dir / name, unfinished / MODEL / name)
+            torch.save(copied.state, unfinished / STATE)
+            self._write_manifest(unfinished, copied.step, weights_digest)
             sync_tree(unfinished)
             unfinished.rename(path)
             sync_directory(self._directory)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
 
-    def _write(self, path: Path, learner: TrainStep, weights_digest: str) -> None:
-        learner.model.save(path / MODEL)
-        for name in TOKENIZER_FILES:
-            if (self._model_dir / name).is_file():
-                shutil.copyfile(self._model_dir / name, path / MODEL / name)
-        state = {"optimizer": learner.optimizer.state_dict(), "random": _random_states()}
-        torch.save(state, path / STATE)
+    def _write_manifest(self, path: Path, step: int, weights_digest: str) -> None:
         files = sorted(file for file in path.rglob("*") if file.is_file())
         manifest = {
-            "step": learner.step,
+            "step": step,
             "weights_digest": weights_digest,
             "settings": self._config.numeric_settings(),
             "files": {file.relative_to(path).as_posix(): file_digest(file) for file in files},
@@ -159,47 +164,30 @@ class Checkpoints:
                 shutil.rmtree(path)
 
 
+def removable(steps: list[int], *, keep: int, keep_every: int | None) -> list[int]:
+    """Which of the checkpoints (oldest first) may go: all but the newest, and those kept for good."""
+    return [step for step in steps[:-keep] if keep_every is None or step % keep_every]
+
+
 def initial_learner(model_dir: Path, config: TrainerConfig) -> TrainStep:
     """A learner at step 0. The one way to begin, for the loop and for a replay: nothing about the start can differ."""
     model = _load(model_dir, config)
-    _seed_everything(config.seed)
-    return TrainStep(model, config)
+    reference = reference_model(model_dir, config)
+    seed_everything(config.seed)
+    return TrainStep(model, config, reference=reference)
+
+
+def reference_model(model_dir: Path, config: TrainerConfig) -> PolicyModel | None:
+    """The initial policy, frozen, where the loss asks how far it went from it. Adapters need no copy: their base stands still."""
+    if config.kl_coef == 0 or config.lora is not None:
+        return None
+    return _load(model_dir, config.model_copy(update={"gradient_checkpointing": False})).frozen()
 
 
 def _load(directory: Path, config: TrainerConfig) -> PolicyModel:
     torch.set_num_threads(config.threads)
-    return PolicyModel.load(directory, device=config.device, compute_dtype=config.compute_dtype)
+    return PolicyModel.load(directory, config)
 
 
 def _has_digest(path: Path, digest: str) -> bool:
     return path.is_file() and file_digest(path) == digest
-
-
-def _seed_everything(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
-def _random_states() -> dict[str, Any]:
-    """In plain containers and tensors, so that loading runs no pickled code."""
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    version, internal, gauss = random.getstate()
-    states: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
-        "numpy": (name, [int(key) for key in keys], position, has_gauss, cached),
-        "python": (version, list(internal), gauss),
-    }
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state_all()
-    return states
-
-
-def _set_random_states(states: dict[str, Any]) -> None:
-    torch.set_rng_state(states["torch"])
-    name, keys, position, has_gauss, cached = states["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
-    version, internal, gauss = states["python"]
-    random.setstate((version, tuple(internal), gauss))
-    if "cuda" in states and torch.cuda.device_count() == len(states["cuda"]):
-        torch.cuda.set_rng_state_all(states["cuda"])

@@ -1,11 +1,11 @@
 """Files that survive power loss: contents first, then the name, then the directory that holds the name."""
 
-import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import xxhash
 from safetensors import SafetensorError
 
 from rollbook.contracts.errors import RunError
@@ -61,7 +61,7 @@ def write_text_atomically(path: Path, text: str) -> None:
 
 
 def file_digest(path: Path) -> str:
-    whole = hashlib.blake2b(digest_size=16)
+    whole = xxhash.xxh3_128()
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):
             whole.update(chunk)

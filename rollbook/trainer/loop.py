@@ -1,14 +1,20 @@
 """The trainer's life: restore, replay what was decided, publish, then batch after batch until the run ends.
 
 The ledger is the write-ahead log of the optimizer: killed at any moment, the next trainer restores the last checkpoint and trains
-the recorded batches again. So the order within a step is fixed: train, acknowledge, publish, checkpoint. And the batch of step
-s+1 is never waited for before version s is published: with a lag budget of 0 nobody could play for it.
+the recorded batches again. So the order is fixed: train s, acknowledge s, publish s, and only then acknowledge s+1.
+
+What need not wait does not. While batch s trains, batch s+1 is fetched; while that one trains, version s is pushed and a checkpoint
+of s is written, both from copies of the weights. Nothing ever waits for batch s+1 before the publication of s has begun: with a lag
+budget of 0 nobody could play for it.
 """
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+
+from torch import Tensor
 
 from rollbook.concurrency.clock import Clock, SystemClock
 from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainerRole, TrainingBatch
@@ -17,15 +23,19 @@ from rollbook.contracts.ports import BatchSource, WeightReceiver
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import MetricRecorder
 from rollbook.telemetry.spans import SpanRecorder
-from rollbook.trainer.checkpoint import Checkpoints
+from rollbook.trainer.background import Background
+from rollbook.trainer.checkpoint import Checkpoint, Checkpoints
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.interruption import first_error, unless
 from rollbook.trainer.metrics import batch_metrics, time_metrics
-from rollbook.trainer.patience import Patience
 from rollbook.trainer.publish import Publisher
 from rollbook.trainer.settings_history import check_and_record
 from rollbook.trainer.staleness import LagReport, check_lag
-from rollbook.trainer.step import StepReport, TrainStep
+from rollbook.trainer.step import LearnerCopy, StepReport, TrainStep
+from rollbook.trainer.team import Team
+from rollbook.trainer.weights import digest_of
+
+Learner = TrainStep | Team
 
 LONG_POLL_S = 20.0
 """How long the ledger may hold a request for a batch before it says "not yet"."""
@@ -76,7 +86,6 @@ class TrainerLoop:
         self._clock = clock or SystemClock()
         self._checkpoints = Checkpoints(directory / "checkpoints", model_dir=model_dir, config=config)
         self._history_path = directory / "trainer_state.json"
-        self._ledger = Patience(clock=self._clock, log=log, within_s=config.ledger_timeout_s)
         self._publisher = Publisher(
             source=source,
             receiver=receiver,
@@ -90,6 +99,12 @@ class TrainerLoop:
         self._step = 0
         self._durable_step = 0
         self._digest: str | None = None
+        self._learner: Learner | None = None
+        self._weights: Mapping[str, Tensor] = {}
+        """Of the last step, copied: what is published and saved while the model learns on."""
+        self._fetching: Background
+        self._publishing: Background
+        self._checkpointing: Background
 
     @property
     def step(self) -> int:
@@ -111,6 +126,9 @@ class TrainerLoop:
         try:
             async with asyncio.TaskGroup() as group:
                 watch = group.create_task(self._publisher.run(), name="trainer.watch_replicas")
+                self._fetching = Background(group, "trainer.fetch_batch")
+                self._publishing = Background(group, "trainer.publish")
+                self._checkpointing = Background(group, "trainer.checkpoint")
                 outcome = await self._train_to_the_end()
                 watch.cancel()
         except BaseExceptionGroup as failures:
@@ -119,6 +137,9 @@ class TrainerLoop:
                 self._log.info("trainer.fenced", step=self._step, cause=str(first))
                 return LoopOutcome(end=LoopEnd.FENCED, step=self._step, digest=self._digest)
             raise first from None
+        finally:
+            if self._learner is not None:
+                self._learner.close()
         self._log.info("trainer.done", end=outcome.end, step=outcome.step, reason=outcome.reason, digest=outcome.digest)
         return outcome
 
@@ -126,44 +147,55 @@ class TrainerLoop:
         learner = await self._restore()
         role = await self._take_role(learner)
         await self._replay(learner, role)
-        if self._stopping.is_set() or not await self._publish(learner):
+        if self._stopping.is_set():
             return await self._stopped(learner)
+        await self._publishing.start(self._publish(learner.step, self._weights))
+        await self._fetching.start(self._next_batch(learner.step + 1))
         while True:
             started = self._clock.now()
-            batch = await self._next_batch(learner.step + 1)
+            batch = await self._fetching.settle()
             if isinstance(batch, EndOfRun):
                 return await self._ended(learner, batch)
             if batch is None:
                 return await self._stopped(learner)
+            await self._fetching.start(self._next_batch(batch.step + 1))
             await self._train(learner, batch, started=started)
-            if self._stopping.is_set() or not await self._publish(learner):
+            if self._stopping.is_set():
                 self._tick(learner.step, started)
                 return await self._stopped(learner)
+            await self._publishing.start(self._publish(learner.step, self._weights))
             if learner.step % self._config.checkpoint_every == 0:
                 await self._checkpoint(learner)
             self._tick(learner.step, started)
 
     # Start -------------------------------------------------------------------------------------------------------------------
 
-    async def _restore(self) -> TrainStep:
+    async def _restore(self) -> Learner:
         with self._spans.span("trainer.restore") as fields:
             checkpoint = await asyncio.to_thread(self._checkpoints.latest)
-            learner = await asyncio.to_thread(self._checkpoints.restore, checkpoint)
-            self._digest = await asyncio.to_thread(learner.model.digest)
+            learner = await asyncio.to_thread(self._assembled, checkpoint)
+            self._learner = learner
+            self._weights, self._digest = await asyncio.to_thread(_copied_weights, learner)
             fields["step"] = self._step = learner.step
         self._log.info(
             "trainer.restored",
             step=learner.step,
             checkpoint=None if checkpoint is None else checkpoint.path.name,
             digest=self._digest,
-            parameters=learner.model.num_parameters,
+            parameters=learner.num_parameters,
         )
         return learner
 
-    async def _take_role(self, learner: TrainStep) -> TrainerRole:
+    def _assembled(self, checkpoint: Checkpoint | None) -> Learner:
+        """One process, or several that share the model."""
+        if self._config.ranks == 1:
+            return self._checkpoints.restore(checkpoint)
+        return Team.assemble(self._checkpoints, checkpoint, size=self._config.ranks, device=self._config.device)
+
+    async def _take_role(self, learner: Learner) -> TrainerRole:
         """Become the trainer, and refuse to go on where the ledger and the disk tell different stories."""
         restored = learner.step
-        role = await self._ledger.call(lambda: self._source.take_role(restored_step=restored), what="take the role")
+        role = await self._source.take_role(restored_step=restored)
         self._log.info(
             "trainer.role_taken",
             epoch=role.epoch,
@@ -189,18 +221,21 @@ class TrainerLoop:
         await self._mark_durable(restored)
         return role
 
-    async def _replay(self, learner: TrainStep, role: TrainerRole) -> None:
+    async def _replay(self, learner: Learner, role: TrainerRole) -> None:
         """Train the decided batches again. Nothing is published meanwhile: the replicas may be ahead of the restored weights."""
         if learner.step < role.last_decided:
             self._log.info("trainer.replaying", first=learner.step + 1, last=role.last_decided)
+            await self._fetching.start(self._next_batch(learner.step + 1))
         while learner.step < role.last_decided and not self._stopping.is_set():
             started = self._clock.now()
             step = learner.step + 1
-            batch = await self._next_batch(step)
+            batch = await self._fetching.settle()
             if isinstance(batch, EndOfRun):
                 raise RunError(f"the ledger decided batch {step} and now answers {batch}; it cannot be replayed")
             if batch is None:
                 return
+            if step < role.last_decided:
+                await self._fetching.start(self._next_batch(step + 1))
             await self._train(learner, batch, started=started)
             if step % self._config.checkpoint_every == 0 and step > role.durable_step:
                 await self._checkpoint(learner)
@@ -217,39 +252,48 @@ class TrainerLoop:
 
     async def _poll_batch(self, step: int) -> TrainingBatch | EndOfRun:
         while True:
-            batch = await self._ledger.call(
-                lambda: self._source.batch(step, wait_s=LONG_POLL_S), what=f"ask for batch {step}"
-            )
+            batch = await self._source.batch(step, wait_s=LONG_POLL_S)
             if batch is not None:
                 return batch
 
-    async def _train(self, learner: TrainStep, batch: TrainingBatch, *, started: float) -> None:
+    async def _train(self, learner: Learner, batch: TrainingBatch, *, started: float) -> None:
         """Train and acknowledge."""
         waited = self._clock.now() - started
         lags = check_lag(batch.manifest, budget=self._lag_budget)
         began = self._clock.now()
         with self._spans.span("trainer.train", step=batch.step, groups=len(batch.groups)):
-            # In a thread: the watch over the replicas goes on meanwhile.
-            report, digest = await asyncio.to_thread(_train_and_digest, learner, batch)
+            # In a thread: everything that goes on beside the step is served meanwhile.
+            report, weights, digest = await asyncio.to_thread(_train_and_copy, learner, batch)
         trained = self._clock.now() - began
-        self._step, self._digest = learner.step, digest
-        receipt = await self._ledger.call(
-            lambda: self._source.acknowledge(batch.step, digest), what=f"acknowledge step {batch.step}"
-        )
+        await self._published()
+        self._step, self._weights, self._digest = learner.step, weights, digest
+        receipt = await self._source.acknowledge(batch.step, digest)
         self._measure(batch, lags, report, receipt, waited=waited, trained=trained)
 
-    async def _publish(self, learner: TrainStep) -> bool:
-        """Make the learner's weights the policy. False when asked to stop before every replica had them."""
+    async def _published(self) -> None:
+        """Wait until the version before is everywhere. Whoever is asked to stop does not wait for replicas that are gone."""
         began = self._clock.now()
-        weights, digest = learner.model.weights(), str(self._digest)
-        publication = await unless(self._stopping, self._publisher.publish(weights, step=learner.step, digest=digest))
-        self._metrics.add("perf/weight_sync_time", self._clock.now() - began)
-        return publication is not None
+        await unless(self._stopping, self._publishing.settle())
+        self._metrics.add("perf/publish_wait_time", self._clock.now() - began)
 
-    async def _checkpoint(self, learner: TrainStep) -> None:
+    async def _publish(self, step: int, weights: Mapping[str, Tensor]) -> None:
+        """Make the copied weights the policy."""
         began = self._clock.now()
-        with self._spans.span("trainer.checkpoint", step=learner.step):
-            saved = await asyncio.to_thread(self._checkpoints.save, learner, weights_digest=str(self._digest))
+        await self._publisher.publish(weights, step=step, digest=str(self._digest))
+        self._metrics.add("perf/weight_sync_time", self._clock.now() - began)
+
+    async def _checkpoint(self, learner: Learner) -> None:
+        """Copy now, write beside the next step. The checkpoint before must be whole first: they never run in parallel."""
+        began = self._clock.now()
+        await self._checkpointing.settle()
+        copied = await asyncio.to_thread(learner.copied, self._weights)
+        self._metrics.add("perf/checkpoint_wait_time", self._clock.now() - began)
+        await self._checkpointing.start(self._write_checkpoint(copied, str(self._digest)))
+
+    async def _write_checkpoint(self, copied: LearnerCopy, digest: str) -> None:
+        began = self._clock.now()
+        with self._spans.span("trainer.checkpoint", step=copied.step):
+            saved = await asyncio.to_thread(self._checkpoints.write, copied, weights_digest=digest)
             await self._mark_durable(saved.step)
         self._metrics.add("perf/checkpoint_time", self._clock.now() - began)
         self._log.info("trainer.checkpointed", step=saved.step, path=saved.path.name, digest=saved.weights_digest)
@@ -260,21 +304,26 @@ class TrainerLoop:
             return
         kept = await asyncio.to_thread(self._checkpoints.steps)
         oldest = min(kept, default=step)
-        await self._ledger.call(
-            lambda: self._source.checkpointed(step, oldest_kept=oldest), what=f"mark step {step} durable"
-        )
+        await self._source.checkpointed(step, oldest_kept=oldest)
         self._durable_step = step
 
     # End ---------------------------------------------------------------------------------------------------------------------
 
-    async def _ended(self, learner: TrainStep, reason: EndOfRun) -> LoopOutcome:
-        await self._checkpoint(learner)
-        await self._ledger.call(lambda: self._source.finish(reason), what="finish the run")
+    async def _ended(self, learner: Learner, reason: EndOfRun) -> LoopOutcome:
+        await self._published()
+        await self._last_checkpoint(learner)
+        await self._source.finish(reason)
         return LoopOutcome(end=LoopEnd.ENDED, step=learner.step, digest=self._digest, reason=reason)
 
-    async def _stopped(self, learner: TrainStep) -> LoopOutcome:
-        await self._checkpoint(learner)
+    async def _stopped(self, learner: Learner) -> LoopOutcome:
+        await self._fetching.give_up()
+        await self._publishing.give_up()
+        await self._last_checkpoint(learner)
         return LoopOutcome(end=LoopEnd.STOPPED, step=learner.step, digest=self._digest)
+
+    async def _last_checkpoint(self, learner: Learner) -> None:
+        await self._checkpoint(learner)
+        await self._checkpointing.settle()
 
     # Telling -----------------------------------------------------------------------------------------------------------------
 
@@ -312,6 +361,12 @@ class TrainerLoop:
         self._metrics.tick(step=step, replay=is_replay)
 
 
-def _train_and_digest(learner: TrainStep, batch: TrainingBatch) -> tuple[StepReport, str]:
+def _train_and_copy(learner: Learner, batch: TrainingBatch) -> tuple[StepReport, dict[str, Tensor], str]:
     report = learner.run(batch)
-    return report, learner.model.digest()
+    return (report, *_copied_weights(learner))
+
+
+def _copied_weights(learner: Learner) -> tuple[dict[str, Tensor], str]:
+    """One copy a step serves the digest, the publication and the checkpoint."""
+    weights = learner.snapshot()
+    return weights, digest_of(weights)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from rollbook.contracts.batch import TrainingBatch
 from rollbook.contracts.group import GroupId
-from rollbook.trainer.advantages import advantages
+from rollbook.trainer.advantages import advantages, overlong_penalties
 from rollbook.trainer.config import TrainerConfig
 
 PAD_ID = 0
@@ -45,12 +45,15 @@ class TrainRow:
         return len(self.targets)
 
 
-# B rows of padded inputs, T their padded length, N trained tokens
+# B rows of inputs, T their length, N trained tokens. Packed: B is 1, and T the tokens of all sequences end to end.
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Microbatch:
     """One pass. Token n is predicted at flat position `predicted_at_N[n]` of the B*T inputs."""
 
     inputs_BT: NDArray[np.int64]
+    lengths: tuple[int, ...] | None
+    """Of the sequences in a packed row, equal ones side by side; None where each sequence has a row, padded to the longest."""
+    num_padding: int
     predicted_at_N: NDArray[np.int64]
     targets_N: NDArray[np.int64]
     sampled_logprobs_N: NDArray[np.float32]
@@ -59,7 +62,8 @@ class Microbatch:
     weights_N: NDArray[np.float32]
     """The minibatch's loss is the sum of weight times token loss over its microbatches: the reduction, written out."""
     row_of_N: NDArray[np.int64]
-    """Number of the sequence in its minibatch, for losses that look at whole sequences."""
+    """Number of the sequence in this pass, for losses that look at whole sequences."""
+    num_rows: int
 
     @property
     def num_trained(self) -> int:
@@ -75,22 +79,31 @@ class Minibatch:
     num_trained: int
 
 
-def sample_advantages(batch: TrainingBatch, *, kind: str) -> NDArray[np.float64]:
-    """Advantage of every sample of the batch, in order; 0 for the unscorable."""
-    rewards = [s.reward if s.reward is not None else np.nan for group in batch.groups for s in group.samples]
-    group_of = [number for number, group in enumerate(batch.groups) for _ in group.samples]
-    return advantages(np.array(rewards, dtype=np.float64), np.array(group_of, dtype=np.int64), kind=kind)
+def sample_advantages(batch: TrainingBatch, config: TrainerConfig) -> NDArray[np.float64]:
+    """Advantage of every sample of the batch, in order; 0 for the unscorable. Length is paid for before rewards are compared."""
+    samples = [sample for group in batch.groups for sample in group.samples]
+    rewards = np.array([s.reward if s.reward is not None else np.nan for s in samples], dtype=np.float64)
+    group_of = np.array([number for number, group in enumerate(batch.groups) for _ in group.samples], dtype=np.int64)
+    recipe = config.recipe
+    if config.overlong_tokens is not None:
+        rewards -= overlong_penalties(
+            np.array([s.num_trained for s in samples], dtype=np.int64),
+            most=config.overlong_tokens,
+            buffer=recipe.overlong_buffer,
+            penalty=recipe.overlong_penalty,
+        )
+    return advantages(rewards, group_of, kind=recipe.advantage)
 
 
-def flatten(batch: TrainingBatch, *, advantage: str) -> list[TrainRow]:
+def flatten(batch: TrainingBatch, config: TrainerConfig) -> list[TrainRow]:
     """Sequences of the scorable samples that have something to train, in the batch's order."""
-    shared = sample_advantages(batch, kind=advantage)
+    shared = sample_advantages(batch, config)
     rows: list[TrainRow] = []
     number = -1
     for group in batch.groups:
         for sample in group.samples:
             number += 1
-            if not sample.is_scorable:
+            if not sample.is_scorable or (config.mask_truncated and sample.finish_reason.is_truncated):
                 continue
             for row in sample.sequences:
                 trained = np.flatnonzero(row.loss_mask)
@@ -186,48 +199,82 @@ def passes(lengths: Sequence[int], trained: Sequence[int], *, max_tokens: int, p
         yield chosen
 
 
-def pack(rows: Sequence[TrainRow], bundles: Sequence[Sequence[int]], weights: Sequence[float]) -> Microbatch:
-    """Pad the bundles' first rows to one array, and point each bundle's trained tokens into it."""
-    padded = max(len(rows[bundle[0]]) for bundle in bundles)
-    inputs = np.full((len(bundles), padded), PAD_ID, dtype=np.int64)
+def packed_passes(lengths: Sequence[int], *, max_tokens: int, ranks: int = 1) -> Iterator[list[int]]:
+    """Which inputs share a packed row, longest first, so that equal lengths stand side by side.
+
+    As few passes as `max_tokens` allows (a longer input goes alone), as many for each rank, with about equally many tokens.
+    """
+    total = sum(lengths)
+    count = -(-total // (max_tokens * ranks)) * ranks
+    chosen: list[int] = []
+    held = done = closed = 0
+    for number in sorted(range(len(lengths)), key=lambda n: (-lengths[n], n)):
+        # A pass is full when the passes up to it have their share of all tokens, to the nearest input.
+        is_enough = 2 * (done + held) + lengths[number] > 2 * total * (closed + 1) / count
+        if chosen and (held + lengths[number] > max_tokens or (is_enough and closed + 1 < count)):
+            yield chosen
+            chosen, held, done, closed = [], 0, done + held, closed + 1
+        chosen.append(number)
+        held += lengths[number]
+    if chosen:
+        yield chosen
+
+
+def pack(
+    rows: Sequence[TrainRow], bundles: Sequence[Sequence[int]], weights: Sequence[float], *, is_packed: bool
+) -> Microbatch:
+    """Put the bundles' first rows end to end, or pad them to one array, and point each bundle's trained tokens into it."""
+    lengths = [len(rows[bundle[0]]) for bundle in bundles]
+    width = sum(lengths) if is_packed else max(lengths)
+    inputs = np.full((1 if is_packed else len(bundles), width), PAD_ID, dtype=np.int64)
+    starts = np.cumsum([0, *lengths[:-1]]) if is_packed else np.arange(len(bundles)) * width
     members: list[int] = []
     offsets: list[int] = []
-    for line, bundle in enumerate(bundles):
-        first = rows[bundle[0]]
-        inputs[line, : len(first)] = first.inputs
+    flat = inputs.reshape(-1)
+    for start, length, bundle in zip(starts.tolist(), lengths, bundles, strict=True):
+        flat[start : start + length] = rows[bundle[0]].inputs
         members.extend(bundle)
-        offsets.extend([line * padded] * len(bundle))
+        offsets.extend([start] * len(bundle))
     counts = np.array([rows[number].num_trained for number in members])
     return Microbatch(
         inputs_BT=inputs,
+        lengths=tuple(lengths) if is_packed else None,
+        num_padding=inputs.size - sum(lengths),
         predicted_at_N=np.concatenate([rows[n].predicted_at + at for n, at in zip(members, offsets, strict=True)]),
         targets_N=np.concatenate([rows[n].targets for n in members]).astype(np.int64),
         sampled_logprobs_N=np.concatenate([rows[n].sampled_logprobs for n in members]),
         advantages_N=np.repeat(np.array([rows[n].advantage for n in members], dtype=np.float32), counts),
         temperatures_N=np.repeat(np.array([rows[n].temperature for n in members], dtype=np.float32), counts),
         weights_N=np.repeat(np.array([weights[n] for n in members], dtype=np.float32), counts),
-        row_of_N=np.repeat(np.array(members, dtype=np.int64), counts),
+        row_of_N=np.repeat(np.arange(len(members), dtype=np.int64), counts),
+        num_rows=len(members),
     )
 
 
-def plan_minibatch(rows: Sequence[TrainRow], config: TrainerConfig) -> Minibatch:
+def plan_minibatch(rows: Sequence[TrainRow], config: TrainerConfig, *, is_packed: bool) -> Minibatch:
     """Cut one minibatch into passes."""
-    weights = token_weights(rows, reduction=config.reduction, fixed_length=config.reduction_length)
+    weights = token_weights(rows, reduction=config.recipe.reduction, fixed_length=config.reduction_length)
     bundles = shared_prefixes(rows, max_trained=config.max_tokens_per_microbatch)
-    chosen = passes(
-        [len(rows[bundle[0]]) for bundle in bundles],
-        [sum(rows[number].num_trained for number in bundle) for bundle in bundles],
-        max_tokens=config.max_tokens_per_microbatch,
-        pass_cost=config.pass_cost_tokens,
-    )
+    lengths = [len(rows[bundle[0]]) for bundle in bundles]
+    if is_packed:
+        chosen = packed_passes(lengths, max_tokens=config.max_tokens_per_microbatch, ranks=config.ranks)
+    else:
+        chosen = passes(
+            lengths,
+            [sum(rows[number].num_trained for number in bundle) for bundle in bundles],
+            max_tokens=config.max_tokens_per_microbatch,
+            pass_cost=config.pass_cost_tokens,
+        )
     return Minibatch(
-        microbatches=tuple(pack(rows, [bundles[number] for number in numbers], weights) for numbers in chosen),
+        microbatches=tuple(
+            pack(rows, [bundles[number] for number in numbers], weights, is_packed=is_packed) for numbers in chosen
+        ),
         num_rows=len(rows),
         num_trained=sum(row.num_trained for row in rows),
     )
 
 
-def plan(rows: Sequence[TrainRow], config: TrainerConfig, *, step: int) -> list[Minibatch]:
+def plan(rows: Sequence[TrainRow], config: TrainerConfig, *, step: int, is_packed: bool) -> list[Minibatch]:
     """The whole batch: at most `ppo_n_minibatches` optimizer steps, each cut into passes."""
     parts = split(rows, config.ppo_n_minibatches, seed=config.seed, step=step)
-    return [plan_minibatch(part, config) for part in parts]
+    return [plan_minibatch(part, config, is_packed=is_packed) for part in parts]

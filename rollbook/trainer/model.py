@@ -1,10 +1,13 @@
 """The policy as the trainer sees it: load, log-probabilities of tokens, save.
 
-Weights are float32 whatever they were stored in: updates of a small learning rate round away in bfloat16.
+Weights are float32 whatever they were stored in: updates of a small learning rate round away in bfloat16. With bfloat16 passes the
+model is there twice: the float32 weights that the optimizer moves, and a bfloat16 shadow that computes. Casting once a step is
+cheaper than casting in every layer of every pass, and the shadow computes as an engine in bfloat16 does.
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -14,31 +17,61 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from rollbook.contracts.errors import RunError
-from rollbook.trainer.weights import digest_of, named_weights
-
-# Families whose logits are the output embedding applied to the last hidden state and nothing else (no scaling, no soft cap). For
-# them the vocabulary-sized part is computed at trained positions only; any other family goes through its own forward.
-PLAIN_HEADS = frozenset({"llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2", "phi3", "gpt_neox"})
+from rollbook.trainer.config import TrainerConfig
+from rollbook.trainer.fused_norm import fuse_norms
+from rollbook.trainer.minibatches import Microbatch
+from rollbook.trainer.network import PolicyNetwork, has_plain_head, make_packable
+from rollbook.trainer.packed_attention import Packing, fastest_way
+from rollbook.trainer.sharding import shard
+from rollbook.trainer.weights import digest_of, host_copy, named_weights
+from rollbook.trainer.work import ModelShape
 
 
 class PolicyModel:
     """A causal language model with float32 weights on one device."""
 
-    def __init__(self, module: Any, *, device: str = "cpu", compute_dtype: str = "float32") -> None:
-        self.module: nn.Module = module.to(device=device, dtype=torch.float32)
-        # Dropout has no place here: the ratio compares this distribution with the one that sampled.
-        self.module.eval()
+    def __init__(self, module: Any, config: TrainerConfig | None = None) -> None:
+        config = config or TrainerConfig()
+        self.device = config.device
+        self.module: nn.Module = module.to(device=config.device, dtype=torch.float32)
+        _without_dropout(self.module)
         for parameter in self.module.parameters():
             # Tensors read from a file may lie at odd addresses, and the fastest matrix kernels choose their order of summation by
             # alignment. Fresh memory is aligned alike in every process, so equal weights give equal bits.
             parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
         self._module: Any = self.module
-        self._device = device
-        self._is_mixed = compute_dtype == "bfloat16"
         self.config: Any = module.config
+        is_plain = has_plain_head(self._module)
+        self.is_packed = config.packing != "padded" and make_packable(self._module)
+        if config.packing == "packed" and not self.is_packed:
+            raise RunError(
+                f"trainer.packing = 'packed': a model of type {self.config.model_type!r} gives other numbers when its sequences are"
+                " packed. Set trainer.packing = 'auto' or 'padded'."
+            )
+        computing = self._module
+        is_sharded = config.ranks > 1
+        self._shadows: list[tuple[nn.Parameter, nn.Parameter]] = []
+        if config.compute_dtype == "bfloat16" and not is_sharded:
+            computing = copy.deepcopy(self._module)
+            self._shadows = list(zip(self.module.parameters(), computing.parameters(), strict=True))
+            _narrow(self._shadows)
+        if config.device == "cuda":
+            fuse_norms(computing)
+        if config.gradient_checkpointing:
+            # Layers recompute in training mode only; without dropout that mode computes the same.
+            computing.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            computing.train()
+        self.vocabulary_size = int(self._module.get_input_embeddings().weight.shape[0])
+        self.num_parameters = sum(parameter.numel() for parameter in self.parameters())
+        self.shape = _shape(self._module)
+        self.network = PolicyNetwork(computing, max_logits_bytes=config.max_logits_mb << 20, has_plain_head=is_plain)
+        self.way = _way(self.config, config) if self.is_packed else "none"
+        """How packed sequences attend; the numbers are the same."""
+        if is_sharded:
+            shard(self.network, device=config.device, is_mixed=config.compute_dtype == "bfloat16")
 
     @classmethod
-    def load(cls, directory: Path, *, device: str = "cpu", compute_dtype: str = "float32") -> "PolicyModel":
+    def load(cls, directory: Path, config: TrainerConfig | None = None) -> "PolicyModel":
         """Read a Hugging Face directory."""
         # The terminal belongs to the run's own view.
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
@@ -46,64 +79,119 @@ class PolicyModel:
             module = AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32)
         except (OSError, ValueError, RuntimeError) as error:
             raise RunError(f"no model could be loaded from {directory}: {type(error).__name__}: {error}") from error
-        return cls(module, device=device, compute_dtype=compute_dtype)
-
-    @property
-    def vocabulary_size(self) -> int:
-        return int(self._module.get_input_embeddings().weight.shape[0])
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.parameters())
+        return cls(module, config)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.module.parameters()
 
     def tensor(self, array: Any) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
 
-    # B rows of inputs padded on the right to T, N positions to predict from, V vocabulary
-    def token_logprobs(
-        self,
-        inputs_BT: Tensor,
-        predicted_at_N: Tensor,
-        targets_N: Tensor,
-        temperatures_N: Tensor,
-        *,
-        is_entropy_trained: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probability of each target at its own temperature, and the entropy where it was predicted.
+    def token_logprobs(self, micro: Microbatch, *, is_entropy_trained: bool = False) -> tuple[Tensor, Tensor]:
+        """Log-probability of each target of the pass at its own temperature, and the entropy where it was predicted.
 
-        The entropy carries a gradient only if it is trained: keeping it costs memory.
-
-        No attention mask is needed: what pads a row stands behind everything that is read from it.
+        The entropy carries a gradient only if it is trained.
         """
-        logits_NV = self._logits(inputs_BT, predicted_at_N).float() / temperatures_N.unsqueeze(-1)
-        logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
-        with torch.set_grad_enabled(is_entropy_trained and torch.is_grad_enabled()):
-            entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(dim=-1)
-        return logprobs_NV.gather(-1, targets_N.unsqueeze(-1)).squeeze(-1), entropy_N
+        found: tuple[Tensor, Tensor] = self.network(
+            self.tensor(micro.inputs_BT),
+            None if micro.lengths is None else Packing.of(micro.lengths, self.device, way=self.way),
+            predicted_at_N=self.tensor(micro.predicted_at_N),
+            targets_N=self.tensor(micro.targets_N),
+            temperatures_N=None if (micro.temperatures_N == 1.0).all() else self.tensor(micro.temperatures_N),
+            is_entropy_trained=is_entropy_trained,
+        )
+        return found
 
-    def _logits(self, inputs_BT: Tensor, predicted_at_N: Tensor) -> Tensor:
-        with self._precision():
-            if self.config.model_type in PLAIN_HEADS:
-                hidden_BTH: Tensor = self._module.base_model(input_ids=inputs_BT, use_cache=False).last_hidden_state
-                hidden_NH = hidden_BTH.flatten(0, 1).index_select(0, predicted_at_N)
-                logits: Tensor = self._module.get_output_embeddings()(hidden_NH)
-                return logits
-            logits_BTV: Tensor = self._module(input_ids=inputs_BT, use_cache=False).logits
-            return logits_BTV.flatten(0, 1).index_select(0, predicted_at_N)
+    def adapters_off(self) -> AbstractContextManager[Any]:
+        """The model as it was before it learned, where only adapters learn."""
+        raise RunError("a divergence from the initial policy needs a reference model, or adapters to leave out")
 
-    def _precision(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self._device, dtype=torch.bfloat16) if self._is_mixed else nullcontext()
+    @torch.no_grad()
+    def weights_moved(self) -> None:
+        """Say so after every optimizer step: what computes takes over what was learned."""
+        if self._shadows:
+            masters, shadows = zip(*self._shadows, strict=True)
+            torch._foreach_copy_(shadows, masters)
 
     def weights(self) -> dict[str, Tensor]:
         """Named tensors, tied ones once. They are the live weights, not a copy."""
         return named_weights(self.module)
 
+    def snapshot(self) -> dict[str, Tensor]:
+        """A copy of the weights in main memory that stays as it is while training goes on."""
+        return host_copy(self.weights())
+
     def digest(self) -> str:
         return digest_of(self.weights())
 
-    def save(self, directory: Path) -> None:
-        """Write config and weights as a Hugging Face directory (the tokenizer is not the model's to write)."""
-        self._module.save_pretrained(str(directory))
+    def frozen(self) -> "PolicyModel":
+        """For comparison only: nothing is learned in it."""
+        self.module.requires_grad_(False)
+        self.network.requires_grad_(False)
+        return self
+
+    def save(self, directory: Path, weights: Mapping[str, Tensor] | None = None) -> None:
+        """Write config and weights (its own, or a copy taken earlier) as a Hugging Face directory.
+
+        The tokenizer is not the model's to write.
+        """
+        plain = dict(self.snapshot() if weights is None else weights)
+        self._module.save_pretrained(str(directory), state_dict=plain)
+
+
+def _way(architecture: Any, config: TrainerConfig) -> str:
+    heads = architecture.num_attention_heads
+    return fastest_way(
+        device=config.device,
+        dtype=torch.bfloat16 if config.compute_dtype == "bfloat16" else torch.float32,
+        heads=heads,
+        kv_heads=getattr(architecture, "num_key_value_heads", None) or heads,
+        width=getattr(architecture, "head_dim", None) or architecture.hidden_size // heads,
+    )
+
+
+def _shape(module: Any) -> ModelShape:
+    config = module.config
+    head, embedding = module.get_output_embeddings().weight, module.get_input_embeddings().weight
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    apart = head.numel() + (0 if head is embedding else embedding.numel())
+    return ModelShape(
+        body_parameters=sum(parameter.numel() for parameter in module.parameters()) - apart,
+        head_parameters=head.numel(),
+        layers=config.num_hidden_layers,
+        attention_width=heads * width,
+    )
+
+
+def _without_dropout(module: nn.Module) -> None:
+    """Dropout has no place here: the ratio compares this distribution with the one that sampled."""
+    module.eval()
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+
+
+def _narrow(shadows: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
+    """Make the computing parameters bfloat16, and have their gradients added up in float32 at the weights they shadow.
+
+    Buffers stay as they are: rotary frequencies need their digits.
+    """
+    for master, shadow in shadows:
+        shadow.data = shadow.data.to(torch.bfloat16)
+        if shadow.requires_grad:
+            hook = _handing_over(master)
+            shadow.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+
+def _handing_over(master: nn.Parameter) -> Any:
+    def hand_over(shadow: Tensor) -> None:
+        if shadow.grad is None:
+            return
+        if master.grad is None:
+            master.grad = shadow.grad.float()
+        else:
+            master.grad.add_(shadow.grad)
+        shadow.grad = None
+
+    return hand_over

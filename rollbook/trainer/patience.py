@@ -1,4 +1,4 @@
-"""Waiting out a peer that is away: a ledger or a policy server that is being restarted must not cost the trainer its step."""
+"""Waiting out policy servers that are away: one that is being restarted must not cost the trainer its step."""
 
 from collections.abc import Awaitable, Callable
 from typing import TypeVar

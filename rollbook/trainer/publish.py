@@ -48,7 +48,6 @@ class Publisher:
         self._clock = clock
         self._log = log
         self._spans = spans
-        self._ledger = Patience(clock=clock, log=log, within_s=config.ledger_timeout_s)
         self._replicas = Patience(clock=clock, log=log, within_s=config.publish_timeout_s)
         self._turn = asyncio.Lock()
         self._kept: list[_Published] = []
@@ -65,9 +64,7 @@ class Publisher:
         """
         with self._spans.span("trainer.publish", step=step) as fields:
             async with self._turn:
-                publication = await self._ledger.call(
-                    lambda: self._source.register(step, digest), what=f"register version {step}"
-                )
+                publication = await self._source.register(step, digest)
                 fields["publication"] = publication.id
                 path = (self._directory / f"publication-{publication.id:08d}.safetensors").absolute()
                 # Not synced: after a crash these weights are published anew, under another id.
@@ -75,7 +72,7 @@ class Publisher:
                 await self._replicas.call(
                     lambda: self._receiver.receive(publication, str(path)), what=f"push version {step}"
                 )
-                await self._ledger.call(lambda: self._source.confirm(publication), what=f"confirm version {step}")
+                await self._source.confirm(publication)
                 self._kept.append(_Published(publication=publication, path=path))
                 await asyncio.to_thread(self._remove_older)
         self._log.info("trainer.published", step=step, publication=publication.id, digest=digest)

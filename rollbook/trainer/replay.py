@@ -11,6 +11,7 @@ from pathlib import Path
 from rollbook.contracts.batch import TrainingBatch
 from rollbook.trainer.checkpoint import initial_learner
 from rollbook.trainer.config import TrainerConfig
+from rollbook.trainer.minibatches import flatten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +37,31 @@ async def replay(
         await asyncio.to_thread(learner.run, batch)
         digests[batch.step] = await asyncio.to_thread(learner.model.digest)
     return ReplayResult(final_digest=digests[learner.step], digests=digests)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CounterfactualStep:
+    """One recorded batch under another recipe. `gain` is measured before the batch is learned from."""
+
+    step: int
+    gain: float | None
+    metrics: Mapping[str, float | None]
+
+
+async def retrain(
+    batches: Iterable[TrainingBatch], *, model_dir: Path, config: TrainerConfig, judged_by: TrainerConfig
+) -> tuple[list[CounterfactualStep], str]:
+    """Learn from a recorded stream with the settings of `config`; nothing is generated. Also the digest of what came out.
+
+    Every recipe is judged by the advantages of one (`judged_by`), on batches it has not learned from yet: so they can be compared.
+    """
+    learner = await asyncio.to_thread(initial_learner, model_dir, config)
+    steps: list[CounterfactualStep] = []
+    for batch in batches:
+        gain = await asyncio.to_thread(learner.gain, flatten(batch, judged_by))
+        report = await asyncio.to_thread(learner.run, batch)
+        steps.append(CounterfactualStep(step=batch.step, gain=gain, metrics=report.metrics))
+    return steps, await asyncio.to_thread(learner.model.digest)
 
 
 async def _stream(batches: Iterable[TrainingBatch] | AsyncIterable[TrainingBatch]) -> AsyncIterator[TrainingBatch]:

@@ -7,7 +7,8 @@ one minibatch a step no second pass is made. For the other minibatches pi_old is
 With `old_logprobs = "engine"` the ratio is taken to the policy that sampled the tokens instead, whose logprobs came with them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,12 +19,21 @@ from torch import Tensor
 from rollbook.contracts.batch import TrainingBatch
 from rollbook.contracts.errors import RunError
 from rollbook.trainer.config import TrainerConfig
-from rollbook.trainer.losses.inputs import LossInputs
-from rollbook.trainer.losses.table import LOSSES
-from rollbook.trainer.minibatches import Microbatch, Minibatch, TrainRow, flatten, plan
+from rollbook.trainer.guard import GradientGuard
+from rollbook.trainer.losses.corrections import correction
+from rollbook.trainer.losses.inputs import LossInputs, LossSettings
+from rollbook.trainer.losses.kl import k3_divergence
+from rollbook.trainer.losses.table import loss_named
+from rollbook.trainer.minibatches import Microbatch, Minibatch, TrainRow, flatten, plan, plan_minibatch
 from rollbook.trainer.model import PolicyModel
+from rollbook.trainer.random_states import random_states
+from rollbook.trainer.ranks import Ranks
+from rollbook.trainer.recipe import Recipe
 from rollbook.trainer.schedule import learning_rate
+from rollbook.trainer.sharding import spread_state, whole
 from rollbook.trainer.token_statistics import TokenStatistics
+from rollbook.trainer.weights import tree_to_host
+from rollbook.trainer.work import training_flops
 
 OPTIMIZER_SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
@@ -35,10 +45,24 @@ class StepReport:
     step: int
     optimizer_steps: int
     skipped_steps: int
-    """Minibatches whose gradient was not finite: they changed nothing."""
+    """Minibatches whose gradient was not finite, or above the limit: they changed nothing."""
     num_tokens: int
     """Trained tokens."""
+    flops: float = 0.0
+    """Floating-point operations that the batch asked for, padding and recomputation left out."""
     metrics: dict[str, float | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerCopy:
+    """Everything a checkpoint holds, copied at one step to main memory: it stays as it is while training goes on."""
+
+    step: int
+    model: PolicyModel
+    """Knows how its weights are written; they are not read from it."""
+    weights: Mapping[str, Tensor]
+    state: dict[str, Any]
+    """Of the optimizer, the random generators and the guard."""
 
 
 @dataclass(slots=True)
@@ -49,17 +73,29 @@ class _Tally:
     loss: float = 0.0
     grad_norms: list[float] = field(default_factory=list)
     skipped: int = 0
-    padded: int = 0
 
 
 class TrainStep:
     """The model with its optimizer. `step` counts the batches it has learned from."""
 
-    def __init__(self, model: PolicyModel, config: TrainerConfig, *, step: int = 0) -> None:
+    def __init__(
+        self,
+        model: PolicyModel,
+        config: TrainerConfig,
+        *,
+        step: int = 0,
+        reference: PolicyModel | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
         self.model = model
         self.step = step
+        self.ranks = ranks or Ranks.here(config.ranks)
+        self.guard = GradientGuard(most_in_a_row=config.max_skipped_steps, norm_above=config.skip_grad_norm_above)
         self._config = config
-        self._loss = LOSSES[config.loss]
+        self._recipe = config.recipe
+        self._reference = reference
+        self._loss = loss_named(config.loss)
+        self._settings = loss_settings(self._recipe)
         matrices = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
         vectors = [p for p in model.parameters() if p.requires_grad and p.ndim <= 1]
         self._trained = matrices + vectors
@@ -77,29 +113,79 @@ class TrainStep:
     def load_optimizer(self, state: dict[str, Any]) -> None:
         """Running means from a checkpoint; rates and decays stay those of the settings, which may have changed since."""
         ours = [{key: group[key] for key in OPTIMIZER_SETTINGS} for group in self.optimizer.param_groups]
-        self.optimizer.load_state_dict(state)
+        spread = spread_state(state["state"], [p for group in self.optimizer.param_groups for p in group["params"]])
+        self.optimizer.load_state_dict({**state, "state": spread})
         for group, settings in zip(self.optimizer.param_groups, ours, strict=True):
             group.update(settings)
 
+    @property
+    def num_parameters(self) -> int:
+        return self.model.num_parameters
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """A copy of the weights that stays as it is while training goes on."""
+        return self.model.snapshot()
+
+    def close(self) -> None:
+        """Nothing to let go: a team has."""
+
+    def copied(self, weights: Mapping[str, Tensor]) -> LearnerCopy:
+        """A copy of everything that the next step depends on; of the weights it was made already."""
+        state = {
+            "optimizer": tree_to_host(self.optimizer.state_dict()),
+            "random": random_states(),
+            "skipped_in_a_row": self.guard.skipped_in_a_row,
+        }
+        return LearnerCopy(step=self.step, model=self.model, weights=weights, state=state)
+
     def run(self, batch: TrainingBatch) -> StepReport:
         """Learn from the batch of the next step. Blocks for as long as it takes: call it in a thread."""
-        if batch.step != self.step + 1:
+        return self.learn(flatten(batch, self._config), step=batch.step)
+
+    def learn(self, rows: Sequence[TrainRow], *, step: int) -> StepReport:
+        """Learn from rows wherever they come from, as step `step`."""
+        if step != self.step + 1:
             raise RunError(
-                f"the model has learned from {self.step} batches and was given batch {batch.step}; batches go in order"
+                f"the model has learned from {self.step} batches and was given batch {step}; batches go in order"
             )
         # In the thread that computes: the setting is not inherited everywhere, and it decides the last bits of sums.
         torch.set_num_threads(self._config.threads)
-        rows = flatten(batch, advantage=self._config.advantage)
-        self._refuse_unusable(rows, batch.step)
-        rate = learning_rate(self._config, batch.step)
+        self._refuse_unusable(rows, step)
+        rate = learning_rate(self._config, step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        minibatches = plan(rows, self._config, step=batch.step)
+        minibatches = plan(rows, self._config, step=step, is_packed=self.model.is_packed)
         tally = _Tally()
         for minibatch, old in zip(minibatches, self._old_logprobs(minibatches), strict=True):
-            self._learn(minibatch, old, tally)
-        self.step = batch.step
-        return self._report(batch.step, rate, minibatches, tally)
+            self._learn(minibatch, old, tally, step=step)
+        self.step = step
+        return self._report(step, rate, minibatches, tally)
+
+    def mean_logprob(self, rows: Sequence[TrainRow]) -> float:
+        """Mean log-probability of the rows' trained tokens under the current weights. Nothing is learned from them."""
+        torch.set_num_threads(self._config.threads)
+        minibatch = plan_minibatch(rows, self._config, is_packed=self.model.is_packed)
+        total = torch.zeros((), dtype=torch.float64)
+        with torch.no_grad():
+            for micro in minibatch.microbatches:
+                total += self.model.token_logprobs(micro)[0].double().sum().cpu()
+        return float(total) / minibatch.num_trained
+
+    def gain(self, rows: Sequence[TrainRow]) -> float | None:
+        """How much the current weights prefer what earned more: the mean over trained tokens of A (log pi - log mu).
+
+        To first order it is how much better than the sampler's this policy's reward is, in units of advantage. None where no
+        token says with which log-probability it was sampled.
+        """
+        torch.set_num_threads(self._config.threads)
+        total, count = 0.0, 0
+        with torch.no_grad():
+            for micro in plan_minibatch(rows, self._config, is_packed=self.model.is_packed).microbatches:
+                current = self.model.token_logprobs(micro)[0].double().cpu().numpy()
+                moved = micro.advantages_N * (current - micro.sampled_logprobs_N)
+                total += float(np.nansum(moved))
+                count += int(np.isfinite(moved).sum())
+        return total / count if count else None
 
     def _old_logprobs(self, minibatches: Sequence[Minibatch]) -> list[list[Tensor] | None]:
         """Log-probabilities at the start of the step, of every minibatch but the first (which computes its own as it learns)."""
@@ -107,43 +193,76 @@ class TrainStep:
             return [None for _ in minibatches]
         old: list[list[Tensor] | None] = [None for _ in minibatches[:1]]
         with torch.no_grad():
-            old.extend([self._current(micro)[0] for micro in later.microbatches] for later in minibatches[1:])
+            old.extend(
+                [self.model.token_logprobs(micro)[0] for micro, _ in self.ranks.own_passes(later.microbatches)]
+                for later in minibatches[1:]
+            )
         return old
 
-    def _learn(self, minibatch: Minibatch, old: list[Tensor] | None, tally: _Tally) -> None:
+    def _learn(self, minibatch: Minibatch, old: list[Tensor] | None, tally: _Tally, *, step: int) -> None:
         """One optimizer step."""
         self.optimizer.zero_grad(set_to_none=True)
-        loss = 0.0
-        for number, micro in enumerate(minibatch.microbatches):
-            current, entropy = self._current(micro)
+        losses: list[Tensor] = []
+        for number, (micro, counts) in enumerate(self.ranks.own_passes(minibatch.microbatches)):
+            current, entropy = self.model.token_logprobs(micro, is_entropy_trained=self._config.entropy_bonus > 0)
             starting = current.detach() if old is None else old[number]
-            inputs, is_known = self._loss_inputs(micro, current, starting)
-            terms = self._loss(inputs, clip_low=self._config.clip_low, clip_high=self._config.clip_high)
-            loss_N = terms.loss_N - self._config.entropy_bonus * entropy if self._config.entropy_bonus else terms.loss_N
-            reduced = (loss_N * self.model.tensor(micro.weights_N)).sum()
-            reduced.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            loss += float(reduced.detach())
-            tally.statistics.add(inputs, terms, starting_N=starting, entropy_N=entropy, is_known_N=is_known)
-            tally.padded += micro.inputs_BT.size
-        norm = float(torch.nn.utils.clip_grad_norm_(self._trained, self._config.max_grad_norm, foreach=True))
-        if not np.isfinite(norm) or not np.isfinite(loss):
-            # One such update would destroy the weights for good; without it a minibatch is lost, and that is reported.
-            tally.skipped += 1
-        else:
+            reduced = self._loss_of(micro, current, starting, entropy, tally if counts else None)
+            # Gradients are averaged over ranks, and the weights of tokens say already what part of the minibatch each is.
+            (reduced * self.ranks.size).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            losses.append(reduced.detach().double())
+        clipped_norm = torch.nn.utils.clip_grad_norm_(self._trained, self._config.max_grad_norm, foreach=True)
+        total = self.ranks.sum(torch.stack(losses).sum())
+        # The one moment at which Python waits for the device.
+        norm, loss = torch.stack([whole(clipped_norm).double(), total]).tolist()
+        if self.guard.lets_pass(norm=norm, loss=loss, step=step):
             self.optimizer.step()
+            self.model.weights_moved()
             tally.loss += loss
             tally.grad_norms.append(norm)
+        else:
+            tally.skipped += 1
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _current(self, micro: Microbatch) -> tuple[Tensor, Tensor]:
-        tensor = self.model.tensor
-        return self.model.token_logprobs(
-            tensor(micro.inputs_BT),
-            tensor(micro.predicted_at_N),
-            tensor(micro.targets_N),
-            tensor(micro.temperatures_N),
-            is_entropy_trained=self._config.entropy_bonus > 0,
-        )
+    def _loss_of(
+        self, micro: Microbatch, current: Tensor, starting: Tensor, entropy: Tensor, tally: _Tally | None
+    ) -> Tensor:
+        """The weighted sum of the token losses of one pass; what is told of them goes into the tally."""
+        inputs, is_known = self._loss_inputs(micro, current, starting)
+        terms = self._loss(inputs, self._settings)
+        loss_N = terms.loss_N
+        corrected = reference_kl = None
+        if self._config.correction != "none":
+            corrected = correction(
+                inputs,
+                starting,
+                kind=self._config.correction,
+                is_sequence_level=self._recipe.correction_level == "sequence",
+                bound=self._recipe.correction_bound,
+            )
+            loss_N = loss_N * corrected.weights_N
+        if self._config.kl_coef > 0:
+            reference_kl = k3_divergence(current, self._reference_logprobs(micro))
+            loss_N = loss_N + self._config.kl_coef * reference_kl
+        if self._config.entropy_bonus > 0:
+            loss_N = loss_N - self._config.entropy_bonus * entropy
+        if tally is not None:
+            tally.statistics.add(
+                inputs,
+                terms,
+                starting_N=starting,
+                entropy_N=entropy.detach(),
+                is_known_N=is_known,
+                correction=corrected,
+                reference_kl_N=reference_kl,
+            )
+        return (loss_N * self.model.tensor(micro.weights_N)).sum()
+
+    @torch.no_grad()
+    def _reference_logprobs(self, micro: Microbatch) -> Tensor:
+        """Under the initial policy: a frozen copy, or the model without its adapters."""
+        model = self._reference or self.model
+        with self.model.adapters_off() if self._reference is None else nullcontext():
+            return model.token_logprobs(micro)[0]
 
     def _loss_inputs(self, micro: Microbatch, current: Tensor, starting: Tensor) -> tuple[LossInputs, Tensor]:
         tensor = self.model.tensor
@@ -156,6 +275,7 @@ class TrainStep:
             sampled_N=sampled,
             advantages_N=tensor(micro.advantages_N),
             row_of_N=tensor(micro.row_of_N),
+            num_rows=micro.num_rows,
         )
         return inputs, is_known
 
@@ -183,6 +303,10 @@ class TrainStep:
     def _report(self, step: int, rate: float, minibatches: Sequence[Minibatch], tally: _Tally) -> StepReport:
         taken = len(tally.grad_norms)
         num_tokens = sum(minibatch.num_trained for minibatch in minibatches)
+        passes = [micro for minibatch in minibatches for micro in minibatch.microbatches]
+        computed = sum(micro.inputs_BT.size for micro in passes)
+        padding = sum(micro.num_padding for micro in passes)
+        tally.statistics.sum_over(self.ranks, self.model.device)
         metrics = {
             **tally.statistics.metrics(),
             "train/loss": tally.loss / taken if taken else None,
@@ -192,8 +316,29 @@ class TrainStep:
             "train/skipped_steps": tally.skipped,
             "train/tokens": num_tokens,
             "train/sequences": sum(minibatch.num_rows for minibatch in minibatches),
-            "train/computed_tokens": tally.padded,
+            "train/passes": len(passes),
+            "train/computed_tokens": computed,
+            "train/padding_share": padding / computed if computed else None,
         }
         return StepReport(
-            step=step, optimizer_steps=taken, skipped_steps=tally.skipped, num_tokens=num_tokens, metrics=metrics
+            step=step,
+            optimizer_steps=taken,
+            skipped_steps=tally.skipped,
+            num_tokens=num_tokens,
+            flops=training_flops(passes, self.model.shape),
+            metrics=metrics,
         )
+
+
+def loss_settings(recipe: Recipe) -> LossSettings:
+    """What the loss is told: numbers only, endless ones where there is no bound."""
+    named = {
+        "clip_low": recipe.clip_low,
+        "clip_high": recipe.clip_high,
+        "dual_clip": recipe.dual_clip,
+        "dro_beta": recipe.dro_beta,
+        "behaviour_cap": recipe.behaviour_cap,
+    }
+    return LossSettings(
+        options=dict(recipe.loss_options), **{name: value for name, value in named.items() if value is not None}
+    )

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from rollbook.contracts.weights import weights_digest
 from rollbook.trainer.files import sync_directory, sync_file, writing
+from rollbook.trainer.sharding import whole
 
 # As safetensors spells them.
 DTYPE_NAMES = {
@@ -41,13 +43,35 @@ def named_weights(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in module.state_dict().items() if name in first_names}
 
 
+def host_copy(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies in main memory. From a GPU all transfers are started before the first is waited for, into pinned memory."""
+    copies = {}
+    for name, tensor in weights.items():
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        copies[name] = copy.copy_(whole(tensor.detach()), non_blocking=True)
+    if any(tensor.is_cuda for tensor in weights.values()):
+        torch.cuda.synchronize()
+    return copies
+
+
+def tree_to_host(tree: Any) -> Any:
+    """Nested containers with every tensor copied to main memory."""
+    if isinstance(tree, Tensor):
+        return whole(tree.detach()).to("cpu", copy=True)
+    if isinstance(tree, dict):
+        return {key: tree_to_host(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(tree_to_host(value) for value in tree)
+    return tree
+
+
 def digest_of(weights: Mapping[str, Tensor]) -> str:
     return weights_digest(_raw(weights))
 
 
 def _raw(weights: Mapping[str, Tensor]) -> Iterator[_Bytes]:
     for name, tensor in weights.items():
-        plain = tensor.detach().cpu().contiguous()
+        plain = whole(tensor.detach()).cpu().contiguous()
         data = plain.reshape(-1).view(torch.uint8).numpy().data
         yield _Bytes(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), data)
 

@@ -8,9 +8,10 @@ import pytest
 
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.policy import FinishReason, SamplingParams
-from rollbook.inference.engine import EngineClosedError, QueueFullError, UnpublishedError, WeightsError
+from rollbook.inference.engine import EngineClosedError, QueueFullError, TokenChunk, UnpublishedError, WeightsError
 from rollbook.inference.gate import OutdatedUpdateError, PauseMode
 from rollbook.inference.request import BadRequestError
+from rollbook.inference.weight_file import read_weights
 from rollbook.telemetry.spans import SpanRecorder, read_spans
 from tests.parts.inference_engines import Workshop, until
 from tests.parts.inference_models import MAX_LEN, VOCAB, publication
@@ -282,3 +283,62 @@ async def test_busy_periods_and_updates_are_told_as_spans(workshop: Workshop, na
     assert sum(span.fields["requests"] for span in busy) == 5
     assert sum(span.fields["tokens"] for span in busy) == 17
     assert [s.fields["publication"] for s in told if s.name == "policy.update_weights"] == [1, 2]
+
+
+async def test_whoever_streams_hears_every_token_once_and_before_the_answer(workshop: Workshop, name: str) -> None:
+    chunks: list[TokenChunk] = []
+    heard_at_answer: list[int] = []
+    async with workshop.engine(name) as engine:
+        answer = engine.submit([1, 2], SamplingParams(max_tokens=30), on_tokens=chunks.append)
+        answer.add_done_callback(lambda _: heard_at_answer.append(sum(len(chunk.token_ids) for chunk in chunks)))
+        silent = engine.submit([2], SamplingParams(max_tokens=30))
+        await until(lambda: len(chunks) > 2)
+        assert not answer.done()
+        completion = await answer
+        await silent
+    assert heard_at_answer == [30]
+    assert np.concatenate([chunk.token_ids for chunk in chunks]).tolist() == completion.token_ids.tolist()
+    assert np.concatenate([chunk.logprobs for chunk in chunks]).tolist() == completion.logprobs.tolist()
+    assert np.concatenate([chunk.versions for chunk in chunks]).tolist() == completion.versions.tolist()
+
+
+async def test_tensors_in_memory_are_loaded_as_a_file_is_and_tell_the_same_digest(
+    workshop: Workshop, name: str
+) -> None:
+    async with workshop.engine(name) as engine:
+        published, path = workshop.weights(2)
+        await engine.load_tensors(published, read_weights(path))
+        assert engine.publication == published
+        assert await engine.weights_digest() == published.digest
+        completion = await engine.generate([1], SamplingParams(max_tokens=3))
+        assert completion.versions.tolist() == [2] * 3
+
+
+async def test_tensors_in_memory_that_are_not_the_published_ones_are_refused(workshop: Workshop, name: str) -> None:
+    async with workshop.engine(name) as engine:
+        published, _ = workshop.weights(3)
+        _, other_path = workshop.weights(2)
+        with pytest.raises(WeightsError, match="announced with"):
+            await engine.load_tensors(published, read_weights(other_path))
+        assert engine.publication is not None
+        assert engine.publication.id == 1
+
+
+async def test_aborting_all_ends_who_runs_and_who_waits_with_what_they_have(workshop: Workshop, name: str) -> None:
+    async with workshop.engine(name, max_running=1) as engine:
+        running, waiting = engine.submit([1], LONG), engine.submit([2], LONG)
+        await until(lambda: engine.stats().tokens >= 3)
+        assert await engine.abort_all() == 2
+        ended = await asyncio.gather(running, waiting)
+        assert [completion.finish_reason for completion in ended] == [FinishReason.ABORT] * 2
+        assert len(ended[0].token_ids) >= 3
+        assert len(ended[1].token_ids) == 0
+        assert engine.stats().queued == 0
+        assert not engine.is_paused
+        assert len((await engine.generate([1], SamplingParams(max_tokens=2))).token_ids) == 2
+
+
+async def test_the_engine_says_what_becomes_of_its_cache_at_an_update(workshop: Workshop, name: str) -> None:
+    for setting in ("keep", "recompute"):
+        async with workshop.engine(name, kv_after_update=setting) as engine:
+            assert engine.stats().kv_after_update == setting

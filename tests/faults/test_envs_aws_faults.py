@@ -152,8 +152,8 @@ def test_a_stopped_orphan_is_swept_by_the_next_start() -> None:
         owner.kill()
         owner.communicate(timeout=30)
     assert wait_until_gone(pids[1:]) == []
-    assert wait_until_gone(pids[:1], within_s=0.1) == pids[:1]
-    assert sweep_orphans().processes == 1
+    # A pool that another test starts at this moment sweeps too: who of the two takes it does not matter.
+    sweep_orphans()
     assert wait_until_gone(pids) == []
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from rollbook.contracts.freshness import FreshnessRule
-from rollbook.contracts.ports import TaskSource
+from rollbook.contracts.ports import GroupSink, TaskSource
 from rollbook.contracts.task import Task, TaskId
 from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.dispatcher import Dispatcher
-from rollbook.rollout.metrics import ROLLOUT_METRICS
+from rollbook.rollout.metrics import rollout_metrics
 from rollbook.rollout.recipe import WorkerRecipe
 from rollbook.tasks.cursor import CursorDataLoader
 from rollbook.telemetry.events import EventLog, read_events
@@ -27,6 +27,7 @@ def recipe_of(config: RolloutConfig, **settings: Any) -> WorkerRecipe:
         builder="tests.parts.rollout_world:build",
         rollout=config.function,
         rules=config.group_rules,
+        rewards=config.rewards.rules,
         settings=settings,
         search_path=(REPOSITORY,),
     )
@@ -50,7 +51,8 @@ def config_of(**changed: Any) -> RolloutConfig:
 class Dispatching:
     dispatcher: Dispatcher
     tasks: CursorDataLoader
-    sink: MemorySink
+    sink: Any
+    """A `MemorySink`, unless the test brought a client of another."""
     directory: Path
     log: EventLog
     recorder: SpanRecorder
@@ -74,7 +76,7 @@ def dispatching(
     directory: Path,
     rows: list[dict[str, Any]],
     *,
-    sink: MemorySink | None = None,
+    sink: MemorySink | GroupSink | None = None,
     epochs: int | None = 1,
     name: str = "rollout",
     worker: dict[str, Any] | None = None,
@@ -99,7 +101,8 @@ def dispatching(
         config=settings,
         rule=FreshnessRule(groups_per_step=4, max_in_flight=8, budget=1),
         log=log,
-        metrics=MetricRecorder("rollout", ROLLOUT_METRICS, directory / "metrics.jsonl"),
+        metrics=MetricRecorder("rollout", rollout_metrics(settings), directory / "metrics.jsonl"),
         spans=recorder,
+        max_attempts=sink.max_attempts if isinstance(sink, MemorySink) else None,
     )
     return Dispatching(dispatcher, tasks, sink, directory, log, recorder)

@@ -1,6 +1,7 @@
 """Rollout functions that misbehave, each in its own way. Workers under test load them by dotted path."""
 
 import asyncio
+import dataclasses
 import os
 import signal
 import time
@@ -41,7 +42,10 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
         if deed == "die":
             print("last words of the worker")  # noqa: T201
             os._exit(9)
-        return await play(row)
+        sample = await play(row)
+        if deed == "say_loop" and sample is not None:
+            return dataclasses.replace(sample, messages=({"role": "assistant", "content": "loop"},))
+        return sample
 
     return rollout
 

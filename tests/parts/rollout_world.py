@@ -1,6 +1,7 @@
 """A small world to play in: guess a number by hearing higher or lower. Scripted policy, real tokenizer, real chat template."""
 
 import asyncio
+import dataclasses
 import random
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -15,6 +16,7 @@ from tokenizers.pre_tokenizers import Split
 
 from rollbook.contracts.environment import Observation
 from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
+from rollbook.inference.client import open_policy_client
 from rollbook.rollout.contract import RolloutSetup
 from rollbook.rollout.limits import EpisodeLimits
 from rollbook.rollout.policy import EpisodePolicy
@@ -86,14 +88,18 @@ def completion(ids: Sequence[int], *, version: int = 7, is_cut: bool = False) ->
 class GuessingWorld:
     def __init__(self) -> None:
         self._secret = 0
+        self._hangs_at: int | None = None
         self._turns = 0
 
     async def reset(self, task: Mapping[str, Any]) -> Observation:
         self._secret = int(task["secret"])
+        self._hangs_at = task.get("hangs_at")
         return Observation(text="guess a digit")
 
     async def step(self, action: str) -> Observation:
         self._turns += 1
+        if self._turns == self._hangs_at:
+            await asyncio.sleep(3600)
         guess = int(action)
         if guess == self._secret:
             return Observation(
@@ -133,6 +139,13 @@ def setup_of(
 
 
 @asynccontextmanager
+async def open_never() -> AsyncIterator[GuessingWorld]:
+    """A sandbox that never becomes ready."""
+    await asyncio.sleep(3600)
+    yield GuessingWorld()
+
+
+@asynccontextmanager
 async def build(settings: dict[str, Any]) -> AsyncIterator[RolloutSetup]:
     """The builder that workers under test are given: `tests.parts.rollout_world:build`."""
     if cause := settings.get("fail_setup"):
@@ -140,4 +153,12 @@ async def build(settings: dict[str, Any]) -> AsyncIterator[RolloutSetup]:
     setup, _ = setup_of(
         settings=settings.get("user"), delay_s=settings.get("delay_s", 0.0), seed=settings.get("seed", 0)
     )
+    if settings.get("sandbox") == "never_ready":
+        setup = dataclasses.replace(setup, open_environment=open_never)
+    if url := settings.get("policy_url"):
+        async with open_policy_client(url, request_s=settings["request_s"]) as client:
+            yield dataclasses.replace(
+                setup, policy=EpisodePolicy(client, setup.sampling, request_s=settings["request_s"])
+            )
+        return
     yield setup

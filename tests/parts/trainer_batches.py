@@ -11,6 +11,7 @@ from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import EndReason, RolloutSample, TokenRow, TurnMark
 from rollbook.trainer.config import ModelBuildConfig, ModelConfig, TrainerConfig
+from rollbook.trainer.minibatches import Microbatch
 from rollbook.trainer.model_directory import prepare_model_directory
 
 WORDS = tuple(str(number) for number in range(12))
@@ -102,3 +103,27 @@ def recorded_batch(step: int, *, groups: int = 3, samples: int = 4, seed: int = 
     """Batch `step` of a record: the same whenever it is asked for."""
     rng = np.random.default_rng((seed, step))
     return batch_of(step, [[random_sample(rng) for _ in range(samples)] for _ in range(groups)])
+
+
+def one_pass(
+    inputs: Sequence[Sequence[int]],
+    predicted_at: Sequence[int],
+    targets: Sequence[int],
+    temperatures: Sequence[float] | None = None,
+) -> Microbatch:
+    """Rows of equal length through the model, unpacked; every token is a sequence of its own, with advantage 1."""
+    count = len(targets)
+    ones = np.ones(count, dtype=np.float32)
+    return Microbatch(
+        inputs_BT=np.array(inputs, dtype=np.int64),
+        lengths=None,
+        num_padding=0,
+        predicted_at_N=np.array(predicted_at, dtype=np.int64),
+        targets_N=np.array(targets, dtype=np.int64),
+        sampled_logprobs_N=-ones,
+        advantages_N=ones,
+        temperatures_N=ones if temperatures is None else np.array(temperatures, dtype=np.float32),
+        weights_N=(ones / count).astype(np.float32),
+        row_of_N=np.arange(count, dtype=np.int64),
+        num_rows=count,
+    )

@@ -1,12 +1,18 @@
 """Token-in, token-out: whatever is said, the record holds exactly what the engine consumed and produced."""
 
+from typing import Literal
+
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
+from rollbook.rollout.assemblers.branching import BranchingAssembler
 from rollbook.rollout.assemblers.linear import TrajectoryAssembler
 from rollbook.rollout.assemblers.messages import MessageTrajectoryAssembler
+from rollbook.rollout.assemblers.table import build_assembler
+from rollbook.rollout.assembly import PrefixMismatchError
 from tests.parts.rollout_world import CHARACTERS, FORGETFUL, letter_tokenizer
 
 TOKENIZERS = {"error": letter_tokenizer(), "fork": letter_tokenizer(FORGETFUL)}
@@ -75,3 +81,67 @@ def test_a_chat_trajectory_holds_exactly_what_the_engine_consumed_and_produced(
     assert sample.num_trained == sum(len(sampled.token_ids) for _, sampled in turns)
     if on_rewrite == "error":
         assert len(sample.sequences) == 1
+
+
+@st.composite
+def rewritten_histories(draw: st.DrawFn) -> list[tuple[list[int], Completion]]:
+    """Turns of an agent that continues an earlier turn, cuts its history, changes a token in it, or begins anew."""
+    states: list[list[int]] = [draw(IDS.filter(bool))]
+    turns: list[tuple[list[int], Completion]] = []
+    for _ in range(draw(st.integers(1, 7))):
+        prompt = list(draw(st.sampled_from(states)))
+        if draw(st.booleans()):
+            prompt = prompt[: draw(st.integers(1, len(prompt)))]
+        if draw(st.booleans()):
+            prompt[draw(st.integers(0, len(prompt) - 1))] = draw(st.integers(0, 3))
+        prompt += draw(IDS)
+        sampled = draw(completions())
+        turns.append((prompt, sampled))
+        states.append(prompt + sampled.token_ids.tolist())
+    return turns
+
+
+@settings(max_examples=80, deadline=None)
+@given(turns=rewritten_histories(), name=st.sampled_from(["branching", "per_turn"]))
+def test_however_history_is_rewritten_every_sampled_token_is_trained_exactly_once_after_its_exact_prompt(
+    turns: list[tuple[list[int], Completion]], name: Literal["branching", "per_turn"]
+) -> None:
+    assembler = build_assembler(name, SamplingParams())
+    marks = [assembler.add_turn(prompt, sampled) for prompt, sampled in turns]
+    sample = assembler.build(reward=1.0)
+    assert list(sample.turns) == marks
+    trained = [np.zeros(len(row), dtype=np.int64) for row in sample.sequences]
+    for turn, (prompt, sampled) in zip(marks, turns, strict=True):
+        row = sample.sequences[turn.sequence]
+        assert row.token_ids[: turn.start].tolist() == prompt
+        assert np.array_equal(row.token_ids[turn.start : turn.end], sampled.token_ids)
+        assert np.array_equal(row.logprobs[turn.start : turn.end], sampled.logprobs)
+        assert np.array_equal(row.versions[turn.start : turn.end], sampled.versions)
+        trained[turn.sequence][turn.start : turn.end] += 1
+    for row, times in zip(sample.sequences, trained, strict=True):
+        assert np.array_equal(times, row.loss_mask)  # once where it is trained, never elsewhere
+        assert np.array_equal(row.loss_mask, row.versions != -1)
+    assert assembler.num_forks == len(sample.sequences) - 1
+
+
+@settings(max_examples=80, deadline=None)
+@given(turns=rewritten_histories())
+def test_a_linear_history_refuses_a_rewrite_at_its_first_position_exactly_where_branching_forks(
+    turns: list[tuple[list[int], Completion]],
+) -> None:
+    linear, branching = TrajectoryAssembler(SamplingParams()), BranchingAssembler(SamplingParams())
+    for prompt, sampled in turns:
+        so_far = linear.prompt_ids
+        branching.add_turn(prompt, sampled)
+        if branching.num_forks:
+            with pytest.raises(PrefixMismatchError) as refused:
+                linear.add_turn(prompt, sampled)
+            at = refused.value.position
+            assert prompt[:at] == so_far[:at]
+            assert at == len(prompt) or prompt[at] != so_far[at]
+            assert linear.prompt_ids == so_far, "a refused turn leaves no trace"
+            return
+        linear.add_turn(prompt, sampled)
+    alone, branched = linear.build(reward=1.0), branching.build(reward=1.0)
+    assert np.array_equal(alone.sequences[0].token_ids, branched.sequences[0].token_ids)
+    assert np.array_equal(alone.sequences[0].loss_mask, branched.sequences[0].loss_mask)

@@ -1,75 +1,210 @@
-"""The clipped loss against a float64 reference written case by case, and its gradient against finite differences."""
+"""Every loss and correction against a float64 reference written token by token, and gradients against finite differences."""
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from rollbook.trainer.losses.clipped import clipped_ratio
-from rollbook.trainer.losses.inputs import LossInputs, LossTerms
+from rollbook.trainer.config import TrainerConfig
+from rollbook.trainer.losses.corrections import correction
+from rollbook.trainer.losses.inputs import LossInputs, LossSettings, LossTerms
+from rollbook.trainer.losses.kl import k3_divergence
+from rollbook.trainer.losses.table import LOSSES
+from rollbook.trainer.recipe import OWN_SETTINGS
+from rollbook.trainer.step import loss_settings
 
-TOKENS = st.lists(
-    st.tuples(st.floats(-4, 0), st.floats(-4, 0), st.floats(-3, 3)).filter(lambda t: abs(t[0] - t[1]) < 3),
-    min_size=1,
-    max_size=20,
-)
-
-
-def reference_token(current: float, old: float, advantage: float, low: float, high: float) -> float:
-    """Written as a case distinction: which way the advantage pulls, and whether the ratio has gone that way already."""
-    ratio = math.exp(current) / math.exp(old)
-    if advantage >= 0:
-        return -advantage * min(ratio, 1 + high)
-    return -advantage * max(ratio, 1 - low)
+Array = NDArray[np.float64]
 
 
-def evaluate(current: torch.Tensor, old: NDArray[np.float64], advantages: NDArray[np.float64]) -> LossTerms:
-    olds = torch.from_numpy(old)
-    inputs = LossInputs(
-        current_N=current,
-        old_N=olds,
-        sampled_N=olds,
-        advantages_N=torch.from_numpy(advantages),
-        row_of_N=torch.zeros(len(old), dtype=torch.int64),
+@dataclass(frozen=True)
+class Tokens:
+    current: Array
+    old: Array
+    sampled: Array
+    advantage: Array
+    row: NDArray[np.int64]
+
+    def inputs(self, current: torch.Tensor | None = None) -> LossInputs:
+        return LossInputs(
+            current_N=torch.from_numpy(self.current) if current is None else current,
+            old_N=torch.from_numpy(self.old),
+            sampled_N=torch.from_numpy(self.sampled),
+            advantages_N=torch.from_numpy(self.advantage),
+            row_of_N=torch.from_numpy(self.row),
+            num_rows=int(self.row.max()) + 1,
+        )
+
+
+@st.composite
+def tokens(draw: st.DrawFn) -> Tokens:
+    """Up to four sequences whose tokens lie interleaved, as prefix sharing may lay them."""
+    count = draw(st.integers(1, 16))
+    column = st.lists(st.floats(-1.5, 1.5), min_size=count, max_size=count)
+    old = -2.0 + np.array(draw(column))
+    numbers = draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
+    row = np.unique(numbers, return_inverse=True)[1].astype(np.int64)
+    by_row = draw(st.lists(st.floats(-3, 3), min_size=4, max_size=4))
+    return Tokens(
+        current=old + np.array(draw(column)),
+        old=old,
+        sampled=old + np.array(draw(column)),
+        advantage=np.array([by_row[r] for r in row]),
+        row=row,
     )
-    return clipped_ratio(inputs, clip_low=0.2, clip_high=0.28)
 
 
-@given(tokens=TOKENS)
-@settings(deadline=None)
-def test_the_loss_is_that_of_the_reference(tokens: list[tuple[float, float, float]]) -> None:
-    current, old, advantages = (np.array(column, dtype=np.float64) for column in zip(*tokens, strict=True))
-    found = evaluate(torch.from_numpy(current), old, advantages).loss_N.numpy()
-    expected = [reference_token(c, o, a, 0.2, 0.28) for c, o, a in tokens]
-    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
+def settings_of(name: str) -> LossSettings:
+    needs = {"reduction_length": 8} if name == "dr_grpo" else {}
+    return loss_settings(TrainerConfig.model_validate({"loss": name, **needs}).recipe)
 
 
-@given(tokens=TOKENS)
-@settings(deadline=None, max_examples=50)
-def test_the_gradient_is_the_slope_of_the_loss(tokens: list[tuple[float, float, float]]) -> None:
-    # At the very edge of the clip there is no slope; a step of the difference must not straddle it.
-    tokens = [t for t in tokens if all(abs(math.exp(t[0] - t[1]) - edge) > 1e-3 for edge in (0.8, 1.28))]
-    if not tokens:
+# The references: plain numbers, one token at a time, written as case distinctions. `frozen` are the values behind a stop-gradient.
+
+
+def clipped(ratio: float, a: float, s: LossSettings) -> float:
+    if a >= 0:
+        return -a * min(ratio, 1 + s.clip_high)
+    value = -a * max(ratio, 1 - s.clip_low)
+    return min(value, -a * s.dual_clip)
+
+
+def mean_log_ratio(t: Tokens, current: Array, row: int) -> float:
+    members = [n for n in range(len(t.row)) if t.row[n] == row]
+    return math.fsum(current[n] - t.old[n] for n in members) / len(members)
+
+
+def bounded(value: float, low: float, high: float) -> float:
+    return low if value < low else high if value > high else value
+
+
+Reference = Callable[[Tokens, Array, Array, int, LossSettings], float]
+REFERENCES: dict[str, Reference] = {
+    "grpo": lambda t, c, frozen, n, s: clipped(math.exp(c[n]) / math.exp(t.old[n]), t.advantage[n], s),
+    "gspo": lambda t, c, frozen, n, s: clipped(math.exp(mean_log_ratio(t, c, t.row[n])), t.advantage[n], s),
+    "cispo": lambda t, c, frozen, n, s: (
+        -bounded(math.exp(frozen[n] - t.old[n]), 1 - s.clip_low, 1 + s.clip_high) * t.advantage[n] * c[n]
+    ),
+    "importance_sampling": lambda t, c, frozen, n, s: -math.exp(c[n]) / math.exp(t.old[n]) * t.advantage[n],
+    "reinforce": lambda t, c, frozen, n, s: -t.advantage[n] * c[n],
+    "decoupled": lambda t, c, frozen, n, s: (
+        clipped(math.exp(c[n] - t.old[n]), t.advantage[n], s) * math.exp(t.old[n]) / math.exp(t.sampled[n])
+    ),
+    "dro": lambda t, c, frozen, n, s: -(t.advantage[n] * c[n] - 0.5 * s.dro_beta * (c[n] - t.old[n]) ** 2),
+}
+REFERENCES["dr_grpo"] = REFERENCES["dapo"] = REFERENCES["grpo"]
+
+
+def reference(name: str, t: Tokens, current: Array, frozen: Array) -> Array:
+    s = settings_of(name)
+    return np.array([REFERENCES[name](t, current, frozen, n, s) for n in range(len(t.row))])
+
+
+def has_edge_nearby(name: str, t: Tokens) -> bool:
+    """At the very edge of a clip there is no slope; a step of the difference must not straddle it."""
+    s = settings_of(name)
+    ratios = [math.exp(c - o) for c, o in zip(t.current, t.old, strict=True)]
+    if name == "gspo":
+        ratios = [math.exp(mean_log_ratio(t, t.current, r)) for r in t.row]
+    edges = [1 - s.clip_low, 1 + s.clip_high, s.dual_clip]
+    return any(abs(ratio - edge) < 1e-4 for ratio in ratios for edge in edges if math.isfinite(edge))
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+@given(t=tokens())
+@settings(deadline=None, max_examples=40)
+def test_every_loss_is_that_of_its_reference(name: str, t: Tokens) -> None:
+    found = LOSSES[name](t.inputs(), settings_of(name)).loss_N.numpy()
+    np.testing.assert_allclose(found, reference(name, t, t.current, t.current), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+@given(t=tokens())
+@settings(deadline=None, max_examples=25)
+def test_every_gradient_is_the_slope_of_the_reference(name: str, t: Tokens) -> None:
+    if has_edge_nearby(name, t):
         return
-    values, old, advantages = (np.array(column, dtype=np.float64) for column in zip(*tokens, strict=True))
-    current = torch.from_numpy(values).requires_grad_()
-    evaluate(current, old, advantages).loss_N.sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    step = 1e-6
-    above = evaluate(torch.from_numpy(values + step), old, advantages).loss_N
-    below = evaluate(torch.from_numpy(values - step), old, advantages).loss_N
+    current = torch.from_numpy(t.current.copy()).requires_grad_()
+    LOSSES[name](t.inputs(current), settings_of(name)).loss_N.sum().backward()  # type: ignore[no-untyped-call]
     assert current.grad is not None
-    np.testing.assert_allclose(current.grad.numpy(), ((above - below) / (2 * step)).numpy(), rtol=1e-4, atol=1e-6)
+    step = 1e-6
+    for n in range(len(t.row)):
+        moved = np.zeros(len(t.row))
+        moved[n] = step
+        above = math.fsum(reference(name, t, t.current + moved, t.current))
+        below = math.fsum(reference(name, t, t.current - moved, t.current))
+        assert float(current.grad[n]) == pytest.approx((above - below) / (2 * step), rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_a_loss_reads_the_settings_that_are_its_own_and_no_others(name: str) -> None:
+    read: set[str] = set()
+
+    class Watched:
+        def __getattr__(self, attribute: str) -> float:
+            read.add(attribute)
+            return float(getattr(settings_of(name), attribute))
+
+    values = np.linspace(-1, -0.1, 4)
+    t = Tokens(values, values, values, np.ones(4), np.zeros(4, dtype=np.int64))
+    LOSSES[name](t.inputs(), Watched())  # type: ignore[arg-type]  # it answers like the settings
+    assert read == OWN_SETTINGS[name].keys() & {field.name for field in fields(LossSettings)}
 
 
 def test_only_tokens_beyond_the_clip_in_the_wanted_direction_count_as_clipped() -> None:
-    ratios = np.array([1.5, 1.5, 0.5, 0.5, 1.1, 1.5])
-    advantages = np.array([1.0, -1.0, 1.0, -1.0, 1.0, 0.0])
+    ratios = np.array([1.5, 1.5, 0.5, 0.5, 1.1, 1.5, 9.0])
+    advantages = np.array([1.0, -1.0, 1.0, -1.0, 1.0, 0.0, -1.0])
     current = torch.from_numpy(np.log(ratios)).requires_grad_()
-    terms = evaluate(current, np.zeros(6), advantages)
-    assert terms.is_clipped_N.tolist() == [True, False, False, True, False, False]
+    zeros = np.zeros(7)
+    t = Tokens(zeros, zeros, zeros, advantages, np.zeros(7, dtype=np.int64))
+    terms: LossTerms = LOSSES["dapo"](t.inputs(current), settings_of("dapo"))
+    assert terms.is_clipped_N.tolist() == [True, False, False, True, False, False, True]
     terms.loss_N.sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     assert current.grad is not None
-    assert (current.grad == 0).tolist() == [True, False, False, True, False, True]
+    assert (current.grad == 0).tolist() == [True, False, False, True, False, True, True]
+    assert float(terms.loss_N[-1].detach()) == pytest.approx(3.0), (
+        "the dual clip holds the loss of what must become rarer"
+    )
+
+
+@pytest.mark.parametrize("kind", ["tis", "icepop", "mis"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@given(t=tokens())
+@settings(deadline=None, max_examples=25)
+def test_corrections_weigh_by_how_likely_the_trainer_finds_what_was_sampled(kind: str, level: str, t: Tokens) -> None:
+    bound = 1.7
+    found = correction(
+        t.inputs(), torch.from_numpy(t.old), kind=kind, is_sequence_level=level == "sequence", bound=bound
+    )
+    for n in range(len(t.row)):
+        members = [m for m in range(len(t.row)) if t.row[m] == t.row[n]] if level == "sequence" else [n]
+        product = math.prod(math.exp(t.old[m]) / math.exp(t.sampled[m]) for m in members)
+        weight = product ** (1 / len(members))
+        if min(abs(weight - bound), abs(weight - 1 / bound)) < 1e-9:
+            continue
+        if kind == "tis":
+            expected = weight if weight < bound else bound
+        elif kind == "mis":
+            expected = weight if weight < bound else 0.0
+        else:
+            expected = weight if 1 / bound < weight < bound else 0.0
+        assert float(found.weights_N[n]) == pytest.approx(expected, rel=1e-9)
+        assert bool(found.is_bounded_N[n]) == (expected != pytest.approx(weight, rel=1e-12))
+
+
+@given(t=tokens())
+@settings(deadline=None, max_examples=25)
+def test_the_pull_to_the_reference_is_never_negative_and_has_a_gradient(t: Tokens) -> None:
+    current = torch.from_numpy(t.current.copy()).requires_grad_()
+    divergence = k3_divergence(current, torch.from_numpy(t.old))
+    expected = [math.exp(o - c) - (o - c) - 1 for c, o in zip(t.current, t.old, strict=True)]
+    np.testing.assert_allclose(divergence.detach().numpy(), expected, atol=1e-12)
+    divergence.sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    assert current.grad is not None
+    slopes = [1 - math.exp(o - c) for c, o in zip(t.current, t.old, strict=True)]
+    np.testing.assert_allclose(current.grad.numpy(), slopes, atol=1e-9)

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from rollbook.contracts.batch import TrainingBatch
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.trainer.config import TrainerConfig
-from rollbook.trainer.minibatches import Minibatch, TrainRow, flatten, passes, plan, shared_prefixes, split
+from rollbook.trainer.minibatches import (
+    Minibatch,
+    TrainRow,
+    flatten,
+    packed_passes,
+    passes,
+    plan,
+    shared_prefixes,
+    split,
+)
 from tests.parts.trainer_batches import batch_of, quick, row, sample
 
 
@@ -59,25 +68,50 @@ def planned_tokens(minibatches: Sequence[Minibatch]) -> Counter[Token]:
     found: Counter[Token] = Counter()
     for micro in (m for minibatch in minibatches for m in minibatch.microbatches):
         width = micro.inputs_BT.shape[1]
+        ends = np.cumsum(micro.lengths if micro.lengths is not None else [width] * len(micro.inputs_BT))
+        flat_inputs = micro.inputs_BT.reshape(-1)
         for n, flat in enumerate(micro.predicted_at_N):
-            line, at = divmod(int(flat), width)
-            prefix = tuple(map(int, micro.inputs_BT[line, : at + 1]))
+            line = int(np.searchsorted(ends, flat, side="right"))
+            start = int(ends[line - 1]) if line else 0
+            prefix = tuple(map(int, flat_inputs[start : flat + 1]))
             found[(prefix, int(micro.targets_N[n]), float(micro.advantages_N[n]), float(micro.temperatures_N[n]))] += 1
     return found
 
 
-@given(batch=batches, config=configs)
+@given(batch=batches, config=configs, is_packed=st.booleans())
 @settings(max_examples=80, deadline=None)
-def test_nothing_is_lost_and_nothing_is_used_twice(batch: TrainingBatch, config: TrainerConfig) -> None:
-    rows = flatten(batch, advantage=config.advantage)
-    assert planned_tokens(plan(rows, config, step=3)) == expected_tokens(rows)
+def test_nothing_is_lost_and_nothing_is_used_twice(
+    batch: TrainingBatch, config: TrainerConfig, is_packed: bool
+) -> None:
+    rows = flatten(batch, config)
+    minibatches = plan(rows, config, step=3, is_packed=is_packed)
+    assert planned_tokens(minibatches) == expected_tokens(rows)
+    for micro in (m for minibatch in minibatches for m in minibatch.microbatches):
+        assert micro.num_padding == 0 or not is_packed
+        assert set(micro.row_of_N.tolist()) == set(range(micro.num_rows))
+
+
+@given(lengths=st.lists(st.integers(1, 30), max_size=40), max_tokens=st.integers(1, 100), ranks=st.integers(1, 3))
+def test_packed_passes_stay_within_their_tokens_and_share_them_evenly(
+    lengths: list[int], max_tokens: int, ranks: int
+) -> None:
+    chosen = list(packed_passes(lengths, max_tokens=max_tokens, ranks=ranks))
+    assert sorted(number for numbers in chosen for number in numbers) == list(range(len(lengths)))
+    loads = [sum(lengths[n] for n in numbers) for numbers in chosen]
+    assert all(load <= max_tokens or len(numbers) == 1 for load, numbers in zip(loads, chosen, strict=True))
+    fewest = -(-sum(lengths) // (max_tokens * ranks)) * ranks
+    if len(chosen) == fewest:
+        assert max(loads, default=0) <= sum(lengths) / max(fewest, 1) + max(lengths, default=0)
+    for numbers in chosen:
+        in_order = [lengths[n] for n in numbers]
+        assert in_order == sorted(in_order, reverse=True), "equal lengths stand side by side"
 
 
 @given(batch=batches)
 @settings(max_examples=40, deadline=None)
 def test_rows_are_the_trained_sequences_of_scorable_samples(batch: TrainingBatch) -> None:
     scorable = [s for group in batch.groups for s in group.scorable]
-    rows = flatten(batch, advantage="group")
+    rows = flatten(batch, quick())
     assert [r.num_trained for r in rows] == [r.num_trained for s in scorable for r in s.sequences]
     by_sample: dict[int, set[float]] = {}
     for r in rows:
@@ -88,7 +122,7 @@ def test_rows_are_the_trained_sequences_of_scorable_samples(batch: TrainingBatch
 @given(batch=batches, config=configs)
 @settings(max_examples=40, deadline=None)
 def test_weights_of_each_minibatch_add_up_to_one(batch: TrainingBatch, config: TrainerConfig) -> None:
-    for minibatch in plan(flatten(batch, advantage="group"), config, step=3):
+    for minibatch in plan(flatten(batch, quick()), config, step=3, is_packed=True):
         total = sum(float(micro.weights_N.astype(np.float64).sum()) for micro in minibatch.microbatches)
         assert total == pytest.approx(1.0, rel=1e-5)
 
@@ -98,7 +132,7 @@ def test_weights_of_each_minibatch_add_up_to_one(batch: TrainingBatch, config: T
 def test_minibatches_keep_samples_whole_and_are_balanced_by_tokens(
     batch: TrainingBatch, count: int, seed: int, step: int
 ) -> None:
-    rows = flatten(batch, advantage="group")
+    rows = flatten(batch, quick())
     parts = split(rows, count, seed=seed, step=step)
     assert sorted(id(r) for part in parts for r in part) == sorted(id(r) for r in rows)
     assert all(parts)
@@ -127,7 +161,7 @@ def test_a_pass_stays_within_its_tokens_and_pads_less_than_another_pass_would_co
 @given(batch=batches, most=st.integers(1, 20))
 @settings(max_examples=60, deadline=None)
 def test_a_bundle_is_read_from_one_row_that_begins_with_all_the_others(batch: TrainingBatch, most: int) -> None:
-    rows = flatten(batch, advantage="group")
+    rows = flatten(batch, quick())
     bundles = shared_prefixes(rows, max_trained=most)
     assert sorted(n for bundle in bundles for n in bundle) == list(range(len(rows)))
     for first, *others in bundles:
@@ -139,7 +173,7 @@ def test_a_bundle_is_read_from_one_row_that_begins_with_all_the_others(batch: Tr
 def test_repeated_rows_go_through_the_model_once() -> None:
     long, short = row([1, 4, 5, 4, 6], [2, 4]), row([1, 4, 5], [2])
     batch = batch_of(1, [[sample(long, reward=1.0), sample(short, reward=0.0), sample(long, reward=0.0)]])
-    (minibatch,) = plan(flatten(batch, advantage="group"), quick(), step=1)
+    (minibatch,) = plan(flatten(batch, quick()), quick(), step=1, is_packed=False)
     (micro,) = minibatch.microbatches
     assert micro.inputs_BT.shape == (1, 4), "one row, and its last token is predicted, not read"
     assert micro.num_trained == 5
@@ -147,7 +181,7 @@ def test_repeated_rows_go_through_the_model_once() -> None:
 
 def test_the_shuffle_depends_on_the_step_and_the_seed() -> None:
     batch = batch_of(1, [[sample(reward=float(n)) for n in range(8)] for _ in range(4)])
-    rows = flatten(batch, advantage="group")
+    rows = flatten(batch, quick())
 
     def dealt(seed: int, step: int) -> list[int]:
         return [r.sample for r in split(rows, 2, seed=seed, step=step)[0]]

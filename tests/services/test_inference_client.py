@@ -19,7 +19,8 @@ from rollbook.contracts.policy import Completion, SamplingParams
 from rollbook.inference.client import BUNDLE_MAX_TOKENS, PolicyClient, open_policy_client
 from rollbook.inference.config import ScriptedConfig
 from rollbook.inference.engine import Engine
-from rollbook.inference.server import Handler, build_app, json_response, serve
+from rollbook.inference.routes.replies import Handler, json_response
+from rollbook.inference.server import build_app, serve
 from rollbook.inference.weights import WeightTransferClient
 from tests.parts.inference_engines import Workshop, engine_config, until
 from tests.parts.inference_models import VOCAB, plain_logprobs, publication

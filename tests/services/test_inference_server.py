@@ -14,7 +14,8 @@ import aiohttp
 import pytest
 
 from rollbook.inference.engine import Engine
-from rollbook.inference.server import MAX_CHOICES, build_app, serve
+from rollbook.inference.server import build_app, serve
+from rollbook.inference.service import MAX_CHOICES
 from tests.parts.inference_engines import Workshop, engine_config, until
 from tests.parts.inference_models import MAX_LEN, VOCAB, plain_logprobs
 
@@ -66,7 +67,7 @@ def update_body(workshop: Workshop, number: int, *, epoch: int = 1, **changes: A
 
 async def test_a_completion_answers_in_vllms_shape_with_the_models_own_logprobs(workshop: Workshop) -> None:
     async with served(workshop, "transformers") as server:
-        asked = {"prompt": [1, 2, 3], "max_tokens": 6, "return_token_ids": True, "logprobs": 0, "model": "any"}
+        asked = {"prompt": [1, 2, 3], "max_tokens": 6, "return_token_ids": True, "logprobs": 0, "model": "policy"}
         status, reply = await server.post("/v1/completions", asked)
     assert status == 200
     assert reply["object"] == "text_completion"
@@ -118,9 +119,9 @@ async def test_several_prompts_and_n_come_back_in_order_each_with_its_seed(works
         ({"prompt": [1], "top_k": -2}, "top_k"),
         ({"prompt": [1], "n": 0}, "n"),
         ({"prompt": [1], "n": MAX_CHOICES + 1}, "n"),
-        ({"prompt": [1], "n": 2, "seed": 1}, "seed"),
         ({"prompt": [[1], [2]], "seeds": [1]}, "seeds"),
-        ({"prompt": [1], "stream": True}, "stream"),
+        ({"prompt": [1], "echo": True}, "echo"),
+        ({"prompt": [1], "logprobs": 3}, "logprobs"),
         ({"prompt": [1], "stop": ["\n"]}, "stop"),
         ({"prompt": [1], "logit_bias": {"1": 5}}, "logit_bias"),
         ({"prompt": [1], "max_tokns": 5}, "max_tokns"),
@@ -278,7 +279,7 @@ async def test_a_model_that_fails_on_a_request_answers_500_by_name(workshop: Wor
     async with served(workshop, "transformers") as server:
         body = update_body(workshop, 2)
         assert (await server.post("/update_weights", body))[0] == 200
-        server.engine._model._model.lm_head.weight.fill_(float("nan"))  # type: ignore[attr-defined]
+        server.engine.parts.weights._targets["lm_head.weight"].fill_(float("nan"))  # type: ignore[attr-defined]
         status, reply = await server.post("/v1/completions", {"prompt": [[1], [2]], "max_tokens": 1})
         assert (status, reply["error"]["type"]) == (500, "generation_failed")
         assert (await server.get("/health"))[0] == 200

@@ -124,6 +124,12 @@ async def test_a_group_that_hangs_is_given_back_at_its_deadline(tmp_path: Path) 
     await play.run()
     assert [(gid, cause) for gid, _, cause in sink.released] == [("t0@0", "deadline")]
     assert sink.rows[GroupId("t0@0")].drop == "attempts: deadline"
+    (stalled,) = play.events("rollout.group_stalled")
+    assert (stalled["group_id"], stalled["attempt"]) == ("t0@0", 1)
+    assert stalled["age_s"] >= 0.4
+    assert "rollout.sample.t0@0.3" in stalled["stack"]
+    assert "rollout_functions.py" in stalled["stack"]
+    assert play.tasks.state().unsettled == 0, "what the ledger dropped is not waited for"
     assert sink.rows[GroupId("t1@0")].state == "queued"
 
 
@@ -183,12 +189,13 @@ async def test_a_cancelled_dispatcher_releases_nothing_and_the_next_one_takes_ov
     }
 
 
-async def test_a_ledger_that_is_away_for_a_moment_is_waited_for(tmp_path: Path) -> None:
-    sink = MemorySink(capacity=8, fail_next=[TransientError("connection refused")] * 3)
-    play = dispatching(tmp_path, [{}] * 3, sink=sink)
-    await play.run()
+async def test_a_ledger_beyond_its_clients_budget_ends_the_dispatcher_and_the_next_one_goes_on(tmp_path: Path) -> None:
+    sink = MemorySink(capacity=8, fail_next=[TransientError("connection refused")])
+    with pytest.raises(TransientError, match="connection refused"):
+        await dispatching(tmp_path, [{}] * 3, sink=sink).run()
+    assert living_children() == []
+    await dispatching(tmp_path, [{}] * 3, sink=sink).run()
     assert {row.state for row in sink.rows.values()} == {"queued"}
-    assert len(play.events("rollout.ledger_unreachable")) == 3
 
 
 async def test_a_dispatcher_that_was_replaced_stops(tmp_path: Path) -> None:

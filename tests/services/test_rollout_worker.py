@@ -24,10 +24,10 @@ from tests.parts.rollout_dispatching import REPOSITORY, config_of, recipe_of
 
 
 @asynccontextmanager
-async def worker_of(**settings: Any) -> AsyncIterator[AsyncRolloutWorker]:
+async def worker_of(*, stop_s: float = 0.5, **settings: Any) -> AsyncIterator[AsyncRolloutWorker]:
     recipe = recipe_of(config_of(), **settings)
     log = EventLog("test", echo=io.StringIO())
-    async with open_worker(recipe, log=log, start_s=60, silence_s=60, stop_s=0.5) as worker:
+    async with open_worker(recipe, log=log, start_s=60, silence_s=60, stop_s=stop_s) as worker:
         yield worker
 
 
@@ -61,6 +61,13 @@ async def test_a_worker_plays_many_groups_at_once_and_is_gone_after_its_block() 
         assert worker.in_flight == {}
     assert {len(result.group.samples) for result in results.values() if result.group} == {4}
     assert not psutil.pid_exists(worker.pid)
+
+
+async def test_an_idle_worker_ends_by_itself_when_asked() -> None:
+    async with worker_of(stop_s=30.0) as worker:
+        process = psutil.Process(worker.pid)
+    assert not process.is_running()
+    assert worker.exit_status == 0, "asked, and neither terminated nor killed"
 
 
 async def test_sigint_is_the_parents_business() -> None:

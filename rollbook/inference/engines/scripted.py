@@ -21,11 +21,23 @@ from rollbook.contracts.policy import Completion, FinishReason, Publication, Sam
 from rollbook.inference.batching import admissible
 from rollbook.inference.busy import BusyPeriods
 from rollbook.inference.config import InferenceConfig
-from rollbook.inference.engine import EngineClosedError, EngineStats, GenerationError, QueueFullError, UnpublishedError
-from rollbook.inference.gate import Gate, PauseMode, needs_loading
+from rollbook.inference.engine import (
+    EngineClosedError,
+    EngineStats,
+    GenerationError,
+    OnTokens,
+    QueueFullError,
+    TensorSource,
+    UnpublishedError,
+)
+from rollbook.inference.gate import Gate, PauseMode, needs_loading, require_unpublished
 from rollbook.inference.request import Request, checked_request, seeded_uniform
+from rollbook.inference.tensors import require_published
 from rollbook.inference.weight_file import read_published_weights
 from rollbook.telemetry.spans import SpanRecorder
+
+ROUND_TOKENS = 16_384
+"""Prompt tokens that join in a step at most, unless the config says otherwise."""
 
 Reply = Sequence[int]
 Script = Mapping[tuple[int, ...], Reply] | Callable[[Sequence[int]], Reply]
@@ -117,9 +129,12 @@ class ScriptedEngine:
             steps=self._steps,
             forwards=self._steps,
             busy_s=self._busy.busy_s,
+            kv_after_update=self._config.kv_after_update,
         )
 
-    def submit(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> asyncio.Future[Completion]:
+    def submit(
+        self, prompt_ids: Sequence[int], sampling: SamplingParams, *, on_tokens: OnTokens | None = None
+    ) -> asyncio.Future[Completion]:
         if self._publication is None:
             raise UnpublishedError("no weights were published to this engine yet, so it does not sample")
         if len(self._waiting) >= self._config.max_queued:
@@ -127,7 +142,12 @@ class ScriptedEngine:
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._waiting.append(
             checked_request(
-                prompt_ids, sampling, vocab_size=self.vocab_size, max_model_len=self.max_model_len, answer=answer
+                prompt_ids,
+                sampling,
+                vocab_size=self.vocab_size,
+                max_model_len=self.max_model_len,
+                answer=answer,
+                on_tokens=on_tokens,
             )
         )
         self._woken.set()
@@ -137,14 +157,40 @@ class ScriptedEngine:
         return await self.submit(prompt_ids, sampling)
 
     async def load_weights(self, publication: Publication, path: Path) -> None:
+        await self._load(publication, lambda: read_published_weights(path, publication))
+
+    async def load_tensors(self, publication: Publication, tensors: Mapping[str, TensorSource]) -> None:
+        await self._load(publication, lambda: require_published(publication, tensors))
+
+    async def _load(self, publication: Publication, check: Callable[[], object]) -> None:
         async with self._updating:
             if not needs_loading(self._publication, publication):
                 return
             began = time.time()
-            await asyncio.to_thread(read_published_weights, path, publication)
+            await asyncio.to_thread(check)
             # Between two steps by construction: a step has no await in it.
             self._publication = publication
             self._busy.updated(began, publication=publication.id, step=publication.step)
+
+    async def adopt(self, publication: Publication) -> None:
+        async with self._updating:
+            require_unpublished(self._publication, publication)
+            self._publication = publication
+
+    async def weights_digest(self) -> str:
+        """It has no weights to read: what it was told, after checking, is what it has."""
+        if self._publication is None:
+            raise UnpublishedError("no weights were published to this engine yet, so they have no digest")
+        return self._publication.digest
+
+    async def abort_all(self) -> int:
+        requests = [*(request for request, _ in self._running), *self._waiting]
+        self._running.clear()
+        self._waiting.clear()
+        for request in requests:
+            self._answer(request, FinishReason.ABORT)
+        self._woken.set()
+        return len(requests)
 
     async def pause(self, mode: PauseMode) -> None:
         self._gate.pause(mode)
@@ -205,6 +251,7 @@ class ScriptedEngine:
             token, logprob = self._next_token(request, reply)
             tokens += 1
             reason = request.take(token, logprob, self._publication.id)
+            request.tell()
             if reason is None and reply is not None and len(request.tokens) >= len(reply):
                 reason = FinishReason.STOP
             if reason is not None:
@@ -223,7 +270,7 @@ class ScriptedEngine:
         count = admissible(
             (len(request.prompt) for request in self._waiting),
             free_slots=self._config.max_running - len(self._running),
-            max_tokens=self._config.step_prefill_tokens,
+            max_tokens=self._config.step_prefill_tokens or ROUND_TOKENS,
         )
         for _ in range(count):
             request = self._waiting.popleft()

@@ -12,6 +12,7 @@ from rollbook.rollout.assembly import (
     build_sample,
     first_difference,
     require_same_sampling,
+    require_turn,
 )
 
 
@@ -35,6 +36,27 @@ class TrajectoryAssembler:
     @property
     def num_turns(self) -> int:
         return len(self._turns)
+
+    @property
+    def num_forks(self) -> int:
+        """None: what does not continue the tokens so far is refused here."""
+        return 0
+
+    def add_turn(
+        self,
+        prompt_ids: Sequence[int],
+        completion: Completion,
+        *,
+        sampling: SamplingParams | None = None,
+        seconds: float = 0.0,
+    ) -> TurnMark:
+        """A whole turn: the prompt somebody else built, which must start with the exact tokens so far, and the answer to it."""
+        require_turn(prompt_ids, completion, number=len(self._turns) + 1)
+        if sampling is not None:
+            require_same_sampling(self._sampling, sampling)
+        self._buffer.add_context(self.expect_prefix(list(map(int, prompt_ids))))
+        self.add_completion(completion, seconds=seconds)
+        return self._turns[-1]
 
     def add_prompt(self, ids: Sequence[int]) -> None:
         if len(self._buffer):

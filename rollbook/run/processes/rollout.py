@@ -1,13 +1,15 @@
 """The dispatcher process: tasks and rollout, a client of the ledger; its workers are processes of their own (`rollout_worker`)."""
 
 import asyncio
+from collections.abc import Coroutine
 from typing import Any
 
 from rollbook.contracts.admission import RunId
 from rollbook.ledger.client import open_ledger_client
 from rollbook.rollout.dispatcher import Dispatcher
-from rollbook.rollout.metrics import ROLLOUT_METRICS
+from rollbook.rollout.metrics import rollout_metrics
 from rollbook.rollout.recipe import WorkerRecipe
+from rollbook.run.atropos_source import AtroposSource
 from rollbook.run.child import RoleContext
 from rollbook.run.model_location import model_location
 from rollbook.tasks.dataset import load_tasks
@@ -17,6 +19,8 @@ from rollbook.telemetry.metrics import MetricRecorder
 
 async def main(context: RoleContext) -> str:
     config = context.loaded.config
+    if config.tasks.is_posted:
+        return await _fetch_posts(context)
     tasks = build_source(
         config.tasks,
         load_tasks(config.tasks, base_dir=context.loaded.source_dir),
@@ -29,21 +33,40 @@ async def main(context: RoleContext) -> str:
             name="dispatcher-0",
             tasks=tasks,
             sink=ledger,
-            recipe=_recipe(context),
+            recipe=worker_recipe(context),
             config=config.rollout,
             rule=config.gate.settings(max_steps=config.trainer.max_steps).rule,
             log=context.log,
-            metrics=MetricRecorder("rollout", ROLLOUT_METRICS, context.directory.metrics_file),
+            metrics=MetricRecorder("rollout", rollout_metrics(config.rollout), context.directory.metrics_file),
             spans=context.spans,
+            max_attempts=config.gate.max_attempts,
             look_at=f"the events rollout.group_failed in {context.directory.log_file(context.role)}",
         )
         context.channel.ready("playing")
-        return await _run_until_drained(dispatcher, context)
+        return await _run_until_drained(dispatcher.run(), context)
 
 
-async def _run_until_drained(dispatcher: Dispatcher, context: RoleContext) -> str:
+async def _fetch_posts(context: RoleContext) -> str:
+    """Nobody plays here: environments of Atropos post, and what they posted is taken over."""
+    config = context.loaded.config
+    async with open_ledger_client(
+        context.addresses["ledger"], RunId(config.run.name), request_s=config.ledger.request_s, log=context.log
+    ) as ledger:
+        source = AtroposSource(
+            ledger,
+            url=config.tasks.atropos.url or context.addresses["ledger"],
+            config=config.tasks.atropos,
+            most_queued=config.gate.groups_per_step * (config.gate.max_head_offpolicy_versions + 1),
+            num_steps=config.trainer.max_steps,
+            log=context.log,
+        )
+        context.channel.ready("waiting for environments")
+        return await _run_until_drained(source.run(), context)
+
+
+async def _run_until_drained(work: Coroutine[Any, Any, None], context: RoleContext) -> str:
     """A drain stops at once: what is in flight is played again after a resume, by the ledger's own rule."""
-    playing = asyncio.create_task(dispatcher.run(), name="rollout.dispatcher")
+    playing = asyncio.create_task(work, name="rollout.work")
     draining = asyncio.create_task(context.draining.wait(), name="rollout.drain")
     try:
         await asyncio.wait({playing, draining}, return_when=asyncio.FIRST_COMPLETED)
@@ -57,12 +80,14 @@ async def _run_until_drained(dispatcher: Dispatcher, context: RoleContext) -> st
         await asyncio.gather(playing, draining, return_exceptions=True)
 
 
-def _recipe(context: RoleContext) -> WorkerRecipe:
+def worker_recipe(context: RoleContext) -> WorkerRecipe:
+    """What the workers of this run are built from."""
     config = context.loaded.config
     return WorkerRecipe(
         builder="rollbook.run.processes.rollout_worker:build_setup",
         rollout=config.rollout.function,
         rules=config.rollout.group_rules,
+        rewards=config.rollout.rewards.rules,
         settings={
             "policy_url": context.addresses["policy"],
             "model_dir": str(model_location(context.directory)),

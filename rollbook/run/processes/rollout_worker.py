@@ -1,5 +1,6 @@
 """What a worker process holds: a policy client, a tokenizer, worlds. Built inside the worker, from plain values."""
 
+import dataclasses
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from rollbook.inference.config import InferenceConfig
 from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.contract import RolloutSetup
 from rollbook.rollout.policy import EpisodePolicy
+from rollbook.rollout.proxy_setup import proxy_sessions
 from rollbook.rollout.rendering import ModelTokenizer
 from rollbook.telemetry.events import EventLog
 
@@ -23,6 +25,9 @@ async def build_setup(settings: Mapping[str, Any]) -> AsyncIterator[RolloutSetup
     tokenizer = ModelTokenizer.from_directory(Path(settings["model_dir"]))
     log = EventLog("rollout-worker", Path(settings["log_file"]))
     sampling = rollout.sampling.params(tokenizer.eos_token_ids)
+    if settings.get("is_greedy"):
+        # A measurement takes the likeliest token each time; training never does.
+        sampling = dataclasses.replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
 
     try:
         async with (
@@ -33,15 +38,23 @@ async def build_setup(settings: Mapping[str, Any]) -> AsyncIterator[RolloutSetup
                 max_connections=inference.max_connections,
             ) as policy,
             open_environments(EnvConfig.model_validate(settings["env"])) as open_environment,
+            proxy_sessions(
+                asking := EpisodePolicy(policy, sampling, request_s=inference.request_s),
+                tokenizer,
+                sampling,
+                rollout.limits,
+            ) as open_proxy_session,
         ):
             yield RolloutSetup(
-                policy=EpisodePolicy(policy, sampling),
+                policy=asking,
                 tokenizer=tokenizer,
                 sampling=sampling,
                 limits=rollout.limits,
                 open_environment=open_environment,
                 log=log,
                 settings=rollout.settings,
+                policy_url=settings["policy_url"],
+                open_proxy_session=open_proxy_session,
             )
     finally:
         log.close()

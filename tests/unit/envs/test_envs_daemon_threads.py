@@ -32,11 +32,11 @@ def test_calls_run_at_the_same_time_up_to_the_limit_and_never_beyond() -> None:
 
 
 def test_one_call_after_the_other_needs_one_thread() -> None:
-    threads = DaemonThreads(8, name="test")
-    idle = {threads.submit(lambda: threading.current_thread().name).result(10) for _ in range(20)}
+    threads = DaemonThreads(100, name="test")
+    idle = {threads.submit(lambda: threading.current_thread().name).result(10) for _ in range(100)}
     threads.shutdown()
     # A thread that has answered may not be back yet when the next call comes: more than one, but far from one a call.
-    assert len(idle) < 8
+    assert len(idle) < 50
 
 
 def test_errors_belong_to_the_caller_and_cancelled_calls_never_run() -> None:

@@ -1,7 +1,7 @@
 """The tutorial's rollout function, played against a scripted policy: what it records is what was sampled and said."""
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,8 +31,18 @@ class WordTokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return " ".join(WORDS[token] for token in token_ids if token or not skip_special_tokens)
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
         raise NotImplementedError("the token-native example renders no messages")
+
+    @property
+    def identity(self) -> str:
+        return "words"
 
     @property
     def vocab_size(self) -> int:

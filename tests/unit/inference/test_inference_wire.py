@@ -9,8 +9,11 @@ import pytest
 from rollbook.contracts.errors import EpisodeError, FencedError, RunError, TransientError
 from rollbook.contracts.policy import Completion, FinishReason
 from rollbook.inference.connection import verdict
+from rollbook.inference.generation import Generated
 from rollbook.inference.request import BadRequestError, seeded_uniform
-from rollbook.inference.wire import CompletionBody, VersionSpan, WeightInfo, choice_of, spans, stamps
+from rollbook.inference.routes.completions import choice_of
+from rollbook.inference.wire import Choice, CompletionBody, VersionSpan, spans, stamps
+from rollbook.inference.wire_weights import WeightInfo
 from tests.parts.inference_models import publication
 
 
@@ -21,10 +24,9 @@ def test_a_completion_survives_the_wire_to_the_last_bit() -> None:
         versions=np.array([4, 4, 6], np.int32),
         finish_reason=FinishReason.ABORT,
     )
-    sent = msgspec.json.encode(choice_of(completion, 0, with_ids=True, with_logprobs=True))
-    got = msgspec.json.decode(
-        sent, type=type(choice_of(completion, 0, with_ids=True, with_logprobs=True))
-    ).to_contract()
+    asked = CompletionBody(prompt=[1], return_token_ids=True, logprobs=0)
+    sent = msgspec.json.encode(choice_of(Generated(completion=completion, text=""), 0, asked, None))
+    got = msgspec.json.decode(sent, type=Choice).to_contract()
     assert got.token_ids.tolist() == [5, 0, 7]
     assert got.logprobs.tobytes() == completion.logprobs.tobytes()
     assert got.versions.tolist() == [4, 4, 6]
@@ -63,10 +65,12 @@ def test_weight_info_names_unpublished_weights_as_vllm_does() -> None:
     assert WeightInfo.of(publication(3, "d")).to_contract() == publication(3, "d")
 
 
-def test_a_prompt_is_ids_or_lists_of_ids_and_nothing_else() -> None:
+def test_a_prompt_is_text_or_ids_or_lists_of_them_and_no_mixture() -> None:
     assert CompletionBody(prompt=[1, 2]).prompts() == [[1, 2]]
     assert CompletionBody(prompt=[[1], [2, 3]]).prompts() == [[1], [2, 3]]
-    for prompt in ("text", [], [1, [2]]):
+    assert CompletionBody(prompt="text").prompts() == ["text"]
+    assert CompletionBody(prompt=["a", "b"]).prompts() == ["a", "b"]
+    for prompt in ([], [1, [2]], ["a", 1]):
         with pytest.raises(ValueError, match="prompt"):
             CompletionBody(prompt=prompt).prompts()  # type: ignore[arg-type]
 
@@ -86,7 +90,7 @@ def test_a_prompt_is_ids_or_lists_of_ids_and_nothing_else() -> None:
 def test_the_status_decides_who_must_act(status: int, kind: str, expected: type[Exception]) -> None:
     body = msgspec.json.encode({"error": {"message": "m", "type": kind, "code": status}})
     error = verdict(status, body, "0.25", where="http://there")
-    assert type(error) is expected
+    assert isinstance(error, expected)
     assert "http://there" in str(error)
     if isinstance(error, TransientError):
         assert error.retry_after_s == 0.25

@@ -61,7 +61,7 @@ def test_a_recipe_that_cannot_cross_the_process_edge_names_the_field() -> None:
     recipe = WorkerRecipe(
         builder="a:b", rollout="c", rules=GroupRules(completions_per_prompt=2), settings={"fine": 1, "lock": lambda: 0}
     )
-    with pytest.raises(RunError, match=r"settings\['lock'\] cannot be pickled"):
+    with pytest.raises(RunError, match=r"settings\['lock'\] \(a function\) cannot be pickled"):
         recipe.pickled()
 
 

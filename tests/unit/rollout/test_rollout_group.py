@@ -12,7 +12,6 @@ from rollbook.contracts.group import DropKind, GroupId
 from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import RolloutSample
-from rollbook.rollout import group as group_module
 from rollbook.rollout.assemblers.linear import TrajectoryAssembler
 from rollbook.rollout.filters import load_filters
 from rollbook.rollout.group import GroupAssembler, GroupOrder, GroupResult
@@ -70,7 +69,9 @@ async def play(
     order: GroupOrder = ORDER,
     max_seconds: float = 120.0,
 ) -> GroupResult:
-    rules = GroupRules(completions_per_prompt=size, min_samples=floor, retry_budget=retries, max_seconds=max_seconds)
+    rules = GroupRules(
+        completions_per_prompt=size, min_samples=floor, retry_budget=retries, max_seconds=max_seconds, grace_s=0.01
+    )
     filters = load_filters(filter_path, drop_constant_reward=drop_constant_reward)
     return await GroupAssembler(rollout, rules, filters=filters, clock=HurriedClock()).play(order)
 
@@ -184,8 +185,7 @@ async def test_a_verdict_on_the_run_or_the_worker_is_not_swallowed() -> None:
             await play(scripted(verdict, *[sample(1.0)] * 3), retries=2)
 
 
-async def test_a_rollout_that_does_not_end_is_cancelled_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_module, "GRACE_S", 0.01)
+async def test_a_rollout_that_does_not_end_is_cancelled_and_named() -> None:
     calls = 0
 
     async def rollout(row: dict[str, Any]) -> RolloutSample:
@@ -197,7 +197,11 @@ async def test_a_rollout_that_does_not_end_is_cancelled_and_named(monkeypatch: p
 
     result = await play(rollout, max_seconds=0.05)
     assert result.drop is None
-    assert list(result.outcome.invalid_causes) == ["rollout did not end within 0.05 s (max_seconds) and was cancelled"]
+    (cause,) = result.outcome.invalid_causes
+    assert cause.startswith(
+        "rollout did not end within 0.05 s (max_seconds) and was cancelled in rollout (test_rollout"
+    )
+    assert "sleep" in cause, "where it was is part of the cause"
 
 
 async def test_nothing_is_played_again_after_the_groups_deadline() -> None:

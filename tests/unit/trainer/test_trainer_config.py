@@ -12,6 +12,7 @@ from rollbook.trainer.advantages import BASELINES
 from rollbook.trainer.config import NOT_NUMERIC, ModelBuildConfig, ModelConfig, TrainerConfig
 from rollbook.trainer.losses.table import LOSSES
 from rollbook.trainer.metrics import batch_metrics, time_metrics
+from rollbook.trainer.recipe import OWN_SETTINGS
 from rollbook.trainer.settings_history import Era, SettingsHistory
 from rollbook.trainer.staleness import check_lag
 from tests.parts.trainer_batches import batch_of, row, sample
@@ -25,6 +26,19 @@ from tests.parts.trainer_batches import batch_of, row, sample
         ({"reduction": "fixed_length"}, "reduction_length is needed"),
         ({"reduction_length": 9}, "read by no other"),
         ({"betas": (0.9, 1.0)}, "must lie in"),
+        ({"loss": "gropo"}, "there is no loss 'gropo': name one of grpo, "),
+        ({"loss": "reinforce", "clip_high": 0.3}, "loss 'reinforce' does not read clip_high"),
+        ({"loss": "cispo", "dual_clip": 3}, "loss 'cispo' does not read dual_clip"),
+        ({"loss": "grpo", "dro_beta": 1, "behaviour_cap": 2}, "loss 'grpo' does not read behaviour_cap, dro_beta"),
+        ({"loss_options": {"x": 1}}, "loss 'grpo' does not read loss_options"),
+        ({"loss": "dr_grpo"}, "reduction_length is needed"),
+        ({"loss": "mine:loss"}, "no usual advantage and reduction: set both"),
+        ({"correction_bound": 3}, "read by a correction, and none is set"),
+        ({"correction": "tis", "old_logprobs": "engine"}, "would do it twice"),
+        ({"correction": "mis", "loss": "decoupled"}, "would do it twice"),
+        ({"overlong_buffer": 3}, "read where overlong_tokens is set"),
+        ({"overlong_tokens": 3, "overlong_buffer": 4}, "begins before the first"),
+        ({"keep_every": 30}, "no multiple of checkpoint_every 20"),
         ({"learning_rate": 1.0}, "Extra inputs"),
         ({"ppo_n_minibatches": 0}, "greater than or equal to 1"),
     ],
@@ -57,8 +71,8 @@ def test_a_model_is_named_or_built_but_not_both() -> None:
 
 def test_every_named_choice_has_its_part() -> None:
     fields = TrainerConfig.model_json_schema()["properties"]
-    assert set(fields["advantage"]["enum"]) == BASELINES.keys()
-    assert {fields["loss"]["const"]} == LOSSES.keys()
+    assert set(fields["advantage"]["anyOf"][0]["enum"]) == BASELINES.keys()
+    assert OWN_SETTINGS.keys() == LOSSES.keys()
 
 
 def test_numeric_settings_are_all_but_those_that_only_say_when_and_where() -> None:
@@ -131,3 +145,11 @@ def test_overlap_is_the_part_of_the_time_that_was_not_waited() -> None:
     assert (measured["perf/wait_time_ratio"], measured["perf/overlap_ratio"]) == (0.25, 0.75)
     assert measured["perf/tokens_per_s"] == 10.0
     assert time_metrics(wait_s=0.0, train_s=0.0, num_tokens=0)["perf/overlap_ratio"] is None
+
+
+def test_a_loss_has_values_of_its_own_until_others_are_set() -> None:
+    assert TrainerConfig(loss="dapo").recipe.clip_high == 0.28
+    assert TrainerConfig(loss="dapo", clip_high=0.5).recipe.clip_high == 0.5
+    assert TrainerConfig(loss="dr_grpo", reduction_length=9).recipe.advantage == "dr_grpo"
+    assert TrainerConfig(loss="gspo").recipe.reduction == "sequence_mean"
+    assert TrainerConfig(loss="gspo").numeric_settings()["clip_low"] == 3e-4, "a resume compares what was meant"

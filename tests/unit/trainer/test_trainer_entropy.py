@@ -8,6 +8,7 @@ from rollbook.trainer.checkpoint import initial_learner
 from rollbook.trainer.config import ModelBuildConfig, ModelConfig, TrainerConfig
 from rollbook.trainer.model import PolicyModel
 from rollbook.trainer.model_directory import prepare_model_directory
+from tests.parts.trainer_batches import one_pass
 
 BUILD = ModelBuildConfig(
     hidden_size=16, layers=1, heads=2, kv_heads=2, intermediate_size=16, vocabulary=("a", "b", "c")
@@ -15,10 +16,7 @@ BUILD = ModelBuildConfig(
 
 
 def entropy_of(model: PolicyModel, *, is_trained: bool) -> torch.Tensor:
-    tokens = torch.tensor([[1, 4, 5]])
-    _, entropy = model.token_logprobs(
-        tokens, torch.tensor([0, 1]), torch.tensor([4, 5]), torch.ones(2), is_entropy_trained=is_trained
-    )
+    _, entropy = model.token_logprobs(one_pass([[1, 4, 5]], [0, 1], [4, 5]), is_entropy_trained=is_trained)
     return entropy
 
 

@@ -11,13 +11,13 @@ from rollbook.contracts.batch import TrainingBatch
 from rollbook.contracts.errors import RunError
 from rollbook.trainer.checkpoint import initial_learner
 from rollbook.trainer.config import ModelBuildConfig, TrainerConfig
-from rollbook.trainer.losses.inputs import LossInputs, LossTerms
+from rollbook.trainer.losses.inputs import LossInputs, LossSettings, LossTerms
 from rollbook.trainer.losses.table import LOSSES
 from rollbook.trainer.minibatches import sample_advantages
 from rollbook.trainer.model import PolicyModel
 from rollbook.trainer.schedule import learning_rate
 from rollbook.trainer.step import TrainStep
-from tests.parts.trainer_batches import BUILD, batch_of, quick, recorded_batch, row, sample, tiny_model_dir
+from tests.parts.trainer_batches import BUILD, batch_of, one_pass, quick, recorded_batch, row, sample, tiny_model_dir
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def plain_gradient(model: PolicyModel, batch: TrainingBatch) -> dict[str, torch.
     """The policy gradient of the token mean, one sequence at a time through the whole model, with no sharing and no padding."""
     module = model.module
     module.zero_grad(set_to_none=True)
-    shared = iter(sample_advantages(batch, kind="group"))
+    shared = iter(sample_advantages(batch, quick()))
     scored = [(s, next(shared)) for group in batch.groups for s in group.samples]
     total = sum(s.num_trained for s, _ in scored if s.is_scorable)
     for s, advantage in scored:
@@ -92,9 +92,9 @@ def test_later_minibatches_are_compared_with_the_start_of_the_step(
 ) -> None:
     seen: list[torch.Tensor] = []
 
-    def spying(inputs: LossInputs, *, clip_low: float, clip_high: float) -> LossTerms:
+    def spying(inputs: LossInputs, settings: LossSettings) -> LossTerms:
         seen.append(inputs.old_N)
-        return clipped(inputs, clip_low=clip_low, clip_high=clip_high)
+        return clipped(inputs, settings)
 
     clipped = LOSSES["grpo"]
     monkeypatch.setitem(LOSSES, "grpo", spying)
@@ -111,8 +111,7 @@ def test_later_minibatches_are_compared_with_the_start_of_the_step(
 
 def test_the_ratio_may_be_taken_to_the_policy_that_sampled(model_dir: Path) -> None:
     learner = initial_learner(model_dir, quick(old_logprobs="engine"))
-    ids, target = torch.tensor([[1, 5]]), torch.tensor([6])
-    exact = float(learner.model.token_logprobs(ids, torch.tensor([1]), target, torch.ones(1))[0].detach())
+    exact = float(learner.model.token_logprobs(one_pass([[1, 5]], [1], [6]))[0].detach())
     lagging = [
         sample(row([1, 5, 6], [2], logprob=exact - math.log(ratio)), reward=reward)
         for ratio, reward in ((2, 1.0), (1, 0.0))
@@ -126,7 +125,7 @@ def test_logprobs_are_taken_at_the_samples_own_temperature(model_dir: Path) -> N
     model = PolicyModel.load(model_dir)
     ids = torch.tensor([[1, 5, 6, 7]])
     logits = model.module(input_ids=ids).logits[0, [1, 2]].detach().double()
-    found, entropy = model.token_logprobs(ids, torch.tensor([1, 2]), torch.tensor([6, 7]), torch.tensor([0.5, 2.0]))
+    found, entropy = model.token_logprobs(one_pass(ids.tolist(), [1, 2], [6, 7], [0.5, 2.0]))
     for n, (target, temperature) in enumerate([(6, 0.5), (7, 2.0)]):
         probabilities = torch.softmax(logits[n] / temperature, -1)
         assert float(found[n].detach()) == pytest.approx(math.log(probabilities[target]), abs=1e-5)
@@ -134,23 +133,17 @@ def test_logprobs_are_taken_at_the_samples_own_temperature(model_dir: Path) -> N
 
 
 def test_a_family_with_its_own_head_gives_the_same_logprobs(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = PolicyModel.load(model_dir)
-    arguments = (
-        torch.tensor([[1, 5, 6, 7], [1, 9, 0, 0]]),
-        torch.tensor([2, 1, 5]),
-        torch.tensor([7, 6, 4]),
-        torch.ones(3),
-    )
-    short_way, _ = model.token_logprobs(*arguments)
-    monkeypatch.setattr("rollbook.trainer.model.PLAIN_HEADS", frozenset())
-    whole_way, _ = model.token_logprobs(*arguments)
+    rows = one_pass([[1, 5, 6, 7], [1, 9, 0, 0]], [2, 1, 5], [7, 6, 4])
+    short_way, short_entropy = PolicyModel.load(model_dir).token_logprobs(rows)
+    monkeypatch.setattr("rollbook.trainer.model.has_plain_head", lambda module: False)
+    whole_way, whole_entropy = PolicyModel.load(model_dir).token_logprobs(rows)
     torch.testing.assert_close(short_way, whole_way, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(short_entropy, whole_entropy, rtol=1e-5, atol=1e-6)
 
 
 def test_agreement_with_the_sampler_is_measured(model_dir: Path) -> None:
     learner = initial_learner(model_dir, quick())
-    ids, target = torch.tensor([[1, 5]]), torch.tensor([6])
-    exact = float(learner.model.token_logprobs(ids, torch.tensor([1]), target, torch.ones(1))[0].detach())
+    exact = float(learner.model.token_logprobs(one_pass([[1, 5]], [1], [6]))[0].detach())
     agreeing = [sample(row([1, 5, 6], [2], logprob=exact), reward=r) for r in (0.0, 1.0)]
     report = learner.run(batch_of(1, [agreeing]))
     assert report.metrics["train/mean_kl"] == pytest.approx(0, abs=1e-9)
@@ -176,7 +169,7 @@ def test_tokens_without_sampling_logprobs_are_refused_or_taken_as_the_starting_p
 def test_a_gradient_that_is_not_finite_changes_nothing_and_is_reported(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(inputs: LossInputs, *, clip_low: float, clip_high: float) -> LossTerms:
+    def broken(inputs: LossInputs, settings: LossSettings) -> LossTerms:
         return LossTerms(
             loss_N=inputs.current_N * math.inf, is_clipped_N=torch.zeros(len(inputs.old_N), dtype=torch.bool)
         )

@@ -1,0 +1,67 @@
+r"""Maths in several turns: a wrong answer gets one fixed message and another try. A rollout function to copy from.
+
+    user        What is 3 + 4 ?
+    assistant   \boxed{8}                        sampled, trained
+    user        That is not right . Try again .
+    assistant   \boxed{7}                        sampled, trained: reward 1
+
+The reward is that of the last turn, 0 or 1. An answer is judged by `scoring.py`: it never raises, and never takes long.
+"""
+
+import time
+from typing import Any
+
+import scoring
+
+from rollbook.contracts.errors import EpisodeError
+from rollbook.contracts.policy import FinishReason
+from rollbook.contracts.trajectory import EndReason, RolloutSample
+from rollbook.rollout.assemblers.messages import MessageTrajectoryAssembler
+from rollbook.rollout.contract import RolloutFn, RolloutSetup
+
+RETRY = "That is not right . Try again ."
+"""One message, always the same: it tells nothing about the answer."""
+
+
+def make_rollout(setup: RolloutSetup) -> RolloutFn:
+    system = setup.settings.get("system_prompt")
+    retry = str(setup.settings.get("retry_message", RETRY))
+    scorer = scoring.Scorer(
+        timeout_s=float(setup.settings.get("score_timeout_s", 5.0)),
+        is_lenient=bool(setup.settings.get("is_lenient", False)),
+    )
+
+    async def rollout(row: dict[str, Any]) -> RolloutSample | None:
+        began = time.monotonic()
+        chat = MessageTrajectoryAssembler(setup.tokenizer, setup.sampling)
+        if system is not None:
+            chat.add_message("system", str(system))
+        chat.add_message("user", str(row["question"]))
+        end, is_right = EndReason.DONE, False
+        while True:
+            limit = setup.limits.before_turn(
+                turns=chat.num_turns, num_tokens=chat.num_tokens, seconds=time.monotonic() - began
+            )
+            prompt = chat.next_prompt() if limit is None else []
+            room = min(setup.sampling.max_tokens, setup.limits.tokens_left(len(prompt)))
+            if limit is not None or room == 0:
+                # Running out of turns is the usual end of a problem that is too hard; anything else was cut off.
+                end = limit or EndReason.MAX_TOKENS
+                break
+            reply = await setup.policy.complete(prompt, max_tokens=room)
+            if reply.finish_reason is FinishReason.ABORT:
+                raise EpisodeError(f"the policy server aborted turn {chat.num_turns + 1}")
+            is_right = await scorer.is_right(chat.add_completion(reply), str(row["answer"]))
+            if is_right or chat.num_turns >= setup.limits.max_turns:
+                break
+            chat.add_message("user", retry)
+        if chat.num_turns == 0:
+            raise EpisodeError(f"the question alone does not fit max_total_tokens = {setup.limits.max_total_tokens}")
+        return chat.build(
+            reward=float(is_right),
+            solved=is_right,
+            finish_reason=end,
+            metrics={"first_try": float(is_right and chat.num_turns == 1)},
+        )
+
+    return rollout

@@ -1,0 +1,57 @@
+r"""Sums of one digit with a tokenizer of whole words: problems and demonstrations for a model made on the spot.
+
+Two hundred problems in all, `\boxed{…}` answers of one token each. The demonstrations are right as often as they are told to be:
+a model that is warm-started from them knows how an answer looks and has something left to learn.
+"""
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from maths_with_retry import RETRY
+
+ANSWERS = range(-9, 19)
+WORDS = ["What", "is", "+", "-", "?", "That", "not", "right", ".", "Try", "again", "User:", "Assistant:"]
+WORDS += [str(n) for n in range(10)] + [f"\\boxed{{{n}}}" for n in ANSWERS]
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %} Assistant: {{ m.content }} <eos>"
+    "{% else %} User: {{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %} Assistant: {% endif %}"
+)
+
+
+def tasks(split: str | None = None) -> Iterator[dict[str, Any]]:
+    """Every problem. `split`: `train` has nine of ten, `test` the others."""
+    numbers = list(range(200))
+    random.Random(7).shuffle(numbers)
+    for at, number in enumerate(numbers):
+        left, other, is_sum = number // 20, number // 2 % 10, number % 2 == 0
+        own = "test" if at % 10 == 0 else "train"
+        if split in (None, own):
+            yield {
+                "id": f"sum-{number}",
+                "split": own,
+                "question": f"What is {left} {'+' if is_sum else '-'} {other} ?",
+                "answer": str(left + other if is_sum else left - other),
+            }
+
+
+def demonstrations(path: Path, *, count: int, right: float, seed: int = 0) -> None:
+    """Chats of one or two turns, written as JSONL: a wrong first answer gets the retry message and another answer."""
+    rng = random.Random(seed)
+    problems = list(tasks())
+
+    def answer(task: dict[str, Any]) -> str:
+        number = task["answer"] if rng.random() < right else rng.choice(ANSWERS)
+        return f"\\boxed{{{number}}}"
+
+    with path.open("w", encoding="utf-8") as file:
+        for _ in range(count):
+            task = rng.choice(problems)
+            said = answer(task)
+            chat = [("user", task["question"]), ("assistant", said)]
+            if said != f"\\boxed{{{task['answer']}}}":
+                chat += [("user", RETRY), ("assistant", answer(task))]
+            messages = [{"role": role, "content": text} for role, text in chat]
+            file.write(json.dumps({"messages": messages}) + "\n")

@@ -1,0 +1,99 @@
+"""TRL's AsyncGRPOTrainer with our workers, gate and ledger behind it. Run it again after a crash: it goes on without a loss.
+
+.venvs/trl/bin/python examples/06_trl/train.py --run-dir runs/trl
+"""
+
+import argparse
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+
+from rollbook.integrations.trl import RollbookCallback, RollbookRolloutWorker, RollbookWeightTransfer, open_run
+from rollbook.integrations.trl_cpu import use_cpu
+
+HERE = Path(__file__).parent
+
+
+class Tell(TrainerCallback):
+    """One JSON line a step, for people and for the test that runs this file."""
+
+    def __init__(self, step_s: float) -> None:
+        self._step_s = step_s
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        time.sleep(self._step_s)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        told = {key: logs[key] for key in ("ratio", "reward", "sample/staleness_max") if logs and key in logs}
+        if told:
+            dropped = (logs or {}).get("sample/dropped_stale_total") or 0
+            print(json.dumps({"step": state.global_step, **told, "dropped_stale": dropped}), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--run-dir", default="runs/trl")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--step-s", type=float, default=0.0, help="make each step take this much longer")
+    parser.add_argument("--set", action="append", default=[], help="override a field of run.toml")
+    given = parser.parse_args()
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)
+        use_cpu()
+    overrides = [f"trainer.max_steps={given.steps}", *given.set]
+    with open_run(HERE / "run.toml", run_dir=given.run_dir, overrides=overrides) as run:
+        args = AsyncGRPOConfig(
+            output_dir=str(Path(given.run_dir) / "trl"),
+            max_steps=given.steps,
+            per_device_train_batch_size=run.facts.rows_per_step,
+            token_budget=0,  # a step is a number of rows, not of tokens
+            num_generations=run.facts.completions_per_prompt,
+            max_staleness=run.facts.lag_budget,
+            temperature=run.facts.temperature,
+            learning_rate=1e-3,
+            save_steps=2,
+            logging_steps=1,
+            report_to=[],
+            dtype="float32",
+            use_cpu=not torch.cuda.is_available(),
+            bf16=torch.cuda.is_available(),
+            gradient_checkpointing=False,
+            disable_tqdm=True,
+        )
+        trainer = AsyncGRPOTrainer(
+            model=run.facts.model_dir,
+            args=args,
+            # TRL wants a dataset; what is played comes from run.toml.
+            train_dataset=Dataset.from_dict({"prompt": ["unused"] * math.prod((given.steps, run.facts.rows_per_step))}),
+            rollout_worker=RollbookRolloutWorker(run),
+            weight_transfer=RollbookWeightTransfer(run),
+            callbacks=[RollbookCallback(run), Tell(given.step_s)],
+        )
+        checkpoint = run.last_checkpoint(args.output_dir)
+        before = run.status()
+        print(json.dumps({"resumed_from": checkpoint, "groups": dict(before.by_state)}), flush=True)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        after = run.status()
+        print(
+            json.dumps(
+                {
+                    "done": run.step,
+                    "opened": after.opened,
+                    "groups": dict(after.by_state),
+                    "dropped": dict(after.dropped),
+                    "divergences": run.divergences,
+                }
+            ),
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

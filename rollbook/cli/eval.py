@@ -1,0 +1,50 @@
+"""`rollbook eval`: measure a checkpoint on held-out tasks."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from rollbook.cli.speaking import people, result_json
+from rollbook.run.evaluating import evaluate, table
+
+HEADINGS = ("", "tasks", "episodes", "solved [95 %]", "reward [95 %]", "unscorable")
+
+
+def eval_command(
+    target: Annotated[Path, typer.Argument(metavar="RUN_OR_MODEL", help="A run directory, or a model directory.")],
+    *,
+    config: Annotated[Path | None, typer.Option("--config", help="Tasks and worlds; needed for a model.")] = None,
+    step: Annotated[
+        int | None, typer.Option("--step", min=0, help="Checkpoint of a run; the newest unless told.")
+    ] = None,
+    tasks: Annotated[str | None, typer.Option("--tasks", help="The split of the tasks to play.")] = None,
+    episodes: Annotated[int | None, typer.Option("--episodes", min=1, help="Episodes of each task.")] = None,
+    max_tasks: Annotated[int | None, typer.Option("--max-tasks", min=1, help="At most this many tasks.")] = None,
+    greedy: Annotated[
+        bool | None, typer.Option("--greedy/--sampled", help="The likeliest token each time, or as in training.")
+    ] = None,
+    override: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Override a field; may be repeated."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="File for the result; in the run unless told.")] = None,
+) -> None:
+    """Play held-out tasks with a checkpoint and print what it solves, with 95 % intervals, in all and by label."""
+    chosen = {
+        "split": None if tasks is None else f'"{tasks}"',
+        "episodes": episodes,
+        "max_tasks": max_tasks,
+        "greedy": None if greedy is None else str(greedy).lower(),
+    }
+    overrides = [*(override or ()), *(f"evaluation.{name}={v}" for name, v in chosen.items() if v is not None)]
+    result = evaluate(target, config=config, step=step, overrides=overrides, out=out)
+    shown = Table(title=f"step {result['step']} of {target}", title_justify="left")
+    for number, heading in enumerate(HEADINGS):
+        shown.add_column(heading, justify="left" if number == 0 else "right", no_wrap=True)
+    for line in table(result):
+        shown.add_row(*line)
+    people().print(shown)
+    people().print(f"written to {result['file']}", markup=False, soft_wrap=True)
+    result_json(result)

@@ -1,0 +1,1 @@
+"""The HTTP routes of the policy server, one noun a file."""

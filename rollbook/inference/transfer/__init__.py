@@ -1,0 +1,1 @@
+"""How weights reach the replicas: one file a way."""

@@ -1,0 +1,105 @@
+"""Weights as safetensors files: on disk (`directory`), or in memory that the processes of a host share (`shared_memory`).
+
+A file appears under its name only when it is whole. Shared memory is a file on the memory file system: written once, mapped by
+every replica, and gone with the machine. What a trainer that was killed left there is swept by the next one of the same run.
+"""
+
+import asyncio
+import hashlib
+import os
+import shutil
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rollbook.contracts.errors import RunError
+from rollbook.contracts.policy import Publication
+from rollbook.inference.transfer_way import WayPlace, message
+from rollbook.inference.wire_weights import Backend, InitInfo, UpdateInfo
+
+SHARED = Path("/dev/shm")
+
+
+def open_way(name: str, place: WayPlace) -> "FileWay":
+    disk = Path(place.directory).absolute()
+    if name == "directory":
+        return FileWay("directory", disk)
+    if not SHARED.is_dir():
+        raise RunError(f"transfer = 'shared_memory' needs {SHARED}, which this machine has not; use 'directory'")
+    # Named after the run's own folder, so that the next trainer of the run finds and sweeps what this one left.
+    own = hashlib.blake2b(str(disk).encode(), digest_size=8).hexdigest()
+    return FileWay("shared_memory", SHARED / f"rollbook-{os.getuid()}-{own}", is_ours=True)
+
+
+class FileWay:
+    """`is_ours`: the folder holds nothing else and goes with us."""
+
+    def __init__(self, backend: Backend, directory: Path, *, is_ours: bool = False) -> None:
+        self._backend: Backend = backend
+        self._directory = directory
+        self._is_ours = is_ours
+        if is_ours:
+            shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    @property
+    def backend(self) -> Backend:
+        return self._backend
+
+    async def put(self, publication: Publication, weights: Mapping[str, Tensor]) -> str:
+        path = self._directory / f"publication-{publication.id:08d}.safetensors"
+        await asyncio.to_thread(self._write, weights, path, publication.digest)
+        return str(path)
+
+    async def keep_only(self, locations: Collection[str]) -> None:
+        await asyncio.to_thread(self._sweep, {Path(location).name for location in locations})
+
+    @property
+    def is_group(self) -> bool:
+        return False
+
+    def invitations(self, num_replicas: int) -> Sequence[InitInfo]:
+        return ()
+
+    async def assemble(self, num_replicas: int) -> None:
+        return None
+
+    def update_info(self, publication: Publication, location: str) -> UpdateInfo:
+        return message(publication, self._backend, path=location)
+
+    async def send(self, location: str) -> None:
+        return None
+
+    async def close(self) -> None:
+        if self._is_ours:
+            await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
+
+    def _write(self, weights: Mapping[str, Tensor], path: Path, digest: str) -> None:
+        plain = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+        self._require_room(plain, path)
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            # Not synced: after a crash these weights are published anew, under another id.
+            save_file(plain, str(unfinished), metadata={"format": "pt", "rollbook_digest": digest})
+            unfinished.replace(path)
+        except OSError as error:
+            raise RunError(f"weights cannot be written to {path}: {error.strerror or error}") from error
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    def _require_room(self, plain: Mapping[str, Tensor], path: Path) -> None:
+        """Memory that is promised and not there kills the writer with SIGBUS; better to say it."""
+        needed = sum(tensor.nbytes for tensor in plain.values())
+        free = shutil.disk_usage(path.parent).free
+        if free < needed + 2**20:
+            raise RunError(
+                f"{path.parent} has {free / 2**20:.0f} MiB free and the weights need {needed / 2**20:.0f} MiB"
+                + ("; set inference.transfer = 'directory'" if self._is_ours else "")
+            )
+
+    def _sweep(self, kept: Collection[str]) -> None:
+        for path in self._directory.iterdir():
+            if path.name not in kept and path.name.endswith((".safetensors", ".tmp")):
+                path.unlink(missing_ok=True)

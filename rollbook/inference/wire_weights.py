@@ -1,0 +1,120 @@
+"""What crosses for weights: vLLM's verbs, with our publication, epoch and digest in every update."""
+
+from typing import Any, Literal
+
+import msgspec
+
+from rollbook.contracts.policy import Publication, PublicationId
+
+UNPUBLISHED = "default"
+"""What vLLM calls weights that nobody has named."""
+
+Backend = Literal["directory", "shared_memory", "cuda_ipc", "gloo"]
+
+
+class UpdateInfo(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """Which weights, and where they lie.
+
+    `directory` and `shared_memory`: `path` is a safetensors file both sides can see. `cuda_ipc`: `handles` name memory of the same
+    GPU. `gloo`: tensors come over the group in the order of `names`.
+    """
+
+    publication: int
+    step: int
+    epoch: int
+    digest: str
+    backend: Backend = "directory"
+    path: str | None = None
+    names: list[str] | None = None
+    dtype_names: list[str] | None = None
+    shapes: list[list[int]] | None = None
+    handles: list[dict[str, Any]] | None = None
+
+    def to_contract(self) -> Publication:
+        return Publication(id=PublicationId(self.publication), epoch=self.epoch, step=self.step, digest=self.digest)
+
+    def tensor_heads(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """Name, dtype and shape of every tensor that is about to come. Raises `ValueError` where they do not fit together."""
+        names, dtypes, shapes = self.names or [], self.dtype_names or [], self.shapes or []
+        if not names or not len(names) == len(dtypes) == len(shapes):
+            raise ValueError(f"names: {len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes do not fit")
+        return [(n, d, tuple(s)) for n, d, s in zip(names, dtypes, shapes, strict=True)]
+
+
+class UpdateBody(msgspec.Struct, forbid_unknown_fields=True):
+    update_info: UpdateInfo
+
+
+class InitInfo(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """How a replica joins the trainer's group. The trainer is rank 0."""
+
+    backend: Backend = "directory"
+    master_address: str | None = None
+    master_port: int | None = None
+    rank_offset: int = 1
+    world_size: int = 1
+    group_name: str = "weights"
+    timeout_s: float = 60.0
+    packed: bool = False
+
+
+class InitBody(msgspec.Struct, forbid_unknown_fields=True):
+    init_info: InitInfo
+
+
+class FinishBody(msgspec.Struct, forbid_unknown_fields=True):
+    weight_version: str | None = None
+
+
+class NewVersionBody(msgspec.Struct, forbid_unknown_fields=True):
+    new_version: str
+
+
+class CheckBody(msgspec.Struct, forbid_unknown_fields=True):
+    action: str = "checksum"
+
+
+class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
+    request_ids: list[str]
+
+
+class RpcBody(msgspec.Struct, forbid_unknown_fields=True):
+    method: str
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    timeout: float | None = None
+
+
+class WeightCheck(msgspec.Struct):
+    """`digest` is that of the weights as they are in memory now; `published` what they were announced with."""
+
+    digest: str
+    weight_version: str
+    published: str | None
+    dtype: str
+    """Of the weights in use. Where it is that of the published ones, both digests are equal."""
+
+
+class WeightInfo(msgspec.Struct):
+    weight_version: str = UNPUBLISHED
+    publication: int | None = None
+    step: int | None = None
+    epoch: int | None = None
+    digest: str | None = None
+
+    @classmethod
+    def of(cls, publication: Publication | None) -> "WeightInfo":
+        if publication is None:
+            return cls()
+        return cls(
+            weight_version=str(publication.id),
+            publication=publication.id,
+            step=publication.step,
+            epoch=publication.epoch,
+            digest=publication.digest,
+        )
+
+    def to_contract(self) -> Publication | None:
+        if self.publication is None or self.step is None or self.epoch is None or self.digest is None:
+            return None
+        return Publication(id=PublicationId(self.publication), epoch=self.epoch, step=self.step, digest=self.digest)

@@ -1,0 +1,50 @@
+"""What TRL's `AsyncGRPOTrainer` takes from a GPU, replaced, so that examples and tests run on a laptop.
+
+Two things: a flash-attention kernel for sequences of different lengths, and the peak speed of the device. Call it before the
+trainer is made. On a machine with a GPU do not.
+"""
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from trl.experimental.async_grpo import async_grpo_trainer, packing
+
+
+def use_cpu() -> None:
+    packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=varlen_attention)
+    async_grpo_trainer.get_peak_flops_per_device = lambda *_: None
+
+
+def varlen_attention(  # noqa: PLR0917 - the kernel's own signature
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+    **_: Any,
+) -> torch.Tensor:
+    """Tokens × heads × size; each segment of queries sees the keys of its own path, the last of which are its own."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
+    spans = zip(itertools.pairwise(cu_seqlens_q.tolist()), itertools.pairwise(cu_seqlens_k.tolist()), strict=True)
+    done = [_attend(query[q0:q1], key[k0:k1], value[k0:k1], softmax_scale, causal) for (q0, q1), (k0, k1) in spans]
+    return torch.cat(done)
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, causal: bool
+) -> torch.Tensor:
+    num_q, num_k = len(query), len(key)
+    # Aligned at the end, as the kernel does it: the last query sees every key.
+    seen = torch.ones(num_q, num_k, dtype=torch.bool).tril(num_k - num_q) if causal else None
+    q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (query, key, value))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
+    return out.squeeze(0).transpose(0, 1)

@@ -1,0 +1,260 @@
+"""A run of ours seen from TRL's process: the ledger and the policy servers, spoken to from one background thread.
+
+The ledger is the write-ahead log of TRL's optimizer, as it is of our own trainer: a step is acknowledged with the digest of its
+weights before they are published, batches that were decided before a crash are trained again, and nothing is published backwards.
+"""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
+from contextlib import AsyncExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from rollbook.concurrency.clock import SystemClock
+from rollbook.contracts.admission import LedgerStatus, RunId
+from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainerRole, TrainingBatch
+from rollbook.contracts.errors import RunError, TransientError
+from rollbook.inference.weights import WeightTransferClient
+from rollbook.ledger.client import LedgerClient, open_ledger_client
+from rollbook.telemetry.events import EventLog
+from rollbook.telemetry.spans import SpanRecorder
+from rollbook.trainer.config import TrainerConfig
+from rollbook.trainer.publish import Publisher
+from rollbook.trainer.weights import digest_of
+
+T = TypeVar("T")
+READY_S = 300.0
+LONG_POLL_S = 5.0
+STOP_S = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostFacts:
+    """What `rollbook host` wrote into `host.json`."""
+
+    pid: int
+    ledger_url: str
+    policy_url: str
+    run: str
+    model_dir: str
+    groups_per_step: int
+    completions_per_prompt: int
+    lag_budget: int
+    max_steps: int | None
+    temperature: float
+    request_s: float
+
+    @property
+    def rows_per_step(self) -> int:
+        return self.groups_per_step * self.completions_per_prompt
+
+
+class RollbookRun:
+    """Made by `open_run`. Methods may be called from any thread."""
+
+    def __init__(self, facts: HostFacts, directory: Path, process: subprocess.Popen[bytes] | None) -> None:
+        self.facts = facts
+        self.directory = directory
+        self._process = process
+        self._log = EventLog("trl", directory / "logs" / "trl.jsonl")
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rollbook.trl", daemon=True)
+        self._stack = AsyncExitStack()
+        self._ledger: LedgerClient
+        self._publisher: Publisher
+        self._watch: asyncio.Task[None] | None = None
+        self._role: TrainerRole | None = None
+        self._trained = threading.Condition()
+        self._step = 0
+        self.divergences = 0
+        """Steps that were trained again after a crash and gave other weights than the first time."""
+
+    @property
+    def step(self) -> int:
+        """Batches learned from."""
+        return self._step
+
+    @property
+    def restored_step(self) -> int:
+        return self.role.restored_step
+
+    @property
+    def role(self) -> TrainerRole:
+        if self._role is None:
+            raise RunError("this trainer has no role yet: pass `RollbookCallback(run)` to AsyncGRPOTrainer's callbacks")
+        return self._role
+
+    def status(self) -> LedgerStatus:
+        return self._wait(self._ledger.status())
+
+    def begin(self, restored_step: int) -> None:
+        """Become the trainer, from weights of `restored_step`."""
+        self._role = self._wait(self._ledger.take_role(restored_step=restored_step))
+        self._step = restored_step
+        self._log.info(
+            "trl.role_taken", epoch=self._role.epoch, restored=restored_step, decided=self._role.last_decided
+        )
+
+    def batch(self, step: int, stopping: threading.Event) -> TrainingBatch | EndOfRun | None:
+        """The batch of `step`, once the one before it was trained. None: told to stop meanwhile."""
+        with self._trained:
+            while self._step < step - 1:
+                if stopping.is_set():
+                    return None
+                self._trained.wait(0.2)
+        while not stopping.is_set():
+            try:
+                found = self._wait(self._ledger.batch(step, wait_s=LONG_POLL_S))
+            except CancelledError:
+                return None
+            if found is not None:
+                return found
+        return None
+
+    def publish(self, weights: Mapping[str, Tensor]) -> None:
+        """Weights after a step, or those it all begins with."""
+        digest = digest_of(weights)
+        if self._publisher_has_begun:
+            self._acknowledge(self._step + 1, digest)
+        self._publisher_has_begun = True
+        confirmed = self.role.last_confirmed
+        # Rollouts go on with newer weights than these while old batches are trained again.
+        if confirmed is None or self._step >= confirmed.step:
+            self._wait(self._publisher.publish(weights, step=self._step, digest=digest))
+        with self._trained:
+            self._trained.notify_all()
+
+    _publisher_has_begun = False
+
+    def _acknowledge(self, step: int, digest: str) -> None:
+        receipt = self._wait(self._ledger.acknowledge(step, digest))
+        if receipt is AckReceipt.DIVERGED:
+            self.divergences += 1
+            self._log.warning("trl.diverged", step=step, digest=digest)
+        with self._trained:
+            self._step = step
+
+    def checkpointed(self, step: int, *, oldest_kept: int) -> None:
+        self._wait(self._ledger.checkpointed(step, oldest_kept=oldest_kept))
+
+    def finish(self) -> None:
+        """The run is over: what is open is dropped by that name, and the rollout side ends."""
+        self._wait(self._ledger.finish(EndOfRun.MAX_STEPS))
+
+    def last_checkpoint(self, output_dir: str | Path) -> str | None:
+        """The newest checkpoint that the ledger knows to be whole; what `train(resume_from_checkpoint=…)` wants."""
+        durable = self.status().durable_step
+        found = Path(output_dir) / f"checkpoint-{durable}"
+        if durable and not found.is_dir():
+            raise RunError(f"the ledger says that checkpoint {durable} is durable, but there is no {found}")
+        return str(found) if durable else None
+
+    def check_host(self) -> None:
+        """Raise when the processes behind this run are gone."""
+        if self._process is not None and (code := self._process.poll()) is not None:
+            raise RunError(f"`rollbook host` ended with code {code}; see {self.directory / 'logs'}")
+
+    # ------------------------------------------------------------------ inside
+
+    def _wait(self, call: Coroutine[Any, Any, T]) -> T:
+        waiting = asyncio.run_coroutine_threadsafe(call, self._loop)
+        try:
+            return waiting.result()
+        except BaseException:
+            waiting.cancel()
+            raise
+
+    def open(self) -> None:
+        self._thread.start()
+        self._wait(self._open())
+
+    async def _open(self) -> None:
+        facts = self.facts
+        self._ledger = await self._stack.enter_async_context(
+            open_ledger_client(facts.ledger_url, RunId(facts.run), request_s=facts.request_s, log=self._log)
+        )
+        receiver = await self._stack.enter_async_context(
+            WeightTransferClient([facts.policy_url], request_s=facts.request_s, log=self._log)
+        )
+        self._publisher = Publisher(
+            source=self._ledger,
+            receiver=receiver,
+            directory=self.directory / "weights",
+            config=TrainerConfig(),
+            clock=SystemClock(),
+            log=self._log,
+            spans=SpanRecorder("trl", self.directory / "spans" / "trl.jsonl"),
+        )
+        self._watch = asyncio.create_task(self._publisher.run(), name="trl.watch_replicas")
+
+    def close(self) -> None:
+        with suppress(TransientError):
+            self._wait(self._close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(STOP_S)
+        self._loop.close()
+        self._log.close()
+        if self._process is not None:
+            _end(self._process)
+
+    async def _close(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+        await self._stack.aclose()
+
+
+@contextmanager
+def open_run(
+    config: str | Path, *, run_dir: str | Path, overrides: Sequence[str] = (), python: str = sys.executable
+) -> Iterator[RollbookRun]:
+    """Start `rollbook host` on a config (again, to resume) and connect to it. It ends with this process, whatever kills it."""
+    directory = Path(run_dir).resolve()
+    alive_read, alive_write = os.pipe()
+    command = [python, "-m", "rollbook", "host", str(config), "--run-dir", str(directory)]
+    command += ["--parent-fd", str(alive_read), *(part for text in overrides for part in ("--set", text))]
+    process = subprocess.Popen(command, pass_fds=(alive_read,), start_new_session=True)
+    os.close(alive_read)
+    run: RollbookRun | None = None
+    try:
+        run = RollbookRun(_facts(directory, process), directory, process)
+        run.open()
+        yield run
+    finally:
+        if run is not None:
+            run.close()
+        else:
+            _end(process)
+        os.close(alive_write)
+
+
+def _facts(directory: Path, process: subprocess.Popen[bytes]) -> HostFacts:
+    until = time.monotonic() + READY_S
+    while time.monotonic() < until:
+        if (code := process.poll()) is not None:
+            raise RunError(f"`rollbook host` ended with code {code} before it was ready; see {directory / 'logs'}")
+        with suppress(OSError, ValueError):
+            facts = HostFacts(**json.loads((directory / "host.json").read_text(encoding="utf-8")))
+            if facts.pid == process.pid:
+                return facts
+        time.sleep(0.05)
+    raise RunError(f"`rollbook host` was not ready within {READY_S:g} s; see {directory / 'logs'}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """It ends by itself when the run is over; else it is asked, and then killed."""
+    for act in (process.terminate, process.kill):
+        if process.poll() is None:
+            act()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_S)

@@ -1,0 +1,122 @@
+"""`rollbook eval`: which weights, which tasks. The measuring is done in a process of its own, so that this one needs no torch."""
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollbook.contracts.errors import RunError
+from rollbook.run.directory import RunDirectory, write_json
+from rollbook.run.model_location import model_location
+
+CHECKPOINT = re.compile(r"step-(\d+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationOrder:
+    """Everything a measurement needs, in plain values: it crosses a process edge."""
+
+    config: str
+    source_dir: str
+    model_dir: str
+    step: int
+    overrides: list[str]
+
+
+def evaluate(
+    target: Path, *, config: Path | None, step: int | None, overrides: Sequence[str], out: Path | None
+) -> dict[str, Any]:
+    """Measure a checkpoint of a run, or a model with the tasks of a config file. The result is also written as JSON."""
+    order = settle(target, config=config, step=step, overrides=overrides)
+    done = subprocess.run(
+        [sys.executable, "-m", "rollbook.run.processes.evaluate"],
+        input=json.dumps(dataclasses.asdict(order)),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode != 0 or not lines:
+        raise RunError(f"{target} could not be measured (exit code {done.returncode}); the cause stands above")
+    result: dict[str, Any] = {"target": str(target), "model": order.model_dir, **json.loads(lines[-1])}
+    path = out or _home(target) / f"step-{order.step:06d}-{time.strftime('%Y%m%d-%H%M%S')}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, result)
+    return {**result, "file": str(path)}
+
+
+def settle(target: Path, *, config: Path | None, step: int | None, overrides: Sequence[str]) -> EvaluationOrder:
+    """Find the weights and the configuration."""
+    if (target / "run.json").is_file():
+        directory = RunDirectory(target.resolve())
+        model_dir, found = _checkpoint(directory, step)
+        return EvaluationOrder(
+            config=str(config or directory.config_file),
+            source_dir=str(config.parent.resolve() if config else directory.read_manifest()["source_dir"]),
+            model_dir=str(model_dir),
+            step=found,
+            overrides=list(overrides),
+        )
+    if not (target / "config.json").is_file():
+        raise RunError(f"{target} is neither a run directory (run.json) nor a model directory (config.json)")
+    if config is None:
+        raise RunError(f"{target} is a model: name the tasks and the worlds with --config run.toml")
+    if step is not None:
+        raise RunError(f"{target} is a model and has no steps; --step is for a run directory")
+    path = str(target.resolve())
+    return EvaluationOrder(
+        config=str(config),
+        source_dir=str(config.parent.resolve()),
+        model_dir=path,
+        step=0,
+        # The config's own model stands back, whether it was to be made or read.
+        overrides=[*overrides, f"model={{path = {json.dumps(path)}}}"],
+    )
+
+
+def _checkpoint(directory: RunDirectory, step: int | None) -> tuple[Path, int]:
+    """The model of a step: 0 is what the run began with, None the newest there is."""
+    kept = {
+        int(match[1]): path / "model"
+        for path in directory.checkpoints.glob("step-*")
+        if (match := CHECKPOINT.fullmatch(path.name)) and (path / "checkpoint.json").is_file()
+    }
+    wanted = max(kept, default=0) if step is None else step
+    if wanted == 0:
+        return model_location(directory), 0
+    if wanted not in kept:
+        known = ", ".join(map(str, [0, *sorted(kept)]))
+        raise RunError(f"{directory.path} keeps no checkpoint of step {wanted}; there are {known}")
+    return kept[wanted], wanted
+
+
+def _home(target: Path) -> Path:
+    return target / "evaluations" if (target / "run.json").is_file() else Path("evaluations")
+
+
+def table(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Lines for people: label, tasks, episodes, solved and reward with their intervals, unscorable."""
+    return [
+        (
+            str(row["label"]),
+            str(row["tasks"]),
+            str(row["episodes"]),
+            _interval(row["solved"], percent=True),
+            _interval(row["reward"]),
+            str(row["unscorable"]),
+        )
+        for row in result["results"]
+    ]
+
+
+def _interval(share: Mapping[str, float] | None, *, percent: bool = False) -> str:
+    if share is None:
+        return "–"
+    form = "{:.1%}" if percent else "{:.3f}"
+    return f"{form.format(share['mean'])}  [{form.format(share['low'])}, {form.format(share['high'])}]"

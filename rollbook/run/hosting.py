@@ -1,0 +1,77 @@
+"""`rollbook host`: everything of a run but its trainer, for trainers of other people.
+
+Ledger, policy server, worlds and dispatcher run and are watched as in `rollbook train`. Where they are, and what a trainer must
+know of the run, stands in `host.json` of the run directory as soon as all of them are ready.
+"""
+
+import asyncio
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from rollbook.concurrency.parent_watch import die_with_parent
+from rollbook.run.config import RunConfig
+from rollbook.run.directory import RunDirectory, write_json
+from rollbook.run.launch import claim, settle
+from rollbook.run.model_location import model_location
+from rollbook.run.supervisor import RunOutcome, Supervisor, require_posix
+from rollbook.telemetry.events import EventLog
+
+HOST_FILE = "host.json"
+
+
+def host(
+    source: Path, *, run_dir: Path | None, overrides: Sequence[str], parent_fd: int | None, console: Console
+) -> RunOutcome:
+    """Run until the trainer ends the run, or until told to stop. With `parent_fd`, also until that pipe closes."""
+    require_posix()
+    if parent_fd is not None:
+        die_with_parent(parent_fd)
+    loaded, directory = settle(source, run_dir, overrides)
+    directory.prepare()
+    with directory.locked():
+        told = directory.path / HOST_FILE
+        told.unlink(missing_ok=True)
+        is_resumed = claim(loaded, directory, console)
+        log = EventLog("supervisor", directory.log_file("supervisor"))
+        log.info("host.started", resumed=is_resumed)
+        supervisor = Supervisor(loaded.config, directory, log=log, has_trainer=False)
+        try:
+            outcome = asyncio.run(_hosted(supervisor, loaded.config, directory, console))
+        finally:
+            told.unlink(missing_ok=True)
+        log.info("host.ended", how=outcome.end, message=outcome.message)
+        return outcome
+
+
+async def _hosted(supervisor: Supervisor, config: RunConfig, directory: RunDirectory, console: Console) -> RunOutcome:
+    async def tell_when_ready() -> None:
+        for process in supervisor.processes:
+            await process.ready.wait()
+        write_json(directory.path / HOST_FILE, host_facts(supervisor.addresses, config, directory))
+        console.print(f"ready for a trainer: {directory.path / HOST_FILE}", soft_wrap=True)
+
+    telling = asyncio.create_task(tell_when_ready(), name="host.tell")
+    try:
+        return await supervisor.run()
+    finally:
+        telling.cancel()
+
+
+def host_facts(addresses: dict[str, str], config: RunConfig, directory: RunDirectory) -> dict[str, object]:
+    """What a trainer of other people needs to know."""
+    return {
+        "pid": os.getpid(),
+        "ledger_url": addresses["ledger"],
+        "policy_url": addresses["policy"],
+        "run": config.run.name,
+        "model_dir": str(model_location(directory)),
+        "groups_per_step": config.gate.groups_per_step,
+        "completions_per_prompt": config.rollout.completions_per_prompt,
+        "lag_budget": config.gate.max_head_offpolicy_versions,
+        "max_steps": config.trainer.max_steps,
+        "temperature": config.rollout.sampling.temperature,
+        "request_s": config.ledger.request_s,
+    }

@@ -1,0 +1,171 @@
+"""The process of a warm start: `python -m rollbook.run.processes.sft DIRECTORY SOURCE_DIR FD`, its config on stdin.
+
+Demonstrations become rows here, because here the tokenizer of the rollouts and the step of the trainer meet.
+"""
+
+import json
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rollbook.concurrency.parent_watch import die_with_parent
+from rollbook.contracts.errors import RunError
+from rollbook.contracts.trajectory import TokenRow
+from rollbook.rollout.rendering import ModelTokenizer
+from rollbook.run.demonstrations import Demonstrations, digest_of_rows, read_demonstrations
+from rollbook.run.directory import RunDirectory, write_json
+from rollbook.run.sft import FINAL, MANIFEST
+from rollbook.run.sft_config import LoadedSftConfig, load_sft_config
+from rollbook.telemetry.events import EventLog
+from rollbook.telemetry.metrics import MetricRecorder
+from rollbook.trainer.model_directory import prepare_model_directory
+from rollbook.trainer.sft import SFT_METRICS, SftLoop, SftOutcome
+from rollbook.trainer.sft_config import sft_trainer
+
+TOLD_EVERY_S = 2.0
+
+
+def main(argv: list[str]) -> int:
+    directory, source_dir, parent_fd = Path(argv[0]), Path(argv[1]), int(argv[2])
+    die_with_parent(parent_fd)
+    run = RunDirectory(directory)
+    try:
+        # Held by the process that writes: one whose command was killed may still be finishing its step.
+        with run.locked():
+            run.config_file.write_text(sys.stdin.read(), encoding="utf-8")
+            return _learn(directory, load_sft_config(run.config_file, source_dir=source_dir))
+    except RunError as error:
+        _say(f"error: {error}")
+        return 1
+
+
+def _learn(directory: Path, loaded: LoadedSftConfig) -> int:
+    config = loaded.config
+    model_dir = prepare_model_directory(loaded.model, directory / "model", seed=config.run.seed)
+    train, validation = _rows(loaded, ModelTokenizer.from_directory(model_dir))
+    log = EventLog("sft", directory / "logs" / "sft.jsonl")
+    loop = SftLoop(
+        config=config.sft,
+        trainer=config.trainer,
+        model_dir=model_dir,
+        directory=directory,
+        demonstrations=train,
+        validation=validation,
+        metrics=MetricRecorder("sft", SFT_METRICS, directory / "metrics.jsonl"),
+        log=log,
+        told=_Teller(),
+    )
+    _say(f"{len(train)} demonstrations, {len(validation)} for validation, {loop.total_steps} steps")
+    claim(directory, loaded, digest_of_rows(train), total_steps=loop.total_steps)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: loop.stop_after_step())
+    began = time.perf_counter()
+    outcome = loop.run()
+    seconds = time.perf_counter() - began
+    log.close()
+    row: dict[str, Any] = {
+        "directory": str(directory),
+        "model": None,
+        "seconds": round(seconds, 2),
+        **_figures(outcome),
+    }
+    if outcome.is_finished:
+        row["model"] = str(_place(outcome.checkpoint.model_dir, directory / FINAL))
+        _say(f'done: {outcome.steps} steps in {seconds:.1f} s; use it with model.path = "{row["model"]}"')
+    else:
+        _say(f"stopped after step {outcome.steps}; go on with: rollbook sft {directory}")
+    sys.stdout.write(json.dumps(row) + "\n")
+    return 0 if outcome.is_finished else 130
+
+
+def _rows(loaded: LoadedSftConfig, tokenizer: ModelTokenizer) -> tuple[tuple[TokenRow, ...], tuple[TokenRow, ...]]:
+    """What is trained and what is only measured."""
+    settings = loaded.config.sft
+
+    def read(name: str) -> Demonstrations:
+        found = read_demonstrations(
+            loaded.source_dir / name,
+            tokenizer,
+            max_tokens=settings.max_tokens,
+            is_strict=settings.bad_lines == "refuse",
+        )
+        for line in found.bad:
+            _say(f"{found.path}: left out {line}")
+        return found
+
+    train = read(settings.data)
+    if settings.validation is not None:
+        return train.rows, read(settings.validation).rows
+    return train.split(settings.validation_share) if settings.validation_share else (train.rows, ())
+
+
+def claim(directory: Path, loaded: LoadedSftConfig, data_digest: str, *, total_steps: int) -> None:
+    """Write down what decides the numbers; refuse to go on with something else."""
+    made_from = {
+        "source_dir": str(loaded.source_dir),
+        "data_digest": data_digest,
+        "total_steps": total_steps,
+        "examples_per_step": loaded.config.sft.examples_per_step,
+        "trainer": sft_trainer(loaded.config.trainer).numeric_settings(),
+    }
+    path = directory / MANIFEST
+    if path.exists():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        changed = [name for name in made_from if name != "source_dir" and before.get(name) != made_from[name]]
+        if changed:
+            raise RunError(
+                f"{directory} was begun with other settings ({', '.join(changed)} differ), so its checkpoints do not fit; "
+                "restore them, or choose another --out"
+            )
+    write_json(path, made_from)
+
+
+def _place(model_dir: Path, final: Path) -> Path:
+    """Copy the last checkpoint's model beside the checkpoints, whole or not at all."""
+    draft = final.with_name(f".{final.name}.tmp")
+    shutil.rmtree(draft, ignore_errors=True)
+    shutil.copytree(model_dir, draft)
+    shutil.rmtree(final, ignore_errors=True)
+    draft.rename(final)
+    return final
+
+
+def _figures(outcome: SftOutcome) -> dict[str, Any]:
+    figures = {
+        "loss_first": outcome.first_loss,
+        "loss_last": outcome.last_loss,
+        "eval_loss_before": outcome.eval_loss_before,
+        "eval_loss": outcome.eval_loss,
+    }
+    told = {name: None if value is None else round(value, 5) for name, value in figures.items()}
+    return {"steps": outcome.steps, "digest": outcome.checkpoint.weights_digest, **told}
+
+
+class _Teller:
+    """Now and then a line for people: no faster than they read."""
+
+    def __init__(self) -> None:
+        self._next = 0.0
+
+    def __call__(self, row: dict[str, Any]) -> None:
+        measured = row["eval/loss"]
+        if time.monotonic() < self._next and measured is None:
+            return
+        self._next = time.monotonic() + TOLD_EVERY_S
+        loss, rate = row["train/loss"], row["perf/tokens_per_s"]
+        parts = [f"step {row['step']}"]
+        parts += [] if loss is None else [f"loss {loss:.4f}", f"{rate:.0f} tokens/s"]
+        parts += [] if measured is None else [f"validation loss {measured:.4f}"]
+        _say("  ".join(parts))
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,42 @@
+"""Weights that correct for an engine that computes, or samples, a little differently from the trainer.
+
+w = old / sampled, of tokens or (as a geometric mean) of sequences, multiplies the policy loss of each token. Corrections say what
+becomes of large ones, and are independent of the loss and of its own clip on current / old.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rollbook.trainer.losses.inputs import LossInputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Correction:
+    weights_N: Tensor
+    """Factor of each token's policy loss. Carries no gradient."""
+    is_bounded_N: Tensor
+    """Whether the token's weight was cut down or set to 0."""
+
+
+def correction(
+    inputs: LossInputs, starting_N: Tensor, *, kind: str, is_sequence_level: bool, bound: float
+) -> Correction:
+    """`starting_N`: log-probabilities under the weights at the start of the step.
+
+    tis: min(w, bound). mis: 0 where w > bound. icepop: 0 where w lies outside [1/bound, bound].
+    """
+    log_weight_N = (starting_N - inputs.sampled_N).detach()
+    if is_sequence_level:
+        log_weight_N = inputs.sequence_mean_N(log_weight_N)
+    weights_N = torch.exp(log_weight_N)
+    is_high_N = weights_N > bound
+    if kind == "tis":
+        return Correction(weights_N=weights_N.clamp(max=bound), is_bounded_N=is_high_N)
+    if kind == "mis":
+        return Correction(weights_N=weights_N.masked_fill(is_high_N, 0.0), is_bounded_N=is_high_N)
+    if kind == "icepop":
+        is_outside_N = is_high_N | (weights_N < 1.0 / bound)
+        return Correction(weights_N=weights_N.masked_fill(is_outside_N, 0.0), is_bounded_N=is_outside_N)
+    raise ValueError(f"there is no correction {kind!r}")

@@ -1,0 +1,175 @@
+"""Warm start from demonstrations, through the same step and the same checkpoints as reinforcement learning.
+
+A demonstration is a row whose assistant tokens are trained with advantage 1: the loss is their mean negative log-probability. Which
+rows make step s is a function of (seed, s) alone, so a run that is killed and started again trains what it would have trained.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rollbook.contracts.group import GroupId
+from rollbook.contracts.trajectory import TokenRow
+from rollbook.telemetry.events import EventLog
+from rollbook.telemetry.metrics import Metric, MetricRecorder, Reduction
+from rollbook.trainer.checkpoint import Checkpoint, Checkpoints
+from rollbook.trainer.config import TrainerConfig
+from rollbook.trainer.minibatches import TrainRow
+from rollbook.trainer.sft_config import SftConfig, sft_trainer
+from rollbook.trainer.step import TrainStep
+
+SFT_METRICS = (
+    Metric("train/loss", "nats", "mean negative log-probability of the assistant's tokens in the step"),
+    Metric("train/grad_norm", "", "norm of the gradient before it is scaled down"),
+    Metric("train/lr", "", "learning rate"),
+    Metric("train/entropy", "nats", "entropy of the model at trained tokens"),
+    Metric("train/tokens", "tokens", "trained tokens", Reduction.SUM),
+    Metric("train/epoch", "", "passes over the demonstrations, up to this step"),
+    Metric("eval/loss", "nats", "mean negative log-probability of the assistant's tokens of the validation set"),
+    Metric("perf/train_time", "s", "trained on the step", Reduction.SUM),
+    Metric("perf/tokens_per_s", "tokens/s", "trained tokens per second of training"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftOutcome:
+    steps: int
+    is_finished: bool
+    """False: asked to stop; a checkpoint was written and the same command goes on."""
+    checkpoint: Checkpoint
+    first_loss: float | None
+    """Mean over the first tenth of the steps trained by this process; None when it had none to train."""
+    last_loss: float | None
+    eval_loss_before: float | None
+    eval_loss: float | None
+
+
+def demonstration_row(row: TokenRow, number: int) -> TrainRow:
+    """A chat as the step takes it. Nobody sampled these tokens: their sampling log-probability is unknown, and not needed."""
+    trained = np.flatnonzero(row.loss_mask)
+    return TrainRow(
+        group_id=GroupId(f"demonstration-{number}"),
+        sample=number,
+        inputs=row.token_ids[: trained[-1]],
+        predicted_at=trained - 1,
+        targets=row.token_ids[trained],
+        sampled_logprobs=np.full(len(trained), np.nan, dtype=np.float32),
+        advantage=1.0,
+        temperature=1.0,
+    )
+
+
+def steps_of(num_demonstrations: int, config: SftConfig, *, max_steps: int | None) -> int:
+    """Optimizer steps of the whole warm start."""
+    by_epochs = config.epochs * math.ceil(num_demonstrations / config.examples_per_step)
+    return by_epochs if max_steps is None else min(by_epochs, max_steps)
+
+
+def numbers_of_step(step: int, num_demonstrations: int, config: SftConfig, *, seed: int) -> list[int]:
+    """Which demonstrations make step `step` (1, 2, …): the epochs are shuffled one by one, the last step of each may be short."""
+    a_epoch = math.ceil(num_demonstrations / config.examples_per_step)
+    epoch, at = divmod(step - 1, a_epoch)
+    order = np.random.default_rng((seed, epoch)).permutation(num_demonstrations)
+    return [int(n) for n in order[at * config.examples_per_step : (at + 1) * config.examples_per_step]]
+
+
+class SftLoop:
+    """Runs once. Writes checkpoints below `directory`."""
+
+    def __init__(
+        self,
+        *,
+        config: SftConfig,
+        trainer: TrainerConfig,
+        model_dir: Path,
+        directory: Path,
+        demonstrations: Sequence[TokenRow],
+        validation: Sequence[TokenRow],
+        metrics: MetricRecorder,
+        log: EventLog,
+        told: Callable[[dict[str, Any]], None] = lambda row: None,
+    ) -> None:
+        self._config = config
+        self._total = steps_of(len(demonstrations), config, max_steps=trainer.max_steps)
+        # Schedules that fall to 0 must know where they end, also when the epochs say it.
+        self._trainer = sft_trainer(trainer.model_copy(update={"max_steps": self._total}))
+        self._checkpoints = Checkpoints(directory / "checkpoints", model_dir=model_dir, config=self._trainer)
+        self._rows = [demonstration_row(row, number) for number, row in enumerate(demonstrations)]
+        self._validation = [demonstration_row(row, number) for number, row in enumerate(validation)]
+        self._metrics = metrics
+        self._log = log
+        self._told = told
+        self._is_stopping = False
+
+    @property
+    def total_steps(self) -> int:
+        return self._total
+
+    def stop_after_step(self) -> None:
+        """Finish the step in hand, write a checkpoint and return. May be called from a signal handler."""
+        self._is_stopping = True
+
+    def run(self) -> SftOutcome:
+        latest = self._checkpoints.latest()
+        learner = self._checkpoints.restore(latest)
+        self._log.info("sft.started", step=learner.step, of=self._total, demonstrations=len(self._rows))
+        before = measured = self._measure(learner)
+        losses: list[float] = []
+        while learner.step < self._total and not self._is_stopping:
+            losses.append(self._step(learner))
+            if learner.step % self._config.evaluate_every == 0 and learner.step < self._total:
+                measured = self._measure(learner)
+            if learner.step % self._trainer.checkpoint_every == 0:
+                self._save(learner)
+            self._tick(learner.step)
+        is_finished = learner.step >= self._total
+        if losses and is_finished:
+            measured = self._measure(learner)
+            self._tick(learner.step)
+        saved = self._save(learner)
+        tenth = max(1, len(losses) // 10)
+        return SftOutcome(
+            steps=learner.step,
+            is_finished=is_finished,
+            checkpoint=saved,
+            first_loss=float(np.mean(losses[:tenth])) if losses else None,
+            last_loss=float(np.mean(losses[-tenth:])) if losses else None,
+            eval_loss_before=before,
+            eval_loss=measured,
+        )
+
+    def _step(self, learner: TrainStep) -> float:
+        step = learner.step + 1
+        began = time.perf_counter()
+        numbers = numbers_of_step(step, len(self._rows), self._config, seed=self._trainer.seed)
+        report = learner.learn([self._rows[number] for number in numbers], step=step)
+        seconds = time.perf_counter() - began
+        loss = report.metrics["train/loss"]
+        for name in ("train/loss", "train/grad_norm", "train/lr", "train/entropy", "train/tokens"):
+            self._metrics.add(name, report.metrics[name])
+        self._metrics.add("train/epoch", step * self._config.examples_per_step / len(self._rows))
+        self._metrics.add("perf/train_time", seconds)
+        self._metrics.add("perf/tokens_per_s", report.num_tokens / seconds)
+        return float("nan") if loss is None else loss
+
+    def _measure(self, learner: TrainStep) -> float | None:
+        """The validation loss, without learning from it."""
+        if not self._validation:
+            return None
+        loss = -learner.mean_logprob(self._validation)
+        self._metrics.add("eval/loss", loss)
+        self._log.info("sft.evaluated", step=learner.step, loss=loss)
+        return loss
+
+    def _save(self, learner: TrainStep) -> Checkpoint:
+        saved = self._checkpoints.save(learner, weights_digest=learner.model.digest())
+        self._log.info("sft.checkpointed", step=saved.step, digest=saved.weights_digest)
+        return saved
+
+    def _tick(self, step: int) -> None:
+        self._told(self._metrics.tick(step=step))

@@ -1,0 +1,25 @@
+"""The page about failures is the table, and the settings it names exist."""
+
+import re
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from rollbook.rollout.failure_docs import DEADLINES, page
+from rollbook.run.config import RunConfig
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_about_failures_is_what_the_table_says() -> None:
+    assert (ROOT / "docs" / "failures.md").read_text(encoding="utf-8") == page(), "run `make docs`"
+
+
+def test_every_deadline_on_the_page_is_a_setting_that_exists() -> None:
+    for _, setting, _ in DEADLINES:
+        for path in re.findall(r"`([a-z_.]+)`", setting):
+            model: type[BaseModel] = RunConfig
+            for name in path.split("."):
+                assert name in model.model_fields, path
+                kind = model.model_fields[name].annotation
+                model = kind if isinstance(kind, type) and issubclass(kind, BaseModel) else BaseModel

@@ -1,0 +1,253 @@
+"""A remote rollout service against the local rollout function: the same samples, the same verdicts; and what is refused of it."""
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from aiohttp import web
+
+from rollbook.contracts.errors import EpisodeError, RunError, TransientError
+from rollbook.contracts.group import GroupId
+from rollbook.contracts.trajectory import RolloutSample
+from rollbook.rollout import proxied, service_client
+from rollbook.rollout.contract import RolloutFn, RolloutSetup
+from rollbook.rollout.policy import EpisodeContext, enter_episode
+from rollbook.rollout.service import RolloutReply, RolloutRequest, TokenizerMismatchError, reply_of
+from rollbook.rollout.service_server import FunctionService, rollout_app, serve_rollouts
+from tests.parts.rollout_agents import EngineRecord, agent_world, assert_is_what_the_engine_saw
+
+AGENT = {"agent": "tests.parts.rollout_agent_programs:converse", "reward": "tests.parts.rollout_agent_programs:reward"}
+ROW: dict[str, Any] = {"questions": ["one?", "two?"], "answer": "two"}
+
+
+def answers(prompt: str) -> str:
+    return ("two" if "two?" in prompt else "one") + "<|im_end|>"
+
+
+@asynccontextmanager
+async def both(
+    tmp_path: Path, *, tokenizer_id: str | None = None, play: Callable[..., Any] | None = None, **settings: Any
+) -> AsyncIterator[tuple[RolloutFn, RolloutFn, RolloutSetup, EngineRecord]]:
+    """The same agent here and behind HTTP, over one policy server."""
+    async with agent_world(tmp_path, answers, settings=AGENT) as (setup, record):
+        local = proxied.make_rollout(setup)
+
+        async def played(request: RolloutRequest) -> RolloutSample | None:
+            return await local(request.row)
+
+        service = FunctionService(tokenizer_id or setup.tokenizer.identity, play or played)
+        async with serve_rollouts(service) as url:
+            remote = service_client.make_rollout(dataclasses.replace(setup, settings={"url": url, **settings}))
+            yield local, remote, setup, record
+
+
+def assert_same(left: RolloutSample, right: RolloutSample) -> None:
+    for ours, theirs in zip(left.sequences, right.sequences, strict=True):
+        for name in ("token_ids", "logprobs", "loss_mask", "versions"):
+            assert np.array_equal(getattr(ours, name), getattr(theirs, name)), name
+    assert [(t.sequence, t.start, t.end) for t in left.turns] == [(t.sequence, t.start, t.end) for t in right.turns]
+    for name in ("reward", "finish_reason", "solved", "sampling", "facts", "invalid_cause"):
+        assert getattr(left, name) == getattr(right, name), name
+    assert [dict(m) for m in left.messages or ()] == [dict(m) for m in right.messages or ()]
+
+
+@pytest.mark.parametrize("row", [ROW, {**ROW, "answer": "other"}, {**ROW, "is_unscorable": True}])
+async def test_a_remote_service_gives_the_samples_that_the_local_function_gives(
+    tmp_path: Path, row: dict[str, Any]
+) -> None:
+    async with both(tmp_path) as (local, remote, _, record):
+        here = await local(row)
+        record.turns.clear()
+        there = await remote(row)
+    assert here is not None
+    assert there is not None
+    assert_same(here, there)
+    assert_is_what_the_engine_saw(there, record)
+
+
+async def test_a_sample_that_is_dropped_there_is_dropped_here(tmp_path: Path) -> None:
+    async def nothing(_: RolloutRequest) -> None:
+        return None
+
+    async with both(tmp_path, play=nothing) as (_, remote, _, _):
+        assert await remote(ROW) is None
+
+
+async def test_failures_keep_their_verdict_over_the_wire(tmp_path: Path) -> None:
+    async def fail(request: RolloutRequest) -> None:
+        raise TransientError("sandbox away") if request.row["raises"] == "transient" else EpisodeError("sandbox broke")
+
+    async with both(tmp_path, play=fail) as (_, remote, _, _):
+        with pytest.raises(TransientError, match="503: sandbox away"):
+            await remote({"raises": "transient"})
+        with pytest.raises(EpisodeError, match="422: sandbox broke"):
+            await remote({"raises": "episode"})
+
+
+async def test_another_tokenizer_is_refused_and_stops_the_run(tmp_path: Path) -> None:
+    async with both(tmp_path, tokenizer_id="of-another-model") as (_, remote, _, record):
+        with pytest.raises(RunError, match=r"uses tokenizer .* this run of-another-model"):
+            await remote(ROW)
+        assert record.turns == []
+
+
+@asynccontextmanager
+async def crooked(
+    setup: RolloutSetup, local: RolloutFn, bend: Callable[[dict[str, Any]], None]
+) -> AsyncIterator[RolloutFn]:
+    """A service that bends a right answer before it sends it."""
+
+    class Bent:
+        tokenizer_id = setup.tokenizer.identity
+
+        async def play(self, request: RolloutRequest) -> RolloutReply | None:
+            sample = await local(request.row)
+            assert sample is not None
+            found = msgspec.to_builtins(reply_of(sample, tokenizer_id=self.tokenizer_id))
+            bend(found)
+            return msgspec.convert(found, RolloutReply)
+
+    async with serve_rollouts(Bent()) as url:
+        yield service_client.make_rollout(dataclasses.replace(setup, settings={"url": url, "assembler": "linear"}))
+
+
+def retokenised(reply: dict[str, Any]) -> None:
+    reply["turns"][1]["prompt_ids"][8] += 1
+
+
+def short_of_logprobs(reply: dict[str, Any]) -> None:
+    reply["turns"][0]["logprobs"].pop()
+
+
+def from_old_weights(reply: dict[str, Any]) -> None:
+    reply["turns"][1]["versions"][0] = 1
+
+
+def hotter(reply: dict[str, Any]) -> None:
+    reply["sampling"]["temperature"] = 0.5
+
+
+def with_another_tokenizer(reply: dict[str, Any]) -> None:
+    reply["tokenizer_id"] = "another"
+
+
+def without_turns(reply: dict[str, Any]) -> None:
+    reply["turns"] = []
+
+
+@pytest.mark.parametrize(
+    ("bend", "error", "told"),
+    [
+        (retokenised, EpisodeError, "its turns do not chain: .* at position 8"),
+        (short_of_logprobs, EpisodeError, "turn 1 has 4 tokens, 3 logprobs and 4 versions"),
+        (from_old_weights, EpisodeError, "turn 2 was sampled from publication 1, but the group was admitted at 3"),
+        (hotter, EpisodeError, r"temperature 0\.5, the others with 1\.0"),
+        (with_another_tokenizer, TokenizerMismatchError, "uses tokenizer another"),
+        (without_turns, EpisodeError, "without a turn|nothing was assembled"),
+    ],
+)
+async def test_an_answer_that_is_no_trajectory_is_refused_by_name(
+    tmp_path: Path, bend: Callable[[dict[str, Any]], None], error: type[Exception], told: str
+) -> None:
+    async with both(tmp_path) as (local, _, setup, _), crooked(setup, local, bend) as remote:
+        enter_episode(EpisodeContext(group_id=GroupId("t@0"), min_publication=3, until=time.monotonic() + 60))
+        with pytest.raises(error, match=told):
+            await remote(ROW)
+
+
+async def test_a_cancelled_episode_is_cancelled_there(tmp_path: Path) -> None:
+    began, ended = asyncio.Event(), asyncio.Event()
+
+    async def hang(_: RolloutRequest) -> None:
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    async with both(tmp_path, play=hang) as (_, remote, _, _):
+        episode = asyncio.ensure_future(remote(ROW))
+        await asyncio.wait_for(began.wait(), 30)
+        episode.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await episode
+        await asyncio.wait_for(ended.wait(), 30)
+
+
+async def test_an_episode_ends_at_its_deadline_on_both_sides(tmp_path: Path) -> None:
+    ended = asyncio.Event()
+
+    async def hang(_: RolloutRequest) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    async with both(tmp_path, play=hang) as (_, remote, _, _):
+        enter_episode(EpisodeContext(group_id=GroupId("t@0"), min_publication=0, until=time.monotonic() + 0.4))
+        with pytest.raises(TransientError, match=r"did not answer within|504"):
+            await remote(ROW)
+        await asyncio.wait_for(ended.wait(), 30)
+
+
+@pytest.mark.parametrize(("failures", "is_answered"), [(1, True), (2, False)])
+async def test_a_lost_connection_is_tried_once_more_and_joins_the_same_episode(
+    tmp_path: Path, failures: int, is_answered: bool
+) -> None:
+    played: list[str] = []
+    seen: list[str] = []
+
+    @web.middleware
+    async def drop(request: web.Request, handler: Any) -> web.StreamResponse:
+        seen.append(request.method)
+        if request.method == "POST" and len(seen) <= failures:
+            await handler(request)
+            assert request.transport is not None
+            request.transport.close()
+        answer: web.StreamResponse = await handler(request)
+        return answer
+
+    async with both(tmp_path) as (local, _, setup, _):
+
+        async def play(request: RolloutRequest) -> RolloutSample | None:
+            played.append(request.request_id)
+            return await local(request.row)
+
+        app = rollout_app(FunctionService(setup.tokenizer.identity, play))
+        app.middlewares.append(drop)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        remote = service_client.make_rollout(dataclasses.replace(setup, settings={"url": url}))
+        try:
+            if is_answered:
+                assert await remote(ROW) is not None
+            else:
+                with pytest.raises(TransientError):
+                    await remote(ROW)
+        finally:
+            await runner.cleanup()
+    assert len(played) == 1, "played once, however often it was asked for"
+    assert len(seen) == 2, "one further try, not more"
+
+
+async def test_a_service_off_loopback_demands_a_token_and_says_who_may_not(tmp_path: Path) -> None:
+    async with agent_world(tmp_path, answers) as (setup, _):
+        service = FunctionService(setup.tokenizer.identity, lambda _: asyncio.sleep(0, None))
+        with pytest.raises(ValueError, match="set a token"):
+            async with serve_rollouts(service, host="0.0.0.0"):
+                pass
+        async with serve_rollouts(service, token="s3cret") as url:
+            good = service_client.make_rollout(dataclasses.replace(setup, settings={"url": url, "token": "s3cret"}))
+            assert await good(ROW) is None
+            bad = service_client.make_rollout(dataclasses.replace(setup, settings={"url": url}))
+            with pytest.raises(RunError, match="401"):
+                await bad(ROW)

@@ -1,0 +1,28 @@
+"""Random kills of a whole run, from a seed: nothing is lost, nothing is trained twice, and the weights are the same bits."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults.chaos import Chaos
+
+
+def require_ok(directory: Path, *, seed: int, kills: int, world: str) -> None:
+    report = Chaos(directory, seed=seed, kills=kills, world=world).go()
+    assert report.ok, report.table()
+    assert len(report.kills) == kills
+    assert all(kill.healed_s is not None for kill in report.kills)
+    assert report.trained > 0
+    assert set(report.dropped) <= {"end_of_run", "stale"}, report.table()
+
+
+@pytest.mark.timeout(900)
+def test_twenty_random_kills_lose_nothing(tmp_path: Path) -> None:
+    require_ok(tmp_path, seed=7, kills=20, world="guessing")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_twenty_random_kills_of_a_run_in_the_cloud_world_lose_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("ministack")
+    require_ok(tmp_path, seed=3, kills=20, world="aws")

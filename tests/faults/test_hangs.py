@@ -1,0 +1,197 @@
+"""Things that hang: each is noticed within its deadline, named where a person looks, and survived or the run is stopped for it.
+
+A reward function in an endless loop is among `test_rollout_rewards.py`.
+"""
+
+import asyncio
+import io
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rollbook.contracts.admission import RunId
+from rollbook.contracts.errors import TransientError
+from rollbook.contracts.group import GroupId
+from rollbook.contracts.policy import SamplingParams
+from rollbook.inference.client import open_policy_client
+from rollbook.inference.config import InferenceConfig, ScriptedConfig
+from rollbook.inference.engine import open_engine
+from rollbook.inference.server import build_app, serve
+from rollbook.inference.weights import WeightTransferClient
+from rollbook.ledger.client import open_ledger_client
+from rollbook.rollout.breaker import RolloutsFailingError
+from rollbook.run.channel import Channel
+from rollbook.run.child import EXIT_CRASHED, EXIT_STOP_RUN, _verdict
+from rollbook.telemetry.events import EventLog, read_events
+from tests.parts.inference_engines import Workshop
+from tests.parts.rollout_dispatching import dispatching
+from tests.parts.rollout_sink import MemorySink
+from tests.parts.run_small import SmallRun
+from tests.parts.silent_server import silent_server
+from tests.parts.trainer_batches import quick, recorded_batch
+from tests.parts.trainer_ledger import MemoryLedger, trainer_loop
+
+QUIET = EventLog("test", echo=io.StringIO())
+
+
+def exit_code_after(error: BaseException) -> int:
+    """What the process that plays the role would end with."""
+    return _verdict(error, Channel(None), QUIET)
+
+
+async def test_a_rollout_that_never_returns_is_cancelled_named_and_survived(tmp_path: Path) -> None:
+    play = dispatching(tmp_path, [{"deed": "hang"}, {}, {}], max_seconds=0.3, grace_s=0.1)
+    await play.run()
+    dropped = play.sink.rows[GroupId("t0@0")]
+    assert dropped.drop is not None
+    assert "4 x rollout did not end within 0.3 s (max_seconds) and was cancelled in" in dropped.drop
+    assert "rollout (rollout_functions.py:" in dropped.drop
+    assert [play.sink.rows[GroupId(f"t{i}@0")].state for i in (1, 2)] == ["queued", "queued"]
+
+
+async def test_an_engine_that_accepts_and_never_answers_stops_the_run_with_its_address(tmp_path: Path) -> None:
+    async with silent_server() as url:
+        worker = {"policy_url": url, "request_s": 0.3}
+        play = dispatching(tmp_path, [{}] * 8, worker=worker, max_seconds=0.3)
+        with pytest.raises(RolloutsFailingError, match="5 groups in a row failed") as stopped:
+            await play.run()
+    assert f"policy request to {url} was not answered within 0.3 s" in str(stopped.value)
+    assert exit_code_after(stopped.value) == EXIT_STOP_RUN
+
+
+async def test_a_world_that_stops_in_mid_step_is_named_and_survived(tmp_path: Path) -> None:
+    play = dispatching(tmp_path, [{"hangs_at": 1}, {}, {}], step_s=0.3)
+    await play.run()
+    dropped = play.sink.rows[GroupId("t0@0")]
+    assert "step 1 of the world GuessingWorld was not answered within 0.3 s (rollout.step_s)" in str(dropped.drop)
+    assert play.sink.rows[GroupId("t1@0")].state == "queued"
+
+
+async def test_a_sandbox_that_never_becomes_ready_is_named_and_stops_the_run(tmp_path: Path) -> None:
+    play = dispatching(tmp_path, [{}] * 8, worker={"sandbox": "never_ready"}, open_s=0.3)
+    with pytest.raises(RolloutsFailingError, match=r"no world was ready within 0.3 s \(rollout.open_s\)"):
+        await play.run()
+
+
+async def test_a_full_queue_is_waited_for_within_the_requests_budget_and_then_named(tmp_path: Path) -> None:
+    config = InferenceConfig(
+        engine="scripted", max_running=1, max_queued=1, scripted=ScriptedConfig(token_s=0.05, max_model_len=4096)
+    )
+    async with open_engine(config, None) as engine, serve(build_app(engine, config)) as url:
+        await engine.load_weights(*Workshop(root=tmp_path).weights(1))
+        async with open_policy_client(url, request_s=30.0) as client:
+            long = SamplingParams(max_tokens=2000)
+            stuck = [asyncio.create_task(client.complete([1], long)) for _ in range(2)]
+            await asyncio.sleep(0.2)
+            with pytest.raises(TransientError, match=r"answered 503 \(queue_full\)"):
+                await client.complete([1], long, timeout_s=1.0)
+            for task in stuck:
+                task.cancel()
+            await asyncio.gather(*stuck, return_exceptions=True)
+
+
+async def test_a_ledger_that_never_answers_ends_the_dispatcher_which_is_started_again(tmp_path: Path) -> None:
+    async with (
+        silent_server() as url,
+        open_ledger_client(url, RunId("r"), request_s=0.5, log=QUIET) as ledger,
+    ):
+        play = dispatching(tmp_path, [{}], sink=ledger)
+        with pytest.raises(TransientError, match=f"ledger at {url}/v1/runs/r: POST /join got no answer") as ended:
+            await play.run()
+    assert exit_code_after(ended.value) == EXIT_CRASHED
+
+
+async def test_a_stopped_worker_is_named_replaced_and_its_groups_are_played_again(tmp_path: Path) -> None:
+    rows = [{"deed": "hang_once", "marker": str(tmp_path / "hangs")}, {}]
+    play = dispatching(tmp_path, rows, worker_silence_s=2.0, worker_stop_s=0.2)
+    running = asyncio.create_task(play.run())
+    await play.sink.until(lambda: any(row.state == "queued" for row in play.sink.rows.values()))
+    (worker,) = [c for c in psutil.Process().children() if "rollbook.rollout.worker_child" in c.cmdline()]
+    worker.suspend()
+    await running
+    assert {row.state for row in play.sink.rows.values()} == {"queued"}
+    (stalled,) = play.events("rollout.worker_stalled")
+    assert (stalled["pid"], stalled["age_s"], stalled["in_flight"]) == (worker.pid, 2.0, 1)
+    assert "stopped by a signal" in stalled["stack"]
+    assert not worker.is_running()
+
+
+async def test_a_worker_that_computes_for_ever_tells_where_before_it_is_replaced(tmp_path: Path) -> None:
+    sink = MemorySink(capacity=8, max_attempts=1)
+    play = dispatching(tmp_path, [{"deed": "block"}], sink=sink, worker_silence_s=2.0, worker_stop_s=0.2)
+    await play.run()
+    (stalled,) = play.events("rollout.worker_stalled")
+    assert "rollout_functions.py" in stalled["stack"], "the line that blocks"
+    assert "gave no sign of life for 2 s" in sink.released[0][2]
+
+
+async def test_a_push_of_weights_that_is_never_answered_ends_the_trainer_with_its_address(tmp_path: Path) -> None:
+    async with silent_server() as url, WeightTransferClient([url], request_s=0.3) as replicas:
+        loop = trainer_loop(
+            MemoryLedger(recorded_batch, num_steps=1).source(), replicas, tmp_path, quick(publish_timeout_s=0.5)
+        )
+        with pytest.raises(TransientError, match=f"publication 1 at {url} did not finish") as ended:
+            await loop.run()
+    assert exit_code_after(ended.value) == EXIT_CRASHED
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[SmallRun]:
+    overrides = [
+        "run.silence_s=10.0",
+        "run.most_quick_deaths=50",
+        "trainer.max_steps=60",
+        "rollout.worker_silence_s=30.0",
+    ]
+    run = SmallRun(tmp_path, overrides)
+    yield run
+    run.stop()
+
+
+def stopped_and_survived(run: SmallRun, role: str) -> dict[str, Any]:
+    """SIGSTOP a process in the middle of a run; the event that names it."""
+    run.start()
+    run.until(lambda: run.step() >= 4, what="step 4")
+    pid = run.until(lambda: run.pid(role), what=f"{role} was up")
+    os.kill(pid, signal.SIGSTOP)
+    summary = run.wait(280)
+    assert (summary["exit_code"], summary["steps"], summary["audit"]) == (0, 60, "ok"), summary["told"]
+    assert not psutil.pid_exists(pid)
+    silent = [e for e in read_events(run.directory / "logs" / "supervisor.jsonl") if e["event"] == "run.process_silent"]
+    named = [event for event in silent if event["pid"] == pid]
+    assert [event["process"] for event in named] == [role]
+    assert named[0]["silent_s"] >= 10.0
+    return named[0]
+
+
+def test_a_stopped_policy_server_is_named_replaced_and_the_run_goes_on(run: SmallRun) -> None:
+    assert "stopped by a signal" in stopped_and_survived(run, "policy")["stack"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["ledger", "trainer", "rollout"])
+def test_any_stopped_process_is_named_replaced_and_the_run_goes_on(run: SmallRun, role: str) -> None:
+    stopped_and_survived(run, role)
+
+
+@pytest.mark.slow
+def test_a_run_whose_engine_never_answers_stops_with_exit_code_1_and_the_cause(tmp_path: Path) -> None:
+    overrides = [
+        "inference.engine=scripted",
+        "inference.scripted.token_s=3600.0",
+        "inference.request_s=2.0",
+        "rollout.max_seconds=2.0",
+        "rollout.retry_budget=0",
+    ]
+    run = SmallRun(tmp_path, overrides)
+    try:
+        summary = run.start().wait(200)
+        assert (summary["exit_code"], summary["end"]) == (1, "failed")
+        assert "was not answered within 2 s" in summary["told"]
+    finally:
+        run.stop()

@@ -1,0 +1,110 @@
+"""A trainer killed at random moments, with a real ledger: the weights are those, bit for bit, of one that was never killed."""
+
+import asyncio
+import multiprocessing
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rollbook.contracts.batch import TrainingBatch
+from rollbook.contracts.group import PromptGroup
+from rollbook.contracts.policy import NOT_SAMPLED
+from rollbook.ledger.service import Ledger
+from rollbook.trainer.replay import replay
+from tests.parts import trainer_process
+from tests.parts.ledger_groups import RUN, settings
+from tests.parts.ledger_service import serving
+from tests.parts.trainer_batches import quick, recorded_batch, tiny_model_dir
+
+GROUPS = 3
+
+
+def unversioned(group: PromptGroup) -> PromptGroup:
+    """As an outside producer sends it: which version sampled the tokens is not known, so no staleness rule applies."""
+    samples = tuple(
+        replace(s, sequences=tuple(replace(r, versions=np.full_like(r.versions, NOT_SAMPLED)) for r in s.sequences))
+        for s in group.samples
+    )
+    return replace(group, samples=samples)
+
+
+async def filled(ledger: Ledger, *, steps: int) -> None:
+    await ledger.create_run(RUN, settings(per_step=GROUPS, max_steps=steps))
+    for step in range(1, steps + 1):
+        for group in recorded_batch(step, groups=GROUPS).groups:
+            plain = unversioned(group)
+            await ledger.submit(RUN, plain, plain.outcome(seconds=1.0), attempt=1)
+
+
+async def recorded(ledger: Ledger, steps: int) -> list[TrainingBatch]:
+    """What was decided, read back from the ledger."""
+    batches = []
+    for step in range(1, steps + 1):
+        manifest = await ledger.batch_manifest(RUN, step)
+        assert manifest is not None
+        groups = [(await ledger.group(RUN, entry.group_id))[1] for entry in manifest.entries]
+        batches.append(TrainingBatch(manifest=manifest, groups=tuple(g for g in groups if g is not None)))
+    return batches
+
+
+async def until(process: multiprocessing.process.BaseProcess, condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(120):
+        while process.is_alive():
+            if await condition():  # type: ignore[misc]  # an async question
+                return
+            await asyncio.sleep(0.002)
+
+
+@pytest.mark.parametrize(
+    ("kills", "steps", "seed"),
+    [(3, 12, 0), pytest.param(20, 60, 1, marks=[pytest.mark.slow, pytest.mark.timeout(900)])],
+)
+async def test_a_trainer_killed_at_random_moments_ends_with_the_same_bits(
+    tmp_path: Path, kills: int, steps: int, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    config = {"lr": 1e-2, "checkpoint_every": 3, "ppo_n_minibatches": 2, "max_steps": steps, "keep_every": 6}
+    targets = sorted(int(n) for n in rng.choice(np.arange(1, steps), size=kills, replace=False))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.parts.trainer_process"])
+    model_dir = tiny_model_dir(tmp_path / "run" / "model")
+    killed = 0
+    async with serving(tmp_path / "ledger") as (url, ledger):
+        await filled(ledger, steps=steps)
+
+        def started() -> multiprocessing.process.BaseProcess:
+            process = context.Process(
+                target=trainer_process.train, args=(url, RUN, str(tmp_path / "run"), config), daemon=True
+            )
+            process.start()
+            return process
+
+        for target in targets:
+            process = started()
+
+            async def is_there(target: int = target) -> bool:
+                return (await ledger.status(RUN)).acknowledged_step >= target
+
+            await until(process, is_there)
+            # Anywhere in what follows the acknowledgement: the push, the checkpoint, the next step.
+            await asyncio.sleep(float(rng.uniform(0, 0.08)))
+            killed += process.is_alive()
+            process.kill()
+            await asyncio.to_thread(process.join)
+        process = started()
+        await asyncio.to_thread(process.join)
+        assert process.exitcode == 0
+        batches = await recorded(ledger, steps)
+        acknowledged = await ledger.steps(RUN)
+        status = await ledger.status(RUN)
+    assert killed >= kills - 1, "the last may have come when everything was done"
+    straight = await replay(batches, model_dir=model_dir, config=quick(**config))
+    assert {step.step: step.digest for step in acknowledged} == {s: straight.digests[s] for s in range(1, steps + 1)}
+    assert {step.receipt for step in acknowledged} <= {"acknowledged", "repeated"}, "no replay diverged"
+    assert len(set(straight.digests.values())) == steps + 1, "every step must have moved the weights"
+    assert (status.durable_step, status.acknowledged_step) == (steps, steps)
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert kept == [f"step-{s:06d}" for s in range(1, steps + 1) if s % 6 == 0 or (s > steps - 4 and s % 3 == 0)]

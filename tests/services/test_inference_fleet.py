@@ -1,0 +1,131 @@
+"""Several real replicas: one is killed under load, drained, left behind; requests are answered by the others."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from rollbook.contracts.policy import SamplingParams
+from rollbook.inference.client import PolicyClient, open_policy_client
+from rollbook.inference.fleet import Fleet
+from rollbook.inference.server import SERVICE, build_app, serve
+from rollbook.inference.weights import WeightTransferClient
+from tests.parts.inference_engines import Workshop, engine_config, until
+
+ROOT = Path(__file__).parents[2]
+LONG = SamplingParams(max_tokens=60)
+ONE = SamplingParams(max_tokens=1)
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    return Workshop(root=tmp_path_factory.mktemp("fleet"))
+
+
+async def start_server(ready: Path, port: int = 0) -> tuple[subprocess.Popen[bytes], str]:
+    ready.unlink(missing_ok=True)
+    process = subprocess.Popen(  # noqa: ASYNC220  # it must be killable from here, and starting it is quick
+        [sys.executable, "-m", "tests.parts.inference_server_process", str(port), str(ready)], cwd=ROOT
+    )
+    await until(lambda: ready.exists() and ready.read_text().startswith("http"), within_s=60)
+    return process, ready.read_text()
+
+
+async def test_all_requests_are_answered_when_one_of_two_replicas_is_killed_under_load(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    published, path = workshop.weights(1)
+    (first, first_url), (second, second_url) = await asyncio.gather(
+        start_server(tmp_path / "a"), start_server(tmp_path / "b")
+    )
+    try:
+        async with AsyncExitStack() as stack:
+            urls = [first_url, second_url]
+            weights = await stack.enter_async_context(WeightTransferClient(urls, request_s=60))
+            await weights.receive(published, str(path))
+            client = await stack.enter_async_context(open_policy_client(urls, request_s=60, watch_s=0.1))
+            asking = [asyncio.create_task(client.complete([n % 30, n % 7], LONG if n % 2 else ONE)) for n in range(120)]
+            await until(lambda: all(replica.answered for replica in client.fleet.replicas))
+            os.kill(first.pid, signal.SIGKILL)
+            first.wait()
+            asking += [asyncio.create_task(client.complete([n % 30, 3], LONG)) for n in range(60)]
+            answers = await asyncio.gather(*asking)
+            assert [len(answer.token_ids) for answer in answers[-60:]] == [60] * 60
+            assert len(answers) == 180
+            # From now on the dead one is left out: nothing waits for it.
+            await until(lambda: not client.fleet.replicas[0].breaker.allows(float("-inf")))
+            assert client.fleet.choose(session="any", min_publication=0) == 1
+    finally:
+        for process in (first, second):
+            process.kill()
+            process.wait()
+
+
+@asynccontextmanager
+async def two_replicas(
+    workshop: Workshop, *, published: tuple[int | None, int | None] = (1, 1)
+) -> AsyncIterator[tuple[PolicyClient, list[str]]]:
+    async with AsyncExitStack() as stack:
+        urls = []
+        for number in published:
+            engine = await stack.enter_async_context(workshop.engine("scripted", published=number))
+            app = build_app(engine, engine_config("scripted"))
+            urls.append(await stack.enter_async_context(serve(app)))
+        client = await stack.enter_async_context(open_policy_client(urls, request_s=30, watch_s=0.05))
+        yield client, urls
+
+
+def answered(fleet: Fleet) -> list[int]:
+    return [replica.answered for replica in fleet.replicas]
+
+
+async def test_the_turns_of_a_session_go_to_one_replica_and_sessions_to_all(workshop: Workshop) -> None:
+    episode = ["none"]
+    async with AsyncExitStack() as stack:
+        _, urls = await stack.enter_async_context(two_replicas(workshop))
+        asking = open_policy_client(urls, request_s=30, session=lambda: episode[0])
+        client = await stack.enter_async_context(asking)
+        homes: Counter[int] = Counter()
+        for number in range(12):
+            episode[0] = f"episode-{number}"
+            before = answered(client.fleet)
+            for turn in range(3):
+                await client.complete([number, turn], SamplingParams(max_tokens=9))
+            used = [now - then for now, then in zip(answered(client.fleet), before, strict=True)]
+            assert sorted(used) == [0, 3]
+            homes[used.index(3)] += 1
+        assert set(homes) == {0, 1}
+
+
+async def test_a_replica_with_older_weights_is_not_asked_for_newer_ones(workshop: Workshop) -> None:
+    async with two_replicas(workshop, published=(1, 2)) as (client, _):
+        await until(lambda: [replica.publication for replica in client.fleet.replicas] == [1, 2])
+        answers = await asyncio.gather(*(client.complete([n], LONG, min_publication=2) for n in range(20)))
+        assert {int(v) for answer in answers for v in answer.versions} == {2}
+        assert answered(client.fleet)[0] == 0
+
+
+async def test_a_draining_replica_finishes_what_it_has_and_gets_nothing_new(workshop: Workshop) -> None:
+    async with AsyncExitStack() as stack:
+        urls, services = [], []
+        for _ in range(2):
+            engine = await stack.enter_async_context(workshop.engine("scripted"))
+            app = build_app(engine, engine_config("scripted"))
+            urls.append(await stack.enter_async_context(serve(app)))
+            services.append(app[SERVICE])
+        client = await stack.enter_async_context(open_policy_client(urls, request_s=30, watch_s=0.05))
+        running = [asyncio.create_task(client.complete([n], SamplingParams(max_tokens=200))) for n in range(16)]
+        await until(lambda: services[0].engine.stats().running > 0)
+        services[0].is_draining = True
+        begun = services[0].engine.stats().running + services[0].engine.stats().requests
+        later = await asyncio.gather(*(client.complete([n, 1], LONG) for n in range(20)))
+        assert len(later) == 20
+        assert all(len(answer.token_ids) == 200 for answer in await asyncio.gather(*running))
+        assert services[0].engine.stats().requests <= begun

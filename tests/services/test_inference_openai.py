@@ -1,0 +1,257 @@
+"""The official openai client against `rollbook policy serve`, a real process over a real (tiny) model."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from rollbook.rollout.rendering import ModelTokenizer
+from rollbook.trainer.config import SPECIAL_TOKENS
+from tests.parts.inference_chat_model import MAX_LEN, chat_model
+from tests.parts.inference_engines import until
+from tests.parts.inference_policy_process import PolicyProcess, policy_process
+
+TOOL: Any = {
+    "type": "function",
+    "function": {"name": "look_up", "description": "…", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return chat_model(tmp_path_factory.mktemp("openai") / "model")
+
+
+@pytest.fixture(scope="module")
+def served(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PolicyProcess]:
+    scratch = tmp_path_factory.mktemp("serve")
+    with policy_process(scratch, "--model", str(model_dir), "--served-model-name", "tiny") as process:
+        yield process
+
+
+@pytest.fixture
+def client(served: PolicyProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=served.url + "/v1", api_key="unused", max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_dir: Path) -> ModelTokenizer:
+    return ModelTokenizer.from_directory(model_dir)
+
+
+def test_a_text_completion_has_text_logprobs_offsets_and_usage(
+    client: openai.OpenAI, tokenizer: ModelTokenizer
+) -> None:
+    reply = client.completions.create(
+        model="tiny", prompt="hello", max_tokens=12, logprobs=0, seed=5, extra_body={"return_token_ids": True}
+    )
+    choice: Any = reply.choices[0]
+    assert reply.usage is not None
+    assert reply.usage.prompt_tokens == len(tokenizer.encode("hello"))
+    assert reply.usage.completion_tokens == len(choice.token_ids)
+    assert choice.text == tokenizer.decode(choice.token_ids)
+    assert len(choice.logprobs.tokens) == len(choice.logprobs.token_logprobs) == len(choice.token_ids)
+    assert choice.logprobs.text_offset[0] == 0
+    assert sorted(choice.logprobs.text_offset) == choice.logprobs.text_offset
+    assert choice.prompt_token_ids == tokenizer.encode("hello")
+    assert choice.weight_versions == [{"version": 0, "start": 0, "end": len(choice.token_ids)}]
+
+
+def test_token_ids_and_text_as_prompt_give_the_same_answer(client: openai.OpenAI, tokenizer: ModelTokenizer) -> None:
+    by_text = client.completions.create(model="tiny", prompt="abc", max_tokens=20, seed=3)
+    by_ids = client.completions.create(model="tiny", prompt=tokenizer.encode("abc"), max_tokens=20, seed=3)
+    several = client.completions.create(model="tiny", prompt=["abc", "xyz"], max_tokens=20, seed=3)
+    assert by_text.choices[0].text == by_ids.choices[0].text == several.choices[0].text
+    assert len(several.choices) == 2
+
+
+def test_a_seed_repeats_the_answer_and_n_gives_different_ones_each_repeatable(client: openai.OpenAI) -> None:
+    def ask(n: int, seed: int) -> list[str]:
+        return [
+            c.text for c in client.completions.create(model="tiny", prompt="q", max_tokens=16, n=n, seed=seed).choices
+        ]
+
+    first = ask(4, 11)
+    assert ask(4, 11) == first
+    assert len(set(first)) == 4
+    assert ask(1, 11) == first[:1]
+    assert ask(4, 12) != first
+
+
+def test_chat_renders_the_template_and_answers_with_logprobs_of_the_bytes(
+    client: openai.OpenAI, tokenizer: ModelTokenizer
+) -> None:
+    messages: Any = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+    ]
+    reply: Any = client.chat.completions.create(
+        model="tiny",
+        messages=messages,
+        max_completion_tokens=24,
+        logprobs=True,
+        seed=2,
+        extra_body={"return_token_ids": True, "top_k": 50},
+    )
+    choice = reply.choices[0]
+    assert tokenizer.decode(reply.prompt_token_ids) == "<system>be brief\n<user>hi\n<assistant>"
+    assert choice.message.role == "assistant"
+    sampled = choice.token_ids
+    said = b"".join(bytes(entry.bytes) for entry in choice.logprobs.content if entry.token not in SPECIAL_TOKENS)
+    assert len(choice.logprobs.content) == len(sampled)
+    assert choice.message.content == said.decode(errors="replace")
+    assert all(entry.logprob <= 0 and entry.top_logprobs == [] for entry in choice.logprobs.content)
+
+
+@pytest.mark.parametrize("stop", [None, ["e", "qu"]])
+def test_a_stream_says_what_the_whole_answer_says(client: openai.OpenAI, stop: list[str] | None) -> None:
+    asked: Any = {"model": "tiny", "prompt": "once", "max_tokens": 60, "seed": 9, "stop": stop, "n": 2}
+    extra: Any = {"return_token_ids": True}
+    whole: Any = client.completions.create(**asked, logprobs=0, extra_body=extra)
+    texts, ids, ends, usage = ["", ""], [list[int](), list[int]()], [None, None], None
+    stream: Any = client.completions.create(
+        **asked, logprobs=0, stream=True, stream_options={"include_usage": True}, extra_body=extra
+    )
+    for chunk in stream:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            ids[choice.index] += choice.token_ids
+            ends[choice.index] = choice.finish_reason or ends[choice.index]
+    assert texts == [choice.text for choice in whole.choices]
+    assert ids == [choice.token_ids for choice in whole.choices]
+    assert ends == [choice.finish_reason for choice in whole.choices]
+    assert usage == whole.usage
+    if stop:
+        assert not any(word in text for word in stop for text in texts)
+
+
+def test_a_chat_stream_says_what_the_whole_answer_says(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "tiny", "messages": [{"role": "user", "content": "tell"}], "max_tokens": 40, "seed": 4}
+    whole = client.chat.completions.create(**asked)
+    chunks: list[Any] = list(client.chat.completions.create(**asked, stream=True, logprobs=True))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == whole.choices[0].message.content
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+    logprobs = [entry for c in chunks if c.choices[0].logprobs for entry in c.choices[0].logprobs.content]
+    assert whole.usage is not None
+    assert len(logprobs) == whole.usage.completion_tokens
+
+
+def test_a_stop_string_ends_the_answer_before_it_even_across_tokens(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "tiny", "prompt": "once", "max_tokens": 60, "seed": 21}
+    free: Any = client.completions.create(**asked, extra_body={"return_token_ids": True})
+    text = free.choices[0].text
+    at = next(i for i in range(5, len(text) - 3) if "\ufffd" not in text[i : i + 3] and text.find(text[i : i + 3]) == i)
+    stopped: Any = client.completions.create(**asked, stop=text[at : at + 3], extra_body={"return_token_ids": True})
+    choice = stopped.choices[0]
+    assert choice.text == text[:at]
+    assert choice.finish_reason == "stop"
+    assert choice.stop_reason == text[at : at + 3]
+    assert free.choices[0].token_ids[: len(choice.token_ids)] == choice.token_ids
+    assert len(choice.token_ids) < len(free.choices[0].token_ids)
+
+
+def test_tools_reach_the_prompt_through_the_template(client: openai.OpenAI, tokenizer: ModelTokenizer) -> None:
+    messages: Any = [
+        {"role": "user", "content": "who?"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "look_up", "arguments": '{"q": 1}'}}],
+        },
+        {"role": "tool", "content": "nobody", "tool_call_id": "1"},
+    ]
+    reply: Any = client.chat.completions.create(
+        model="tiny", messages=messages, tools=[TOOL], max_tokens=3, extra_body={"return_token_ids": True}
+    )
+    prompt = tokenizer.decode(reply.prompt_token_ids)
+    assert prompt.startswith("<tools>" + json.dumps([TOOL], ensure_ascii=False))
+    assert '[look_up {"q": 1}]' in prompt
+    assert "<tool>nobody" in prompt
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "told"),
+    [
+        ({"model": "gpt-9"}, openai.NotFoundError, "gpt-9"),
+        ({"temperature": -1}, openai.BadRequestError, "temperature"),
+        ({"prompt": [1, 99_999]}, openai.BadRequestError, "vocabulary"),
+        ({"prompt": "x" * (MAX_LEN + 1)}, openai.BadRequestError, "max_model_len"),
+        ({"echo": True}, openai.BadRequestError, "echo"),
+        ({"stop": [""]}, openai.BadRequestError, "stop"),
+        ({"extra_body": {"no_such": 1}}, openai.BadRequestError, "no_such"),
+    ],
+)
+def test_bad_input_raises_the_clients_own_error_and_names_the_field(
+    client: openai.OpenAI, asked: dict[str, Any], error: type[openai.APIStatusError], told: str
+) -> None:
+    base: dict[str, Any] = {"model": "tiny", "prompt": "x", "max_tokens": 2}
+    with pytest.raises(error, match=told):
+        client.completions.create(**{**base, **asked})
+    assert client.completions.create(model="tiny", prompt="x", max_tokens=1).choices
+
+
+def test_chat_refuses_what_it_cannot_do(client: openai.OpenAI) -> None:
+    hello: Any = [{"role": "user", "content": "x"}]
+    picture: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+    refused: list[Any] = [
+        {"messages": []},
+        {"messages": picture},
+        {"messages": hello, "tool_choice": "required", "tools": [TOOL]},
+        {"messages": hello, "response_format": {"type": "json_object"}},
+        {"messages": hello, "logprobs": True, "top_logprobs": 3},
+    ]
+    for asked in refused:
+        with pytest.raises(openai.BadRequestError):
+            client.chat.completions.create(model="tiny", **asked)
+
+
+def test_the_model_is_listed_and_described(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+
+
+async def test_a_client_that_leaves_in_the_middle_of_a_stream_frees_its_slot(served: PolicyProcess) -> None:
+    running = 0
+
+    async def look(session: aiohttp.ClientSession) -> None:
+        nonlocal running
+        async with session.get(served.url + "/health") as response:
+            running = (await response.json())["running"]
+
+    async with aiohttp.ClientSession() as session:
+        body = {"model": "tiny", "prompt": "x", "max_tokens": 500, "stream": True, "ignore_eos": True}
+        async with session.post(served.url + "/v1/completions", json=body) as response:
+            assert (await response.content.readline()).startswith(b"data: ")
+            response.close()
+        for _ in range(200):
+            await look(session)
+            if running == 0:
+                break
+        await until(lambda: running == 0)
+        async with session.get(served.url + "/metrics") as response:
+            assert "rollbook_policy_tokens_total" in await response.text()
+
+
+def test_a_key_is_demanded_where_one_was_set(tmp_path: Path) -> None:
+    arguments = ("--engine", "scripted", "--api-key-env", "POLICY_KEY")
+    with policy_process(tmp_path, *arguments, env={"POLICY_KEY": "secret"}) as served:
+        with openai.OpenAI(base_url=served.url + "/v1", api_key="secret", max_retries=0) as client:
+            assert client.completions.create(model="policy", prompt=[1], max_tokens=1).choices
+            with pytest.raises(openai.BadRequestError, match="no tokenizer"):
+                client.completions.create(model="policy", prompt="text")
+        with (
+            openai.OpenAI(base_url=served.url + "/v1", api_key="guess", max_retries=0) as stranger,
+            pytest.raises(openai.AuthenticationError),
+        ):
+            stranger.models.list()
+        assert served.stop().count("serving") == 1
+        assert served.process.returncode == 0

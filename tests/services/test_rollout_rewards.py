@@ -1,0 +1,194 @@
+"""Reward functions in processes of their own: what each may do to itself, and what it cannot do to anybody else."""
+
+import asyncio
+import io
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rollbook.contracts.errors import RunError
+from rollbook.rollout.reward_pool import RewardPool, open_reward_pool
+from rollbook.rollout.reward_rules import RewardFunction, RewardRules
+from rollbook.rollout.reward_wire import RewardCase
+from rollbook.telemetry.events import EventLog
+from rollbook.telemetry.metrics import read_metrics
+from tests.parts.rollout_dispatching import REPOSITORY, dispatching
+from tests.parts.rollout_rewards import BAIT
+
+PARTS = "tests.parts.rollout_rewards"
+
+
+def rules(*names: str, **changed: Any) -> RewardRules:
+    functions = tuple(RewardFunction(name=name, path=f"{PARTS}:{name}") for name in names)
+    return RewardRules(functions=functions, **{"timeout_s": 30.0, "processes": 1, **changed})
+
+
+@asynccontextmanager
+async def pool_of(*names: str, **changed: Any) -> AsyncIterator[RewardPool]:
+    log = EventLog("test", echo=io.StringIO())
+    async with open_reward_pool(rules(*names, **changed), search_path=(REPOSITORY,), log=log) as pool:
+        yield pool
+
+
+def case(response: str, **row: Any) -> RewardCase:
+    return RewardCase(row=row, response=response)
+
+
+def reward_children() -> list[psutil.Process]:
+    return [c for c in psutil.Process().children() if "rollbook.rollout.reward_child" in c.cmdline()]
+
+
+async def test_a_catastrophic_regex_and_an_endless_loop_cost_their_own_sample_and_their_process_only() -> None:
+    async with pool_of("regex", "endless", timeout_s=0.5) as pool:
+        fine = await pool.score("regex", case("aaa"))
+        stuck = await asyncio.gather(pool.score("regex", case(BAIT)), pool.score("endless", case("loop")))
+        after = await pool.score("endless", case("fine"))
+    assert fine.value == 1.0
+    assert [score.value for score in stuck] == [None, None]
+    assert all("did not end within 0.5 s" in str(score.cause) for score in stuck)
+    assert pool.kills == 2
+    assert after.value == 0.5, "the process was replaced"
+    assert reward_children() == []
+
+
+async def test_a_function_that_ends_its_process_is_named_with_its_exit_status() -> None:
+    async with pool_of("crash") as pool:
+        assert (await pool.score("crash", case("crash"))).cause == "its process exited with status 3"
+        assert (await pool.score("crash", case("fine"))).value == 0.25
+
+
+async def test_what_is_no_number_is_never_zero() -> None:
+    expected: dict[str, tuple[float | None, str | None]] = {
+        "none": (None, None),
+        "nan": (None, None),
+        "inf": (None, "returned inf"),
+        "text": (None, "returned a str"),
+        "list": (None, "returned a list"),
+        "raise": (None, "raised ValueError: no such verdict"),
+        "true": (1.0, None),
+        "int": (2.0, None),
+    }
+    async with pool_of("moody") as pool:
+        said = {word: await pool.score("moody", case(word)) for word in expected}
+    for word, (value, cause) in expected.items():
+        assert said[word].value == value, word
+        assert (said[word].cause is None) if cause is None else (cause in str(said[word].cause)), word
+
+
+async def test_async_functions_run_side_by_side_and_a_slow_one_is_given_up_alone() -> None:
+    async with pool_of("judge", timeout_s=1.0, concurrent=64) as pool:
+        asked = [pool.score("judge", case("slow" if i == 7 else "fine")) for i in range(64)]
+        scores = await asyncio.gather(*asked)
+        assert pool.kills == 0
+    assert [i for i, score in enumerate(scores) if score.value is None] == [7]
+    assert "did not end within 1 s" in str(scores[7].cause)
+
+
+async def test_an_async_function_that_computes_for_ever_is_killed_and_its_neighbours_are_asked_again() -> None:
+    async with pool_of("judge", timeout_s=1.0, concurrent=8) as pool:
+        blocked, *others = await asyncio.gather(
+            pool.score("judge", case("block")), *(pool.score("judge", case("fine")) for _ in range(5))
+        )
+    assert blocked.value is None
+    assert [score.value for score in others] == [0.75] * 5
+
+
+async def test_waiting_for_a_free_process_is_not_the_functions_time() -> None:
+    async with pool_of("pid", "endless", timeout_s=1.0) as pool:
+        stuck = asyncio.create_task(pool.score("endless", case("loop")))
+        scores = await asyncio.gather(*(pool.score("pid", case("")) for _ in range(20)))
+        assert (await stuck).value is None
+    assert all(score.value is not None for score in scores)
+    assert {score.value for score in scores} != {float(os.getpid())}
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("no_such_module:right", "reward function bad 'no_such_module:right': no module"),
+        (f"{PARTS}:absent", "has no 'absent'"),
+        (f"{PARTS}:BAIT", "not something to call"),
+    ],
+)
+async def test_a_function_that_cannot_be_found_stops_the_run_before_it_begins(path: str, told: str) -> None:
+    wrong = RewardRules(functions=(RewardFunction(name="bad", path=path),))
+    with pytest.raises(RunError, match=told):
+        async with open_reward_pool(wrong, search_path=(REPOSITORY,), log=EventLog("test")):
+            pass
+
+
+def test_an_endless_function_ends_with_its_parent_whatever_killed_the_parent() -> None:
+    parent = textwrap.dedent(
+        """
+        import asyncio
+        from tests.services.test_rollout_rewards import BAIT, case, pool_of, reward_children
+
+        async def main():
+            async with pool_of("regex", timeout_s=600) as pool:
+                task = asyncio.create_task(pool.score("regex", case(BAIT)))
+                await asyncio.sleep(0.5)
+                while not reward_children():
+                    await asyncio.sleep(0.1)
+                print(reward_children()[0].pid, flush=True)
+                await task
+
+        asyncio.run(main())
+        """
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", parent],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": REPOSITORY},
+    )
+    assert process.stdout is not None
+    with process, process.stdout:
+        child = psutil.Process(int(process.stdout.readline()))
+        process.kill()
+    child.wait(timeout=30)
+
+
+async def test_a_group_is_scored_by_weighted_functions_and_all_of_them_are_recorded(tmp_path: Path) -> None:
+    functions = {
+        "brief": {"path": f"{PARTS}:brief", "weight": 0.5},
+        "judge": {"path": f"{PARTS}:judge", "weight": 2.0},
+        "crash": {"path": f"{PARTS}:crash", "weight": 0.0},
+    }
+    play = dispatching(tmp_path, [{}] * 3, rewards={"functions": functions, "environment_weight": 1.0})
+    await play.run()
+    groups = [row.group for row in play.sink.rows.values() if row.group is not None]
+    assert len(groups) == 3
+    for sample in (sample for group in groups for sample in group.samples):
+        said = sample.metrics
+        assert said["reward/brief"] == -sample.num_trained
+        assert (said["reward/judge"], said["reward/crash"]) == (0.75, 0.25)
+        assert sample.reward == pytest.approx(said["reward/environment"] + 0.5 * said["reward/brief"] + 1.5)
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert any(row["reward/judge"] == 0.75 for row in rows)
+    assert sum(row["reward/judge_unscored"] for row in rows) == 0
+    assert any(row["reward/seconds_max"] is not None for row in rows)
+
+
+async def test_samples_that_cannot_be_scored_are_kept_counted_and_not_played_again(tmp_path: Path) -> None:
+    functions = {"endless": {"path": f"{PARTS}:endless"}}
+    rewards = {"functions": functions, "timeout_s": 0.4, "processes": 2}
+    play = dispatching(tmp_path, [{"deed": "say_loop"}, {}], rewards=rewards, retry_budget=4)
+    await play.run()
+    dropped = play.sink.rows[next(iter(play.sink.rows))]
+    assert dropped.drop is not None
+    assert dropped.drop.startswith("invalid: 0 of 4 samples scorable")
+    assert "4 x reward endless: did not end within 0.4 s" in dropped.drop
+    assert dropped.group is not None
+    assert [sample.reward for sample in dropped.group.samples] == [None] * 4
+    assert dropped.outcome is not None
+    assert dropped.outcome.retried_samples == 0
+    assert sum(row["reward/endless_unscored"] for row in read_metrics(tmp_path / "metrics.jsonl")) == 4

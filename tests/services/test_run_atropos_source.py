@@ -1,0 +1,143 @@
+"""Groups that Atropos environments post are trained by our own trainer: posted as atroposlib posts them, and by atroposlib."""
+
+import gzip
+import json
+import os
+import socket
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollbook.contracts.group import GroupState
+from rollbook.run.reading import open_run
+from tests.parts.run_small import SmallRun
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "05_existing_atropos_env"
+PYTHON = ROOT / ".venvs" / "atropos" / "bin" / "python"
+STEPS = 6
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def ask(url: str, body: Any = None, *, method: str = "POST", is_packed: bool = False) -> Any:
+    raw = None if body is None else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"}
+    if is_packed and raw is not None:
+        raw, headers["Content-Encoding"] = gzip.compress(raw, 9), "gzip"
+    request = urllib.request.Request(url, data=raw, headers=headers, method=method)
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return json.loads(answer.read())
+
+
+def post_like_atroposlib(url: str, stopping: threading.Event, posted: list[Any]) -> None:
+    """The requests of a `BaseEnv`, in its order: wait for the trainer, register, steer by the queue, post packed groups."""
+    env_id: int | None = None
+    number = 0
+    while not stopping.is_set():
+        try:
+            if env_id is None:
+                asked = {"max_token_length": 64, "desired_name": "plain", "weight": 1.0, "group_size": 4}
+                answer = ask(f"{url}/register-env", {**asked, "min_batch_allocation": None})
+                env_id = answer.get("env_id")
+                time.sleep(0.1)
+                continue
+            status = ask(f"{url}/status-env", {"env_id": env_id}, method="GET")
+            if status["queue_size"] > 8:
+                time.sleep(0.05)
+                continue
+            digit, number = number % 8, number + 1
+            answers = [9, 10, 9, 10]
+            group = {
+                "tokens": [[0, 1 + digit, answer] for answer in answers],
+                "masks": [[-100, -100, answer] for answer in answers],
+                "scores": [float((answer == 9) == (digit % 2 == 0)) for answer in answers],
+                "inference_logprobs": [[1.0, 1.0, -0.7] for _ in answers],
+                "messages": None,
+                "env_id": env_id,
+            }
+            ask(f"{url}/scored_data", group, is_packed=True)
+            posted.append(group)
+        except (OSError, urllib.error.URLError):
+            time.sleep(0.1)
+
+
+def run_on(tmp_path: Path, port: int, *more: str) -> SmallRun:
+    config = (EXAMPLE / "run.toml").read_text(encoding="utf-8")
+    overrides = [f"tasks.atropos.port={port}", f"trainer.max_steps={STEPS}", "trainer.checkpoint_every=3", *more]
+    return SmallRun(tmp_path, overrides, config=config)
+
+
+def assert_trained_from_posts(run_dir: Path, names: str) -> None:
+    with open_run(run_dir) as run:
+        report = run.audit()
+        groups = run.groups(state=None, limit=1000, offset=0)
+    assert report.ok, report.violations
+    durable = [group for group in groups if group.state is GroupState.DURABLE]
+    assert len(durable) == STEPS * 4
+    assert {str(group.origin) for group in groups} == {"external"}
+    assert all(group.task_id == names for group in groups)
+
+
+@contextmanager
+def posting(url: str) -> Iterator[list[Any]]:
+    stopping, posted = threading.Event(), list[Any]()
+    thread = threading.Thread(target=post_like_atroposlib, args=(url, stopping, posted))
+    thread.start()
+    try:
+        yield posted
+    finally:
+        stopping.set()
+        thread.join(60)
+
+
+def test_our_trainer_learns_from_what_an_atropos_environment_posts(tmp_path: Path) -> None:
+    port = free_port()
+    with posting(f"http://127.0.0.1:{port}") as posted:
+        summary = run_on(tmp_path, port, "trainer.missing_logprobs=refuse").start().wait(280)
+    assert summary["exit_code"] == 0, summary["told"]
+    assert summary["steps"] == STEPS
+    assert len(posted) >= STEPS * 4
+    assert_trained_from_posts(tmp_path / "run", "atropos.env0")
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_nothing_posted_is_trained_twice(tmp_path: Path) -> None:
+    port = free_port()
+    with posting(f"http://127.0.0.1:{port}"):
+        first = run_on(tmp_path, port).start()
+        first.until(lambda: first.step() >= 2, what="two steps")
+        first.kill("supervisor")
+        first.process.communicate(timeout=60)
+        summary = run_on(tmp_path, port).start().wait(280)
+    assert summary["exit_code"] == 0, summary["told"]
+    assert_trained_from_posts(tmp_path / "run", "atropos.env0")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PYTHON.exists(), reason="make test-atropos installs atroposlib")
+def test_an_unmodified_atropos_environment_is_a_source_of_groups(tmp_path: Path) -> None:
+    port = free_port()
+    run = run_on(tmp_path, port).start()
+    run.until((run.directory / "model" / "tokenizer.json").exists, what="the tokenizer")
+    command = [str(PYTHON), str(EXAMPLE / "echo_env.py"), f"http://127.0.0.1:{port}", str(run.directory / "model")]
+    env = subprocess.Popen(command, env={**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"})
+    try:
+        summary = run.wait(280)
+    finally:
+        env.kill()
+        env.wait()
+    assert summary["exit_code"] == 0, summary["told"]
+    assert_trained_from_posts(tmp_path / "run", "atropos.env0")

@@ -1,0 +1,154 @@
+"""`rollbook sft` as a user types it: learns, resumes to the bit, and leaves a model that others can load."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rollbook.contracts.errors import RunError
+from rollbook.rollout.rendering import ModelTokenizer
+from rollbook.run.demonstrations import read_demonstrations
+from rollbook.run.processes.sft import claim
+from rollbook.run.sft_config import load_sft_config
+from rollbook.telemetry.events import EventLog
+from rollbook.telemetry.metrics import MetricRecorder, read_metrics
+from rollbook.trainer.config import TrainerConfig
+from rollbook.trainer.model_directory import prepare_model_directory
+from rollbook.trainer.sft import SFT_METRICS, SftLoop, SftOutcome, numbers_of_step, steps_of
+from rollbook.trainer.sft_config import READ_BY_SFT, SftConfig
+from tests.parts.run_small import REPOSITORY, rollbook
+
+WORDS = [str(n) for n in range(10)]
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %} {{ m.content }}{% if m.role == 'assistant' %} <eos>{% endif %}{% endfor %} "
+)
+CONFIG = f"""
+[run]
+seed = 5
+[model.build]
+hidden_size = 16
+layers = 1
+heads = 2
+kv_heads = 2
+intermediate_size = 24
+max_position_embeddings = 32
+vocabulary = {json.dumps(WORDS)}
+chat_template = "{TEMPLATE}"
+[sft]
+data = "demos.jsonl"
+validation_share = 0.2
+examples_per_step = 8
+epochs = 10
+evaluate_every = 20
+[trainer]
+lr = 3e-2
+schedule = "cosine"
+checkpoint_every = 10
+"""
+
+
+def demonstrations(path: Path, count: int = 100) -> None:
+    """The answer is the question's second word."""
+    rng = random.Random(1)
+    with path.open("w", encoding="utf-8") as file:
+        for _ in range(count):
+            words = rng.choices(WORDS, k=3)
+            messages = [{"role": "user", "content": " ".join(words)}, {"role": "assistant", "content": words[1]}]
+            file.write(json.dumps({"messages": messages}) + "\n")
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    (tmp_path / "sft.toml").write_text(CONFIG, encoding="utf-8")
+    demonstrations(tmp_path / "demos.jsonl")
+    return tmp_path
+
+
+def in_process(home: Path) -> SftOutcome:
+    """The same learning without a command line around it."""
+    loaded = load_sft_config(home / "sft.toml")
+    model_dir = prepare_model_directory(loaded.model, home / "whole" / "model", seed=loaded.config.run.seed)
+    found = read_demonstrations(
+        home / "demos.jsonl", ModelTokenizer.from_directory(model_dir), max_tokens=99, is_strict=True
+    )
+    train, aside = found.split(0.2)
+    return SftLoop(
+        config=loaded.config.sft,
+        trainer=loaded.config.trainer,
+        model_dir=model_dir,
+        directory=home / "whole",
+        demonstrations=train,
+        validation=aside,
+        metrics=MetricRecorder("sft", SFT_METRICS, home / "whole" / "metrics.jsonl"),
+        log=EventLog("sft"),
+    ).run()
+
+
+def test_a_warm_start_learns_and_a_killed_one_ends_with_the_same_weights(home: Path) -> None:
+    whole = in_process(home)
+    assert whole.eval_loss is not None
+    assert whole.eval_loss_before is not None
+    assert whole.eval_loss < 0.6 * whole.eval_loss_before
+    rows = read_metrics(home / "whole" / "metrics.jsonl", process="sft")
+    assert rows[-1]["step"] == whole.steps
+    assert [row["step"] for row in rows if row["eval/loss"] is not None][-1] == whole.steps
+
+    command = [sys.executable, "-m", "rollbook", "sft", str(home / "sft.toml"), "--out", str(home / "killed")]
+    child = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    metrics = home / "killed" / "metrics.jsonl"
+    until = time.monotonic() + 120
+    while len(read_metrics(metrics)) < 14 and child.poll() is None and time.monotonic() < until:
+        time.sleep(0.01)
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    while (done := rollbook("sft", str(home / "killed"))).returncode and "is in use" in done.stderr:
+        time.sleep(0.5)  # the killed command's child is just noticing that its parent is gone
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["digest"] == whole.checkpoint.weights_digest
+    model = AutoModelForCausalLM.from_pretrained(report["model"])
+    assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(report["model"]))
+
+
+def test_a_directory_begun_with_other_settings_is_refused(home: Path) -> None:
+    claim(home, load_sft_config(home / "sft.toml"), "digest", total_steps=9)
+    claim(home, load_sft_config(home / "sft.toml"), "digest", total_steps=9)
+    with pytest.raises(RunError, match=r"trainer differ.*choose another --out"):
+        claim(home, load_sft_config(home / "sft.toml", ["trainer.lr=0.5"]), "digest", total_steps=9)
+    with pytest.raises(RunError, match="data_digest differ"):
+        claim(home, load_sft_config(home / "sft.toml"), "other", total_steps=9)
+
+
+def test_settings_that_a_warm_start_would_ignore_are_refused_with_their_paths(home: Path) -> None:
+    done = rollbook("sft", str(home / "sft.toml"), "--set", "trainer.clip_low=0.1", "--set", "sft.data=nothing.jsonl")
+    assert done.returncode == 2
+    assert "trainer.clip_low: is not read by a warm start" in done.stderr
+    assert "sft.data: no such file" in done.stderr
+
+
+@given(
+    count=st.integers(min_value=1, max_value=50),
+    a_step=st.integers(min_value=1, max_value=20),
+    epochs=st.integers(min_value=1, max_value=3),
+    seed=st.integers(min_value=0, max_value=9),
+)
+def test_every_epoch_trains_every_demonstration_once(count: int, a_step: int, epochs: int, seed: int) -> None:
+    config = SftConfig(data="x", examples_per_step=a_step, epochs=epochs)
+    total = steps_of(count, config, max_steps=None)
+    trained = [n for step in range(1, total + 1) for n in numbers_of_step(step, count, config, seed=seed)]
+    for epoch in range(epochs):
+        assert sorted(trained[epoch * count : (epoch + 1) * count]) == list(range(count))
+    assert len(trained) == epochs * count
+
+
+def test_the_fields_that_a_warm_start_reads_exist() -> None:
+    assert set(TrainerConfig.model_fields) >= READ_BY_SFT

@@ -1,0 +1,72 @@
+"""Two processes that share one model: the same learning as one, exact resume, and resume with another number of processes."""
+
+import copy
+import multiprocessing
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rollbook.trainer.checkpoint import Checkpoints
+from rollbook.trainer.loop import LoopEnd
+from rollbook.trainer.team import Team
+from rollbook.trainer.weights import digest_of
+from tests.parts.trainer_batches import quick, recorded_batch, tiny_model_dir
+from tests.parts.trainer_ledger import MemoryLedger, MemoryReplicas, trainer_loop
+
+CLOSE = 2e-5
+"""Sums over ranks are added in another order than in one process; after four steps of lr 1e-2 weights agree to this."""
+
+
+def learned(tmp_path: Path, name: str, *, steps: int, ranks: int) -> tuple[dict[str, torch.Tensor], dict[int, str]]:
+    """Train in a directory from wherever its last checkpoint stands; returns weights and their digest at every step."""
+    config = quick(ranks=ranks, ppo_n_minibatches=2, max_tokens_per_microbatch=60)
+    checkpoints = Checkpoints(tmp_path / name, model_dir=tiny_model_dir(tmp_path / "model"), config=config)
+    latest = checkpoints.latest()
+    learner = (
+        checkpoints.restore(latest)
+        if ranks == 1
+        else Team.assemble(checkpoints, latest, size=ranks, device=config.device)
+    )
+    try:
+        digests = {}
+        while learner.step < steps:
+            learner.run(recorded_batch(learner.step + 1))
+            digests[learner.step] = digest_of(learner.snapshot())
+        weights = learner.snapshot()
+        checkpoints.write(learner.copied(weights), weights_digest=digest_of(weights))
+        return copy.deepcopy(weights), digests
+    finally:
+        learner.close()
+
+
+def require_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=CLOSE)
+
+
+@pytest.mark.timeout(600)
+def test_two_ranks_learn_what_one_does_and_resume_to_the_bit_or_within_rounding(tmp_path: Path) -> None:
+    alone, _ = learned(tmp_path, "alone", steps=4, ranks=1)
+    whole, whole_digests = learned(tmp_path, "whole", steps=4, ranks=2)
+    require_close(whole, alone)
+    _, first = learned(tmp_path, "halves", steps=2, ranks=2)
+    shutil.copytree(tmp_path / "halves", tmp_path / "fewer")
+    _, second = learned(tmp_path, "halves", steps=4, ranks=2)
+    assert {**first, **second} == whole_digests, "a resume with as many ranks is exact"
+    fewer, _ = learned(tmp_path, "fewer", steps=4, ranks=1)
+    require_close(fewer, alone)
+
+
+@pytest.mark.timeout(600)
+async def test_the_loop_trains_on_two_ranks_and_leaves_no_process_behind(tmp_path: Path) -> None:
+    config = quick(ranks=2)
+    ledger = MemoryLedger(recorded_batch, num_steps=3)
+    outcome = await trainer_loop(ledger.source(), MemoryReplicas(), tmp_path, config).run()
+    assert (outcome.end, outcome.step, ledger.durable_step) == (LoopEnd.ENDED, 3, 3)
+    assert set(ledger.acknowledged) == {1, 2, 3}
+    assert multiprocessing.active_children() == []
+    assert not dist.is_initialized()

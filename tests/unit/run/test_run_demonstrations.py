@@ -1,0 +1,144 @@
+"""Chats in a file become rows in which exactly what the assistant said is trained."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
+from rollbook.rollout.assemblers.messages import MessageTrajectoryAssembler
+from rollbook.rollout.rendering import ModelTokenizer
+from rollbook.run.demonstrations import ChatError, DemonstrationError, chat_row, read_demonstrations
+from rollbook.trainer.config import ModelBuildConfig
+from rollbook.trainer.model_directory import build_tokenizer
+
+CHATML = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<eos>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+NO_END = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+FORGETS = (
+    "{% for m in messages %}{% if m.role != 'assistant' or loop.last %}<|{{ m.role }}|>{{ m.content }}<eos>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelTokenizer]:
+    made = {}
+    for name, template in (("chatml", CHATML), ("no_end", NO_END), ("forgets", FORGETS)):
+        directory = tmp_path_factory.mktemp(name)
+        build = ModelBuildConfig(tokenizer="bytes", chat_template=template)
+        build_tokenizer(build).save_pretrained(str(directory))
+        made[name] = ModelTokenizer.from_directory(directory)
+    return made
+
+
+def chat(*said: str) -> list[dict[str, str]]:
+    return [{"role": "user" if n % 2 == 0 else "assistant", "content": text} for n, text in enumerate(said)]
+
+
+def write(path: Path, *lines: object) -> Path:
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines), encoding="utf-8")
+    return path
+
+
+texts = (
+    st.text(st.characters(codec="utf-8", exclude_characters="<\x00"), min_size=1, max_size=20)
+    .map(str.strip)
+    .filter(bool)
+)
+
+
+@given(turns=st.lists(st.tuples(texts, texts), min_size=1, max_size=3))
+def test_a_demonstration_is_what_a_rollout_would_have_recorded(
+    tokenizers: dict[str, ModelTokenizer], turns: list[tuple[str, str]]
+) -> None:
+    tokenizer = tokenizers["chatml"]
+    played = MessageTrajectoryAssembler(tokenizer, SamplingParams())
+    for asked, answered in turns:
+        played.add_message("user", asked)
+        played.next_prompt()
+        ids = np.array([*tokenizer.encode(answered), *tokenizer.eos_token_ids[:1]], dtype=np.int32)
+        zeros = np.zeros(len(ids))
+        played.add_completion(
+            Completion(
+                token_ids=ids,
+                logprobs=zeros.astype(np.float32),
+                versions=zeros.astype(np.int32),
+                finish_reason=FinishReason.STOP,
+            )
+        )
+    recorded = played.build(reward=1.0).sequences[0]
+    shown = chat_row(chat(*(text for turn in turns for text in turn)), tokenizer)
+    assert shown.token_ids.tolist() == recorded.token_ids.tolist()
+    assert shown.loss_mask.tolist() == recorded.loss_mask.tolist()
+
+
+def test_only_the_assistants_words_and_their_end_are_trained(tokenizers: dict[str, ModelTokenizer]) -> None:
+    tokenizer = tokenizers["chatml"]
+    row = chat_row(chat("hi", "yes", "more", "no"), tokenizer)
+    assert tokenizer.decode(row.token_ids[row.loss_mask].tolist(), skip_special_tokens=False) == "yes<eos>no<eos>"
+    assert not row.has_logprobs
+
+
+def test_an_end_that_the_template_does_not_write_is_trained_all_the_same(tokenizers: dict[str, ModelTokenizer]) -> None:
+    tokenizer = tokenizers["no_end"]
+    row = chat_row(chat("hi", "yes"), tokenizer)
+    assert tokenizer.decode(row.token_ids.tolist(), skip_special_tokens=False) == "[user]hi[assistant]yes<eos>"
+
+
+def test_a_template_that_rewrites_the_history_is_told_with_the_place(tokenizers: dict[str, ModelTokenizer]) -> None:
+    with pytest.raises(ChatError, match=r"rewrites the history before message 4: at character"):
+        chat_row(chat("hi", "yes", "more", "no"), tokenizers["forgets"])
+
+
+def test_every_bad_line_is_named_with_its_number_and_cause(
+    tmp_path: Path, tokenizers: dict[str, ModelTokenizer]
+) -> None:
+    path = write(
+        tmp_path / "demos.jsonl",
+        {"messages": chat("hi", "yes")},
+        "{not json",
+        {"chat": []},
+        {"messages": [{"role": "user", "content": "only a question"}]},
+        {"messages": [{"content": "no role"}]},
+        {"messages": [{"role": "user", "content": 7}, {"role": "assistant", "content": "x"}]},
+        {"messages": chat("hi", "y" * 200)},
+    )
+    with pytest.raises(DemonstrationError) as caught:
+        read_demonstrations(path, tokenizers["chatml"], max_tokens=100, is_strict=True)
+    told = str(caught.value)
+    for part in (
+        "6 bad lines",
+        "line 2: is not JSON",
+        'line 3: has no list "messages"',
+        "line 4: has no assistant message",
+        'line 5: message 1 is not an object with a "role"',
+        'line 6: message 1 (user) has no text in "content"',
+        "line 7: has 2",
+    ):
+        assert part in told
+    kept = read_demonstrations(path, tokenizers["chatml"], max_tokens=100, is_strict=False)
+    assert len(kept.rows) == 1
+    assert [line.number for line in kept.bad] == [2, 3, 4, 5, 6, 7]
+
+
+def test_a_chat_stays_on_its_side_of_the_split_when_the_file_changes_around_it(
+    tmp_path: Path, tokenizers: dict[str, ModelTokenizer]
+) -> None:
+    lines = [{"messages": chat(f"question {n}", "yes")} for n in range(60)]
+    whole = read_demonstrations(
+        write(tmp_path / "a.jsonl", *lines), tokenizers["chatml"], max_tokens=99, is_strict=True
+    )
+    fewer = read_demonstrations(
+        write(tmp_path / "b.jsonl", *lines[:5:-2]), tokenizers["chatml"], max_tokens=99, is_strict=True
+    )
+    train, aside = whole.split(0.3)
+    assert len(train) + len(aside) == 60
+    assert 8 <= len(aside) <= 28
+    kept = {row.token_ids.tobytes() for row in aside}
+    assert {row.token_ids.tobytes() for row in fewer.split(0.3)[1]} < kept

@@ -1,0 +1,166 @@
+"""Packed sequences give the numbers that each gives alone; families that cannot be packed are padded."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from rollbook.contracts.errors import RunError
+from rollbook.trainer.checkpoint import initial_learner
+from rollbook.trainer.config import TrainerConfig
+from rollbook.trainer.minibatches import flatten, plan
+from rollbook.trainer.model import PolicyModel
+from rollbook.trainer.packed_attention import WAYS, Packing, ladder
+from rollbook.trainer.step import TrainStep
+from tests.parts.trainer_batches import quick, recorded_batch, tiny_model_dir
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 24,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+FAMILIES: dict[str, Any] = {
+    "llama": lambda: LlamaConfig(**SMALL),
+    "qwen2": lambda: Qwen2Config(**SMALL),
+    "qwen3": lambda: Qwen3Config(**SMALL, head_dim=8),
+    "mistral": lambda: MistralConfig(**SMALL, sliding_window=4),
+    "gemma2": lambda: Gemma2Config(**SMALL, head_dim=8),
+    "gpt2": lambda: GPT2Config(
+        vocab_size=32, n_embd=16, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5
+    ),
+}
+
+
+def new_model(config: Any) -> Any:
+    return AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+
+
+def made(family: str, **settings: object) -> PolicyModel:
+    torch.manual_seed(3)
+    config = FAMILIES[family]()
+    config.initializer_range = 0.4
+    return PolicyModel(new_model(config), quick(**settings))
+
+
+def logprobs_one_by_one(model: Any, rows: Any) -> list[torch.Tensor]:
+    """Each sequence through the family's own forward, with nothing of ours around it."""
+    found = []
+    for row in rows:
+        ids = torch.from_numpy(row.inputs.astype(np.int64))[None]
+        logits = model(input_ids=ids).logits[0].float() / row.temperature
+        at, targets = torch.from_numpy(row.predicted_at), torch.from_numpy(row.targets.astype(np.int64))
+        found.append(torch.log_softmax(logits, -1)[at, targets].detach())
+    return found
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_pass_gives_each_sequence_the_logprobs_it_has_alone(family: str) -> None:
+    plain = new_model(FAMILIES[family]()).eval()
+    model = made(family)
+    plain.load_state_dict(model.module.state_dict())
+    rows = flatten(recorded_batch(1), quick())
+    expected = sorted(float(x) for found in logprobs_one_by_one(plain, rows) for x in found)
+    config = quick(max_tokens_per_microbatch=60)
+    (minibatch,) = plan(rows, config, step=1, is_packed=model.is_packed)
+    assert len(minibatch.microbatches) > 1
+    found = sorted(float(x) for micro in minibatch.microbatches for x in model.token_logprobs(micro)[0].detach())
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_families_are_packed_where_their_attention_allows_it() -> None:
+    packed = {family: made(family).is_packed for family in FAMILIES}
+    assert all(packed[family] for family in ("llama", "qwen2", "qwen3"))
+    assert not packed["mistral"], "its window of 4 tokens would be lost"
+    assert not packed["gemma2"], "it caps its attention scores"
+    with pytest.raises(RunError, match="'mistral' gives other numbers when its sequences are packed"):
+        made("mistral", packing="packed")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_packing_and_recomputation_change_no_gradient(family: str, checkpointing: bool) -> None:
+    model = made(family)
+    moved = []
+    for settings in ({"packing": "padded"}, {"packing": "packed", "gradient_checkpointing": checkpointing}):
+        config = quick(lr=1e-3, max_tokens_per_microbatch=40, entropy_bonus=0.01, **settings)
+        learner = TrainStep(PolicyModel(copy.deepcopy(model.module), config), config)
+        report = learner.run(recorded_batch(1))
+        moved.append(
+            (report, {n: learner.optimizer.state[p]["exp_avg"] for n, p in learner.model.module.named_parameters()})
+        )
+    (padded, padded_means), (packed, packed_means) = moved
+    assert (padded.metrics["train/padding_share"] or 0) > 0
+    assert packed.metrics["train/padding_share"] == 0.0
+    assert packed.metrics["train/entropy"] == pytest.approx(padded.metrics["train/entropy"], rel=1e-5)
+    for name, mean in padded_means.items():
+        torch.testing.assert_close(packed_means[name], mean, rtol=1e-3, atol=1e-6)
+
+
+def test_a_bfloat16_shadow_computes_and_float32_weights_learn(tmp_path: Path) -> None:
+    directory = tiny_model_dir(tmp_path / "model")
+    narrow = TrainerConfig(compute_dtype="bfloat16", lr=1e-5, max_tokens_per_microbatch=60)
+    learner, exact = initial_learner(directory, narrow), initial_learner(directory, TrainerConfig(lr=1e-5))
+    start = learner.model.weights()["model.norm.weight"].clone()
+    for step in (1, 2):
+        report, whole = learner.run(recorded_batch(step)), exact.run(recorded_batch(step))
+        assert report.metrics["train/grad_norm"] == pytest.approx(whole.metrics["train/grad_norm"], rel=0.05)
+    weight = learner.model.weights()["model.norm.weight"]
+    assert weight.dtype == torch.float32
+    assert not torch.equal(weight, start), "1 + 1e-5 is 1 in bfloat16, but not here"
+    shadow = dict(learner.model.network.language_model.named_parameters())["model.norm.weight"]
+    assert shadow.dtype == torch.bfloat16
+    assert torch.equal(shadow.detach(), weight.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("way", ["equal", "ladder"])
+@pytest.mark.parametrize("lengths", [(7,), (9, 9, 8, 5, 5, 1), (12, 6, 3), (1, 1, 1)])
+def test_each_way_to_attend_gives_each_sequence_its_own_attention(way: str, lengths: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    total = sum(lengths)
+    query, key, value = (
+        torch.randn(1, heads, total, 8, generator=generator, dtype=torch.float64, requires_grad=True)
+        for heads in (4, 2, 2)
+    )
+    packing = Packing.of(lengths, "cpu", way=way)
+    found = WAYS[way](query, key, value, 0.3, packing)
+    alone = [
+        torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3, enable_gqa=True).transpose(
+            1, 2
+        )
+        for q, k, v in zip(*(torch.split(x, list(lengths), dim=2) for x in (query, key, value)), strict=True)
+    ]
+    expected = torch.cat(alone, dim=1)
+    torch.testing.assert_close(found, expected)
+    weight = torch.randn(found.shape, generator=generator, dtype=torch.float64)
+    ours = torch.autograd.grad((found * weight).sum(), (query, key, value))
+    theirs = torch.autograd.grad((expected * weight).sum(), (query, key, value))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_ladder_pads_little() -> None:
+    lengths = tuple(range(1024, 8, -8))
+    rungs = ladder(lengths)
+    assert sum(count for count, _ in rungs) == len(lengths)
+    padded = sum(count * width for count, width in rungs)
+    assert sum(lengths) <= padded < 1.2 * sum(lengths)
+    assert len(rungs) < 20

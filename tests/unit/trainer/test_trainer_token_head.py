@@ -1,0 +1,78 @@
+"""Log-probabilities in pieces: exact values, exact gradients, and never the logits of all tokens at once."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rollbook.trainer.token_head import token_head
+
+N, H, V = 37, 8, 50
+
+
+def problem(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    hidden = torch.randn(N, H, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = torch.randn(V, H, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    bias = torch.randn(V, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    targets = torch.randint(0, V, (N,), generator=generator)
+    temperatures = torch.rand(N, generator=generator) + 0.5
+    return hidden, weight, bias, targets, temperatures
+
+
+@pytest.mark.parametrize("rows", [1, 5, 1000])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_values_and_gradients_are_those_of_the_whole_table(rows: int, has_bias: bool) -> None:
+    hidden, weight, bias_, targets, temperatures = problem(torch.float32)
+    bias = bias_ if has_bias else None
+    arguments = [hidden, weight, *([bias_] if has_bias else [])]
+    found = token_head(hidden, weight, bias, targets, temperatures, max_bytes=4 * V * rows, is_entropy_trained=True)
+    logits = torch.nn.functional.linear(hidden, weight, bias) / temperatures[:, None]
+    table = torch.log_softmax(logits, -1)
+    expected = (table[torch.arange(N), targets], -(table.exp() * table).sum(-1))
+    mixture = torch.linspace(-1, 1, N)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    ours_grad = torch.autograd.grad((found[0] * mixture + 0.3 * found[1]).sum(), arguments)
+    theirs_grad = torch.autograd.grad((expected[0] * mixture + 0.3 * expected[1]).sum(), arguments)
+    for a, b in zip(ours_grad, theirs_grad, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_an_entropy_that_is_not_trained_has_no_gradient_and_a_frozen_table_gets_none() -> None:
+    hidden, weight, _, targets, temperatures = problem(torch.float32)
+    frozen = weight.detach()
+    logprobs, entropy = token_head(
+        hidden, frozen, None, targets, temperatures, max_bytes=1 << 20, is_entropy_trained=False
+    )
+    assert not entropy.requires_grad
+    logprobs.sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    assert hidden.grad is not None
+    assert frozen.grad is None
+
+
+class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    """Remembers the largest tensor that any operation made."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # torch's own signature
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return result
+
+
+@pytest.mark.parametrize("rows", [4, 16])
+def test_no_tensor_ever_holds_the_logits_of_more_than_a_piece(rows: int) -> None:
+    hidden, weight, _, targets, temperatures = problem(torch.float32)
+    with LargestTensor() as largest:
+        logprobs, entropy = token_head(
+            hidden, weight, None, targets, temperatures, max_bytes=4 * V * rows, is_entropy_trained=True
+        )
+        (logprobs.sum() + entropy.sum()).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    assert largest.elements == max(rows * V, V * H, N * H)
+    assert largest.elements < N * V
