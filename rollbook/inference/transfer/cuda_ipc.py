@@ -57,6 +57,18 @@ def decode_handle(handle: Mapping[str, Any], *, local_gpus: Mapping[str, int]) -
     return [local_gpus[str(gpu)], *parts[1:]]
 
 
+def _packed_on(device: str, weights: Mapping[str, Tensor]) -> Tensor:
+    """On a stream of its own, so that it waits for nothing that the trainer computes meanwhile."""
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    if str(next(iter(weights.values())).device).startswith("cuda"):
+        stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        packed = pack(weights, device=device)
+    # Other processes read without our stream: everything must have arrived.
+    stream.synchronize()
+    return packed
+
+
 def _shared(packed: Tensor) -> Sequence[Any]:
     parts: Sequence[Any] = packed.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return parts
@@ -80,9 +92,7 @@ class CudaIpcWay:
         location = f"cuda_ipc:{publication.id}"
         # The trainer hands over copies in main memory, which stay as they are while it learns on; they go up again in one piece.
         device = str(next(iter(weights.values())).device)
-        packed = await asyncio.to_thread(pack, weights, device=device if device.startswith("cuda") else "cuda")
-        # Other processes read without our stream: everything must have arrived.
-        torch.cuda.synchronize(packed.device)
+        packed = await asyncio.to_thread(_packed_on, device if device.startswith("cuda") else "cuda", weights)
         self._kept[location] = (heads_of(weights), packed)
         return location
 
