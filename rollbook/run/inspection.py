@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId, GroupState, PromptGroup
@@ -10,6 +10,7 @@ from rollbook.contracts.trajectory import RolloutSample, TokenRow
 from rollbook.dashboard.queries import summary
 from rollbook.ledger.records import GroupRecord
 from rollbook.rollout.fairness import compare, played_of
+from rollbook.rollout.provenance import Span, spans_of
 from rollbook.rollout.rendering import ModelTokenizer
 from rollbook.run.model_location import model_location
 from rollbook.run.reading import RunRecordReader
@@ -100,7 +101,8 @@ def _samples(group: PromptGroup, tokenizer: ModelTokenizer) -> Iterator[str]:
         for index, row in enumerate(sample.sequences):
             if len(sample.sequences) > 1:
                 yield f"  sequence {index}"
-            yield from _tokens(row, tokenizer)
+            turns = [turn for turn in sample.turns if turn.sequence == index]
+            yield from _tokens(row, spans_of(row, turns, sample.messages, tokenizer), tokenizer)
 
 
 def _verdict(sample: RolloutSample) -> str:
@@ -109,14 +111,18 @@ def _verdict(sample: RolloutSample) -> str:
     return f"{scored}{solved}, ended {sample.finish_reason}, {len(sample.turns)} turns, {sample.num_trained} trained tokens"
 
 
-def _tokens(row: TokenRow, tokenizer: ModelTokenizer) -> Iterator[str]:
-    yield f"  {'at':>4} {'id':>7}  {'token':<20} {'logprob':>9} {'version':>7}"
-    for at in range(len(row)):
-        text = repr(tokenizer.decode([int(row.token_ids[at])], skip_special_tokens=False))
-        trained = row.loss_mask[at]
-        logprob = f"{row.logprobs[at]:.4f}" if trained else ""
-        version = str(row.versions[at]) if row.versions[at] >= 0 else ""
-        yield f"  {at:>4} {int(row.token_ids[at]):>7}  {text:<20} {logprob:>9} {version:>7}"
+def _tokens(row: TokenRow, spans: Sequence[Span], tokenizer: ModelTokenizer) -> Iterator[str]:
+    """Token by token: who wrote it, and for what is trained its logprob and the version that sampled it."""
+    yield f"  {'at':>4} {'id':>7}  {'token':<20} {'author':<10} {'logprob':>9} {'version':>7} trained"
+    for span in spans:
+        for at in range(span.start, span.end):
+            text = repr(tokenizer.decode([int(row.token_ids[at])], skip_special_tokens=False))
+            trained = bool(row.loss_mask[at])
+            logprob = f"{row.logprobs[at]:.4f}" if trained else ""
+            version = str(row.versions[at]) if row.versions[at] >= 0 else ""
+            author = span.author if at == span.start else "·"
+            told = f"  {at:>4} {int(row.token_ids[at]):>7}  {text:<20} {author:<10} {logprob:>9} {version:>7}"
+            yield f"{told} {'yes' if trained else ''}".rstrip()
 
 
 def _number(value: float | None) -> str:

@@ -18,9 +18,10 @@ from transformers.utils import logging as transformers_logging
 
 from rollbook.contracts.errors import RunError
 from rollbook.trainer.config import TrainerConfig
+from rollbook.trainer.fused_norm import fuse_norms
 from rollbook.trainer.minibatches import Microbatch
 from rollbook.trainer.network import PolicyNetwork, has_plain_head, make_packable
-from rollbook.trainer.packed_attention import Packing
+from rollbook.trainer.packed_attention import Packing, fastest_way
 from rollbook.trainer.sharding import shard
 from rollbook.trainer.weights import digest_of, host_copy, named_weights
 from rollbook.trainer.work import ModelShape
@@ -54,6 +55,8 @@ class PolicyModel:
             computing = copy.deepcopy(self._module)
             self._shadows = list(zip(self.module.parameters(), computing.parameters(), strict=True))
             _narrow(self._shadows)
+        if config.device == "cuda":
+            fuse_norms(computing)
         if config.gradient_checkpointing:
             # Layers recompute in training mode only; without dropout that mode computes the same.
             computing.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -62,6 +65,8 @@ class PolicyModel:
         self.num_parameters = sum(parameter.numel() for parameter in self.parameters())
         self.shape = _shape(self._module)
         self.network = PolicyNetwork(computing, max_logits_bytes=config.max_logits_mb << 20, has_plain_head=is_plain)
+        self.way = _way(self.config, config) if self.is_packed else "none"
+        """How packed sequences attend; the numbers are the same."""
         if is_sharded:
             shard(self.network, device=config.device, is_mixed=config.compute_dtype == "bfloat16")
 
@@ -89,10 +94,10 @@ class PolicyModel:
         """
         found: tuple[Tensor, Tensor] = self.network(
             self.tensor(micro.inputs_BT),
-            None if micro.lengths is None else Packing.of(micro.lengths, self.device),
+            None if micro.lengths is None else Packing.of(micro.lengths, self.device, way=self.way),
             predicted_at_N=self.tensor(micro.predicted_at_N),
             targets_N=self.tensor(micro.targets_N),
-            temperatures_N=self.tensor(micro.temperatures_N),
+            temperatures_N=None if (micro.temperatures_N == 1.0).all() else self.tensor(micro.temperatures_N),
             is_entropy_trained=is_entropy_trained,
         )
         return found
@@ -132,6 +137,17 @@ class PolicyModel:
         """
         plain = dict(self.snapshot() if weights is None else weights)
         self._module.save_pretrained(str(directory), state_dict=plain)
+
+
+def _way(architecture: Any, config: TrainerConfig) -> str:
+    heads = architecture.num_attention_heads
+    return fastest_way(
+        device=config.device,
+        dtype=torch.bfloat16 if config.compute_dtype == "bfloat16" else torch.float32,
+        heads=heads,
+        kv_heads=getattr(architecture, "num_key_value_heads", None) or heads,
+        width=getattr(architecture, "head_dim", None) or architecture.hidden_size // heads,
+    )
 
 
 def _shape(module: Any) -> ModelShape:

@@ -35,7 +35,7 @@ class PolicyNetwork(nn.Module):
         *,
         predicted_at_N: Tensor,
         targets_N: Tensor,
-        temperatures_N: Tensor,
+        temperatures_N: Tensor | None,
         is_entropy_trained: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Log-probability of each target at its own temperature, and the entropy where it was predicted.
@@ -58,7 +58,9 @@ class PolicyNetwork(nn.Module):
                 is_entropy_trained=is_entropy_trained,
             )
         logits_BTV: Tensor = self.language_model(**asked).logits
-        logits_NV = logits_BTV.flatten(0, 1).index_select(0, predicted_at_N).float() / temperatures_N.unsqueeze(-1)
+        logits_NV = logits_BTV.flatten(0, 1).index_select(0, predicted_at_N).float()
+        if temperatures_N is not None:
+            logits_NV = logits_NV / temperatures_N.unsqueeze(-1)
         logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
         with torch.set_grad_enabled(is_entropy_trained and torch.is_grad_enabled()):
             entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(dim=-1)

@@ -19,31 +19,27 @@ class _TokenHead(torch.autograd.Function):
         weight_VH: Tensor,
         bias_V: Tensor | None,
         targets_N: Tensor,
-        temperatures_N: Tensor,
+        temperatures_N: Tensor | None,
         rows: int,
     ) -> tuple[Tensor, Tensor]:
         count = len(targets_N)
         logprobs_N = torch.empty(count, dtype=torch.float32, device=hidden_NH.device)
         entropy_N = torch.empty_like(logprobs_N)
-        normalisers_N = torch.empty_like(logprobs_N)
         for start in range(0, count, rows):
             piece = slice(start, min(start + rows, count))
-            logits_CV = _logits(hidden_NH[piece], weight_VH, bias_V, temperatures_N[piece])
-            normaliser_C = torch.logsumexp(logits_CV, dim=-1)
-            chosen_C = logits_CV.gather(-1, targets_N[piece].unsqueeze(-1)).squeeze(-1)
-            logprobs_N[piece] = chosen_C - normaliser_C
-            # H = log Z - sum p * logit, with p made in place of nothing that is still needed
-            probs_CV = torch.exp(logits_CV - normaliser_C.unsqueeze(-1))
-            entropy_N[piece] = normaliser_C - probs_CV.mul_(logits_CV).sum(dim=-1)
-            normalisers_N[piece] = normaliser_C
-        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, temperatures_N, normalisers_N, entropy_N)
+            log_probs_CV = _log_probs(hidden_NH[piece], weight_VH, bias_V, _part(temperatures_N, piece))
+            logprobs_N[piece] = log_probs_CV.gather(-1, targets_N[piece].unsqueeze(-1)).squeeze(-1)
+            # A product of a row and a column for each token: the sum of p * log p without a third table.
+            probs_CV = torch.exp(log_probs_CV)
+            entropy_N[piece] = -torch.bmm(probs_CV.unsqueeze(1), log_probs_CV.unsqueeze(2)).flatten()
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, temperatures_N, entropy_N)
         ctx.rows = rows
         ctx.set_materialize_grads(False)
         return logprobs_N, entropy_N
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs_N: Tensor | None, grad_entropy_N: Tensor | None) -> Any:
-        hidden_NH, weight_VH, bias_V, targets_N, temperatures_N, normalisers_N, entropy_N = ctx.saved_tensors
+        hidden_NH, weight_VH, bias_V, targets_N, temperatures_N, entropy_N = ctx.saved_tensors
         grad_hidden_NH = torch.empty_like(hidden_NH)
         grad_weight_VH = None
         if ctx.needs_input_grad[1]:
@@ -52,19 +48,16 @@ class _TokenHead(torch.autograd.Function):
         grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=torch.float32)
         for start in range(0, len(targets_N), ctx.rows):
             piece = slice(start, min(start + ctx.rows, len(targets_N)))
-            logits_CV = _logits(hidden_NH[piece], weight_VH, bias_V, temperatures_N[piece])
-            log_probs_CV = logits_CV.sub_(normalisers_N[piece].unsqueeze(-1))
-            probs_CV = torch.exp(log_probs_CV)
-            grad_CV = torch.zeros_like(probs_CV)
-            if grad_logprobs_N is not None:
-                grad_C1 = grad_logprobs_N[piece].unsqueeze(-1)
-                grad_CV.sub_(probs_CV * grad_C1)
-                grad_CV.scatter_add_(-1, targets_N[piece].unsqueeze(-1), grad_C1)
-            if grad_entropy_N is not None:
-                # dH/dlogit = -p * (log p + H)
-                spread_CV = log_probs_CV.add_(entropy_N[piece].unsqueeze(-1)).mul_(probs_CV)
-                grad_CV.sub_(spread_CV * grad_entropy_N[piece].unsqueeze(-1))
-            grad_CV.div_(temperatures_N[piece].unsqueeze(-1))
+            temperatures_C = _part(temperatures_N, piece)
+            grad_CV = _grad_logits(
+                _log_probs(hidden_NH[piece], weight_VH, bias_V, temperatures_C),
+                targets_N[piece],
+                _part(grad_logprobs_N, piece),
+                _part(grad_entropy_N, piece),
+                entropy_N[piece],
+            )
+            if temperatures_C is not None:
+                grad_CV.div_(temperatures_C.unsqueeze(-1))
             narrow_CV = grad_CV.to(weight_VH.dtype)
             grad_hidden_NH[piece] = narrow_CV @ weight_VH
             if grad_weight_VH is not None and weight_VH.dtype == torch.float32:
@@ -83,20 +76,50 @@ def token_head(
     weight_VH: Tensor,
     bias_V: Tensor | None,
     targets_N: Tensor,
-    temperatures_N: Tensor,
+    temperatures_N: Tensor | None,
     *,
     max_bytes: int,
     is_entropy_trained: bool,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target at its own temperature, and the entropy where it was predicted.
 
-    The entropy carries a gradient only if it is trained.
+    The entropy carries a gradient only if it is trained. No temperatures: all are 1.
     """
     rows = max(1, max_bytes // (4 * weight_VH.shape[0]))
     logprobs_N, entropy_N = _TokenHead.apply(hidden_NH, weight_VH, bias_V, targets_N, temperatures_N, rows)  # type: ignore[no-untyped-call]
     return logprobs_N, entropy_N if is_entropy_trained else entropy_N.detach()
 
 
-def _logits(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperatures_C: Tensor) -> Tensor:
-    logits_CV = torch.nn.functional.linear(hidden_CH, weight_VH, bias_V).float()
-    return logits_CV.div_(temperatures_C.unsqueeze(-1))
+def _part(values_N: Tensor | None, piece: slice) -> Tensor | None:
+    return None if values_N is None else values_N[piece]
+
+
+def _log_probs(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperatures_C: Tensor | None) -> Tensor:
+    logits_CV = torch.nn.functional.linear(hidden_CH, weight_VH, bias_V)
+    if temperatures_C is not None:
+        logits_CV = logits_CV.float().div_(temperatures_C.unsqueeze(-1))
+    # From narrow logits straight to float32: one kernel reads and writes each once.
+    return torch.log_softmax(logits_CV, dim=-1, dtype=torch.float32)
+
+
+def _grad_logits(
+    log_probs_CV: Tensor,
+    targets_C: Tensor,
+    grad_logprobs_C: Tensor | None,
+    grad_entropy_C: Tensor | None,
+    entropy_C: Tensor,
+) -> Tensor:
+    """The gradient of the logits, in few tables: d log p(target) = onehot - p, dH = -p * (log p + H)."""
+    probs_CV = torch.exp(log_probs_CV)
+    if grad_entropy_C is None and grad_logprobs_C is None:
+        return probs_CV.zero_()
+    if grad_entropy_C is None:
+        factor_CV: Tensor = -grad_logprobs_C.unsqueeze(-1)  # type: ignore[union-attr]  # one of them is there
+    else:
+        factor_CV = log_probs_CV.add_(entropy_C.unsqueeze(-1)).mul_(-grad_entropy_C.unsqueeze(-1))
+        if grad_logprobs_C is not None:
+            factor_CV.sub_(grad_logprobs_C.unsqueeze(-1))
+    grad_CV = probs_CV.mul_(factor_CV)
+    if grad_logprobs_C is not None:
+        grad_CV.scatter_add_(-1, targets_C.unsqueeze(-1), grad_logprobs_C.unsqueeze(-1))
+    return grad_CV

@@ -1,49 +1,136 @@
-"""Which requests run together: nothing is lost, bounds hold, nobody starves."""
+"""Laws of who runs together and in how much memory, whatever the lengths."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.inference.batching import admissible, compaction, prefill_forwards
+from rollbook.inference.batching import (
+    SlotBudget,
+    compaction,
+    excess,
+    is_worth_prefilling,
+    joinable,
+    pieces_of_round,
+    prefill_forwards,
+)
 
-lengths = st.lists(st.integers(min_value=1, max_value=60), max_size=60)
+
+@st.composite
+def budgets(draw: st.DrawFn) -> SlotBudget:
+    max_length = draw(st.integers(2, 2000))
+    return SlotBudget(
+        max_rows=draw(st.integers(1, 64)),
+        max_length=max_length,
+        max_tokens=draw(st.integers(max_length, 40 * max_length)),
+    )
 
 
-@given(lengths=lengths, free=st.integers(0, 70), budget=st.integers(1, 400))
-def test_admission_keeps_slots_and_tokens_and_never_starves_the_head(
-    lengths: list[int], free: int, budget: int
+@given(budgets(), st.data())
+def test_slots_never_exceed_the_budget_and_one_always_fits(budget: SlotBudget, data: st.DataObject) -> None:
+    needed = data.draw(st.integers(1, budget.max_length))
+    rows, length = budget.rows_for(needed), budget.length_for(needed)
+    assert needed <= length <= budget.max_length
+    assert 1 <= rows <= budget.max_rows
+    assert rows * length <= budget.max_tokens
+
+
+@given(budgets(), st.data())
+def test_whoever_joins_fits_beside_those_who_run(budget: SlotBudget, data: st.DataObject) -> None:
+    longest = data.draw(st.integers(1, budget.max_length))
+    running = data.draw(st.integers(0, budget.rows_for(longest)))
+    lengths = data.draw(st.lists(st.integers(1, budget.max_length), max_size=30))
+    max_tokens = data.draw(st.integers(1, 4000))
+    joined = joinable(
+        lengths,
+        running=running,
+        longest=longest,
+        budget=budget,
+        max_tokens=max_tokens,
+        free_slots=budget.max_rows - running,
+    )
+    most = max([longest, *lengths[:joined]])
+    assert running + joined <= budget.rows_for(most)
+    assert excess(running=running + joined, longest=most, budget=budget) == 0
+    assert joined <= 1 or sum(lengths[:joined]) <= max_tokens
+    if not running and lengths:
+        assert joined >= 1, "nobody may wait before an empty engine"
+
+
+@given(budgets(), st.data())
+def test_after_the_excess_has_left_the_longest_can_grow(budget: SlotBudget, data: st.DataObject) -> None:
+    longest = data.draw(st.integers(1, budget.max_length))
+    running = data.draw(st.integers(1, budget.max_rows))
+    leave = excess(running=running, longest=longest, budget=budget)
+    assert 0 <= leave < running, "the last one never has to go"
+    assert (running - leave) * budget.length_for(longest) <= budget.max_tokens
+    if leave:
+        assert (running - leave + 1) * budget.length_for(longest) > budget.max_tokens or (
+            running - leave + 1 > budget.max_rows
+        )
+
+
+@given(
+    st.lists(st.integers(1, 300).flatmap(lambda total: st.tuples(st.integers(0, total), st.just(total))), max_size=20),
+    st.integers(1, 500),
+    st.integers(1, 200),
+)
+def test_pieces_of_a_round_are_bounded_in_order_and_without_gaps(
+    remaining: list[tuple[int, int]], max_tokens: int, piece_tokens: int
 ) -> None:
-    count = admissible(lengths, free_slots=free, max_tokens=budget)
-    assert 0 <= count <= min(len(lengths), free)
-    assert count <= 1 or sum(lengths[:count]) <= budget
-    if lengths and free:
-        assert count >= 1
-    if count < min(len(lengths), free):
-        assert sum(lengths[: count + 1]) > budget
+    waves = pieces_of_round(remaining, max_tokens=max_tokens, piece_tokens=piece_tokens)
+    at = [done for done, _ in remaining]
+    for wave in waves:
+        assert len({piece.index for piece in wave}) == len(wave)
+        for piece in wave:
+            assert piece.start == at[piece.index]
+            assert 0 < piece.length <= piece_tokens
+            at[piece.index] = piece.end
+    assert all(end <= total for end, (_, total) in zip(at, remaining, strict=True))
+    spent = sum(end - done for end, (done, _) in zip(at, remaining, strict=True))
+    assert spent == min(max_tokens, sum(total - done for done, total in remaining))
+    # Who came first is ready first: behind somebody who is not done, nobody has begun.
+    unfinished = [index for index, (_, total) in enumerate(remaining) if at[index] < total]
+    if unfinished:
+        assert all(at[index] == remaining[index][0] for index in range(unfinished[0] + 1, len(remaining)))
 
 
-@given(lengths=lengths, budget=st.integers(1, 400), cost=st.integers(0, 100))
-def test_every_row_is_prefilled_once_within_the_budget(lengths: list[int], budget: int, cost: int) -> None:
-    forwards = prefill_forwards(lengths, max_tokens=budget, forward_cost=cost)
+@given(st.lists(st.integers(1, 200), max_size=40), st.integers(1, 1000), st.integers(0, 300))
+def test_every_row_is_in_exactly_one_forward_and_none_is_too_large(
+    lengths: list[int], max_tokens: int, cost: int
+) -> None:
+    forwards = prefill_forwards(lengths, max_tokens=max_tokens, forward_cost=cost)
     assert sorted(index for forward in forwards for index in forward) == list(range(len(lengths)))
     for forward in forwards:
-        longest = max(lengths[index] for index in forward)
-        assert len(forward) == 1 or len(forward) * longest <= budget
-        assert sum(longest - lengths[index] for index in forward) <= cost
+        width = max(lengths[index] for index in forward)
+        assert len(forward) == 1 or len(forward) * width <= max_tokens
+        assert sum(width - lengths[index] for index in forward) <= cost
 
 
-@given(length=st.integers(1, 60), count=st.integers(1, 60))
-def test_rows_of_one_length_share_one_forward_when_they_fit(length: int, count: int) -> None:
-    assert len(prefill_forwards([length] * count, max_tokens=length * count)) == 1
-
-
-@given(kept=st.lists(st.booleans(), max_size=40))
-def test_compaction_packs_the_kept_rows_and_moves_no_more_than_needed(kept: list[bool]) -> None:
-    rows: list[int | None] = [row if stays else None for row, stays in enumerate(kept)]
+@given(st.lists(st.booleans(), max_size=60))
+def test_compaction_leaves_the_kept_rows_at_the_front(kept: list[bool]) -> None:
+    rows: list[int | None] = [row if keep else None for row, keep in enumerate(kept)]
     moves = compaction(kept)
+    sources, targets = {s for s, _ in moves}, {t for _, t in moves}
+    assert not sources & targets
     for source, target in moves:
         assert rows[target] is None
         rows[target], rows[source] = rows[source], None
-    count = sum(kept)
-    assert sorted(row for row in rows[:count] if row is not None) == [row for row, stays in enumerate(kept) if stays]
-    assert all(row is None for row in rows[count:])
-    assert len(moves) == sum(not stays for stays in kept[:count])
+    front = rows[: sum(kept)]
+    assert None not in front
+    assert sorted(row for row in front if row is not None) == [row for row, keep in enumerate(kept) if keep]
+
+
+@given(st.integers(0, 50), st.integers(0, 50), st.integers(0, 600), st.integers(0, 60))
+def test_newcomers_wait_for_company_only_while_others_run_and_never_for_ever(
+    waiting: int, free: int, running: int, gather: int
+) -> None:
+    def is_worth(rounds: int) -> bool:
+        return is_worth_prefilling(
+            waiting=waiting, free_slots=free, running=running, rounds_waited=rounds, gather=gather
+        )
+
+    if not waiting or not free:
+        assert not is_worth(10_000)
+    else:
+        assert is_worth(max(1, gather))
+        if not gather or not running:
+            assert is_worth(0)

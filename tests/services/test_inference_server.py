@@ -279,7 +279,7 @@ async def test_a_model_that_fails_on_a_request_answers_500_by_name(workshop: Wor
     async with served(workshop, "transformers") as server:
         body = update_body(workshop, 2)
         assert (await server.post("/update_weights", body))[0] == 200
-        server.engine._model._model.lm_head.weight.fill_(float("nan"))  # type: ignore[attr-defined]
+        server.engine.parts.weights._targets["lm_head.weight"].fill_(float("nan"))  # type: ignore[attr-defined]
         status, reply = await server.post("/v1/completions", {"prompt": [[1], [2]], "max_tokens": 1})
         assert (status, reply["error"]["type"]) == (500, "generation_failed")
         assert (await server.get("/health"))[0] == 200

@@ -165,7 +165,8 @@ async def test_a_post_is_answered_as_aiohttp_would(server: Server, body: bytes, 
     odd = await server.ask(post(body, more + ODD))
     assert (hot[0], hot[2]) == (odd[0], odd[2]) or (status in (400, 413) and 400 <= odd[0] < 500)
     assert hot[0] == status
-    assert hot[1]["Content-Type"].partition(";")[0] == odd[1]["Content-Type"].partition(";")[0]
+    if hot[0] == odd[0]:
+        assert hot[1]["Content-Type"].partition(";")[0] == odd[1]["Content-Type"].partition(";")[0]
 
 
 async def test_a_request_in_pieces_is_read_like_a_whole_one(server: Server) -> None:

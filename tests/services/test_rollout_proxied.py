@@ -14,6 +14,7 @@ from rollbook.contracts.trajectory import EndReason, RolloutSample
 from rollbook.rollout.limits import EpisodeLimits
 from rollbook.rollout.policy import EpisodeContext, enter_episode
 from rollbook.rollout.proxied import make_rollout
+from rollbook.rollout.reward_rules import TO_BE_SCORED
 from tests.parts.rollout_agents import EngineRecord, agent_world, assert_is_what_the_engine_saw
 
 PROGRAMS = "tests.parts.rollout_agent_programs"
@@ -63,6 +64,13 @@ async def test_what_cannot_be_scored_has_no_reward_and_keeps_its_tokens(tmp_path
     assert_is_what_the_engine_saw(sample, record)
 
 
+async def test_the_runs_own_reward_functions_may_judge_what_the_agent_returned(tmp_path: Path) -> None:
+    sample, record = await played(tmp_path, ROW, agent=f"{PROGRAMS}:converse", reward="rollout.rewards")
+    assert sample is not None
+    assert (sample.invalid_cause, sample.facts["result"]) == (TO_BE_SCORED, "yes")
+    assert_is_what_the_engine_saw(sample, record)
+
+
 async def test_an_agent_that_fails_is_no_outcome_unless_the_settings_say_so(tmp_path: Path) -> None:
     broken = f"{PROGRAMS}:break_after_a_turn"
     with pytest.raises(EpisodeError, match="the agent raised ValueError: I cannot parse that"):
@@ -85,7 +93,7 @@ async def test_a_limit_ends_the_episode_with_a_reward_even_where_the_agent_raise
 
 
 async def test_an_outage_is_never_a_reward_even_where_the_agent_swallows_it(tmp_path: Path) -> None:
-    enter_episode(EpisodeContext(group_id=GroupId("t@0"), min_publication=9, until=time.monotonic() + 0.5))
+    enter_episode(EpisodeContext(group_id=GroupId("t@0"), min_publication=9, until=time.monotonic() + 4))
     with pytest.raises(TransientError, match="publication 9 or newer"):
         await played(tmp_path, ROW, agent=f"{PROGRAMS}:swallow_everything", reward=REWARD)
 

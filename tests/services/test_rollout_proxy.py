@@ -316,7 +316,7 @@ async def test_weights_older_than_the_groups_admission_do_not_answer_and_the_epi
     tmp_path: Path,
 ) -> None:
     async with agent_world(tmp_path, lambda _: "yes<|im_end|>", publication=3) as (setup, record):
-        enter_episode(EpisodeContext(group_id=GroupId("t@0"), min_publication=4, until=time.monotonic() + 1.0))
+        enter_episode(EpisodeContext(group_id=GroupId("t@0"), min_publication=4, until=time.monotonic() + 4))
         async with setup.open_proxy_session() as session, client_of(session) as client:
             with pytest.raises(openai.APIStatusError, match="publication 4 or newer") as refused:
                 await ask(client, [{"role": "user", "content": "hi"}])

@@ -106,7 +106,7 @@ def posting(url: str) -> Iterator[list[Any]]:
 def test_our_trainer_learns_from_what_an_atropos_environment_posts(tmp_path: Path) -> None:
     port = free_port()
     with posting(f"http://127.0.0.1:{port}") as posted:
-        summary = run_on(tmp_path, port, "trainer.missing_logprobs=refuse").start().wait()
+        summary = run_on(tmp_path, port, "trainer.missing_logprobs=refuse").start().wait(280)
     assert summary["exit_code"] == 0, summary["told"]
     assert summary["steps"] == STEPS
     assert len(posted) >= STEPS * 4
@@ -121,7 +121,7 @@ def test_killed_and_resumed_nothing_posted_is_trained_twice(tmp_path: Path) -> N
         first.until(lambda: first.step() >= 2, what="two steps")
         first.kill("supervisor")
         first.process.communicate(timeout=60)
-        summary = run_on(tmp_path, port).start().wait()
+        summary = run_on(tmp_path, port).start().wait(280)
     assert summary["exit_code"] == 0, summary["told"]
     assert_trained_from_posts(tmp_path / "run", "atropos.env0")
 

@@ -1,67 +1,81 @@
 """Samples the next token of many rows at once, with the exact logprob of the distribution each token was drawn from.
 
 Temperature first, then top_k, then top_p over what is left, renormalised, all in float32. Temperature 0 takes the likeliest token
-and reports its logprob at temperature 1. One uniform a token decides it (inverse of the cumulative distribution, in float64), so a
-seeded request draws the same tokens whatever it is batched with.
+and reports its logprob at temperature 1. One key a token, made of the request's seed and the token's index, decides it, so a
+request draws the same tokens whatever it is batched with. Here the key becomes one uniform and the cumulative distribution is
+inverted; `kernels.py` has the way for a GPU.
 """
 
 # N rows, V vocabulary
 
-from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from rollbook.contracts.policy import SamplingParams
+_MASK_53 = (1 << 53) - 1
 
 
-def sample(
-    logits_NV: Tensor, samplings: Sequence[SamplingParams], uniforms: Sequence[float]
-) -> tuple[list[int], list[float]]:
-    """Token and logprob of each row. A row whose logits are not numbers has a logprob that is NaN."""
-    logits_NV = logits_NV.float()
-    greedy = [sampling.temperature == 0 for sampling in samplings]
-    logprobs_NV = torch.log_softmax(_shaped(logits_NV, samplings), dim=-1)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSampling:
+    """How each of N rows samples. The flags say what any row asks for: what nobody asks for costs nothing."""
+
+    keys_N: Tensor
+    """int64: random bits."""
+    temperatures_N: Tensor
+    top_k_N: Tensor
+    top_p_N: Tensor
+    is_scaled: bool
+    is_truncated: bool
+    is_any_greedy: bool
+
+    def to(self, device: torch.device) -> "RowSampling":
+        return replace(
+            self,
+            keys_N=self.keys_N.to(device),
+            temperatures_N=self.temperatures_N.to(device),
+            top_k_N=self.top_k_N.to(device),
+            top_p_N=self.top_p_N.to(device),
+        )
+
+
+def sample(logits_NV: Tensor, rows: RowSampling) -> tuple[Tensor, Tensor]:
+    """Token (int64) and logprob (float32) of each row. A row whose logits are not numbers has a logprob that is NaN."""
+    logprobs_NV = torch.log_softmax(shaped(logits_NV.float(), rows), dim=-1)
     cumulative_NV = logprobs_NV.exp().to(torch.float64).cumsum(dim=-1)
-    points_N1 = torch.tensor(uniforms, dtype=torch.float64, device=logits_NV.device)[:, None] * cumulative_NV[:, -1:]
+    uniforms_N = ((rows.keys_N >> 11) & _MASK_53).to(torch.float64) * 2.0**-53
+    points_N1 = uniforms_N[:, None] * cumulative_NV[:, -1:]
     # right=True: the first entry *above* the point, so a token of probability 0 is never taken. NaN rows land outside: clamp.
     tokens_N1 = torch.searchsorted(cumulative_NV, points_N1, right=True).clamp_(max=logits_NV.shape[-1] - 1)
-    if any(greedy):
-        is_greedy_N1 = torch.tensor(greedy, device=logits_NV.device)[:, None]
+    if rows.is_any_greedy:
+        is_greedy_N1 = rows.temperatures_N[:, None] == 0
         tokens_N1 = torch.where(is_greedy_N1, logprobs_NV.argmax(dim=-1, keepdim=True), tokens_N1)
-    tokens: list[int] = tokens_N1[:, 0].tolist()
-    logprobs: list[float] = logprobs_NV.gather(1, tokens_N1)[:, 0].tolist()
-    return tokens, logprobs
+    return tokens_N1[:, 0], logprobs_NV.gather(1, tokens_N1)[:, 0]
 
 
-def _shaped(logits_NV: Tensor, samplings: Sequence[SamplingParams]) -> Tensor:
+def shaped(logits_NV: Tensor, rows: RowSampling) -> Tensor:
     """Logits of the distribution that is sampled from, -inf where it was truncated. Usually the logits themselves."""
-    temperatures = [sampling.temperature or 1.0 for sampling in samplings]
-    if any(temperature != 1.0 for temperature in temperatures):
+    if rows.is_scaled:
         # The maximum is taken off first: a tiny temperature must not overflow.
         logits_NV = logits_NV - logits_NV.amax(dim=-1, keepdim=True)
-        logits_NV = logits_NV / torch.tensor(temperatures, dtype=torch.float32, device=logits_NV.device)[:, None]
-    truncated = [row for row, s in enumerate(samplings) if s.temperature > 0 and (s.top_k > 0 or s.top_p < 1.0)]
-    if not truncated:
-        return logits_NV
-    rows = torch.tensor(truncated, device=logits_NV.device)
-    shaped_NV = logits_NV.clone()
-    shaped_NV[rows] = _truncated(logits_NV[rows], [samplings[row] for row in truncated])
-    return shaped_NV
+        temperatures_N1 = rows.temperatures_N[:, None]
+        logits_NV = logits_NV / torch.where(temperatures_N1 == 0, 1.0, temperatures_N1)
+    return truncated(logits_NV, rows) if rows.is_truncated else logits_NV
 
 
-def _truncated(logits_NV: Tensor, samplings: Sequence[SamplingParams]) -> Tensor:
+def truncated(logits_NV: Tensor, rows: RowSampling) -> Tensor:
+    """Scaled logits, -inf beyond top_k and top_p. Greedy rows are left whole."""
     vocab_size = logits_NV.shape[-1]
-    kept = [min(sampling.top_k or vocab_size, vocab_size) for sampling in samplings]
-    kept_N1 = torch.tensor(kept, device=logits_NV.device)[:, None]
-    top_p_N1 = torch.tensor([s.top_p for s in samplings], dtype=torch.float32, device=logits_NV.device)[:, None]
+    top_k_N1, top_p_N1 = rows.top_k_N[:, None], rows.top_p_N[:, None]
+    is_whole_N1 = rows.temperatures_N[:, None] == 0
     # stable: of equal logits the lower token id stays, on every device.
     sorted_NV, order_NV = logits_NV.sort(dim=-1, descending=True, stable=True)
     rank_V = torch.arange(vocab_size, device=logits_NV.device)
-    sorted_NV = sorted_NV.masked_fill(rank_V >= kept_N1, float("-inf"))
+    is_out_NV = (rank_V >= top_k_N1) & (top_k_N1 > 0) & ~is_whole_N1
+    sorted_NV = sorted_NV.masked_fill(is_out_NV, float("-inf"))
     probabilities_NV = sorted_NV.softmax(dim=-1)
     # A token stays while the probability before it is below top_p: the likeliest always does.
     before_NV = probabilities_NV.cumsum(dim=-1) - probabilities_NV
-    is_out_NV = (before_NV >= top_p_N1) & (top_p_N1 < 1.0) & (rank_V > 0)
+    is_out_NV = (before_NV >= top_p_N1) & (top_p_N1 < 1.0) & (rank_V > 0) & ~is_whole_N1
     sorted_NV = sorted_NV.masked_fill(is_out_NV, float("-inf"))
     return torch.empty_like(logits_NV).scatter_(1, order_NV, sorted_NV)

@@ -36,6 +36,9 @@ from rollbook.inference.tensors import require_published
 from rollbook.inference.weight_file import read_published_weights
 from rollbook.telemetry.spans import SpanRecorder
 
+ROUND_TOKENS = 16_384
+"""Prompt tokens that join in a step at most, unless the config says otherwise."""
+
 Reply = Sequence[int]
 Script = Mapping[tuple[int, ...], Reply] | Callable[[Sequence[int]], Reply]
 """Prompt to the tokens that answer it. A reply shorter than asked for ends as `stop`."""
@@ -267,7 +270,7 @@ class ScriptedEngine:
         count = admissible(
             (len(request.prompt) for request in self._waiting),
             free_slots=self._config.max_running - len(self._running),
-            max_tokens=self._config.step_prefill_tokens,
+            max_tokens=self._config.step_prefill_tokens or ROUND_TOKENS,
         )
         for _ in range(count):
             request = self._waiting.popleft()

@@ -1,161 +1,108 @@
-"""Keys and values of running requests, one row a slot, rows at different positions.
+"""Keys and values of running requests, one row a slot, rows at different positions, all slots equally long.
 
-Two caches speak transformers' cache interface: `PrefillCache` only collects what a padded prefill computes; `SlotCache` holds the
-running rows, always packed at the front, so that a decode step reads views and gathers nothing. Tensors grow with what is in use.
+The tensors grow and shrink with what is in use, within a budget. One slot more than asked for is kept as scratch: padding of
+bucketed forwards is written there. `generation` changes whenever memory moves, so that whoever captured addresses captures again.
 """
 
-# S slots, H key/value heads, T positions, D head size, N rows of this forward
+# L layers, S slots, H key/value heads, T positions, D head size, N rows of this forward
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
-
-LENGTH_STEP = 64
-"""Positions are added in steps of this many, so that growing (a copy) is rare."""
-
-Pair = tuple[Tensor, Tensor]
-"""Keys and values, each (rows, H, T, D)."""
 
 
-class _PrefillLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers leaves it untyped
-    """Hands keys and values through, and remembers them."""
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """Of the keys and values of one position of one layer."""
 
-    is_sliding = False
-    computed: Pair
+    heads: int
+    key_size: int
+    value_size: int
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Pair:
-        self.computed = (key_states, value_states)
-        return self.computed
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0
-
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_max_length(self) -> int:
-        return -1
+    @property
+    def numbers(self) -> int:
+        return self.heads * (self.key_size + self.value_size)
 
 
-class PrefillCache(Cache):
-    """For one prefill forward from position 0."""
-
-    def __init__(self, num_layers: int) -> None:
-        self.collected = [_PrefillLayer() for _ in range(num_layers)]
-        super().__init__(layers=list(self.collected))
+def settled(host: Tensor, device: torch.device) -> Tensor:
+    """A copy in host memory that a device may take when it gets there, while the original changes."""
+    return host.pin_memory() if device.type == "cuda" else host.clone()
 
 
-class _SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers leaves it untyped
-    """One layer's slots. `update` writes one token a row at the row's own position."""
-
-    is_sliding = False
-
-    def __init__(self, cache: "SlotCache") -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
-        self._cache = cache
-        self.stored: Pair | None = None
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.room(key_states, value_states)
-
-    def room(self, like_keys: Tensor, like_values: Tensor) -> Pair:
-        """The slots, grown to what the cache has reserved; what they hold stays."""
-        rows, length = self._cache.reserved
-        stored = self.stored
-        if stored is None or stored[0].shape[0] < rows or stored[0].shape[2] < length:
-            old_keys, old_values = stored or (None, None)
-            stored = (_grown(old_keys, like_keys, rows, length), _grown(old_values, like_values, rows, length))
-            self.stored, self.is_initialized = stored, True
-        return stored
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Pair:
-        keys_SHTD, values_SHTD = self.room(key_states, value_states)
-        rows_N, positions_N, length = self._cache.decoding
-        keys_SHTD[rows_N, :, positions_N] = key_states[:, :, 0]
-        values_SHTD[rows_N, :, positions_N] = value_states[:, :, 0]
-        count = len(rows_N)
-        return keys_SHTD[:count, :, :length], values_SHTD[:count, :, :length]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._cache.decoding[2], 0
-
-    def get_seq_length(self) -> int:
-        return self._cache.decoding[2]
-
-    def get_max_length(self) -> int:
-        return -1
+def on_device(host: Tensor, device: torch.device) -> Tensor:
+    """The same on the device. A GPU is only asked for it: waiting here would stop everything that was launched ahead."""
+    if device.type == "cuda":
+        return host.pin_memory().to(device, non_blocking=True)
+    return host if device.type == "cpu" else host.to(device)
 
 
-class SlotCache(Cache):
-    """The running rows. Row i belongs to the i-th running request of the engine."""
+class SlotCache:
+    """Row i belongs to whoever the engine has put there."""
 
-    def __init__(self, num_layers: int, *, max_rows: int, max_length: int) -> None:
-        self._max_rows, self._max_length = max_rows, max_length
-        self.reserved = (0, 0)
-        nothing = torch.empty(0, dtype=torch.long)
-        self.decoding: tuple[Tensor, Tensor, int] = (nothing, nothing, 0)
-        self._slots = [_SlotLayer(self) for _ in range(num_layers)]
-        super().__init__(layers=list(self._slots))
+    def __init__(self, shapes: Sequence[LayerShape], *, dtype: torch.dtype, device: torch.device) -> None:
+        self._shapes = list(shapes)
+        self._dtype, self._device = dtype, device
+        self.rows = 0
+        self.length = 0
+        self.generation = 0
+        self.pairs: list[tuple[Tensor, Tensor]] = []
+        """Keys and values of each layer, (S + 1, H, T, D) each."""
+        self.joint: list[Tensor] = []
+        """The same memory as one tensor (2, S + 1, H, T, D) a layer; empty where keys and values differ in size."""
+        self.resize(0, 0)
 
-    def decode_at(self, positions: Sequence[int], device: torch.device) -> Pair:
-        """Prepare a decode of one token in each of the first rows. Gives positions (N) and the additive mask (N, 1, 1, T)."""
-        length = max(positions) + 1
-        self._reserve(len(positions), length)
-        positions_N = torch.tensor(positions, device=device)
-        self.decoding = (torch.arange(len(positions), device=device), positions_N, length)
-        is_future_NT = torch.arange(length, device=device) > positions_N[:, None]
-        mask_NT = torch.zeros(is_future_NT.shape, device=device).masked_fill_(is_future_NT, float("-inf"))
-        return positions_N, mask_NT[:, None, None, :]
+    @property
+    def scratch_row(self) -> int:
+        return self.rows
 
-    def store(self, prefill: PrefillCache, sources: Sequence[int], rows: Sequence[int]) -> None:
-        """Copy rows of a prefill into slots. Its padding is overwritten, or masked, before anybody reads it."""
-        length = prefill.collected[0].computed[0].shape[2]
-        self._reserve(max(rows) + 1, length)
-        for layer, filled in zip(self._slots, prefill.collected, strict=True):
-            for slots_SHTD, computed_NHTD in zip(layer.room(*filled.computed), filled.computed, strict=True):
-                sources_N, rows_N = _index(sources, slots_SHTD), _index(rows, slots_SHTD)
-                slots_SHTD[rows_N, :, :length] = computed_NHTD[sources_N]
+    @staticmethod
+    def bytes_per_token(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
+        return sum(shape.numbers for shape in shapes) * dtype.itemsize
 
-    def move(self, moves: Sequence[tuple[int, int]], *, length: int) -> None:
-        """Copy row to row, (from, to), the first `length` positions."""
-        for slots_SHTD in self._tensors():
-            sources_N = _index([source for source, _ in moves], slots_SHTD)
-            targets_N = _index([target for _, target in moves], slots_SHTD)
-            slots_SHTD[targets_N, :, :length] = slots_SHTD[sources_N, :, :length]
+    def resize(self, rows: int, length: int) -> None:
+        """Have `rows` slots of `length` positions; what fits stays. One layer at a time, so that little is held twice."""
+        if self.generation and (rows, length) == (self.rows, self.length):
+            return
+        keep_rows, keep_length = min(rows, self.rows), min(length, self.length)
+        is_joint = all(shape.key_size == shape.value_size for shape in self._shapes)
+        for at, shape in enumerate(self._shapes):
+            old = self.pairs[at] if at < len(self.pairs) else None
+            # Zeros, not empty memory: a masked position still takes part as 0 x value, and 0 x NaN is NaN.
+            if is_joint:
+                joint = self._zeros(2, rows + 1, shape.heads, length, shape.key_size)
+                pair = (joint[0], joint[1])
+                self.joint[at : at + 1] = [joint]
+            else:
+                pair = (
+                    self._zeros(rows + 1, shape.heads, length, shape.key_size),
+                    self._zeros(rows + 1, shape.heads, length, shape.value_size),
+                )
+            if old is not None:
+                for new_SHTD, old_SHTD in zip(pair, old, strict=True):
+                    new_SHTD[:keep_rows, :, :keep_length] = old_SHTD[:keep_rows, :, :keep_length]
+            self.pairs[at : at + 1] = [pair]
+            del old
+        self.rows, self.length = rows, length
+        self.generation += 1
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def copy_rows(self, sources: Sequence[int], targets: Sequence[int], *, length: int) -> None:
+        """Copy row to row, the first `length` positions. No target may be a source."""
+        sources_N = on_device(torch.tensor(sources), self._device)
+        targets_N = on_device(torch.tensor(targets), self._device)
+        for pair in self.pairs:
+            for slots_SHTD in pair:
+                slots_SHTD[targets_N, :, :length] = slots_SHTD[sources_N, :, :length]
 
     def wipe(self, rows: Sequence[int]) -> None:
         """Forget rows completely."""
-        for slots_SHTD in self._tensors():
-            slots_SHTD[_index(rows, slots_SHTD)] = 0
+        rows_N = on_device(torch.tensor(rows), self._device)
+        for pair in self.pairs:
+            for slots_SHTD in pair:
+                slots_SHTD[rows_N] = 0
 
-    def _tensors(self) -> list[Tensor]:
-        return [tensor for layer in self._slots if layer.stored is not None for tensor in layer.stored]
-
-    def _reserve(self, rows: int, length: int) -> None:
-        have_rows, have_length = self.reserved
-        if rows > have_rows:
-            have_rows = min(self._max_rows, max(rows, 2 * have_rows))
-        if length > have_length:
-            have_length = min(self._max_length, -(-length // LENGTH_STEP) * LENGTH_STEP)
-        self.reserved = (have_rows, have_length)
-
-
-def _index(rows: Sequence[int], like: Tensor) -> Tensor:
-    return torch.tensor(list(rows), device=like.device)
-
-
-def _grown(old_SHTD: Tensor | None, like_NHTD: Tensor, rows: int, length: int) -> Tensor:
-    _, heads, _, size = like_NHTD.shape
-    # Zeros, not empty memory: a masked position still takes part as 0 x value, and 0 x NaN is NaN.
-    new_SHTD = torch.zeros((rows, heads, length, size), dtype=like_NHTD.dtype, device=like_NHTD.device)
-    if old_SHTD is not None:
-        new_SHTD[: old_SHTD.shape[0], :, : old_SHTD.shape[2]] = old_SHTD
-    return new_SHTD
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=self._dtype, device=self._device)

@@ -21,7 +21,7 @@ Work = Callable[[Transaction], Any]
 
 MOST_IN_ONE_COMMIT = 256
 """Bounds how long the first of them waits for its answer."""
-LINGER_S = 0.001
+LINGER_S = 0.002
 """How long a commit waits for company when the last one had more. One caller alone never waits."""
 STOP = None
 

@@ -27,9 +27,13 @@ async def evaluate(order: EvaluationOrder) -> Measurement:
     tasks = held_out_tasks(loaded.config, loaded.source_dir)
     with tempfile.TemporaryDirectory(prefix="rollbook-eval-") as scratch:
         context = _context(Path(scratch), loaded, Path(order.model_dir))
-        async with open_measuring(context, tasks, policy_url=None) as measuring:
-            publication = await measuring.publish(Path(order.model_dir), step=order.step)
-            return await measuring.measure(publication=publication, step=order.step)
+        try:
+            async with open_measuring(context, tasks, policy_url=None) as measuring:
+                publication = await measuring.publish(Path(order.model_dir), step=order.step)
+                return await measuring.measure(publication=publication, step=order.step)
+        finally:
+            context.spans.close()
+            context.log.close()
 
 
 def _context(scratch: Path, loaded: LoadedConfig, model_dir: Path) -> RoleContext:

@@ -1,18 +1,27 @@
 """Before anything runs: the model directory, with initial weights and tokenizer, from which engine and trainer both start."""
 
 import asyncio
+import importlib
+from pathlib import Path
 
 from rollbook.run.child import RoleContext
 from rollbook.run.model_location import record_model_location
-from rollbook.trainer.model_directory import prepare_model_directory
 
 
 async def main(context: RoleContext) -> str:
-    config = context.loaded.config
-    model = config.model
-    if model.path is not None and (beside := context.loaded.source_dir / model.path).is_dir():
-        model = model.model_copy(update={"path": str(beside)})
-    made = await asyncio.to_thread(prepare_model_directory, model, context.directory.model, seed=config.run.seed)
+    made = await asyncio.to_thread(_model_directory, context)
     record_model_location(context.directory, made)
     context.log.info("run.model_prepared", directory=str(made))
     return f"model in {made}"
+
+
+def _model_directory(context: RoleContext) -> Path:
+    """A directory that is there is taken as it is: loading torch for that would only delay the start."""
+    config = context.loaded.config
+    if config.model.path is not None:
+        for directory in (context.loaded.source_dir / config.model.path, Path(config.model.path)):
+            if (directory / "config.json").is_file():
+                return directory.absolute()
+    trainer = importlib.import_module("rollbook.trainer.model_directory")
+    made: Path = trainer.prepare_model_directory(config.model, context.directory.model, seed=config.run.seed)
+    return made

@@ -1,20 +1,45 @@
 """The distribution a token is drawn from, and the logprob that is told."""
 
 import math
+from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 
 from rollbook.contracts.policy import SamplingParams
-from rollbook.inference.engines.sampling import sample
+from rollbook.inference.engines.rows import RowTable
+from rollbook.inference.engines.sampling import RowSampling, sample
+from rollbook.inference.request import Request, seeded_uniform
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0])
+
+
+def rows_of(samplings: Sequence[SamplingParams], uniforms: Sequence[float]) -> RowSampling:
+    """Keys whose upper bits are the uniforms."""
+    keys = [int(uniform * 2**53) << 11 for uniform in uniforms]
+    return RowSampling(
+        keys_N=torch.from_numpy(np.array(keys, dtype=np.uint64).view(np.int64)),
+        temperatures_N=torch.tensor([s.temperature for s in samplings]),
+        top_k_N=torch.tensor([s.top_k for s in samplings]),
+        top_p_N=torch.tensor([s.top_p for s in samplings]),
+        is_scaled=any(s.temperature not in (0, 1) for s in samplings),
+        is_truncated=any(s.top_k > 0 or s.top_p < 1 for s in samplings),
+        is_any_greedy=any(s.temperature == 0 for s in samplings),
+    )
+
+
+def drawn(
+    logits_NV: torch.Tensor, samplings: Sequence[SamplingParams], uniforms: Sequence[float]
+) -> tuple[list[int], list[float]]:
+    tokens, logprobs = sample(logits_NV, rows_of(samplings, uniforms))
+    return tokens.tolist(), logprobs.tolist()
 
 
 def outcomes(sampling: SamplingParams, points: int = 2000) -> dict[int, tuple[float, float]]:
     """Token to (share of evenly spread uniforms, logprob told)."""
     uniforms = [(at + 0.5) / points for at in range(points)]
-    tokens, logprobs = sample(LOGITS.expand(points, 4), [sampling] * points, uniforms)
+    tokens, logprobs = drawn(LOGITS.expand(points, 4), [sampling] * points, uniforms)
     told = dict(zip(tokens, logprobs, strict=True))
     return {token: (tokens.count(token) / points, told[token]) for token in told}
 
@@ -49,15 +74,16 @@ def test_rows_with_different_settings_do_not_touch_each_other() -> None:
         SamplingParams(top_k=1),
         SamplingParams(temperature=0),
         SamplingParams(temperature=3.0),
+        SamplingParams(temperature=0, top_k=2),
     ]
-    together = sample(LOGITS.expand(4, 4), settings, [0.9] * 4)
-    alone = [sample(LOGITS.expand(1, 4), [setting], [0.9]) for setting in settings]
+    together = drawn(LOGITS.expand(5, 4), settings, [0.9] * 5)
+    alone = [drawn(LOGITS.expand(1, 4), [setting], [0.9]) for setting in settings]
     assert together[0] == [tokens[0] for tokens, _ in alone]
     assert together[1] == pytest.approx([logprobs[0] for _, logprobs in alone], abs=1e-6)
 
 
 def test_a_tiny_temperature_does_not_overflow() -> None:
-    tokens, logprobs = sample(torch.tensor([[900.0, -900.0]]), [SamplingParams(temperature=1e-30)], [0.999])
+    tokens, logprobs = drawn(torch.tensor([[900.0, -900.0]]), [SamplingParams(temperature=1e-30)], [0.999])
     assert tokens == [0]
     assert logprobs == [0.0]
 
@@ -65,7 +91,7 @@ def test_a_tiny_temperature_does_not_overflow() -> None:
 def test_tokens_of_no_probability_are_never_taken() -> None:
     logits = torch.tensor([[-math.inf, 0.0, -math.inf, 0.0, -math.inf]])
     for uniform in (0.0, 0.49, 0.5, 1.0 - 2**-53):
-        tokens, _ = sample(logits, [SamplingParams()], [uniform])
+        tokens, _ = drawn(logits, [SamplingParams()], [uniform])
         assert tokens[0] in (1, 3)
 
 
@@ -74,6 +100,19 @@ def test_tokens_of_no_probability_are_never_taken() -> None:
 )
 def test_a_row_that_is_not_a_number_says_so_and_spares_its_neighbours(sampling: SamplingParams) -> None:
     logits = torch.stack([LOGITS, torch.tensor([1.0, math.nan, 0.0, 0.0])])
-    _, logprobs = sample(logits, [sampling] * 2, [0.1, 0.1])
+    _, logprobs = drawn(logits, [sampling] * 2, [0.1, 0.1])
     assert math.isfinite(logprobs[0])
     assert math.isnan(logprobs[1])
+
+
+def test_the_keys_of_a_row_are_the_uniforms_of_its_seed_and_count() -> None:
+    table = RowTable(4)
+    for row, seed in enumerate([0, 7, 2**64 - 1]):
+        request = Request([1], SamplingParams(seed=seed), limit=9, answer=None)  # type: ignore[arg-type]
+        request.seed = seed
+        table.occupy(row, request)
+        table.counts[row] = row * 5
+    table.prepare()
+    uniforms = (table.keys.view(np.uint64) >> np.uint64(11)) / 2**53
+    for row, seed in enumerate([0, 7, 2**64 - 1]):
+        assert uniforms[row] == seeded_uniform(seed, row * 5)

@@ -22,6 +22,7 @@ from rollbook.trainer.checkpoint import initial_learner
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.minibatches import flatten, plan
 from rollbook.trainer.model import PolicyModel
+from rollbook.trainer.packed_attention import WAYS, Packing, ladder
 from rollbook.trainer.step import TrainStep
 from tests.parts.trainer_batches import quick, recorded_batch, tiny_model_dir
 
@@ -128,3 +129,38 @@ def test_a_bfloat16_shadow_computes_and_float32_weights_learn(tmp_path: Path) ->
     shadow = dict(learner.model.network.language_model.named_parameters())["model.norm.weight"]
     assert shadow.dtype == torch.bfloat16
     assert torch.equal(shadow.detach(), weight.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("way", ["equal", "ladder"])
+@pytest.mark.parametrize("lengths", [(7,), (9, 9, 8, 5, 5, 1), (12, 6, 3), (1, 1, 1)])
+def test_each_way_to_attend_gives_each_sequence_its_own_attention(way: str, lengths: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    total = sum(lengths)
+    query, key, value = (
+        torch.randn(1, heads, total, 8, generator=generator, dtype=torch.float64, requires_grad=True)
+        for heads in (4, 2, 2)
+    )
+    packing = Packing.of(lengths, "cpu", way=way)
+    found = WAYS[way](query, key, value, 0.3, packing)
+    alone = [
+        torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3, enable_gqa=True).transpose(
+            1, 2
+        )
+        for q, k, v in zip(*(torch.split(x, list(lengths), dim=2) for x in (query, key, value)), strict=True)
+    ]
+    expected = torch.cat(alone, dim=1)
+    torch.testing.assert_close(found, expected)
+    weight = torch.randn(found.shape, generator=generator, dtype=torch.float64)
+    ours = torch.autograd.grad((found * weight).sum(), (query, key, value))
+    theirs = torch.autograd.grad((expected * weight).sum(), (query, key, value))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_ladder_pads_little() -> None:
+    lengths = tuple(range(1024, 8, -8))
+    rungs = ladder(lengths)
+    assert sum(count for count, _ in rungs) == len(lengths)
+    padded = sum(count * width for count, width in rungs)
+    assert sum(lengths) <= padded < 1.2 * sum(lengths)
+    assert len(rungs) < 20

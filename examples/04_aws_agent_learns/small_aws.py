@@ -1,0 +1,236 @@
+"""Warm-up and beginner tasks of the AWS bank, with names of our own, and an agent's view of them that a small model can read.
+
+A task of the bank has three sets of names. Here each of its kinds is posed with many more: words of a name are replaced by others,
+the same word by the same word, so that what belonged together still does. The held-out tasks have pairs of words that no
+demonstration and no training task ever had: names must be copied from the goal, and answers read from what the command printed.
+"""
+
+import random
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rollbook.contracts.errors import EpisodeError
+from rollbook.contracts.policy import FinishReason
+from rollbook.contracts.trajectory import EndReason, RolloutSample
+from rollbook.envs.awscli.task_bank import AwsTask, task_bank
+from rollbook.rollout.assemblers.messages import MessageTrajectoryAssembler
+from rollbook.rollout.contract import RolloutFn, RolloutSetup
+
+BEGINNER = [
+    "s3-create-bucket",
+    "s3-enable-versioning",
+    "s3-delete-object",
+    "sqs-fifo-queue",
+    "sns-create-topic",
+    "iam-create-user",
+    "iam-add-user-to-group",
+    "ssm-put-parameter",
+    "secret-create",
+    "secret-rotate-value",
+    "logs-create-group",
+    "ecr-create-repository",
+    "ecs-create-cluster",
+    "ec2-create-key-pair",
+    "cognito-create-pool",
+    "glue-create-database",
+    "athena-create-workgroup",
+    "dynamodb-enable-ttl",
+]
+WARM_UP = [
+    "ssm-read-parameter",
+    "secret-read",
+    "iam-users-of-group",
+    "s3-object-size",
+    "sns-topic-arn",
+    "dynamodb-partition-key",
+]
+WORDS = [
+    "amber",
+    "birch",
+    "cedar",
+    "coral",
+    "delta",
+    "ember",
+    "falcon",
+    "fern",
+    "flint",
+    "grove",
+    "harbor",
+    "hazel",
+    "indigo",
+    "iris",
+    "jade",
+    "juniper",
+    "kestrel",
+    "lagoon",
+    "lilac",
+    "linden",
+    "lotus",
+    "maple",
+    "marsh",
+    "meadow",
+    "mesa",
+    "moss",
+    "nectar",
+    "oak",
+    "olive",
+    "onyx",
+    "opal",
+    "orchid",
+    "pearl",
+    "pine",
+    "plum",
+    "poppy",
+    "prairie",
+    "quartz",
+    "raven",
+    "reef",
+    "river",
+    "rowan",
+    "sage",
+    "shore",
+    "slate",
+    "sparrow",
+    "spruce",
+    "stone",
+    "summit",
+    "thistle",
+    "tide",
+    "tulip",
+    "valley",
+    "violet",
+    "walnut",
+    "willow",
+    "wren",
+    "yarrow",
+    "zephyr",
+    "basil",
+    "clover",
+]
+WORD = re.compile(r"[a-z]{3,}")
+# Ends of file names and the like mean something; only what stands before them is a name.
+KEPT_WORDS = frozenset({"txt", "json", "html", "bin", "jpg", "test", "csv", "xml", "log"})
+FREE = frozenset(
+    {
+        "bucket",
+        "key",
+        "other",
+        "queue",
+        "topic",
+        "user",
+        "group",
+        "name",
+        "value",
+        "repo",
+        "cluster",
+        "pool",
+        "table",
+        "text",
+        "attribute",
+    }
+)
+HELD_OUT_SHARE = 0.25
+OUTPUT_CHARS = 220
+"""What the agent reads of a command's output: a small model has a short memory."""
+TASK = re.compile(r"Task: (.*)\nMoves: \d+", re.DOTALL)
+
+
+def instances(
+    split: str, count: int, *, seed: int = 0, kinds: Sequence[str] = (*BEGINNER, *WARM_UP)
+) -> Iterator[tuple[AwsTask, dict[str, str], dict[str, Any]]]:
+    """`count` tasks of each kind: the bank's task, the names it is posed with, and the row."""
+    bank = task_bank()
+    for kind in kinds:
+        task = bank[kind]
+        rng = random.Random(f"{kind}/{split}/{seed}")
+        seen: set[str] = set()
+        for _ in range(200 * count):
+            if len(seen) == count:
+                break
+            names = _names(dict(rng.choice(task.variants)), rng, is_held_out=split == "test")
+            key = "|".join(names.values())
+            if key in seen:
+                continue
+            seen.add(key)
+            row = {
+                **task.model_dump(mode="json", by_alias=True, exclude_defaults=True),
+                "id": f"{kind}--{split}-{len(seen)}",
+                "variants": [names],
+                "split": split,
+            }
+            yield task, names, row
+
+
+def tasks(
+    split: str, count: int, seed: int = 0, kinds: Sequence[str] = (*BEGINNER, *WARM_UP)
+) -> Iterator[dict[str, Any]]:
+    for _, _, row in instances(split, count, seed=seed, kinds=kinds):
+        yield row
+
+
+def _names(variant: dict[str, Any], rng: random.Random, *, is_held_out: bool) -> dict[str, str]:
+    """The variant with other words. Which pairs of words are held out is decided by the pair alone."""
+    while True:
+        pair = rng.sample(WORDS, 2)
+        if _is_held_out(pair) == is_held_out:
+            break
+    others = iter(rng.sample([word for word in WORDS if word not in pair], 20))
+    swapped: dict[str, str] = {}
+
+    def swap(match: re.Match[str]) -> str:
+        word = match[0]
+        if word in KEPT_WORDS:
+            return word
+        if word not in swapped:
+            swapped[word] = "-".join(pair) if not swapped else next(others)
+        return swapped[word]
+
+    return {key: WORD.sub(swap, str(value)) if key in FREE else str(value) for key, value in variant.items()}
+
+
+def _is_held_out(pair: list[str]) -> bool:
+    return random.Random("/".join(pair)).random() < HELD_OUT_SHARE
+
+
+def goal_of(observation: str) -> str:
+    found = TASK.search(observation)
+    return found[1] if found else observation
+
+
+def seen_by_agent(text: str) -> str:
+    """One line, and not too long."""
+    return " ".join(text.split())[:OUTPUT_CHARS]
+
+
+def make_rollout(setup: RolloutSetup) -> RolloutFn:
+    """The default chat, with a shorter view: the goal alone at first, then the beginning of each output."""
+
+    async def rollout(row: dict[str, Any]) -> RolloutSample | None:
+        chat = MessageTrajectoryAssembler(setup.tokenizer, setup.sampling)
+        end, reward = EndReason.MAX_TURNS, 0.0
+        async with setup.open_environment() as world:
+            seen = await world.reset(row)
+            chat.add_message("user", goal_of(seen.text))
+            while chat.num_turns < setup.limits.max_turns:
+                prompt = chat.next_prompt()
+                room = min(setup.sampling.max_tokens, setup.limits.tokens_left(len(prompt)))
+                if room == 0:
+                    end = EndReason.MAX_TOKENS
+                    break
+                reply = await setup.policy.complete(prompt, max_tokens=room)
+                if reply.finish_reason is FinishReason.ABORT:
+                    raise EpisodeError(f"the policy server aborted turn {chat.num_turns + 1}")
+                seen = await world.step(chat.add_completion(reply))
+                reward += seen.reward
+                if seen.done:
+                    end = EndReason.DONE
+                    break
+                chat.add_message("user", seen_by_agent(seen.text))
+        if chat.num_turns == 0:
+            raise EpisodeError("the goal alone does not fit rollout.max_total_tokens")
+        return chat.build(
+            reward=reward, solved=bool(seen.solved), finish_reason=end, facts={"kind": row["id"].split("--")[0]}
+        )
+
+    return rollout

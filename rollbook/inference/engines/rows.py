@@ -1,0 +1,164 @@
+"""What the host knows of every slot, as arrays: who owns it, where it stands, how it samples. No Python loop over rows in a step.
+
+Lengths are known to the host ahead of the tokens: each decode step moves every active row by one. So steps can be launched before
+the tokens of earlier ones have been read, and a row that reaches its limit is free for the next request at launch.
+"""
+
+# S slots
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollbook.inference.request import Request
+
+_STREAM = np.uint64(0xD1B54A32D192ED03)
+_SEED = 0x9E3779B97F4A7C15
+_MASK_64 = (1 << 64) - 1
+NO_STOP = -1
+
+
+class RowTable:
+    """One thread's. `packed` is all that a device must be told, as one block of memory."""
+
+    def __init__(self, max_rows: int) -> None:
+        self.max_rows = max_rows
+        self.packed = np.zeros(6 * max_rows, dtype=np.int32)
+        blocks = self.packed.reshape(6, max_rows)
+        self.keys = blocks[:2].reshape(-1).view(np.int64)
+        """Random bits behind the next token of each row."""
+        self.positions = blocks[2]
+        """Where the next token of each row is written. A free row stands at 0, one that is being prefilled at what it has."""
+        self.temperatures = blocks[3].view(np.float32)
+        self.top_k = blocks[4]
+        self.top_p = blocks[5].view(np.float32)
+        self.owners: NDArray[np.object_] = np.full(max_rows, None, dtype=object)
+        self.is_active = np.zeros(max_rows, dtype=np.bool_)
+        """Whether the row is decoded. A row that is owned and not active is being prefilled."""
+        self.counts = np.zeros(max_rows, dtype=np.int64)
+        """Tokens launched for the owner so far."""
+        self.limits = np.zeros(max_rows, dtype=np.int64)
+        self.stops = np.full((max_rows, 1), NO_STOP, dtype=np.int32)
+        self._seeds = np.zeros(max_rows, dtype=np.uint64)
+        self._is_owned = np.zeros(max_rows, dtype=np.bool_)
+        self.is_scaled = self.is_truncated = self.is_any_greedy = self.has_stops = False
+        self._is_settled = True
+        self.num_owned = 0
+        self.temperatures[:] = 1.0
+        self.top_p[:] = 1.0
+
+    @property
+    def extent(self) -> int:
+        """Rows up to the last owned one."""
+        owned = np.flatnonzero(self._is_owned)
+        return int(owned[-1]) + 1 if len(owned) else 0
+
+    def requests(self) -> list[Request]:
+        return list(self.owners[self._is_owned])
+
+    def free_rows(self, count: int) -> list[int]:
+        """The lowest free rows: the table stays dense."""
+        free: list[int] = np.flatnonzero(~self._is_owned)[:count].tolist()
+        return free
+
+    def holes(self, extent: int) -> list[bool]:
+        kept: list[bool] = self._is_owned[:extent].tolist()
+        return kept
+
+    def occupy(self, row: int, request: Request) -> None:
+        sampling = request.sampling
+        self.owners[row] = request
+        self._is_owned[row] = True
+        self.num_owned += 1
+        request.row = row
+        self.positions[row] = 0
+        self.counts[row] = len(request.tokens)
+        self.limits[row] = request.limit
+        self._seeds[row] = (request.seed * _SEED) & _MASK_64
+        self.temperatures[row] = sampling.temperature
+        self.top_k[row] = min(sampling.top_k, 2**31 - 1)
+        self.top_p[row] = sampling.top_p
+        stops = sampling.stop_token_ids
+        if len(stops) > self.stops.shape[1]:
+            wider = np.full((self.max_rows, len(stops)), NO_STOP, dtype=np.int32)
+            wider[:, : self.stops.shape[1]] = self.stops
+            self.stops = wider
+        self.stops[row] = NO_STOP
+        self.stops[row, : len(stops)] = stops
+        self._is_settled = False
+
+    def release(self, row: int) -> None:
+        self.owners[row] = None
+        self._is_owned[row] = False
+        self.num_owned -= 1
+        self.is_active[row] = False
+        self.positions[row] = 0
+        self.temperatures[row] = 1.0
+        self.top_k[row] = 0
+        self.top_p[row] = 1.0
+        self.stops[row] = NO_STOP
+        self._is_settled = False
+
+    def move(self, source: int, target: int) -> None:
+        """The owner of a row goes on in another, free one."""
+        request: Request = self.owners[source]
+        for column in (
+            self.positions,
+            self.temperatures,
+            self.top_k,
+            self.top_p,
+            self.counts,
+            self.limits,
+            self._seeds,
+        ):
+            column[target] = column[source]
+        self.stops[target] = self.stops[source]
+        self.is_active[target] = self.is_active[source]
+        self._is_owned[target] = True
+        self.owners[target] = request
+        self.num_owned += 1
+        self.release(source)
+        request.row = target
+
+    def prepare(self) -> None:
+        """Before a launch: random bits of each row's next token, a hash of its seed and the token's index (splitmix64)."""
+        if not self._is_settled:
+            self._settle()
+        with np.errstate(over="ignore"):
+            mixed = self._seeds + (self.counts.astype(np.uint64) + np.uint64(1)) * _STREAM
+            mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            self.keys[:] = (mixed ^ (mixed >> np.uint64(31))).view(np.int64)
+
+    def _settle(self) -> None:
+        self._is_settled = True
+        self.is_scaled = bool(((self.temperatures != 1.0) & (self.temperatures != 0.0)).any())
+        self.is_any_greedy = bool((self.temperatures == 0.0).any())
+        self.is_truncated = bool(((self.top_k > 0) | (self.top_p < 1.0)).any())
+        self.has_stops = bool((self.stops != NO_STOP).any())
+
+
+class RoundLog:
+    """Tokens and logprobs of the last rounds, one line a round, one column a row: a request's own are a slice of a column."""
+
+    def __init__(self, max_rows: int, capacity: int) -> None:
+        self.capacity = capacity
+        self.tokens = np.zeros((capacity, max_rows), dtype=np.int32)
+        self.logprobs = np.zeros((capacity, max_rows), dtype=np.float32)
+        self.versions = np.zeros(capacity, dtype=np.int32)
+
+    def write(self, number: int, tokens: NDArray[np.int32], logprobs: NDArray[np.float32], version: int) -> None:
+        line = number % self.capacity
+        self.tokens[line] = tokens
+        self.logprobs[line] = logprobs
+        self.versions[line] = version
+
+    def hand_over(self, request: Request, until: int) -> None:
+        """Give a request its tokens of the rounds before `until`. Each must be given its own before they are overwritten."""
+        segments, request.segments = request.segments, []
+        for row, begin, end in segments:
+            last = until if end is None else min(end, until)
+            if begin < last:
+                lines = np.arange(begin, last) % self.capacity
+                request.extend(self.tokens[lines, row], self.logprobs[lines, row], self.versions[lines])
+            if end is None or end > last:
+                request.segments.append((row, max(begin, last), end))

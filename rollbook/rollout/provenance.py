@@ -1,0 +1,79 @@
+"""Who wrote which token of a recorded sequence: the policy, a message of somebody else, or the chat template around them.
+
+What the policy sampled is known from the record. The rest is found by its text: messages are looked for one after the other, each
+behind the one before it. What belongs to no message was written by the template.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rollbook.contracts.trajectory import TokenRow, TurnMark
+
+POLICY = "policy"
+TEMPLATE = "template"
+CONTEXT = "context"
+"""Of an episode without messages: read by the policy, and nobody said who wrote it."""
+
+
+class Pieces(Protocol):
+    """`rendering.ModelTokenizer` is one."""
+
+    def pieces(self, token_ids: Sequence[int]) -> tuple[str, list[tuple[int, int]]]:
+        """The text of these tokens, and where each of them lies in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Tokens `start` to `end` (exclusive) by one author."""
+
+    start: int
+    end: int
+    author: str
+    """`policy`, `template`, `context`, or the role of a message: `system`, `user`, `tool`, `assistant` (said, not sampled here)."""
+
+
+def spans_of(
+    row: TokenRow,
+    turns: Sequence[TurnMark],
+    messages: Sequence[Mapping[str, Any]] | None,
+    tokenizer: Pieces,
+) -> list[Span]:
+    """`turns`: those of this sequence."""
+    ids = row.token_ids.tolist()
+    authors = [CONTEXT if messages is None else TEMPLATE] * len(ids)
+    if messages is not None:
+        text, places = tokenizer.pieces(ids)
+        for start, end, role in _places_of(messages, text):
+            for at, (begin, stop) in enumerate(places):
+                if begin < end and stop > start:
+                    authors[at] = role
+    for turn in turns:
+        authors[turn.start : turn.end] = [POLICY] * (turn.end - turn.start)
+    for at, is_sampled in enumerate(row.loss_mask.tolist()):
+        if is_sampled:
+            authors[at] = POLICY
+    return _joined(authors)
+
+
+def _places_of(messages: Sequence[Mapping[str, Any]], text: str) -> list[tuple[int, int, str]]:
+    found: list[tuple[int, int, str]] = []
+    cursor = 0
+    for message in messages:
+        # Templates trim what they print.
+        content = str(message.get("content") or "").strip()
+        at = text.find(content, cursor) if content else -1
+        if at >= 0:
+            found.append((at, at + len(content), str(message.get("role", CONTEXT))))
+            cursor = at + len(content)
+    return found
+
+
+def _joined(authors: Sequence[str]) -> list[Span]:
+    spans: list[Span] = []
+    start = 0
+    for at in range(1, len(authors) + 1):
+        if at == len(authors) or authors[at] != authors[start]:
+            spans.append(Span(start=start, end=at, author=authors[start]))
+            start = at
+    return spans

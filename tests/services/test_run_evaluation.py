@@ -1,0 +1,105 @@
+"""Measuring beside training, measuring a checkpoint afterwards, and training another loss on what was recorded."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from rollbook.contracts.errors import RunError
+from rollbook.run.counterfactual import other_recipe
+from rollbook.run.evaluating import settle, table
+from rollbook.run.processes.evaluate import evaluate
+from rollbook.run.processes.replay import contrast
+from rollbook.run.reading import open_run
+from rollbook.telemetry.metrics import read_metrics
+from rollbook.trainer.config import TrainerConfig
+from tests.parts.run_small import SmallRun
+
+MEASURED = (
+    "trainer.max_steps=14",
+    "ledger.keep_payloads=true",
+    "evaluation.every_steps=7",
+    "evaluation.episodes=2",
+    "evaluation.greedy=false",
+)
+
+
+def test_a_run_is_measured_beside_training_and_its_record_can_be_evaluated_and_retrained(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path, [*MEASURED, "evaluation.policy=shared"])
+    try:
+        summary = run.start().wait()
+    finally:
+        run.stop()
+    assert (summary["exit_code"], summary["steps"], summary["audit"]) == (0, 14, "ok"), summary["told"]
+    rows = read_metrics(run.directory / "metrics.jsonl", process="evaluation")
+    # A slow start may miss the first versions, never the last.
+    assert rows[-1]["step"] == 14
+    assert all(0 <= row["eval/solved_low"] <= row["eval/solved"] <= row["eval/solved_high"] <= 1 for row in rows)
+    assert {row["eval/tasks"] for row in rows} == {8}
+    with open_run(run.directory) as record:
+        # Evaluation groups are outside the law: the ledger has training groups alone.
+        assert not [group for group in record.groups(state=None, limit=1000) if group.group_id.startswith("evaluation")]
+
+    order = settle(run.directory, config=None, step=7, overrides=["evaluation.episodes=3"])
+    measured = asyncio.run(evaluate(order))
+    assert (measured.step, measured.pinned_ratio) == (7, 1.0)
+    assert (measured.whole.tasks, measured.whole.episodes) == (8, 24)
+    assert table({"results": [measured.whole.row()]})[0][:3] == ("all", "8", "24")
+
+    report = asyncio.run(contrast(run.directory, None, loss="reinforce", overrides=[], out=tmp_path / "replay"))
+    assert report["changed"]["loss"] == ["grpo", "reinforce"]
+    recorded, other = report["digests"].values()
+    with open_run(run.directory) as record:
+        assert recorded == record.steps()[-1].digest
+    assert other != recorded
+    assert Path(report["picture"]).stat().st_size > 10_000
+    lines = json.loads((tmp_path / "replay" / "curves.json").read_text(encoding="utf-8"))["lines"]
+    assert {len(values) for measures in lines.values() for values in measures.values()} == {14}
+
+
+@pytest.mark.slow
+def test_an_evaluation_with_a_server_of_its_own_measures_checkpoints_at_a_pinned_version(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path, MEASURED)
+    try:
+        summary = run.start().wait(240)
+    finally:
+        run.stop()
+    assert summary["exit_code"] == 0, summary["told"]
+    rows = read_metrics(run.directory / "metrics.jsonl", process="evaluation")
+    assert rows[0]["step"] == 0
+    assert rows[-1]["step"] == 14
+    assert {row["eval/pinned_ratio"] for row in rows} == {1.0}
+    assert (run.directory / "evaluations" / "step-000014.json").exists()
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_cannot_go_on_is_told_and_training_ends_as_it_should(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path, [*MEASURED, "evaluation.split=nowhere"])
+    try:
+        summary = run.start().wait(240)
+    finally:
+        run.stop()
+    assert (summary["exit_code"], summary["steps"]) == (0, 14)
+    assert "evaluation stopped" in summary["told"]
+
+
+def test_what_cannot_be_measured_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="neither a run directory"):
+        settle(tmp_path, config=None, step=None, overrides=[])
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(RunError, match="--config"):
+        settle(tmp_path, config=None, step=None, overrides=[])
+    (tmp_path / "run.toml").write_text("", encoding="utf-8")
+    order = settle(tmp_path, config=tmp_path / "run.toml", step=None, overrides=[])
+    assert order.overrides == [f'model={{path = "{tmp_path.resolve()}"}}']
+
+
+def test_another_loss_begins_with_its_own_settings_and_only_the_trainer_can_be_changed() -> None:
+    recorded = TrainerConfig(loss="grpo", clip_low=0.1, lr=3e-4)
+    other = other_recipe(recorded, "reinforce", ["trainer.lr=1e-3"])
+    assert (other.loss, other.clip_low, other.lr) == ("reinforce", None, 1e-3)
+    with pytest.raises(RunError, match="only settings of"):
+        other_recipe(recorded, None, ["gate.groups_per_step=3"])
+    with pytest.raises(RunError, match="there is no loss 'nothing'"):
+        other_recipe(recorded, "nothing", [])
