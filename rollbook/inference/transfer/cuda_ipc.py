@@ -78,10 +78,9 @@ class CudaIpcWay:
 
     async def put(self, publication: Publication, weights: Mapping[str, Tensor]) -> str:
         location = f"cuda_ipc:{publication.id}"
+        # The trainer hands over copies in main memory, which stay as they are while it learns on; they go up again in one piece.
         device = str(next(iter(weights.values())).device)
-        if not device.startswith("cuda"):
-            raise RunError(f"transfer = 'cuda_ipc' needs weights on a GPU; the trainer's lie on {device}")
-        packed = await asyncio.to_thread(pack, weights, device=device)
+        packed = await asyncio.to_thread(pack, weights, device=device if device.startswith("cuda") else "cuda")
         # Other processes read without our stream: everything must have arrived.
         torch.cuda.synchronize(packed.device)
         self._kept[location] = (heads_of(weights), packed)
