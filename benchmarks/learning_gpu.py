@@ -65,6 +65,8 @@ def table(args: argparse.Namespace, *, model: Path, seed: int, budget: int, term
             "max_running": 1024 if is_gpu else 256,
             "max_connections": 512,
             **({} if args.small else {"max_model_len": 256}),
+            # The GPU is shared: the engine leaves to the trainer what it does not need for its slots.
+            **({"kv_memory_mb": 12_000} if is_gpu else {}),
             **args.inference,
         },
         "trainer": {
@@ -73,7 +75,7 @@ def table(args: argparse.Namespace, *, model: Path, seed: int, budget: int, term
             "device": args.device,
             "compute_dtype": "bfloat16" if is_gpu else "float32",
             "threads": 4 if is_gpu else 1,
-            "max_tokens_per_microbatch": 65_536,
+            "max_tokens_per_microbatch": 32_768,
             "pass_cost_tokens": 8192 if is_gpu else 192,
             "checkpoint_every": 100_000,
             **args.trainer,
