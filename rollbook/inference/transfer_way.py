@@ -27,10 +27,10 @@ class TransferWay(Protocol):
     def is_group(self) -> bool:
         """Whether replicas must join before the first update, and take all at once."""
 
-    def invitations(self, num_replicas: int) -> Sequence[InitInfo]:
-        """What each replica is told to join, in their order."""
+    def invitations(self, world_sizes: Sequence[int]) -> Sequence[InitInfo]:
+        """What each replica is told to join, in their order. `world_sizes`: the processes each of them brings."""
 
-    async def assemble(self, num_replicas: int) -> None:
+    async def assemble(self, world_size: int) -> None:
         """Form the group, while the replicas join by their invitations. Called again when the replicas in service change."""
 
     def update_info(self, publication: Publication, location: str) -> UpdateInfo:
@@ -58,6 +58,7 @@ OPENERS: dict[str, str] = {
     "shared_memory": "rollbook.inference.transfer.files",
     "gloo": "rollbook.inference.transfer.gloo",
     "cuda_ipc": "rollbook.inference.transfer.cuda_ipc",
+    "nccl": "rollbook.inference.transfer.nccl",
 }
 
 

@@ -38,12 +38,13 @@ class WeightGroup:
 
     async def _form(self, members: tuple[PolicyConnection, ...]) -> None:
         self._members = ()
-        invitations = self._way.invitations(len(members))
+        sizes = await asyncio.gather(*(self._verbs.world_size(replica) for replica in members))
+        invitations = self._way.invitations(sizes)
         if len(invitations) != len(members):
             raise RunError(f"{len(invitations)} invitations for {len(members)} replicas")
         await _together(
             *(self._verbs.join(replica, info) for replica, info in zip(members, invitations, strict=True)),
-            self._way.assemble(len(members)),
+            self._way.assemble(1 + sum(sizes)),
         )
         self._members = members
 

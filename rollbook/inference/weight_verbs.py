@@ -11,6 +11,13 @@ from rollbook.inference.wire_weights import InitBody, InitInfo, UpdateBody, Upda
 
 
 class WeightVerbs(Protocol):
+    @property
+    def refuses_old_epochs(self) -> bool:
+        """Whether a trainer that was replaced is turned away by the server itself."""
+
+    async def world_size(self, replica: PolicyConnection) -> int:
+        """Processes it would bring into a group."""
+
     async def join(self, replica: PolicyConnection, info: InitInfo) -> None:
         """Invite it into the trainer's group."""
 
@@ -33,10 +40,15 @@ class WeightVerbs(Protocol):
 class OwnVerbs:
     """Our own server refuses old epochs, checks digests before it applies anything, and tells the digest of what it uses."""
 
+    refuses_old_epochs = True
+
     def __init__(self) -> None:
         self._info = msgspec.json.Decoder(WeightInfo)
         self._check = msgspec.json.Decoder(WeightCheck)
         self._ignore = plain_decoder()
+
+    async def world_size(self, replica: PolicyConnection) -> int:
+        return 1
 
     async def join(self, replica: PolicyConnection, info: InitInfo) -> None:
         await replica.post("/init_weight_transfer_engine", msgspec.json.encode(InitBody(init_info=info)), self._ignore)

@@ -46,11 +46,9 @@ class WeightTransferClient:
         verbs: WeightVerbs | None = None,
         sequence: UpdateSequence = UpdateSequence.IN_FLIGHT,
         check_digest: bool = True,
-        before_send: Callable[[], Awaitable[None]] | None = None,
         api_key: str | None = None,
         log: EventLog | None = None,
     ) -> None:
-        """`before_send`: asks the ledger whether we are still the trainer, for servers that cannot refuse an old epoch."""
         if not urls:
             raise ValueError("weights need at least one policy server to go to")
         self._urls = tuple(urls)
@@ -61,7 +59,6 @@ class WeightTransferClient:
         self._group = None if way is None or not way.is_group else WeightGroup(way, self._verbs)
         self._sequence = sequence
         self._check_digest = check_digest
-        self._before_send = before_send
         self._api_key = api_key
         self._log = log
         self._stack = AsyncExitStack()
@@ -86,6 +83,10 @@ class WeightTransferClient:
         await self._stack.aclose()
 
     @property
+    def needs_fence(self) -> bool:
+        return not self._verbs.refuses_old_epochs
+
+    @property
     def quarantined(self) -> tuple[str, ...]:
         return tuple(self._urls[at] for at in sorted(self._quarantined))
 
@@ -108,8 +109,6 @@ class WeightTransferClient:
         await self._release_who_is_back()
         serving = self._serving()
         deadline = Deadline(self._confirm_s, f"publication {publication.id}")
-        if self._before_send is not None:
-            await self._before_send()
         if self._sequence is UpdateSequence.PAUSED:
             await self._push_paused(serving, publication, location, deadline)
         else:

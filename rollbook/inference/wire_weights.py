@@ -9,7 +9,7 @@ from rollbook.contracts.policy import Publication, PublicationId
 UNPUBLISHED = "default"
 """What vLLM calls weights that nobody has named."""
 
-Backend = Literal["directory", "shared_memory", "cuda_ipc", "gloo"]
+Backend = Literal["directory", "shared_memory", "cuda_ipc", "gloo", "nccl"]
 
 
 class UpdateInfo(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):

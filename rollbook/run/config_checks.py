@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pydantic import BaseModel
 
 from rollbook.envs.config import EnvConfig
-from rollbook.inference.config import InferenceConfig, ScriptedConfig
+from rollbook.inference.config import InferenceConfig, ScriptedConfig, VllmConfig
 from rollbook.ledger.config import GateConfig
 from rollbook.rollout.config import RolloutConfig
 from rollbook.run.evaluation_config import EvaluationConfig
@@ -88,10 +88,55 @@ def _schedules_know_their_length(parts: Parts) -> Faults:
             yield "trainer.schedule", f"a {schedule} schedule needs trainer.max_steps to know where it ends"
 
 
+def _policy_servers_are_here_or_there(parts: Parts) -> Faults:
+    match parts.get("inference"):
+        case InferenceConfig() as inference:
+            if inference.urls and inference.replicas > 1:
+                yield (
+                    "inference.replicas",
+                    "servers at inference.urls are used as they are; the run starts none of its own",
+                )
+            if inference.api_key_env is not None and not inference.urls:
+                yield "inference.api_key_env", "is read with inference.urls only; servers of the run itself need no key"
+            if inference.engine == "vllm":
+                yield from _vllm_can_be_reached(inference)
+            elif inference.transfer == "nccl":
+                yield (
+                    "inference.transfer",
+                    "'nccl' speaks to engine = 'vllm' only; there are shared_memory, directory, gloo",
+                )
+            elif inference.vllm != VllmConfig():
+                yield "inference.vllm", f"is read by engine = 'vllm' only; this run uses '{inference.engine}'"
+
+
+def _vllm_can_be_reached(inference: InferenceConfig) -> Faults:
+    if bool(inference.urls) == (inference.vllm.python is not None):
+        yield (
+            "inference.urls",
+            "engine = 'vllm' needs servers: either their urls, or inference.vllm.python to start them",
+        )
+    if inference.transfer in ("gloo", "cuda_ipc"):
+        yield (
+            "inference.transfer",
+            f"vLLM does not take weights by '{inference.transfer}'; there are directory, shared_memory and nccl",
+        )
+
+
+def _evaluation_finds_a_policy(parts: Parts) -> Faults:
+    match parts.get("evaluation"), parts.get("inference"):
+        case EvaluationConfig(every_steps=int(), policy="own"), InferenceConfig(engine="vllm"):
+            yield "evaluation.policy", "with engine = 'vllm' the run's own servers are measured: set it to 'shared'"
+
+
 def _no_field_goes_unread(parts: Parts) -> Faults:
     match parts.get("inference"):
-        case InferenceConfig(engine="transformers") as inference if inference.scripted != ScriptedConfig():
-            yield "inference.scripted", "is read by the scripted engine only; this run uses engine = 'transformers'"
+        case InferenceConfig() as inference if (
+            inference.engine != "scripted" and inference.scripted != ScriptedConfig()
+        ):
+            yield (
+                "inference.scripted",
+                f"is read by the scripted engine only; this run uses engine = '{inference.engine}'",
+            )
 
 
 def _checkpoints_come_as_often_as_measurements(parts: Parts) -> Faults:
@@ -115,5 +160,7 @@ CROSS_CHECKS: tuple[Callable[[Parts], Faults], ...] = (
     _the_run_ends,
     _schedules_know_their_length,
     _no_field_goes_unread,
+    _policy_servers_are_here_or_there,
+    _evaluation_finds_a_policy,
     _checkpoints_come_as_often_as_measurements,
 )

@@ -16,6 +16,7 @@ from rollbook.run.config import RunConfig
 from rollbook.run.directory import RunDirectory, write_json
 from rollbook.run.launch import claim, settle
 from rollbook.run.model_location import model_location
+from rollbook.run.policy_access import policy_urls
 from rollbook.run.supervisor import RunOutcome, Supervisor, require_posix
 from rollbook.telemetry.events import EventLog
 
@@ -65,7 +66,8 @@ def host_facts(addresses: dict[str, str], config: RunConfig, directory: RunDirec
     return {
         "pid": os.getpid(),
         "ledger_url": addresses["ledger"],
-        "policy_url": addresses["policy"],
+        "policy_url": policy_urls(addresses["policy"])[0],
+        "policy_urls": policy_urls(addresses["policy"]),
         "run": config.run.name,
         "model_dir": str(model_location(directory)),
         "groups_per_step": config.gate.groups_per_step,

@@ -18,6 +18,7 @@ from rollbook.rollout.evaluation import Evaluator, LabelResult, by_label, open_e
 from rollbook.run.child import RoleContext
 from rollbook.run.config import RunConfig
 from rollbook.run.managed import TERM_GRACE_S, ManagedProcess
+from rollbook.run.policy_access import policy_urls
 from rollbook.run.processes.rollout import worker_recipe
 from rollbook.run.serving import listening_socket, url_of
 from rollbook.tasks.dataset import load_tasks
@@ -110,7 +111,9 @@ async def open_measuring(
             policy_url = await stack.enter_async_context(_served(context, "policy"))
         addresses["policy"] = policy_url
         pushes = await stack.enter_async_context(
-            WeightTransferClient([addresses["policy"]], request_s=config.inference.request_s, log=context.log)
+            WeightTransferClient(
+                policy_urls(addresses["policy"]), request_s=config.inference.request_s, log=context.log
+            )
         )
         evaluator = await stack.enter_async_context(_workers(dataclasses.replace(context, addresses=addresses)))
         yield Measuring(evaluator, tasks, pushes, scratch)

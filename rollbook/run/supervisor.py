@@ -19,6 +19,8 @@ from rollbook.run.child import EXIT_DONE, EXIT_FENCED, EXIT_STOP_RUN
 from rollbook.run.config import RunConfig
 from rollbook.run.directory import RunDirectory, write_json
 from rollbook.run.managed import TERM_GRACE_S, ManagedProcess, ProcessState
+from rollbook.run.policy_access import joined
+from rollbook.run.policy_replicas import free_url, replica_names
 from rollbook.run.restarts import GiveUp, RestartRule
 from rollbook.run.serving import listening_socket, url_of
 from rollbook.telemetry.events import EventLog
@@ -70,20 +72,29 @@ class Supervisor:
         self._final_evaluation_s = config.evaluation.final_wait_s
         self._sockets: dict[str, socket.socket] = {}
         threads = {"policy": config.inference.threads, "trainer": config.trainer.threads}
-        servers = ["ledger", "policy", *(["env"] if config.env.pool_size is not None else [])]
+        policies = replica_names(config.inference)
+        servers = ["ledger", *policies, *(["env"] if config.env.pool_size is not None else [])]
+        own_ports = () if config.inference.engine == "vllm" else policies
         # Environments of Atropos are told where the ledger is before it runs.
         fixed = {"ledger": config.tasks.atropos.port} if config.tasks.is_posted and not config.tasks.atropos.url else {}
         for server in servers:
-            self._sockets[server] = listening_socket("127.0.0.1", fixed.get(server, 0))
-        addresses = {name: url_of(sock) for name, sock in self._sockets.items()}
+            if server not in policies or server in own_ports:
+                self._sockets[server] = listening_socket("127.0.0.1", fixed.get(server, 0))
+        addresses = {name: url_of(sock) for name, sock in self._sockets.items() if name not in policies}
+        replicas = {name: url_of(self._sockets[name]) if name in own_ports else free_url() for name in policies}
+        addresses["policy"] = joined(config.inference.urls or list(replicas.values()))
+        roles = dict.fromkeys(policies, "vllm" if config.inference.engine == "vllm" else "policy")
         self.processes = [
             ManagedProcess(
                 name,
-                name,
+                roles.get(name, name),
                 directory,
-                addresses=addresses,
+                addresses={**addresses, "own": replicas[name]} if name in replicas else addresses,
                 listening=self._sockets.get(name),
-                env={"OMP_NUM_THREADS": str(threads.get(name, 1)), "TOKENIZERS_PARALLELISM": "false"},
+                env={
+                    "OMP_NUM_THREADS": str(threads.get("policy" if name in policies else name, 1)),
+                    "TOKENIZERS_PARALLELISM": "false",
+                },
                 changed=self._write_processes,
             )
             for name in (

@@ -19,7 +19,7 @@ from torch import Tensor
 from rollbook.concurrency.clock import Clock, SystemClock
 from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainerRole, TrainingBatch
 from rollbook.contracts.errors import FencedError, RunError
-from rollbook.contracts.ports import BatchSource, WeightReceiver
+from rollbook.contracts.ports import BatchSource, WeightReceiver, WeightStage
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import MetricRecorder
 from rollbook.telemetry.spans import SpanRecorder
@@ -76,6 +76,7 @@ class TrainerLoop:
         spans: SpanRecorder,
         log: EventLog,
         clock: Clock | None = None,
+        stage: WeightStage | None = None,
     ) -> None:
         self._source = source
         self._config = config
@@ -94,6 +95,7 @@ class TrainerLoop:
             clock=self._clock,
             log=log,
             spans=spans,
+            stage=stage,
         )
         self._stopping = asyncio.Event()
         self._step = 0

@@ -1,7 +1,7 @@
 """Publishes weights: write them whole, register, push to every replica, confirm; and keeps the replicas at what was published."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from rollbook.concurrency.clock import Clock
 from rollbook.contracts.errors import TransientError
 from rollbook.contracts.policy import Publication
-from rollbook.contracts.ports import BatchSource, WeightReceiver
+from rollbook.contracts.ports import BatchSource, WeightReceiver, WeightStage
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.spans import SpanRecorder
 from rollbook.trainer.config import TrainerConfig
@@ -18,13 +18,36 @@ from rollbook.trainer.patience import Patience
 from rollbook.trainer.weights import write_weights
 
 # The one in service, and the one before it, which a replica may still be reading.
-KEPT_FILES = 2
+KEPT = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Published:
     publication: Publication
-    path: Path
+    location: str
+
+
+class FileStage:
+    """Weights in files of the run directory; satisfies `ports.WeightStage`. What an earlier trainer left is swept."""
+
+    needs_fence = False
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    async def put(self, publication: Publication, weights: Mapping[str, Tensor]) -> str:
+        path = (self._directory / f"publication-{publication.id:08d}.safetensors").absolute()
+        # Not synced: after a crash these weights are published anew, under another id.
+        await asyncio.to_thread(write_weights, weights, path, digest=publication.digest, is_durable=False)
+        return str(path)
+
+    async def keep_only(self, locations: Collection[str]) -> None:
+        await asyncio.to_thread(self._sweep, {Path(location).name for location in locations})
+
+    def _sweep(self, kept: Collection[str]) -> None:
+        for path in self._directory.iterdir():
+            if path.name not in kept and path.name.endswith((".safetensors", ".tmp")):
+                path.unlink(missing_ok=True)
 
 
 class Publisher:
@@ -40,10 +63,12 @@ class Publisher:
         clock: Clock,
         log: EventLog,
         spans: SpanRecorder,
+        stage: WeightStage | None = None,
     ) -> None:
+        """`stage`: where weights wait for the replicas; files below `directory` unless told."""
         self._source = source
         self._receiver = receiver
-        self._directory = directory
+        self._stage: WeightStage = stage or FileStage(directory)
         self._config = config
         self._clock = clock
         self._log = log
@@ -66,15 +91,12 @@ class Publisher:
             async with self._turn:
                 publication = await self._source.register(step, digest)
                 fields["publication"] = publication.id
-                path = (self._directory / f"publication-{publication.id:08d}.safetensors").absolute()
-                # Not synced: after a crash these weights are published anew, under another id.
-                await asyncio.to_thread(write_weights, weights, path, digest=digest, is_durable=False)
-                await self._replicas.call(
-                    lambda: self._receiver.receive(publication, str(path)), what=f"push version {step}"
-                )
+                location = await self._stage.put(publication, weights)
+                await self._replicas.call(lambda: self._push(publication, location), what=f"push version {step}")
                 await self._source.confirm(publication)
-                self._kept.append(_Published(publication=publication, path=path))
-                await asyncio.to_thread(self._remove_older)
+                self._kept.append(_Published(publication=publication, location=location))
+                del self._kept[:-KEPT]
+                await self._stage.keep_only([kept.location for kept in self._kept])
         self._log.info("trainer.published", step=step, publication=publication.id, digest=digest)
         return publication
 
@@ -109,12 +131,11 @@ class Publisher:
             reported=[None if said is None else int(said.id) for said in reported],
         )
         with self._spans.span("trainer.publish_again", step=current.publication.step):
-            await self._receiver.receive(current.publication, str(current.path))
+            await self._push(current.publication, current.location)
         self._log.info("trainer.published_again", step=current.publication.step, publication=current.publication.id)
 
-    def _remove_older(self) -> None:
-        del self._kept[:-KEPT_FILES]
-        kept = {published.path.name for published in self._kept}
-        for path in self._directory.iterdir():
-            if path.name not in kept and path.name.endswith((".safetensors", ".tmp")):
-                path.unlink(missing_ok=True)
+    async def _push(self, publication: Publication, location: str) -> None:
+        """Replicas that know no epochs would take weights from a trainer that was replaced: the ledger is asked first."""
+        if self._stage.needs_fence and self._kept:
+            await self._source.confirm(self._kept[-1].publication)
+        await self._receiver.receive(publication, location)

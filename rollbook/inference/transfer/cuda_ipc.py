@@ -94,10 +94,10 @@ class CudaIpcWay:
     def is_group(self) -> bool:
         return False
 
-    def invitations(self, num_replicas: int) -> Sequence[InitInfo]:
+    def invitations(self, world_sizes: Sequence[int]) -> Sequence[InitInfo]:
         return ()
 
-    async def assemble(self, num_replicas: int) -> None:
+    async def assemble(self, world_size: int) -> None:
         return None
 
     def update_info(self, publication: Publication, location: str) -> UpdateInfo:

@@ -49,21 +49,22 @@ class FileWay:
         return self._backend
 
     async def put(self, publication: Publication, weights: Mapping[str, Tensor]) -> str:
-        path = self._directory / f"publication-{publication.id:08d}.safetensors"
+        # Alone in a folder of its own: vLLM reads folders.
+        path = self._directory / f"publication-{publication.id:08d}" / "model.safetensors"
         await asyncio.to_thread(self._write, weights, path, publication.digest)
         return str(path)
 
     async def keep_only(self, locations: Collection[str]) -> None:
-        await asyncio.to_thread(self._sweep, {Path(location).name for location in locations})
+        await asyncio.to_thread(self._sweep, {Path(location).parent.name for location in locations})
 
     @property
     def is_group(self) -> bool:
         return False
 
-    def invitations(self, num_replicas: int) -> Sequence[InitInfo]:
+    def invitations(self, world_sizes: Sequence[int]) -> Sequence[InitInfo]:
         return ()
 
-    async def assemble(self, num_replicas: int) -> None:
+    async def assemble(self, world_size: int) -> None:
         return None
 
     def update_info(self, publication: Publication, location: str) -> UpdateInfo:
@@ -78,6 +79,7 @@ class FileWay:
 
     def _write(self, weights: Mapping[str, Tensor], path: Path, digest: str) -> None:
         plain = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+        path.parent.mkdir(exist_ok=True)
         self._require_room(plain, path)
         unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
@@ -100,6 +102,6 @@ class FileWay:
             )
 
     def _sweep(self, kept: Collection[str]) -> None:
-        for path in self._directory.iterdir():
-            if path.name not in kept and path.name.endswith((".safetensors", ".tmp")):
-                path.unlink(missing_ok=True)
+        for path in self._directory.glob("publication-*"):
+            if path.name not in kept and path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)

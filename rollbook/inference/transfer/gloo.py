@@ -83,7 +83,7 @@ class GlooWay:
     def is_group(self) -> bool:
         return True
 
-    def invitations(self, num_replicas: int) -> Sequence[InitInfo]:
+    def invitations(self, world_sizes: Sequence[int]) -> Sequence[InitInfo]:
         """A fresh store for every group: members of an older one cannot meet in it by mistake."""
         self._leave()
         self._number += 1
@@ -99,16 +99,16 @@ class GlooWay:
                 backend="gloo",
                 master_address=self._host,
                 master_port=self._store.port,
-                rank_offset=1 + at,
-                world_size=1 + num_replicas,
+                rank_offset=1 + sum(world_sizes[:at]),
+                world_size=1 + sum(world_sizes),
                 timeout_s=self._timeout_s,
             )
-            for at in range(num_replicas)
+            for at in range(len(world_sizes))
         ]
 
-    async def assemble(self, num_replicas: int) -> None:
+    async def assemble(self, world_size: int) -> None:
         assert self._store is not None
-        self._group = await asyncio.to_thread(_group, self._store, 0, 1 + num_replicas, self._timeout_s)
+        self._group = await asyncio.to_thread(_group, self._store, 0, world_size, self._timeout_s)
 
     def update_info(self, publication: Publication, location: str) -> UpdateInfo:
         heads, _ = self._kept[location]

@@ -3,9 +3,10 @@
 import sys
 
 from rollbook.inference.engine import open_engine
-from rollbook.inference.server import build_app
+from rollbook.inference.server import SERVICE, build_app
 from rollbook.run.child import RoleContext
 from rollbook.run.model_location import model_location
+from rollbook.run.policy_serving import texts_of
 from rollbook.run.serving import serving
 
 
@@ -15,9 +16,13 @@ async def main(context: RoleContext) -> str:
     sys.path.insert(0, str(context.loaded.source_dir))
     async with (
         open_engine(config.inference, model_location(context.directory), spans=context.spans) as engine,
-        serving(build_app(engine, config.inference), context.listening()) as url,
+        serving(
+            app := build_app(engine, config.inference, texts=texts_of(model_location(context.directory))),
+            context.listening(),
+        ) as url,
     ):
         context.log.info("policy.serving", url=url, engine=config.inference.engine)
         context.channel.ready(f"serving, {config.inference.engine} engine")
         await context.draining.wait()
+        app[SERVICE].is_draining = True
     return "stopped"

@@ -8,13 +8,13 @@ from typing import Any
 
 from rollbook.envs.config import EnvConfig
 from rollbook.envs.remote import open_environments
-from rollbook.inference.client import open_policy_client
 from rollbook.inference.config import InferenceConfig
 from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.contract import RolloutSetup
 from rollbook.rollout.policy import EpisodePolicy
 from rollbook.rollout.proxy_setup import proxy_sessions
 from rollbook.rollout.rendering import ModelTokenizer
+from rollbook.run.policy_access import open_policy
 from rollbook.telemetry.events import EventLog
 
 
@@ -31,12 +31,7 @@ async def build_setup(settings: Mapping[str, Any]) -> AsyncIterator[RolloutSetup
 
     try:
         async with (
-            open_policy_client(
-                settings["policy_url"],
-                request_s=inference.request_s,
-                log=log,
-                max_connections=inference.max_connections,
-            ) as policy,
+            open_policy(inference, settings["policy_url"], log=log) as policy,
             open_environments(EnvConfig.model_validate(settings["env"])) as open_environment,
             proxy_sessions(
                 asking := EpisodePolicy(policy, sampling, request_s=inference.request_s),

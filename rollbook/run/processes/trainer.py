@@ -6,10 +6,10 @@ from typing import Any
 
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.errors import FencedError
-from rollbook.inference.weights import WeightTransferClient
 from rollbook.ledger.client import open_ledger_client
 from rollbook.run.child import RoleContext
 from rollbook.run.model_location import model_location
+from rollbook.run.policy_access import open_weights
 from rollbook.telemetry.metrics import MetricRecorder
 from rollbook.trainer.loop import LoopEnd, LoopOutcome, TrainerLoop
 from rollbook.trainer.metrics import TRAINER_METRICS
@@ -34,13 +34,14 @@ async def main(context: RoleContext) -> str:
         open_ledger_client(
             context.addresses["ledger"], RunId(config.run.name), request_s=config.ledger.request_s, log=context.log
         ) as ledger,
-        WeightTransferClient(
-            [context.addresses["policy"]], request_s=config.inference.request_s, log=context.log
+        open_weights(
+            config.inference, context.addresses["policy"], directory=context.directory.weights, log=context.log
         ) as weights,
     ):
         loop = TrainerLoop(
             source=ledger,
             receiver=weights,
+            stage=weights,
             config=config.trainer,
             model_dir=model_location(context.directory),
             directory=context.directory.path,

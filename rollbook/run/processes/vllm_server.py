@@ -1,0 +1,82 @@
+"""A vLLM server as one of the run's processes: started with the interpreter that has it, watched, ended with the run."""
+
+import asyncio
+import contextlib
+import os
+import signal
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from rollbook.contracts.errors import RunError, WorkerError
+from rollbook.inference.config import InferenceConfig
+from rollbook.run.child import RoleContext
+from rollbook.run.model_location import model_location
+
+POLL_S = 0.5
+END_S = 6.0
+"""From asking to forcing: it has nothing to save, and the supervisor forces us soon after."""
+NEEDED = ("--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--enforce-eager")
+
+
+async def main(context: RoleContext) -> str:
+    config = context.loaded.config.inference
+    url = context.addresses["own"]
+    process = await _start(config, str(model_location(context.directory)), url)
+    died = asyncio.create_task(process.wait(), name="vllm.process")
+    drained = asyncio.create_task(context.draining.wait(), name="vllm.drain")
+    try:
+        await _until_healthy(url, died, drained)
+        if not context.draining.is_set():
+            context.log.info("policy.serving", url=url, engine="vllm")
+            context.channel.ready("serving, vllm engine")
+            await asyncio.wait({died, drained}, return_when=asyncio.FIRST_COMPLETED)
+        if died.done() and not context.draining.is_set():
+            raise WorkerError(f"vLLM ended with exit code {died.result()}; its output stands above")
+        return "stopped"
+    finally:
+        drained.cancel()
+        await _end(process, died)
+
+
+async def _start(config: InferenceConfig, model_dir: str, url: str) -> asyncio.subprocess.Process:
+    if config.vllm.python is None:
+        raise RunError(
+            "inference.vllm.python is not set: name an interpreter that has vLLM, or the servers in inference.urls"
+        )
+    command = [config.vllm.python, "-m", "vllm.entrypoints.openai.api_server", "--model", model_dir]
+    command += ["--served-model-name", config.vllm.model_name, "--host", "127.0.0.1"]
+    command += ["--port", str(urlsplit(url).port), "--dtype", config.dtype, *NEEDED]
+    if config.max_model_len is not None:
+        command += ["--max-model-len", str(config.max_model_len)]
+    if config.transfer == "nccl" or config.vllm.update == "plugin":
+        back_end = "nccl" if config.transfer == "nccl" else "rollbook"
+        command += ["--weight-transfer-config", f'{{"backend": "{back_end}"}}']
+    env = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}
+    env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    try:
+        return await asyncio.create_subprocess_exec(*command, *config.vllm.args, env=env)
+    except OSError as error:
+        raise RunError(f"inference.vllm.python: {config.vllm.python} cannot be started: {error}") from error
+
+
+async def _until_healthy(url: str, died: asyncio.Task[int], drained: asyncio.Task[bool]) -> None:
+    """The supervisor's own limit ends a start that takes too long."""
+    async with aiohttp.ClientSession() as session:
+        while not drained.done():
+            if died.done():
+                raise WorkerError(f"vLLM did not start: exit code {died.result()}; its output stands above")
+            with contextlib.suppress(aiohttp.ClientError):
+                async with session.get(url + "/health") as response:
+                    if response.status == 200:
+                        return
+            await asyncio.sleep(POLL_S)
+
+
+async def _end(process: asyncio.subprocess.Process, died: asyncio.Task[int]) -> None:
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(number)
+        await asyncio.wait({died}, timeout=END_S)

@@ -1,0 +1,211 @@
+"""What every policy server promises its clients and its trainer: ours, and vLLM (the latter in `make test-vllm` only)."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from rollbook.contracts.errors import EpisodeError
+from rollbook.contracts.policy import Completion, FinishReason, Publication, SamplingParams
+from rollbook.inference.client import PolicyClient, open_policy_client
+from rollbook.inference.config import InferenceConfig
+from rollbook.inference.dialect import Dialect, OwnDialect
+from rollbook.inference.engine import open_engine
+from rollbook.inference.server import build_app, serve
+from rollbook.inference.transfer_way import WayPlace, open_way
+from rollbook.inference.vllm import VllmDialect, VllmVerbs
+from rollbook.inference.weight_verbs import OwnVerbs, WeightVerbs
+from rollbook.inference.weights import WeightTransferClient
+from rollbook.trainer.model import PolicyModel
+from tests.parts.inference_chat_model import chat_model
+from tests.parts.inference_models import plain_logprobs, publication
+from tests.parts.inference_vllm import vllm_server, why_not
+
+REQUEST_S = 400.0
+"""The first request to a vLLM on a busy CPU compiles for minutes."""
+KINDS = ["own", "vllm-reload", "vllm-plugin"]
+
+
+@dataclass
+class Models:
+    """Models that differ in their weights only. Publications are numbered through: a server lives for several tests."""
+
+    root: Path
+    number: int = 0
+    loaded: dict[int, PolicyModel] = field(default_factory=dict)
+
+    def directory(self, seed: int) -> Path:
+        return chat_model(self.root / f"seed-{seed}", seed=seed)
+
+    def next(self) -> tuple[Publication, PolicyModel]:
+        self.number += 1
+        model = PolicyModel.load(self.directory(1 + self.number % 3))
+        self.loaded[self.number] = model
+        return publication(self.number, model.digest()), model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rig:
+    client: PolicyClient
+    weights: WeightTransferClient
+    models: Models
+
+    async def publish(self) -> Publication:
+        offered, model = self.models.next()
+        await self.weights.receive(offered, await self.weights.put(offered, model.weights()))
+        return offered
+
+    def deviation(self, prompt: list[int], completion: Completion, version: int) -> float:
+        """The largest difference between its logprobs and those of a plain forward of the published model."""
+        tokens = [*prompt, *completion.token_ids.tolist()]
+        expected = plain_logprobs(self.models.loaded[version].module, tokens, len(prompt))
+        return float(np.abs(np.array(expected) - completion.logprobs).max())
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def vllm_url(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    with vllm_server(models.directory(1), tmp_path_factory.mktemp("vllm") / "vllm.log") as url:
+        yield url
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    name = str(request.param)
+    if name.startswith("vllm") and (reason := why_not()) is not None:
+        pytest.skip(reason)
+    return name
+
+
+@pytest_asyncio.fixture
+async def rig(kind: str, models: Models, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
+    async with AsyncExitStack() as stack:
+        dialect: Dialect = OwnDialect()
+        verbs: WeightVerbs = OwnVerbs()
+        if kind == "own":
+            config = InferenceConfig(max_model_len=512, max_running=32)
+            engine = await stack.enter_async_context(open_engine(config, models.directory(1)))
+            url = await stack.enter_async_context(serve(build_app(engine, config)))
+        else:
+            url = request.getfixturevalue("vllm_url")
+            dialect = VllmDialect(model_name="policy")
+            verbs = VllmVerbs("reload" if kind == "vllm-reload" else "plugin")
+        client = await stack.enter_async_context(open_policy_client(url, request_s=REQUEST_S, dialect=dialect))
+        way = open_way("directory", WayPlace(directory=str(tmp_path / "weights")))
+        weights = await stack.enter_async_context(
+            WeightTransferClient([url], request_s=REQUEST_S, way=way, verbs=verbs)
+        )
+        yield Rig(client=client, weights=weights, models=models)
+
+
+async def test_a_completion_has_ids_exact_logprobs_and_the_version_that_was_published(rig: Rig) -> None:
+    published = await rig.publish()
+    completion = await rig.client.complete([10, 20, 30], SamplingParams(max_tokens=24))
+    assert completion.finish_reason is FinishReason.LENGTH
+    assert len(completion.token_ids) == 24
+    assert set(completion.versions.tolist()) == {published.id}
+    assert rig.deviation([10, 20, 30], completion, published.id) < 1e-3
+
+
+async def test_logprobs_are_those_of_the_distribution_that_was_sampled_from(rig: Rig) -> None:
+    await rig.publish()
+    narrow = await rig.client.complete([10, 20], SamplingParams(max_tokens=12, top_k=1, temperature=0.7))
+    assert np.abs(narrow.logprobs).max() < 1e-5
+    greedy = await rig.client.complete([10, 20], SamplingParams(max_tokens=12, temperature=0.0))
+    assert greedy.token_ids.tolist() == narrow.token_ids.tolist()
+
+
+async def test_a_stop_token_ends_a_completion_and_is_part_of_it(rig: Rig) -> None:
+    await rig.publish()
+    free = await rig.client.complete([5, 6], SamplingParams(max_tokens=20, temperature=0.0))
+    stop = int(free.token_ids[4])
+    at = free.token_ids.tolist().index(stop)
+    stopped = await rig.client.complete([5, 6], SamplingParams(max_tokens=20, temperature=0.0, stop_token_ids=(stop,)))
+    assert stopped.finish_reason is FinishReason.STOP
+    assert stopped.token_ids.tolist() == free.token_ids[: at + 1].tolist()
+
+
+async def test_the_end_of_a_turn_is_the_callers_choice_alone(rig: Rig) -> None:
+    """The model's own end token does not stop a request that did not ask for it."""
+    await rig.publish()
+    answers = await asyncio.gather(*(rig.client.complete([n], SamplingParams(max_tokens=60)) for n in range(12)))
+    assert {len(answer.token_ids) for answer in answers} == {60}
+
+
+async def test_a_seed_repeats_the_tokens_whatever_runs_beside_it(rig: Rig) -> None:
+    await rig.publish()
+    seeded = SamplingParams(max_tokens=20, seed=7)
+    alone = await rig.client.complete([3, 4], seeded)
+    noise = [rig.client.complete([n], SamplingParams(max_tokens=20)) for n in range(20)]
+    crowded, *_ = await asyncio.gather(rig.client.complete([3, 4], seeded), *noise)
+    assert crowded.token_ids.tolist() == alone.token_ids.tolist()
+
+
+async def test_a_prompt_that_can_never_be_answered_is_refused_and_nobody_else_is_harmed(rig: Rig) -> None:
+    await rig.publish()
+    outcomes = await asyncio.gather(
+        rig.client.complete([1, 99_999], SamplingParams(max_tokens=2)),
+        rig.client.complete([1] * 600, SamplingParams(max_tokens=2)),
+        rig.client.complete([1], SamplingParams(max_tokens=2)),
+        return_exceptions=True,
+    )
+    assert [type(outcome) for outcome in outcomes] == [EpisodeError, EpisodeError, Completion]
+
+
+async def test_pause_keep_holds_running_requests_and_resume_lets_them_finish(rig: Rig) -> None:
+    await rig.publish()
+    running = asyncio.create_task(rig.client.complete([1, 2], SamplingParams(max_tokens=400)))
+    await asyncio.sleep(0.1)
+    await rig.weights.pause("keep")
+    newcomer = asyncio.create_task(rig.client.complete([3], SamplingParams(max_tokens=4)))
+    await asyncio.sleep(0.5)
+    was_done = newcomer.done()
+    await rig.weights.resume()
+    assert not was_done
+    assert len((await running).token_ids) == 400
+    assert len((await newcomer).token_ids) == 4
+
+
+async def test_weights_that_arrive_in_flight_are_seen_in_the_version_spans(rig: Rig) -> None:
+    first = await rig.publish()
+    for _ in range(12):
+        running = asyncio.create_task(rig.client.complete([1, 2, 3], SamplingParams(max_tokens=450)))
+        await asyncio.sleep(0.05)
+        second = await rig.publish()
+        completion = await running
+        assert len(completion.token_ids) == 450
+        assert (np.diff(completion.versions) >= 0).all()
+        if set(completion.versions.tolist()) == {first.id, second.id}:
+            return
+        first = second
+    raise AssertionError("no update ever arrived while a request was running")
+
+
+async def test_a_request_waits_for_the_weights_it_needs(rig: Rig) -> None:
+    published = await rig.publish()
+    waiting = asyncio.create_task(
+        rig.client.complete([1], SamplingParams(max_tokens=12), min_publication=published.id + 1)
+    )
+    await rig.client.complete([2], SamplingParams(max_tokens=2), min_publication=published.id)
+    await asyncio.sleep(0.3)
+    assert not waiting.done()
+    newer = await rig.publish()
+    assert set((await waiting).versions.tolist()) == {newer.id}
+
+
+async def test_the_trainer_hears_which_publication_is_in_use(rig: Rig) -> None:
+    published = await rig.publish()
+    (told,) = await rig.weights.reported()
+    assert told is not None
+    assert told.id == published.id

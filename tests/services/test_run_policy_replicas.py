@@ -1,0 +1,45 @@
+"""A whole run with several policy servers: weights reach all of them, and one that is killed is caught up."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollbook.telemetry.events import read_json_lines
+from tests.parts.run_small import SmallRun
+
+
+def events(run: SmallRun, process: str, name: str) -> list[dict[str, Any]]:
+    return [row for row in read_json_lines(run.directory / "logs" / f"{process}.jsonl") if row.get("event") == name]
+
+
+def test_a_run_with_two_replicas_survives_the_death_of_one(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path, ["inference.replicas=2", "trainer.max_steps=14", "inference.confirm_s=20.0"]).start()
+    try:
+        run.until(lambda: run.step() >= 4, what="four steps")
+        run.kill("policy-1")
+        summary = run.wait()
+    finally:
+        run.stop()
+    assert summary["exit_code"] == 0, summary["told"]
+    assert (summary["steps"], summary["audit"]) == (14, "ok")
+    published = events(run, "trainer", "policy.weights_published")
+    assert {row["replicas"] for row in published} >= {2}
+    config = (run.directory / "config.toml").read_text()
+    assert "replicas = 2" in config
+    assert json.loads((run.directory / "processes.json").read_text())["processes"]["policy-1"]["restarts"] >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("override", ['inference.transfer="gloo"', 'inference.transfer="directory"'])
+@pytest.mark.parametrize("sequence", ["in_flight", "paused"])
+def test_every_way_of_moving_weights_trains_a_run_to_its_end(tmp_path: Path, override: str, sequence: str) -> None:
+    settings = [override, f'inference.update_sequence="{sequence}"', "inference.replicas=2", "trainer.max_steps=5"]
+    run = SmallRun(tmp_path, settings).start()
+    try:
+        summary = run.wait()
+    finally:
+        run.stop()
+    assert summary["exit_code"] == 0, summary["told"]
+    assert events(run, "trainer", "policy.weights_published")[-1]["replicas"] == 2
