@@ -12,7 +12,7 @@ SEED  ?= 0
 KILLS ?= 100
 
 .DEFAULT_GOAL := help
-.PHONY: proof-cpu proof-gpu help install demo test test-all check format docs bench bench-overlap bench-envs bench-ledger bench-engine bench-trainer test-trl-losses test-openenv test-agents test-trl test-atropos test-crashes vllm-cpu test-vllm wheelhouse clean bench-gil chaos
+.PHONY: proof-cpu proof-gpu aws-agent help install demo test test-all check format docs bench bench-overlap bench-envs bench-ledger bench-engine bench-trainer test-trl-losses test-openenv test-agents test-trl test-atropos test-crashes vllm-cpu test-vllm wheelhouse clean bench-gil chaos
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -63,6 +63,14 @@ bench-gil: $(STAMP) ## what scoring costs the trainer: alone, with threads, with
 
 proof-cpu: $(STAMP) ## learning, proven in two phases on this machine: each criterion with its value
 	$(BIN)/python -m benchmarks.proof --device cpu --out docs/results
+
+AGENT := examples/04_aws_agent_learns
+aws-agent: $(STAMP) ## an agent of 0.9 million parameters learns on the AWS command line; solve rate before and after
+	$(BIN)/python $(AGENT)/prepare.py --to runs/aws-agent
+	$(BIN)/rollbook sft $(AGENT)/sft.toml --out runs/aws-agent/sft
+	$(BIN)/rollbook eval runs/aws-agent/sft/final --config $(AGENT)/run.toml --out runs/aws-agent/before.json
+	$(BIN)/rollbook train $(AGENT)/run.toml --run-dir runs/aws-agent/rl
+	$(BIN)/rollbook eval runs/aws-agent/rl --out runs/aws-agent/after.json
 
 proof-gpu: $(STAMP) ## the same with SmolLM2-135M on a GPU (rollbook models get smollm2 --to models/smollm2)
 	$(BIN)/python -m benchmarks.proof --device cuda --model models/smollm2 --out docs/results

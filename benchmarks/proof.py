@@ -99,6 +99,9 @@ class Proof:
         }
         dtype = "bfloat16" if self._args.device == "cuda" else "float32"
         table["inference"] |= {"device": self._args.device, "dtype": dtype, "max_model_len": 256}
+        if self._args.device == "cuda":
+            # The GPU is shared: the engine leaves to the trainer what it does not need for its slots.
+            table["inference"] |= {"kv_memory_mb": 6_000}
         table["trainer"] |= {"device": self._args.device, "compute_dtype": dtype, "lr": 3e-5, "betas": [0.9, 0.999]}
 
     def _rollbook(self, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -32,6 +32,15 @@ def reasoning_gym_rows(dataset: str, count: int, *, seed: int, split: str) -> It
         yield {"id": row["id"], "split": split, "question": row["question"], "answer": str(row["answer"])}
 
 
+def file_rows(path: Path) -> Iterator[Any]:
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        if line.strip():
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError as error:
+                raise SystemExit(f"{path}, line {number}: not JSON ({error})") from None
+
+
 def hub_rows(name: str, split: str) -> Iterable[Any]:
     try:
         load = importlib.import_module("datasets").load_dataset
@@ -76,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
     elif args.what == "gsm8k":
         if (args.source is None) == (args.hub is None):
             parser.error("gsm8k: name exactly one of --from FILE and --hub NAME")
-        lines = hub_rows(args.hub, args.split) if args.hub else map(json.loads, args.source.open(encoding="utf-8"))
+        lines = hub_rows(args.hub, args.split) if args.hub else file_rows(args.source)
         write(args.to / f"gsm8k-{args.split}.jsonl", gsm8k_rows(lines, split=args.split))
     else:
         rows = reasoning_gym_rows(args.dataset, args.count, seed=args.seed, split=args.split)

@@ -32,7 +32,7 @@ class Scorer:
         """Whether the final answer of `reply` is `expected` (which may be a GSM8K solution with `#### 72`)."""
         wanted = _expected(expected)
         given = final_answer(reply, is_lenient=self._is_lenient)
-        if given is None or len(given) > MAX_CHARS or len(wanted) > MAX_CHARS:
+        if not given or len(given) > MAX_CHARS or len(wanted) > MAX_CHARS:
             return False
         if as_number(given) is not None and as_number(wanted) is not None:
             return is_same_answer(given, wanted)

@@ -118,5 +118,6 @@ def table(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
 def _interval(share: Mapping[str, float] | None, *, percent: bool = False) -> str:
     if share is None:
         return "–"
-    form = "{:.1%}" if percent else "{:.3f}"
-    return f"{form.format(share['mean'])}  [{form.format(share['low'])}, {form.format(share['high'])}]"
+    if percent:
+        return f"{share['mean']:.1%} [{share['low']:.0%}–{share['high']:.0%}]"
+    return f"{share['mean']:.3f} [{share['low']:.2f}–{share['high']:.2f}]"

@@ -1,0 +1,135 @@
+"""The recipes under examples/ run as they are documented, on models made on the spot."""
+
+import asyncio
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.parts.run_small import REPOSITORY, rollbook
+
+MATHS = REPOSITORY / "examples" / "03_maths_with_retry"
+
+
+@pytest.fixture(scope="module")
+def maths() -> Iterator[dict[str, ModuleType]]:
+    """The example's own modules, found as a worker finds them."""
+    names = ("maths_with_retry", "scoring", "sums", "prepare_data")
+    sys.path.insert(0, str(MATHS))
+    try:
+        yield {name: importlib.import_module(name) for name in names}
+    finally:
+        sys.path.remove(str(MATHS))
+        for name in names:
+            sys.modules.pop(name, None)
+
+
+def ask(maths: dict[str, ModuleType], reply: str, expected: str, **options: Any) -> bool:
+    async def once() -> bool:
+        is_right: bool = await maths["scoring"].Scorer(**options).is_right(reply, expected)
+        return is_right
+
+    return asyncio.run(once())
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected", "is_right"),
+    [
+        (r"so \boxed{7}", "7", True),
+        (r"\boxed{8}, no: \boxed{7}", "7", True),
+        (r"\boxed{0.50}", "1/2", True),
+        (r"\boxed{1,000}", "it makes 1000 #### 1,000", True),
+        ("7", "7", False),
+        (r"\boxed{}", "7", False),
+        (r"\boxed{7", "7", False),
+    ],
+)
+def test_answers_are_judged_by_their_last_box(
+    maths: dict[str, ModuleType], reply: str, expected: str, is_right: bool
+) -> None:
+    assert ask(maths, reply, expected) is is_right
+
+
+def test_a_lenient_scorer_takes_the_last_number_where_nothing_is_boxed(maths: dict[str, ModuleType]) -> None:
+    assert ask(maths, "3 + 4 is 7.", "7", is_lenient=True)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    reply=st.text(max_size=80) | st.text(max_size=40).map(lambda t: f"\\boxed{{{t}}}"), expected=st.text(max_size=20)
+)
+def test_no_reply_makes_the_scorer_raise(maths: dict[str, ModuleType], reply: str, expected: str) -> None:
+    # Without the library: its own judgement of strange texts is another test's matter, and it is slow to start.
+    setattr(maths["scoring"], "HAS_MATH_VERIFY", False)  # noqa: B010 - the module is known at run time only
+    assert ask(maths, reply, expected) in (True, False)
+
+
+def test_what_needs_algebra_is_judged_in_a_process_that_is_replaced_when_it_hangs(
+    maths: dict[str, ModuleType],
+) -> None:
+    pytest.importorskip("math_verify")
+    scoring = maths["scoring"]
+    setattr(scoring, "HAS_MATH_VERIFY", True)  # noqa: B010 - the module is known at run time only
+
+    async def several() -> list[bool]:
+        scorer = scoring.Scorer(timeout_s=20.0)
+        try:
+            first = await scorer.is_right(r"\boxed{\frac{\sqrt{2}}{2}}", r"\frac{1}{\sqrt{2}}")
+            # The judge dies; the next question starts another.
+            scorer._judge.kill()
+            second = await scorer.is_right(r"\boxed{x+1}", "y")
+            third = await scorer.is_right(r"\boxed{x+1}", "1+x")
+            return [first, second, third]
+        finally:
+            if scorer._judge is not None:
+                scorer._judge.kill()
+
+    assert asyncio.run(several()) == [True, False, True]
+
+
+def test_rows_are_prepared_from_a_file_and_a_bad_row_is_named(maths: dict[str, ModuleType], tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text(json.dumps({"question": "1 + 1?", "answer": "two #### 2"}) + "\n", encoding="utf-8")
+    maths["prepare_data"].main(["gsm8k", "--from", str(source), "--split", "test", "--to", str(tmp_path)])
+    row = json.loads((tmp_path / "gsm8k-test.jsonl").read_text(encoding="utf-8"))
+    assert row == {"id": "gsm8k-test-1", "split": "test", "question": "1 + 1?", "answer": "two #### 2"}
+    source.write_text(json.dumps({"question": "1 + 1?", "answer": "two"}) + "\n", encoding="utf-8")
+    with pytest.raises(SystemExit, match="row 1 is no row of GSM8K"):
+        maths["prepare_data"].main(["gsm8k", "--from", str(source), "--to", str(tmp_path)])
+
+
+def test_the_sums_are_two_hundred_problems_and_their_words_are_those_of_the_model(maths: dict[str, ModuleType]) -> None:
+    sums = maths["sums"]
+    rows = list(sums.tasks())
+    assert len({row["question"] for row in rows}) == 200
+    assert len(list(sums.tasks("test"))) == 20
+    words = {word for row in rows for word in row["question"].split()} | set(maths["maths_with_retry"].RETRY.split())
+    config = (MATHS / "sft.toml").read_text(encoding="utf-8")
+    assert all(f'"{word}"' in config for word in words)
+    assert all(f"'\\boxed{{{n}}}'" in config for n in sums.ANSWERS)
+
+
+@pytest.mark.parametrize("steps", [4, pytest.param(60, marks=pytest.mark.slow)])
+def test_the_single_turn_recipe_trains_from_tokens_alone(tmp_path: Path, steps: int) -> None:
+    config = REPOSITORY / "examples" / "08_single_turn_tokens" / "run.toml"
+    arguments = ["--run-dir", str(tmp_path / "run"), "--set", f"trainer.max_steps={steps}", "--json"]
+    done = rollbook("train", str(config), *arguments)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert (summary["steps"], summary["audit"]) == (steps, "ok")
+    assert summary["max_lag"] <= 2
+    if steps == 60:
+        assert summary["solved_last"] > summary["solved_first"] + 0.2
+
+
+@pytest.mark.slow
+def test_the_proof_of_learning_holds_in_its_short_form() -> None:
+    proof = importlib.import_module("benchmarks.proof")
+    assert proof.main(["--device", "cpu", "--short"]) == 0
