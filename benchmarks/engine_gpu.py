@@ -376,7 +376,7 @@ async def step_times(bench: Bench) -> list[Figure]:
                     if plan.device == "cuda" and count == plan.in_flight:
                         found["split"] = kernel_split(lambda: runner.decode(table, count, length=position + 1))
 
-            await engine._order(act)
+            await engine.order(act)
             limit_ms, parts = bandwidth_limit_ms(engine, count, position, plan)
             tell(
                 f"  decode step, {count:>5} rows at {position}: {found['ms']:.3f} ms = {count / found['ms'] * 1e3:,.0f} tokens/s; "
@@ -533,7 +533,7 @@ async def attention_sweep(bench: Bench) -> None:
                     tell(f"      block {block:>3} warps {warps} stages {stages}: {ms:.3f} ms for all layers")
 
         kept = kernels.ATTEND_BLOCK, kernels.ATTEND_WARPS, kernels.ATTEND_STAGES
-        await engine._order(act)
+        await engine.order(act)
         kernels.ATTEND_BLOCK, kernels.ATTEND_WARPS, kernels.ATTEND_STAGES = kept
 
 
