@@ -204,6 +204,7 @@ async def test_updates_are_fenced_checked_and_idempotent(workshop: Workshop) -> 
             "step": 5,
             "epoch": 3,
             "digest": published.digest,
+            "dtype": "float32",
         }
 
 

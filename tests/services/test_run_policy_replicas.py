@@ -14,12 +14,13 @@ def events(run: SmallRun, process: str, name: str) -> list[dict[str, Any]]:
     return [row for row in read_json_lines(run.directory / "logs" / f"{process}.jsonl") if row.get("event") == name]
 
 
+@pytest.mark.timeout(600)
 def test_a_run_with_two_replicas_survives_the_death_of_one(tmp_path: Path) -> None:
     run = SmallRun(tmp_path, ["inference.replicas=2", "trainer.max_steps=14", "inference.confirm_s=20.0"]).start()
     try:
-        run.until(lambda: run.step() >= 4, what="four steps")
+        run.until(lambda: run.step() >= 4, what="four steps", within_s=200.0)
         run.kill("policy-1")
-        summary = run.wait()
+        summary = run.wait(timeout_s=300)
     finally:
         run.stop()
     assert summary["exit_code"] == 0, summary["told"]
@@ -38,7 +39,7 @@ def test_every_way_of_moving_weights_trains_a_run_to_its_end(tmp_path: Path, ove
     settings = [override, f'inference.update_sequence="{sequence}"', "inference.replicas=2", "trainer.max_steps=5"]
     run = SmallRun(tmp_path, settings).start()
     try:
-        summary = run.wait()
+        summary = run.wait(timeout_s=280)
     finally:
         run.stop()
     assert summary["exit_code"] == 0, summary["told"]
