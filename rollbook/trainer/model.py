@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -33,6 +34,11 @@ class PolicyModel:
 
     def __init__(self, module: Any, config: TrainerConfig | None = None) -> None:
         config = config or TrainerConfig()
+        if config.ranks > 1 and not dist.is_initialized():
+            raise RunError(
+                f"trainer.ranks = {config.ranks}, but this command trains in one process. Set trainer.ranks = 1 for it:"
+                " weights then agree with those of several ranks up to rounding, not to the bit."
+            )
         self._adapters = _adapters_module() if config.lora is not None else None
         self.device = config.device
         self.module: nn.Module = module.to(device=config.device, dtype=torch.float32)

@@ -48,6 +48,7 @@ def require_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
         torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=CLOSE)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_ranks_learn_what_one_does_and_resume_to_the_bit_or_within_rounding(tmp_path: Path) -> None:
     alone, _ = learned(tmp_path, "alone", steps=4, ranks=1)

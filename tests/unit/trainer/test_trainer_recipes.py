@@ -148,6 +148,11 @@ def test_a_guard_counts_in_a_row_and_its_count_survives_a_checkpoint(tmp_path: P
     assert checkpoints.restore(checkpoints.latest()).guard.skipped_in_a_row == 1
 
 
+def test_one_process_does_not_pretend_to_be_several(model_dir: Path) -> None:
+    with pytest.raises(RunError, match=r"trainer.ranks = 2, but this command trains in one process"):
+        initial_learner(model_dir, quick(ranks=2))
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_every_rank_makes_equally_many_passes_and_each_counts_once(size: int) -> None:
     (minibatch,) = plan(

@@ -1,0 +1,35 @@
+"""A whole run whose trainer is two processes: it trains, survives the death of either rank, and leaves nothing behind."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.parts.run_small import SmallRun
+
+STEPS = 12
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[SmallRun]:
+    run = SmallRun(tmp_path, ["trainer.ranks=2", f"trainer.max_steps={STEPS}", 'telemetry.sinks=["tensorboard"]'])
+    yield run
+    run.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_with_two_ranks_heals_when_the_second_is_killed(run: SmallRun) -> None:
+    run.start()
+    run.until(lambda: run.step() >= 3, what="step 3", within_s=300.0)
+    followers = [p for p in run.descendants() if "spawn_main" in " ".join(p.cmdline())]
+    assert followers, "rank 1 is a child of the trainer"
+    for follower in followers:
+        if any("trainer" in " ".join(parent.cmdline()) for parent in follower.parents()):
+            follower.kill()
+    summary = run.wait(timeout_s=400.0)
+    assert summary["exit_code"] == 0, summary["told"]
+    assert (summary["steps"], summary["audit"]) == (STEPS, "ok")
+    assert not any(psutil.pid_exists(p.pid) and p.is_running() for p in followers)
+    assert list((run.directory / "tensorboard").glob("events.out.tfevents.*"))
