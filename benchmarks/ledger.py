@@ -209,6 +209,7 @@ class Turns:
 
     def note(self, name: str, value: Any) -> None:
         self.found[name].append(value)
+        tell(f"  {name}: {value}")
 
     async def ingest_and_serve(self) -> None:
         bench, groups = self.bench, self._size.groups
