@@ -5,12 +5,14 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 # Test processes at a time. Each may start a whole run of its own, so more than there are cores does not help.
 WORKERS ?= 2
+# Where the trainer's benchmark computes: cpu or cuda.
+DEVICE ?= cpu
 # Of `make chaos`.
 SEED  ?= 0
 KILLS ?= 100
 
 .DEFAULT_GOAL := help
-.PHONY: proof-cpu proof-gpu aws-agent help install demo test test-all check format docs bench bench-overlap bench-envs bench-ledger test-openenv test-agents test-trl test-atropos test-crashes vllm-cpu test-vllm wheelhouse clean bench-gil chaos
+.PHONY: proof-cpu proof-gpu aws-agent help install demo test test-all check format docs bench bench-overlap bench-envs bench-ledger bench-engine bench-trainer test-trl-losses test-openenv test-agents test-trl test-atropos test-crashes vllm-cpu test-vllm wheelhouse clean bench-gil chaos
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -48,7 +50,7 @@ docs: $(STAMP) ## write the generated references
 	$(BIN)/python -m rollbook.ledger.http_docs > docs/http-api.md
 	$(BIN)/python -m rollbook.rollout.failure_docs > docs/failures.md
 
-bench: bench-overlap bench-envs bench-ledger bench-gil ## every benchmark
+bench: bench-overlap bench-envs bench-ledger bench-engine bench-trainer bench-gil ## every benchmark
 
 bench-overlap: $(STAMP) ## does overlapping pay? the same work with lag budget 0 and 2
 	$(BIN)/python -m benchmarks.overlap
@@ -73,6 +75,10 @@ aws-agent: $(STAMP) ## an agent of 0.9 million parameters learns on the AWS comm
 proof-gpu: $(STAMP) ## the same with SmolLM2-135M on a GPU (rollbook models get smollm2 --to models/smollm2)
 	$(BIN)/python -m benchmarks.proof --device cuda --model models/smollm2 --out docs/results
 
+bench-engine: $(STAMP) ## the embedded engine on a CPU beside generate, continuous batching and vLLM; logprob fidelity
+	$(BIN)/python -m benchmarks.logprob_fidelity
+	$(BIN)/python -m benchmarks.engine
+
 test-openenv: $(STAMP) ## against the openenv package, in a virtual environment of its own
 	PYTHON=$(PYTHON) sh scripts/openenv_venv.sh
 	$(BIN)/python -m pytest tests/services/test_envs_openenv_package.py
@@ -84,6 +90,13 @@ test-agents: $(STAMP) ## a real agent framework, unchanged, through our proxy, i
 test-trl: $(STAMP) ## the real TRL on our workers, gate and ledger, in a virtual environment of its own
 	PYTHON=$(PYTHON) sh scripts/trl_venv.sh
 	$(BIN)/python -m pytest tests/unit/integrations tests/services/test_integrations_trl.py
+
+bench-trainer: $(STAMP) ## the training step beside a plain padded loop, and TRL's where .venvs/trl is (DEVICE=cuda: 135M and 1.5B models)
+	$(BIN)/python -m benchmarks.trainer --device $(DEVICE)
+
+test-trl-losses: $(STAMP) ## the losses that TRL has too, against TRL's value and gradient, in a virtual environment of its own
+	PYTHON=$(PYTHON) sh scripts/trl_venv.sh
+	$(BIN)/python -m pytest tests/compatibility/test_trainer_trl_losses.py
 
 bench-ledger: $(STAMP) .venvs/atropos/.installed ## our ledger beside the original Atropos server
 	$(BIN)/python -m benchmarks.ledger

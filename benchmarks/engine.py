@@ -85,7 +85,8 @@ def generated(model: Any, asked: list[Asked]) -> int:
 
 def continuously_batched(model: Any, asked: list[Asked]) -> tuple[int, Timed]:
     """Timed from the first request to the last answer; starting and stopping its thread is not counted."""
-    generation = GenerationConfig(do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0, max_new_tokens=LONG)
+    settings_of: Any = GenerationConfig
+    generation = settings_of(do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0, max_new_tokens=LONG)
     settings = ContinuousBatchingConfig(
         page_size=32,
         num_blocks=8 * SLOTS,

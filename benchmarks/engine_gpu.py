@@ -8,6 +8,8 @@ the others go on.
 
 import argparse
 import asyncio
+import importlib
+import itertools
 import json
 import multiprocessing
 import statistics
@@ -33,7 +35,11 @@ from benchmarks.engine_models import SMALL, SMOLLM2_135M, Shape, build, make_mod
 from benchmarks.report import Figure, print_figures, tell
 from rollbook.contracts.policy import Publication, SamplingParams
 from rollbook.inference.config import InferenceConfig
+from rollbook.inference.engines.graph_runner import CudaCapture
+from rollbook.inference.engines.kernels import KernelOps, KernelStep
+from rollbook.inference.engines.lean import LeanLM
 from rollbook.inference.engines.rows import RowTable
+from rollbook.inference.engines.stepper import Finished
 from rollbook.inference.engines.transformers import TransformersEngine
 from rollbook.inference.request import checked_request
 from rollbook.inference.server import build_app, serve
@@ -64,7 +70,7 @@ class Plan:
     def config(self, *, rows: int | None = None, **changes: Any) -> InferenceConfig:
         return InferenceConfig(
             device=self.device,
-            dtype=self.dtype,  # type: ignore[arg-type]  # one of the three
+            dtype=self.dtype,
             max_running=rows or self.in_flight,
             max_model_len=self.max_model_len,
             max_queued=100_000,
@@ -272,10 +278,9 @@ async def update_in_flight(bench: Bench, engine: TransformersEngine) -> Figure:
     launch, apply = stepper.round, engine.parts.weights.apply
     applied: list[float] = []
 
-    def marked(publication: int) -> Any:
-        result = launch(publication)
+    def marked(publication: int, finished: Finished) -> None:
+        launch(publication, finished)
         marks.append((time.perf_counter(), publication))
-        return result
 
     def timed(planned: Any) -> None:
         began = time.perf_counter()
@@ -283,7 +288,7 @@ async def update_in_flight(bench: Bench, engine: TransformersEngine) -> Figure:
         applied.append(time.perf_counter() - began)
 
     stepper.round = marked  # type: ignore[method-assign]
-    engine.parts.weights.apply = timed  # type: ignore[method-assign]
+    engine.parts.weights.apply = timed  # type: ignore[method-assign,assignment]
     # All of one length, so that no prefill disturbs: what is measured is the update.
     prompts = [one.prompt for one in plan.asked(seed=20, count=plan.in_flight)]
     answers = [engine.submit(prompt, SamplingParams(max_tokens=plan.longest)) for prompt in prompts]
@@ -493,6 +498,45 @@ def copy_rate(device: str) -> float:
     return 2 * size / ms * 1e3
 
 
+async def attention_sweep(bench: Bench) -> None:
+    """The attention kernel alone, for every shape of its programs that may be worth having."""
+    plan = bench.plan
+    async with bench.open(plan.config()) as engine:
+        model, slots = engine.parts.model, engine.parts.runner.slots
+        if not isinstance(model, LeanLM) or not isinstance(model.ops, KernelOps):
+            tell("  no kernels here, nothing to sweep")
+            return
+        kernels: Any = importlib.import_module("rollbook.inference.engines.triton_kernels")
+        ops: Any = model.ops
+        positions = torch.full((plan.in_flight,), 250, dtype=torch.int32, device=plan.device)
+        width = model.heads.fused * model.heads.size
+
+        def act() -> None:
+            with torch.inference_mode():
+                for joint in slots.joint:
+                    joint.normal_()
+                fused = torch.randn((plan.in_flight, width), dtype=model.dtype, device=plan.device)
+                step = KernelStep(positions_M=positions, write_rows_M=positions, write_at_M=positions)
+                for block, warps, stages in itertools.product((32, 64, 128), (1, 2, 4, 8), (2, 3, 4)):
+                    kernels.ATTEND_BLOCK, kernels.ATTEND_WARPS, kernels.ATTEND_STAGES = block, warps, stages
+
+                    def all_layers() -> None:
+                        for joint in slots.joint:
+                            ops.attend_one(fused, step, joint)
+
+                    try:
+                        all_layers()
+                        ms = timed_ms(CudaCapture()(all_layers), plan.device, repeats=20)
+                    except Exception as error:  # a shape the device cannot hold
+                        tell(f"      block {block} warps {warps} stages {stages}: {type(error).__name__}")
+                        continue
+                    tell(f"      block {block:>3} warps {warps} stages {stages}: {ms:.3f} ms for all layers")
+
+        kept = kernels.ATTEND_BLOCK, kernels.ATTEND_WARPS, kernels.ATTEND_STAGES
+        await engine._order(act)
+        kernels.ATTEND_BLOCK, kernels.ATTEND_WARPS, kernels.ATTEND_STAGES = kept
+
+
 def guarded(name: str, act: Callable[[], Any]) -> Any:
     """A part that fails must not waste the others."""
     began = time.perf_counter()
@@ -510,6 +554,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--sweep", action="store_true", help="also time shapes of the attention kernel")
     options = parser.parse_args()
     plan = TINY if options.small else FULL
     if options.device != plan.device:
@@ -526,6 +571,8 @@ def main() -> int:
         del model
         fidelity = guarded("fidelity", lambda: asyncio.run(logprob_fidelity.figures(plan.device, plan.shape)))
         figures += fidelity or []
+        if options.sweep:
+            guarded("attention sweep", lambda: asyncio.run(attention_sweep(bench)))
         figures += guarded("decode steps", lambda: asyncio.run(step_times(bench))) or []
         figures += guarded("in process", lambda: _on_uvloop(in_process_loop(bench))) or []
         http = guarded("over HTTP", lambda: http_loop(bench))

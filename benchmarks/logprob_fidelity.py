@@ -1,6 +1,6 @@
 """How far the engine's sampling logprobs are from a trainer's: one plain forward over the whole sequence, no cache.
 
-`python -m benchmarks.logprob_fidelity [--device cpu|cuda] [--small]`. Every difference makes the ratio of new to old policy differ
+`python -m benchmarks.logprob_fidelity [--device cpu|cuda] [--full]`. Every difference makes the ratio of new to old policy differ
 from one where it should be one.
 """
 
@@ -49,7 +49,8 @@ async def measure(directory: Path, shape: Shape, *, device: str, dtype: str, req
             *(engine.generate(prompt, SamplingParams(max_tokens=40)) for prompt in prompts)
         )
         greedy = await engine.generate(prompts[0], SamplingParams(max_tokens=32, temperature=0.0))
-    plain: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype)).to(device).eval()
+    plain: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype))
+    plain = plain.to(device).eval()
     differences = np.concatenate(
         [
             np.abs(completion.logprobs - trainer_logprobs(plain, prompt, completion, device=device))

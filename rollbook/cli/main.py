@@ -20,6 +20,7 @@ from rollbook.cli.inspect import inspect
 from rollbook.cli.ledger import ledger_app
 from rollbook.cli.models import models_app
 from rollbook.cli.policy import policy_app
+from rollbook.cli.proxy import proxy
 from rollbook.cli.replay import replay
 from rollbook.cli.sft import sft
 from rollbook.cli.speaking import EXIT_MISUSED, say_error
@@ -43,6 +44,7 @@ app.command()(explain)
 app.command()(replay)
 app.command()(demo)
 app.command()(host)
+app.command()(proxy)
 app.add_typer(config_app, name="config")
 app.add_typer(env_app, name="env")
 app.add_typer(ledger_app, name="ledger")

@@ -38,7 +38,8 @@ def read_weights(path: Path) -> Mapping[str, FileTensor]:
     """Every tensor of the file, by name. The file may be replaced meanwhile: what was opened stays whole."""
     try:
         with path.open("rb") as file:
-            view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+            # Copy on write: a tensor library wants writable memory, and nobody writes.
+            view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
     except (OSError, ValueError) as error:
         raise WeightsError(f"weights at {path} cannot be read: {error}") from error
     try:

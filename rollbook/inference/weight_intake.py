@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol, cast
 
+from rollbook.contracts.errors import TransientError
 from rollbook.contracts.policy import Publication
 from rollbook.inference.engine import Engine, TensorSource
 from rollbook.inference.gate import needs_loading
@@ -44,18 +45,19 @@ class WeightIntake:
         self._turn = asyncio.Lock()
 
     async def join(self, info: InitInfo) -> None:
-        """Prepare for a way. Joining again replaces the former group: the trainer was restarted."""
-        async with self._turn:
-            await self._leave()
-            if info.backend in RECEIVERS:
-                opener = cast(OpenReceiver, importlib.import_module(RECEIVERS[info.backend]).open_receiver)
-                # In a thread: joining a group waits for its other members.
-                self._receiver = await asyncio.to_thread(opener, info)
-            self._backend = info.backend
+        """Prepare for a way. Joining again replaces the former group, also while an update of it waits for a member that died."""
+        await self.leave()
+        if info.backend in RECEIVERS:
+            opener = cast(OpenReceiver, importlib.import_module(RECEIVERS[info.backend]).open_receiver)
+            # In a thread: joining a group waits for its other members.
+            self._receiver = await asyncio.to_thread(opener, info)
+        self._backend = info.backend
 
     async def leave(self) -> None:
-        async with self._turn:
-            await self._leave()
+        receiver, self._receiver, self._backend = self._receiver, None, None
+        self._turn = asyncio.Lock()
+        if receiver is not None:
+            await receiver.close()
 
     async def take(self, info: UpdateInfo) -> None:
         """Raises `OutdatedUpdateError` before anything is moved where the update is outdated."""
@@ -76,15 +78,14 @@ class WeightIntake:
                 raise BadRequestError(
                     f"backend: {info.backend} needs /init_weight_transfer_engine first", param="backend"
                 )
-            await self._leave()
             opener = cast(OpenReceiver, importlib.import_module(RECEIVERS[info.backend]).open_receiver)
             self._receiver, self._backend = opener(InitInfo(backend="cuda_ipc")), "cuda_ipc"
+        receiver = self._receiver
         # A group's sender counts on every member: also one that has these weights already takes its share.
-        tensors = await self._receiver.take(info)
+        tensors = await receiver.take(info)
+        if receiver is not self._receiver:
+            raise TransientError(
+                f"publication {publication.id} came over a weight group that was given up; nothing was loaded"
+            )
         if is_needed:
             await self._engine.load_tensors(publication, tensors)
-
-    async def _leave(self) -> None:
-        receiver, self._receiver, self._backend = self._receiver, None, None
-        if receiver is not None:
-            await receiver.close()

@@ -63,11 +63,12 @@ class OwnVerbs:
         return (await replica.get("/weight_info", self._info)).to_contract()
 
     async def require(self, replica: PolicyConnection, publication: Publication, *, dtype: str | None) -> None:
-        told = await self.publication(replica)
-        if told != publication:
+        info = await replica.get("/weight_info", self._info)
+        if (told := info.to_contract()) != publication:
             # Restarted in between, or a newer publication came: pushing again settles which.
             raise TransientError(f"{replica.url} was given publication {publication.id} but reports {told}")
-        if dtype is None:
+        if dtype is None or info.dtype != dtype:
+            # Digests of different dtypes cannot be compared; computing one would hold up decoding for nothing.
             return
         check = await replica.post("/weight_checker", b'{"action":"checksum"}', self._check)
         is_same_dtype = check.dtype == dtype and check.weight_version == str(publication.id)

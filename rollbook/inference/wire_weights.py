@@ -101,12 +101,15 @@ class WeightInfo(msgspec.Struct):
     step: int | None = None
     epoch: int | None = None
     digest: str | None = None
+    dtype: str | None = None
+    """Of the weights in use, where all have one: only equal dtypes have comparable digests."""
 
     @classmethod
-    def of(cls, publication: Publication | None) -> "WeightInfo":
+    def of(cls, publication: Publication | None, dtype: str | None = None) -> "WeightInfo":
         if publication is None:
-            return cls()
+            return cls(dtype=dtype)
         return cls(
+            dtype=dtype,
             weight_version=str(publication.id),
             publication=publication.id,
             step=publication.step,

@@ -140,7 +140,7 @@ class RollbookCallback(TrainerCallback):
             self._run.finish()
 
 
-def faults_of(args: Any, facts: HostFacts) -> Iterator[str] | list[str]:
+def faults_of(args: Any, facts: HostFacts) -> list[str]:
     """What would break the mapping of one step to one batch, or train on other logprobs than were sampled."""
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
     faults = []

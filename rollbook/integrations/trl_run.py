@@ -5,7 +5,6 @@ weights before they are published, batches that were decided before a crash are 
 """
 
 import asyncio
-import json
 import os
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 from torch import Tensor
 
 from rollbook.concurrency.clock import SystemClock
@@ -44,7 +44,7 @@ class HostFacts:
 
     pid: int
     ledger_url: str
-    policy_url: str
+    policy_urls: list[str]
     run: str
     model_dir: str
     groups_per_step: int
@@ -76,6 +76,8 @@ class RollbookRun:
         self._role: TrainerRole | None = None
         self._trained = threading.Condition()
         self._step = 0
+        self._has_begun = False
+        """Whether the weights it all begins with were published: those are of no step of ours."""
         self.divergences = 0
         """Steps that were trained again after a crash and gave other weights than the first time."""
 
@@ -124,17 +126,15 @@ class RollbookRun:
     def publish(self, weights: Mapping[str, Tensor]) -> None:
         """Weights after a step, or those it all begins with."""
         digest = digest_of(weights)
-        if self._publisher_has_begun:
+        if self._has_begun:
             self._acknowledge(self._step + 1, digest)
-        self._publisher_has_begun = True
+        self._has_begun = True
         confirmed = self.role.last_confirmed
         # Rollouts go on with newer weights than these while old batches are trained again.
         if confirmed is None or self._step >= confirmed.step:
             self._wait(self._publisher.publish(weights, step=self._step, digest=digest))
         with self._trained:
             self._trained.notify_all()
-
-    _publisher_has_begun = False
 
     def _acknowledge(self, step: int, digest: str) -> None:
         receipt = self._wait(self._ledger.acknowledge(step, digest))
@@ -160,7 +160,11 @@ class RollbookRun:
         return str(found) if durable else None
 
     def check_host(self) -> None:
-        """Raise when the processes behind this run are gone."""
+        """Raise when the processes behind this run are gone, or another trainer took it over."""
+        if self._watch is not None and self._watch.done() and not self._watch.cancelled():
+            failure = self._watch.exception()
+            if failure is not None:
+                raise failure
         if self._process is not None and (code := self._process.poll()) is not None:
             raise RunError(f"`rollbook host` ended with code {code}; see {self.directory / 'logs'}")
 
@@ -184,7 +188,7 @@ class RollbookRun:
             open_ledger_client(facts.ledger_url, RunId(facts.run), request_s=facts.request_s, log=self._log)
         )
         receiver = await self._stack.enter_async_context(
-            WeightTransferClient([facts.policy_url], request_s=facts.request_s, log=self._log)
+            WeightTransferClient(facts.policy_urls, request_s=facts.request_s, log=self._log)
         )
         self._publisher = Publisher(
             source=self._ledger,
@@ -244,7 +248,7 @@ def _facts(directory: Path, process: subprocess.Popen[bytes]) -> HostFacts:
         if (code := process.poll()) is not None:
             raise RunError(f"`rollbook host` ended with code {code} before it was ready; see {directory / 'logs'}")
         with suppress(OSError, ValueError):
-            facts = HostFacts(**json.loads((directory / "host.json").read_text(encoding="utf-8")))
+            facts = msgspec.json.decode((directory / "host.json").read_bytes(), type=HostFacts)
             if facts.pid == process.pid:
                 return facts
         time.sleep(0.05)

@@ -15,6 +15,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from rollbook.contracts.weights import weights_digest
@@ -59,6 +60,14 @@ class FileWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # v
         initialize_layerwise_reload(self.model)
         self.model.load_weights(load_file(path).items())
         finalize_layerwise_reload(self.model, self.model_config)
+        self._renew_packed_copies()
+
+    def _renew_packed_copies(self) -> None:
+        """On a CPU an output embedding multiplies by a packed copy. Where it is tied, loading the input one does not renew it."""
+        for module in self.model.modules():
+            weight = getattr(module, "weight", None)
+            if hasattr(module, "cpu_linear") and weight is not None and weight.numel():
+                dispatch_cpu_unquantized_gemm(module, remove_weight=False)
 
     def finish_weight_update(self) -> None:
         """Done already."""

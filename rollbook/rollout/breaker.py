@@ -53,6 +53,9 @@ class CircuitBreaker:
         verdict = self._verdict()
         if verdict is not None:
             told = tell_causes(self._causes, most=5) if self._causes else "the function returned None for every sample"
+            if len(self._causes) > 1:
+                # What came first is often what brought the rest about.
+                told += f". The first was: {next(iter(self._causes))}"
             raise RolloutsFailingError(f"{verdict}, so the run stops. Causes: {told}. Look at {self._look_at}")
 
     def _verdict(self) -> str | None:

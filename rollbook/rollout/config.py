@@ -162,7 +162,8 @@ class RolloutConfig(BaseModel, frozen=True, extra="forbid"):
     sampling: SamplingConfig = SamplingConfig()
 
     oversample: int = Field(default=0, ge=0)
-    """Episodes of a group begun beyond its size. When the group is full, those that still play are dropped as surplus."""
+    """Episodes of a group begun beyond its size. When the group is full, those that still play are dropped as surplus: it is
+    faster, and it favours what finishes first."""
 
     step_s: float = Field(default=120.0, gt=0)
     """Wall seconds of one reset or step of a world; then the episode is given up, unscored."""

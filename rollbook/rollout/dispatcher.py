@@ -316,6 +316,7 @@ class Dispatcher:
         self._metrics.add("rollout/accepted_groups", self._controller.accepted)
         self._metrics.add("rollout/rejected_groups", self._controller.rejected)
         self._metrics.add("rollout/worker_loop_lag", self._pool.loop_lag_s)
+        self._metrics.add("rollout/continued_requests", self._pool.continued)
         self._steering.measure()
         self._metrics.tick()
 

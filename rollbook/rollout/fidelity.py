@@ -13,7 +13,7 @@ from rollbook.rollout.assembly import first_difference
 from rollbook.rollout.contract import Message, Tokenizer
 from rollbook.rollout.proxy_history import Answered, ChatHistory
 from rollbook.rollout.proxy_messages import normalised
-from rollbook.rollout.proxy_tools import ToolParser, parse_hermes, parse_nothing
+from rollbook.rollout.proxy_tools import PARSERS, ToolParser, parse_nothing
 from rollbook.rollout.rendering import RenderError
 
 
@@ -66,6 +66,7 @@ WEATHER: Mapping[str, Any] = {
 }
 CLOSE_CALL = '<tool_call>{"name":"get_weather","arguments":{"city":"Paris"}}</tool_call>'
 WIDE_CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+JSON_CALL = '{"name":"get_weather","parameters":{"city":"Paris"}}'
 THOUGHT = "<think>\nThe city is Paris.\n</think>\n\n"
 
 CASES: tuple[Case, ...] = (
@@ -91,28 +92,42 @@ CASES: tuple[Case, ...] = (
     ),
     Case(name="answer cut by a limit", turns=[([user("Count")], "1, 2, 3"), ([user("go on")], "4")], is_cut=True),
     Case(name="thinking, then a user turn", turns=[([user("Which?")], f"{THOUGHT}Paris"), ([user("Sure?")], "Yes")]),
-    Case(
-        name="tool call and result",
-        turns=[([user("Paris?")], CLOSE_CALL), ([tool("21 degrees")], "It is 21."), ([user("Thanks")], "Bye")],
-        tools=[WEATHER],
-    ),
-    Case(
-        name="two calls with text",
-        turns=[([user("Both?")], f"Let me see.\n{WIDE_CALL}\n{CLOSE_CALL}"), ([tool("7"), tool("21")], "7 and 21")],
-        tools=[WEATHER],
-    ),
-    Case(
-        name="thinking in a tool loop",
-        turns=[([user("Paris?")], f"{THOUGHT}{WIDE_CALL}"), ([tool("7 degrees")], f"{THOUGHT}It is 7.")],
-        tools=[WEATHER],
-    ),
 )
 
+TOOL_CASES: dict[str, tuple[Case, ...]] = {
+    "hermes": (
+        Case(
+            name="tool call and result",
+            turns=[([user("Paris?")], CLOSE_CALL), ([tool("21 degrees")], "It is 21."), ([user("Thanks")], "Bye")],
+            tools=[WEATHER],
+        ),
+        Case(
+            name="two calls with text",
+            turns=[([user("Both?")], f"Let me see.\n{WIDE_CALL}\n{CLOSE_CALL}"), ([tool("7"), tool("21")], "7 and 21")],
+            tools=[WEATHER],
+        ),
+        Case(
+            name="thinking in a tool loop",
+            turns=[([user("Paris?")], f"{THOUGHT}{WIDE_CALL}"), ([tool("7 degrees")], f"{THOUGHT}It is 7.")],
+            tools=[WEATHER],
+        ),
+    ),
+    "json": (
+        Case(
+            name="tool call and result",
+            turns=[([user("Paris?")], JSON_CALL), ([tool("21 degrees")], "It is 21."), ([user("Thanks")], "Bye")],
+            tools=[WEATHER],
+        ),
+    ),
+    "none": (),
+}
+"""By how the model writes tool calls."""
 
-def check_template(
-    tokenizer: Tokenizer, *, parser: ToolParser = parse_hermes, cases: Sequence[Case] = CASES
-) -> list[Finding]:
-    return [_check(tokenizer, parser, case) for case in cases]
+
+def check_template(tokenizer: Tokenizer, *, style: str = "hermes", parser: ToolParser | None = None) -> list[Finding]:
+    """`style`: how the model writes tool calls. A parser of one's own reads calls of the hermes kind here."""
+    cases = (*CASES, *TOOL_CASES.get(style, TOOL_CASES["hermes"]))
+    return [_check(tokenizer, parser or PARSERS[style], case) for case in cases]
 
 
 def advice(findings: Sequence[Finding]) -> str:

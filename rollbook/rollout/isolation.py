@@ -70,6 +70,11 @@ class WorkerPool:
         """How late the slowest worker's event loop last was: long, when user code computes in it."""
         return max((worker.loop_lag_s for worker in self._open), default=0.0)
 
+    @property
+    def continued(self) -> int:
+        """Policy requests of the workers that live now that were aborted and went on from their tokens."""
+        return sum(worker.continued for worker in self._open)
+
     async def run(self) -> None:
         """Keep every seat taken. Ends: on cancellation, when all workers are gone; by `RunError` when a person must act."""
         self._recipe.pickled()

@@ -23,6 +23,7 @@ ROLLOUT_METRICS: tuple[Metric, ...] = (
         "rollout/samples_declined", "samples", "samples for which the rollout function returned None", Reduction.SUM
     ),
     Metric("rollout/samples_surplus", "samples", "samples begun by over-sampling and not needed", Reduction.SUM),
+    Metric("rollout/continued_requests", "requests", "aborted policy requests that went on from their tokens, so far"),
     Metric("rollout/worker_deaths", "processes", "worker processes that died unasked", Reduction.SUM),
     Metric("rollout/worker_loop_lag", "s", "how late the slowest worker's event loop was", Reduction.MAX),
     Metric("rollout/accepted_groups", "groups", "groups stored by this process so far"),

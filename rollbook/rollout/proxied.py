@@ -12,7 +12,6 @@ policy's limits ended it, which is an outcome; with `on_agent_error = "score"` t
 as the result.
 """
 
-import asyncio
 import inspect
 import math
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from rollbook.contracts.errors import EpisodeError, RunError, fenced
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.rollout.contract import ChatSession, RolloutFn, RolloutSetup
 from rollbook.rollout.dotted import load_attribute
-from rollbook.rollout.proxied_program import AgentError, Program, command_program, function_program
+from rollbook.rollout.proxied_program import AgentError, Program, command_program, function_program, in_a_thread
 from rollbook.rollout.reward_rules import TO_BE_SCORED
 
 RUN_REWARDS = "rollout.rewards"
@@ -133,7 +132,7 @@ async def _sample(
             scored = await reward(row, result, list(session.messages))
     else:
         with fenced("the reward function"):
-            scored = await asyncio.to_thread(reward, row, result, list(session.messages))
+            scored = await in_a_thread(reward, row, result, list(session.messages))
     if scored is not None and not isinstance(scored, int | float):
         who = "the agent" if reward is None else "the reward function"
         raise EpisodeError(f"{who} returned {scored!r}; a number is needed, or None where it cannot be scored")

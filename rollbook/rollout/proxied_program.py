@@ -8,6 +8,7 @@ import inspect
 import json
 import os
 import signal
+import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
@@ -36,11 +37,37 @@ def function_program(function: Callable[..., Any]) -> Program:
         try:
             if is_async:
                 return await function(row, session.base_url)
-            return await asyncio.to_thread(function, row, session.base_url)
+            return await in_a_thread(function, row, session.base_url)
         except Exception as error:
             raise AgentError(f"the agent raised {type(error).__name__}: {error}") from error
 
     return run
+
+
+async def in_a_thread(function: Callable[..., Any], *args: Any) -> Any:
+    """Call it in a thread of its own: hundreds of episodes wait side by side, and one that hangs keeps no process from ending."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def tell(result: Any, error: BaseException | None) -> None:
+        if done.cancelled():
+            return
+        if error is None:
+            done.set_result(result)
+        else:
+            done.set_exception(error)
+
+    def call() -> None:
+        result, failure = None, None
+        try:
+            result = function(*args)
+        except BaseException as error:
+            failure = error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(tell, result, failure)
+
+    threading.Thread(target=call, name="rollout.agent", daemon=True).start()
+    return await done
 
 
 def command_program(command: Sequence[str], extra: Mapping[str, str]) -> Program:

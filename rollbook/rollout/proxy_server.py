@@ -53,6 +53,11 @@ class ProxyServer:
             session.close()
             del self._sessions[session.id]
 
+    async def start(self) -> str:
+        """Listen from now on; gives the URL."""
+        await self._start()
+        return self._url
+
     async def _start(self) -> None:
         """A worker whose rollout function needs no proxy never listens."""
         async with self._starting:
@@ -123,11 +128,13 @@ class ProxyServer:
     def _session_of(self, request: web.Request) -> ProxySession:
         key = request.headers.get("Authorization", "").removeprefix("Bearer ")
         name = request.match_info.get("session") or request.headers.get(SESSION_HEADER) or key
-        if (session := self._sessions.get(name)) is None:
-            raise UnknownSessionError(
-                f"no episode {name!r} is being played here: it is over, or the base_url is not the one it was given"
-            )
-        return session
+        return self._sessions.get(name) or self.unknown(name)
+
+    def unknown(self, name: str) -> ProxySession:
+        """Asked for a session that is not open. In a worker that is an error; who only listens may open one."""
+        raise UnknownSessionError(
+            f"no episode {name!r} is being played here: it is over, or the base_url is not the one it was given"
+        )
 
 
 class UnknownSessionError(EpisodeError):

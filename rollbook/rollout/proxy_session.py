@@ -86,6 +86,8 @@ class ProxySession:
         self._rewrites: list[str] = []
         self._overridden: set[str] = set()
         self._cut_turns = 0
+        self._asking = 0
+        """Requests that are being answered. They are turns already, as far as limits go."""
 
     @property
     def num_turns(self) -> int:
@@ -123,6 +125,7 @@ class ProxySession:
         if self._episode is not None:
             enter_episode(self._episode)
         messages = normalised(request.messages)
+        self._asking += 1
         try:
             return await self._turn(request, messages)
         except (EpisodeOverError, asyncio.CancelledError):
@@ -130,6 +133,8 @@ class ProxySession:
         except RollbookError as error:
             self._failure = error
             raise
+        finally:
+            self._asking -= 1
 
     async def _turn(self, request: ChatRequest, messages: Sequence[Message]) -> ChatAnswer:
         began = time.monotonic()
@@ -183,10 +188,11 @@ class ProxySession:
         return time.monotonic() - self._began
 
     def _require_room(self, num_prompt: int, seconds: float) -> None:
-        end = self._limits.before_turn(turns=self.num_turns, num_tokens=num_prompt, seconds=seconds)
+        turns = self.num_turns + self._asking - 1
+        end = self._limits.before_turn(turns=turns, num_tokens=num_prompt, seconds=seconds)
         if end is None:
             return
-        if self.num_turns == 0:
+        if turns == 0:
             raise EpisodeError(f"no turn was played: {end} with a first prompt of {num_prompt} tokens ({self._limits})")
         self._end = end
         raise EpisodeOverError(f"this episode is over: {end} ({self._limits})")

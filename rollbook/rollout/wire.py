@@ -73,6 +73,8 @@ class Beat(msgspec.Struct, tag="beat", array_like=True, frozen=True):
 
     in_flight: int
     loop_lag_s: float
+    continued: int = 0
+    """Policy requests that were aborted and went on from their tokens, since the worker began."""
 
 
 class Stalled(msgspec.Struct, tag="stalled", array_like=True, frozen=True):

@@ -75,6 +75,8 @@ class AsyncRolloutWorker:
         self.in_flight: dict[tuple[str, int], GroupOrder] = {}
         """What it plays, by group and attempt: lost if it dies."""
         self.loop_lag_s = 0.0
+        self.continued = 0
+        """Policy requests that were aborted and went on from their tokens, so far."""
 
     @property
     def pid(self) -> int:
@@ -102,8 +104,9 @@ class AsyncRolloutWorker:
                     # A result that crossed its own cancellation is no longer wanted.
                     if (order := self.in_flight.pop((group_id, attempt), None)) is not None:
                         yield order, message.to_contract()
-                case Beat(loop_lag_s=lag_s):
+                case Beat(loop_lag_s=lag_s, continued=continued):
                     self.loop_lag_s = lag_s
+                    self.continued = continued
                 case Stalled() as stalled:
                     self._log.warning(
                         "rollout.group_stalled",

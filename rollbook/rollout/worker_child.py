@@ -55,7 +55,15 @@ Builder = Callable[[dict[str, Any]], AbstractAsyncContextManager[RolloutSetup]]
 class WorkerLoop:
     """Plays groups in one process until it is told to stop."""
 
-    def __init__(self, assembler: GroupAssembler, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self,
+        assembler: GroupAssembler,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        *,
+        continued: Callable[[], int],
+    ) -> None:
+        self._continued = continued
         self._assembler = assembler
         self._reader = reader
         self._writer = writer
@@ -111,7 +119,8 @@ class WorkerLoop:
         while True:
             due = loop.time() + BEAT_S
             await asyncio.sleep(BEAT_S)
-            await self._tell(Beat(in_flight=len(self._playing), loop_lag_s=max(0.0, loop.time() - due)))
+            lag_s = max(0.0, loop.time() - due)
+            await self._tell(Beat(in_flight=len(self._playing), loop_lag_s=lag_s, continued=self._continued()))
 
     async def _tell(self, message: FromWorker) -> None:
         self._writer.write(frame(message))
@@ -163,7 +172,7 @@ async def _serve(recipe: WorkerRecipe, reader: asyncio.StreamReader, writer: asy
             score = (await stack.enter_async_context(scorer)).score
         writer.write(frame(Ready(pid=os.getpid())))
         assembler = GroupAssembler(rollout, recipe.rules, filters=filters, score=score)
-        await WorkerLoop(assembler, reader, writer).run()
+        await WorkerLoop(assembler, reader, writer, continued=lambda: setup.policy.continued).run()
 
 
 def _unpickled(payload: bytes) -> WorkerRecipe:

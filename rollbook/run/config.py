@@ -24,6 +24,7 @@ from rollbook.rollout.config import RolloutConfig
 from rollbook.run.config_checks import CROSS_CHECKS
 from rollbook.run.evaluation_config import EvaluationConfig
 from rollbook.tasks.config import TasksConfig
+from rollbook.telemetry.config import TelemetryConfig
 from rollbook.trainer.config import ModelConfig, TrainerConfig
 
 
@@ -57,6 +58,7 @@ class RunConfig(BaseModel, frozen=True, extra="forbid"):
     ledger: LedgerConfig = LedgerConfig()
     trainer: TrainerConfig = TrainerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
 
 
 SEEDED = ("tasks", "inference", "trainer")

@@ -151,6 +151,17 @@ def _checkpoints_come_as_often_as_measurements(parts: Parts) -> Faults:
             )
 
 
+def _posted_groups_are_played_elsewhere(parts: Parts) -> Faults:
+    match parts.get("tasks"):
+        case TasksConfig(is_posted=True):
+            for name, plain in (("rollout", RolloutConfig()), ("env", EnvConfig())):
+                if parts.get(name, plain) != plain:
+                    yield (
+                        name,
+                        'is not read with tasks.source = "atropos": environments play elsewhere and post; remove it',
+                    )
+
+
 CROSS_CHECKS: tuple[Callable[[Parts], Faults], ...] = (
     _episodes_fit_the_lease,
     _tokens_fit_the_context,
@@ -160,6 +171,7 @@ CROSS_CHECKS: tuple[Callable[[Parts], Faults], ...] = (
     _the_run_ends,
     _schedules_know_their_length,
     _no_field_goes_unread,
+    _posted_groups_are_played_elsewhere,
     _policy_servers_are_here_or_there,
     _evaluation_finds_a_policy,
     _checkpoints_come_as_often_as_measurements,

@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from rollbook.concurrency.parent_watch import die_with_parent
+from rollbook.contracts.errors import RunError
 from rollbook.run.config import RunConfig
 from rollbook.run.directory import RunDirectory, write_json
 from rollbook.run.launch import claim, settle
@@ -19,8 +20,10 @@ from rollbook.run.model_location import model_location
 from rollbook.run.policy_access import policy_urls
 from rollbook.run.supervisor import RunOutcome, Supervisor, require_posix
 from rollbook.telemetry.events import EventLog
+from rollbook.trainer.config import TrainerConfig
 
 HOST_FILE = "host.json"
+READ = ("max_steps", "seed")
 
 
 def host(
@@ -31,6 +34,7 @@ def host(
     if parent_fd is not None:
         die_with_parent(parent_fd)
     loaded, directory = settle(source, run_dir, overrides)
+    _refuse_unread(loaded.config)
     directory.prepare()
     with directory.locked():
         told = directory.path / HOST_FILE
@@ -45,6 +49,17 @@ def host(
             told.unlink(missing_ok=True)
         log.info("host.ended", how=outcome.end, message=outcome.message)
         return outcome
+
+
+def _refuse_unread(config: RunConfig) -> None:
+    """Somebody else trains: of our trainer's settings only the length of the run means something."""
+    given, plain = config.trainer.model_dump(), TrainerConfig().model_dump()
+    unread = sorted(name for name in given if name not in READ and given[name] != plain[name])
+    if unread:
+        raise RunError(
+            f"trainer.{', trainer.'.join(unread)}: not read by `rollbook host`, where the trainer is not ours; set it there and "
+            "remove it here"
+        )
 
 
 async def _hosted(supervisor: Supervisor, config: RunConfig, directory: RunDirectory, console: Console) -> RunOutcome:
@@ -66,7 +81,6 @@ def host_facts(addresses: dict[str, str], config: RunConfig, directory: RunDirec
     return {
         "pid": os.getpid(),
         "ledger_url": addresses["ledger"],
-        "policy_url": policy_urls(addresses["policy"])[0],
         "policy_urls": policy_urls(addresses["policy"]),
         "run": config.run.name,
         "model_dir": str(model_location(directory)),

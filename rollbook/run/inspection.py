@@ -91,6 +91,11 @@ def _samples(group: PromptGroup, tokenizer: ModelTokenizer) -> Iterator[str]:
     for number, sample in enumerate(group.samples):
         yield ""
         yield f"sample {number}: {_verdict(sample)}"
+        said = {name: value for name, value in sample.metrics.items() if name.startswith("reward/")}
+        if said:
+            yield "  rewards " + ", ".join(
+                f"{name.removeprefix('reward/')} {value:.4g}" for name, value in said.items()
+            )
         if sample.facts:
             yield f"  facts {json.dumps(dict(sample.facts), default=str)}"
         for index, row in enumerate(sample.sequences):

@@ -129,6 +129,8 @@ async def _workers(context: RoleContext) -> AsyncIterator[Evaluator]:
             recipe.rules,
             completions_per_prompt=settings.episodes,
             min_samples=1,
+            # A measurement takes every episode, not those that finish first.
+            oversample=0,
             drop_constant_reward=False,
             filter=None,
         ),

@@ -98,9 +98,7 @@ def _refuse_foreign(directory: Path) -> None:
     if directory.exists() and not directory.is_dir():
         raise RunError(f"{directory} is a file; choose another --to")
     if directory.is_dir() and any(directory.iterdir()) and not (directory / MANIFEST).exists():
-        weights = sorted(path.name for path in directory.glob("*.safetensors"))
-        if not weights:
-            raise RunError(f"{directory} holds other files; choose another --to, or empty it")
+        raise RunError(f"{directory} holds other files; choose another --to, or empty it")
 
 
 def _downloaded(entry: CatalogModel, scratch: Path, say: Say) -> Path:

@@ -17,7 +17,7 @@ def check_tokens(model: str, *, tool_parser: str) -> list[Finding]:
     tokenizer = ModelTokenizer.from_directory(directory)
     if not tokenizer.eos_token_ids:
         raise RunError(f"{model}: no end token is known; set eos_token in tokenizer_config.json")
-    return check_template(tokenizer, parser=load_parser(tool_parser))
+    return check_template(tokenizer, style=tool_parser, parser=load_parser(tool_parser))
 
 
 def holds(findings: Sequence[Finding]) -> bool:

@@ -68,7 +68,7 @@ class Forwarder:
             if name not in NOT_MEASURED and isinstance(value, int | float) and math.isfinite(value)
         }
         for name, sink in self._sinks.items():
-            self._guarded(name, lambda sink=sink: sink.write(  # bound now
+            self._guarded(name, lambda sink=sink: sink.write(
                 values, process=process, step=self._step, at=float(row.get("time", 0.0))
             ))  # fmt: skip
 

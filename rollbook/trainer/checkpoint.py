@@ -2,7 +2,7 @@
 
 A checkpoint is a directory `step-000012` that appears under its name only when everything in it is on disk:
 
-    model/            Hugging Face directory: config, weights, tokenizer; usable by anybody
+    model/            Hugging Face directory: config, weights, tokenizer; usable by anybody (with LoRA: a PEFT one)
     trainer.pt        optimizer and random states
     checkpoint.json   step, digest of the weights, digest of every file, settings; written last
 """
@@ -94,7 +94,10 @@ class Checkpoints:
         """The learner as it was at the checkpoint; from the initial weights without one. Random states are set too."""
         if checkpoint is None:
             return initial_learner(self._model_dir, self._config)
-        model = _load(checkpoint.model_dir, self._config)
+        if self._config.lora is None:
+            model = _load(checkpoint.model_dir, self._config)
+        else:
+            model = _load(self._model_dir, self._config, adapters=checkpoint.model_dir)
         digest = model.digest()
         if digest != checkpoint.weights_digest:
             raise RunError(
@@ -184,9 +187,9 @@ def reference_model(model_dir: Path, config: TrainerConfig) -> PolicyModel | Non
     return _load(model_dir, config.model_copy(update={"gradient_checkpointing": False})).frozen()
 
 
-def _load(directory: Path, config: TrainerConfig) -> PolicyModel:
+def _load(directory: Path, config: TrainerConfig, *, adapters: Path | None = None) -> PolicyModel:
     torch.set_num_threads(config.threads)
-    return PolicyModel.load(directory, config)
+    return PolicyModel.load(directory, config, adapters=adapters)
 
 
 def _has_digest(path: Path, digest: str) -> bool:

@@ -29,7 +29,7 @@ class LoraSettings(BaseModel, frozen=True, extra="forbid"):
     rank: int = Field(default=16, ge=1)
     """Rank of the matrices."""
 
-    alpha: float = Field(default=32.0, gt=0)
+    alpha: int = Field(default=32, ge=1)
     """What the adapters add is scaled by alpha / rank."""
 
     targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"

@@ -26,6 +26,7 @@ from rollbook.telemetry.spans import SpanRecorder
 from rollbook.trainer.background import Background
 from rollbook.trainer.checkpoint import Checkpoint, Checkpoints
 from rollbook.trainer.config import TrainerConfig
+from rollbook.trainer.device import devices_peak_flops, peak_memory_gb
 from rollbook.trainer.interruption import first_error, unless
 from rollbook.trainer.metrics import batch_metrics, time_metrics
 from rollbook.trainer.publish import Publisher
@@ -343,7 +344,14 @@ class TrainerLoop:
             **report.metrics,
             **lags.metrics(),
             **batch_metrics(batch),
-            **time_metrics(wait_s=waited, train_s=trained, num_tokens=report.num_tokens),
+            **time_metrics(
+                wait_s=waited,
+                train_s=trained,
+                num_tokens=report.num_tokens,
+                flops=report.flops,
+                peak_flops=devices_peak_flops(self._config),
+            ),
+            "perf/memory_gb": peak_memory_gb(self._config.device),
             "train/diverged_steps": float(receipt is AckReceipt.DIVERGED),
         }
         for name, value in measured.items():

@@ -45,6 +45,12 @@ TRAINER_METRICS: tuple[Metric, ...] = (
     Metric("perf/wait_time_ratio", "", "wait / (wait + train)"),
     Metric("perf/overlap_ratio", "", "1 - wait / (wait + train)"),
     Metric("perf/tokens_per_s", "tokens/s", "trained tokens per second of training"),
+    Metric(
+        "perf/mfu",
+        "",
+        "arithmetic that the batch asked for, as a part of the devices' peak; null where that is not known",
+    ),
+    Metric("perf/memory_gb", "GB", "most memory held so far: of the device, or of the process on a CPU", Reduction.MAX),
     Metric("async/version_offset_mean", "steps", "lag of the batch's groups, mean"),
     Metric("async/version_offset_max", "steps", "lag of the batch's oldest group", Reduction.MAX),
     Metric("async/version_offset_min", "steps", "lag of the batch's newest group", Reduction.MIN),
@@ -80,9 +86,12 @@ def batch_metrics(batch: TrainingBatch) -> dict[str, float | None]:
     }
 
 
-def time_metrics(*, wait_s: float, train_s: float, num_tokens: int) -> dict[str, float | None]:
+def time_metrics(
+    *, wait_s: float, train_s: float, num_tokens: int, flops: float = 0.0, peak_flops: float | None = None
+) -> dict[str, float | None]:
     whole = wait_s + train_s
     return {
+        "perf/mfu": flops / train_s / peak_flops if peak_flops and train_s > 0 else None,
         "perf/sample_wait_time": wait_s,
         "perf/train_time": train_s,
         "perf/wait_time_ratio": wait_s / whole if whole > 0 else None,

@@ -6,6 +6,7 @@ cheaper than casting in every layer of every pass, and the shadow computes as an
 """
 
 import copy
+import importlib
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -32,6 +33,7 @@ class PolicyModel:
 
     def __init__(self, module: Any, config: TrainerConfig | None = None) -> None:
         config = config or TrainerConfig()
+        self._adapters = _adapters_module() if config.lora is not None else None
         self.device = config.device
         self.module: nn.Module = module.to(device=config.device, dtype=torch.float32)
         _without_dropout(self.module)
@@ -71,14 +73,20 @@ class PolicyModel:
             shard(self.network, device=config.device, is_mixed=config.compute_dtype == "bfloat16")
 
     @classmethod
-    def load(cls, directory: Path, config: TrainerConfig | None = None) -> "PolicyModel":
-        """Read a Hugging Face directory."""
+    def load(
+        cls, directory: Path, config: TrainerConfig | None = None, *, adapters: Path | None = None
+    ) -> "PolicyModel":
+        """Read a Hugging Face directory. With LoRA it is the base; `adapters` are those of a checkpoint, or new ones are made."""
         # The terminal belongs to the run's own view.
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
         try:
             module = AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32)
         except (OSError, ValueError, RuntimeError) as error:
             raise RunError(f"no model could be loaded from {directory}: {type(error).__name__}: {error}") from error
+        if config is not None and config.lora is not None:
+            module = _adapters_module().with_adapters(
+                module, config.lora, base_dir=directory, seed=config.seed, saved=adapters
+            )
         return cls(module, config)
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -104,18 +112,32 @@ class PolicyModel:
 
     def adapters_off(self) -> AbstractContextManager[Any]:
         """The model as it was before it learned, where only adapters learn."""
-        raise RunError("a divergence from the initial policy needs a reference model, or adapters to leave out")
+        if self._adapters is None:
+            raise RunError("a divergence from the initial policy needs a reference model, or adapters to leave out")
+        off: AbstractContextManager[Any] = self._adapters.without(self.network.language_model)
+        return off
 
     @torch.no_grad()
     def weights_moved(self) -> None:
         """Say so after every optimizer step: what computes takes over what was learned."""
-        if self._shadows:
-            masters, shadows = zip(*self._shadows, strict=True)
+        moved = [(master, shadow) for master, shadow in self._shadows if master.requires_grad]
+        if moved:
+            masters, shadows = zip(*moved, strict=True)
             torch._foreach_copy_(shadows, masters)
 
     def weights(self) -> dict[str, Tensor]:
-        """Named tensors, tied ones once. They are the live weights, not a copy."""
+        """Named tensors, tied ones once: what is published and digested. They are the live weights, not a copy.
+
+        Of a model with adapters they are the merged ones, as if all of it had been trained.
+        """
+        if self._adapters is not None:
+            merged: dict[str, Tensor] = self._adapters.merged_weights(self.module)
+            return merged
         return named_weights(self.module)
+
+    def saved_weights(self, published: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """What a checkpoint keeps: the weights as they were copied for publication, or the adapters alone, copied now."""
+        return published if self._adapters is None else host_copy(self._adapters.adapter_weights(self.module))
 
     def snapshot(self) -> dict[str, Tensor]:
         """A copy of the weights in main memory that stays as it is while training goes on."""
@@ -135,8 +157,19 @@ class PolicyModel:
 
         The tokenizer is not the model's to write.
         """
-        plain = dict(self.snapshot() if weights is None else weights)
-        self._module.save_pretrained(str(directory), state_dict=plain)
+        plain = dict(self.saved_weights(self.snapshot()) if weights is None else weights)
+        if self._adapters is not None:
+            self._adapters.save_adapters(self._module, directory, plain)
+        else:
+            self._module.save_pretrained(str(directory), state_dict=plain)
+
+
+def _adapters_module() -> Any:
+    """By name: the library behind it is an extra, and only who trains adapters has it."""
+    try:
+        return importlib.import_module("rollbook.trainer.adapters")
+    except ImportError as error:
+        raise RunError(f"trainer.lora needs PEFT ({error}): pip install 'rollbook[lora]'") from error
 
 
 def _way(architecture: Any, config: TrainerConfig) -> str:

@@ -136,7 +136,7 @@ class TrainStep:
             "random": random_states(),
             "skipped_in_a_row": self.guard.skipped_in_a_row,
         }
-        return LearnerCopy(step=self.step, model=self.model, weights=weights, state=state)
+        return LearnerCopy(step=self.step, model=self.model, weights=self.model.saved_weights(weights), state=state)
 
     def run(self, batch: TrainingBatch) -> StepReport:
         """Learn from the batch of the next step. Blocks for as long as it takes: call it in a thread."""

@@ -7,6 +7,7 @@ A rank that dies ends the others: rank 0's next exchange fails, or the followers
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rollbook.contracts.batch import TrainingBatch
+from rollbook.contracts.errors import RunError
 from rollbook.trainer.checkpoint import Checkpoint, Checkpoints
 from rollbook.trainer.step import LearnerCopy, StepReport, TrainStep
 
@@ -47,6 +49,11 @@ class Team:
     @classmethod
     def assemble(cls, checkpoints: Checkpoints, checkpoint: Checkpoint | None, *, size: int, device: str) -> "Team":
         """Start the followers, and restore the same checkpoint at every rank."""
+        if device == "cuda" and torch.cuda.device_count() < size:
+            raise RunError(
+                f"trainer.ranks = {size} needs as many GPUs, and {torch.cuda.device_count()} are visible here."
+                " Lower it, or make more visible (CUDA_VISIBLE_DEVICES)."
+            )
         store = _meeting_place(0, is_master=True)
         spawn = multiprocessing.get_context("spawn")
         followers: list[tuple[BaseProcess, Connection]] = []
@@ -115,6 +122,8 @@ def _join(place: _Place, store: Any) -> None:
 
 def _follow(pipe: Connection, place: _Place, checkpoints: Checkpoints, checkpoint: Checkpoint | None) -> None:
     """The life of a follower: the same calls in the same order as rank 0 makes them."""
+    # An interrupt from the terminal reaches every process; what it means for the run is rank 0's to decide.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     _join(place, _meeting_place(place.port, is_master=False))
     learner = checkpoints.restore(checkpoint)
     while True:

@@ -53,6 +53,8 @@ class Kill:
     pid: int
     at: float
     healed_s: float | None = None
+    simulators: int = 0
+    """How many there were, with the one that was killed."""
 
 
 @dataclass
@@ -138,11 +140,12 @@ class Chaos:
         struck: list[Kill] = []
         for role in self._rng.sample(self._roles, wanted):
             pid = self.run.until(partial(self._pid, role), what=f"{role} was up", within_s=HEALED_S)
+            simulators = len(self._simulators()) if role == "simulator" else 0
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue  # it ended with a victim before it
-            struck.append(Kill(role, pid, time.time()))
+            struck.append(Kill(role, pid, time.time(), simulators=simulators))
         self.report.kills += struck
         waiting = list(struck)
         while waiting:
@@ -165,7 +168,8 @@ class Chaos:
     def _is_back(self, kill: Kill) -> bool:
         """Of use again: ready in its own words, and another process."""
         if kill.role == "simulator":
-            return len(self._simulators()) >= self._pool_size
+            alive = {process.pid for process in self._simulators()}
+            return kill.pid not in alive and len(alive) >= min(kill.simulators, self._pool_size)
         if kill.role == "worker":
             log = read_events(self.run.directory / "logs" / "rollout.jsonl")
             return any(event["event"] == "rollout.worker_ready" and event["time"] > kill.at for event in log[-400:])

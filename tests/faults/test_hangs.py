@@ -36,6 +36,8 @@ from tests.parts.silent_server import silent_server
 from tests.parts.trainer_batches import quick, recorded_batch
 from tests.parts.trainer_ledger import MemoryLedger, trainer_loop
 
+LONG_S = 300.0
+"""For whole runs: the machine may be busy with other things."""
 QUIET = EventLog("test", echo=io.StringIO())
 
 
@@ -156,10 +158,10 @@ def run(tmp_path: Path) -> Iterator[SmallRun]:
 def stopped_and_survived(run: SmallRun, role: str) -> dict[str, Any]:
     """SIGSTOP a process in the middle of a run; the event that names it."""
     run.start()
-    run.until(lambda: run.step() >= 4, what="step 4")
-    pid = run.until(lambda: run.pid(role), what=f"{role} was up")
+    run.until(lambda: run.step() >= 4, what="step 4", within_s=LONG_S)
+    pid = run.until(lambda: run.pid(role), what=f"{role} was up", within_s=LONG_S)
     os.kill(pid, signal.SIGSTOP)
-    summary = run.wait(280)
+    summary = run.wait(LONG_S)
     assert (summary["exit_code"], summary["steps"], summary["audit"]) == (0, 60, "ok"), summary["told"]
     assert not psutil.pid_exists(pid)
     silent = [e for e in read_events(run.directory / "logs" / "supervisor.jsonl") if e["event"] == "run.process_silent"]
@@ -169,11 +171,13 @@ def stopped_and_survived(run: SmallRun, role: str) -> dict[str, Any]:
     return named[0]
 
 
+@pytest.mark.timeout(2 * LONG_S)
 def test_a_stopped_policy_server_is_named_replaced_and_the_run_goes_on(run: SmallRun) -> None:
     assert "stopped by a signal" in stopped_and_survived(run, "policy")["stack"]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2 * LONG_S)
 @pytest.mark.parametrize("role", ["ledger", "trainer", "rollout"])
 def test_any_stopped_process_is_named_replaced_and_the_run_goes_on(run: SmallRun, role: str) -> None:
     stopped_and_survived(run, role)
@@ -190,7 +194,7 @@ def test_a_run_whose_engine_never_answers_stops_with_exit_code_1_and_the_cause(t
     ]
     run = SmallRun(tmp_path, overrides)
     try:
-        summary = run.start().wait(200)
+        summary = run.start().wait(LONG_S)
         assert (summary["exit_code"], summary["end"]) == (1, "failed")
         assert "was not answered within 2 s" in summary["told"]
     finally:

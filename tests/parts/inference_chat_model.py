@@ -14,7 +14,7 @@ TEMPLATE = (
 MAX_LEN = 512
 
 
-def chat_model(directory: Path, *, seed: int = 1) -> Path:
+def chat_model(directory: Path, *, seed: int = 1, is_tied: bool = True) -> Path:
     build = ModelBuildConfig(
         # Heads of 32: vLLM's attention on a CPU knows no smaller ones.
         hidden_size=64,
@@ -26,5 +26,6 @@ def chat_model(directory: Path, *, seed: int = 1) -> Path:
         tokenizer="bytes",
         chat_template=TEMPLATE,
         initializer_range=0.3,
+        tie_embeddings=is_tied,
     )
     return prepare_model_directory(ModelConfig(build=build), directory, seed=seed)

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import threading
 import time
 from typing import Any
 
@@ -29,6 +30,16 @@ def converse_in_a_thread(row: dict[str, Any], base_url: str) -> str:
             messages.append({"role": "user", "content": question})
             said = client.chat.completions.create(model="m", messages=messages).choices[0].message.content or ""
             messages.append({"role": "assistant", "content": said})
+    return said
+
+
+_TOGETHER = threading.Barrier(40)
+
+
+def wait_for_the_others(row: dict[str, Any], base_url: str) -> str:
+    """Ends only if all of them run at the same time."""
+    said = converse_in_a_thread(row, base_url)
+    _TOGETHER.wait(timeout=120)
     return said
 
 

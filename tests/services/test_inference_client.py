@@ -254,16 +254,21 @@ async def test_weights_reach_every_replica_and_are_reported(workshop: Workshop) 
         assert list(await weights.reported()) == [published, published]
 
 
-async def test_a_replica_that_is_gone_is_told_when_the_deadline_is_over(workshop: Workshop) -> None:
+async def test_a_replica_that_is_gone_is_quarantined_and_the_last_one_is_told(workshop: Workshop) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         gone = f"http://127.0.0.1:{unused.getsockname()[1]}"
-        async with opened(workshop) as (_, _, url), WeightTransferClient([url, gone], request_s=0.3) as weights:
-            published, path = workshop.weights(2)
-            with pytest.raises(TransientError, match=gone):
-                await weights.receive(published, str(path))
+        published, path = workshop.weights(2)
+        async with opened(workshop) as (_, _, url), WeightTransferClient([url, gone], request_s=5) as weights:
             with pytest.raises(TransientError, match=gone):
                 await weights.reported()
+            await weights.receive(published, str(path))
+            assert weights.quarantined == (gone,)
+            assert list(await weights.reported()) == [published]
+        async with WeightTransferClient([gone], request_s=0.3) as weights:
+            with pytest.raises(TransientError, match=gone):
+                await weights.receive(published, str(path))
+            assert weights.quarantined == ()
 
 
 async def test_the_trainer_can_pause_and_resume_all_replicas(workshop: Workshop) -> None:

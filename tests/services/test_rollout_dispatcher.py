@@ -124,13 +124,24 @@ async def test_a_group_that_hangs_is_given_back_at_its_deadline(tmp_path: Path) 
     await play.run()
     assert [(gid, cause) for gid, _, cause in sink.released] == [("t0@0", "deadline")]
     assert sink.rows[GroupId("t0@0")].drop == "attempts: deadline"
-    (stalled,) = play.events("rollout.group_stalled")
-    assert (stalled["group_id"], stalled["attempt"]) == ("t0@0", 1)
-    assert stalled["age_s"] >= 0.4
-    assert "rollout.sample.t0@0.3" in stalled["stack"]
-    assert "rollout_functions.py" in stalled["stack"]
     assert play.tasks.state().unsettled == 0, "what the ledger dropped is not waited for"
     assert sink.rows[GroupId("t1@0")].state == "queued"
+
+
+async def test_where_a_late_group_hangs_is_told_with_its_age_and_the_stack_of_every_episode(tmp_path: Path) -> None:
+    sink = MemorySink(capacity=1, deadline_s=2.0, max_attempts=1, wanted=1_000_000)
+    play = dispatching(tmp_path, [{"deed": "hang"}], sink=sink, epochs=None)
+    running = asyncio.create_task(play.run())
+    async with asyncio.timeout(60):
+        while not (told := play.events("rollout.group_stalled")):  # noqa: ASYNC110  # a file has no event to wait for
+            await asyncio.sleep(0.05)
+    await sink.end()
+    await running
+    stalled = told[0]
+    assert (stalled["group_id"], stalled["attempt"]) == ("t0@0", 1)
+    assert stalled["age_s"] > 0
+    assert "rollout.sample.t0@0.3" in stalled["stack"]
+    assert "rollout_functions.py" in stalled["stack"]
 
 
 async def test_an_attempt_that_the_ledger_took_for_lost_makes_way_for_the_next_one(tmp_path: Path) -> None:

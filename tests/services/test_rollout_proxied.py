@@ -98,6 +98,15 @@ async def test_an_outage_is_never_a_reward_even_where_the_agent_swallows_it(tmp_
         await played(tmp_path, ROW, agent=f"{PROGRAMS}:swallow_everything", reward=REWARD)
 
 
+async def test_forty_plain_agents_wait_side_by_side(tmp_path: Path) -> None:
+    """Each in a thread of its own: a shared pool would let the last ones wait for the first."""
+    settings = {"agent": f"{PROGRAMS}:wait_for_the_others", "reward": REWARD}
+    async with agent_world(tmp_path, lambda _: "yes<|im_end|>", settings=settings) as (setup, _):
+        play = make_rollout(setup)
+        samples = await asyncio.gather(*(play(dict(ROW)) for _ in range(40)))
+    assert [sample.reward for sample in samples if sample is not None] == [1.0] * 40
+
+
 async def test_an_agent_that_never_asked_is_named(tmp_path: Path) -> None:
     with pytest.raises(EpisodeError, match=r"without asking the policy once \(it returned 1\.0\)"):
         await played(tmp_path, ROW, agent=f"{PROGRAMS}:say_nothing")

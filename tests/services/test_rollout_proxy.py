@@ -1,5 +1,6 @@
 """The proxy with the real `openai` client: what an unchanged agent says becomes exactly what the engine consumed and produced."""
 
+import asyncio
 import json
 import time
 from pathlib import Path
@@ -310,6 +311,19 @@ async def test_a_limit_is_an_outcome_that_clients_do_not_retry(tmp_path: Path) -
         sample = session.build(reward=0.0)
     assert sample.finish_reason is EndReason.MAX_TURNS
     assert_is_what_the_engine_saw(sample, record)
+
+
+async def test_requests_side_by_side_become_branches_and_cannot_outrun_the_limit(tmp_path: Path) -> None:
+    async with agent_world(tmp_path, lambda _: "yes<|im_end|>", limits=EpisodeLimits(max_turns=3)) as (setup, record):
+        async with setup.open_proxy_session() as session, client_of(session) as client:
+            asked = [ask(client, [{"role": "user", "content": f"question {n}"}]) for n in range(5)]
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+        refused = [answer for answer in answers if isinstance(answer, openai.APIStatusError)]
+        assert [error.status_code for error in refused] == [410, 410]
+        sample = session.build(reward=1.0)
+    assert len(sample.turns) == len(sample.sequences) == 3
+    trained = {tuple(row.token_ids.tolist()) for row in sample.sequences}
+    assert trained == {tuple(consumed + produced) for consumed, produced in record.turns}
 
 
 async def test_weights_older_than_the_groups_admission_do_not_answer_and_the_episode_keeps_the_cause(

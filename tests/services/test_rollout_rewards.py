@@ -47,13 +47,13 @@ def reward_children() -> list[psutil.Process]:
 
 
 async def test_a_catastrophic_regex_and_an_endless_loop_cost_their_own_sample_and_their_process_only() -> None:
-    async with pool_of("regex", "endless", timeout_s=0.5) as pool:
+    async with pool_of("regex", "endless", timeout_s=1.0) as pool:
         fine = await pool.score("regex", case("aaa"))
         stuck = await asyncio.gather(pool.score("regex", case(BAIT)), pool.score("endless", case("loop")))
         after = await pool.score("endless", case("fine"))
     assert fine.value == 1.0
     assert [score.value for score in stuck] == [None, None]
-    assert all("did not end within 0.5 s" in str(score.cause) for score in stuck)
+    assert all("did not end within 1 s" in str(score.cause) for score in stuck)
     assert pool.kills == 2
     assert after.value == 0.5, "the process was replaced"
     assert reward_children() == []
@@ -180,13 +180,13 @@ async def test_a_group_is_scored_by_weighted_functions_and_all_of_them_are_recor
 
 async def test_samples_that_cannot_be_scored_are_kept_counted_and_not_played_again(tmp_path: Path) -> None:
     functions = {"endless": {"path": f"{PARTS}:endless"}}
-    rewards = {"functions": functions, "timeout_s": 0.4, "processes": 2}
+    rewards = {"functions": functions, "timeout_s": 1.5, "processes": 2}
     play = dispatching(tmp_path, [{"deed": "say_loop"}, {}], rewards=rewards, retry_budget=4)
     await play.run()
     dropped = play.sink.rows[next(iter(play.sink.rows))]
     assert dropped.drop is not None
     assert dropped.drop.startswith("invalid: 0 of 4 samples scorable")
-    assert "4 x reward endless: did not end within 0.4 s" in dropped.drop
+    assert "4 x reward endless: did not end within 1.5 s" in dropped.drop
     assert dropped.group is not None
     assert [sample.reward for sample in dropped.group.samples] == [None] * 4
     assert dropped.outcome is not None

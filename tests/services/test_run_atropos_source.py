@@ -114,24 +114,29 @@ def test_our_trainer_learns_from_what_an_atropos_environment_posts(tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_killed_and_resumed_nothing_posted_is_trained_twice(tmp_path: Path) -> None:
     port = free_port()
     with posting(f"http://127.0.0.1:{port}"):
         first = run_on(tmp_path, port).start()
-        first.until(lambda: first.step() >= 2, what="two steps")
-        first.kill("supervisor")
-        first.process.communicate(timeout=60)
+        try:
+            first.until(lambda: first.step() >= 2, what="two steps", within_s=280)
+            first.kill("supervisor")
+            first.process.communicate(timeout=60)
+        finally:
+            first.stop()
         summary = run_on(tmp_path, port).start().wait(280)
     assert summary["exit_code"] == 0, summary["told"]
     assert_trained_from_posts(tmp_path / "run", "atropos.env0")
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(not PYTHON.exists(), reason="make test-atropos installs atroposlib")
 def test_an_unmodified_atropos_environment_is_a_source_of_groups(tmp_path: Path) -> None:
     port = free_port()
     run = run_on(tmp_path, port).start()
-    run.until((run.directory / "model" / "tokenizer.json").exists, what="the tokenizer")
+    run.until((run.directory / "model" / "tokenizer.json").exists, what="the tokenizer", within_s=280)
     command = [str(PYTHON), str(EXAMPLE / "echo_env.py"), f"http://127.0.0.1:{port}", str(run.directory / "model")]
     env = subprocess.Popen(command, env={**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"})
     try:
@@ -139,5 +144,6 @@ def test_an_unmodified_atropos_environment_is_a_source_of_groups(tmp_path: Path)
     finally:
         env.kill()
         env.wait()
+        run.stop()
     assert summary["exit_code"] == 0, summary["told"]
     assert_trained_from_posts(tmp_path / "run", "atropos.env0")

@@ -49,10 +49,6 @@ def _tokenizer(source: Path, pad_token: str | None) -> Any:
     with _told_as(source):
         tokenizer: Any = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
     if pad_token is not None:
-        if tokenizer.convert_tokens_to_ids(pad_token) in (None, tokenizer.unk_token_id) and (
-            pad_token != tokenizer.unk_token
-        ):
-            raise RunError(f"{source} has no token {pad_token!r} to pad with: it is another model than expected")
         tokenizer.pad_token = pad_token
     return tokenizer
 
@@ -60,6 +56,9 @@ def _tokenizer(source: Path, pad_token: str | None) -> Any:
 def _fresh_model(source: Path, tokenizer: Any) -> Any:
     with _told_as(source):
         read: Any = AutoModelForCausalLM.from_pretrained(str(source.parent), gguf_file=source.name, dtype=torch.float32)
+    if not 0 <= (tokenizer.pad_token_id or 0) < read.config.vocab_size:
+        # The library gives a token that it does not find a new number beyond the vocabulary.
+        raise RunError(f"{source} has no token {tokenizer.pad_token!r} to pad with: it is another model than expected")
     config = read.config.__class__.from_dict(
         {name: value for name, value in read.config.to_dict().items() if name != "quantization_config"}
     )

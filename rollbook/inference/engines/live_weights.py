@@ -6,6 +6,7 @@ are brought over beforehand, on a stream of their own, so that what happens betw
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -57,7 +58,7 @@ class LiveWeights:
         if self._staging is not None:
             with torch.cuda.stream(self._staging), torch.inference_mode():
                 sources = [
-                    source.to(device=self._device, dtype=target.dtype, non_blocking=False)
+                    source.to(device=self._device, non_blocking=True).to(target.dtype)
                     for source, target in zip(sources, targets, strict=True)
                 ]
             self._staging.synchronize()
@@ -115,8 +116,10 @@ def _as_torch(name: str, tensor: TensorSource, target: Tensor) -> Tensor:
         raise WeightsError(f"tensor {name} has {len(tensor.data)} bytes for {count} numbers; nothing was loaded")
     if not count:
         return torch.empty(tensor.shape, dtype=dtype)
-    # A private copy: torch wants writable memory, and the mapped file is read-only and may go away.
-    return torch.frombuffer(bytearray(tensor.data), dtype=dtype).view(tensor.shape)
+    # A private copy: the mapped file is read-only and may go away. For a GPU in memory it can fetch from directly.
+    host = torch.empty(tensor.shape, dtype=dtype, pin_memory=target.device.type == "cuda")
+    host.view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(tensor.data, dtype=np.uint8)
+    return host
 
 
 def _some(names: Sequence[str]) -> str:

@@ -89,11 +89,6 @@ class Runner:
         self._tokens_S[rows_N] = tokens_N
         self._logprobs_S[rows_N] = logprobs_N
 
-    def set_tokens(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
-        """Say which token each row consumes next."""
-        if rows:
-            self._tokens_S[on_device(torch.tensor(rows), self._device)] = on_device(torch.tensor(tokens), self._device)
-
     def move_tokens(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         sources_N = on_device(torch.tensor(sources), self._device)
         self._tokens_S[on_device(torch.tensor(targets), self._device)] = self._tokens_S[sources_N]

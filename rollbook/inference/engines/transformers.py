@@ -275,7 +275,14 @@ class TransformersEngine:
         if arrived:
             self._inbox.put(arrived)
         if cancelled:
-            self._inbox.put(lambda: self._stepper.leave(cancelled))
+            self._inbox.put(lambda: self._leave(cancelled))
+
+    def _leave(self, cancelled: Sequence[Request]) -> None:
+        """The thread's part of it. Who waits leaves the queue, too: the dead must not keep it full."""
+        self._stepper.leave(cancelled)
+        waiting = deque(request for request in self._waiting if not request.answer.done())
+        self._admitted += len(self._waiting) - len(waiting)
+        self._waiting = waiting
 
     async def _order(self, act: Order) -> None:
         """Have the thread do something between two steps; returns when it is done, raises what it raised."""
@@ -393,17 +400,17 @@ class TransformersEngine:
                 self._is_cache_outdated = False
             self._admit()
             if self._stepper.num_running:
-                more, preempted = self._stepper.round(publication.id)
-                finished.add(more)
-                # Who made room goes on first.
-                self._waiting.extendleft(reversed(preempted))
-                self._admitted -= len(preempted)
+                self._stepper.round(publication.id, finished)
         except Exception as error:  # a forward failed as a whole: fail who was in it, and live
             self._is_cache_outdated = False
             message = (
                 f"a forward of {self._stepper.num_running} running requests failed: {type(error).__name__}: {error}"
             )
             finished.failed.extend((request, GenerationError(message)) for request in self._stepper.clear())
+        # Who made room goes on first.
+        preempted = self._stepper.take_preempted()
+        self._waiting.extendleft(reversed(preempted))
+        self._admitted -= len(preempted)
         return finished
 
     def _admit(self) -> None:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from rollbook.inference.engines.torch_ops import HeadShape
 
-ATTEND_BLOCK = 64
+ATTEND_BLOCK, ATTEND_WARPS, ATTEND_STAGES = 64, 4, 3
+"""Positions a program reads at once, its warps, and how many reads are under way."""
 SAMPLE_BLOCK = 4096
 GATE_BLOCK = 1024
 
@@ -182,7 +183,7 @@ def launch_attend_one(
         heads.size**-0.5, joint.shape[1], joint.shape[3], splits,
         KEYS=heads.keys, GROUP=heads.group, SIZE=heads.size,
         GROUP_BLOCK=group_block, SIZE_BLOCK=size_block, BLOCK=ATTEND_BLOCK, IS_SPLIT=splits > 1,
-        PRECISION="ieee" if fused_NX.dtype == torch.float32 else "tf32", num_warps=4, num_stages=3,
+        PRECISION="ieee" if fused_NX.dtype == torch.float32 else "tf32", num_warps=ATTEND_WARPS, num_stages=ATTEND_STAGES,
     )  # fmt: skip
     if splits > 1:
         _join_splits[(count, heads.queries)](

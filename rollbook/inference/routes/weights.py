@@ -69,7 +69,7 @@ class WeightRoutes:
         return json_response({"success": True, "new_version": asked})
 
     async def info(self, _request: web.Request) -> web.Response:
-        return json_response(WeightInfo.of(self._engine.publication))
+        return json_response(WeightInfo.of(self._engine.publication, self._dtype))
 
     async def check(self, request: web.Request) -> web.Response:
         raw = await request.read()

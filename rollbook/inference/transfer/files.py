@@ -11,11 +11,11 @@ import shutil
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.policy import Publication
+from rollbook.inference.transfer.safetensors_file import write_file
 from rollbook.inference.transfer_way import WayPlace, message
 from rollbook.inference.wire_weights import Backend, InitInfo, UpdateInfo
 
@@ -84,7 +84,7 @@ class FileWay:
         unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
             # Not synced: after a crash these weights are published anew, under another id.
-            save_file(plain, str(unfinished), metadata={"format": "pt", "rollbook_digest": digest})
+            write_file(plain, unfinished, metadata={"format": "pt", "rollbook_digest": digest})
             unfinished.replace(path)
         except OSError as error:
             raise RunError(f"weights cannot be written to {path}: {error.strerror or error}") from error

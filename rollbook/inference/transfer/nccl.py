@@ -52,8 +52,11 @@ class NcclWay:
 
     async def put(self, publication: Publication, weights: Mapping[str, Tensor]) -> str:
         location = f"nccl:{publication.id}"
-        # Copies: the trainer learns on while they move.
-        self._kept[location] = {name: tensor.detach().clone().contiguous() for name, tensor in weights.items()}
+        # Copies, on the GPU that sends: the trainer learns on while they move.
+        device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+        self._kept[location] = {
+            name: tensor.detach().to(device, copy=True).contiguous() for name, tensor in weights.items()
+        }
         return location
 
     async def keep_only(self, locations: Collection[str]) -> None:

@@ -60,7 +60,7 @@ def pack(weights: Mapping[str, Tensor], *, device: str = "cpu") -> Tensor:
     places, size = layout(heads_of(weights))
     packed = torch.zeros(size, dtype=torch.uint8, device=device)
     for place, tensor in zip(places, weights.values(), strict=True):
-        packed[place.start : place.end].copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+        packed[place.start : place.end].copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8), non_blocking=packed.is_cuda)
     return packed
 
 

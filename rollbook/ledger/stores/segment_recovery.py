@@ -68,15 +68,22 @@ def first_free(db: sqlite3.Connection) -> int:
 
 
 def remove_unused(db: sqlite3.Connection, directory: Path) -> int:
-    """Files that no row points to: of commits that never were, or emptied before the last stop. The log must be on the disk."""
-    used = set(pointed_to(db))
-    unused = [segment for segment in segments_in(directory) if segment not in used]
-    removed = [segment for segment in unused if not is_written(directory, segment)]
-    for segment in removed:
-        remove_segment(directory, segment)
-    # The last mark stays: it is what keeps numbers from being used again.
-    marked = [segment for (segment,) in db.execute("SELECT segment FROM segments ORDER BY segment")]
-    stale = [(segment,) for segment in marked[:-1] if segment not in used]
-    if stale:
-        db.executemany("DELETE FROM segments WHERE segment = ?", stale)
+    """Files that no row points to: of commits that never were, or emptied before the last stop. The log must be on the disk.
+
+    Nobody can commit meanwhile: another writer's file is pointed to already, or it is still locked.
+    """
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        used = set(pointed_to(db))
+        unused = [segment for segment in segments_in(directory) if segment not in used]
+        removed = [segment for segment in unused if not is_written(directory, segment)]
+        for segment in removed:
+            remove_segment(directory, segment)
+        # The last mark stays: it is what keeps numbers from being used again.
+        marked = [segment for (segment,) in db.execute("SELECT segment FROM segments ORDER BY segment")]
+        stale = [(segment,) for segment in marked[:-1] if segment not in used]
+        if stale:
+            db.executemany("DELETE FROM segments WHERE segment = ?", stale)
+    finally:
+        db.execute("COMMIT")
     return len(removed)

@@ -14,7 +14,7 @@ from rollbook.rollout.contract import RolloutSetup
 from rollbook.rollout.policy import EpisodePolicy
 from rollbook.rollout.proxy_setup import proxy_sessions
 from rollbook.rollout.rendering import ModelTokenizer
-from rollbook.run.policy_access import open_policy
+from rollbook.run.policy_access import open_policy, policy_urls
 from rollbook.telemetry.events import EventLog
 
 
@@ -48,7 +48,7 @@ async def build_setup(settings: Mapping[str, Any]) -> AsyncIterator[RolloutSetup
                 open_environment=open_environment,
                 log=log,
                 settings=rollout.settings,
-                policy_url=settings["policy_url"],
+                policy_url=policy_urls(settings["policy_url"])[0],
                 open_proxy_session=open_proxy_session,
             )
     finally:

@@ -5,12 +5,14 @@ import os
 from typing import Any
 
 from rollbook.contracts.admission import RunId
-from rollbook.contracts.errors import FencedError
+from rollbook.contracts.errors import FencedError, RunError
 from rollbook.ledger.client import open_ledger_client
 from rollbook.run.child import RoleContext
 from rollbook.run.model_location import model_location
 from rollbook.run.policy_access import open_weights
+from rollbook.telemetry.forwarding import Forwarder
 from rollbook.telemetry.metrics import MetricRecorder
+from rollbook.telemetry.sinks.sink import open_sinks
 from rollbook.trainer.loop import LoopEnd, LoopOutcome, TrainerLoop
 from rollbook.trainer.metrics import TRAINER_METRICS
 
@@ -51,8 +53,25 @@ async def main(context: RoleContext) -> str:
             log=context.log,
         )
         context.channel.ready(f"pid {os.getpid()}, loading")
-        outcome = await _run_until_drained(loop, context)
+        with _forwarder(context):
+            outcome = await _run_until_drained(loop, context)
     return _told(outcome)
+
+
+def _forwarder(context: RoleContext) -> Forwarder:
+    """This process carries what all measured to TensorBoard and the like: it lives as long as there is something to measure."""
+    config = context.loaded.config
+    try:
+        sinks = open_sinks(
+            config.telemetry,
+            directory=context.directory.path,
+            run_name=config.run.name,
+            settings=config.model_dump(mode="json"),
+        )
+    except ImportError as error:
+        raise RunError(str(error)) from error
+    position = context.directory.path / "telemetry_position"
+    return Forwarder(context.directory.metrics_file, sinks, position_file=position)
 
 
 async def _run_until_drained(loop: TrainerLoop, context: RoleContext) -> LoopOutcome:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from rollbook.dashboard.figures import ProcessLine, RunFigures
 from rollbook.dashboard.queries import RunReader
-from rollbook.dashboard.terminal import PlainView, TerminalView, open_view
+from rollbook.dashboard.terminal import PlainView, TerminalView, flow, open_view
 from rollbook.dashboard.wording import SPARKS, duration, sparkline
 from tests.parts.dashboard_run_dir import append_rows, trainer_row
 
@@ -143,3 +143,9 @@ def test_a_rising_series_has_rising_blocks() -> None:
 )
 def test_durations_are_short_words(seconds: float | None, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_a_biased_selection_is_shown_with_its_worst_measure() -> None:
+    gauges = {"fairness/biased_measures": 2.0, "fairness/ks_tokens": 0.15, "fairness/ks_seconds": 0.4}
+    assert "trained groups are unlike the dispatched in seconds" in flow(RunFigures(gauges=gauges))
+    assert "unlike" not in flow(RunFigures(gauges={**gauges, "fairness/biased_measures": 0.0}))

@@ -65,6 +65,13 @@ def test_a_recipe_that_cannot_cross_the_process_edge_names_the_field() -> None:
         recipe.pickled()
 
 
+def test_the_innermost_part_that_cannot_be_sent_is_named() -> None:
+    grader = {"grader": {"clients": [1, lambda: 0]}}
+    recipe = WorkerRecipe(builder="a:b", rollout="c", rules=GroupRules(completions_per_prompt=2), settings=grader)
+    with pytest.raises(RunError, match=r"settings\['grader'\]\['clients'\]\[1\] \(a function\) cannot be pickled"):
+        recipe.pickled()
+
+
 class _Asked:
     """A policy that remembers how it was asked, and may take its time."""
 

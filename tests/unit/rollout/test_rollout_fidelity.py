@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rollbook.cli.main import app
-from rollbook.rollout.fidelity import CASES, Finding, Verdict, advice, check_template
+from rollbook.rollout.fidelity import CASES, TOOL_CASES, Finding, Verdict, advice, check_template
 from tests.parts.rollout_agents import FORGETS_THINKING, TOOLS_TEMPLATE, fast_words, word_tokenizer
 from tests.parts.rollout_world import CHATML, FORGETFUL
 
@@ -22,7 +22,7 @@ def findings(template: str) -> dict[str, Finding]:
 def test_a_template_that_keeps_everything_holds_in_every_case() -> None:
     found = findings(TOOLS_TEMPLATE)
     assert {finding.verdict for finding in found.values()} == {Verdict.EXACT}
-    assert len(found) == len(CASES)
+    assert len(found) == len(CASES) + len(TOOL_CASES["hermes"])
     assert "`linear`" in advice(list(found.values()))
     # The very thing that exact tokens are for: the template writes the call another way than the policy did.
     assert found["tool call and result"].drift is not None
@@ -34,6 +34,17 @@ def test_chatml_without_tools_holds_and_says_that_tools_are_not_shown() -> None:
     assert found["tool call and result"].verdict is Verdict.UNSUPPORTED
     assert "does not show tools" in found["tool call and result"].detail
     assert all(f.verdict is Verdict.EXACT for f in found.values() if "tool" not in f.case and "call" not in f.case)
+
+
+def test_calls_are_written_as_the_model_writes_them() -> None:
+    """Llama 3 writes bare JSON: its template keeps it where it is read as that, and seems to rewrite it where it is not."""
+    bare = (
+        TOOLS_TEMPLATE.replace("<tool_call>\n", "").replace("\n</tool_call>", "").replace('"arguments"', '"parameters"')
+    )
+    as_json = {finding.case: finding for finding in check_template(word_tokenizer(bare), style="json")}
+    assert as_json["tool call and result"].verdict is Verdict.EXACT
+    assert as_json["tool call and result"].drift is not None
+    assert findings(bare)["tool call and result"].verdict is Verdict.REWRITTEN
 
 
 def test_a_template_that_strips_thinking_is_told_with_the_first_difference() -> None:

@@ -37,6 +37,14 @@ def test_five_failed_groups_in_a_row_stop_the_run_with_the_cause_and_where_to_lo
     assert isinstance(raised.value, RunError)
 
 
+def test_the_first_cause_is_told_beside_the_commonest() -> None:
+    breaker = CircuitBreaker(look_at="x")
+    breaker.record(FAILED, {"the disk is full": 1})
+    record(breaker, *[FAILED] * 3, cause="connection lost")
+    with pytest.raises(RolloutsFailingError, match=r"32 x connection lost; 1 x .*\. The first was: the disk is full\."):
+        record(breaker, FAILED, cause="connection lost")
+
+
 def test_half_of_the_last_twenty_failed_stops_the_run_and_less_does_not() -> None:
     breaker = CircuitBreaker(look_at="x")
     record(breaker, *([FAILED, USEFUL, USEFUL] * 20))

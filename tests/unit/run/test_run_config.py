@@ -4,8 +4,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from rollbook.contracts.errors import RunError
 from rollbook.run.config import ConfigError, changed_fields, dump_toml, load_config
+from rollbook.run.hosting import host
 from rollbook.run.resume import check_resume
 
 GOOD = """
@@ -137,3 +140,30 @@ def test_a_resume_may_not_change_what_the_record_was_made_with(tmp_path: Path, o
     other = load_config(written(tmp_path, GOOD), [override]).config
     with pytest.raises(ConfigError, match="start a new run"):
         check_resume(old, other, source="run")
+
+
+ATROPOS = """
+[model.build]
+vocabulary = ["a", "b"]
+[tasks]
+source = "atropos"
+[trainer]
+max_steps = 3
+"""
+
+
+def test_groups_that_others_post_leave_nothing_to_play_here(tmp_path: Path) -> None:
+    loaded = load_config(written(tmp_path, ATROPOS))
+    again = load_config(written(tmp_path, dump_toml(loaded.config)))
+    assert again.config == loaded.config, "a resolved config, which names every field, loads again"
+    faults = faults_of(tmp_path, ATROPOS + "[rollout]\nmax_turns = 2\n[env]\nname = 'maths'\n")
+    assert set(faults) == {"rollout", "env"}
+    assert "post" in faults["rollout"]
+    assert "epochs" in faults_of(tmp_path, ATROPOS, ("tasks.epochs=2",))["tasks"]
+    assert "source" in faults_of(tmp_path, GOOD, ("tasks.atropos.port=9000",))["tasks"]
+
+
+def test_a_hosted_run_refuses_settings_of_a_trainer_that_is_not_ours(tmp_path: Path) -> None:
+    path = written(tmp_path, GOOD + "lr = 0.5\n")
+    with pytest.raises(RunError, match=r"trainer\.lr: not read by `rollbook host`"):
+        host(path, run_dir=tmp_path / "run", overrides=(), parent_fd=None, console=Console(quiet=True))

@@ -1,6 +1,7 @@
 """Metrics reach TensorBoard and Weights & Biases (offline), once each, also over restarts; a failing sink stops nothing."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,10 @@ def test_wandb_offline_keeps_what_was_measured(tmp_path: Path, monkeypatch: pyte
     with Forwarder(tmp_path / "metrics.jsonl", sinks, position_file=tmp_path / "position"):
         pass
     (kept,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    # Its own process writes the file, a moment later.
+    until = time.monotonic() + 60
+    while b"train/loss" not in kept.read_bytes() and time.monotonic() < until:
+        time.sleep(0.1)
     content = kept.read_bytes()
     assert b"train/loss" in content
     assert b"trainer_step" in content

@@ -15,6 +15,7 @@ from rollbook.trainer.metrics import batch_metrics, time_metrics
 from rollbook.trainer.recipe import OWN_SETTINGS
 from rollbook.trainer.settings_history import Era, SettingsHistory
 from rollbook.trainer.staleness import check_lag
+from rollbook.trainer.work import peak_flops
 from tests.parts.trainer_batches import batch_of, row, sample
 
 
@@ -145,6 +146,14 @@ def test_overlap_is_the_part_of_the_time_that_was_not_waited() -> None:
     assert (measured["perf/wait_time_ratio"], measured["perf/overlap_ratio"]) == (0.25, 0.75)
     assert measured["perf/tokens_per_s"] == 10.0
     assert time_metrics(wait_s=0.0, train_s=0.0, num_tokens=0)["perf/overlap_ratio"] is None
+
+
+def test_what_was_computed_is_told_as_a_part_of_the_peak() -> None:
+    assert time_metrics(wait_s=0.0, train_s=2.0, num_tokens=1, flops=1e15, peak_flops=1e15)["perf/mfu"] == 0.5
+    assert time_metrics(wait_s=0.0, train_s=2.0, num_tokens=1, flops=1e15)["perf/mfu"] is None
+    assert peak_flops("NVIDIA H200") == 989e12
+    assert peak_flops("NVIDIA H100 PCIe") == 756e12
+    assert peak_flops("an unknown card") is None
 
 
 def test_a_loss_has_values_of_its_own_until_others_are_set() -> None:

@@ -247,7 +247,13 @@ async def test_metrics_and_spans_tell_what_each_step_did(tmp_path: Path) -> None
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2]
     missing = [metric.name for metric in TRAINER_METRICS if rows[1][metric.name] is None]
-    unasked = {"train/correction_mean", "train/correction_clip_frac", "train/correction_ess", "train/reference_kl"}
+    unasked = {
+        "perf/mfu",
+        "train/correction_mean",
+        "train/correction_clip_frac",
+        "train/correction_ess",
+        "train/reference_kl",
+    }
     assert set(missing) == {"rollout/accuracy", *unasked}, (
         "the record does not say what was solved; all else is measured"
     )

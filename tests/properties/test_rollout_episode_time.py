@@ -1,0 +1,48 @@
+"""The clock of an episode: every second is its own or was waited, and none is both."""
+
+from contextlib import ExitStack
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollbook.concurrency.clock import ManualClock
+from rollbook.rollout.episode_time import EpisodeTime
+
+seconds = st.integers(0, 100).map(float)
+moves = st.lists(
+    st.one_of(
+        st.tuples(st.just("pass"), seconds),
+        st.tuples(st.just("wait"), st.just(0.0)),
+        st.tuples(st.just("go on"), seconds),
+    ),
+    max_size=40,
+)
+
+
+@given(moves, st.integers(1, 500).map(float))
+def test_every_second_is_the_episodes_own_or_was_waited(steps: list[tuple[str, float]], budget: float) -> None:
+    clock = ManualClock()
+    time = EpisodeTime(budget, clock=clock)
+    began, before = clock.now(), 0.0
+    waits: list[tuple[ExitStack, float]] = []
+    for what, amount in steps:
+        if what == "pass":
+            clock.jump(amount)
+        elif what == "wait":
+            stack = ExitStack()
+            stack.enter_context(time.waiting())
+            waits.append((stack, clock.now()))
+        elif waits:
+            stack, since = waits.pop()
+            with time.waiting() as wait:
+                # What was the episode's own doing cannot be longer than the wait itself.
+                wait.charge(min(amount, clock.now() - since))
+            stack.close()
+        assert time.used_s >= before, "time never runs backwards"
+        before = time.used_s
+        assert time.is_stopped == bool(waits)
+        assert 0.0 <= time.left_s <= budget
+        assert time.is_over == (time.used_s >= budget)
+    while waits:
+        waits.pop()[0].close()
+    assert time.used_s + time.waited_s == clock.now() - began

