@@ -103,10 +103,24 @@ def load_config(
     """
     table, faults = read_table(path, overrides)
     home = (source_dir or path.parent).resolve()
-    config, more = check_table(table, home) if is_checked else (RunConfig.model_validate(table), [])
+    config, more = check_table(table, home) if is_checked else _as_recorded(table)
     if config is None or faults or more:
         raise ConfigError(str(path), [*faults, *more])
     return LoadedConfig(config, home)
+
+
+def _as_recorded(table: Mapping[str, Any]) -> tuple[RunConfig | None, list[ConfigFault]]:
+    """The config of a run that is there already. What another version of Rollbook wrote may have other fields."""
+    try:
+        return RunConfig.model_validate(table), []
+    except ValidationError as error:
+        return None, [
+            ConfigFault(
+                ".".join(map(str, e["loc"])),
+                f"{plain_message(e['type'], e['msg'])} (was this run made by another version of Rollbook?)",
+            )
+            for e in error.errors()
+        ]
 
 
 def read_table(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], list[ConfigFault]]:

@@ -167,3 +167,12 @@ def test_a_hosted_run_refuses_settings_of_a_trainer_that_is_not_ours(tmp_path: P
     path = written(tmp_path, GOOD + "lr = 0.5\n")
     with pytest.raises(RunError, match=r"trainer\.lr: not read by `rollbook host`"):
         host(path, run_dir=tmp_path / "run", overrides=(), parent_fd=None, console=Console(quiet=True))
+
+
+def test_a_recorded_run_of_another_version_is_told_field_by_field(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(
+        '[model]\npath = "gone"\n[tasks]\nsource = "gone:tasks"\n[rollout]\nledger_patience_s = 3.0\n', encoding="utf-8"
+    )
+    with pytest.raises(ConfigError, match=r"rollout\.ledger_patience_s: unknown field.*another version of Rollbook"):
+        load_config(path, is_checked=False)
