@@ -6,13 +6,16 @@ know of the run, stands in `host.json` of the run directory as soon as all of th
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
 
 from rollbook.concurrency.parent_watch import die_with_parent
-from rollbook.contracts.errors import RunError
+from rollbook.contracts.admission import RunId
+from rollbook.contracts.errors import RunError, TransientError
+from rollbook.ledger.client import open_ledger_client
 from rollbook.run.config import RunConfig
 from rollbook.run.directory import RunDirectory, write_json
 from rollbook.run.launch import claim, settle
@@ -24,6 +27,8 @@ from rollbook.trainer.config import TrainerConfig
 
 HOST_FILE = "host.json"
 READ = ("max_steps", "seed")
+FINISH_POLL_S = 0.2
+"""Between looks at whether the trainer has ended the run."""
 
 
 def host(
@@ -42,13 +47,28 @@ def host(
         is_resumed = claim(loaded, directory, console)
         log = EventLog("supervisor", directory.log_file("supervisor"))
         log.info("host.started", resumed=is_resumed)
-        supervisor = Supervisor(loaded.config, directory, log=log, has_trainer=False)
+
+        async def until_finished(addresses: Mapping[str, str]) -> None:
+            await _until_finished(addresses["ledger"], loaded.config, log)
+
+        supervisor = Supervisor(loaded.config, directory, log=log, has_trainer=False, until_over=until_finished)
         try:
             outcome = asyncio.run(_hosted(supervisor, loaded.config, directory, console))
         finally:
             told.unlink(missing_ok=True)
         log.info("host.ended", how=outcome.end, message=outcome.message)
         return outcome
+
+
+async def _until_finished(ledger_url: str, config: RunConfig, log: EventLog) -> None:
+    """The dispatcher ends when no further group is needed; the trainer then still learns, publishes and saves the last steps."""
+    run = RunId(config.run.name)
+    async with open_ledger_client(ledger_url, run, request_s=config.ledger.request_s, log=log) as ledger:
+        while True:
+            with suppress(TransientError):
+                if (await ledger.status()).ended:
+                    return
+            await asyncio.sleep(FINISH_POLL_S)
 
 
 def _refuse_unread(config: RunConfig) -> None:

@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -58,7 +58,9 @@ class Supervisor:
         rule: RestartRule | None = None,
         say: Callable[[str], None] = lambda text: None,
         has_trainer: bool = True,
+        until_over: Callable[[Mapping[str, str]], Awaitable[None]] | None = None,
     ) -> None:
+        """`until_over` is given the addresses and waited for when the last process has ended, before the servers stop."""
         self._directory = directory
         self._log = log
         self._settings = config.run
@@ -69,6 +71,7 @@ class Supervisor:
         self._failure: str | None = None
         self._over = asyncio.Event()
         self._drained = False
+        self._until_over = until_over
         self._final_evaluation_s = config.evaluation.final_wait_s
         self._sockets: dict[str, socket.socket] = {}
         threads = {"policy": config.inference.threads, "trainer": config.trainer.threads}
@@ -105,7 +108,7 @@ class Supervisor:
             )
         ]
         self.addresses = addresses
-        # Where somebody else trains, the dispatcher is the last to hear that the run is over.
+        # Where somebody else trains, the dispatcher is the last of ours to end.
         self._last = next(p for p in self.processes if p.role == ("trainer" if has_trainer else "rollout"))
 
     async def run(self) -> RunOutcome:
@@ -164,6 +167,8 @@ class Supervisor:
                 process.move(ProcessState.ENDED, process.ended_with)
                 self._log.info("run.process_ended", process=process.name, how=process.ended_with)
                 if process is self._last:
+                    if self._until_over is not None:
+                        await self._until_over(self.addresses)
                     self._over.set()
                 return
             if process.role == "evaluation" and code == EXIT_STOP_RUN:
