@@ -35,7 +35,11 @@ def require_whole(run: SmallRun, *, steps: int = STEPS) -> None:
     assert json.loads(replayed.stdout)["steps"] == steps
 
 
-@pytest.mark.parametrize("role", ["trainer", "policy", "ledger", "rollout", "worker"])
+@pytest.mark.parametrize(
+    "role",
+    # The chaos test kills these two as well, several times; here they belong to the long suite.
+    ["trainer", "policy", "ledger", *(pytest.param(role, marks=pytest.mark.slow) for role in ("rollout", "worker"))],
+)
 def test_a_run_heals_when_a_process_is_killed_in_its_middle(run: SmallRun, role: str) -> None:
     run.start()
     run.until(lambda: run.step() >= 10, what="step 10")
