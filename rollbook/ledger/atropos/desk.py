@@ -34,6 +34,8 @@ MOST_TOGETHER = 64
 GATHER_S = 0.03
 """How long the first of them waits for others, as long as each few rounds of the event loop bring one."""
 QUIET_ROUNDS = 4
+LINGER_S = 0.002
+"""How long to wait for the next one while fewer have come than the last time. One client alone never waits."""
 MEGABYTE = 1_000_000
 
 
@@ -61,6 +63,8 @@ class AtroposDesk:
         self._arriving: list[tuple[Post, asyncio.Future[dict[str, Any]]]] = []
         """Bounded by the connections: each waits for its own."""
         self._storing: asyncio.Task[None] | None = None
+        self._num_before = 1
+        """Posts in the last transaction."""
         self._polled: dict[int, float] = {}
         self._serving = asyncio.Lock()
         store.listen(self._bell.ring)
@@ -198,11 +202,15 @@ class AtroposDesk:
     async def _gather(self) -> None:
         """Wait while more are coming in: posts that share a transaction cost half, and the loop is busy with reading anyway."""
         until = self._clock.now() + GATHER_S
-        num_before = 0
-        while num_before < len(self._arriving) < MOST_TOGETHER and self._clock.now() < until:
-            num_before = len(self._arriving)
+        num_seen = 0
+        while num_seen < len(self._arriving) < MOST_TOGETHER and self._clock.now() < until:
+            num_seen = len(self._arriving)
             for _ in range(QUIET_ROUNDS):
                 await asyncio.sleep(0)
+            if num_seen == len(self._arriving) < self._num_before:
+                # Whoever was answered a moment ago is about to come again.
+                await asyncio.sleep(LINGER_S)
+        self._num_before = len(self._arriving)
 
     async def _store_together(self, arriving: "list[tuple[Post, asyncio.Future[dict[str, Any]]]]") -> None:
         answered, self._answered = self._answered, []
