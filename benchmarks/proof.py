@@ -105,7 +105,7 @@ class Proof:
         if self._args.device == "cuda":
             # The GPU is shared: the engine leaves to the trainer what it does not need for its slots.
             table["inference"] |= {"kv_memory_mb": 6_000}
-        table["trainer"] |= {"device": self._args.device, "compute_dtype": dtype, "lr": 3e-5, "betas": [0.9, 0.999]}
+        table["trainer"] |= {"device": self._args.device, "compute_dtype": dtype, "lr": 1e-5, "betas": [0.9, 0.999]}
 
     def _rollbook(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
