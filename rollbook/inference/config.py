@@ -81,6 +81,11 @@ class InferenceConfig(BaseModel, frozen=True, extra="forbid"):
     """How weights reach the replicas. `auto`: shared memory for replicas that the run starts itself, else a directory that both
     sides see. `gloo`: over the network. `cuda_ipc`: trainer and policy on one GPU. `nccl`: to vLLM."""
 
+    publish: Literal["auto", "full", "adapter"] = "auto"
+    """What is published where `trainer.lora` is set: the `adapter` alone, under a versioned name beside the base that every replica
+    has, or the `full` weights, merged. `auto`: the adapter, where replicas can take one: not over `nccl`, and to vLLM only if
+    the run starts it. Without LoRA it is always `full`."""
+
     transfer_host: str = "127.0.0.1"
     """Address under which replicas reach the trainer, for `gloo` and `nccl`."""
 
