@@ -68,6 +68,8 @@ class Completion:
     finish_reason: FinishReason
     generation_s: float | None = None
     """Seconds from its first token to its last, where the server says so: what the policy itself took, without any queue."""
+    cached_tokens: int = 0
+    """Tokens of its prompt that an earlier request had computed already, with the same weights."""
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.logprobs) == len(self.versions):

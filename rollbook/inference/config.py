@@ -141,6 +141,10 @@ class InferenceConfig(BaseModel, frozen=True, extra="forbid"):
     prompt_memo_mb: float = Field(default=16.0, ge=0)
     """Memory for the next-token logits of prompts seen under the current weights: siblings of a group ask alike. 0: off."""
 
+    prefix_cache_share: float = Field(default=0.25, ge=0, lt=1)
+    """Share of `kv_memory_mb` for keys and values of finished requests: the next turn of an episode begins with the tokens of the
+    last one, and only the rest is prefilled. Least recently used go first, and all of them when weights arrive. 0: off."""
+
     kv_after_update: KvAfterUpdate = KvAfterUpdate.KEEP
     """What becomes of the cache of running requests when weights arrive."""
 

@@ -62,6 +62,8 @@ class EngineStats:
     """Seconds spent in steps."""
     kv_after_update: KvAfterUpdate
     """What becomes of the cache of running requests when weights arrive: a reply that spans two versions should say it."""
+    cached_tokens: int = 0
+    """Prompt tokens that were not computed again, because an earlier request had."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

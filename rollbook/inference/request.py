@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,15 +34,19 @@ class Request:
     """Touched by its engine only. Cancelling `answer` is how a caller aborts.
 
     `order` (of arrival), `row`, `segments` (row, first round, round after the last) and `is_finished` are the embedded engine's
-    notes: where in its slots and in its log the request is.
+    notes: where in its slots and in its log the request is. So are `mark` (the weights that its cache began with), `kept` (a copy of
+    that cache) and `cached_tokens` (of its prompt, taken over from an earlier request).
     """
 
     __slots__ = (
         "answer",
+        "cached_tokens",
         "first_token",
         "is_finished",
+        "kept",
         "limit",
         "logprobs",
+        "mark",
         "on_tokens",
         "order",
         "prompt",
@@ -78,6 +83,9 @@ class Request:
         self.row = -1
         self.segments: list[tuple[int, int, int | None]] = []
         self.is_finished = False
+        self.mark = 0
+        self.kept: Any = None
+        self.cached_tokens = 0
 
     def begins(self) -> None:
         """It is out of the queue. A request that lost its slot and comes back began long ago."""
@@ -123,6 +131,7 @@ class Request:
             versions=np.array(self.versions, dtype=np.int32),
             finish_reason=reason,
             generation_s=time.monotonic() - self.first_token if self.tokens else 0.0,
+            cached_tokens=self.cached_tokens,
         )
 
 

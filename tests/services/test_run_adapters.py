@@ -1,4 +1,4 @@
-"""A whole run with LoRA: adapters alone are published, the trainer is killed and resumes, and the record replays to the same digests."""
+"""A whole run with LoRA: adapters alone are published, the trainer is killed and resumes, and the record gives the same digests."""
 
 from pathlib import Path
 

@@ -132,6 +132,7 @@ class TransformersEngine:
             forwards=self.parts.runner.forwards,
             busy_s=self._busy.busy_s,
             kv_after_update=self._config.kv_after_update,
+            cached_tokens=self.parts.stepper.prefixes.cached_tokens,
         )
 
     def submit(

@@ -61,6 +61,7 @@ def _families(service: PolicyService) -> list[Family]:
         ("requests_queued", "requests that wait for a slot", Kind.GAUGE, stats.queued),
         ("requests_total", "requests answered", Kind.COUNTER, stats.requests),
         ("tokens_total", "tokens sampled", Kind.COUNTER, stats.tokens),
+        ("cached_prompt_tokens_total", "prompt tokens taken from the prefix cache", Kind.COUNTER, stats.cached_tokens),
         ("steps_total", "rounds of admitting, prefilling and decoding", Kind.COUNTER, stats.steps),
         ("forwards_total", "forwards of the model", Kind.COUNTER, stats.forwards),
         ("busy_seconds_total", "seconds spent in steps", Kind.COUNTER, stats.busy_s),
