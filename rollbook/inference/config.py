@@ -145,6 +145,10 @@ class InferenceConfig(BaseModel, frozen=True, extra="forbid"):
     """Share of `kv_memory_mb` for keys and values of finished requests: the next turn of an episode begins with the tokens of the
     last one, and only the rest is prefilled. Least recently used go first, and all of them when weights arrive. 0: off."""
 
+    prefix_cache_least: int | None = Field(default=None, ge=1)
+    """Beginnings shorter than this many tokens are not kept and not looked for. Unset: 512 on a GPU, where a captured prefill of a
+    short prompt is faster than a direct one of its rest; 32 elsewhere."""
+
     kv_after_update: KvAfterUpdate = KvAfterUpdate.KEEP
     """What becomes of the cache of running requests when weights arrive."""
 

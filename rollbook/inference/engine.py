@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.errors import EpisodeError, RunError, TransientError
-from rollbook.contracts.policy import Completion, Publication, SamplingParams
+from rollbook.contracts.policy import Completion, Publication, SamplingParams, TopLogprobs
 from rollbook.contracts.weights import RawTensor
 from rollbook.inference.config import InferenceConfig, KvAfterUpdate
 from rollbook.inference.gate import PauseMode
@@ -73,6 +73,8 @@ class TokenChunk:
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     versions: NDArray[np.int32]
+    cached_tokens: int = 0
+    tops: TopLogprobs | None = None
 
 
 OnTokens = Callable[[TokenChunk], None]

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollbook.contracts.errors import EpisodeError
-from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
+from rollbook.contracts.policy import Completion, FinishReason, SamplingParams, TopLogprobs
 from rollbook.inference.engine import OnTokens, TokenChunk
 
 _MASK_64 = (1 << 64) - 1
@@ -34,8 +34,8 @@ class Request:
     """Touched by its engine only. Cancelling `answer` is how a caller aborts.
 
     `order` (of arrival), `row`, `segments` (row, first round, round after the last) and `is_finished` are the embedded engine's
-    notes: where in its slots and in its log the request is. So are `mark` (the weights that its cache began with), `kept` (a copy of
-    that cache) and `cached_tokens` (of its prompt, taken over from an earlier request).
+    notes: where in its slots and in its log the request is. So are `mark` (the weights that its cache began with), `kept` (a copy
+    of that cache) and `cached_tokens` (of its prompt, taken over from an earlier request).
     """
 
     __slots__ = (
@@ -56,6 +56,8 @@ class Request:
         "segments",
         "tokens",
         "told",
+        "top_logprobs",
+        "top_tokens",
         "versions",
     )
 
@@ -78,6 +80,8 @@ class Request:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[int] = []
+        self.top_tokens: list[NDArray[np.int32]] = []
+        self.top_logprobs: list[NDArray[np.float32]] = []
         self.seed = sampling.seed or 0
         self.order = 0
         self.row = -1
@@ -117,6 +121,8 @@ class Request:
             token_ids=np.array(self.tokens[start:], dtype=np.int32),
             logprobs=np.array(self.logprobs[start:], dtype=np.float32),
             versions=np.array(self.versions[start:], dtype=np.int32),
+            cached_tokens=self.cached_tokens,
+            tops=self._tops(start),
         )
 
     def tell(self) -> None:
@@ -132,7 +138,14 @@ class Request:
             finish_reason=reason,
             generation_s=time.monotonic() - self.first_token if self.tokens else 0.0,
             cached_tokens=self.cached_tokens,
+            tops=self._tops(0),
         )
+
+    def _tops(self, start: int) -> TopLogprobs | None:
+        """As many as there are tokens, or None."""
+        if not self.sampling.top_logprobs or len(self.top_tokens) == start:
+            return None
+        return TopLogprobs(token_ids=np.stack(self.top_tokens[start:]), logprobs=np.stack(self.top_logprobs[start:]))
 
 
 def checked_request(

@@ -78,7 +78,7 @@ def assemble(config: InferenceConfig, model_dir: Path, *, capture: Capture | Non
         # Where steps are captured, logits live in the graph's memory: they are not kept.
         memo_rows=0 if is_captured else int(config.prompt_memo_mb * 1_000_000) // (4 * model.vocab_size),
         prefix_tokens=prefix_tokens,
-        least_prefix=GPU_LEAST_PREFIX if is_captured else CPU_LEAST_PREFIX,
+        least_prefix=config.prefix_cache_least or (GPU_LEAST_PREFIX if is_captured else CPU_LEAST_PREFIX),
         min_rows=budget.max_rows if is_captured else 1,
         min_length=min(GPU_FIRST_LENGTH, max_model_len) if is_captured else 1,
     )

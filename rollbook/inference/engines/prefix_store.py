@@ -66,8 +66,8 @@ class PrefixStore:
         if mark != self.mark or len(tokens) < self._least:
             return
         blocks = tuple(_block_hashes(tokens))
-        known = self._found_at.get(blocks[-1]) if blocks else None
-        if known is not None and len(known.tokens) <= len(tokens) and tokens[: len(known.tokens)] == known.tokens:
+        known = next((self._found_at[block] for block in reversed(blocks) if block in self._found_at), None)
+        if known is not None and tokens[: len(known.tokens)] == known.tokens:
             # It goes on where that one ended, and has all that it had.
             self._forget(known)
         prefix = Prefix(tokens, kept, blocks)

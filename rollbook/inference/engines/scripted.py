@@ -15,6 +15,8 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
+import numpy as np
+
 from rollbook.concurrency.clock import Clock, SystemClock
 from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.errors import RunError
@@ -269,6 +271,8 @@ class ScriptedEngine:
             token, logprob = self._next_token(request, reply)
             tokens += 1
             reason = request.take(token, logprob, self._publication.id)
+            if request.sampling.top_logprobs:
+                self._tell_tops(request, token, reply)
             request.tell()
             if reason is None and reply is not None and len(request.tokens) >= len(reply):
                 reason = FinishReason.STOP
@@ -322,6 +326,14 @@ class ScriptedEngine:
         seed = request.sampling.seed
         uniform = self._rng.random() if seed is None else seeded_uniform(seed, at)
         return int(uniform * self.vocab_size), -math.log(self.vocab_size)
+
+    def _tell_tops(self, request: Request, token: int, reply: Reply | None) -> None:
+        """A script knows one token; to the random policy all are alike."""
+        count = min(request.sampling.top_logprobs, self.vocab_size)
+        ids = [token, *(other for other in range(count + 1) if other != token)][:count]
+        others = -math.inf if reply is not None else -math.log(self.vocab_size)
+        request.top_tokens.append(np.array(ids, dtype=np.int32))
+        request.top_logprobs.append(np.array([request.logprobs[-1], *[others] * (count - 1)], dtype=np.float32))
 
     def _answer(self, request: Request, reason: FinishReason) -> None:
         self._requests += 1

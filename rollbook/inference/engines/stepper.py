@@ -209,7 +209,7 @@ class Stepper:
         self._flying.append(
             _Round(
                 number=self._number,
-                flight=self._runner.collect(),
+                flight=self._runner.collect(has_tops=table.has_tops),
                 publication=publication,
                 rows=rows,
                 owners=owners,
@@ -237,7 +237,7 @@ class Stepper:
 
     def _hear(self, heard: _Round, finished: Finished) -> None:
         tokens_S, logprobs_S = heard.flight.wait()
-        self._log.write(heard.number, tokens_S, logprobs_S, heard.publication)
+        self._log.write(heard.number, tokens_S, logprobs_S, heard.publication, heard.flight.tops())
         until = heard.number + 1
         finished.tokens += len(heard.rows)
         if heard.number <= self._dropped_until:

@@ -130,13 +130,14 @@ async def test_a_damaged_matrix_is_seen_in_the_digest(workshop: Workshop, tmp_pa
 
 def test_an_adapter_in_bfloat16_is_added_in_float32_and_rounded_once() -> None:
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(8, 6, bias=False)).to(torch.bfloat16)
-    base = module[0].weight.detach().clone()
+    linear = nn.Linear(8, 6, bias=False).to(torch.bfloat16)
+    module = nn.Sequential(linear)
+    base = linear.weight.detach().clone()
     a, b = torch.randn(2, 8), torch.randn(6, 2)
     weights = LiveWeights(module, torch.device("cpu"))
     adapter = Adapter(name="tiny", settings={"r": 2, "lora_alpha": 4})
     weights.apply(weights.plan_adapter(adapter, {"0.lora_A.weight": a, "0.lora_B.weight": b}))
-    assert torch.equal(module[0].weight, (base.float() + (b @ a) * 2.0).to(torch.bfloat16))
+    assert torch.equal(linear.weight, (base.float() + (b @ a) * 2.0).to(torch.bfloat16))
 
 
 @pytest.mark.parametrize(
