@@ -78,8 +78,9 @@ class InferenceConfig(BaseModel, frozen=True, extra="forbid"):
     """Requests that an episode's own replica may have more than the least loaded one, before the episode goes there."""
 
     transfer: Literal["auto", "directory", "shared_memory", "cuda_ipc", "gloo", "nccl"] = "auto"
-    """How weights reach the replicas. `auto`: shared memory for replicas that the run starts itself, else a directory that both
-    sides see. `gloo`: over the network. `cuda_ipc`: trainer and policy on one GPU. `nccl`: to vLLM."""
+    """How weights reach the replicas. `auto`: replicas that the run starts itself get them through the memory of the GPU that
+    they share with the trainer, or of the host; others through a directory that both sides see. `gloo`: over the network.
+    `cuda_ipc`: trainer and policy on one GPU. `nccl`: to vLLM."""
 
     publish: Literal["auto", "full", "adapter"] = "auto"
     """What is published where `trainer.lora` is set: the `adapter` alone, under a versioned name beside the base that every replica

@@ -20,6 +20,8 @@ from rollbook.telemetry.events import EventLog
 SHARED_MEMORY = Path("/dev/shm")
 LEAST_SHARED_BYTES = 2 * 2**30
 """Containers often have 64 MiB of it: too little for weights, so a directory is taken there."""
+FIRST_GPU = ("cuda", "cuda:0")
+"""Where the trainer's first rank is, too: it publishes."""
 
 
 def joined(urls: Sequence[str]) -> str:
@@ -55,14 +57,14 @@ def episode_session() -> str | None:
 
 
 def open_weights(
-    config: InferenceConfig, address: str, *, directory: Path, log: EventLog | None
+    config: InferenceConfig, address: str, *, directory: Path, trainer_device: str, log: EventLog | None
 ) -> WeightTransferClient:
     """The publishing side, by the way that the config chose. `directory`: where files of weights may lie."""
     return WeightTransferClient(
         policy_urls(address),
         request_s=config.request_s,
         confirm_s=config.confirm_s if len(policy_urls(address)) > 1 else None,
-        way=_way(config, directory),
+        way=_way(config, directory, trainer_device),
         verbs=_verbs(config),
         sequence=config.update_sequence,
         check_digest=config.check_digest,
@@ -80,19 +82,23 @@ def api_key(config: InferenceConfig) -> str | None:
     return key
 
 
-def chosen_transfer(config: InferenceConfig) -> str:
-    """What `auto` means here: memory that the host's processes share, where the run's own replicas are and it is large enough."""
+def chosen_transfer(config: InferenceConfig, trainer_device: str) -> str:
+    """What `auto` means here: memory that the trainer shares with the run's own replicas, the GPU's or else the host's."""
     if config.transfer != "auto":
         return config.transfer
-    if config.urls or not SHARED_MEMORY.is_dir():
+    if config.urls:
+        return "directory"
+    if config.engine == "transformers" and trainer_device == "cuda" and config.device in FIRST_GPU:
+        return "cuda_ipc"
+    if not SHARED_MEMORY.is_dir():
         return "directory"
     room = os.statvfs(SHARED_MEMORY)
     return "shared_memory" if room.f_bavail * room.f_frsize >= LEAST_SHARED_BYTES else "directory"
 
 
-def _way(config: InferenceConfig, directory: Path) -> TransferWay:
+def _way(config: InferenceConfig, directory: Path, trainer_device: str) -> TransferWay:
     place = WayPlace(directory=str(directory), host=config.transfer_host, timeout_s=config.confirm_s)
-    return open_way(chosen_transfer(config), place)
+    return open_way(chosen_transfer(config, trainer_device), place)
 
 
 def _dialect(config: InferenceConfig) -> Dialect:

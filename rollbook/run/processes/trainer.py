@@ -37,7 +37,11 @@ async def main(context: RoleContext) -> str:
             context.addresses["ledger"], RunId(config.run.name), request_s=config.ledger.request_s, log=context.log
         ) as ledger,
         open_weights(
-            config.inference, context.addresses["policy"], directory=context.directory.weights, log=context.log
+            config.inference,
+            context.addresses["policy"],
+            directory=context.directory.weights,
+            trainer_device=config.trainer.device,
+            log=context.log,
         ) as weights,
     ):
         loop = TrainerLoop(
