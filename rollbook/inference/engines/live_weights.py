@@ -100,7 +100,8 @@ class LiveWeights:
             halves[pair.a] = self._as_torch(pair.a, tensors[pair.a], torch.Size((pair.rank, into)))
             halves[pair.b] = self._as_torch(pair.b, tensors[pair.b], torch.Size((out, pair.rank)))
         with self._staged():
-            held = {name: half.to(device=self._device, non_blocking=True) for name, half in halves.items()}
+            # Copies: what was given may be a view into the trainer's memory.
+            held = {name: half.to(device=self._device, non_blocking=True, copy=True) for name, half in halves.items()}
             base = {
                 pair.target: kept[pair.target] if pair.target in kept else self._targets[pair.target].clone()
                 for pair in pairs

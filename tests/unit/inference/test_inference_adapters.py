@@ -11,6 +11,7 @@ from torch import nn
 
 from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.policy import PublicationId, SamplingParams
+from rollbook.contracts.weights import weights_digest
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engine import Engine, WeightsError
 from rollbook.inference.engines.live_weights import LiveWeights
@@ -138,6 +139,9 @@ def test_an_adapter_in_bfloat16_is_added_in_float32_and_rounded_once() -> None:
     adapter = Adapter(name="tiny", settings={"r": 2, "lora_alpha": 4})
     weights.apply(weights.plan_adapter(adapter, {"0.lora_A.weight": a, "0.lora_B.weight": b}))
     assert torch.equal(linear.weight, (base.float() + (b @ a) * 2.0).to(torch.bfloat16))
+    before = weights_digest(weights.snapshot())
+    a.zero_()
+    assert weights_digest(weights.snapshot()) == before, "what was given may change afterwards"
 
 
 @pytest.mark.parametrize(
