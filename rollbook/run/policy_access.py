@@ -11,6 +11,7 @@ from rollbook.inference.config import InferenceConfig
 from rollbook.inference.dialect import Dialect, OwnDialect
 from rollbook.inference.transfer_way import TransferWay, WayPlace, open_way
 from rollbook.inference.vllm import VllmDialect, VllmVerbs
+from rollbook.inference.vllm_adapters import VllmAdapterDialect, VllmAdapterVerbs
 from rollbook.inference.weight_verbs import OwnVerbs, WeightVerbs
 from rollbook.inference.weights import WeightTransferClient
 from rollbook.rollout.policy import current_episode
@@ -101,10 +102,15 @@ def _way(config: InferenceConfig, directory: Path, trainer_device: str) -> Trans
 
 
 def _dialect(config: InferenceConfig) -> Dialect:
-    return VllmDialect(model_name=config.vllm.model_name) if config.engine == "vllm" else OwnDialect()
+    if config.engine != "vllm":
+        return OwnDialect()
+    kind = VllmAdapterDialect if config.publish == "adapter" else VllmDialect
+    return kind(model_name=config.vllm.model_name)
 
 
 def _verbs(config: InferenceConfig) -> WeightVerbs:
     if config.engine != "vllm":
         return OwnVerbs()
+    if config.publish == "adapter":
+        return VllmAdapterVerbs()
     return VllmVerbs("nccl" if config.transfer == "nccl" else config.vllm.update)

@@ -48,6 +48,7 @@ async def main(context: RoleContext) -> str:
             source=ledger,
             receiver=weights,
             stage=weights,
+            publishes_adapters=config.inference.publish == "adapter",
             config=config.trainer,
             model_dir=model_location(context.directory),
             directory=context.directory.path,
