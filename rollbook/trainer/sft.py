@@ -145,9 +145,10 @@ class SftLoop:
 
     def _is_finished(self, step: int, measured: float | None) -> bool:
         """Judged only at steps where every run measures, so that one that was killed ends where one that was left alone does."""
-        enough = self._config.enough_loss
-        is_measured = measured is not None and step % self._config.evaluate_every == 0
-        return step >= self._total or (enough is not None and is_measured and measured <= enough)
+        if step >= self._total:
+            return True
+        enough, is_judged = self._config.enough_loss, step % self._config.evaluate_every == 0
+        return is_judged and enough is not None and measured is not None and measured <= enough
 
     def _step(self, learner: TrainStep) -> float:
         step = learner.step + 1
