@@ -4,7 +4,6 @@ import gzip
 import json
 import random
 
-import msgspec
 import numpy as np
 
 from rollbook.contracts.group import PromptGroup, group_id
@@ -39,7 +38,7 @@ def packed(body: bytes) -> bytes:
     return gzip.compress(body)
 
 
-def native_group(number: int) -> bytes:
+def native_group(number: int) -> wire.Submit:
     """The same group as a native producer sends it, under a name of its own."""
     rng = np.random.default_rng(number)
     is_trained = np.arange(TOKENS) >= PROMPT
@@ -61,15 +60,13 @@ def native_group(number: int) -> bytes:
     task = TaskId(f"bench-{number}")
     group = PromptGroup(id=group_id(task, 0), task_id=task, draw=0, samples=samples)
     payload = encode_group(group)
-    return msgspec.msgpack.encode(
-        wire.Submit(
-            group_id=group.id,
-            task_id=task,
-            draw=0,
-            attempt=1,
-            publications=(-1,),
-            outcome=group.outcome(seconds=1.0),
-            payload=payload,
-            payload_digest=payload_digest(payload),
-        )
+    return wire.Submit(
+        group_id=group.id,
+        task_id=task,
+        draw=0,
+        attempt=1,
+        publications=(-1,),
+        outcome=group.outcome(seconds=1.0),
+        payload=payload,
+        payload_digest=payload_digest(payload),
     )

@@ -7,6 +7,7 @@ Rooms never import each other: each takes what it needs as an argument typed by 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
+from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.admission import DrawProgress, LedgerStatus, OpenReply, OwnerId, PastDraw, Receipt
 from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainerRole, TrainingBatch
 from rollbook.contracts.environment import Observation
@@ -137,8 +138,11 @@ class WeightStage(Protocol):
     def needs_fence(self) -> bool:
         """Whether replicas cannot refuse an old epoch, so that the trainer must ask the ledger right before it sends."""
 
-    async def put(self, publication: Publication, weights: Mapping[str, Any]) -> str:
-        """Keep them; gives the location to tell replicas. The tensors may change afterwards."""
+    async def put(self, publication: Publication, weights: Mapping[str, Any], *, adapter: Adapter | None = None) -> str:
+        """Keep them; gives the location to tell replicas. The tensors may change afterwards.
+
+        With `adapter` they are its tensors, which stand beside the base that every replica has.
+        """
 
     async def keep_only(self, locations: Collection[str]) -> None:
         """What lies elsewhere is no longer needed."""

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from rollbook.concurrency.deadline import Deadline, DeadlineExceededError
 from rollbook.concurrency.retry import retry
+from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.errors import EpisodeError, RunError, TransientError
 from rollbook.contracts.policy import Publication
 from rollbook.inference.config import UpdateSequence
@@ -19,6 +20,7 @@ from rollbook.inference.connection import PolicyConnection, open_connection
 from rollbook.inference.transfer_way import TransferWay, message
 from rollbook.inference.weight_group import WeightGroup
 from rollbook.inference.weight_verbs import OwnVerbs, WeightVerbs
+from rollbook.inference.wire_weights import AdapterInfo
 from rollbook.telemetry.events import EventLog
 
 T = TypeVar("T")
@@ -65,6 +67,7 @@ class WeightTransferClient:
         self._replicas: list[PolicyConnection] = []
         self._quarantined: set[int] = set()
         self._dtypes: dict[str, str | None] = {}
+        self._adapters: dict[str, AdapterInfo] = {}
 
     async def __aenter__(self) -> "WeightTransferClient":
         for url in self._urls:
@@ -90,17 +93,20 @@ class WeightTransferClient:
     def quarantined(self) -> tuple[str, ...]:
         return tuple(self._urls[at] for at in sorted(self._quarantined))
 
-    async def put(self, publication: Publication, weights: Mapping[str, Any]) -> str:
-        """Keep weights where replicas can take them; gives the location for `receive`."""
+    async def put(self, publication: Publication, weights: Mapping[str, Any], *, adapter: Adapter | None = None) -> str:
+        """Keep weights, or an adapter's, where replicas can take them; gives the location for `receive`."""
         if self._way is None:
             raise RunError("this client was given no way to keep weights")
-        location = await self._way.put(publication, weights)
+        location = await self._way.put(publication, weights, adapter=adapter)
+        if adapter is not None:
+            self._adapters[location] = AdapterInfo.of(adapter)
         dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()}
         self._dtypes[location] = dtypes.pop() if len(dtypes) == 1 else None
         return location
 
     async def keep_only(self, locations: Collection[str]) -> None:
         self._dtypes = {location: dtype for location, dtype in self._dtypes.items() if location in locations}
+        self._adapters = {location: info for location, info in self._adapters.items() if location in locations}
         if self._way is not None:
             await self._way.keep_only(locations)
 
@@ -191,6 +197,7 @@ class WeightTransferClient:
             if self._way is None
             else self._way.update_info(publication, location)
         )
+        info.adapter = self._adapters.get(location)
         dtype = self._dtypes.get(location) if self._check_digest else None
 
         async def update(at: int) -> None:

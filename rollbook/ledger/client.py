@@ -8,8 +8,9 @@ import asyncio
 import io
 import struct
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TypeVar
 from urllib.parse import quote
@@ -30,16 +31,18 @@ from rollbook.contracts.admission import (
     RunSettings,
 )
 from rollbook.contracts.batch import AckReceipt, BatchManifest, EndOfRun, TrainerRole, TrainingBatch
-from rollbook.contracts.errors import FencedError, RunError, TransientError
+from rollbook.contracts.errors import FencedError, RollbookError, RunError, TransientError
 from rollbook.contracts.group import DropReason, GroupId, GroupOutcome, GroupState, PromptGroup
 from rollbook.contracts.policy import Publication
 from rollbook.contracts.task import Draw
 from rollbook.ledger import wire
+from rollbook.ledger.bundling import Bundles
 from rollbook.ledger.compression import compress
 from rollbook.ledger.group_frame import decode_group, encode_group, payload_digest
 from rollbook.telemetry.events import EventLog
 
 T = TypeVar("T")
+Read = Callable[[aiohttp.ClientResponse], Awaitable[T]]
 
 CONNECT_S = 5.0
 AUDIT_S = 600.0
@@ -82,6 +85,13 @@ class LedgerClient:
         self._headers = {"Accept": wire.CONTENT_TYPE, "Accept-Encoding": "zstd" if is_compressed else "identity"}
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}"
+        self._bundles: Bundles[wire.Submit, Receipt] = Bundles(
+            self._submit_bundle, size_of=lambda asked: len(asked.payload)
+        )
+
+    async def stop(self) -> None:
+        """Leave what is under way: its callers are cancelled."""
+        await self._bundles.close()
 
     # ------------------------------------------------------------------ runs
 
@@ -154,7 +164,34 @@ class LedgerClient:
             payload_digest=payload_digest(payload),
             producer=producer,
         )
-        return Receipt((await self._call("POST", "/submit", asked, wire.Receipted)).receipt)
+        return await self.submit_encoded(asked)
+
+    async def submit_encoded(self, asked: wire.Submit) -> Receipt:
+        """Submit a group that was encoded before. Those that wait at the same moment travel together."""
+        deadline = Deadline(self._request_s, "ledger POST /submit")
+
+        async def attempt() -> Receipt:
+            left = max(deadline.remaining_s(), 0.1)
+            try:
+                async with asyncio.timeout(left):
+                    return await self._bundles.send(asked)
+            except TimeoutError as error:
+                raise TransientError(f"ledger at {self._base}: no answer to {asked.group_id} in {left:g} s") from error
+
+        return await retry(attempt, on=TransientError, deadline=deadline, noticed=self._noticed("/submit"))
+
+    async def _submit_bundle(self, groups: Sequence[wire.Submit]) -> list[Receipt | RollbookError]:
+        """One attempt. An error is everybody's; a refusal in the answer is that of one group."""
+        limit_s = max(LONG_POLL_SLACK_S, self._request_s / 2)
+        if len(groups) == 1:
+            told = await self._once("POST", "/submit", await self._packed(groups[0]), _reading(wire.Receipted), limit_s)
+            return [Receipt(told.receipt)]
+        body = await self._packed(wire.SubmitMany(groups=tuple(groups)))
+        answers = (await self._once("POST", "/submit_many", body, _reading(wire.SubmittedMany), limit_s)).answers
+        return [
+            _error_of(told.refused, "POST /submit") if told.refused is not None else Receipt(told.receipt or "")
+            for told in answers
+        ]
 
     async def close(self, group_id: GroupId, reason: DropReason, *, outcome: GroupOutcome | None = None) -> Receipt:
         asked = wire.Close(group_id=group_id, reason=str(reason), outcome=outcome)
@@ -228,64 +265,90 @@ class LedgerClient:
     async def _call(
         self, method: str, path: str, asked: wire.Message | None, expected: type[T], *, wait_s: float = 0.0
     ) -> T:
-        async def read(response: aiohttp.ClientResponse) -> T:
-            return msgspec.msgpack.decode(await response.read(), type=expected)
-
-        return await self._request(method, path, asked, read, wait_s=wait_s)
+        return await self._request(method, path, asked, _reading(expected), wait_s=wait_s)
 
     async def _request(
         self,
         method: str,
         path: str,
         asked: wire.Message | None,
-        read: Callable[[aiohttp.ClientResponse], Awaitable[T]],
+        read: Read[T],
         *,
         wait_s: float = 0.0,
     ) -> T:
         """One request, repeated while the ledger cannot be reached, within one budget."""
-        body = None if asked is None else msgspec.msgpack.encode(asked)
-        headers = self._headers
-        if body is not None:
-            headers = {**headers, "Content-Type": wire.CONTENT_TYPE}
-            if self._is_compressed and len(body) >= COMPRESSED_FROM_BYTES:
-                body, headers["Content-Encoding"] = await asyncio.to_thread(compress, body), "zstd"
+        body = None if asked is None else await self._packed(asked)
         deadline = Deadline(self._request_s + wait_s, f"ledger {method} {path or '/'}")
 
         async def attempt() -> T:
             left = min(deadline.remaining_s(), wait_s + max(LONG_POLL_SLACK_S, self._request_s / 2))
-            limits = aiohttp.ClientTimeout(total=max(left, 0.1), sock_connect=CONNECT_S)
-            try:
-                # As a file: large plain bytes would be written to the socket in one go and hold up the event loop.
-                data = None if body is None else io.BytesIO(body)
-                async with self._session.request(
-                    method, f"{self._base}{path}", data=data, headers=headers, timeout=limits
-                ) as response:
-                    if response.status != HTTPStatus.OK:
-                        raise await self._refusal(response, f"{method} {path or '/'}")
-                    return await read(response)
-            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, EOFError, TimeoutError) as error:
-                raise TransientError(
-                    f"ledger at {self._base}: {method} {path or '/'} got no answer ({type(error).__name__}: {error})"
-                ) from error
+            return await self._once(method, path, body, read, max(left, 0.1))
 
+        return await retry(attempt, on=TransientError, deadline=deadline, noticed=self._noticed(path))
+
+    async def _packed(self, asked: wire.Message) -> "_Body":
+        body = msgspec.msgpack.encode(asked)
+        headers = {**self._headers, "Content-Type": wire.CONTENT_TYPE}
+        if self._is_compressed and len(body) >= COMPRESSED_FROM_BYTES:
+            body, headers["Content-Encoding"] = await asyncio.to_thread(compress, body), "zstd"
+        return _Body(body, headers)
+
+    async def _once(self, method: str, path: str, body: "_Body | None", read: Read[T], limit_s: float) -> T:
+        """One attempt. Raises `TransientError` where another may succeed."""
+        limits = aiohttp.ClientTimeout(total=limit_s, sock_connect=CONNECT_S)
+        try:
+            # As a file: large plain bytes would be written to the socket in one go and hold up the event loop.
+            data = None if body is None else io.BytesIO(body.encoded)
+            headers = self._headers if body is None else body.headers
+            async with self._session.request(
+                method, f"{self._base}{path}", data=data, headers=headers, timeout=limits
+            ) as response:
+                if response.status != HTTPStatus.OK:
+                    raise await self._refusal(response, f"{method} {path or '/'}")
+                return await read(response)
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, EOFError, TimeoutError) as error:
+            raise TransientError(
+                f"ledger at {self._base}: {method} {path or '/'} got no answer ({type(error).__name__}: {error})"
+            ) from error
+
+    def _noticed(self, path: str) -> Callable[[Exception, float], None]:
         def noticed(error: Exception, wait: float) -> None:
             self._log.warning("ledger.retry", run=self._run_id, verb=path, error=str(error), wait_s=round(wait, 2))
 
-        return await retry(attempt, on=TransientError, deadline=deadline, noticed=noticed)
+        return noticed
 
     async def _refusal(self, response: aiohttp.ClientResponse, what: str) -> Exception:
         raw = await response.read()
         try:
-            told = msgspec.json.decode(raw, type=wire.ErrorReply)
-            message = told.message
+            message = msgspec.json.decode(raw, type=wire.ErrorReply).message
         except msgspec.MsgspecError:
             message = raw[:500].decode(errors="replace")
-        if response.status == HTTPStatus.CONFLICT:
-            return FencedError(message)
-        told_so = f"the ledger refused {what} ({response.status}): {message}"
-        if response.status in RETRIED:
-            return TransientError(told_so, retry_after_s=_seconds(response.headers.get("Retry-After")))
-        return RunError(told_so)
+        retry_after_s = _seconds(response.headers.get("Retry-After"))
+        told = wire.Refused(status=response.status, kind="", message=message, retry_after_s=retry_after_s)
+        return _error_of(told, what)
+
+
+@dataclass(frozen=True, slots=True)
+class _Body:
+    encoded: bytes
+    headers: Mapping[str, str]
+
+
+def _reading(expected: type[T]) -> Read[T]:
+    async def read(response: aiohttp.ClientResponse) -> T:
+        return msgspec.msgpack.decode(await response.read(), type=expected)
+
+    return read
+
+
+def _error_of(told: wire.Refused, what: str) -> RollbookError:
+    """A refusal as the caller hears it: whether to try again is in its class."""
+    if told.status == HTTPStatus.CONFLICT:
+        return FencedError(told.message)
+    told_so = f"the ledger refused {what} ({told.status}): {told.message}"
+    if told.status in RETRIED:
+        return TransientError(told_so, retry_after_s=told.retry_after_s)
+    return RunError(told_so)
 
 
 def _seconds(header: str | None) -> float | None:
@@ -309,4 +372,10 @@ async def open_ledger_client(
     # No limit on connections: long-polls hold theirs, and callers bound what they have in flight.
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, read_bufsize=1 << 20) as session:
-        yield LedgerClient(session, url, run_id, request_s=request_s, log=log, token=token, is_compressed=is_compressed)
+        client = LedgerClient(
+            session, url, run_id, request_s=request_s, log=log, token=token, is_compressed=is_compressed
+        )
+        try:
+            yield client
+        finally:
+            await client.stop()

@@ -45,9 +45,13 @@ STATUS_OF: tuple[tuple[type[Exception], HTTPStatus], ...] = (
 KNOWN = tuple(kind for kind, _ in STATUS_OF)
 
 
+def status_of(error: Exception) -> HTTPStatus:
+    return next(status for kind, status in STATUS_OF if isinstance(error, kind))
+
+
 def refusal(error: Exception) -> web.Response:
     """The answer to a call that failed with one of `KNOWN`: readable for people with curl, structured for clients."""
-    status = next(status for kind, status in STATUS_OF if isinstance(error, kind))
+    status = status_of(error)
     body = msgspec.json.encode(wire.ErrorReply(kind=type(error).__name__, message=str(error)))
     response = web.Response(status=status, body=body, content_type=wire.JSON_CONTENT_TYPE)
     retry_after_s = getattr(error, "retry_after_s", None)

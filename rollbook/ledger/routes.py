@@ -173,6 +173,13 @@ ROUTES: tuple[Route, ...] = (
         wire.Submit,
         wire.Receipted,
     ),
+    _verb(
+        "submit_many",
+        "Store several groups in one transaction; each is answered as `submit` would have answered it.",
+        PRODUCER,
+        wire.SubmitMany,
+        wire.SubmittedMany,
+    ),
     _verb("close", "Settle a group that will not be submitted.", PRODUCER, wire.Close, wire.Receipted),
     _verb("release", "Give a group back for another attempt.", PRODUCER, wire.Release, wire.Empty),
     _verb("exhausted", "There is no further draw.", PRODUCER, wire.Empty, wire.Empty),

@@ -5,35 +5,32 @@ fields of the message, and last the rules of the ledger.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from http import HTTPStatus
 from typing import TypeVar
 
-import msgspec
 from aiohttp import web
 
 from rollbook.concurrency.clock import SystemClock
 from rollbook.contracts.admission import OwnerId, RunId
 from rollbook.contracts.batch import BatchManifest
 from rollbook.contracts.errors import RunError
-from rollbook.contracts.group import DropReason, GroupId, GroupState
-from rollbook.contracts.task import TaskId
+from rollbook.contracts.group import GroupId, GroupState
 from rollbook.ledger import wire
 from rollbook.ledger.access import Keys
 from rollbook.ledger.audit import audit_run
 from rollbook.ledger.bodies import BodyReader, reply
 from rollbook.ledger.config import LedgerConfig
 from rollbook.ledger.explain import explain_group
-from rollbook.ledger.group_frame import check_frame, payload_digest
-from rollbook.ledger.hot_path import HOT_ROUTES, Asked, HotConnection, HotReply, HotRoute, HotRoutes
+from rollbook.ledger.hot_path import HOT_ROUTES, HotRoute, HotRoutes
 from rollbook.ledger.numbers import RequestNumbers, ledger_metrics
 from rollbook.ledger.openapi import openapi_document
 from rollbook.ledger.refusals import KNOWN, NotFoundError, refusal
-from rollbook.ledger.routes import PRODUCER, ROUTES, Route
-from rollbook.ledger.rules.groups import Submission
+from rollbook.ledger.routes import ROUTES, Route
 from rollbook.ledger.service import Ledger
 from rollbook.ledger.streams import QUIET_S, send_frames, send_statuses
+from rollbook.ledger.submitting import Submitting, drop_reason
 from rollbook.ledger.views import audit_view, group_view, life_view, producer_view
 from rollbook.telemetry.loop_lag import LoopLag
 from rollbook.telemetry.prometheus import CONTENT_TYPE as METRICS_CONTENT_TYPE
@@ -51,9 +48,10 @@ def build_app(ledger: Ledger, config: LedgerConfig, *, keys: Keys | None = None)
     app = web.Application(client_max_size=int(config.max_body_mb * 1_000_000))
     native = NativeRoutes(ledger, config)
     app[HOT_ROUTES] = HotRoutes(native.bodies)
-    app[HOT_ROUTES].add(native.hot_submit(keys or Keys({})))
+    for hot in native.hot_routes(keys or Keys({})):
+        app[HOT_ROUTES].add(hot)
     # The busiest first: aiohttp looks for a path from the top, and a batch takes a thousand of these for one of the others.
-    for route in sorted(ROUTES, key=lambda route: route.name != "submit"):
+    for route in sorted(ROUTES, key=lambda route: not route.name.startswith("submit")):
         app.router.add_route(route.method, route.path, native.door(route, keys or Keys({})))
 
     async def measuring(_: web.Application) -> AsyncIterator[None]:
@@ -76,6 +74,7 @@ class NativeRoutes:
 
     def __init__(self, ledger: Ledger, config: LedgerConfig) -> None:
         self._ledger = ledger
+        self._submitting = Submitting(ledger)
         self.bodies = BodyReader(config)
         self._body_s = config.body_s
         self._numbers = RequestNumbers()
@@ -238,62 +237,19 @@ class NativeRoutes:
 
     async def submit(self, request: web.Request) -> web.Response:
         asked = await self.bodies.read(request, wire.Submit)
-        return reply(request, await self._submit(_run(request), asked))
+        return reply(request, await self._submitting.one(_run(request), asked))
 
-    def hot_submit(self, keys: Keys) -> HotRoute:
-        """The same without a framework around it."""
-        decode = msgspec.msgpack.Decoder(wire.SubmitView).decode
-        encode = msgspec.msgpack.Encoder().encode
-        now, count = self._clock.now, self._numbers.add
+    async def submit_many(self, request: web.Request) -> web.Response:
+        asked = await self.bodies.read(request, wire.SubmitMany)
+        return reply(request, await self._submitting.many(_run(request), asked))
 
-        async def answer(asked: Asked, body: memoryview, connection: HotConnection) -> None:
-            started = now()
-            try:
-                authorization = asked.headers.get(b"authorization")
-                keys.require(None if authorization is None else authorization.decode("latin-1"), PRODUCER)
-                told = await self._submit(RunId(asked.run), decode(body))
-                answered = HotReply(body=encode(told), content_type=wire.CONTENT_TYPE)
-            except KNOWN as error:
-                answered = HotReply.of(refusal(error))
-            connection.send(answered)
-            count("submit", answered.status, now() - started)
-
-        return HotRoute(
-            before=b"POST /v1/runs/",
-            after=b"/submit HTTP/1.1",
-            content_types=frozenset({wire.CONTENT_TYPE.encode()}),
-            encodings=frozenset({b""}),
-            answer=answer,
-            refuse=refusal,
-            body_s=self._body_s,
-            is_native=True,
-        )
-
-    async def _submit(self, run_id: RunId, asked: wire.Submit) -> wire.Receipted:
-        found = payload_digest(asked.payload)
-        if found != asked.payload_digest:
-            raise RunError(
-                f"group {asked.group_id}: its payload has digest {found}, not {asked.payload_digest}: damaged"
-            )
-        check_frame(asked.payload, group_id=asked.group_id)
-        submission = Submission(
-            group_id=GroupId(asked.group_id),
-            task_id=TaskId(asked.task_id),
-            draw=asked.draw,
-            attempt=asked.attempt,
-            publications=asked.publications,
-            outcome=asked.outcome,
-            payload=asked.payload,
-            payload_digest=asked.payload_digest,
-            drop=None if asked.drop is None else _drop_reason(asked.drop),
-            producer=asked.producer,
-        )
-        return wire.Receipted(receipt=await self._ledger.submit_encoded(run_id, submission))
+    def hot_routes(self, keys: Keys) -> Sequence[HotRoute]:
+        return self._submitting.hot_routes(keys, clock=self._clock, numbers=self._numbers, body_s=self._body_s)
 
     async def close(self, request: web.Request) -> web.Response:
         asked = await self.bodies.read(request, wire.Close)
         receipt = await self._ledger.close(
-            _run(request), GroupId(asked.group_id), _drop_reason(asked.reason), outcome=asked.outcome
+            _run(request), GroupId(asked.group_id), drop_reason(asked.reason), outcome=asked.outcome
         )
         return reply(request, wire.Receipted(receipt=receipt))
 
@@ -374,10 +330,3 @@ def _whole(told: str, name: str, *, most: int) -> int:
     if not (told.isascii() and told.isdigit()) or len(told) > 16 or int(told) > most:
         raise RunError(f"{name} is {told[:40]!r}; it must be a whole number from 0 to {most}")
     return int(told)
-
-
-def _drop_reason(text: str) -> DropReason:
-    try:
-        return DropReason.parse(text)
-    except ValueError as error:
-        raise RunError(f"{text!r} is no drop reason: {error}") from error

@@ -24,7 +24,7 @@ from rollbook.contracts.admission import (
     RunSettings,
 )
 from rollbook.contracts.batch import AckReceipt, BatchManifest, EndOfRun, TrainerRole, TrainingBatch
-from rollbook.contracts.errors import RunError
+from rollbook.contracts.errors import RollbookError, RunError
 from rollbook.contracts.group import DropReason, GroupId, GroupOutcome, GroupState, PromptGroup
 from rollbook.contracts.policy import Publication
 from rollbook.contracts.task import Draw
@@ -150,6 +150,15 @@ class Ledger:
         most, most_bytes = self._config.max_queued_groups, int(self._config.max_queued_mb * 1_000_000)
         return await self._write(
             run_id, lambda book: groups.submit(book, submission, max_queued=most, max_queued_bytes=most_bytes)
+        )
+
+    async def submit_many_encoded(
+        self, run_id: RunId, submissions: Sequence[Submission]
+    ) -> list[Receipt | RollbookError]:
+        """The same for several in one transaction. Each is judged by itself: a refused one keeps no other out."""
+        most, most_bytes = self._config.max_queued_groups, int(self._config.max_queued_mb * 1_000_000)
+        return await self._write(
+            run_id, lambda book: groups.submit_many(book, submissions, max_queued=most, max_queued_bytes=most_bytes)
         )
 
     async def close(

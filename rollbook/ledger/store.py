@@ -7,7 +7,7 @@ other one.
 The rules are written once, against `Transaction`; a store only has primitives.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 from rollbook.contracts.admission import OwnerId, RunId
@@ -97,6 +97,9 @@ class Transaction(Protocol):
         """Keep a payload. `digest` is its `payload_digest` where somebody has computed it: hashing costs as much as copying."""
 
     def payload(self, run_id: RunId, group_id: GroupId) -> bytes | None: ...
+    def payloads(self, run_id: RunId, group_ids: Sequence[GroupId]) -> list[bytes | memoryview | None]:
+        """Several, in the order asked for: a store reads those that lie together in one go."""
+
     def delete_payload(self, run_id: RunId, group_id: GroupId) -> None: ...
     def lost_payloads(self, run_id: RunId) -> list[GroupId]:
         """Groups whose payload a power cut took, as was found when the store was opened."""

@@ -134,6 +134,41 @@ class SubmitView(Submit, frozen=True, kw_only=True):
     payload: memoryview  # type: ignore[assignment]  # reads like bytes wherever a submission is stored
 
 
+MOST_GROUPS = 256
+"""In one request."""
+
+
+class SubmitMany(Message, frozen=True, kw_only=True):
+    """Several groups, each judged by itself. A message that cannot be read is refused as a whole."""
+
+    groups: Annotated[tuple[Submit, ...], msgspec.Meta(max_length=MOST_GROUPS)]
+
+
+class SubmitManyView(Message, frozen=True, kw_only=True):
+    groups: Annotated[tuple[SubmitView, ...], msgspec.Meta(max_length=MOST_GROUPS)]
+
+
+class Refused(Message, frozen=True, kw_only=True):
+    """What the same group would have been answered in a request of its own."""
+
+    status: int
+    kind: str
+    message: str
+    retry_after_s: float | None = None
+
+
+class SubmitAnswer(Message, frozen=True, kw_only=True):
+    """One of both."""
+
+    receipt: str | None = None
+    refused: Refused | None = None
+
+
+class SubmittedMany(Message, frozen=True, kw_only=True):
+    answers: tuple[SubmitAnswer, ...]
+    """In the order of the groups."""
+
+
 class Close(Message, frozen=True, kw_only=True):
     group_id: Name
     reason: Text

@@ -1,7 +1,7 @@
 """Low-rank adapters: the only door to PEFT, imported where `trainer.lora` is set.
 
 The base stands still in the run's model directory; a checkpoint holds the adapters alone, as PEFT writes them. What is published is
-the merged model under its own names, so an engine need not know about adapters.
+the adapter, where the engines know adapters, or else the merged model under its own names.
 """
 
 from collections.abc import Mapping
@@ -62,6 +62,24 @@ def adapter_weights(model: Any) -> dict[str, Tensor]:
     """The adapters alone, as PEFT names them in a file."""
     found: dict[str, Tensor] = get_peft_model_state_dict(model, adapter_name=NAME)
     return found
+
+
+def base_weights(model: Any) -> dict[str, Tensor]:
+    """The base alone, under its own names."""
+    return {
+        name.removeprefix(PREFIX).replace(BASE, ""): weight
+        for name, weight in named_weights(model).items()
+        if ".lora_" not in name
+    }
+
+
+def settings_of(model: Any) -> dict[str, Any]:
+    """What PEFT keeps in adapter_config.json."""
+    settings = {
+        name: sorted(value) if isinstance(value, set) else value
+        for name, value in model.peft_config[NAME].to_dict().items()
+    }
+    return {**settings, "inference_mode": True}
 
 
 def save_adapters(model: Any, directory: Path, weights: Mapping[str, Tensor]) -> None:

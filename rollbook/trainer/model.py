@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from rollbook.contracts.adapter import AdapterKind
 from rollbook.contracts.errors import RunError
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.fused_norm import fuse_norms
@@ -40,6 +41,8 @@ class PolicyModel:
                 " weights then agree with those of several ranks up to rounding, not to the bit."
             )
         self._adapters = _adapters_module() if config.lora is not None else None
+        self.publishes_adapters = False
+        """Whether the adapters alone are what is published and digested; `publish_adapters` makes it so."""
         self.device = config.device
         self.module: nn.Module = module.to(device=config.device, dtype=torch.float32)
         _without_dropout(self.module)
@@ -134,8 +137,11 @@ class PolicyModel:
     def weights(self) -> dict[str, Tensor]:
         """Named tensors, tied ones once: what is published and digested. They are the live weights, not a copy.
 
-        Of a model with adapters they are the merged ones, as if all of it had been trained.
+        Of a model with adapters they are the adapters alone, or the merged ones, as if all of it had been trained.
         """
+        if self._adapters is not None and self.publishes_adapters:
+            alone: dict[str, Tensor] = self._adapters.adapter_weights(self.module)
+            return alone
         if self._adapters is not None:
             merged: dict[str, Tensor] = self._adapters.merged_weights(self.module)
             return merged
@@ -143,7 +149,30 @@ class PolicyModel:
 
     def saved_weights(self, published: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """What a checkpoint keeps: the weights as they were copied for publication, or the adapters alone, copied now."""
-        return published if self._adapters is None else host_copy(self._adapters.adapter_weights(self.module))
+        if self._adapters is None or self.publishes_adapters:
+            return published
+        return host_copy(self._adapters.adapter_weights(self.module))
+
+    def publish_adapters(self) -> AdapterKind:
+        """From now on the adapters alone are what is published and digested. Gives how they are meant."""
+        if self._adapters is None:
+            raise RunError("adapters cannot be published: trainer.lora is not set, so none are trained")
+        self.publishes_adapters = True
+        return AdapterKind(
+            settings=self._adapters.settings_of(self.module),
+            base_digest=digest_of(self._adapters.base_weights(self.module)),
+        )
+
+    def has_digest(self, digest: str) -> bool:
+        """Whether it is that of these weights, however they were published."""
+        if digest == self.digest():
+            return True
+        if self._adapters is None:
+            return False
+        return digest in (
+            digest_of(self._adapters.adapter_weights(self.module)),
+            digest_of(self._adapters.merged_weights(self.module)),
+        )
 
     def snapshot(self) -> dict[str, Tensor]:
         """A copy of the weights in main memory that stays as it is while training goes on."""

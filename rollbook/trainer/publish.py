@@ -8,7 +8,8 @@ from pathlib import Path
 from torch import Tensor
 
 from rollbook.concurrency.clock import Clock
-from rollbook.contracts.errors import TransientError
+from rollbook.contracts.adapter import Adapter, AdapterKind
+from rollbook.contracts.errors import RunError, TransientError
 from rollbook.contracts.policy import Publication
 from rollbook.contracts.ports import BatchSource, WeightReceiver, WeightStage
 from rollbook.telemetry.events import EventLog
@@ -35,7 +36,11 @@ class FileStage:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
-    async def put(self, publication: Publication, weights: Mapping[str, Tensor]) -> str:
+    async def put(
+        self, publication: Publication, weights: Mapping[str, Tensor], *, adapter: Adapter | None = None
+    ) -> str:
+        if adapter is not None:
+            raise RunError("files of the run directory hold whole weights; adapters need a weight transfer client")
         path = (self._directory / f"publication-{publication.id:08d}.safetensors").absolute()
         # Not synced: after a crash these weights are published anew, under another id.
         await asyncio.to_thread(write_weights, weights, path, digest=publication.digest, is_durable=False)
@@ -82,16 +87,20 @@ class Publisher:
         """What was confirmed last."""
         return self._kept[-1].publication if self._kept else None
 
-    async def publish(self, weights: Mapping[str, Tensor], *, step: int, digest: str) -> Publication:
+    async def publish(
+        self, weights: Mapping[str, Tensor], *, step: int, digest: str, kind: AdapterKind | None = None
+    ) -> Publication:
         """Make `weights` the policy of version `step`. Returns when every replica in service has them and the ledger knows.
 
+        `kind`: they are an adapter's, of this kind.
         Registered before anything is written or pushed: a trainer that was replaced is refused there and touches nothing.
         """
         with self._spans.span("trainer.publish", step=step) as fields:
             async with self._turn:
                 publication = await self._source.register(step, digest)
                 fields["publication"] = publication.id
-                location = await self._stage.put(publication, weights)
+                adapter = None if kind is None else kind.published(publication.id)
+                location = await self._stage.put(publication, weights, adapter=adapter)
                 await self._replicas.call(lambda: self._push(publication, location), what=f"push version {step}")
                 await self._source.confirm(publication)
                 self._kept.append(_Published(publication=publication, location=location))

@@ -199,6 +199,16 @@ async def test_payloads_are_bytes_and_can_go(store: Store) -> None:
     assert await store.read(lambda tx: tx.payload(RUN, GroupId("a"))) is None
 
 
+async def test_several_payloads_come_in_the_order_asked_for(store: Store) -> None:
+    names = [GroupId(f"g{number}") for number in range(20)]
+    for name in names:
+        await store.write(lambda tx, name=name: tx.put_payload(RUN, name, name.encode() * 9))  # type: ignore[misc]
+    asked = [names[7], GroupId("nobody"), *reversed(names), names[7]]
+    found = await store.read(lambda tx: [body and bytes(body) for body in tx.payloads(RUN, asked)])
+    assert found == [name.encode() * 9 if name in names else None for name in asked]
+    assert await store.read(lambda tx: tx.payloads(RUN, [])) == []
+
+
 async def test_payloads_that_may_go_are_found_by_step(store: Store) -> None:
     await put(
         store,

@@ -129,7 +129,6 @@ def test_the_single_turn_recipe_trains_from_tokens_alone(tmp_path: Path, steps: 
         assert summary["solved_last"] > summary["solved_first"] + 0.2
 
 
-@pytest.mark.slow
 def test_the_proof_of_learning_holds_in_its_short_form() -> None:
     proof = importlib.import_module("benchmarks.proof")
     assert proof.main(["--device", "cpu", "--short"]) == 0

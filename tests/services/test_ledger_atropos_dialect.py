@@ -1,7 +1,9 @@
 """What Atropos clients see: every endpoint, status and shape, over HTTP."""
 
+import asyncio
 import gzip
 import json
+import zlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -92,6 +94,41 @@ async def test_requests_and_answers_may_be_packed(client: Client, accept: str) -
     async with client.session.get(f"{client.url}/batch", headers={"Accept-Encoding": accept}) as answer:
         assert answer.headers.get("Content-Encoding") == (None if accept == "identity" else "gzip")
         assert len(json.loads(await answer.text())["batch"]) == 1
+
+
+@pytest.mark.parametrize("accept", ["identity", "gzip, deflate"])
+@pytest.mark.parametrize("num_groups", [7, 8, 9, 33])
+async def test_a_batch_of_many_groups_is_one_body_in_the_order_of_the_posts(
+    client: Client, accept: str, num_groups: int
+) -> None:
+    await client.start(2 * num_groups)
+    for number in range(num_groups):
+        await client.post("/scored_data", scored(number, 2, images=["x" * (97 * number)]))
+    async with client.session.get(f"{client.url}/batch", headers={"Accept-Encoding": accept}) as answer:
+        raw = await answer.read()  # unpacked by the client, which compares the sum at its end
+    assert [group["tokens"][0][0] for group in json.loads(raw)["batch"]] == [
+        scored(number, 2)["tokens"][0][0] for number in range(num_groups)
+    ]
+
+
+@pytest.mark.parametrize("accept", ["identity", "gzip"])
+async def test_a_packed_batch_is_one_gzip_member_that_any_reader_unpacks(client: Client, accept: str) -> None:
+    """Also for a client that knows no chunks, whose body ends with the connection."""
+    await client.start(34)
+    for number in range(17):
+        await client.post("/scored_data", scored(number, 2))
+    host, port = client.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(f"GET /batch HTTP/1.0\r\nHost: {host}\r\nAccept-Encoding: {accept}\r\n\r\n".encode())
+    head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    writer.close()
+    assert b"chunked" not in head
+    if accept == "gzip":
+        unpacker = zlib.decompressobj(31)
+        body = unpacker.decompress(body)
+        assert unpacker.eof
+        assert unpacker.unused_data == b""
+    assert len(json.loads(body)["batch"]) == 17
 
 
 async def test_bodies_that_are_not_what_they_say_are_told_so(client: Client) -> None:

@@ -130,6 +130,7 @@ async def test_every_route_takes_every_wrong_kind_of_value(target: Target) -> No
         "request_id": "r",
         "restored_step": 0,
         "oldest_kept": 0,
+        "groups": [submission("b")],
     }
     base |= {
         "weights_digest": "w",

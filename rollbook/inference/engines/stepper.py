@@ -17,6 +17,7 @@ from rollbook.contracts.policy import FinishReason
 from rollbook.inference.batching import LENGTH_STEP, SlotBudget, joinable
 from rollbook.inference.engine import GenerationError
 from rollbook.inference.engines.filling import Prefiller
+from rollbook.inference.engines.prefix_store import PrefixStore
 from rollbook.inference.engines.room import Room
 from rollbook.inference.engines.rows import RoundLog, RowTable
 from rollbook.inference.engines.runner import Flight, Runner
@@ -69,6 +70,8 @@ class Stepper:
         budget: SlotBudget,
         limits: StepLimits,
         memo_rows: int = 0,
+        prefix_tokens: int = 0,
+        least_prefix: int = 1,
         min_rows: int = 1,
         min_length: int = LENGTH_STEP,
     ) -> None:
@@ -78,12 +81,14 @@ class Stepper:
         self._limits = limits
         self.table = RowTable(budget.max_rows)
         self._room = Room(runner, self.table, budget, min_rows=min_rows, min_length=min_length)
+        self.prefixes = PrefixStore(runner.slots, max_tokens=prefix_tokens, least=least_prefix)
         self._prefiller = Prefiller(
             runner,
             self.table,
             round_tokens=limits.round_tokens,
             forward_tokens=limits.forward_tokens,
             memo_rows=memo_rows,
+            prefixes=self.prefixes,
         )
         self._log = RoundLog(budget.max_rows, min(LOG_ROUNDS, 2 * budget.max_length + 2 * limits.ahead + 2))
         self._flying: deque[_Round] = deque()
@@ -119,6 +124,7 @@ class Stepper:
         rows = self.table.free_rows(len(requests))
         for request, row in zip(requests, rows, strict=True):
             self.table.occupy(row, request)
+            request.mark = self.prefixes.mark
             if request.on_tokens is not None:
                 self._streaming.append(request)
         self._prefiller.add(requests)
@@ -163,6 +169,7 @@ class Stepper:
 
     def weights_changed(self) -> None:
         self._prefiller.weights_changed()
+        self.prefixes.weights_changed()
 
     def recompute(self, finished: Finished) -> None:
         """Fill the cache of every decoding row again, under the current weights."""
@@ -175,6 +182,8 @@ class Stepper:
             # All tokens but the last: its keys are written by the decode that consumes it.
             self._prefiller.fill_now([(r, [*r.prompt, *r.tokens[:-1]]) for r in decoding])
             self._prefiller.begin_again()
+            for request in self.table.requests():
+                request.mark = self.prefixes.mark
 
     # --- one round ---
 
@@ -200,7 +209,7 @@ class Stepper:
         self._flying.append(
             _Round(
                 number=self._number,
-                flight=self._runner.collect(),
+                flight=self._runner.collect(has_tops=table.has_tops),
                 publication=publication,
                 rows=rows,
                 owners=owners,
@@ -219,6 +228,8 @@ class Stepper:
             request: Request = table.owners[row]
             request.segments = [*request.segments[:-1], (*request.segments[-1][:2], self._number + 1)]
             ending.append(request)
+            # Now: the row's next tenant may be launched before we hear what the last token is.
+            request.kept = self.prefixes.take_out(row, int(table.positions[row]), mark=request.mark)
             table.release(row)
         return ending
 
@@ -226,7 +237,7 @@ class Stepper:
 
     def _hear(self, heard: _Round, finished: Finished) -> None:
         tokens_S, logprobs_S = heard.flight.wait()
-        self._log.write(heard.number, tokens_S, logprobs_S, heard.publication)
+        self._log.write(heard.number, tokens_S, logprobs_S, heard.publication, heard.flight.tops())
         until = heard.number + 1
         finished.tokens += len(heard.rows)
         if heard.number <= self._dropped_until:
@@ -254,10 +265,20 @@ class Stepper:
 
     def _end(self, request: Request, until: int, reason: FinishReason, finished: Finished) -> None:
         self._log.hand_over(request, until)
+        self._keep(request)
         self._let_go(request)
         if request.on_tokens is not None:
             finished.told.append(request)
         finished.done.append((request, reason))
+
+    def _keep(self, request: Request) -> None:
+        """What it computed may be of use to the prompt that goes on from here. The last token's keys were never written."""
+        tokens = [*request.prompt, *request.tokens[:-1]]
+        if request.kept is None and self.table.owners[request.row] is request:
+            request.kept = self.prefixes.take_out(request.row, len(tokens), mark=request.mark)
+        if request.kept is not None:
+            self.prefixes.keep(tokens, request.kept, mark=request.mark)
+            request.kept = None
 
     def _fail(self, heard: _Round, is_broken: NDArray[np.bool_], finished: Finished) -> None:
         broken = [request for request in heard.owners[is_broken] if not request.is_finished]

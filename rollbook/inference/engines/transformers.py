@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.policy import Completion, Publication, SamplingParams
 from rollbook.contracts.weights import RawTensor, weights_digest
@@ -30,6 +31,7 @@ from rollbook.inference.engine import (
 from rollbook.inference.engines.assembly import EngineParts, assemble
 from rollbook.inference.engines.engine_thread import EngineThread
 from rollbook.inference.engines.graph_runner import Capture
+from rollbook.inference.engines.live_weights import LoadPlan
 from rollbook.inference.gate import PauseMode, needs_loading, require_unpublished
 from rollbook.inference.request import Request, checked_request
 from rollbook.inference.tensors import require_published
@@ -113,6 +115,10 @@ class TransformersEngine:
         return self._thread.publication
 
     @property
+    def adapter(self) -> Adapter | None:
+        return self.parts.weights.adapter
+
+    @property
     def is_paused(self) -> bool:
         return not self._thread.gate.may_admit
 
@@ -126,6 +132,7 @@ class TransformersEngine:
             forwards=self.parts.runner.forwards,
             busy_s=self._busy.busy_s,
             kv_after_update=self._config.kv_after_update,
+            cached_tokens=self.parts.stepper.prefixes.cached_tokens,
         )
 
     def submit(
@@ -178,22 +185,35 @@ class TransformersEngine:
     async def generate(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
         return await self.submit(prompt_ids, sampling)
 
-    async def load_weights(self, publication: Publication, path: Path) -> None:
-        await self._load(publication, lambda: read_published_weights(path, publication))
+    async def load_weights(self, publication: Publication, path: Path, *, adapter: Adapter | None = None) -> None:
+        await self._load(publication, lambda: self._planned(read_published_weights(path, publication), adapter))
 
-    async def load_tensors(self, publication: Publication, tensors: Mapping[str, TensorSource]) -> None:
-        def checked() -> Mapping[str, TensorSource]:
+    async def load_tensors(
+        self, publication: Publication, tensors: Mapping[str, TensorSource], *, adapter: Adapter | None = None
+    ) -> None:
+        def checked() -> LoadPlan:
             require_published(publication, tensors)
-            return tensors
+            return self._planned(tensors, adapter)
 
         await self._load(publication, checked)
 
-    async def _load(self, publication: Publication, read: Callable[[], Mapping[str, TensorSource]]) -> None:
+    async def unload_adapter(self, publication: Publication) -> None:
+        await self._load(publication, self.parts.weights.plan_base)
+
+    async def base_digest(self) -> str:
+        async with self._updating:
+            return await asyncio.to_thread(self.parts.weights.base_digest)
+
+    def _planned(self, tensors: Mapping[str, TensorSource], adapter: Adapter | None) -> LoadPlan:
+        weights = self.parts.weights
+        return weights.plan(tensors) if adapter is None else weights.plan_adapter(adapter, tensors)
+
+    async def _load(self, publication: Publication, planned: Callable[[], LoadPlan]) -> None:
         async with self._updating:
             if not needs_loading(self._thread.publication, publication):
                 return
             began = time.time()
-            plan = await asyncio.to_thread(lambda: self.parts.weights.plan(read()))
+            plan = await asyncio.to_thread(planned)
 
             def apply() -> None:
                 self.parts.weights.apply(plan)

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from aiohttp import web
@@ -10,8 +10,6 @@ from isal import isal_zlib
 from isal.igzip_lib import IsalError
 
 from rollbook.contracts.errors import TransientError
-from rollbook.contracts.group import GroupId
-from rollbook.ledger.atropos.desk import AtroposDesk
 from rollbook.ledger.atropos.models import Refusal, refusal
 from rollbook.ledger.bodies import BodyReader, BodyTooLargeError
 
@@ -20,10 +18,7 @@ GZIP = 31
 LEVEL = 2
 """Costs as much as 1 with this library and gives a little less to send."""
 SMALLEST_COMPRESSED = 1000
-GROUPS_IN_ONE_READ = 8
-"""Bounds what one trainer keeps in the service's memory."""
 FLUSH_POLL_S = 0.005
-OPENING, CLOSING = b'{"batch":[', b"]}"
 MOST_EXPANSION = 1_032
 """Deflate makes at most this many bytes of one."""
 USUAL_EXPANSION = 16
@@ -126,62 +121,11 @@ async def deliver(request: web.Request, answer: web.Response) -> web.Response:
     """Send an answer now. Raises when it could not be written to its end."""
     await answer.prepare(request)
     await answer.write_eof()
-    await _flushed(request)
+    await flushed(request)
     return answer
 
 
-async def deliver_batch(request: web.Request, desk: AtroposDesk, ids: Sequence[GroupId]) -> web.StreamResponse:
-    """Send a batch, a few groups at a time. Raises when it could not be written to its end.
-
-    Groups are read and packed in the threads of the store's readers: the event loop only passes bytes on.
-    """
-    answer = web.StreamResponse(headers={"Content-Type": "application/json", "Vary": "Accept-Encoding"})
-    packer = None
-    if accepts_gzip(request):
-        answer.headers["Content-Encoding"] = "gzip"
-        packer = isal_zlib.compressobj(LEVEL, isal_zlib.DEFLATED, GZIP)
-    try:
-        async with asyncio.timeout(desk.config.serve_s):
-            await answer.prepare(request)
-            for start in range(0, len(ids), GROUPS_IN_ONE_READ):
-                pieces = _pieces(packer, is_first=start == 0, is_last=start + GROUPS_IN_ONE_READ >= len(ids))
-                for piece in await desk.payloads(ids[start : start + GROUPS_IN_ONE_READ], pieces):
-                    await answer.write(piece)
-            await answer.write_eof()
-            await _flushed(request)
-    except TimeoutError:
-        _cut(request)
-        raise
-    except asyncio.CancelledError:
-        raise
-    except Exception:
-        # Half a body must not look like a whole one.
-        _cut(request)
-        raise
-    return answer
-
-
-def _pieces(packer: Any, *, is_first: bool, is_last: bool) -> Callable[[list[bytes]], list[bytes]]:
-    """Make what is sent of some groups, in the thread that read them."""
-
-    def make(payloads: list[bytes]) -> list[bytes]:
-        pieces: list[bytes] = []
-        for at, payload in enumerate(payloads):
-            pieces.append(OPENING if is_first and at == 0 else b",")
-            pieces.append(payload)
-        if is_last:
-            pieces.append(CLOSING)
-        if packer is not None:
-            packed = [packer.compress(piece) for piece in pieces]
-            if is_last:
-                packed.append(packer.flush())
-            pieces = [b"".join(packed)]
-        return [piece for piece in pieces if piece]
-
-    return make
-
-
-async def _flushed(request: web.Request) -> None:
+async def flushed(request: web.Request) -> None:
     """Everything is in the hands of the kernel, and the client is still there."""
     wait_s = 0.0  # the event loop writes what it was given when it comes round
     while True:
@@ -192,8 +136,3 @@ async def _flushed(request: web.Request) -> None:
             return
         await asyncio.sleep(wait_s)
         wait_s = FLUSH_POLL_S
-
-
-def _cut(request: web.Request) -> None:
-    if request.transport is not None:
-        request.transport.abort()

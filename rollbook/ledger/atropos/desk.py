@@ -31,6 +31,9 @@ TOUCH_FRACTION = 0.25
 """An environment's sign of life is written once this part of its allowed silence has passed."""
 MOST_TOGETHER = 64
 """Posts stored in one transaction: bounds how long the first of them waits."""
+GATHER_S = 0.03
+"""How long the first of them waits for others, as long as each few rounds of the event loop bring one."""
+QUIET_ROUNDS = 4
 MEGABYTE = 1_000_000
 
 
@@ -94,14 +97,15 @@ class AtroposDesk:
                 step = handed.manifest.step
                 await asyncio.shield(self._write(lambda book: rules.served(book, step, epoch=handed.epoch)))
 
-    async def payloads(self, ids: Sequence[GroupId], made: Callable[[list[bytes]], list[bytes]]) -> list[bytes]:
-        """The groups as they are stored, and what `made` makes of them; both in a thread of the store."""
+    async def payloads(self, ids: Sequence[GroupId], made: Callable[[Sequence[bytes | memoryview]], T]) -> T:
+        """What `made` makes of the groups as they are stored; they are read and it is called in a thread of the store."""
 
-        def read(tx: Transaction) -> list[bytes]:
-            found = [tx.payload(self.run_id, group_id) for group_id in ids]
-            if None in found:
+        def read(tx: Transaction) -> T:
+            found = tx.payloads(self.run_id, ids)
+            whole = [payload for payload in found if payload is not None]
+            if len(whole) < len(found):
                 raise StoreFaultError(f"run {self.run_id}: the payload of group {ids[found.index(None)]} is gone")
-            return made([payload for payload in found if payload is not None])
+            return made(whole)
 
         return await self._store.read(read)
 
@@ -185,10 +189,20 @@ class AtroposDesk:
         """Takes: arrived posts. Gives: their outcomes. Ends: when no more have come. A client that goes away stops nothing."""
         try:
             while self._arriving:
+                await self._gather()
                 arriving, self._arriving = self._arriving[:MOST_TOGETHER], self._arriving[MOST_TOGETHER:]
                 await self._store_together(arriving)
         finally:
             self._storing = None
+
+    async def _gather(self) -> None:
+        """Wait while more are coming in: posts that share a transaction cost half, and the loop is busy with reading anyway."""
+        until = self._clock.now() + GATHER_S
+        num_before = 0
+        while num_before < len(self._arriving) < MOST_TOGETHER and self._clock.now() < until:
+            num_before = len(self._arriving)
+            for _ in range(QUIET_ROUNDS):
+                await asyncio.sleep(0)
 
     async def _store_together(self, arriving: "list[tuple[Post, asyncio.Future[dict[str, Any]]]]") -> None:
         answered, self._answered = self._answered, []

@@ -18,7 +18,6 @@ from rollbook.contracts.errors import TransientError
 from rollbook.ledger.atropos.bodies import (
     body_answer,
     deliver,
-    deliver_batch,
     encode_json,
     json_answer,
     read_body,
@@ -26,6 +25,7 @@ from rollbook.ledger.atropos.bodies import (
     unpack,
 )
 from rollbook.ledger.atropos.config import AtroposConfig
+from rollbook.ledger.atropos.delivering import deliver_batch
 from rollbook.ledger.atropos.desk import AtroposDesk, open_desk
 from rollbook.ledger.atropos.models import (
     EMPTY_EXAMPLE,
@@ -37,12 +37,14 @@ from rollbook.ledger.atropos.models import (
 from rollbook.ledger.atropos.openapi import DOCS_PAGE, OPENAPI
 from rollbook.ledger.atropos.posting import Post
 from rollbook.ledger.atropos.refusals import KNOWN, error_answer
-from rollbook.ledger.atropos.rules import UnknownEnvError
+from rollbook.ledger.atropos.rules import NoTrainerError, UnknownEnvError
 from rollbook.ledger.atropos.scored_data import PostedGroup, read_group, read_groups, read_message, refused
 from rollbook.ledger.bodies import BodyReader
 from rollbook.ledger.config import LedgerConfig
 from rollbook.ledger.hot_path import HOT_ROUTES, Asked, HotConnection, HotReply, HotRoute
+from rollbook.ledger.rules.book import UnknownRunError
 from rollbook.ledger.store import Store
+from rollbook.ledger.turns import Turns
 from rollbook.telemetry.events import EventLog
 
 M = TypeVar("M", bound=BaseModel)
@@ -123,6 +125,7 @@ class _Routes:
     def __init__(self, desks: _Desks, bodies: BodyReader) -> None:
         self._desks = desks
         self._bodies = bodies
+        self._turns = Turns()
 
     def table(self) -> tuple[tuple[str, str, Handler], ...]:
         return (
@@ -178,19 +181,20 @@ class _Routes:
 
     async def batch(self, request: web.Request) -> web.StreamResponse:
         desk = await self._desks.of(request)
-        if await desk.registration() is None:
+        try:
+            async with desk.batch() as handed:
+                if handed is None:
+                    return json_answer(request, {"batch": None})
+                return await deliver_batch(request, desk, [entry.group_id for entry in handed.manifest.entries])
+        except (UnknownRunError, NoTrainerError):
             return json_answer(request, NOT_REGISTERED)
-        async with desk.batch() as handed:
-            if handed is None:
-                return json_answer(request, {"batch": None})
-            return await deliver_batch(request, desk, [entry.group_id for entry in handed.manifest.entries])
 
     async def latest_example(self, request: web.Request) -> web.Response:
         found = await (await self._desks.of(request)).latest_example()
         return json_answer(request, EMPTY_EXAMPLE) if found is None else body_answer(request, found)
 
     async def scored_data(self, request: web.Request) -> web.Response:
-        group = await _read(read_group, await self._body(request))
+        group = await self._look(read_group, await self._body(request))
         return await self._post(request, Post(digest=group.digest, groups=(group,), is_list=False))
 
     def hot_post(self) -> HotRoute:
@@ -204,7 +208,7 @@ class _Routes:
                 return read_group(unpack(came, at_most=self._bodies.most_bytes) if is_packed else bytes(came))
 
             try:
-                group = await _read(read, body)
+                group = await self._look(read, body)
                 desk = await self._desks.at(RunId(self._desks.config.run))
                 async with desk.posted(Post(digest=group.digest, groups=(group,), is_list=False)) as told:
                     reply = HotReply(body=encode_json(told), content_type="application/json")
@@ -224,7 +228,7 @@ class _Routes:
         )
 
     async def scored_data_list(self, request: web.Request) -> web.Response:
-        groups = tuple(await _read(read_groups, await self._body(request)))
+        groups = tuple(await self._look(read_groups, await self._body(request)))
         digest = hashlib.blake2b("\n".join(group.digest for group in groups).encode(), digest_size=16).hexdigest()
         return await self._post(request, Post(digest=f"list {digest}", groups=groups, is_list=True))
 
@@ -249,6 +253,12 @@ class _Routes:
 
     async def docs(self, request: web.Request) -> web.Response:
         return body_answer(request, DOCS_PAGE, content_type="text/html")
+
+    async def _look(self, read: Callable[[B], T], body: B) -> T:
+        """Look at a body: in turn where it is of usual size, in a thread where others would have to wait for it."""
+        if len(body) > LARGE:
+            return await asyncio.to_thread(read, body)
+        return await self._turns.do(lambda: read(body))
 
     async def _body(self, request: web.Request) -> bytes:
         require_json_type(request)
@@ -292,11 +302,6 @@ async def _answered(request: web.Request, handler: Handler) -> web.StreamRespons
         return answer
     except KNOWN as error:
         return error_answer(request, error)
-
-
-async def _read(read: Callable[[B], T], body: B) -> T:
-    """Look at a body: at once where it is of usual size, in a thread where others would have to wait for it."""
-    return read(body) if len(body) <= LARGE else await asyncio.to_thread(read, body)
 
 
 @dataclass(frozen=True, slots=True)

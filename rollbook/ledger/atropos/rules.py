@@ -34,6 +34,10 @@ class GoneStepError(RunError):
     """A trainer wants to go back to a step whose groups are no longer kept."""
 
 
+class NoTrainerError(RunError):
+    """Nobody has said how large a batch is."""
+
+
 class UnknownEnvError(RunError):
     """No environment of that id is registered."""
 
@@ -104,7 +108,7 @@ def take_batch(book: RunBook, *, env_silence_s: float, keep: int) -> Handed | No
     record = record_of(book.tx, book.run_id)
     registration = registration_of(record)
     if registration is None:
-        raise RunError(f"run {book.run_id}: no trainer is registered")
+        raise NoTrainerError(f"run {book.run_id}: no trainer is registered")
     _acknowledge_served(book, record)
     step = book.run.epoch_acknowledged + 1
     known = book.tx.batch(book.run_id, step)

@@ -1,13 +1,14 @@
 """What becomes of a group that was played: submitted, closed, or given back. Rules 5 to 7."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypedDict
 
 import msgspec
 
 from rollbook.contracts.admission import Receipt
-from rollbook.contracts.errors import TransientError
+from rollbook.contracts.errors import RollbookError, RunError, TransientError
 from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupOutcome, GroupState
 from rollbook.contracts.task import TaskId
 from rollbook.ledger.records import GroupRecord, Origin
@@ -15,6 +16,7 @@ from rollbook.ledger.rules.book import RunBook
 from rollbook.ledger.rules.gate import fail_attempt
 from rollbook.ledger.rules.lineage import oldest_effective_version
 from rollbook.ledger.rules.producers import find_producer
+from rollbook.ledger.store import StoreFaultError
 
 QUEUE_FULL_RETRY_S = 1.0
 
@@ -69,6 +71,21 @@ def submit(book: RunBook, submission: Submission, *, max_queued: int, max_queued
     else:
         book.move(group, GroupState.QUEUED, note=f"attempt {submission.attempt} submitted", by=by, **stored)
     return Receipt.STORED
+
+
+def submit_many(
+    book: RunBook, submissions: Sequence[Submission], *, max_queued: int, max_queued_bytes: int | None = None
+) -> list[Receipt | RollbookError]:
+    """Several, each judged by itself: what `submit` raises it raises before anything of that group is written."""
+    outcomes: list[Receipt | RollbookError] = []
+    for submission in submissions:
+        try:
+            outcomes.append(submit(book, submission, max_queued=max_queued, max_queued_bytes=max_queued_bytes))
+        except StoreFaultError:
+            raise
+        except (RunError, TransientError) as error:
+            outcomes.append(error)
+    return outcomes
 
 
 class _Stored(TypedDict):

@@ -4,7 +4,7 @@ Rows live in dictionaries. Every change first notes how to undo it, so that a fa
 every open group, which is fine for what it is for.
 """
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from rollbook.contracts.admission import OwnerId, RunId
@@ -163,6 +163,9 @@ class MemoryTransaction:
 
     def payload(self, run_id: RunId, group_id: GroupId) -> bytes | None:
         return self._tables.payloads.get((run_id, group_id))
+
+    def payloads(self, run_id: RunId, group_ids: Sequence[GroupId]) -> list[bytes | memoryview | None]:
+        return [self.payload(run_id, group_id) for group_id in group_ids]
 
     def delete_payload(self, run_id: RunId, group_id: GroupId) -> None:
         self._delete(self._tables.payloads, (run_id, group_id))

@@ -6,12 +6,17 @@ from pathlib import Path
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.group import GroupId
 from rollbook.ledger.records import RunRecord
-from rollbook.ledger.stores.segments import Place, SegmentWriter, read_payload
+from rollbook.ledger.stores.segments import Place, SegmentWriter, read_payload, read_payloads
 from rollbook.ledger.stores.sql_transaction import Connection, SqlTransaction
 from rollbook.ledger.stores.write_behind import KeptPayloads, WriteBehind
 
 PLACE_COLUMNS = "segment, place, size, digest"
 SELECT_PLACE = f"SELECT {PLACE_COLUMNS} FROM payload_places WHERE run_id = ? AND group_id = ?"
+ASKED_TOGETHER = 8
+SELECT_PLACES = (
+    f"SELECT group_id, {PLACE_COLUMNS} FROM payload_places WHERE run_id = ? AND group_id IN "
+    f"({', '.join('?' * ASKED_TOGETHER)})"
+)
 INSERT_PLACE = (
     f"INSERT INTO payload_places (run_id, group_id, {PLACE_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?) "
     "ON CONFLICT (run_id, group_id) DO UPDATE SET segment = excluded.segment, place = excluded.place, size = excluded.size, "
@@ -29,6 +34,22 @@ class SegmentedTransaction(SqlTransaction):
     def payload(self, run_id: RunId, group_id: GroupId) -> bytes | None:
         row = self._db.execute(SELECT_PLACE, (run_id, group_id)).fetchone()
         return super().payload(run_id, group_id) if row is None else read_payload(self._directory, Place(*row))
+
+    def payloads(self, run_id: RunId, group_ids: Sequence[GroupId]) -> list[bytes | memoryview | None]:
+        places: dict[GroupId, Place] = {}
+        for start in range(0, len(group_ids), ASKED_TOGETHER):
+            some = list(group_ids[start : start + ASKED_TOGETHER])
+            # Always as many, so that the statement is prepared once; an id that is asked for twice is found once.
+            some += some[:1] * (ASKED_TOGETHER - len(some))
+            for group_id, *place in self._db.execute(SELECT_PLACES, (run_id, *some)).fetchall():
+                places[group_id] = Place(*place)
+        found = read_payloads(self._directory, list(places.values()))
+        return [
+            found[places[group_id]]
+            if group_id in places
+            else super(SegmentedTransaction, self).payload(run_id, group_id)
+            for group_id in group_ids
+        ]
 
 
 class SegmentedWriteBehind(WriteBehind):

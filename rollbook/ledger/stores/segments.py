@@ -77,6 +77,34 @@ def read_payload(directory: Path, place: Place) -> bytes:
     )
 
 
+def read_payloads(directory: Path, places: Sequence[Place]) -> dict[Place, memoryview]:
+    """The same for several. Those that were written one behind the other are read in one go: for the groups of a batch, which
+    came in its order, that is one reading instead of a dozen."""
+    found: dict[Place, memoryview] = {}
+    for row in _in_rows(places):
+        first, last = row[0], row[-1]
+        whole = _bytes(directory, Place(first.segment, first.place, last.place + last.size - first.place, 0))
+        view = memoryview(whole or b"")
+        for place in row:
+            body = view[place.place - first.place :][: place.size]
+            # A damaged one is read once more by itself, which says what is wrong with it.
+            is_good = len(body) == place.size and digest_of(body) == place.digest
+            found[place] = body if is_good else memoryview(read_payload(directory, place))
+    return found
+
+
+def _in_rows(places: Sequence[Place]) -> list[list[Place]]:
+    """Places that lie one behind the other, together."""
+    rows: list[list[Place]] = []
+    for place in sorted(places, key=lambda place: (place.segment, place.place)):
+        before = rows[-1][-1] if rows else None
+        if before is not None and (before.segment, before.place + before.size) == (place.segment, place.place):
+            rows[-1].append(place)
+        else:
+            rows.append([place])
+    return rows
+
+
 def is_whole(directory: Path, place: Place) -> bool:
     body = _bytes(directory, place)
     return body is not None and len(body) == place.size and digest_of(body) == place.digest

@@ -149,6 +149,9 @@ class SqlTransaction:
         row = self._db.execute(sql, (run_id, group_id)).fetchone()
         return None if row is None else bytes(row[0])
 
+    def payloads(self, run_id: RunId, group_ids: Sequence[GroupId]) -> list[bytes | memoryview | None]:
+        return [self.payload(run_id, group_id) for group_id in group_ids]
+
     def delete_payload(self, run_id: RunId, group_id: GroupId) -> None:
         self._db.execute("DELETE FROM payloads WHERE run_id = ? AND group_id = ?", (run_id, group_id))
 

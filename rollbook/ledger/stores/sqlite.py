@@ -28,7 +28,8 @@ from rollbook.ledger.stores.sqlite_writer import SqliteWriter
 
 T = TypeVar("T")
 
-READERS = 2
+READERS = 3
+"""Two may be packing a batch; whoever looks meanwhile does not wait for them."""
 
 
 class SqliteStore:

@@ -79,6 +79,22 @@ async def test_a_damaged_payload_is_a_fault_and_never_served(tmp_path: Path) -> 
             await store.read(get(A))
 
 
+async def test_of_payloads_that_are_read_together_a_damaged_one_is_named(tmp_path: Path) -> None:
+    names = [GroupId(f"g{number}") for number in range(5)]
+    async with open_sqlite_store(tmp_path) as store:
+        for name in names:
+            await store.write(put(name, b"body of " + name.encode()))
+    damage(segment_path(tmp_path, 0), at=25)
+    async with open_sqlite_store(tmp_path) as store:
+        found = await store.read(lambda tx: tx.payloads(RUN, [names[4], names[0], names[1], names[3]]))
+        assert [bytes(body or b"") for body in found] == [b"body of g4", b"body of g0", b"body of g1", b"body of g3"]
+        with pytest.raises(StoreFaultError, match=r"the payload at 20 of 10 bytes is damaged; restore"):
+            await store.read(lambda tx: tx.payloads(RUN, names))
+        segment_path(tmp_path, 0).unlink()
+        with pytest.raises(StoreFaultError, match="is missing"):
+            await store.read(lambda tx: tx.payloads(RUN, names))
+
+
 async def test_a_segment_that_is_gone_is_a_fault_that_names_it(tmp_path: Path) -> None:
     async with open_sqlite_store(tmp_path) as store:
         await store.write(put(A, b"body"))

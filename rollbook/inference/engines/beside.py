@@ -1,0 +1,43 @@
+"""An adapter that is live: its halves, the base it stands beside, and what the two make together."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rollbook.contracts.adapter import Adapter
+from rollbook.inference.low_rank import LowRankPair
+
+SLACK = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+"""How far computing the same product again may be off, as a share of the largest number. A damaged byte is off by more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    adapter: Adapter
+    pairs: Sequence[LowRankPair]
+    halves: Mapping[str, Tensor]
+    """As they were published, by name."""
+    base: Mapping[str, Tensor]
+    """Of every adapted matrix, as it is without the adapter."""
+    turned: Collection[str]
+    """Matrices that are kept as (in, out)."""
+
+    def merged(self, pair: LowRankPair) -> Tensor:
+        """In float32 and in PEFT's order of operations: the numbers are those of a model merged by PEFT."""
+        base = self.base[pair.target]
+        added = self.halves[pair.b].float() @ self.halves[pair.a].float()
+        if pair.target in self.turned:
+            added = added.T
+        return (base.float() + added * pair.scale).to(base.dtype)
+
+    def is_live_in(self, weights: Mapping[str, Tensor]) -> bool:
+        """Whether the weights are what this adapter makes of its base."""
+        with torch.inference_mode():
+            for pair in self.pairs:
+                live, expected = weights[pair.target], self.merged(pair)
+                slack = float(expected.abs().amax()) * SLACK.get(live.dtype, 1e-5)
+                if not torch.allclose(live, expected, rtol=0.0, atol=slack):
+                    return False
+        return True

@@ -1,0 +1,168 @@
+"""Several groups in one request: stored together, judged one by one, and our client sends what waits in that way."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from rollbook.contracts.admission import Receipt
+from rollbook.contracts.batch import TrainingBatch
+from rollbook.contracts.errors import RunError, TransientError
+from rollbook.contracts.group import DropKind, DropReason, GroupState
+from rollbook.ledger import wire
+from rollbook.ledger.audit import audit_run
+from rollbook.ledger.client import LedgerClient, open_ledger_client
+from rollbook.ledger.config import LedgerConfig
+from rollbook.ledger.service import Ledger
+from rollbook.telemetry.events import EventLog
+from tests.parts.ledger_groups import RUN, group_of, outcome_of, settings
+from tests.parts.ledger_http import Answer, Caller, submission
+from tests.parts.ledger_service import serving
+
+LOG = EventLog("test", echo=sys.stdout)
+SMALL = LedgerConfig(max_queued_groups=4, max_body_mb=0.5, max_receiving_mb=1)
+
+
+@pytest.fixture
+async def served(tmp_path: Path) -> AsyncIterator[tuple[str, Ledger]]:
+    async with serving(tmp_path, config=SMALL) as (url, ledger):
+        await ledger.create_run(RUN, settings(per_step=2))
+        yield url, ledger
+
+
+async def send(url: str, groups: list[dict[str, Any]], *, is_odd: bool = False) -> Answer:
+    """Past aiohttp, or through it."""
+    async with aiohttp.ClientSession() as session:
+        headers = {"Accept": "application/json" if is_odd else "*/*"}
+        answer = await Caller(session, url).call("POST", "/submit_many", {"groups": groups}, headers=headers)
+        if answer.status == 200 and not is_odd:
+            answer.told = msgspec.msgpack.decode(answer.body)
+        return answer
+
+
+@pytest.mark.parametrize("is_odd", [False, True])
+async def test_each_group_has_its_own_answer_and_a_bad_one_keeps_no_other_out(
+    served: tuple[str, Ledger], is_odd: bool
+) -> None:
+    url, ledger = served
+    groups = [
+        submission("a"),
+        submission("b", payload_digest="0" * 32),
+        submission("c", publications=[77]),
+        submission("a"),
+        submission("d", payload=b"no frame"),
+        submission("e", producer="nobody"),
+        submission("f", drop="no such reason"),
+        submission("g"),
+    ]
+    told = (await send(url, groups, is_odd=is_odd)).told["answers"]
+    assert [answer["receipt"] for answer in told] == ["stored", None, None, "already_stored", *[None] * 3, "stored"]
+    refused = {at: answer["refused"] for at, answer in enumerate(told) if answer["refused"] is not None}
+    assert {at: answer["status"] for at, answer in refused.items()} == dict.fromkeys((1, 2, 4, 5, 6), 422)
+    assert "damaged" in refused[1]["message"]
+    assert "publication 77" in refused[2]["message"]
+    assert (await ledger.status(RUN)).by_state[GroupState.QUEUED] == 2
+    assert (await ledger.read(lambda tx: audit_run(tx, RUN))).violations == ()
+
+
+async def test_a_full_queue_refuses_the_rest_and_says_when_to_come_again(served: tuple[str, Ledger]) -> None:
+    url, ledger = served
+    told = (await send(url, [submission(name) for name in "abcdef"])).told["answers"]
+    assert [answer["receipt"] for answer in told] == ["stored"] * 4 + [None] * 2
+    assert [(a["refused"]["status"], a["refused"]["retry_after_s"]) for a in told[4:]] == [(429, 1.0)] * 2
+    assert (await ledger.status(RUN)).by_state[GroupState.QUEUED] == 4
+
+
+async def test_what_cannot_be_read_is_refused_as_a_whole(served: tuple[str, Ledger]) -> None:
+    url, ledger = served
+    assert (await send(url, [submission("a"), submission("b", draw=-1)])).status == 422
+    assert (await send(url, [submission("a")] * (wire.MOST_GROUPS + 1))).status == 422
+    assert (await send(url, [submission("a", payload=b"x" * 600_000)])).status == 413
+    assert (await send(url.replace("127.0.0.1", "localhost"), [])).status == 200
+    assert (await ledger.status(RUN)).opened == 0
+
+
+async def test_groups_that_wait_at_the_same_moment_travel_together(tmp_path: Path) -> None:
+    async with (
+        serving(tmp_path) as (url, _),
+        open_ledger_client(url, RUN, request_s=30, log=LOG) as client,
+        aiohttp.ClientSession() as session,
+    ):
+        await client.create_run(settings(per_step=40))
+        groups = [group_of(f"t{number}", (-1,)) for number in range(40)]
+
+        async def play(group: Any) -> Receipt:
+            return await client.submit(group, outcome_of(group), attempt=1)
+
+        receipts = await asyncio.gather(*map(play, groups), *map(play, groups))
+        assert receipts == [Receipt.STORED] * 40 + [Receipt.ALREADY_STORED] * 40
+        metrics = (await Caller(session, url).call("GET", "//metrics")).body.decode()
+        requests = [
+            float(line.rsplit(" ", 1)[1])
+            for line in metrics.splitlines()
+            if line.startswith("rollbook_ledger_requests_total{") and 'route="submit' in line
+        ]
+        assert sum(requests) <= 4
+        await client.take_role(restored_step=0)
+        await client.confirm(await client.register(0, "w0"))
+        batch = await client.batch(1, wait_s=10)
+        assert isinstance(batch, TrainingBatch)
+        assert {group.id for group in batch.groups} == {group.id for group in groups}
+
+
+async def test_each_caller_hears_the_verdict_on_its_own_group(served: tuple[str, Ledger]) -> None:
+    url, _ = served
+    async with open_ledger_client(url, RUN, request_s=1.5, log=LOG) as client:
+
+        async def play(name: str, *publications: int, **more: Any) -> Any:
+            group = group_of(name, publications or (-1,))
+            try:
+                return await client.submit(group, outcome_of(group), attempt=1, **more)
+            except (RunError, TransientError) as error:
+                return error
+
+        good, lost, dropped, foreign, again = await asyncio.gather(
+            play("good"),
+            play("lost", 77),
+            play("dropped", drop=DropReason(DropKind.FILTERED, "all alike")),
+            play("foreign", producer="nobody"),
+            play("good"),
+        )
+        assert (good, dropped, again) == (Receipt.STORED, Receipt.STORED, Receipt.ALREADY_STORED)
+        assert isinstance(lost, RunError)
+        assert "publication 77" in str(lost)
+        assert isinstance(foreign, RunError)
+        # Three fit beside the one that is queued; the others are tried again until their time is over.
+        later = await asyncio.gather(*(play(f"later{number}") for number in range(5)))
+        assert sorted(str(type(found).__name__) for found in later) == ["Receipt"] * 3 + ["TransientError"] * 2
+
+
+async def test_a_bundle_that_is_too_large_for_the_ledger_goes_one_by_one(served: tuple[str, Ledger]) -> None:
+    url, ledger = served
+    async with open_ledger_client(url, RUN, request_s=30, log=LOG) as client:
+        groups = [group_of(f"t{number}", (-1,) * 15_000) for number in range(4)]
+        await asyncio.gather(*(client.submit(group, outcome_of(group), attempt=1) for group in groups))
+        assert (await ledger.status(RUN)).by_state[GroupState.QUEUED] == 4
+
+
+async def test_a_caller_that_gives_up_takes_nobody_with_it(served: tuple[str, Ledger]) -> None:
+    url, ledger = served
+    async with open_ledger_client(url, RUN, request_s=30, log=LOG) as client:
+        tasks = [asyncio.create_task(submit(client, name)) for name in "abc"]
+        await asyncio.sleep(0)
+        tasks[1].cancel()
+        assert await tasks[0] is Receipt.STORED
+        assert await tasks[2] is Receipt.STORED
+        assert (await ledger.status(RUN)).by_state[GroupState.QUEUED] in (2, 3)
+    with pytest.raises(asyncio.CancelledError):
+        await tasks[1]
+
+
+async def submit(client: LedgerClient, name: str) -> Receipt:
+    group = group_of(name, (-1,))
+    return await client.submit(group, outcome_of(group), attempt=1)

@@ -1,0 +1,33 @@
+"""A whole run with LoRA: adapters alone are published, the trainer is killed and resumes, and the record gives the same digests."""
+
+from pathlib import Path
+
+import pytest
+
+from rollbook.telemetry.events import read_json_lines
+from tests.parts.run_small import SmallRun, rollbook
+
+LORA = ["trainer.lora.rank=4", "trainer.lora.alpha=8", "trainer.lr=0.01", "trainer.max_steps=8"]
+
+
+@pytest.mark.timeout(600)
+def test_adapters_are_published_through_a_kill_and_the_audit_holds(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path, [*LORA, "inference.transfer='directory'", "trainer.checkpoint_every=3"]).start()
+    try:
+        run.until(lambda: run.step() >= 4, what="four steps", within_s=200.0)
+        published = max((run.directory / "weights").glob("publication-*"))
+        files = {path.name: path.stat().st_size for path in published.iterdir()}
+        run.kill("trainer")
+        summary = run.wait(timeout_s=300)
+    finally:
+        run.stop()
+    assert summary["exit_code"] == 0, summary["told"]
+    assert (summary["steps"], summary["audit"]) == (8, "ok")
+    assert 'publish = "adapter"' in (run.directory / "config.toml").read_text()
+    assert set(files) <= {"adapter_config.json", "adapter_model.safetensors"}, "no whole model was written"
+    trainer = run.directory / "logs" / "trainer.jsonl"
+    rows = [row for row in read_json_lines(trainer) if row.get("event") == "trainer.restored"]
+    assert [row["step"] for row in rows][-1] >= 3, "the second trainer went on from the checkpoint of the first"
+    assert not [row for row in read_json_lines(trainer) if row.get("event") == "trainer.diverged"]
+    replayed = rollbook("replay", str(run.directory), "--verify")
+    assert replayed.returncode == 0, replayed.stdout + replayed.stderr
