@@ -91,6 +91,8 @@ def draw(path: Path, points: Sequence[tuple[float, float]], measured: Mapping[st
         ends = [
             row["solved"] for name in ("before", "after") for row in measured[name]["results"] if row["label"] == label
         ]
+        if len(ends) < 2:
+            continue
         means = [end["mean"] for end in ends]
         errors = [[end["mean"] - end["low"] for end in ends], [end["high"] - end["mean"] for end in ends]]
         axes.errorbar(
