@@ -21,10 +21,11 @@ from rollbook.inference.engines.kernels import KernelOps, kernels_missing, sampl
 from rollbook.inference.engines.lean import LeanLM, disagreement, why_not_lean
 from rollbook.inference.engines.live_weights import LiveWeights
 from rollbook.inference.engines.memory import cache_bytes
+from rollbook.inference.engines.rounds import StepLimits
 from rollbook.inference.engines.runner import Runner
 from rollbook.inference.engines.sampling import sample
 from rollbook.inference.engines.slot_cache import SlotCache
-from rollbook.inference.engines.stepper import StepLimits, Stepper
+from rollbook.inference.engines.stepper import Stepper
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
 """How far the lean forward may be from the module's, as a share of the spread of the logits. Wrong ones are off by more than 1."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rollbook.contracts.adapter import Adapter
-from rollbook.contracts.policy import PublicationId, SamplingParams
+from rollbook.contracts.policy import Publication, PublicationId, SamplingParams
 from rollbook.contracts.weights import weights_digest
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engine import Engine, WeightsError
@@ -18,6 +18,7 @@ from rollbook.inference.engines.live_weights import LiveWeights
 from rollbook.inference.engines.transformers import open_engine
 from rollbook.inference.gate import OutdatedUpdateError
 from rollbook.inference.low_rank import checked_settings, low_rank_pairs
+from rollbook.trainer.model import PolicyModel
 from rollbook.trainer.weights import digest_of, named_weights
 from tests.parts.inference_adapters import make_adapter, peft_model, published_adapter
 from tests.parts.inference_engines import Workshop
@@ -189,3 +190,13 @@ async def test_an_adapter_that_does_not_fit_the_model_changes_nothing(workshop: 
             await engine.load_tensors(offered, askew, adapter=small)
         assert await engine.weights_digest() == base
         assert engine.publication is None
+
+
+async def test_a_peft_directory_is_served_as_one_model(workshop: Workshop, tmp_path: Path) -> None:
+    directory = make_adapter(tmp_path / "adapter", workshop.model_dir)
+    async with open_engine(InferenceConfig(), directory) as engine:
+        await engine.adopt(Publication(id=PublicationId(0), epoch=0, step=0, digest=await engine.weights_digest()))
+        assert any("lean" in way for way in engine.parts.ways)
+        assert await deviation(engine, peft_model(workshop.model_dir, directory)) < 1e-4
+        # The trainer's reading of it is the same weights.
+        assert await engine.weights_digest() == PolicyModel.load(directory).digest()
