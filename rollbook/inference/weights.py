@@ -273,7 +273,7 @@ class WeightTransferClient:
         missed: dict[int, TransientError] = {}
         for at, outcome in zip(replicas, outcomes, strict=True):
             if isinstance(outcome, asyncio.CancelledError):
-                late = f"{what} at {self._urls[at]} did not come about within {self._confirm_s:g} s"
+                late = f"{what} at {self._urls[at]}: another replica was through {self._confirm_s:g} s ago"
                 missed[at] = TransientError(late)
             elif isinstance(outcome, TransientError):
                 missed[at] = outcome
@@ -286,11 +286,13 @@ class WeightTransferClient:
         return [at for at in replicas if at not in missed]
 
     async def _until_others_waited_enough(self, acts: Collection["asyncio.Task[Any]"]) -> None:
-        """Until all have ended, or `confirm_s` has passed and one is through. While none is, it is not a single replica's fault."""
-        ended, waiting = await asyncio.wait(acts, timeout=self._confirm_s)
+        """Until all have ended, or `confirm_s` after one was through. While none is, it is not a single replica's fault."""
+        ended, waiting = set[asyncio.Task[Any]](), set(acts)
         while waiting and all(isinstance(one.exception(), TransientError) for one in ended):
             more, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             ended |= more
+        if waiting:
+            await asyncio.wait(waiting, timeout=self._confirm_s)
 
     async def _everywhere(self, replicas: Sequence[int], act: Act[T], what: str, deadline: Deadline) -> list[T]:
         """Do it at every one of them at once, each with the one deadline. The first error is raised when all have ended."""
