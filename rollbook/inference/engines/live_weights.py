@@ -59,6 +59,7 @@ class LiveWeights:
         self._beside: Beside | None = None
         self._base_digest: str | None = None
         self._pinned: Tensor | None = None
+        self._applied: torch.cuda.Event | None = None
 
     @property
     def adapter(self) -> Adapter | None:
@@ -160,25 +161,36 @@ class LiveWeights:
                 for source in sources:
                     # Allocated on the staging stream: its memory may be used again only after this copy.
                     source.record_stream(torch.cuda.current_stream(self._device))
+                self._applied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+                self._applied.record()
                 return
             for source, target in zip(sources, targets, strict=True):
                 target.copy_(source)
 
     def snapshot(self) -> list[RawTensor]:
-        """What was published last, as it is in memory now, as host bytes under the names a publication gives them.
-
-        With an adapter that is the adapter, provided that the live matrices are what it makes of its base; else all of the live
-        weights, whose digest is then not the adapter's.
-        """
-        if self._beside is not None and self._beside.is_live_in(self._targets):
-            return [_host_bytes(name, half) for name, half in self._beside.halves.items()]
+        """The live weights as host bytes, under the names a publication gives them: tied ones once. In the engine's thread."""
         return self._snapshot(self._targets)
+
+    def adapter_snapshot(self) -> list[RawTensor] | None:
+        """The live adapter as host bytes; None where there is none, or where the live matrices are not what it makes of its base.
+
+        In any thread while nothing replaces the weights: steps only read them, and go on.
+        """
+        beside = self._beside
+        if beside is None:
+            return None
+        with self._staged():
+            if not beside.is_live_in(self._targets, by_groups=self._staging is not None):
+                return None
+            return [_host_bytes(name, half) for name, half in beside.halves.items()]
 
     def base_digest(self) -> str:
         """Of the weights without any adapter. Read while nothing replaces them; steps may go on."""
         if self._base_digest is None:
             kept = {} if self._beside is None else self._beside.base
-            self._base_digest = weights_digest(self._snapshot({**self._targets, **kept}))
+            with self._staged():
+                taken = self._snapshot({**self._targets, **kept})
+            self._base_digest = weights_digest(taken)
         return self._base_digest
 
     def _snapshot(self, weights: Mapping[str, Tensor]) -> list[RawTensor]:
@@ -218,11 +230,13 @@ class LiveWeights:
 
     @contextmanager
     def _staged(self) -> Iterator[None]:
-        """On a GPU: on the staging stream, and done when the block is left."""
+        """On a GPU: on the staging stream, after what was applied before, and done when the block is left."""
         if self._staging is None:
             with torch.inference_mode():
                 yield
             return
+        if self._applied is not None:
+            self._staging.wait_event(self._applied)
         with torch.cuda.stream(self._staging), torch.inference_mode():
             yield
         self._staging.synchronize()

@@ -235,6 +235,10 @@ class TransformersEngine:
             self._thread.publication = publication
 
     async def weights_digest(self) -> str:
+        async with self._updating:
+            taken = await self._loop.run_in_executor(self._stager, self.parts.weights.adapter_snapshot)
+            if taken is not None:
+                return await asyncio.to_thread(weights_digest, taken)
         snapshot: list[RawTensor] = []
         await self._thread.order(lambda: snapshot.extend(self.parts.weights.snapshot()))
         return await asyncio.to_thread(weights_digest, snapshot)
