@@ -239,11 +239,11 @@ class Stepper:
 
     def _keep(self, request: Request) -> None:
         """What it computed may be of use to the prompt that goes on from here. The last token's keys were never written."""
-        tokens = [*request.prompt, *request.tokens[:-1]]
         if request.kept is None and self.table.owners[request.row] is request:
-            request.kept = self.prefixes.take_out(request.row, len(tokens), mark=request.mark)
+            length = len(request.prompt) + len(request.tokens) - 1
+            request.kept = self.prefixes.take_out(request.row, length, mark=request.mark)
         if request.kept is not None:
-            self.prefixes.keep(tokens, request.kept, mark=request.mark)
+            self.prefixes.keep([*request.prompt, *request.tokens[:-1]], request.kept, mark=request.mark)
             request.kept = None
 
     def _fail(self, heard: LaunchedRound, is_broken: NDArray[np.bool_], finished: Finished) -> None:
