@@ -31,6 +31,7 @@ from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.policy import Completion, Publication, PublicationId, SamplingParams
 from rollbook.contracts.weights import weights_digest
 from rollbook.inference.config import InferenceConfig
+from rollbook.inference.engines.rounds import Finished
 from rollbook.inference.engines.transformers import TransformersEngine
 from rollbook.inference.weight_file import read_weights
 
@@ -114,31 +115,47 @@ async def adapters(place: Place) -> dict[str, Any]:
             reference = merged(place, number)
             told[f"adapter_{number}_float32_max"] = max(deviation(reference, prompt, one)[0] for one in answers)
             told["digest_ok"] = await engine.weights_digest() == engine.publication.digest  # type: ignore[union-attr]
-    async with opened(place.config(), place.model_dir, _published(place, model)) as engine:
-        told["update_ms"], told["stall_steps"] = await _update_in_flight(place, engine, model)
+    async with opened(place.config(publish="adapter"), place.model_dir, _published(place, model)) as engine:
+        told |= await _update_in_flight(place, engine, model)
     return told
 
 
-async def _update_in_flight(place: Place, engine: TransformersEngine, model: Any) -> tuple[list[float], float]:
-    """Milliseconds of each adapter's publication while all rows decode, and the longest gap between steps in steps."""
+async def _update_in_flight(place: Place, engine: TransformersEngine, model: Any) -> dict[str, Any]:
+    """Adapters arrive while all rows decode: how long is decoding held up where one is swapped in, and while it is staged?"""
     rows, length = (16, 200) if place.is_small else (512, 600)
     asked = requests(rows, prompt=32, shortest=length, longest=length, vocab=place.shape.vocab)
     offered = [publish_adapter(place, model, number) for number in (10, 11, 12)]
-    beats: list[float] = []
+    marks: list[tuple[float, int]] = []
+    stepper = engine.parts.stepper
+    launch = stepper.round
+
+    def marked(publication: int, finished: Finished) -> None:
+        launch(publication, finished)
+        marks.append((time.perf_counter(), publication))
+
+    stepper.round = marked  # type: ignore[method-assign]
     answers = [engine.submit(one.prompt, SamplingParams(max_tokens=one.max_tokens)) for one in asked]
-    watched = engine.submit(
-        asked[0].prompt, SamplingParams(max_tokens=length), on_tokens=lambda _: beats.append(time.perf_counter())
-    )
-    while len(beats) < 40:  # noqa: ASYNC110  # steps of another thread have no event to wait for
+    while len(marks) < length // 4:  # noqa: ASYNC110  # steps of another thread have no event to wait for
         await asyncio.sleep(0.001)
-    took = []
+    spans = []
     for publication, path, adapter in offered:
         began = time.perf_counter()
         await engine.load_weights(publication, path, adapter=adapter)
-        took.append(round((time.perf_counter() - began) * 1e3, 2))
-    await asyncio.gather(watched, *answers)
-    gaps = [b - a for a, b in itertools.pairwise(beats)]
-    return took, round(max(gaps[20:]) / statistics.median(gaps), 2)
+        spans.append((began, time.perf_counter()))
+    await asyncio.gather(*answers)
+    stepper.round = launch  # type: ignore[method-assign]
+    gaps = [(after, after - before) for (before, _), (after, _) in itertools.pairwise(marks)]
+    calm = [gap for at, gap in gaps[10:-10] if not any(began <= at <= ended for began, ended in spans)]
+    steady = statistics.median(calm or [gap for _, gap in gaps])
+    changes = [at for at in range(1, len(marks)) if marks[at][1] != marks[at - 1][1]]
+    around = [[gap for _, gap in gaps[max(0, at - 2) : at + 4]] for at in changes]
+    staged = [[gap for at, gap in gaps if began <= at <= ended] for began, ended in spans]
+    return {
+        "update_ms": [round((ended - began) * 1e3, 2) for began, ended in spans],
+        "step_ms": round(steady * 1e3, 3),
+        "pause_steps_at_the_swap": [round((sum(some) - len(some) * steady) / steady, 2) for some in around],
+        "longest_step_while_staging": [round(max(some, default=0.0) / steady, 2) for some in staged],
+    }
 
 
 async def prefixes(place: Place) -> dict[str, Any]:
@@ -159,7 +176,12 @@ async def prefixes(place: Place) -> dict[str, Any]:
             prompt = [*prompt, *completion.token_ids.tolist(), 5, 6, 7]
         told["float32_max"], told["cached"] = max(off), cached
     figure, on, plain = await prefix_reuse(
-        place.model_dir, weights, rounds=2, episodes=episodes, config=place.config(max_running=episodes.at_once)
+        place.model_dir,
+        weights,
+        rounds=2,
+        episodes=episodes,
+        # As few as are worth it on a CPU: what is measured is what it costs here.
+        config=place.config(max_running=episodes.at_once, prefix_cache_least=32),
     )
     told["wall_s_on_off"] = [[round(a.wall_s, 3), round(b.wall_s, 3)] for a, b in zip(on, plain, strict=True)]
     told["ratio_wall"] = figure.more["ratio_of_wall_seconds"]

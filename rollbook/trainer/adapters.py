@@ -4,6 +4,7 @@ The base stands still in the run's model directory; a checkpoint holds the adapt
 the adapter, where the engines know adapters, or else the merged model under its own names.
 """
 
+import json
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -13,11 +14,13 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils import get_peft_model_state_dict
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from rollbook.trainer.config import LoraSettings
 from rollbook.trainer.weights import named_weights
 
 NAME = "default"
+CONFIG_FILE = "adapter_config.json"
 PREFIX = "base_model.model."
 BASE = ".base_layer"
 
@@ -38,6 +41,14 @@ def with_adapters(base: Any, settings: LoraSettings, *, base_dir: Path, seed: in
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return get_peft_model(base, config, adapter_name=NAME)
+
+
+def merged_module(directory: Path) -> Any:
+    """A plain model of a PEFT directory: its base, with the adapter added for good."""
+    settings = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
+    base = AutoModelForCausalLM.from_pretrained(settings["base_model_name_or_path"], dtype=torch.float32)
+    merged: Any = PeftModel.from_pretrained(base, str(directory)).merge_and_unload()
+    return merged
 
 
 @torch.no_grad()

@@ -29,6 +29,9 @@ from rollbook.trainer.sharding import shard
 from rollbook.trainer.weights import digest_of, host_copy, named_weights
 from rollbook.trainer.work import ModelShape
 
+ADAPTER_FILE = "adapter_config.json"
+"""Its presence says that a directory is PEFT's."""
+
 
 class PolicyModel:
     """A causal language model with float32 weights on one device."""
@@ -85,12 +88,18 @@ class PolicyModel:
     def load(
         cls, directory: Path, config: TrainerConfig | None = None, *, adapters: Path | None = None
     ) -> "PolicyModel":
-        """Read a Hugging Face directory. With LoRA it is the base; `adapters` are those of a checkpoint, or new ones are made."""
+        """Read a Hugging Face directory, or a PEFT one: then the adapter is added to its base for good.
+
+        With LoRA it is the base; `adapters` are those of a checkpoint, or new ones are made.
+        """
         # The terminal belongs to the run's own view.
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
         try:
-            module = AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32)
-        except (OSError, ValueError, RuntimeError) as error:
+            if (directory / ADAPTER_FILE).is_file():
+                module = _adapters_module().merged_module(directory)
+            else:
+                module = AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32)
+        except (OSError, ValueError, RuntimeError, KeyError) as error:
             raise RunError(f"no model could be loaded from {directory}: {type(error).__name__}: {error}") from error
         if config is not None and config.lora is not None:
             module = _adapters_module().with_adapters(

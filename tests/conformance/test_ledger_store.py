@@ -199,6 +199,21 @@ async def test_payloads_are_bytes_and_can_go(store: Store) -> None:
     assert await store.read(lambda tx: tx.payload(RUN, GroupId("a"))) is None
 
 
+async def test_groups_are_looked_up_together_also_those_of_the_same_transaction(store: Store) -> None:
+    for number in range(20):
+        await store.write(lambda tx, n=number: tx.put_group(group(f"g{n}", n)))  # type: ignore[misc]
+
+    def work(tx: Transaction) -> list[int]:
+        tx.put_group(group("new", 50))
+        asked = [GroupId(name) for name in ("g3", "nobody", "new", *(f"g{n}" for n in range(20)))]
+        found = tx.known_groups(RUN, asked)
+        assert all(found[name].group_id == name for name in found)
+        return sorted(record.sequence for record in found.values())
+
+    assert await store.write(work) == [*range(20), 50]
+    assert await store.read(lambda tx: tx.known_groups(RUN, [])) == {}
+
+
 async def test_several_payloads_come_in_the_order_asked_for(store: Store) -> None:
     names = [GroupId(f"g{number}") for number in range(20)]
     for name in names:

@@ -4,6 +4,7 @@ Replacing is a copy into the very memory the forwards read, between two of them:
 are brought over beforehand, on a stream of their own, so that what happens between two forwards is a copy inside the device.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from rollbook.inference.engine import TensorSource, WeightsError
 from rollbook.inference.engines.beside import Beside
 from rollbook.inference.low_rank import checked_settings, low_rank_pairs
 from rollbook.inference.tensors import is_raw
+from rollbook.inference.transfer.packing import heads_of, layout, unpack_views
 from rollbook.inference.weight_file import FileTensor
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -31,6 +33,7 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+WARM_RANK = 16
 SAFETENSORS_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
@@ -55,11 +58,17 @@ class LiveWeights:
         self._staging = _stream(device) if device.type == "cuda" else None
         self._beside: Beside | None = None
         self._base_digest: str | None = None
+        self._pinned: Tensor | None = None
+        self._applied: torch.cuda.Event | None = None
 
     @property
     def adapter(self) -> Adapter | None:
         """The one that is live."""
         return None if self._beside is None else self._beside.adapter
+
+    @property
+    def num_parameters(self) -> int:
+        return sum({target.data_ptr(): target.numel() for target in self._targets.values()}.values())
 
     @property
     def num_bytes(self) -> int:
@@ -97,22 +106,44 @@ class LiveWeights:
         halves: dict[str, Tensor] = {}
         for pair in pairs:
             out, into = self._targets[pair.target].shape[:: -1 if pair.target in self._turned else 1]
-            halves[pair.a] = self._as_torch(pair.a, tensors[pair.a], torch.Size((pair.rank, into)))
-            halves[pair.b] = self._as_torch(pair.b, tensors[pair.b], torch.Size((out, pair.rank)))
+            halves[pair.a] = _as_torch(pair.a, tensors[pair.a], torch.Size((pair.rank, into)), is_pinned=False)
+            halves[pair.b] = _as_torch(pair.b, tensors[pair.b], torch.Size((out, pair.rank)), is_pinned=False)
         with self._staged():
-            # Copies: what was given may be a view into the trainer's memory.
-            held = {name: half.to(device=self._device, non_blocking=True, copy=True) for name, half in halves.items()}
+            held = self._held(halves)
             base = {
                 pair.target: kept[pair.target] if pair.target in kept else self._targets[pair.target].clone()
                 for pair in pairs
             }
             beside = Beside(adapter=adapter, pairs=pairs, halves=held, base=base, turned=self._turned)
-            changed = {pair.target: beside.merged(pair) for pair in pairs}
+            # By groups on a GPU: there a few large products disturb the steps beside them less than many small ones.
+            changed = beside.merged_by_groups() if self._staging is not None else beside.merged_one_by_one()
         restored = {name: tensor for name, tensor in kept.items() if name not in changed}
         sources = {**restored, **changed}
         return LoadPlan(
             sources=list(sources.values()), targets=[self._targets[name] for name in sources], beside=beside
         )
+
+    def _held(self, halves: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """On the device, in memory of our own: what was given may be a view into the trainer's. From the host in one piece."""
+        if self._staging is None or any(half.is_cuda for half in halves.values()):
+            return {name: half.to(device=self._device, copy=True) for name, half in halves.items()}
+        heads = heads_of(halves)
+        places, size = layout(heads)
+        if self._pinned is None or self._pinned.numel() < size:
+            self._pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        for place, half in zip(places, halves.values(), strict=True):
+            self._pinned[place.start : place.end].copy_(half.reshape(-1).view(torch.uint8))
+        return unpack_views(self._pinned[:size].to(self._device, non_blocking=True), heads)
+
+    def warm_up_adapters(self) -> None:
+        """On a GPU: load the kernels of the products ahead, in the thread that will ask for them. Loading holds up every stream."""
+        if self._staging is None:
+            return
+        with self._staged():
+            for shape, dtype in {(tuple(t.shape), t.dtype) for t in self._targets.values() if t.ndim == 2}:
+                b = torch.zeros(2, shape[0], WARM_RANK, device=self._device)
+                a = torch.zeros(2, WARM_RANK, shape[1], device=self._device)
+                torch.bmm(b, a).mul_(2.0).to(dtype)
 
     def plan_base(self) -> LoadPlan:
         """Take the adapter off: its matrices go back to their base."""
@@ -130,25 +161,36 @@ class LiveWeights:
                 for source in sources:
                     # Allocated on the staging stream: its memory may be used again only after this copy.
                     source.record_stream(torch.cuda.current_stream(self._device))
+                self._applied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+                self._applied.record()
                 return
             for source, target in zip(sources, targets, strict=True):
                 target.copy_(source)
 
     def snapshot(self) -> list[RawTensor]:
-        """What was published last, as it is in memory now, as host bytes under the names a publication gives them.
-
-        With an adapter that is the adapter, provided that the live matrices are what it makes of its base; else all of the live
-        weights, whose digest is then not the adapter's.
-        """
-        if self._beside is not None and self._beside.is_live_in(self._targets):
-            return [_host_bytes(name, half) for name, half in self._beside.halves.items()]
+        """The live weights as host bytes, under the names a publication gives them: tied ones once. In the engine's thread."""
         return self._snapshot(self._targets)
+
+    def adapter_snapshot(self) -> list[RawTensor] | None:
+        """The live adapter as host bytes; None where there is none, or where the live matrices are not what it makes of its base.
+
+        In any thread while nothing replaces the weights: steps only read them, and go on.
+        """
+        beside = self._beside
+        if beside is None:
+            return None
+        with self._staged():
+            if not beside.is_live_in(self._targets, by_groups=self._staging is not None):
+                return None
+            return [_host_bytes(name, half) for name, half in beside.halves.items()]
 
     def base_digest(self) -> str:
         """Of the weights without any adapter. Read while nothing replaces them; steps may go on."""
         if self._base_digest is None:
             kept = {} if self._beside is None else self._beside.base
-            self._base_digest = weights_digest(self._snapshot({**self._targets, **kept}))
+            with self._staged():
+                taken = self._snapshot({**self._targets, **kept})
+            self._base_digest = weights_digest(taken)
         return self._base_digest
 
     def _snapshot(self, weights: Mapping[str, Tensor]) -> list[RawTensor]:
@@ -168,8 +210,8 @@ class LiveWeights:
         flat = [name for name in names if self._targets[name].ndim != 2]
         if flat:
             raise WeightsError(f"the adapter is for tensors that are no matrices: {_some(flat)}; nothing was loaded")
-        places = [target.data_ptr() for target in self._targets.values()]
-        tied = [name for name in names if places.count(self._targets[name].data_ptr()) > 1]
+        tenants = Counter(target.data_ptr() for target in self._targets.values())
+        tied = [name for name in names if tenants[self._targets[name].data_ptr()] > 1]
         if tied:
             raise WeightsError(
                 f"the adapter changes {_some(tied)}, which shares its memory with another matrix of this model: both would change; "
@@ -188,11 +230,13 @@ class LiveWeights:
 
     @contextmanager
     def _staged(self) -> Iterator[None]:
-        """On a GPU: on the staging stream, and done when the block is left."""
+        """On a GPU: on the staging stream, after what was applied before, and done when the block is left."""
         if self._staging is None:
             with torch.inference_mode():
                 yield
             return
+        if self._applied is not None:
+            self._staging.wait_event(self._applied)
         with torch.cuda.stream(self._staging), torch.inference_mode():
             yield
         self._staging.synchronize()

@@ -7,7 +7,6 @@ stop token are noticed later, and what they sampled beyond it is dropped.
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -19,45 +18,12 @@ from rollbook.inference.engine import GenerationError
 from rollbook.inference.engines.filling import Prefiller
 from rollbook.inference.engines.prefix_store import PrefixStore
 from rollbook.inference.engines.room import Room
+from rollbook.inference.engines.rounds import Finished, LaunchedRound, StepLimits
 from rollbook.inference.engines.rows import RoundLog, RowTable
-from rollbook.inference.engines.runner import Flight, Runner
+from rollbook.inference.engines.runner import Runner
 from rollbook.inference.request import Request
 
 LOG_ROUNDS = 4096
-
-
-@dataclass(slots=True)
-class Finished:
-    """What became known."""
-
-    done: list[tuple[Request, FinishReason]] = field(default_factory=list)
-    failed: list[tuple[Request, Exception]] = field(default_factory=list)
-    told: list[Request] = field(default_factory=list)
-    """Who streams and has new tokens."""
-    tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Round:
-    """Launched, not yet heard of."""
-
-    number: int
-    flight: Flight
-    publication: int
-    rows: NDArray[np.int64]
-    owners: NDArray[np.object_]
-    stops: NDArray[np.int32] | None
-    ending: list[Request]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepLimits:
-    round_tokens: int
-    """Prompt tokens prefilled in a round at most."""
-    forward_tokens: int
-    """Of one forward, padding included."""
-    ahead: int
-    """Rounds launched before the host waits for the oldest."""
 
 
 class Stepper:
@@ -91,7 +57,7 @@ class Stepper:
             prefixes=self.prefixes,
         )
         self._log = RoundLog(budget.max_rows, min(LOG_ROUNDS, 2 * budget.max_length + 2 * limits.ahead + 2))
-        self._flying: deque[_Round] = deque()
+        self._flying: deque[LaunchedRound] = deque()
         self._streaming: list[Request] = []
         self._number = 0
         self._dropped_until = -1
@@ -207,7 +173,7 @@ class Stepper:
             table.owners[row].segments.append((row, self._number, None))
         ending = self._retire(rows)
         self._flying.append(
-            _Round(
+            LaunchedRound(
                 number=self._number,
                 flight=self._runner.collect(has_tops=table.has_tops),
                 publication=publication,
@@ -235,7 +201,7 @@ class Stepper:
 
     # --- hearing of a round ---
 
-    def _hear(self, heard: _Round, finished: Finished) -> None:
+    def _hear(self, heard: LaunchedRound, finished: Finished) -> None:
         tokens_S, logprobs_S = heard.flight.wait()
         self._log.write(heard.number, tokens_S, logprobs_S, heard.publication, heard.flight.tops())
         until = heard.number + 1
@@ -273,14 +239,14 @@ class Stepper:
 
     def _keep(self, request: Request) -> None:
         """What it computed may be of use to the prompt that goes on from here. The last token's keys were never written."""
-        tokens = [*request.prompt, *request.tokens[:-1]]
         if request.kept is None and self.table.owners[request.row] is request:
-            request.kept = self.prefixes.take_out(request.row, len(tokens), mark=request.mark)
+            length = len(request.prompt) + len(request.tokens) - 1
+            request.kept = self.prefixes.take_out(request.row, length, mark=request.mark)
         if request.kept is not None:
-            self.prefixes.keep(tokens, request.kept, mark=request.mark)
+            self.prefixes.keep([*request.prompt, *request.tokens[:-1]], request.kept, mark=request.mark)
             request.kept = None
 
-    def _fail(self, heard: _Round, is_broken: NDArray[np.bool_], finished: Finished) -> None:
+    def _fail(self, heard: LaunchedRound, is_broken: NDArray[np.bool_], finished: Finished) -> None:
         broken = [request for request in heard.owners[is_broken] if not request.is_finished]
         finished.tokens -= int(is_broken.sum())
         for request in broken:

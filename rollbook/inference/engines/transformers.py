@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -98,6 +99,8 @@ class TransformersEngine:
         self._busy = BusyPeriods(spans)
         self._thread = EngineThread(parts, config, loop=loop, busy=self._busy)
         self._updating = asyncio.Lock()
+        # One thread for all updates: what a GPU library sets up for a thread is set up once.
+        self._stager = ThreadPoolExecutor(max_workers=1, thread_name_prefix="policy-staging")
         self._arrived: list[Request] = []
         self._cancelled: list[Request] = []
         self._submitted = 0
@@ -181,6 +184,8 @@ class TransformersEngine:
                 self.parts.runner.warm_up()
 
         await self._thread.order(prepare)
+        if self._config.publish == "adapter":
+            await self._loop.run_in_executor(self._stager, self.parts.weights.warm_up_adapters)
 
     async def generate(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
         return await self.submit(prompt_ids, sampling)
@@ -202,7 +207,7 @@ class TransformersEngine:
 
     async def base_digest(self) -> str:
         async with self._updating:
-            return await asyncio.to_thread(self.parts.weights.base_digest)
+            return await self._loop.run_in_executor(self._stager, self.parts.weights.base_digest)
 
     def _planned(self, tensors: Mapping[str, TensorSource], adapter: Adapter | None) -> LoadPlan:
         weights = self.parts.weights
@@ -213,7 +218,7 @@ class TransformersEngine:
             if not needs_loading(self._thread.publication, publication):
                 return
             began = time.time()
-            plan = await asyncio.to_thread(planned)
+            plan = await self._loop.run_in_executor(self._stager, planned)
 
             def apply() -> None:
                 self.parts.weights.apply(plan)
@@ -230,6 +235,10 @@ class TransformersEngine:
             self._thread.publication = publication
 
     async def weights_digest(self) -> str:
+        async with self._updating:
+            taken = await self._loop.run_in_executor(self._stager, self.parts.weights.adapter_snapshot)
+            if taken is not None:
+                return await asyncio.to_thread(weights_digest, taken)
         snapshot: list[RawTensor] = []
         await self._thread.order(lambda: snapshot.extend(self.parts.weights.snapshot()))
         return await asyncio.to_thread(weights_digest, snapshot)
@@ -247,6 +256,7 @@ class TransformersEngine:
     def close(self) -> None:
         self._hand_over()
         self._thread.close()
+        self._stager.shutdown(wait=False)
 
     def _cancel(self, request: Request) -> None:
         """Somebody left. Called on the event loop; the thread frees the slot before its next step."""

@@ -197,7 +197,7 @@ def _decide(book: RunBook, step: int, registration: Registration, env_silence_s:
     if chosen is None:
         return None
     tables.take_shelved(chosen)
-    return record_batch(book, step, [book.group(group.group_id) for group in chosen])
+    return record_batch(book, step, book.groups([group.group_id for group in chosen]))
 
 
 def _let_old_batches_go(book: RunBook, keep: int) -> None:

@@ -4,9 +4,8 @@ Everything that moves a group goes through `move`, so that the row, its history,
 order can never tell different stories.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from rollbook.contracts.admission import RunId
@@ -16,6 +15,10 @@ from rollbook.ledger.records import GroupRecord, MoveRecord, RunRecord
 from rollbook.ledger.store import Transaction
 
 SETTLED = frozenset({GroupState.BATCHED, GroupState.TRAINED, GroupState.DURABLE, GroupState.DROPPED})
+
+
+COUNTED = frozenset({"next_sequence", "next_arrival", "num_opened", "num_queued", "num_waiting", "queued_bytes"})
+"""Numbers that every submission changes, and that say nothing about the end of a run."""
 
 
 class UnknownRunError(RunError):
@@ -57,6 +60,15 @@ class RunBook:
         found: int = self._changes[name] if name in self._changes else getattr(self._run, name)
         return found
 
+    def field(self, name: str) -> Any:
+        """Any field of the run as it stands, without making the record anew."""
+        return self._changes[name] if name in self._changes else getattr(self._run, name)
+
+    @property
+    def is_over(self) -> bool:
+        """No further batch will be decided."""
+        return self._run.is_over if self._changes.keys() <= COUNTED else self.run.is_over
+
     def save(self) -> None:
         if self._is_changed:
             self.tx.put_run(self.run)
@@ -78,6 +90,11 @@ class RunBook:
         if group is None:
             raise RunError(f"run {self.run_id}: group {group_id} was never opened; open it before settling it")
         return group
+
+    def groups(self, group_ids: Sequence[GroupId]) -> list[GroupRecord]:
+        """Several, in the order asked for."""
+        known = self.tx.known_groups(self.run_id, group_ids)
+        return [known[group_id] if group_id in known else self.group(group_id) for group_id in group_ids]
 
     def begin(self, group: GroupRecord, *, note: str, by: str) -> None:
         """Write a group that is new: dispatched, and counted as opened."""
@@ -103,7 +120,7 @@ class RunBook:
             raise RunError(f"run {self.run_id}: group {group.group_id} cannot move from {group.state} to {to} ({note})")
         if to is not GroupState.DISPATCHED:
             fields = {"owner": None, "lease_until": None, **fields}
-        moved = replace(group, state=to, **fields)
+        moved = group.changed({"state": to, **fields})
         self._count_where(group, -1)
         self._count_where(moved, +1)
         self.tx.put_group(moved)

@@ -46,6 +46,16 @@ class Submission:
 def submit(book: RunBook, submission: Submission, *, max_queued: int, max_queued_bytes: int | None = None) -> Receipt:
     """Store a group: the first one wins, whichever attempt it is, unless the group is settled."""
     group = book.tx.group(book.run_id, submission.group_id)
+    return _submit(book, submission, group, max_queued, max_queued_bytes)
+
+
+def _submit(
+    book: RunBook,
+    submission: Submission,
+    group: GroupRecord | None,
+    max_queued: int,
+    max_queued_bytes: int | None,
+) -> Receipt:
     if group is not None and group.state is GroupState.DROPPED:
         return Receipt.ALREADY_SETTLED
     if group is not None and group.state is not GroupState.DISPATCHED:
@@ -55,7 +65,7 @@ def submit(book: RunBook, submission: Submission, *, max_queued: int, max_queued
         _refuse_when_full(book, submission, max_queued, max_queued_bytes)
         if submission.producer is not None:
             find_producer(book, submission.producer)
-        if book.run.is_over:
+        if book.is_over:
             group = _open_external(book, submission)
             book.drop(group, DropReason(DropKind.END_OF_RUN, "submitted after the end"), by="submit")
             return Receipt.ALREADY_SETTLED
@@ -78,9 +88,15 @@ def submit_many(
 ) -> list[Receipt | RollbookError]:
     """Several, each judged by itself: what `submit` raises it raises before anything of that group is written."""
     outcomes: list[Receipt | RollbookError] = []
+    known = book.tx.known_groups(book.run_id, [submission.group_id for submission in submissions])
+    seen: set[GroupId] = set()
     for submission in submissions:
+        group_id = submission.group_id
+        # A group that comes twice in one request is what became of it the first time.
+        group = book.tx.group(book.run_id, group_id) if group_id in seen else known.get(group_id)
+        seen.add(group_id)
         try:
-            outcomes.append(submit(book, submission, max_queued=max_queued, max_queued_bytes=max_queued_bytes))
+            outcomes.append(_submit(book, submission, group, max_queued, max_queued_bytes))
         except StoreFaultError:
             raise
         except (RunError, TransientError) as error:
@@ -125,8 +141,8 @@ def _enter(book: RunBook, submission: Submission, oldest: int | None) -> None:
         state=GroupState.QUEUED,
         opened_at=book.now,
         attempt=submission.attempt,
-        admission_version=book.run.version,
-        admission_publication=book.run.publication,
+        admission_version=book.field("version"),
+        admission_publication=book.field("publication"),
         producer=submission.producer,
         sequence=book.count("next_sequence"),
         **_stored(book, submission, oldest),
@@ -137,14 +153,14 @@ def _enter(book: RunBook, submission: Submission, oldest: int | None) -> None:
 
 def _refuse_when_full(book: RunBook, submission: Submission, max_queued: int, max_queued_bytes: int | None) -> None:
     # Groups of the gate are never refused here: under `wait` the one that is refused may be the one everybody waits for.
-    run = book.run
-    is_full = run.num_queued >= max_queued
+    num_queued, queued_bytes = book.number("num_queued"), book.number("queued_bytes")
+    is_full = num_queued >= max_queued
     # An empty queue takes a group of any size: what is larger than the bound would otherwise be sent in vain for ever.
-    if max_queued_bytes is not None and run.num_queued:
-        is_full |= run.queued_bytes + len(submission.payload) > max_queued_bytes
+    if max_queued_bytes is not None and num_queued:
+        is_full |= queued_bytes + len(submission.payload) > max_queued_bytes
     if is_full:
         raise QueueFullError(
-            f"run {run.run_id}: {run.num_queued} groups are queued, {run.queued_bytes} bytes in all, no more is taken; "
+            f"run {book.run_id}: {num_queued} groups are queued, {queued_bytes} bytes in all, no more is taken; "
             f"submit {submission.group_id} again later",
             retry_after_s=QUEUE_FULL_RETRY_S,
         )

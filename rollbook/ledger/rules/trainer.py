@@ -112,5 +112,5 @@ def _move_step(book: RunBook, step: int, to: GroupState, *, note: str, by: str) 
     batch = book.tx.batch(book.run_id, step)
     if batch is None:
         raise RunError(f"run {book.run_id}: batch {step} is not recorded, so its groups cannot become {to}")
-    for entry in batch.manifest.entries:
-        book.move(book.group(entry.group_id), to, note=note, by=by)
+    for group in book.groups([entry.group_id for entry in batch.manifest.entries]):
+        book.move(group, to, note=note, by=by)

@@ -109,6 +109,10 @@ class MemoryTransaction:
     def group(self, run_id: RunId, group_id: GroupId) -> GroupRecord | None:
         return self._tables.groups.get((run_id, group_id))
 
+    def known_groups(self, run_id: RunId, group_ids: Sequence[GroupId]) -> dict[GroupId, GroupRecord]:
+        found = ((group_id, self.group(run_id, group_id)) for group_id in group_ids)
+        return {group_id: group for group_id, group in found if group is not None}
+
     def put_group(self, group: GroupRecord) -> None:
         key = (group.run_id, group.group_id)
         self._put(self._tables.groups, key, group)

@@ -23,6 +23,8 @@ EMPTIED = ("atropos_envs", "atropos_groups", "atropos_shelves", "atropos_unanswe
 
 
 class Rows(Protocol):
+    @property
+    def rowcount(self) -> int: ...
     def fetchone(self) -> Any: ...
     def __iter__(self) -> Iterator[Any]: ...
 
@@ -112,9 +114,18 @@ class SqlAtroposTables:
         self._db.executemany("DELETE FROM atropos_unanswered WHERE run_id = ? AND digest = ?", keys)
 
     def forget_answered(self, run_id: RunId, digests: Sequence[str]) -> None:
-        keys = [(run_id, digest) for digest in digests]
-        self._db.executemany("UPDATE atropos_unanswered SET num = num - 1 WHERE run_id = ? AND digest = ?", keys)
-        self._db.executemany("DELETE FROM atropos_unanswered WHERE run_id = ? AND digest = ? AND num <= 0", keys)
+        if len(set(digests)) == len(digests):
+            # Nearly all came once: their rows go, and only the others are counted down.
+            keys = [(run_id, digest) for digest in digests]
+            gone = self._db.executemany(
+                "DELETE FROM atropos_unanswered WHERE run_id = ? AND digest = ? AND num <= 1", keys
+            )
+            if gone.rowcount == len(keys):
+                return
+            self._db.executemany("UPDATE atropos_unanswered SET num = num - 1 WHERE run_id = ? AND digest = ?", keys)
+            return
+        for digest in digests:
+            self.forget_answered(run_id, [digest])
 
     def forget_unanswered_before(self, run_id: RunId, at: float) -> None:
         self._db.execute("DELETE FROM atropos_unanswered WHERE run_id = ? AND at < ?", (run_id, at))

@@ -21,10 +21,16 @@ from rollbook.ledger.stores.sql_atropos import SqlAtroposTables
 from rollbook.ledger.stores.sql_tables import GROUPS, MOVES, OWNERS, PRODUCERS, PUBLICATIONS, RUNS, STEPS
 
 # Small sets are ordered by `+sequence`: the plus keeps the planner from walking the whole run in order to save a sort.
+ASKED_TOGETHER = 16
+SOME_GROUPS = f"WHERE run_id = ? AND group_id IN ({', '.join('?' * ASKED_TOGETHER)})"
 ENTRY_COLUMNS = "group_id, sequence, payload_digest, oldest_version"
 
 
 class Cursor(Protocol):
+    @property
+    def rowcount(self) -> int:
+        """Rows that the statement changed, in all of its repetitions."""
+
     def fetchone(self) -> Any: ...
     def fetchall(self) -> list[Any]: ...
     def __iter__(self) -> Iterator[Any]: ...
@@ -86,6 +92,9 @@ class SqlTransaction:
     def group(self, run_id: RunId, group_id: GroupId) -> GroupRecord | None:
         found = self._db.execute(GROUPS.select + "WHERE run_id = ? AND group_id = ?", (run_id, group_id))
         return GROUPS.one(found.fetchone())
+
+    def known_groups(self, run_id: RunId, group_ids: Sequence[GroupId]) -> dict[GroupId, GroupRecord]:
+        return self._find_groups(self._db, run_id, group_ids)
 
     def put_group(self, group: GroupRecord) -> None:
         self._db.execute(GROUPS.upsert, GROUPS.row(group))
@@ -250,6 +259,16 @@ class SqlTransaction:
     def _each(self, sql: str, parameters: Sequence[Any]) -> Iterable[Any]:
         """Rows of a search that may be long: never all of them in memory."""
         return self._db.execute(sql, parameters)
+
+    def _find_groups(self, db: Connection, run_id: RunId, group_ids: Sequence[GroupId]) -> dict[GroupId, GroupRecord]:
+        found: dict[GroupId, GroupRecord] = {}
+        for start in range(0, len(group_ids), ASKED_TOGETHER):
+            some = list(group_ids[start : start + ASKED_TOGETHER])
+            # Always as many, so that the statement is prepared once; an id that is asked for twice is found once.
+            some += some[:1] * (ASKED_TOGETHER - len(some))
+            for group in GROUPS.all(db.execute(GROUPS.select + SOME_GROUPS, (run_id, *some)).fetchall()):
+                found[group.group_id] = group
+        return found
 
     def _groups(self, where: str, run_id: RunId, *parameters: Any) -> list[GroupRecord]:
         return GROUPS.all(self._db.execute(f"{GROUPS.select} WHERE run_id = ? AND {where}", (run_id, *parameters)))

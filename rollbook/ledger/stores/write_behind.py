@@ -160,6 +160,15 @@ class WriteBehind(SqlTransaction):
             return found
         return GROUPS.one(self._file.execute(GROUPS.select + "WHERE run_id = ? AND group_id = ?", key).fetchone())
 
+    def known_groups(self, run_id: RunId, group_ids: Sequence[GroupId]) -> dict[GroupId, GroupRecord]:
+        kept: dict[GroupId, GroupRecord] = {}
+        for group_id in group_ids:
+            found = self._operation.groups.get((run_id, group_id)) or self._commit.groups.get((run_id, group_id))
+            if found is not None:
+                kept[group_id] = found
+        others = [group_id for group_id in group_ids if group_id not in kept]
+        return kept | self._find_groups(self._file, run_id, others) if others else kept
+
     def put_group(self, group: GroupRecord) -> None:
         self._operation.groups[group.run_id, group.group_id] = group
 

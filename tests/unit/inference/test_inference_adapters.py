@@ -1,5 +1,6 @@
 """An adapter beside the base: the engine's numbers are PEFT's, the base comes back whole, and what it cannot compute is refused."""
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,16 +9,18 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollbook.contracts.adapter import Adapter
-from rollbook.contracts.policy import PublicationId, SamplingParams
+from rollbook.contracts.policy import Publication, PublicationId, SamplingParams
 from rollbook.contracts.weights import weights_digest
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engine import Engine, WeightsError
 from rollbook.inference.engines.live_weights import LiveWeights
 from rollbook.inference.engines.transformers import open_engine
 from rollbook.inference.gate import OutdatedUpdateError
-from rollbook.inference.low_rank import checked_settings, low_rank_pairs
+from rollbook.inference.low_rank import checked_settings, low_rank_pairs, read_adapter
+from rollbook.trainer.model import PolicyModel
 from rollbook.trainer.weights import digest_of, named_weights
 from tests.parts.inference_adapters import make_adapter, peft_model, published_adapter
 from tests.parts.inference_engines import Workshop
@@ -139,9 +142,9 @@ def test_an_adapter_in_bfloat16_is_added_in_float32_and_rounded_once() -> None:
     adapter = Adapter(name="tiny", settings={"r": 2, "lora_alpha": 4})
     weights.apply(weights.plan_adapter(adapter, {"0.lora_A.weight": a, "0.lora_B.weight": b}))
     assert torch.equal(linear.weight, (base.float() + (b @ a) * 2.0).to(torch.bfloat16))
-    before = weights_digest(weights.snapshot())
+    before = weights_digest(weights.adapter_snapshot() or [])
     a.zero_()
-    assert weights_digest(weights.snapshot()) == before, "what was given may change afterwards"
+    assert weights_digest(weights.adapter_snapshot() or []) == before, "what was given may change afterwards"
 
 
 @pytest.mark.parametrize(
@@ -189,3 +192,62 @@ async def test_an_adapter_that_does_not_fit_the_model_changes_nothing(workshop: 
             await engine.load_tensors(offered, askew, adapter=small)
         assert await engine.weights_digest() == base
         assert engine.publication is None
+
+
+async def test_a_peft_directory_is_served_as_one_model(workshop: Workshop, tmp_path: Path) -> None:
+    directory = make_adapter(tmp_path / "adapter", workshop.model_dir)
+    async with open_engine(InferenceConfig(), directory) as engine:
+        await engine.adopt(Publication(id=PublicationId(0), epoch=0, step=0, digest=await engine.weights_digest()))
+        assert any("lean" in way for way in engine.parts.ways)
+        assert await deviation(engine, peft_model(workshop.model_dir, directory)) < 1e-4
+        # The trainer's reading of it is the same weights.
+        assert await engine.weights_digest() == PolicyModel.load(directory).digest()
+
+
+class Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    """Names what torch is asked to do in this thread."""
+
+    def __init__(self, names: set[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self.names = names
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(str(func.overloadpacket))
+        return func(*args, **(kwargs or {}))
+
+
+async def test_the_stepping_thread_only_copies_what_was_computed_beside_it(workshop: Workshop, tmp_path: Path) -> None:
+    offered, path, adapter = published_adapter(make_adapter(tmp_path / "adapter", workshop.model_dir), 1)
+    async with open_engine(InferenceConfig(publish="adapter"), workshop.model_dir) as engine:
+        weights: Any = engine.parts.weights
+        plan, apply = weights.plan_adapter, weights.apply
+        threads: dict[str, str] = {}
+        asked: set[str] = set()
+
+        def planned(*args: Any) -> Any:
+            threads["plan"] = threading.current_thread().name
+            return plan(*args)
+
+        def applied(load_plan: Any) -> None:
+            threads["apply"] = threading.current_thread().name
+            with Ops(asked):
+                apply(load_plan)
+
+        weights.plan_adapter, weights.apply = planned, applied
+        await engine.load_weights(offered, path, adapter=adapter)
+    assert threads == {"plan": "policy-staging_0", "apply": "policy-engine"}
+    assert asked == {"aten.copy_"}
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_products_by_groups_are_those_one_by_one(workshop: Workshop, tmp_path: Path, kind: str) -> None:
+    shop = replace(workshop, kind=kind)
+    directory = make_adapter(tmp_path / "adapter", shop.model_dir, rank_pattern={"(q_proj|c_attn)": 2})
+    settings, tensors = read_adapter(directory)
+    weights = LiveWeights(build_model(kind, seed=0), torch.device("cpu"))
+    beside = weights.plan_adapter(Adapter(name="a", settings=settings), tensors).beside
+    assert beside is not None
+    singly, together = beside.merged_one_by_one(), beside.merged_by_groups()
+    assert singly.keys() == together.keys()
+    for name, matrix in singly.items():
+        torch.testing.assert_close(together[name], matrix, rtol=0, atol=1e-6)
