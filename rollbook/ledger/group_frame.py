@@ -4,6 +4,7 @@ What a producer encodes is stored as it came and handed to the trainer unchanged
 """
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -124,6 +125,13 @@ class GroupFrame(msgspec.Struct, forbid_unknown_fields=True):
 
 class SampleView(SampleFrame):
     sequences: tuple[RowView, ...]  # type: ignore[assignment]
+    sampling: msgspec.Raw  # type: ignore[assignment]  # the same for all samples of a run, nearly always
+
+
+@lru_cache(maxsize=1024)
+def _check_sampling(told: bytes) -> None:
+    """Once for each that is seen: a record with its own checks, made for every sample, would be most of the work here."""
+    msgspec.msgpack.decode(told, type=SamplingParams)
 
 
 class GroupView(GroupFrame):
@@ -169,6 +177,8 @@ def check_frame(payload: bytes | memoryview, *, group_id: str) -> None:
     """
     try:
         frame = _CHECKER.decode(payload)
+        for sampling in {bytes(sample.sampling) for sample in frame.samples}:
+            _check_sampling(sampling)
     except (msgspec.MsgspecError, ValueError) as error:
         raise RunError(f"group {group_id}: its payload is not a group: {error}") from error
     if frame.format != FORMAT:

@@ -15,7 +15,6 @@ from rollbook.contracts.ports import BatchSource, WeightReceiver, WeightStage
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.spans import SpanRecorder
 from rollbook.trainer.config import TrainerConfig
-from rollbook.trainer.patience import Patience
 from rollbook.trainer.weights import write_weights
 
 # The one in service, and the one before it, which a replica may still be reading.
@@ -30,8 +29,6 @@ class _Published:
 
 class FileStage:
     """Weights in files of the run directory; satisfies `ports.WeightStage`. What an earlier trainer left is swept."""
-
-    needs_fence = False
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -78,7 +75,6 @@ class Publisher:
         self._clock = clock
         self._log = log
         self._spans = spans
-        self._replicas = Patience(clock=clock, log=log, within_s=config.publish_timeout_s)
         self._turn = asyncio.Lock()
         self._kept: list[_Published] = []
 
@@ -101,7 +97,7 @@ class Publisher:
                 fields["publication"] = publication.id
                 adapter = None if kind is None else kind.published(publication.id)
                 location = await self._stage.put(publication, weights, adapter=adapter)
-                await self._replicas.call(lambda: self._push(publication, location), what=f"push version {step}")
+                await self._push(publication, location, within_s=self._config.publish_timeout_s)
                 await self._source.confirm(publication)
                 self._kept.append(_Published(publication=publication, location=location))
                 del self._kept[:-KEPT]
@@ -143,8 +139,12 @@ class Publisher:
             await self._push(current.publication, current.location)
         self._log.info("trainer.published_again", step=current.publication.step, publication=current.publication.id)
 
-    async def _push(self, publication: Publication, location: str) -> None:
+    async def _push(self, publication: Publication, location: str, *, within_s: float | None = None) -> None:
         """Replicas that know no epochs would take weights from a trainer that was replaced: the ledger is asked first."""
-        if self._stage.needs_fence and self._kept:
-            await self._source.confirm(self._kept[-1].publication)
-        await self._receiver.receive(publication, location)
+        kept = self._kept[-1].publication if self._kept else None
+
+        async def fence() -> None:
+            if kept is not None:
+                await self._source.confirm(kept)
+
+        await self._receiver.receive(publication, location, within_s=within_s, fence=fence)
