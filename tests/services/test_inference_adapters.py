@@ -1,5 +1,6 @@
 """Adapters over HTTP: loaded by name as at vLLM, published by a trainer under the weight protocol, asked for by name."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -10,13 +11,15 @@ import pytest
 from aiohttp import web
 from safetensors.torch import load_file
 
-from rollbook.contracts.errors import FencedError, RunError
+from rollbook.contracts.errors import FencedError, RunError, TransientError
 from rollbook.contracts.policy import Publication, SamplingParams
+from rollbook.inference.client import open_policy_client
 from rollbook.inference.engine import Engine
 from rollbook.inference.low_rank import CONFIG_FILE
 from rollbook.inference.routes.replies import Handler
 from rollbook.inference.server import build_app, serve
 from rollbook.inference.transfer_way import WayPlace, open_way
+from rollbook.inference.vllm_adapters import VllmAdapterDialect
 from rollbook.inference.weights import WeightTransferClient
 from tests.parts.inference_adapters import make_adapter, peft_model, published_adapter
 from tests.parts.inference_engines import Workshop, engine_config, until
@@ -202,3 +205,23 @@ async def test_adapters_arrive_in_flight_and_each_token_says_which_one_sampled_i
             if set((await running).versions.tolist()) == {number - 1, number}:
                 return
         raise AssertionError("no adapter ever arrived while a request was running")
+
+
+async def test_who_asks_by_name_finds_the_newest_adapter_and_stamps_its_tokens_with_it(
+    workshop: Workshop, adapters: list[Path]
+) -> None:
+    """vLLM's dialect, at our own server: it lists adapters and answers to their names as vLLM does."""
+    async with (
+        served(workshop, "transformers", published=None) as server,
+        open_policy_client(server.url, request_s=20, dialect=VllmAdapterDialect(model_name="policy")) as client,
+    ):
+        waiting = asyncio.create_task(client.complete([1, 2], SamplingParams(max_tokens=3)))
+        for number, directory in ((4, adapters[0]), (5, adapters[1]), (6, adapters[0])):
+            offered, path, adapter = published_adapter(directory, number)
+            await server.engine.load_weights(offered, path, adapter=adapter)
+            # The name that was heard of before is gone: that is found out by asking, and asked again.
+            completion = await client.complete([1, 2], SamplingParams(max_tokens=3), min_publication=number - 1)
+            assert set(completion.versions.tolist()) == {number}
+        assert set((await waiting).versions.tolist()) <= {4, 5, 6}
+        with pytest.raises(TransientError, match="7 or newer was asked for"):
+            await client.complete([1], SamplingParams(max_tokens=1), min_publication=7, timeout_s=0.5)
