@@ -65,12 +65,18 @@ proof-cpu: $(STAMP) ## learning, proven in two phases on this machine: each crit
 	$(BIN)/python -m benchmarks.proof --device cpu --out docs/results
 
 AGENT := examples/04_aws_agent_learns
-aws-agent: $(STAMP) ## an agent of 0.9 million parameters learns on the AWS command line; solve rate before and after
-	$(BIN)/python $(AGENT)/prepare.py --to runs/aws-agent
-	$(BIN)/rollbook sft $(AGENT)/sft.toml --out runs/aws-agent/sft
-	$(BIN)/rollbook eval runs/aws-agent/sft/final --config $(AGENT)/run.toml --out runs/aws-agent/before.json
-	$(BIN)/rollbook train $(AGENT)/run.toml --run-dir runs/aws-agent/rl
-	$(BIN)/rollbook eval runs/aws-agent/rl --out runs/aws-agent/after.json
+AGENT_RUN := runs/aws-agent-$(SEED)
+# Greedy episodes are alike, so one of each task is enough, and half the clouds.
+GREEDY := --greedy --episodes 1 --set gate.max_groups_in_flight=1 --set env.pool_size=8 --set evaluation.concurrency=8
+aws-agent: $(STAMP) ## an agent of 0.4 million parameters learns on the AWS command line, solve rate before and after: make aws-agent SEED=1
+	$(BIN)/python $(AGENT)/prepare.py --to $(AGENT_RUN) --seed $(SEED)
+	$(BIN)/rollbook sft $(AGENT)/sft.toml --out $(AGENT_RUN)/sft --set run.seed=$(SEED) --set model.path=$(CURDIR)/$(AGENT_RUN)/model --set sft.data=$(CURDIR)/$(AGENT_RUN)/demonstrations.jsonl
+	$(BIN)/rollbook eval $(AGENT_RUN)/sft/final --config $(AGENT)/run.toml --out $(AGENT_RUN)/before.json
+	$(BIN)/rollbook eval $(AGENT_RUN)/sft/final --config $(AGENT)/run.toml --out $(AGENT_RUN)/before-greedy.json $(GREEDY)
+	$(BIN)/rollbook train $(AGENT)/run.toml --run-dir $(AGENT_RUN)/rl --set run.seed=$(SEED) --set model.path=$(CURDIR)/$(AGENT_RUN)/sft/final
+	$(BIN)/rollbook eval $(AGENT_RUN)/rl --out $(AGENT_RUN)/after.json
+	$(BIN)/rollbook eval $(AGENT_RUN)/rl --out $(AGENT_RUN)/after-greedy.json $(GREEDY)
+	$(BIN)/python $(AGENT)/results.py $(AGENT_RUN) --to docs/results/aws-agent/seed-$(SEED)
 
 proof-gpu: $(STAMP) ## the same with SmolLM2-135M on a GPU (rollbook models get smollm2 --to models/smollm2)
 	$(BIN)/python -m benchmarks.proof --device cuda --model models/smollm2 --out docs/results

@@ -27,6 +27,7 @@ from transformers.utils import logging
 
 from benchmarks.engine_loop import Asked
 from benchmarks.engine_models import ONE_MILLION, make_model_dir, opened, publish
+from benchmarks.engine_turns import Episodes, prefix_reuse
 from benchmarks.report import Figure, print_figures, tell
 from rollbook.contracts.policy import SamplingParams
 from rollbook.inference.config import InferenceConfig
@@ -206,6 +207,11 @@ async def measure(root: Path, count: int, rounds: int) -> list[Figure]:
         figure("generate_ragged", mine, batches, 0.8 * ideal, ideal=round(ideal, 3)),
         figure("continuous_batching", mine, continuous, 1.0),
     ]
+    turns = InferenceConfig(max_running=SLOTS, threads=1)
+    reuse, _, _ = await prefix_reuse(
+        model_dir, (published, weights), rounds=rounds, episodes=Episodes(vocab=ONE_MILLION.vocab), config=turns
+    )
+    figures.append(reuse)
     rates = by_vllm(model_dir, asked, rounds)
     if rates is not None:
         our_rate, their_rate = statistics.median(one.tokens_per_s for one in mine), statistics.median(rates)

@@ -38,8 +38,8 @@ from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engines.graph_runner import CudaCapture
 from rollbook.inference.engines.kernels import KernelOps, KernelStep
 from rollbook.inference.engines.lean import LeanLM
+from rollbook.inference.engines.rounds import Finished
 from rollbook.inference.engines.rows import RowTable
-from rollbook.inference.engines.stepper import Finished
 from rollbook.inference.engines.transformers import TransformersEngine
 from rollbook.inference.request import checked_request
 from rollbook.inference.server import build_app, serve

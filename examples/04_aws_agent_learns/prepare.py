@@ -2,22 +2,23 @@
 
     python examples/04_aws_agent_learns/prepare.py --to runs/aws-agent
 
-The reference solutions are played in real clouds (simulators), so the demonstrations hold what the commands really print, and only
-tasks that were really solved are shown.
+An operator who knows the reference solutions, and is not always careful, is played in real clouds (simulators), so the
+demonstrations hold what his commands really print.
 """
 
 import argparse
 import asyncio
 import json
 import random
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import small_aws
 import torch
-from tokenizers import Regex, Tokenizer
+from tokenizers import AddedToken, Regex, Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Split
@@ -28,30 +29,65 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from rollbook.concurrency.deadline import Deadline
 from rollbook.envs.awscli.environment import AwsCliWorld
 from rollbook.envs.awscli.solution import ReferencePolicy
-from rollbook.envs.awscli.verification import filled
 from rollbook.telemetry.events import EventLog
 
+Chat = list[dict[str, str]]
+Flaw = Callable[[str], str]
+CARELESS_SHARE = 0.6
+"""Episodes in which the operator who is shown guesses and slips. Reward, not imitation, tells his good habits from the others."""
+GUESSED_VERBS = {
+    "create": "make",
+    "put": "set",
+    "get": "read",
+    "list": "show",
+    "describe": "show",
+    "delete": "remove",
+    "add": "join",
+    "update": "change",
+    "head": "stat",
+}
 SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>", "<user>", "<agent>"]
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}<agent>{{ m.content }}<eos>{% else %}"
     "<user>{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<agent>{% endif %}"
 )
-POLITE = ("", "Please: ", "Your job: ", "Now: ")
-"""Other ways to begin a goal: what is copied must not depend on where it stands."""
+NAME_WORDS = re.compile("|".join(sorted(small_aws.WORDS, key=len, reverse=True)))
 
 
-async def play(rows: Sequence[dict[str, Any]], clouds: int) -> list[list[dict[str, str]]]:
-    """The chats of the solved ones."""
-    chats: list[list[dict[str, str]]] = []
-    waiting = list(reversed(rows))
+def guessed_operation(line: str) -> str:
+    """`create-bucket` becomes `make-bucket`: somebody who does not look it up."""
+    aws, service, operation, *rest = line.split(" ")
+    verb, dash, thing = operation.partition("-")
+    return " ".join([aws, service, GUESSED_VERBS.get(verb, "do") + dash + thing, *rest])
+
+
+def guessed_option(line: str) -> str:
+    """The first option is called `--id`, or one is added where there is none."""
+    return re.sub(r" --[a-z-]+", " --id", line, count=1) if " --" in line else f"{line} --all"
+
+
+def cut_name(line: str) -> str:
+    """The first name loses its end; where there is none, the line does."""
+    cut = re.sub(rf"({NAME_WORDS.pattern})[-/_]({NAME_WORDS.pattern})", r"\1", line, count=1)
+    return line.rpartition(" ")[0] if cut == line else cut
+
+
+FLAWS: list[Flaw] = [guessed_operation, guessed_option, cut_name]
+
+
+async def play(rows: Sequence[dict[str, Any]], clouds: int) -> list[Chat]:
+    """What the operator did, in real clouds. Careful or not, his episodes are all shown."""
+    chats: list[Chat] = []
+    rng = random.Random(len(rows))
+    waiting = [(row, rng.sample(FLAWS, 2) if rng.random() < CARELESS_SHARE else []) for row in rows]
     async with AwsCliWorld.open_pool(size=clouds, log=EventLog("prepare"), args={"base_port": 0}) as pool:
 
         async def work() -> None:
             while waiting:
-                row = waiting.pop()
+                row, flaws = waiting.pop()
                 world = await pool.acquire(Deadline(120, "a cloud"))
                 try:
-                    chat = await _one(world, row)
+                    chat = await _one(world, row, flaws)
                 finally:
                     await world.close()
                 if chat is not None:
@@ -65,44 +101,60 @@ async def play(rows: Sequence[dict[str, Any]], clouds: int) -> list[list[dict[st
     return chats
 
 
-async def _one(world: Any, row: dict[str, Any]) -> list[dict[str, str]] | None:
+async def _one(world: Any, row: dict[str, Any], flaws: Sequence[Flaw]) -> Chat | None:
+    """One episode of the operator. The reference solution, if he is careful; else each move with another flaw in it."""
     policy = ReferencePolicy(row)
     seen = await world.reset(row)
+    right = policy.next_line(seen)
     chat = [{"role": "user", "content": small_aws.goal_of(seen.text)}]
-    while not seen.done:
-        line = policy.next_line(seen)
-        if line is None:
-            return None
-        chat.append({"role": "assistant", "content": line})
-        seen = await world.step(line)
-        if not seen.done:
-            chat.append({"role": "user", "content": small_aws.seen_by_agent(seen.text)})
-    return chat if seen.solved else None
+    for flaw in flaws:
+        chat.append({"role": "assistant", "content": flaw(str(right))})
+        seen = await world.step(chat[-1]["content"])
+        if seen.done:
+            return None if seen.solved else chat
+        chat.append({"role": "user", "content": small_aws.seen_by_agent(seen.text)})
+    if flaws:
+        return chat[:-1]
+    while right is not None:
+        chat.append({"role": "assistant", "content": right})
+        seen = await world.step(right)
+        if seen.done:
+            return chat if seen.solved else None
+        chat.append({"role": "user", "content": small_aws.seen_by_agent(seen.text)})
+        right = policy.next_line(seen)
+    return None
 
 
-def written(count: int, *, seed: int) -> list[list[dict[str, str]]]:
-    """Demonstrations of one command each, written down without playing them: their kinds were checked in a cloud."""
-    chats = []
-    for task, names, _ in small_aws.instances("train", count, seed=seed, kinds=small_aws.BEGINNER):
-        goal, line = str(filled(task.goal, names)), str(filled(task.solution[0].run, names))
-        assert len(task.solution) == 1, f"{task.id} takes more than one command"
-        chats.append([{"role": "user", "content": goal}, {"role": "assistant", "content": line}])
-    return chats
+def renamed(chats: Sequence[Chat], times: int, *, seed: int) -> Iterator[Chat]:
+    """Each demonstration with other words in its names, the same word for the same word everywhere: shown again and again with
+    the same names it would be learned by heart, and copying would not. Held-out pairs of words never come up."""
+    rng = random.Random(seed)
+    for _ in range(times):
+        for chat in rng.sample(chats, len(chats)):
+            texts = _with_other_names(chat, rng)
+            while any(small_aws.has_held_out_pair(text) for text in texts):
+                texts = _with_other_names(chat, rng)
+            yield [{**message, "content": text} for message, text in zip(chat, texts, strict=True)]
 
 
-def train_tokenizer(chats: Sequence[Sequence[dict[str, str]]], *, vocab_size: int) -> Any:
-    """Words of names become tokens of their own: copying a name is then copying a few tokens."""
+def _with_other_names(chat: Chat, rng: random.Random) -> list[str]:
+    others = dict(zip(small_aws.WORDS, rng.sample(small_aws.WORDS, len(small_aws.WORDS)), strict=True))
+    return [NAME_WORDS.sub(lambda word: others[word[0]], message["content"]) for message in chat]
+
+
+def train_tokenizer(chats: Sequence[Chat], *, vocab_size: int) -> Any:
+    """The words that names are made of are one token each wherever they stand, so a name is copied token by token; what
+    commands are made of are whole words with the space before them, so a command is about ten tokens long."""
     core = Tokenizer(BPE(unk_token="<unk>"))
-    pieces = Regex(r" ?[A-Za-z]+|-+|[0-9]|[^A-Za-z0-9]")
-    core.pre_tokenizer = Pieces([Split(pieces, "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)])
+    words = Regex(r" ?arn:aws:[a-z0-9]*:[a-z0-9-]*:[0-9]*:| ?[A-Za-z-]+|[0-9]+|[^A-Za-z0-9]")
+    core.pre_tokenizer = Pieces([Split(words, "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)])
     core.decoder = ByteLevelDecoder()
     trainer = BpeTrainer(
         vocab_size=vocab_size, special_tokens=SPECIAL, initial_alphabet=ByteLevel.alphabet(), show_progress=False
     )
-    texts = [message["content"] for chat in chats for message in chat]
-    # Every word of a name in both forms, after a space and after a sign.
-    texts += [f"{word} {word}" for word in small_aws.WORDS for _ in range(50)]
+    texts = [NAME_WORDS.sub("", message["content"]) for chat in chats for message in chat]
     core.train_from_iterator(texts, trainer)
+    core.add_tokens([AddedToken(word, normalized=False) for word in small_aws.WORDS])
     tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # transformers leaves it untyped
         tokenizer_object=core,
         pad_token="<pad>",
@@ -137,34 +189,30 @@ def make_model(tokenizer: Any, *, hidden: int, layers: int, seed: int) -> Any:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--to", type=Path, default=Path("runs/aws-agent"))
-    parser.add_argument("--each", type=int, default=40, help="warm-up: tasks of each kind, played in a cloud")
-    parser.add_argument("--checked", type=int, default=2, help="beginner: tasks of each kind, played in a cloud")
-    parser.add_argument("--written", type=int, default=110, help="beginner: more of each kind, written down only")
-    parser.add_argument("--clouds", type=int, default=4)
-    parser.add_argument("--vocab", type=int, default=900)
-    parser.add_argument("--hidden", type=int, default=160)
-    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--each", type=int, default=16, help="tasks of each kind, played in a cloud")
+    parser.add_argument("--renamed", type=int, default=50, help="how often each is shown, each time with other names")
+    parser.add_argument("--clouds", type=int, default=3)
+    parser.add_argument("--vocab", type=int, default=760)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    # Written last. Simulators make up ids and dates, so other demonstrations would not fit a warm start that was begun with these.
+    if (args.to / "model" / "model.safetensors").exists():
+        print(f"{args.to} is prepared already; remove it to begin anew", file=sys.stderr)
+        return 0
     args.to.mkdir(parents=True, exist_ok=True)
-    rows = list(small_aws.tasks("train", args.each, seed=args.seed, kinds=small_aws.WARM_UP))
-    rows += small_aws.tasks("train", args.checked, seed=args.seed, kinds=small_aws.BEGINNER)
-    random.Random(0).shuffle(rows)
+    rows = list(small_aws.tasks("train", args.each, seed=args.seed))
+    random.Random(args.seed).shuffle(rows)
     chats = asyncio.run(play(rows, args.clouds))
-    chats += written(args.written, seed=args.seed + 1)
-    rng = random.Random(1)
     with (args.to / "demonstrations.jsonl").open("w", encoding="utf-8") as file:
-        for chat in chats:
-            first = {**chat[0], "content": rng.choice(POLITE) + chat[0]["content"]}
-            file.write(json.dumps({"messages": [first, *chat[1:]]}) + "\n")
+        for chat in renamed(chats, args.renamed, seed=args.seed):
+            file.write(json.dumps({"messages": chat}) + "\n")
     tokenizer = train_tokenizer(chats, vocab_size=args.vocab)
     tokenizer.save_pretrained(str(args.to / "model"))
     model = make_model(tokenizer, hidden=args.hidden, layers=args.layers, seed=args.seed)
     model.save_pretrained(str(args.to / "model"))
-    print(
-        f"{len(chats)} demonstrations, {model.num_parameters():,} parameters",
-        file=sys.stderr,
-    )
+    print(f"{len(chats)} demonstrations, {model.num_parameters():,} parameters", file=sys.stderr)
     return 0
 
 

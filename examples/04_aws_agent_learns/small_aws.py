@@ -5,6 +5,8 @@ the same word by the same word, so that what belonged together still does. The h
 demonstration and no training task ever had: names must be copied from the goal, and answers read from what the command printed.
 """
 
+import contextlib
+import json
 import random
 import re
 from collections.abc import Iterator, Sequence
@@ -44,6 +46,8 @@ WARM_UP = [
     "s3-object-size",
     "sns-topic-arn",
     "dynamodb-partition-key",
+    "ecr-repository-uri",
+    "logs-retention",
 ]
 WORDS = [
     "amber",
@@ -130,9 +134,14 @@ FREE = frozenset(
         "attribute",
     }
 )
+PAIR = re.compile(rf"(?=\b({'|'.join(WORDS)})-({'|'.join(WORDS)})\b)")
 HELD_OUT_SHARE = 0.25
-OUTPUT_CHARS = 220
+OUTPUT_CHARS = 240
 """What the agent reads of a command's output: a small model has a short memory."""
+NOISE = re.compile(r"date|time|version|etag|digest|metadata|path", re.IGNORECASE)
+"""Fields of an output that no task here asks for, and that would be half of what the agent reads."""
+USAGE = re.compile(r"usage: .*?error: ", re.DOTALL)
+"""The CLI repeats how to call it before it says what was wrong."""
 TASK = re.compile(r"Task: (.*)\nMoves: \d+", re.DOTALL)
 
 
@@ -193,14 +202,33 @@ def _is_held_out(pair: list[str]) -> bool:
     return random.Random("/".join(pair)).random() < HELD_OUT_SHARE
 
 
+def has_held_out_pair(text: str) -> bool:
+    return any(_is_held_out([first, second]) for first, second in PAIR.findall(text))
+
+
 def goal_of(observation: str) -> str:
     found = TASK.search(observation)
     return found[1] if found else observation
 
 
 def seen_by_agent(text: str) -> str:
-    """One line, and not too long."""
+    """One line, and not too long. Of JSON the names and values alone: braces and quotes are tokens that say nothing here."""
+    text = USAGE.sub("error: ", text)
+    with contextlib.suppress(json.JSONDecodeError):
+        text = " ".join(_leaves(json.loads(text)))
     return " ".join(text.split())[:OUTPUT_CHARS]
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[str]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if not NOISE.search(key):
+                yield from _leaves(inner, key)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _leaves(inner, name)
+    else:
+        yield f"{name} {value};"
 
 
 def make_rollout(setup: RolloutSetup) -> RolloutFn:

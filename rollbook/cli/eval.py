@@ -9,7 +9,7 @@ from rich.table import Table
 from rollbook.cli.speaking import people, result_json
 from rollbook.run.evaluating import evaluate, table
 
-HEADINGS = ("", "tasks", "episodes", "solved [95 %]", "reward [95 %]", "no score")
+HEADINGS = ("", "tasks", "episodes", "solved [95 %]", "once", "reward [95 %]", "no score")
 
 
 def eval_command(

@@ -17,6 +17,10 @@ NOT_SAMPLED = -1
 """The stamp of a token that the policy did not sample (prompt, observation) or whose publication is unknown."""
 
 
+MAX_TOP_LOGPROBS = 20
+"""As many as OpenAI's API tells."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Publication:
     """Weights that were pushed, as the ledger registered them."""
@@ -40,6 +44,8 @@ class SamplingParams:
     """0 means: no truncation."""
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
+    top_logprobs: int = 0
+    """Beside each token, so many of the likeliest ones are told."""
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -50,12 +56,22 @@ class SamplingParams:
             raise ValueError(f"top_p is {self.top_p}; it must lie in (0, 1]")
         if self.top_k < 0:
             raise ValueError(f"top_k is {self.top_k}; it must be >= 0 (0 switches it off)")
+        if not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
+            raise ValueError(f"top_logprobs is {self.top_logprobs}; 0 to {MAX_TOP_LOGPROBS} are possible")
 
 
 class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopLogprobs:
+    """The likeliest tokens of each position, likeliest first, one row a token. -inf: it could not have been sampled."""
+
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +84,10 @@ class Completion:
     finish_reason: FinishReason
     generation_s: float | None = None
     """Seconds from its first token to its last, where the server says so: what the policy itself took, without any queue."""
+    cached_tokens: int = 0
+    """Tokens of its prompt that an earlier request had computed already, with the same weights."""
+    tops: TopLogprobs | None = None
+    """Where they were asked for."""
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.logprobs) == len(self.versions):

@@ -4,9 +4,10 @@ Rooms never import each other: each takes what it needs as an argument typed by 
 `contracts/errors.py`: `TransientError` after their own bounded retries are spent, `RunError` where a person must act.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
+from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.admission import DrawProgress, LedgerStatus, OpenReply, OwnerId, PastDraw, Receipt
 from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainerRole, TrainingBatch
 from rollbook.contracts.environment import Observation
@@ -133,22 +134,33 @@ class BatchSource(Protocol):
 class WeightStage(Protocol):
     """Where weights wait for replicas to take them. Called by the trainer's publisher, satisfied by `inference.weights`."""
 
-    @property
-    def needs_fence(self) -> bool:
-        """Whether replicas cannot refuse an old epoch, so that the trainer must ask the ledger right before it sends."""
+    async def put(self, publication: Publication, weights: Mapping[str, Any], *, adapter: Adapter | None = None) -> str:
+        """Keep them; gives the location to tell replicas. The tensors may change afterwards.
 
-    async def put(self, publication: Publication, weights: Mapping[str, Any]) -> str:
-        """Keep them; gives the location to tell replicas. The tensors may change afterwards."""
+        With `adapter` they are its tensors, which stand beside the base that every replica has.
+        """
 
     async def keep_only(self, locations: Collection[str]) -> None:
         """What lies elsewhere is no longer needed."""
 
 
+class Fence(Protocol):
+    """Raises `FencedError` where a newer trainer has taken over."""
+
+    def __call__(self) -> Awaitable[None]: ...
+
+
 class WeightReceiver(Protocol):
     """Where weights go. Called by the trainer's publisher, satisfied by `inference.weights`."""
 
-    async def receive(self, publication: Publication, location: str) -> None:
-        """Load the weights that lie at `location` into every replica in service; returns when all report them."""
+    async def receive(
+        self, publication: Publication, location: str, *, within_s: float | None = None, fence: Fence | None = None
+    ) -> None:
+        """Load the weights that lie at `location` into every replica in service; returns when all report them.
+
+        Tried again while replicas are away, for at most `within_s`; then `TransientError` is raised. `fence` is asked before each
+        try at replicas that cannot refuse an old epoch by themselves.
+        """
 
     async def reported(self) -> Sequence[Publication | None]:
         """What each replica in service says it has; None for one that has no published weights."""

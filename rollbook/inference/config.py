@@ -78,8 +78,14 @@ class InferenceConfig(BaseModel, frozen=True, extra="forbid"):
     """Requests that an episode's own replica may have more than the least loaded one, before the episode goes there."""
 
     transfer: Literal["auto", "directory", "shared_memory", "cuda_ipc", "gloo", "nccl"] = "auto"
-    """How weights reach the replicas. `auto`: shared memory for replicas that the run starts itself, else a directory that both
-    sides see. `gloo`: over the network. `cuda_ipc`: trainer and policy on one GPU. `nccl`: to vLLM."""
+    """How weights reach the replicas. `auto`: replicas that the run starts itself get them through the memory of the GPU that
+    they share with the trainer, or of the host; others through a directory that both sides see. `gloo`: over the network.
+    `cuda_ipc`: trainer and policy on one GPU. `nccl`: to vLLM."""
+
+    publish: Literal["auto", "full", "adapter"] = "auto"
+    """What is published where `trainer.lora` is set: the `adapter` alone, under a versioned name beside the base that every replica
+    has, or the `full` weights, merged. `auto`: the adapter, where replicas can take one: not over `nccl`, and to vLLM only if
+    the run starts it. Without LoRA it is always `full`."""
 
     transfer_host: str = "127.0.0.1"
     """Address under which replicas reach the trainer, for `gloo` and `nccl`."""
@@ -135,6 +141,15 @@ class InferenceConfig(BaseModel, frozen=True, extra="forbid"):
 
     prompt_memo_mb: float = Field(default=16.0, ge=0)
     """Memory for the next-token logits of prompts seen under the current weights: siblings of a group ask alike. 0: off."""
+
+    prefix_cache_share: float = Field(default=0.25, ge=0, lt=1)
+    """Share of `kv_memory_mb` for keys and values of finished requests: the next turn of an episode begins with the tokens of the
+    last one, and only the rest is prefilled. Least recently used go first, and all of them when weights arrive. 0: off."""
+
+    prefix_cache_least: int | None = Field(default=None, ge=1)
+    """Beginnings shorter than this many tokens are not kept and not looked for. Unset: 32 on a CPU. On a GPU a captured
+    prefill of all of it is faster up to a length that shrinks with the model's size: 8,889 tokens for 135 million parameters, 800
+    for 1.5 billion. An estimate from one measurement."""
 
     kv_after_update: KvAfterUpdate = KvAfterUpdate.KEEP
     """What becomes of the cache of running requests when weights arrive."""

@@ -22,6 +22,10 @@ class ReplicaBusyError(TransientError):
     """The replica is well and cannot serve this now: too many requests wait, or its weights are older than asked for."""
 
 
+class NotThereError(RunError):
+    """The server has no such model, adapter or route."""
+
+
 class PolicyConnection:
     """Pooled connections to one policy server."""
 
@@ -43,14 +47,33 @@ class PolicyConnection:
         except (aiohttp.ClientError, OSError) as error:
             raise self._unreachable(path, error) from error
 
+    async def post_text(self, path: str, body: bytes) -> str:
+        """For verbs that answer in plain words."""
+        try:
+            async with self._session.post(self.url + path, data=body) as response:
+                return (await self._body(response, path)).decode(errors="replace")
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._unreachable(path, error) from error
+
+    async def get_text(self, path: str) -> str:
+        try:
+            async with self._session.get(self.url + path) as response:
+                return (await self._body(response, path)).decode(errors="replace")
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._unreachable(path, error) from error
+
     async def _outcome(self, response: aiohttp.ClientResponse, path: str, decoder: msgspec.json.Decoder[T]) -> T:
-        raw = await response.read()
-        if response.status != 200:
-            raise verdict(response.status, raw, response.headers.get("Retry-After"), where=f"{self.url}{path}")
+        raw = await self._body(response, path)
         try:
             return decoder.decode(raw)
         except msgspec.MsgspecError as error:
             raise TransientError(f"{self.url}{path} answered with a body that cannot be read: {error}") from error
+
+    async def _body(self, response: aiohttp.ClientResponse, path: str) -> bytes:
+        raw = await response.read()
+        if response.status != 200:
+            raise verdict(response.status, raw, response.headers.get("Retry-After"), where=f"{self.url}{path}")
+        return raw
 
     def _unreachable(self, path: str, error: Exception) -> TransientError:
         return TransientError(f"{self.url}{path} could not be reached: {type(error).__name__}: {error}")
@@ -89,7 +112,7 @@ def verdict(status: int, raw: bytes, retry_after: str | None, *, where: str) -> 
         return FencedError(message)
     if status in (400, 413):
         return EpisodeError(message)
-    return RunError(message)
+    return NotThereError(message) if status == 404 else RunError(message)
 
 
 def _detail(status: int, raw: bytes) -> ErrorDetail:

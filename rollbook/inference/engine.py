@@ -16,8 +16,9 @@ from typing import Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.errors import EpisodeError, RunError, TransientError
-from rollbook.contracts.policy import Completion, Publication, SamplingParams
+from rollbook.contracts.policy import Completion, Publication, SamplingParams, TopLogprobs
 from rollbook.contracts.weights import RawTensor
 from rollbook.inference.config import InferenceConfig, KvAfterUpdate
 from rollbook.inference.gate import PauseMode
@@ -61,6 +62,8 @@ class EngineStats:
     """Seconds spent in steps."""
     kv_after_update: KvAfterUpdate
     """What becomes of the cache of running requests when weights arrive: a reply that spans two versions should say it."""
+    cached_tokens: int = 0
+    """Prompt tokens that were not computed again, because an earlier request had."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +73,8 @@ class TokenChunk:
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     versions: NDArray[np.int32]
+    cached_tokens: int = 0
+    tops: TopLogprobs | None = None
 
 
 OnTokens = Callable[[TokenChunk], None]
@@ -101,6 +106,10 @@ class Engine(Protocol):
         """The weights the next forward will use; None until some were published."""
 
     @property
+    def adapter(self) -> Adapter | None:
+        """The adapter that is live; None while the weights are whole by themselves. One at a time."""
+
+    @property
     def is_paused(self) -> bool: ...
 
     def stats(self) -> EngineStats: ...
@@ -112,18 +121,27 @@ class Engine(Protocol):
 
     async def generate(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion: ...
 
-    async def load_weights(self, publication: Publication, path: Path) -> None:
+    async def load_weights(self, publication: Publication, path: Path, *, adapter: Adapter | None = None) -> None:
         """Check the file completely, then apply it between two forwards. Idempotent.
 
+        With `adapter` the tensors are its own: they stand beside the base, in place of the adapter before.
         Raises `OutdatedUpdateError` or `WeightsError`; then nothing was changed.
         """
 
-    async def load_tensors(self, publication: Publication, tensors: Mapping[str, TensorSource]) -> None:
+    async def load_tensors(
+        self, publication: Publication, tensors: Mapping[str, TensorSource], *, adapter: Adapter | None = None
+    ) -> None:
         """As `load_weights`, for tensors that are in memory already. They may be freed once this returns.
 
         Bytes in host memory are checked against the publication's digest; what lies on a device is not read back for that:
         ask `weights_digest` afterwards.
         """
+
+    async def unload_adapter(self, publication: Publication) -> None:
+        """Back to the base alone, as a publication of its own. Without an adapter only the publication changes."""
+
+    async def base_digest(self) -> str:
+        """Digest of the weights without any adapter."""
 
     async def adopt(self, publication: Publication) -> None:
         """Name the weights that the engine was opened with. For a server that no trainer has published to yet.
@@ -132,7 +150,10 @@ class Engine(Protocol):
         """
 
     async def weights_digest(self) -> str:
-        """Digest of the weights as they are now, read between two forwards. Equals the published one where the dtypes are equal."""
+        """Digest of the weights as they are now, read between two forwards. Equals the published one where the dtypes are equal.
+
+        With an adapter it is the adapter's, provided that the weights in use are what it makes of its base.
+        """
 
     async def abort_all(self) -> int:
         """End every request that runs or waits, with what it has, as `abort`. Tells how many."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
+from rollbook.contracts.policy import Completion, FinishReason, SamplingParams, TopLogprobs
 from rollbook.inference.detokenizer import IncrementalText
 from rollbook.inference.engine import Engine, TokenChunk
 from rollbook.inference.stop_strings import StopStrings
@@ -25,6 +25,7 @@ class Piece:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    tops: list[TopLogprobs] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,8 @@ class Generation:
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
+        self._tops: list[TopLogprobs] = []
+        self._cached_tokens = 0
         self._text: list[str] = []
         self._stops = StopStrings(stops)
         self._incremental = None if texts is None else IncrementalText(texts.decode)
@@ -100,6 +103,8 @@ class Generation:
             logprobs=np.array(self._logprobs, dtype=np.float32),
             versions=np.array(self._versions, dtype=np.int32),
             finish_reason=reason,
+            cached_tokens=self._cached_tokens,
+            tops=joined(self._tops),
         )
         stop_reason = self._stops.matched or self._stop_token(completion)
         self.ended = Generated(completion=completion, text="".join(self._text), stop_reason=stop_reason)
@@ -120,8 +125,15 @@ class Generation:
 
     def _take(self, chunk: TokenChunk, piece: Piece) -> bool:
         """Add a chunk's tokens; True once a stop string is complete. Tokens after it are not part of the answer."""
+        self._cached_tokens = chunk.cached_tokens
         tokens = zip(chunk.token_ids.tolist(), chunk.logprobs.tolist(), chunk.versions.tolist(), strict=True)
-        for token, logprob, version in tokens:
+        for at, (token, logprob, version) in enumerate(tokens):
+            if chunk.tops is not None:
+                top = TopLogprobs(
+                    token_ids=chunk.tops.token_ids[at : at + 1], logprobs=chunk.tops.logprobs[at : at + 1]
+                )
+                self._tops.append(top)
+                piece.tops.append(top)
             for kept, new in (
                 (self._tokens, token),
                 (self._versions, version),
@@ -165,3 +177,13 @@ class Generation:
             return None
         ends = () if self._texts is None else self._texts.eos_token_ids
         return None if ids[-1] in ends else int(ids[-1])
+
+
+def joined(tops: Sequence[TopLogprobs]) -> TopLogprobs | None:
+    """Those of a run of tokens, one behind the other."""
+    if not tops:
+        return None
+    return TopLogprobs(
+        token_ids=np.concatenate([top.token_ids for top in tops]),
+        logprobs=np.concatenate([top.logprobs for top in tops]),
+    )

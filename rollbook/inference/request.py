@@ -3,12 +3,13 @@
 import asyncio
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollbook.contracts.errors import EpisodeError
-from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
+from rollbook.contracts.policy import Completion, FinishReason, SamplingParams, TopLogprobs
 from rollbook.inference.engine import OnTokens, TokenChunk
 
 _MASK_64 = (1 << 64) - 1
@@ -33,15 +34,19 @@ class Request:
     """Touched by its engine only. Cancelling `answer` is how a caller aborts.
 
     `order` (of arrival), `row`, `segments` (row, first round, round after the last) and `is_finished` are the embedded engine's
-    notes: where in its slots and in its log the request is.
+    notes: where in its slots and in its log the request is. So are `mark` (the weights that its cache began with), `kept` (a copy
+    of that cache) and `cached_tokens` (of its prompt, taken over from an earlier request).
     """
 
     __slots__ = (
         "answer",
+        "cached_tokens",
         "first_token",
         "is_finished",
+        "kept",
         "limit",
         "logprobs",
+        "mark",
         "on_tokens",
         "order",
         "prompt",
@@ -51,6 +56,8 @@ class Request:
         "segments",
         "tokens",
         "told",
+        "top_logprobs",
+        "top_tokens",
         "versions",
     )
 
@@ -73,11 +80,16 @@ class Request:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[int] = []
+        self.top_tokens: list[NDArray[np.int32]] = []
+        self.top_logprobs: list[NDArray[np.float32]] = []
         self.seed = sampling.seed or 0
         self.order = 0
         self.row = -1
         self.segments: list[tuple[int, int, int | None]] = []
         self.is_finished = False
+        self.mark = 0
+        self.kept: Any = None
+        self.cached_tokens = 0
 
     def begins(self) -> None:
         """It is out of the queue. A request that lost its slot and comes back began long ago."""
@@ -109,6 +121,8 @@ class Request:
             token_ids=np.array(self.tokens[start:], dtype=np.int32),
             logprobs=np.array(self.logprobs[start:], dtype=np.float32),
             versions=np.array(self.versions[start:], dtype=np.int32),
+            cached_tokens=self.cached_tokens,
+            tops=self._tops(start),
         )
 
     def tell(self) -> None:
@@ -123,7 +137,15 @@ class Request:
             versions=np.array(self.versions, dtype=np.int32),
             finish_reason=reason,
             generation_s=time.monotonic() - self.first_token if self.tokens else 0.0,
+            cached_tokens=self.cached_tokens,
+            tops=self._tops(0),
         )
+
+    def _tops(self, start: int) -> TopLogprobs | None:
+        """As many as there are tokens, or None."""
+        if not self.sampling.top_logprobs or len(self.top_tokens) == start:
+            return None
+        return TopLogprobs(token_ids=np.stack(self.top_tokens[start:]), logprobs=np.stack(self.top_logprobs[start:]))
 
 
 def checked_request(

@@ -9,6 +9,7 @@ from aiohttp import web
 
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engine import Engine
+from rollbook.inference.routes.adapters import AdapterRoutes
 from rollbook.inference.routes.chat import ChatRoutes
 from rollbook.inference.routes.completions import CompletionRoutes
 from rollbook.inference.routes.generate import GenerateRoutes
@@ -84,8 +85,9 @@ def _add_steering(app: web.Application, service: PolicyService, intake: WeightIn
     app.router.add_get("/weight_info", weights.info)
     app.router.add_post("/weight_checker", weights.check)
     app.router.add_post("/collective_rpc", weights.collective_rpc)
-    app.router.add_post("/v1/load_lora_adapter", weights.load_adapter)
-    app.router.add_post("/v1/unload_lora_adapter", weights.load_adapter)
+    adapters = AdapterRoutes(service)
+    app.router.add_post("/v1/load_lora_adapter", adapters.load)
+    app.router.add_post("/v1/unload_lora_adapter", adapters.unload)
 
 
 def _keyed(api_key: str) -> web.middleware:  # type: ignore[valid-type]  # aiohttp's decorator is no type

@@ -75,9 +75,15 @@ class PolicyService:
         """The name to answer under. Raises `UnknownModelError`."""
         if asked is None:
             return self.model_names[0]
-        if asked not in self.model_names:
-            raise UnknownModelError(f"the model {asked!r} is not served here; there is {', '.join(self.model_names)}")
+        if asked not in (names := self.served_names):
+            raise UnknownModelError(f"the model {asked!r} is not served here; there is {', '.join(names)}")
         return asked
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """The model's own names mean whatever is live; an adapter's name means that very one, and is known while it is live."""
+        adapter = self.engine.adapter
+        return self.model_names if adapter is None else (*self.model_names, adapter.name)
 
     def require_texts(self, field: str) -> Texts:
         if self.texts is None:
@@ -162,6 +168,7 @@ def model_card(service: PolicyService, name: str) -> Mapping[str, object]:
         "object": "model",
         "created": service.started,
         "owned_by": "rollbook",
+        "parent": None if name in service.model_names else service.model_names[0],
         "max_model_len": service.engine.max_model_len,
         "vocab_size": service.engine.vocab_size,
     }

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
+from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.policy import Publication
 from rollbook.inference.wire_weights import Backend, InitInfo, UpdateInfo
 
@@ -17,8 +18,11 @@ class TransferWay(Protocol):
     @property
     def backend(self) -> Backend: ...
 
-    async def put(self, publication: Publication, weights: Mapping[str, Any]) -> str:
-        """Keep these weights where replicas can take them; gives their location. The caller's tensors may change afterwards."""
+    async def put(self, publication: Publication, weights: Mapping[str, Any], *, adapter: Adapter | None = None) -> str:
+        """Keep these weights where replicas can take them; gives their location. The caller's tensors may change afterwards.
+
+        With `adapter` they are its tensors. A way over files writes them as PEFT does.
+        """
 
     async def keep_only(self, locations: Collection[str]) -> None:
         """Everything else may be let go."""

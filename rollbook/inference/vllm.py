@@ -13,7 +13,7 @@ from rollbook.contracts.errors import TransientError
 from rollbook.contracts.policy import Completion, Publication, PublicationId
 from rollbook.inference.connection import PolicyConnection, ReplicaBusyError, plain_decoder
 from rollbook.inference.dialect import Question, Sighting
-from rollbook.inference.wire_generate import GenerateBody, GenerateParams, GenerateReply
+from rollbook.inference.wire_generate import GenerateBody, GenerateChoice, GenerateParams, GenerateReply
 from rollbook.inference.wire_weights import UNPUBLISHED, InitInfo, UpdateInfo
 
 UNKNOWN = -1
@@ -61,14 +61,21 @@ class VllmDialect:
         return [await self._ask(connection, question) for question in questions]
 
     async def _ask(self, connection: PolicyConnection, question: Question) -> Completion:
+        return await self._answer(connection, question, model=self._model)
+
+    def _stamp(self, choice: GenerateChoice, model: str) -> None:
+        """Versions as publications."""
+        for span in choice.weight_versions or ():
+            span.version = publication_of(str(span.version))
+
+    async def _answer(self, connection: PolicyConnection, question: Question, *, model: str) -> Completion:
         body = GenerateBody(
-            model=self._model, token_ids=question.prompt, sampling_params=GenerateParams.of(question.sampling)
+            model=model, token_ids=question.prompt, sampling_params=GenerateParams.of(question.sampling)
         )
         reply = await connection.post("/inference/v1/generate", msgspec.json.encode(body), self._reply)
         try:
             (choice,) = reply.choices
-            for span in choice.weight_versions or ():
-                span.version = publication_of(str(span.version))
+            self._stamp(choice, model)
             completion = choice.to_contract()
         except ValueError as error:
             raise TransientError(f"{connection.url} gave an answer that does not fit: {error}") from error

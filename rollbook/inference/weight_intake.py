@@ -65,7 +65,7 @@ class WeightIntake:
         if info.backend in ("directory", "shared_memory"):
             if info.path is None:
                 raise BadRequestError("path: an update from a file must name it", param="path")
-            await self._engine.load_weights(publication, Path(info.path))
+            await self._engine.load_weights(publication, Path(info.path), adapter=info.adapter_contract())
             return
         info.tensor_heads()
         async with self._turn:
@@ -88,4 +88,4 @@ class WeightIntake:
                 f"publication {publication.id} came over a weight group that was given up; nothing was loaded"
             )
         if is_needed:
-            await self._engine.load_tensors(publication, tensors)
+            await self._engine.load_tensors(publication, tensors, adapter=info.adapter_contract())

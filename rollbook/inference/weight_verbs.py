@@ -67,12 +67,14 @@ class OwnVerbs:
         if (told := info.to_contract()) != publication:
             # Restarted in between, or a newer publication came: pushing again settles which.
             raise TransientError(f"{replica.url} was given publication {publication.id} but reports {told}")
-        if dtype is None or info.dtype != dtype:
-            # Digests of different dtypes cannot be compared; computing one would hold up decoding for nothing.
+        if dtype is None or (info.dtype != dtype and info.adapter is None):
+            # Digests of different dtypes cannot be compared; computing one would hold up decoding for nothing. An adapter is kept
+            # in the dtype it came in.
             return
         check = await replica.post("/weight_checker", b'{"action":"checksum"}', self._check)
-        is_same_dtype = check.dtype == dtype and check.weight_version == str(publication.id)
-        if is_same_dtype and check.digest != publication.digest:
+        is_comparable = check.dtype == dtype or info.adapter is not None
+        is_same = is_comparable and check.weight_version == str(publication.id)
+        if is_same and check.digest != publication.digest:
             raise TransientError(
                 f"{replica.url} uses weights with digest {check.digest}, but publication {publication.id} has "
                 f"{publication.digest}; it is pushed again"

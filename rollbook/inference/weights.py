@@ -6,19 +6,23 @@ publication: repeating one is harmless.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rollbook.concurrency.deadline import Deadline, DeadlineExceededError
 from rollbook.concurrency.retry import retry
+from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.errors import EpisodeError, RunError, TransientError
 from rollbook.contracts.policy import Publication
+from rollbook.contracts.ports import Fence
 from rollbook.inference.config import UpdateSequence
 from rollbook.inference.connection import PolicyConnection, open_connection
 from rollbook.inference.transfer_way import TransferWay, message
 from rollbook.inference.weight_group import WeightGroup
 from rollbook.inference.weight_verbs import OwnVerbs, WeightVerbs
+from rollbook.inference.wire_weights import AdapterInfo
 from rollbook.telemetry.events import EventLog
 
 T = TypeVar("T")
@@ -28,6 +32,19 @@ CONNECTIONS = 4
 """To each replica: one update and a few questions at a time."""
 QUARANTINE_TRY_S = 2.0
 """A replica in quarantine is given this long to show that it is back. It must not hold up the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Push:
+    publication: Publication
+    location: str
+    deadline: Deadline
+    fence: Fence | None
+    """Asked before each try, where replicas do not refuse a trainer that was replaced."""
+
+    async def ask_fence(self) -> None:
+        if self.fence is not None:
+            await self.fence()
 
 
 class WeightTransferClient:
@@ -65,6 +82,8 @@ class WeightTransferClient:
         self._replicas: list[PolicyConnection] = []
         self._quarantined: set[int] = set()
         self._dtypes: dict[str, str | None] = {}
+        self._adapters: dict[str, AdapterInfo] = {}
+        self._has_warned = False
 
     async def __aenter__(self) -> "WeightTransferClient":
         for url in self._urls:
@@ -83,36 +102,42 @@ class WeightTransferClient:
         await self._stack.aclose()
 
     @property
-    def needs_fence(self) -> bool:
-        return not self._verbs.refuses_old_epochs
-
-    @property
     def quarantined(self) -> tuple[str, ...]:
         return tuple(self._urls[at] for at in sorted(self._quarantined))
 
-    async def put(self, publication: Publication, weights: Mapping[str, Any]) -> str:
-        """Keep weights where replicas can take them; gives the location for `receive`."""
+    async def put(self, publication: Publication, weights: Mapping[str, Any], *, adapter: Adapter | None = None) -> str:
+        """Keep weights, or an adapter's, where replicas can take them; gives the location for `receive`."""
         if self._way is None:
             raise RunError("this client was given no way to keep weights")
-        location = await self._way.put(publication, weights)
+        location = await self._way.put(publication, weights, adapter=adapter)
+        if adapter is not None:
+            self._adapters[location] = AdapterInfo.of(adapter)
         dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()}
         self._dtypes[location] = dtypes.pop() if len(dtypes) == 1 else None
         return location
 
     async def keep_only(self, locations: Collection[str]) -> None:
         self._dtypes = {location: dtype for location, dtype in self._dtypes.items() if location in locations}
+        self._adapters = {location: info for location, info in self._adapters.items() if location in locations}
         if self._way is not None:
             await self._way.keep_only(locations)
 
-    async def receive(self, publication: Publication, location: str) -> None:
-        """Load the weights at `location` into every replica in service; returns when all of them report it."""
+    async def receive(
+        self, publication: Publication, location: str, *, within_s: float | None = None, fence: Fence | None = None
+    ) -> None:
+        """Load the weights at `location` into every replica in service; returns when all of them report it.
+
+        `within_s`: how long it is tried while no replica can take them; `confirm_s` unless told.
+        """
+        self._has_warned = False
         await self._release_who_is_back()
         serving = self._serving()
-        deadline = Deadline(self._confirm_s, f"publication {publication.id}")
+        deadline = Deadline(self._confirm_s if within_s is None else within_s, f"publication {publication.id}")
+        push = _Push(publication, location, deadline, None if self._verbs.refuses_old_epochs else fence)
         if self._sequence is UpdateSequence.PAUSED:
-            await self._push_paused(serving, publication, location, deadline)
+            await self._push_paused(serving, push)
         else:
-            await self._push(serving, publication, location, deadline)
+            await self._push(serving, push)
         if self._log is not None:
             self._log.info(
                 "policy.weights_published",
@@ -166,9 +191,7 @@ class WeightTransferClient:
 
         await asyncio.gather(*(look(at) for at in tuple(self._quarantined)))
 
-    async def _push_paused(
-        self, serving: Sequence[int], publication: Publication, location: str, deadline: Deadline
-    ) -> None:
+    async def _push_paused(self, serving: Sequence[int], push: "_Push") -> None:
         """Pause all of them; then send; then resume all of them, whatever happened in between."""
 
         async def pause(at: int) -> None:
@@ -177,51 +200,49 @@ class WeightTransferClient:
         async def resume(at: int) -> None:
             await self._verbs.resume(self._replicas[at])
 
-        held = await self._those_that_can(serving, pause, "pause", deadline)
+        held = await self._those_that_can(serving, pause, "pause", push.deadline)
         try:
-            await self._push(held, publication, location, deadline)
+            await self._push(held, push)
         finally:
             # A deadline of its own: a replica that is left paused answers nobody.
             await self._those_that_can(held, resume, "resume", Deadline(self._request_s, "resume"))
 
-    async def _push(self, serving: Sequence[int], publication: Publication, location: str, deadline: Deadline) -> None:
-        what = f"publication {publication.id}"
+    async def _push(self, serving: Sequence[int], push: "_Push") -> None:
+        publication, location = push.publication, push.location
         info = (
             message(publication, "directory", path=location)
             if self._way is None
             else self._way.update_info(publication, location)
         )
+        info.adapter = self._adapters.get(location)
         dtype = self._dtypes.get(location) if self._check_digest else None
 
         async def update(at: int) -> None:
             if self._group is None:
+                await push.ask_fence()
                 await self._verbs.update(self._replicas[at], info)
             await self._verbs.require(self._replicas[at], publication, dtype=dtype)
 
         if self._group is not None:
-            serving = await self._send_to_group(serving, info, location, deadline)
-        await self._those_that_can(serving, update, what, deadline)
+            serving = await self._send_to_group(serving, info, push)
+        await self._those_that_can(serving, update, f"publication {publication.id}", push.deadline)
 
-    async def _send_to_group(
-        self, serving: Sequence[int], info: Any, location: str, deadline: Deadline
-    ) -> Sequence[int]:
+    async def _send_to_group(self, serving: Sequence[int], info: Any, push: "_Push") -> Sequence[int]:
         """All at once or not at all. When a member is gone, those that still answer form the next group."""
         assert self._group is not None
         group, left = self._group, list(serving)
 
         async def attempt() -> list[int]:
-            async with deadline.limit("weight group"):
-                try:
-                    await group.send(self._replicas, left, info, location)
-                except TransientError:
-                    left[:] = await self._those_that_answer(left)
-                    raise
+            try:
+                async with self._one_try(push.deadline, "weight group"):
+                    await push.ask_fence()
+                    await group.send(self._replicas, left, info, push.location)
+            except TransientError:
+                left[:] = await self._those_that_answer(left)
+                raise
             return left
 
-        try:
-            sent = await retry(attempt, on=TransientError, deadline=deadline, noticed=self._notice)
-        except DeadlineExceededError as error:
-            raise TransientError(str(error)) from error
+        sent = await retry(attempt, on=TransientError, deadline=push.deadline, noticed=self._notice)
         self._quarantine(set(serving) - set(sent), "it left the weight group")
         return sent
 
@@ -242,10 +263,19 @@ class WeightTransferClient:
         self, replicas: Sequence[int], act: Act[None], what: str, deadline: Deadline
     ) -> list[int]:
         """Do it everywhere; who cannot while others can goes into quarantine. Raises when nobody can, or a person must act."""
-        outcomes = await self._try_everywhere(replicas, act, what, deadline)
+        acts = [asyncio.create_task(self._with_retry(act, at, what, deadline)) for at in replicas]
+        try:
+            await self._until_others_waited_enough(acts)
+        finally:
+            for one in acts:
+                one.cancel()
+            outcomes = await asyncio.gather(*acts, return_exceptions=True)
         missed: dict[int, TransientError] = {}
         for at, outcome in zip(replicas, outcomes, strict=True):
-            if isinstance(outcome, TransientError):
+            if isinstance(outcome, asyncio.CancelledError):
+                late = f"{what} at {self._urls[at]}: another replica was through {self._confirm_s:g} s ago"
+                missed[at] = TransientError(late)
+            elif isinstance(outcome, TransientError):
                 missed[at] = outcome
             elif isinstance(outcome, BaseException):
                 raise outcome
@@ -254,6 +284,15 @@ class WeightTransferClient:
         for at, error in missed.items():
             self._quarantine({at}, str(error))
         return [at for at in replicas if at not in missed]
+
+    async def _until_others_waited_enough(self, acts: Collection["asyncio.Task[Any]"]) -> None:
+        """Until all have ended, or `confirm_s` after one was through. While none is, it is not a single replica's fault."""
+        ended, waiting = set[asyncio.Task[Any]](), set(acts)
+        while waiting and all(isinstance(one.exception(), TransientError) for one in ended):
+            more, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            ended |= more
+        if waiting:
+            await asyncio.wait(waiting, timeout=self._confirm_s)
 
     async def _everywhere(self, replicas: Sequence[int], act: Act[T], what: str, deadline: Deadline) -> list[T]:
         """Do it at every one of them at once, each with the one deadline. The first error is raised when all have ended."""
@@ -273,16 +312,23 @@ class WeightTransferClient:
 
     async def _with_retry(self, act: Act[T], at: int, what: str, deadline: Deadline) -> T:
         async def attempt() -> T:
-            async with deadline.limit(f"{what} at {self._urls[at]}"):
+            async with self._one_try(deadline, f"{what} at {self._urls[at]}"):
                 return await act(at)
 
         try:
             return await retry(attempt, on=TransientError, deadline=deadline, noticed=self._notice)
-        except DeadlineExceededError as error:
-            raise TransientError(str(error)) from error
         except EpisodeError as error:
             # A 400 here is no episode's fault: the weights or the wiring are wrong, and repeating will not help.
             raise RunError(f"{what} was refused: {error}") from error
+
+    @asynccontextmanager
+    async def _one_try(self, deadline: Deadline, what: str) -> AsyncIterator[None]:
+        """One that is never answered ends after `confirm_s`, and may be tried again."""
+        try:
+            async with deadline.limit(what, at_most_s=self._confirm_s):
+                yield
+        except DeadlineExceededError as error:
+            raise TransientError(str(error)) from error
 
     def _quarantine(self, replicas: Collection[int], cause: str) -> None:
         for at in replicas:
@@ -291,5 +337,8 @@ class WeightTransferClient:
                 self._log.warning("policy.replica_quarantined", url=self._urls[at], cause=cause)
 
     def _notice(self, error: Exception, wait_s: float) -> None:
+        """One warning a push, however often it is tried: the second says nothing that the first did not."""
         if self._log is not None:
-            self._log.info("policy.push_retried", cause=str(error), wait_s=round(wait_s, 3))
+            tell = self._log.info if self._has_warned else self._log.warning
+            tell("policy.push_retried", cause=str(error), wait_s=round(wait_s, 3))
+            self._has_warned = True

@@ -4,13 +4,14 @@ The extensions: `min_publication`, a request is answered only from weights at le
 `detokenize`, false leaves all text out. In answers `weight_versions` tells which publication sampled which span of the tokens.
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
+from rollbook.contracts.policy import MAX_TOP_LOGPROBS, Completion, FinishReason, SamplingParams
 
 STALE_WEIGHTS = "stale_weights"
 QUEUE_FULL = "queue_full"
@@ -85,7 +86,12 @@ class SamplingBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
             top_k=0 if self.top_k in (None, -1) else self.top_k,
             stop_token_ids=tuple(stop_ids),
             seed=seed,
+            top_logprobs=self.num_tops(),
         )
+
+    def num_tops(self) -> int:
+        """How many alternatives are told beside each token."""
+        return 0
 
 
 class CompletionBody(SamplingBody, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
@@ -100,6 +106,10 @@ class CompletionBody(SamplingBody, forbid_unknown_fields=True, omit_defaults=Tru
     echo: bool | None = None
     best_of: int | None = None
     suffix: str | None = None
+
+    def num_tops(self) -> int:
+        """Raises `ValueError` for more than are told."""
+        return checked_tops("logprobs", self.logprobs)
 
     def prompts(self) -> list[str] | list[list[int]]:
         """One text or one list of token ids a prompt. Raises `ValueError` for a mixture."""
@@ -121,7 +131,6 @@ class CompletionBody(SamplingBody, forbid_unknown_fields=True, omit_defaults=Tru
             "echo": (None, False),
             "best_of": (None, 1, self.count),
             "suffix": (None, ""),
-            "logprobs": (None, 0),
         }
         return {**super()._neutral(), **own}
 
@@ -166,14 +175,23 @@ class Choice(msgspec.Struct):
         )
 
 
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int
+    """Computed before, by an earlier request under the same weights."""
+
+
 class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
 
     @classmethod
-    def of(cls, prompt_tokens: int, completion_tokens: int) -> "Usage":
-        return cls(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens)
+    def of(cls, prompt_tokens: int, completions: Sequence[Completion], *, n: int = 1) -> "Usage":
+        """`n` completions of each prompt, in order. A prompt counts once, and so does what was cached of it."""
+        sampled = sum(len(completion.token_ids) for completion in completions)
+        cached = sum(completion.cached_tokens for completion in completions[::n])
+        return cls(prompt_tokens, sampled, prompt_tokens + sampled, PromptTokensDetails(cached))
 
 
 class CompletionReply(msgspec.Struct):
@@ -208,6 +226,12 @@ class Health(msgspec.Struct):
     queued: int
     is_paused: bool
     is_draining: bool = False
+
+
+def checked_tops(field: str, asked: int | None) -> int:
+    if asked is not None and not 0 <= asked <= MAX_TOP_LOGPROBS:
+        raise ValueError(f"{field}: {asked}; 0 to {MAX_TOP_LOGPROBS} are possible")
+    return asked or 0
 
 
 def derived_seed(seed: int | None, index: int) -> int | None:

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from rollbook.inference.wire import SamplingBody, Usage, VersionSpan
+from rollbook.inference.wire import SamplingBody, Usage, VersionSpan, checked_tops
 
 
 class ChatBody(SamplingBody, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
@@ -25,12 +25,18 @@ class ChatBody(SamplingBody, forbid_unknown_fields=True, omit_defaults=True, kw_
         """Tokens to sample at most; None: what the context leaves."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
+    def num_tops(self) -> int:
+        """Raises `ValueError` for more than are told, or where no logprobs were asked for at all."""
+        count = checked_tops("top_logprobs", self.top_logprobs)
+        if count and not self.logprobs:
+            raise ValueError("top_logprobs: it goes with logprobs = true")
+        return count
+
     def rendered_tools(self) -> list[dict[str, Any]] | None:
         return None if self.tool_choice == "none" else self.tools
 
     def _neutral(self) -> dict[str, tuple[object, ...]]:
         own: dict[str, tuple[object, ...]] = {
-            "top_logprobs": (None, 0),
             "tool_choice": (None, "auto", "none"),
             "response_format": (None, {"type": "text"}),
             "store": (None, False),
@@ -62,7 +68,13 @@ class TokenLogprob(msgspec.Struct):
     token: str
     logprob: float
     bytes: list[int]
-    top_logprobs: list[Any]
+    top_logprobs: list["TopLogprob"]
+
+
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
 
 
 class ChatLogprobs(msgspec.Struct):

@@ -4,12 +4,28 @@ from typing import Any, Literal
 
 import msgspec
 
+from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.policy import Publication, PublicationId
 
 UNPUBLISHED = "default"
 """What vLLM calls weights that nobody has named."""
 
 Backend = Literal["directory", "shared_memory", "cuda_ipc", "gloo", "nccl"]
+
+
+class AdapterInfo(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """Says that the tensors of an update are an adapter's. `settings`: what PEFT keeps in adapter_config.json."""
+
+    name: str
+    settings: dict[str, Any]
+    base_digest: str | None = None
+
+    @classmethod
+    def of(cls, adapter: Adapter) -> "AdapterInfo":
+        return cls(name=adapter.name, settings=dict(adapter.settings), base_digest=adapter.base_digest)
+
+    def to_contract(self) -> Adapter:
+        return Adapter(name=self.name, settings=self.settings, base_digest=self.base_digest)
 
 
 class UpdateInfo(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -29,9 +45,13 @@ class UpdateInfo(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True)
     dtype_names: list[str] | None = None
     shapes: list[list[int]] | None = None
     handles: list[dict[str, Any]] | None = None
+    adapter: AdapterInfo | None = None
 
     def to_contract(self) -> Publication:
         return Publication(id=PublicationId(self.publication), epoch=self.epoch, step=self.step, digest=self.digest)
+
+    def adapter_contract(self) -> Adapter | None:
+        return None if self.adapter is None else self.adapter.to_contract()
 
     def tensor_heads(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """Name, dtype and shape of every tensor that is about to come. Raises `ValueError` where they do not fit together."""
@@ -78,6 +98,18 @@ class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
     request_ids: list[str]
 
 
+class LoadAdapterBody(msgspec.Struct):
+    """As vLLM has it. What else it takes has no meaning here and is passed over, as vLLM passes over what it does not know."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+
+
+class UnloadAdapterBody(msgspec.Struct):
+    lora_name: str
+
+
 class RpcBody(msgspec.Struct, forbid_unknown_fields=True):
     method: str
     args: list[Any] = []
@@ -103,13 +135,19 @@ class WeightInfo(msgspec.Struct):
     digest: str | None = None
     dtype: str | None = None
     """Of the weights in use, where all have one: only equal dtypes have comparable digests."""
+    adapter: str | None = None
+    """The adapter that is live beside the base."""
 
     @classmethod
-    def of(cls, publication: Publication | None, dtype: str | None = None) -> "WeightInfo":
+    def of(
+        cls, publication: Publication | None, dtype: str | None = None, adapter: Adapter | None = None
+    ) -> "WeightInfo":
+        name = None if adapter is None else adapter.name
         if publication is None:
-            return cls(dtype=dtype)
+            return cls(dtype=dtype, adapter=name)
         return cls(
             dtype=dtype,
+            adapter=name,
             weight_version=str(publication.id),
             publication=publication.id,
             step=publication.step,

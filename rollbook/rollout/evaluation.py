@@ -64,6 +64,8 @@ class LabelResult:
     reward: Share | None
     solved: Share | None
     """None where no world said whether the task was solved."""
+    solved_once: Share | None
+    """The part of the tasks that at least one of their episodes solved. Above `solved` lies what reward alone can still teach."""
     response_tokens: float | None
     turns: float | None
 
@@ -75,6 +77,7 @@ class LabelResult:
             "unscorable": self.unscorable,
             "reward": None if self.reward is None else self.reward.row(),
             "solved": None if self.solved is None else self.solved.row(),
+            "solved_once": None if self.solved_once is None else self.solved_once.row(),
             "response_tokens": self.response_tokens,
             "turns": self.turns,
         }
@@ -84,6 +87,7 @@ def summarise(label: str, played: Sequence[PlayedTask]) -> LabelResult:
     """Means over tasks of the mean over their episodes: a task counts once, however often it was played."""
     scored = [task for task in played if task.rewards]
     told = [float(np.mean(task.solved)) for task in scored if task.solved]
+    once = sum(any(task.solved) for task in scored)
     return LabelResult(
         label=label,
         tasks=len(played),
@@ -91,6 +95,7 @@ def summarise(label: str, played: Sequence[PlayedTask]) -> LabelResult:
         unscorable=sum(task.unscorable for task in played),
         reward=mean_share([float(np.mean(task.rewards)) for task in scored]) if scored else None,
         solved=wilson(sum(told), len(told)) if told else None,
+        solved_once=wilson(once, len(told)) if told else None,
         response_tokens=float(np.mean([task.response_tokens for task in scored])) if scored else None,
         turns=float(np.mean([task.turns for task in scored])) if scored else None,
     )

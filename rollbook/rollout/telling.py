@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from rollbook.contracts.admission import Grant
 from rollbook.contracts.group import DropKind, GroupId
 from rollbook.rollout.breaker import CircuitBreaker, GroupEnd
+from rollbook.rollout.drought import FilterWatch
 from rollbook.rollout.group import GroupResult
 from rollbook.rollout.metrics import record_group, record_rewards
 from rollbook.telemetry.events import EventLog
@@ -31,6 +32,7 @@ class GroupTeller:
         self._log = log
         self._breaker = breaker
         self._told_causes: set[str] = set()
+        self._filters = FilterWatch()
 
     def tell(self, grant: Grant, result: GroupResult, *, started_wall: float, seconds: float) -> None:
         """Raises `RolloutsFailingError` when this was one failure too many."""
@@ -50,6 +52,11 @@ class GroupTeller:
         )
         if outcome.invalid_causes or outcome.declined_samples:
             self._explain(grant.group_id, result)
+        is_filtered = drop is not None and drop.kind is DropKind.FILTERED
+        if drought := self._filters.record(is_filtered=is_filtered, reward=outcome.reward_mean):
+            self._log.warning(
+                "rollout.mostly_filtered", filtered=drought.filtered, of_last=drought.of, advice=drought.advice
+            )
         self._breaker.record(end_of(result), outcome.invalid_causes)
 
     def _explain(self, group: GroupId, result: GroupResult) -> None:

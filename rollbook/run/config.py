@@ -21,7 +21,7 @@ from rollbook.envs.config import EnvConfig
 from rollbook.inference.config import InferenceConfig
 from rollbook.ledger.config import GateConfig, LedgerConfig
 from rollbook.rollout.config import RolloutConfig
-from rollbook.run.config_checks import CROSS_CHECKS
+from rollbook.run.config_checks import CROSS_CHECKS, what_is_published
 from rollbook.run.evaluation_config import EvaluationConfig
 from rollbook.tasks.config import TasksConfig
 from rollbook.telemetry.config import TelemetryConfig
@@ -165,7 +165,10 @@ def check_table(table: Mapping[str, Any], source_dir: Path) -> tuple[RunConfig |
     )
     if faults:
         return None, faults
-    return RunConfig.model_validate({name: part.model_dump(exclude_unset=True) for name, part in parts.items()}), []
+    tables = {name: part.model_dump(exclude_unset=True) for name, part in parts.items()}
+    if (published := what_is_published(parts)) is not None:
+        tables["inference"]["publish"] = published
+    return RunConfig.model_validate(tables), []
 
 
 def _with_seeds(table: Mapping[str, Any]) -> dict[str, Any]:

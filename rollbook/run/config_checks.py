@@ -13,7 +13,7 @@ from rollbook.ledger.config import GateConfig
 from rollbook.rollout.config import RolloutConfig
 from rollbook.run.evaluation_config import EvaluationConfig
 from rollbook.tasks.config import TasksConfig
-from rollbook.trainer.config import TrainerConfig
+from rollbook.trainer.config import LoraSettings, TrainerConfig
 
 Parts = Mapping[str, BaseModel]
 Faults = Iterator[tuple[str, str]]
@@ -122,6 +122,35 @@ def _vllm_can_be_reached(inference: InferenceConfig) -> Faults:
         )
 
 
+def what_is_published(parts: Parts) -> str | None:
+    """What `inference.publish = "auto"` means in this run; None where adapters are not trained, so that nothing is to be said."""
+    match parts.get("inference"), parts.get("trainer"):
+        case InferenceConfig() as inference, TrainerConfig(lora=LoraSettings()):
+            if inference.publish != "auto":
+                return inference.publish
+            return "full" if _no_adapter_can_be_taken(inference) else "adapter"
+    return None
+
+
+def _no_adapter_can_be_taken(inference: InferenceConfig) -> str | None:
+    """Why the adapter alone would not do."""
+    if inference.transfer == "nccl":
+        return "'nccl' moves whole weights into vLLM; adapters are read from a directory that both sides see"
+    if inference.engine == "vllm" and inference.vllm.python is None:
+        # Whether servers that others started take adapters, nobody here can know: who sets "adapter" says that they do.
+        return "vLLM servers that run elsewhere may not take adapters"
+    return None
+
+
+def _what_is_published_can_be_taken(parts: Parts) -> Faults:
+    match parts.get("inference"), parts.get("trainer"):
+        case InferenceConfig(publish="adapter") as inference, TrainerConfig() as trainer:
+            if trainer.lora is None:
+                yield "inference.publish", "'adapter' needs trainer.lora: without it all weights learn"
+            elif inference.transfer == "nccl":
+                yield "inference.publish", str(_no_adapter_can_be_taken(inference))
+
+
 def _evaluation_finds_a_policy(parts: Parts) -> Faults:
     match parts.get("evaluation"), parts.get("inference"):
         case EvaluationConfig(every_steps=int(), policy="own"), InferenceConfig(engine="vllm"):
@@ -173,6 +202,7 @@ CROSS_CHECKS: tuple[Callable[[Parts], Faults], ...] = (
     _no_field_goes_unread,
     _posted_groups_are_played_elsewhere,
     _policy_servers_are_here_or_there,
+    _what_is_published_can_be_taken,
     _evaluation_finds_a_policy,
     _checkpoints_come_as_often_as_measurements,
 )

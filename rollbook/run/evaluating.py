@@ -101,13 +101,14 @@ def _home(target: Path) -> Path:
 
 
 def table(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Lines for people: label, tasks, episodes, solved and reward with their intervals, unscorable."""
+    """Lines for people: label, tasks, episodes, solved and reward with their intervals, solved at least once, unscorable."""
     return [
         (
             str(row["label"]),
             str(row["tasks"]),
             str(row["episodes"]),
             _interval(row["solved"], percent=True),
+            "–" if row["solved_once"] is None else f"{row['solved_once']['mean']:.1%}",
             _interval(row["reward"]),
             str(row["unscorable"]),
         )

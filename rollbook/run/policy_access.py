@@ -11,6 +11,7 @@ from rollbook.inference.config import InferenceConfig
 from rollbook.inference.dialect import Dialect, OwnDialect
 from rollbook.inference.transfer_way import TransferWay, WayPlace, open_way
 from rollbook.inference.vllm import VllmDialect, VllmVerbs
+from rollbook.inference.vllm_adapters import VllmAdapterDialect, VllmAdapterVerbs
 from rollbook.inference.weight_verbs import OwnVerbs, WeightVerbs
 from rollbook.inference.weights import WeightTransferClient
 from rollbook.rollout.policy import current_episode
@@ -19,6 +20,8 @@ from rollbook.telemetry.events import EventLog
 SHARED_MEMORY = Path("/dev/shm")
 LEAST_SHARED_BYTES = 2 * 2**30
 """Containers often have 64 MiB of it: too little for weights, so a directory is taken there."""
+FIRST_GPU = ("cuda", "cuda:0")
+"""Where the trainer's first rank is, too: it publishes."""
 
 
 def joined(urls: Sequence[str]) -> str:
@@ -54,14 +57,14 @@ def episode_session() -> str | None:
 
 
 def open_weights(
-    config: InferenceConfig, address: str, *, directory: Path, log: EventLog | None
+    config: InferenceConfig, address: str, *, directory: Path, trainer_device: str, log: EventLog | None
 ) -> WeightTransferClient:
     """The publishing side, by the way that the config chose. `directory`: where files of weights may lie."""
     return WeightTransferClient(
         policy_urls(address),
         request_s=config.request_s,
         confirm_s=config.confirm_s if len(policy_urls(address)) > 1 else None,
-        way=_way(config, directory),
+        way=_way(config, directory, trainer_device),
         verbs=_verbs(config),
         sequence=config.update_sequence,
         check_digest=config.check_digest,
@@ -79,26 +82,35 @@ def api_key(config: InferenceConfig) -> str | None:
     return key
 
 
-def chosen_transfer(config: InferenceConfig) -> str:
-    """What `auto` means here: memory that the host's processes share, where the run's own replicas are and it is large enough."""
+def chosen_transfer(config: InferenceConfig, trainer_device: str) -> str:
+    """What `auto` means here: memory that the trainer shares with the run's own replicas, the GPU's or else the host's."""
     if config.transfer != "auto":
         return config.transfer
-    if config.urls or not SHARED_MEMORY.is_dir():
+    if config.urls:
+        return "directory"
+    if config.engine == "transformers" and trainer_device == "cuda" and config.device in FIRST_GPU:
+        return "cuda_ipc"
+    if not SHARED_MEMORY.is_dir():
         return "directory"
     room = os.statvfs(SHARED_MEMORY)
     return "shared_memory" if room.f_bavail * room.f_frsize >= LEAST_SHARED_BYTES else "directory"
 
 
-def _way(config: InferenceConfig, directory: Path) -> TransferWay:
+def _way(config: InferenceConfig, directory: Path, trainer_device: str) -> TransferWay:
     place = WayPlace(directory=str(directory), host=config.transfer_host, timeout_s=config.confirm_s)
-    return open_way(chosen_transfer(config), place)
+    return open_way(chosen_transfer(config, trainer_device), place)
 
 
 def _dialect(config: InferenceConfig) -> Dialect:
-    return VllmDialect(model_name=config.vllm.model_name) if config.engine == "vllm" else OwnDialect()
+    if config.engine != "vllm":
+        return OwnDialect()
+    kind = VllmAdapterDialect if config.publish == "adapter" else VllmDialect
+    return kind(model_name=config.vllm.model_name)
 
 
 def _verbs(config: InferenceConfig) -> WeightVerbs:
     if config.engine != "vllm":
         return OwnVerbs()
+    if config.publish == "adapter":
+        return VllmAdapterVerbs()
     return VllmVerbs("nccl" if config.transfer == "nccl" else config.vllm.update)

@@ -1,9 +1,10 @@
 """Low-rank adapters: the only door to PEFT, imported where `trainer.lora` is set.
 
 The base stands still in the run's model directory; a checkpoint holds the adapters alone, as PEFT writes them. What is published is
-the merged model under its own names, so an engine need not know about adapters.
+the adapter, where the engines know adapters, or else the merged model under its own names.
 """
 
+import json
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -13,11 +14,13 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils import get_peft_model_state_dict
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from rollbook.trainer.config import LoraSettings
 from rollbook.trainer.weights import named_weights
 
 NAME = "default"
+CONFIG_FILE = "adapter_config.json"
 PREFIX = "base_model.model."
 BASE = ".base_layer"
 
@@ -38,6 +41,14 @@ def with_adapters(base: Any, settings: LoraSettings, *, base_dir: Path, seed: in
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return get_peft_model(base, config, adapter_name=NAME)
+
+
+def merged_module(directory: Path) -> Any:
+    """A plain model of a PEFT directory: its base, with the adapter added for good."""
+    settings = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
+    base = AutoModelForCausalLM.from_pretrained(settings["base_model_name_or_path"], dtype=torch.float32)
+    merged: Any = PeftModel.from_pretrained(base, str(directory)).merge_and_unload()
+    return merged
 
 
 @torch.no_grad()
@@ -62,6 +73,24 @@ def adapter_weights(model: Any) -> dict[str, Tensor]:
     """The adapters alone, as PEFT names them in a file."""
     found: dict[str, Tensor] = get_peft_model_state_dict(model, adapter_name=NAME)
     return found
+
+
+def base_weights(model: Any) -> dict[str, Tensor]:
+    """The base alone, under its own names."""
+    return {
+        name.removeprefix(PREFIX).replace(BASE, ""): weight
+        for name, weight in named_weights(model).items()
+        if ".lora_" not in name
+    }
+
+
+def settings_of(model: Any) -> dict[str, Any]:
+    """What PEFT keeps in adapter_config.json."""
+    settings = {
+        name: sorted(value) if isinstance(value, set) else value
+        for name, value in model.peft_config[NAME].to_dict().items()
+    }
+    return {**settings, "inference_mode": True}
 
 
 def save_adapters(model: Any, directory: Path, weights: Mapping[str, Tensor]) -> None:

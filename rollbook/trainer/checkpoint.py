@@ -98,11 +98,10 @@ class Checkpoints:
             model = _load(checkpoint.model_dir, self._config)
         else:
             model = _load(self._model_dir, self._config, adapters=checkpoint.model_dir)
-        digest = model.digest()
-        if digest != checkpoint.weights_digest:
+        if not model.has_digest(checkpoint.weights_digest):
             raise RunError(
-                f"checkpoint {checkpoint.path}: its weights have digest {digest}, but {checkpoint.weights_digest} was saved."
-                " Remove the directory to resume from an older checkpoint."
+                f"checkpoint {checkpoint.path}: its weights have digest {model.digest()}, but {checkpoint.weights_digest} was"
+                " saved. Remove the directory to resume from an older checkpoint."
             )
         learner = TrainStep(
             model, self._config, step=checkpoint.step, reference=reference_model(self._model_dir, self._config)

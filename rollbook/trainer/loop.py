@@ -17,6 +17,7 @@ from pathlib import Path
 from torch import Tensor
 
 from rollbook.concurrency.clock import Clock, SystemClock
+from rollbook.contracts.adapter import AdapterKind
 from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainerRole, TrainingBatch
 from rollbook.contracts.errors import FencedError, RunError
 from rollbook.contracts.ports import BatchSource, WeightReceiver, WeightStage
@@ -78,8 +79,12 @@ class TrainerLoop:
         log: EventLog,
         clock: Clock | None = None,
         stage: WeightStage | None = None,
+        publishes_adapters: bool = False,
     ) -> None:
+        """`publishes_adapters`: with LoRA, push the adapters alone; the replicas have the base."""
         self._source = source
+        self._publishes_adapters = publishes_adapters
+        self._adapter_kind: AdapterKind | None = None
         self._config = config
         self._lag_budget = lag_budget
         self._metrics = metrics
@@ -178,6 +183,8 @@ class TrainerLoop:
             checkpoint = await asyncio.to_thread(self._checkpoints.latest)
             learner = await asyncio.to_thread(self._assembled, checkpoint)
             self._learner = learner
+            if self._publishes_adapters:
+                self._adapter_kind = await asyncio.to_thread(learner.publish_adapters)
             self._weights, self._digest = await asyncio.to_thread(_copied_weights, learner)
             fields["step"] = self._step = learner.step
         self._log.info(
@@ -282,7 +289,7 @@ class TrainerLoop:
     async def _publish(self, step: int, weights: Mapping[str, Tensor]) -> None:
         """Make the copied weights the policy."""
         began = self._clock.now()
-        await self._publisher.publish(weights, step=step, digest=str(self._digest))
+        await self._publisher.publish(weights, step=step, digest=str(self._digest), kind=self._adapter_kind)
         self._metrics.add("perf/weight_sync_time", self._clock.now() - began)
 
     async def _checkpoint(self, learner: Learner) -> None:

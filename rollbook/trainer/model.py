@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from rollbook.contracts.adapter import AdapterKind
 from rollbook.contracts.errors import RunError
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.fused_norm import fuse_norms
@@ -27,6 +28,9 @@ from rollbook.trainer.packed_attention import Packing, fastest_way
 from rollbook.trainer.sharding import shard
 from rollbook.trainer.weights import digest_of, host_copy, named_weights
 from rollbook.trainer.work import ModelShape
+
+ADAPTER_FILE = "adapter_config.json"
+"""Its presence says that a directory is PEFT's."""
 
 
 class PolicyModel:
@@ -40,6 +44,8 @@ class PolicyModel:
                 " weights then agree with those of several ranks up to rounding, not to the bit."
             )
         self._adapters = _adapters_module() if config.lora is not None else None
+        self.publishes_adapters = False
+        """Whether the adapters alone are what is published and digested; `publish_adapters` makes it so."""
         self.device = config.device
         self.module: nn.Module = module.to(device=config.device, dtype=torch.float32)
         _without_dropout(self.module)
@@ -82,12 +88,18 @@ class PolicyModel:
     def load(
         cls, directory: Path, config: TrainerConfig | None = None, *, adapters: Path | None = None
     ) -> "PolicyModel":
-        """Read a Hugging Face directory. With LoRA it is the base; `adapters` are those of a checkpoint, or new ones are made."""
+        """Read a Hugging Face directory, or a PEFT one: then the adapter is added to its base for good.
+
+        With LoRA it is the base; `adapters` are those of a checkpoint, or new ones are made.
+        """
         # The terminal belongs to the run's own view.
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
         try:
-            module = AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32)
-        except (OSError, ValueError, RuntimeError) as error:
+            if (directory / ADAPTER_FILE).is_file():
+                module = _adapters_module().merged_module(directory)
+            else:
+                module = AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32)
+        except (OSError, ValueError, RuntimeError, KeyError) as error:
             raise RunError(f"no model could be loaded from {directory}: {type(error).__name__}: {error}") from error
         if config is not None and config.lora is not None:
             module = _adapters_module().with_adapters(
@@ -134,8 +146,11 @@ class PolicyModel:
     def weights(self) -> dict[str, Tensor]:
         """Named tensors, tied ones once: what is published and digested. They are the live weights, not a copy.
 
-        Of a model with adapters they are the merged ones, as if all of it had been trained.
+        Of a model with adapters they are the adapters alone, or the merged ones, as if all of it had been trained.
         """
+        if self._adapters is not None and self.publishes_adapters:
+            alone: dict[str, Tensor] = self._adapters.adapter_weights(self.module)
+            return alone
         if self._adapters is not None:
             merged: dict[str, Tensor] = self._adapters.merged_weights(self.module)
             return merged
@@ -143,7 +158,30 @@ class PolicyModel:
 
     def saved_weights(self, published: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """What a checkpoint keeps: the weights as they were copied for publication, or the adapters alone, copied now."""
-        return published if self._adapters is None else host_copy(self._adapters.adapter_weights(self.module))
+        if self._adapters is None or self.publishes_adapters:
+            return published
+        return host_copy(self._adapters.adapter_weights(self.module))
+
+    def publish_adapters(self) -> AdapterKind:
+        """From now on the adapters alone are what is published and digested. Gives how they are meant."""
+        if self._adapters is None:
+            raise RunError("adapters cannot be published: trainer.lora is not set, so none are trained")
+        self.publishes_adapters = True
+        return AdapterKind(
+            settings=self._adapters.settings_of(self.module),
+            base_digest=digest_of(self._adapters.base_weights(self.module)),
+        )
+
+    def has_digest(self, digest: str) -> bool:
+        """Whether it is that of these weights, however they were published."""
+        if digest == self.digest():
+            return True
+        if self._adapters is None:
+            return False
+        return digest in (
+            digest_of(self._adapters.adapter_weights(self.module)),
+            digest_of(self._adapters.merged_weights(self.module)),
+        )
 
     def snapshot(self) -> dict[str, Tensor]:
         """A copy of the weights in main memory that stays as it is while training goes on."""

@@ -8,13 +8,13 @@ from pathlib import Path
 from torch import Tensor
 
 from rollbook.concurrency.clock import Clock
-from rollbook.contracts.errors import TransientError
+from rollbook.contracts.adapter import Adapter, AdapterKind
+from rollbook.contracts.errors import RunError, TransientError
 from rollbook.contracts.policy import Publication
 from rollbook.contracts.ports import BatchSource, WeightReceiver, WeightStage
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.spans import SpanRecorder
 from rollbook.trainer.config import TrainerConfig
-from rollbook.trainer.patience import Patience
 from rollbook.trainer.weights import write_weights
 
 # The one in service, and the one before it, which a replica may still be reading.
@@ -30,12 +30,14 @@ class _Published:
 class FileStage:
     """Weights in files of the run directory; satisfies `ports.WeightStage`. What an earlier trainer left is swept."""
 
-    needs_fence = False
-
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
-    async def put(self, publication: Publication, weights: Mapping[str, Tensor]) -> str:
+    async def put(
+        self, publication: Publication, weights: Mapping[str, Tensor], *, adapter: Adapter | None = None
+    ) -> str:
+        if adapter is not None:
+            raise RunError("files of the run directory hold whole weights; adapters need a weight transfer client")
         path = (self._directory / f"publication-{publication.id:08d}.safetensors").absolute()
         # Not synced: after a crash these weights are published anew, under another id.
         await asyncio.to_thread(write_weights, weights, path, digest=publication.digest, is_durable=False)
@@ -73,7 +75,6 @@ class Publisher:
         self._clock = clock
         self._log = log
         self._spans = spans
-        self._replicas = Patience(clock=clock, log=log, within_s=config.publish_timeout_s)
         self._turn = asyncio.Lock()
         self._kept: list[_Published] = []
 
@@ -82,17 +83,21 @@ class Publisher:
         """What was confirmed last."""
         return self._kept[-1].publication if self._kept else None
 
-    async def publish(self, weights: Mapping[str, Tensor], *, step: int, digest: str) -> Publication:
+    async def publish(
+        self, weights: Mapping[str, Tensor], *, step: int, digest: str, kind: AdapterKind | None = None
+    ) -> Publication:
         """Make `weights` the policy of version `step`. Returns when every replica in service has them and the ledger knows.
 
+        `kind`: they are an adapter's, of this kind.
         Registered before anything is written or pushed: a trainer that was replaced is refused there and touches nothing.
         """
         with self._spans.span("trainer.publish", step=step) as fields:
             async with self._turn:
                 publication = await self._source.register(step, digest)
                 fields["publication"] = publication.id
-                location = await self._stage.put(publication, weights)
-                await self._replicas.call(lambda: self._push(publication, location), what=f"push version {step}")
+                adapter = None if kind is None else kind.published(publication.id)
+                location = await self._stage.put(publication, weights, adapter=adapter)
+                await self._push(publication, location, within_s=self._config.publish_timeout_s)
                 await self._source.confirm(publication)
                 self._kept.append(_Published(publication=publication, location=location))
                 del self._kept[:-KEPT]
@@ -134,8 +139,12 @@ class Publisher:
             await self._push(current.publication, current.location)
         self._log.info("trainer.published_again", step=current.publication.step, publication=current.publication.id)
 
-    async def _push(self, publication: Publication, location: str) -> None:
+    async def _push(self, publication: Publication, location: str, *, within_s: float | None = None) -> None:
         """Replicas that know no epochs would take weights from a trainer that was replaced: the ledger is asked first."""
-        if self._stage.needs_fence and self._kept:
-            await self._source.confirm(self._kept[-1].publication)
-        await self._receiver.receive(publication, location)
+        kept = self._kept[-1].publication if self._kept else None
+
+        async def fence() -> None:
+            if kept is not None:
+                await self._source.confirm(kept)
+
+        await self._receiver.receive(publication, location, within_s=within_s, fence=fence)

@@ -27,9 +27,15 @@ async def replay(
     model_dir: Path,
     config: TrainerConfig,
     until: int | None = None,
+    publishes_adapters: bool = False,
 ) -> ReplayResult:
-    """Train the recorded batches in order from the initial weights in `model_dir`, up to step `until`."""
+    """Train the recorded batches in order from the initial weights in `model_dir`, up to step `until`.
+
+    `publishes_adapters`: the run published adapters alone, so its digests are theirs.
+    """
     learner = await asyncio.to_thread(initial_learner, model_dir, config)
+    if publishes_adapters:
+        learner.publish_adapters()
     digests = {0: await asyncio.to_thread(learner.model.digest)}
     async for batch in _stream(batches):
         if until is not None and batch.step > until:

@@ -120,15 +120,15 @@ class SftLoop:
         self._log.info("sft.started", step=learner.step, of=self._total, demonstrations=len(self._rows))
         before = measured = self._measure(learner)
         losses: list[float] = []
-        while learner.step < self._total and not self._is_stopping:
+        while not self._is_finished(learner.step, measured) and not self._is_stopping:
             losses.append(self._step(learner))
             if learner.step % self._config.evaluate_every == 0 and learner.step < self._total:
                 measured = self._measure(learner)
             if learner.step % self._trainer.checkpoint_every == 0:
                 self._save(learner)
             self._tick(learner.step)
-        is_finished = learner.step >= self._total
-        if losses and is_finished:
+        is_finished = self._is_finished(learner.step, measured)
+        if losses and learner.step >= self._total:
             measured = self._measure(learner)
             self._tick(learner.step)
         saved = self._save(learner)
@@ -142,6 +142,13 @@ class SftLoop:
             eval_loss_before=before,
             eval_loss=measured,
         )
+
+    def _is_finished(self, step: int, measured: float | None) -> bool:
+        """Judged only at steps where every run measures, so that one that was killed ends where one that was left alone does."""
+        if step >= self._total:
+            return True
+        enough, is_judged = self._config.enough_loss, step % self._config.evaluate_every == 0
+        return is_judged and enough is not None and measured is not None and measured <= enough
 
     def _step(self, learner: TrainStep) -> float:
         step = learner.step + 1

@@ -66,8 +66,14 @@ class SftConfig(BaseModel, frozen=True, extra="forbid"):
     evaluate_every: int = Field(default=50, ge=1)
     """Steps between measurements of the validation loss; it is measured at the start and at the end too."""
 
+    enough_loss: float | None = Field(default=None, gt=0)
+    """End at the first measurement, every `evaluate_every` steps, whose validation loss is at most this: a policy that still
+    hesitates has something left for reward to strengthen. None: the epochs end it."""
+
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.enough_loss is not None and self.validation is None and self.validation_share == 0:
+            raise ValueError("enough_loss is about the validation loss: set validation or validation_share")
         if self.validation is not None and self.validation_share > 0:
             raise ValueError("validation names a file, so validation_share would never be read; remove one of them")
         return self

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollbook.contracts.adapter import AdapterKind
 from rollbook.contracts.batch import TrainingBatch
 from rollbook.contracts.errors import RunError
 from rollbook.trainer.config import TrainerConfig
@@ -125,6 +126,10 @@ class TrainStep:
     def snapshot(self) -> dict[str, Tensor]:
         """A copy of the weights that stays as it is while training goes on."""
         return self.model.snapshot()
+
+    def publish_adapters(self) -> AdapterKind:
+        """From now on snapshots are of the adapters alone."""
+        return self.model.publish_adapters()
 
     def close(self) -> None:
         """Nothing to let go: a team has."""

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rollbook.contracts.adapter import AdapterKind
 from rollbook.contracts.batch import TrainingBatch
 from rollbook.contracts.errors import RunError
 from rollbook.trainer.checkpoint import Checkpoint, Checkpoints
@@ -84,6 +85,10 @@ class Team:
     def run(self, batch: TrainingBatch) -> StepReport:
         self._tell("run", batch)
         return self._learner.run(batch)
+
+    def publish_adapters(self) -> AdapterKind:
+        """Never: adapters are trained by one process."""
+        return self._learner.publish_adapters()
 
     def snapshot(self) -> dict[str, Tensor]:
         self._tell("snapshot", None)

@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import pytest_asyncio
+import torch
 
+from rollbook.contracts.adapter import AdapterKind
 from rollbook.contracts.errors import EpisodeError
 from rollbook.contracts.policy import Completion, FinishReason, Publication, SamplingParams
 from rollbook.inference.client import PolicyClient, open_policy_client
@@ -19,16 +21,23 @@ from rollbook.inference.engine import open_engine
 from rollbook.inference.server import build_app, serve
 from rollbook.inference.transfer_way import WayPlace, open_way
 from rollbook.inference.vllm import VllmDialect, VllmVerbs
+from rollbook.inference.vllm_adapters import VllmAdapterDialect, VllmAdapterVerbs, names_in_use
 from rollbook.inference.weight_verbs import OwnVerbs, WeightVerbs
 from rollbook.inference.weights import WeightTransferClient
+from rollbook.trainer.config import LoraSettings, TrainerConfig
 from rollbook.trainer.model import PolicyModel
 from tests.parts.inference_chat_model import chat_model
 from tests.parts.inference_models import plain_logprobs, publication
 from tests.parts.inference_vllm import vllm_server, why_not
 
+VLLM_URLS = {
+    "vllm-reload": "vllm_untied_url",
+    "vllm-plugin": "vllm_tied_url",
+    "vllm-adapter": "vllm_adapter_url",
+}
 REQUEST_S = 400.0
 """The first request to a vLLM on a busy CPU compiles for minutes."""
-KINDS = ["own", "vllm-reload", "vllm-plugin"]
+KINDS = ["own", "own-adapter", "vllm-reload", "vllm-plugin", "vllm-adapter"]
 
 
 @dataclass
@@ -49,14 +58,34 @@ class Models:
         self.loaded[self.number] = model
         return publication(self.number, model.digest()), model
 
+    def next_adapter(self) -> tuple[Publication, PolicyModel, AdapterKind]:
+        """Beside the base that every server was started with."""
+        self.number += 1
+        model = PolicyModel.load(self.directory(1), TrainerConfig(lora=LoraSettings(rank=4, alpha=8)))
+        kind = model.publish_adapters()
+        torch.manual_seed(self.number)
+        with torch.no_grad():
+            for half in model.weights().values():
+                half.normal_(0.0, 0.2)
+        self.loaded[self.number] = model
+        return publication(self.number, model.digest()), model, kind
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rig:
     client: PolicyClient
     weights: WeightTransferClient
     models: Models
+    has_adapters: bool = False
+    keeps_weights: bool = False
+    """Whether a request keeps the weights that it began with."""
 
     async def publish(self) -> Publication:
+        if self.has_adapters:
+            offered, model, kind = self.models.next_adapter()
+            adapter = kind.published(offered.id)
+            await self.weights.receive(offered, await self.weights.put(offered, model.weights(), adapter=adapter))
+            return offered
         offered, model = self.models.next()
         await self.weights.receive(offered, await self.weights.put(offered, model.weights()))
         return offered
@@ -90,6 +119,12 @@ def vllm_tied_url(tied: Models, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield url
 
 
+@pytest.fixture(scope="module")
+def vllm_adapter_url(tied: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with vllm_server(tied.directory(1), tmp_path_factory.mktemp("vllm") / "vllm.log", has_adapters=True) as url:
+        yield url
+
+
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     name = str(request.param)
@@ -105,20 +140,28 @@ async def rig(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> Asyn
     async with AsyncExitStack() as stack:
         dialect: Dialect = OwnDialect()
         verbs: WeightVerbs = OwnVerbs()
-        if kind == "own":
+        if kind.startswith("own"):
             config = InferenceConfig(max_model_len=512, max_running=32)
             engine = await stack.enter_async_context(open_engine(config, models.directory(1)))
             url = await stack.enter_async_context(serve(build_app(engine, config)))
         else:
-            url = request.getfixturevalue("vllm_untied_url" if kind == "vllm-reload" else "vllm_tied_url")
+            url = request.getfixturevalue(VLLM_URLS[kind])
             dialect = VllmDialect(model_name="policy")
             verbs = VllmVerbs("reload" if kind == "vllm-reload" else "plugin")
+            if kind == "vllm-adapter":
+                dialect, verbs = VllmAdapterDialect(model_name="policy"), VllmAdapterVerbs()
         client = await stack.enter_async_context(open_policy_client(url, request_s=REQUEST_S, dialect=dialect))
         way = open_way("directory", WayPlace(directory=str(tmp_path / "weights")))
         weights = await stack.enter_async_context(
             WeightTransferClient([url], request_s=REQUEST_S, way=way, verbs=verbs)
         )
-        yield Rig(client=client, weights=weights, models=models)
+        yield Rig(
+            client=client,
+            weights=weights,
+            models=models,
+            has_adapters=kind.endswith("adapter"),
+            keeps_weights=kind == "vllm-adapter",
+        )
 
 
 async def test_a_completion_has_ids_exact_logprobs_and_the_version_that_was_published(rig: Rig) -> None:
@@ -198,6 +241,13 @@ async def test_weights_that_arrive_in_flight_are_seen_in_the_version_spans(rig: 
         completion = await running
         assert len(completion.token_ids) == 450
         assert (np.diff(completion.versions) >= 0).all()
+        if rig.keeps_weights:
+            # An adapter is chosen by its name when a request begins; the next one asks for the newest.
+            assert set(completion.versions.tolist()) == {first.id}
+            assert rig.deviation([1, 2, 3], completion, first.id) < 1e-3
+            after = await rig.client.complete([1, 2, 3], SamplingParams(max_tokens=4), min_publication=second.id)
+            assert set(after.versions.tolist()) == {second.id}
+            return
         if set(completion.versions.tolist()) == {first.id, second.id}:
             return
         first = second
@@ -221,3 +271,23 @@ async def test_the_trainer_hears_which_publication_is_in_use(rig: Rig) -> None:
     (told,) = await rig.weights.reported()
     assert told is not None
     assert told.id == published.id
+
+
+async def test_adapters_that_nobody_uses_are_unloaded_but_for_the_newest(rig: Rig) -> None:
+    """Our own engine has one at a time. vLLM has as many as were loaded: the old ones go, once no request needs them."""
+    published = [await rig.publish() for _ in range(4)]
+    if not rig.keeps_weights:
+        assert [told and told.id for told in await rig.weights.reported()] == [published[-1].id]
+        return
+    (connection,) = [replica.connection for replica in rig.client.fleet.replicas]
+    listed = await connection.get_text("/v1/models")
+    assert [f'"policy-v{p.id}"' in listed for p in published] == [False, False, True, True]
+
+
+def test_names_in_use_are_those_of_the_newest_line() -> None:
+    metrics = (
+        'vllm:lora_requests_info{max_lora="4",running_lora_adapters="policy-v1",waiting_lora_adapters="policy-v3"} 20.5\n'
+        'vllm:lora_requests_info{max_lora="4",running_lora_adapters="policy-v9",waiting_lora_adapters=""} 10.5\n'
+    )
+    assert names_in_use(metrics) == {"policy-v1", "policy-v3"}
+    assert names_in_use("nothing of the kind") == set()

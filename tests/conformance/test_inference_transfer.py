@@ -1,5 +1,6 @@
 """What every way of moving weights promises: all replicas get exactly what was published, in flight; old epochs are refused."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from rollbook.inference.engine import Engine
 from rollbook.inference.routes.replies import Handler
 from rollbook.inference.server import build_app, serve
 from rollbook.inference.transfer_way import WayPlace, open_way
+from rollbook.inference.weight_verbs import OwnVerbs
 from rollbook.inference.weights import WeightTransferClient
 from rollbook.trainer.weights import digest_of, named_weights
 from tests.parts.inference_engines import Workshop, engine_config, until
@@ -37,12 +39,12 @@ def way(request: pytest.FixtureRequest) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """Two replicas, a trainer's end, and a switch that makes the second replica unreachable."""
+    """Two replicas, a trainer's end, and switches that make the second replica, or both, unreachable."""
 
     client: WeightTransferClient
     engines: list[Engine]
     workshop: Workshop
-    cut: list[bool]
+    cut: set[int]
     verbs: list[str]
 
     def published(self, number: int, *, epoch: int = 1) -> tuple[Publication, dict[str, Any]]:
@@ -59,7 +61,7 @@ class Bench:
 async def bench(
     workshop: Workshop, way: str, tmp_path: Path, *, engine: str = "transformers", **settings: Any
 ) -> AsyncIterator[Bench]:
-    cut, verbs = [False], list[str]()
+    cut, verbs = set[int](), list[str]()
     async with AsyncExitStack() as stack:
         engines, urls = [], []
         for number in range(2):
@@ -67,7 +69,7 @@ async def bench(
             @web.middleware
             async def note(request: web.Request, handler: Handler, number: int = number) -> web.StreamResponse:
                 verbs.append(f"{number}{request.path}")
-                if cut[0] and number == 1:
+                if number in cut:
                     return web.Response(status=502)
                 return await handler(request)
 
@@ -140,14 +142,14 @@ async def test_a_replica_that_cannot_be_reached_is_quarantined_and_brought_up_to
 ) -> None:
     async with bench(workshop, way, tmp_path, engine="scripted", confirm_s=3.0) as b:
         await b.push(1)
-        b.cut[0] = True
+        b.cut.add(1)
         second = await b.push(2)
         assert b.client.quarantined
         assert [engine.publication.id for engine in b.engines if engine.publication] == [2, 1]
         assert list(await b.client.reported()) == [second]
         # While it is away it holds nobody up.
         third = await b.push(3)
-        b.cut[0] = False
+        b.cut.clear()
         told = await b.client.reported()
         assert [None if p is None else p.id for p in told] == [3, 1]
         assert not b.client.quarantined
@@ -167,6 +169,44 @@ async def test_when_no_replica_can_be_reached_nothing_is_quarantined_and_the_tra
             with pytest.raises(TransientError):
                 await client.receive(offered, await client.put(offered, weights))
             assert client.quarantined == ()
+
+
+async def test_while_no_replica_can_take_weights_none_is_blamed_and_the_push_goes_on_within_its_budget(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    async with bench(workshop, "directory", tmp_path, engine="scripted", confirm_s=4.0) as b:
+        await b.push(1)
+        b.cut.update({0, 1})
+        offered, weights = b.published(2)
+        location = await b.client.put(offered, weights)
+        pushing = asyncio.create_task(b.client.receive(offered, location, within_s=60))
+        await asyncio.sleep(4.5)  # longer than a single one of them would have been waited for
+        assert not pushing.done()
+        b.cut.clear()
+        await pushing
+        assert b.client.quarantined == ()
+        assert [engine.publication for engine in b.engines] == [offered, offered]
+
+
+async def test_replicas_that_know_no_epochs_get_nothing_from_a_trainer_that_was_replaced(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    class Trusting(OwnVerbs):
+        refuses_old_epochs = False
+
+    asked = []
+
+    async def fence() -> None:
+        asked.append("ledger")
+        raise FencedError("a newer trainer has the role")
+
+    async with bench(workshop, "directory", tmp_path, engine="scripted", verbs=Trusting()) as b:
+        first = await b.push(1)
+        offered, weights = b.published(2)
+        with pytest.raises(FencedError, match="newer trainer"):
+            await b.client.receive(offered, await b.client.put(offered, weights), within_s=30, fence=fence)
+        assert asked
+        assert [engine.publication for engine in b.engines] == [first, first]
 
 
 async def test_what_is_no_longer_needed_is_let_go(workshop: Workshop, way: str, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def why_not() -> str | None:
 
 
 @contextmanager
-def vllm_server(model_dir: Path, log: Path) -> Iterator[str]:
+def vllm_server(model_dir: Path, log: Path, *, has_adapters: bool = False) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
@@ -34,6 +34,9 @@ def vllm_server(model_dir: Path, log: Path) -> Iterator[str]:
     command += ["--logprobs-mode", "processed_logprobs", "--weight-transfer-config", '{"backend": "rollbook"}']
     env = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
     env.pop("PYTHONPATH", None)
+    if has_adapters:
+        command += ["--enable-lora", "--max-loras", "4", "--max-cpu-loras", "16", "--max-lora-rank", "8"]
+        env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=env, start_new_session=True)
         try:

@@ -7,7 +7,7 @@ from pathlib import Path
 from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainerRole, TrainingBatch
 from rollbook.contracts.errors import FencedError, RunError, TransientError
 from rollbook.contracts.policy import Publication, PublicationId
-from rollbook.contracts.ports import BatchSource, WeightReceiver
+from rollbook.contracts.ports import BatchSource, Fence, WeightReceiver
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import MetricRecorder
 from rollbook.telemetry.spans import SpanRecorder
@@ -138,10 +138,15 @@ class MemoryReplicas:
         """Steps that were pushed, in order."""
         self.failures = 0
 
-    async def receive(self, publication: Publication, location: str) -> None:
-        if self.failures > 0:
+    async def receive(
+        self, publication: Publication, location: str, *, within_s: float | None = None, fence: Fence | None = None
+    ) -> None:
+        """As the real client does, it tries again while replicas are away, a moment apart, for as long as it was told."""
+        while self.failures > 0:
             self.failures -= 1
-            raise TransientError("replica 0: connection refused")
+            if within_s is None or (within_s := within_s - 1) <= 0:
+                raise TransientError("replica 0: connection refused")
+            await asyncio.sleep(0.001)
         newest = max((held.epoch for held in self.has if held is not None), default=0)
         if publication.epoch < newest:
             raise FencedError(

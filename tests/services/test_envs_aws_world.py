@@ -103,6 +103,22 @@ async def test_a_second_reset_starts_from_an_empty_cloud(worlds: AwsWorlds) -> N
     assert "(no output)" in seen[-1].text
 
 
+async def test_a_misspelt_command_is_refused_as_the_cli_refuses_it_and_leaves_no_trace(worlds: AwsWorlds) -> None:
+    moves = [
+        "aws s3api create-buckt --bucket wanted",
+        "aws s4api create-bucket --bucket wanted",
+        "aws s3api --bucket wanted",
+        "aws s3api create-bucket --bucket wanted",
+    ]
+    async with one_world(worlds) as world:
+        seen = await play(world, bucket_task(max_steps=9), moves)
+    for refused in seen[1:3]:
+        assert "Invalid choice" in refused.text
+        assert "(exit code 252)" in refused.text or "(exit code 2)" in refused.text
+    assert "(exit code" in seen[3].text
+    assert seen[-1].solved
+
+
 async def test_one_command_leaves_no_trace_in_the_next(worlds: AwsWorlds) -> None:
     """What a driver remembers from these commands breaks later ones, when it is used for more than one."""
     moves = [

@@ -108,6 +108,47 @@ def test_chat_renders_the_template_and_answers_with_logprobs_of_the_bytes(
     assert all(entry.logprob <= 0 and entry.top_logprobs == [] for entry in choice.logprobs.content)
 
 
+def test_alternatives_of_completions_are_dicts_with_the_sampled_token_among_them(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "tiny", "prompt": "hello", "max_tokens": 8, "seed": 5, "logprobs": 4}
+    whole: Any = client.completions.create(**asked).choices[0].logprobs
+    assert len(whole.top_logprobs) == len(whole.tokens) == 8
+    for token, logprob, tops in zip(whole.tokens, whole.token_logprobs, whole.top_logprobs, strict=True):
+        assert tops[token] == pytest.approx(logprob) or token == "\ufffd"
+        assert len(tops) in (4, 5) or "\ufffd" in tops
+        assert list(tops.values())[:3] == sorted(list(tops.values())[:3], reverse=True)
+    streamed: list[Any] = []
+    for chunk in client.completions.create(**asked, stream=True):
+        streamed += (chunk.choices[0].logprobs or whole).top_logprobs or []
+    assert streamed == whole.top_logprobs
+    narrow: Any = client.completions.create(**{**asked, "logprobs": 20}, extra_body={"top_k": 2})
+    # What could not be sampled is not told; two that are parts of a character may look alike.
+    assert all(1 <= len(tops) <= 2 for tops in narrow.choices[0].logprobs.top_logprobs)
+
+
+def test_alternatives_of_a_chat_are_lists_of_the_distribution_that_was_sampled_from(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 6, "seed": 3}
+    told: Any = client.chat.completions.create(**asked, logprobs=True, top_logprobs=20, temperature=0.7)
+    for entry in told.choices[0].logprobs.content:
+        logprobs = [top.logprob for top in entry.top_logprobs]
+        assert len(logprobs) == 20
+        assert logprobs == sorted(logprobs, reverse=True)
+        same = [top.logprob for top in entry.top_logprobs if top.token == entry.token]
+        assert not same or any(value == pytest.approx(entry.logprob, abs=1e-5) for value in same)
+    greedy: Any = client.chat.completions.create(**asked, logprobs=True, top_logprobs=1, temperature=0)
+    assert all(e.top_logprobs[0].logprob == pytest.approx(e.logprob) for e in greedy.choices[0].logprobs.content)
+
+
+def test_a_second_turn_tells_how_much_of_its_prompt_was_cached(client: openai.OpenAI) -> None:
+    first: list[Any] = [{"role": "user", "content": "tell me about the number seven, at length"}]
+    begun: Any = client.chat.completions.create(
+        model="tiny", messages=first, max_tokens=12, extra_body={"ignore_eos": True}
+    )
+    longer = [*first, {"role": "assistant", "content": "it is odd"}, {"role": "user", "content": "go on"}]
+    reply: Any = client.chat.completions.create(model="tiny", messages=longer, max_tokens=2)
+    cached = reply.usage.prompt_tokens_details.cached_tokens
+    assert begun.usage.prompt_tokens - 16 < cached < reply.usage.prompt_tokens
+
+
 @pytest.mark.parametrize("stop", [None, ["e", "qu"]])
 def test_a_stream_says_what_the_whole_answer_says(client: openai.OpenAI, stop: list[str] | None) -> None:
     asked: Any = {"model": "tiny", "prompt": "once", "max_tokens": 60, "seed": 9, "stop": stop, "n": 2}
@@ -213,7 +254,8 @@ def test_chat_refuses_what_it_cannot_do(client: openai.OpenAI) -> None:
         {"messages": picture},
         {"messages": hello, "tool_choice": "required", "tools": [TOOL]},
         {"messages": hello, "response_format": {"type": "json_object"}},
-        {"messages": hello, "logprobs": True, "top_logprobs": 3},
+        {"messages": hello, "logprobs": True, "top_logprobs": 21},
+        {"messages": hello, "top_logprobs": 3},
     ]
     for asked in refused:
         with pytest.raises(openai.BadRequestError):

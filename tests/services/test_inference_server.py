@@ -71,7 +71,12 @@ async def test_a_completion_answers_in_vllms_shape_with_the_models_own_logprobs(
         status, reply = await server.post("/v1/completions", asked)
     assert status == 200
     assert reply["object"] == "text_completion"
-    assert reply["usage"] == {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}
+    assert reply["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 6,
+        "total_tokens": 9,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
     choice = reply["choices"][0]
     assert choice["index"] == 0
     assert choice["finish_reason"] == "length"
@@ -121,7 +126,7 @@ async def test_several_prompts_and_n_come_back_in_order_each_with_its_seed(works
         ({"prompt": [1], "n": MAX_CHOICES + 1}, "n"),
         ({"prompt": [[1], [2]], "seeds": [1]}, "seeds"),
         ({"prompt": [1], "echo": True}, "echo"),
-        ({"prompt": [1], "logprobs": 3}, "logprobs"),
+        ({"prompt": [1], "logprobs": 21}, "logprobs"),
         ({"prompt": [1], "stop": ["\n"]}, "stop"),
         ({"prompt": [1], "logit_bias": {"1": 5}}, "logit_bias"),
         ({"prompt": [1], "max_tokns": 5}, "max_tokns"),
@@ -205,6 +210,7 @@ async def test_updates_are_fenced_checked_and_idempotent(workshop: Workshop) -> 
             "epoch": 3,
             "digest": published.digest,
             "dtype": "float32",
+            "adapter": None,
         }
 
 

@@ -88,13 +88,6 @@ async def test_a_directory_is_reloaded_only_where_no_trainer_has_published(works
             assert (await fresh.post("/collective_rpc", missing))[1]["error"]["type"] == "WeightsError"
 
 
-async def test_adapters_are_refused_in_plain_words(workshop: Workshop) -> None:
-    async with served(workshop) as server:
-        status, reply = await server.post("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/x"})
-        assert status == 501
-        assert "merged" in reply["error"]["message"]
-
-
 async def test_a_thousand_requests_wait_in_bounds_and_all_are_answered(workshop: Workshop) -> None:
     async with served(workshop, max_running=16, max_queued=600) as server:
         body = {"prompt": [1], "max_tokens": 4}

@@ -119,6 +119,25 @@ def test_a_warm_start_learns_and_a_killed_one_ends_with_the_same_weights(home: P
     assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(report["model"]))
 
 
+def test_a_warm_start_ends_when_its_loss_is_low_enough_and_a_second_start_adds_nothing(home: Path) -> None:
+    config = (home / "sft.toml").read_text(encoding="utf-8")
+    (home / "sft.toml").write_text(config.replace("[trainer]", "enough_loss = 1.9\n[trainer]"), encoding="utf-8")
+    first = in_process(home)
+    assert first.is_finished
+    assert first.eval_loss is not None
+    assert first.eval_loss <= 1.9
+    assert 0 < first.steps < 100
+    assert first.steps % 20 == 0
+    again = in_process(home)
+    assert (again.is_finished, again.steps) == (True, first.steps)
+    assert again.checkpoint.weights_digest == first.checkpoint.weights_digest
+
+
+def test_an_end_by_validation_loss_needs_something_to_validate_on() -> None:
+    with pytest.raises(ValueError, match="set validation or validation_share"):
+        SftConfig(data="x", enough_loss=0.1)
+
+
 def test_a_directory_begun_with_other_settings_is_refused(home: Path) -> None:
     claim(home, load_sft_config(home / "sft.toml"), "digest", total_steps=9)
     claim(home, load_sft_config(home / "sft.toml"), "digest", total_steps=9)

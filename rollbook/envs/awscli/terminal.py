@@ -1,8 +1,9 @@
 """The AWS CLI inside the worker's process: kept warm, its output caught and bounded, and the same for every command.
 
 A CLI driver is made for one command: parts of it remember the one before (a region, the validators of another operation), and what
-they remember breaks the next. So plain operations of an API are played here with a driver whose memory is undone after each;
-everything else (file transfers, waiters, help, options that stick) is played with a driver nobody used, in a fork of this process.
+they remember breaks the next. So plain operations of an API are played here with a driver whose memory is undone after each, as
+are words that name none and are refused at once; everything else (file transfers, waiters, help, options that stick) is played with
+a driver nobody used, in a fork of this process.
 """
 
 import io
@@ -120,15 +121,16 @@ class Terminal:
     def play(self, argv: list[str]) -> dict[str, Any] | None:
         """One command line, without the leading `aws`. None when it must be played in a fork, with `play_once`."""
         operation = self._plain_operation(argv)
-        if operation is None:
+        if operation is None and not self._is_misspelt(argv):
             self._prepare_unused()
             return None
         try:
             with self._events.one_command():
                 return self._caught(self._warm, [*argv, *self._appended])
         finally:
-            # Its arguments are worked out again next time, together with what that registers.
-            operation._arg_table = None
+            if operation is not None:
+                # Its arguments are worked out again next time, together with what that registers.
+                operation._arg_table = None
 
     def rehearse(self) -> None:
         """Play a harmless command: what is imported, compiled and registered once in a session's life is there afterwards."""
@@ -153,6 +155,18 @@ class Terminal:
             return None
         operation = service._get_command_table().get(argv[1])
         return operation if type(operation) is ServiceOperation else None
+
+    def _is_misspelt(self, argv: list[str]) -> bool:
+        """Names a service or an operation that does not exist, as agents that learn often do. It is refused while it is parsed,
+        before a driver remembers anything, so it needs no fork, which costs four times as much as a command."""
+        if not argv or argv[0].startswith("-") or "help" in argv or any(word.startswith(STICKY) for word in argv):
+            return False
+        service = self._commands.get(argv[0])
+        if service is None:
+            return True
+        if type(service) is not ServiceCommand or len(argv) < 2 or argv[1].startswith("-"):
+            return False
+        return argv[1] not in service._get_command_table()
 
     def _caught(self, driver: Any, argv: list[str]) -> dict[str, Any]:
         out, err = Bounded(self._max_output_bytes), Bounded(self._max_output_bytes)

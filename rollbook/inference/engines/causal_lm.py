@@ -14,20 +14,32 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
+from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.errors import RunError
+from rollbook.inference.engine import WeightsError
 from rollbook.inference.engines.forward import PrefillInput, PrefillPlaces
 from rollbook.inference.engines.hf_cache import DecodeCache, PrefillCache, ProbeCache
+from rollbook.inference.engines.live_weights import LiveWeights
 from rollbook.inference.engines.slot_cache import LayerShape, SlotCache
+from rollbook.inference.low_rank import CONFIG_FILE, read_adapter
 
 
 def load_module(directory: Path, *, device: str, dtype: str, max_model_len: int | None) -> tuple[Any, int]:
     """Config and weights of a Hugging Face directory, and the longest sequence it may have; nothing is fetched."""
     try:
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+        adapter = read_adapter(directory) if (directory / CONFIG_FILE).is_file() else None
         model: Any = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=getattr(torch, dtype), attn_implementation="sdpa", local_files_only=True
+            directory if adapter is None else adapter[0]["base_model_name_or_path"],
+            dtype=getattr(torch, dtype),
+            attn_implementation="sdpa",
+            local_files_only=True,
         )
-    except (OSError, ValueError, KeyError) as error:
+        if adapter is not None:
+            # A PEFT directory, such as a checkpoint of a run with LoRA: served as one model, the adapter added for good.
+            weights = LiveWeights(model, torch.device("cpu"))
+            weights.apply(weights.plan_adapter(Adapter(name=directory.name, settings=adapter[0]), adapter[1]))
+    except (OSError, ValueError, KeyError, WeightsError) as error:
         raise RunError(f"no causal language model could be loaded from {directory}: {error}") from error
     built_for = int(getattr(model.config, "max_position_embeddings", 0) or 0)
     length = max_model_len or built_for

@@ -14,18 +14,18 @@ from queue import Empty, SimpleQueue
 
 import torch
 
-from rollbook.contracts.policy import Completion, FinishReason, Publication
+from rollbook.contracts.policy import FinishReason, Publication
 from rollbook.inference.batching import is_worth_prefilling
 from rollbook.inference.busy import IDLE_GAP_S, BusyPeriods
 from rollbook.inference.config import InferenceConfig
-from rollbook.inference.engine import EngineClosedError, GenerationError, OnTokens, TokenChunk
+from rollbook.inference.engine import EngineClosedError, GenerationError
+from rollbook.inference.engines.answers import Answer, deliver, nothing, settle, tell_all
 from rollbook.inference.engines.assembly import EngineParts
-from rollbook.inference.engines.stepper import Finished
+from rollbook.inference.engines.rounds import Finished
 from rollbook.inference.gate import Gate, PauseMode
 from rollbook.inference.request import Request
 
 Order = Callable[[], None]
-Answer = tuple[asyncio.Future[Completion], Completion | Exception]
 
 log = logging.getLogger(__name__)
 
@@ -69,9 +69,9 @@ class EngineThread:
             try:
                 act()
             except Exception as error:
-                self._loop.call_soon_threadsafe(_settle, done, error)
+                self._loop.call_soon_threadsafe(settle, done, error)
             else:
-                self._loop.call_soon_threadsafe(_settle, done, None)
+                self._loop.call_soon_threadsafe(settle, done, None)
 
         self._inbox.put(carry_out)
         await done
@@ -96,7 +96,7 @@ class EngineThread:
 
     def close(self) -> None:
         self.is_closed = True
-        self._inbox.put(_ignore)
+        self._inbox.put(nothing)
 
     # --- in the thread ---
 
@@ -174,7 +174,7 @@ class EngineThread:
         self.tokens += finished.tokens
         told = [(r.on_tokens, chunk) for r in finished.told if r.on_tokens and (chunk := r.untold()) is not None]
         if told:
-            self._loop.call_soon_threadsafe(_tell_all, told)
+            self._loop.call_soon_threadsafe(tell_all, told)
         self._answer([(r.answer, r.completion(reason)) for r, reason in finished.done])
         self._answer([(r.answer, error) for r, error in finished.failed])
 
@@ -215,7 +215,7 @@ class EngineThread:
         if not self.gate.may_step or self.gate.may_admit:
             drained, self._drained = self._drained, []
             for future in drained:
-                self._loop.call_soon_threadsafe(_settle, future, None)
+                self._loop.call_soon_threadsafe(settle, future, None)
 
     def _step(self) -> Finished:
         publication = self.publication
@@ -265,7 +265,7 @@ class EngineThread:
     def _answer(self, answers: list[Answer]) -> None:
         if answers:
             self.answered += len(answers)
-            self._loop.call_soon_threadsafe(_deliver, answers)
+            self._loop.call_soon_threadsafe(deliver, answers)
 
     def _fail_all(self, error: Exception) -> None:
         while True:
@@ -277,34 +277,3 @@ class EngineThread:
         left = [*self._stepper.clear(), *self._waiting]
         self._waiting.clear()
         self._answer([(request.answer, error) for request in left])
-
-
-def _deliver(answers: Sequence[Answer]) -> None:
-    for future, answer in answers:
-        if future.done():
-            continue
-        if isinstance(answer, Exception):
-            future.set_exception(answer)
-        else:
-            future.set_result(answer)
-
-
-def _tell_all(told: Sequence[tuple[OnTokens, TokenChunk]]) -> None:
-    for on_tokens, chunk in told:
-        try:
-            on_tokens(chunk)
-        except Exception:  # foreign code: its fault must not keep the others' tokens from them
-            log.exception("whoever streams a completion raised")
-
-
-def _settle(future: asyncio.Future[None], error: Exception | None) -> None:
-    if future.done():
-        return
-    if error is None:
-        future.set_result(None)
-    else:
-        future.set_exception(error)
-
-
-def _ignore() -> None:
-    """Wakes the thread."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rollbook.inference.batching import Piece, pieces_of_round, prefill_forwards
+from rollbook.inference.engines.prefix_store import NEVER, PrefixHit, PrefixStore
 from rollbook.inference.engines.prompt_memo import PromptMemo
 from rollbook.inference.engines.rows import RowTable
 from rollbook.inference.engines.runner import Runner
@@ -23,6 +24,8 @@ class Filling:
     request: Request
     tokens: list[int]
     done: int = 0
+    hit: PrefixHit | None = None
+    """What its row still has to be given before the rest is filled."""
     siblings: list[Request] = field(default_factory=list)
 
     @property
@@ -46,9 +49,17 @@ class Prefiller:
     """Who is being filled, in order of arrival."""
 
     def __init__(
-        self, runner: Runner, table: RowTable, *, round_tokens: int, forward_tokens: int, memo_rows: int
+        self,
+        runner: Runner,
+        table: RowTable,
+        *,
+        round_tokens: int,
+        forward_tokens: int,
+        memo_rows: int,
+        prefixes: PrefixStore,
     ) -> None:
         self._runner = runner
+        self._prefixes = prefixes
         self._table = table
         self._round_tokens, self._forward_tokens = round_tokens, forward_tokens
         self._memo = PromptMemo(memo_rows)
@@ -75,7 +86,8 @@ class Prefiller:
             elif request.limit - len(request.tokens) == 1 and (logits_V := self._memo.get(tokens)) is not None:
                 self._known.append((request, logits_V))
             else:
-                leaders[tokens] = Filling(request, list(tokens))
+                hit = self._prefixes.find(tokens)
+                leaders[tokens] = Filling(request, list(tokens), 0 if hit is None else hit.length, hit)
         self._filling.extend(leaders.values())
 
     def forget(self, request: Request) -> None:
@@ -84,7 +96,7 @@ class Prefiller:
         for filling in self._filling:
             if request is filling.request and filling.siblings:
                 # The next sibling is filled from the beginning, in its own row.
-                filling.request, filling.done = filling.siblings.pop(0), 0
+                filling.request, filling.done, filling.hit = filling.siblings.pop(0), 0, None
             elif request in filling.siblings:
                 filling.siblings.remove(request)
         self._filling = [filling for filling in self._filling if filling.request is not request]
@@ -95,7 +107,8 @@ class Prefiller:
     def begin_again(self) -> None:
         """What was filled under older weights is filled again, in rounds to come."""
         for filling in self._filling:
-            filling.done = 0
+            filling.done, filling.hit = 0, None
+            filling.request.cached_tokens = 0
             self._table.positions[filling.request.row] = 0
 
     def fill_now(self, rows: Sequence[tuple[Request, list[int]]]) -> None:
@@ -114,11 +127,14 @@ class Prefiller:
             logits_NV = torch.stack([logits_V for _, logits_V in self._known])
             self._runner.begin_rows(self._table, begun, logits_NV, range(len(begun)))
             self._known = []
+        self._take_over()
         for heads in self._fill(self._filling):
             rows: list[int] = []
             sources: list[int] = []
             for line, filling in heads.ready:
                 self._copy_to_siblings(filling)
+                for sibling in filling.siblings:
+                    sibling.cached_tokens = filling.request.cached_tokens
                 if filling.wants_one_token:
                     self._memo.put(tuple(filling.tokens), heads.logits_NV[line])
                 for request in (filling.request, *filling.siblings):
@@ -132,6 +148,16 @@ class Prefiller:
         self._table.counts[begun] += 1
         self._table.is_active[begun] = True
         return begun
+
+    def _take_over(self) -> None:
+        """Give rows what earlier requests had computed of their tokens. At once: these are the weights it was computed with."""
+        for filling in self._filling:
+            if filling.hit is not None:
+                row = filling.request.row
+                self._prefixes.put_in(filling.hit, row)
+                self._table.positions[row] = filling.done
+                filling.request.cached_tokens = min(filling.hit.length, len(filling.request.prompt))
+                filling.hit = None
 
     def _fill(self, fillings: Sequence[Filling]) -> Iterator[_Heads]:
         """One round's share of prefilling, forward by forward."""
@@ -169,6 +195,10 @@ class Prefiller:
 
     def _copy_to_siblings(self, filling: Filling) -> None:
         targets = [sibling.row for sibling in filling.siblings if sibling.limit - len(sibling.tokens) > 1]
+        for sibling in filling.siblings:
+            if sibling.row not in targets:
+                # Its one token is sampled from the leader's logits: nothing stands in its row.
+                sibling.mark = NEVER
         if targets:
             sources = [filling.request.row] * len(targets)
             self._runner.slots.copy_rows(sources, targets, length=len(filling.tokens))

@@ -74,7 +74,7 @@ class GraphRunner(Runner):
         self._needs_length = needs_length
         self._packed = torch.zeros(6 * max_rows, dtype=torch.int32, device=model.device)
         self._rows = DeviceRows.of(self._packed, max_rows)
-        self._decodes: dict[tuple[int, int, bool], Act] = {}
+        self._decodes: dict[tuple[int, int, bool, bool], Act] = {}
         self._prefills: dict[tuple[int, int], tuple[Act, Tensor, list[Tensor]]] = {}
         self._generation = -1
         self.captures = 0
@@ -85,7 +85,7 @@ class GraphRunner(Runner):
         reach = min(self.slots.length, LENGTH_BUCKET) if self._needs_length else 0
         most = min(self._max_rows, self.slots.rows)
         for rows in ROW_BUCKETS:
-            self._decode_bucket(min(rows, most), reach, False)
+            self._decode_bucket(min(rows, most), reach, is_truncated=False, has_tops=False)
             if rows >= most:
                 break
 
@@ -97,7 +97,7 @@ class GraphRunner(Runner):
         self._upload(table)
         rows = min(self._max_rows, self.slots.rows, bucket(count, ROW_BUCKETS))
         reach = min(self.slots.length, -(-length // LENGTH_BUCKET) * LENGTH_BUCKET) if self._needs_length else 0
-        self._decode_bucket(rows, reach, table.is_truncated)
+        self._decode_bucket(rows, reach, is_truncated=table.is_truncated, has_tops=table.has_tops)
         self.forwards += 1
 
     def prefill(
@@ -128,8 +128,8 @@ class GraphRunner(Runner):
         self._prefills[count, width] = (self._captured(act), staged, held)
         return logits_NV[: len(rows)]
 
-    def _decode_bucket(self, rows: int, reach: int, is_truncated: bool) -> None:
-        known = self._decodes.get((rows, reach, is_truncated))
+    def _decode_bucket(self, rows: int, reach: int, *, is_truncated: bool, has_tops: bool) -> None:
+        known = self._decodes.get((rows, reach, is_truncated, has_tops))
         if known is not None:
             known()
             return
@@ -143,9 +143,11 @@ class GraphRunner(Runner):
             tokens_N, logprobs_N = self._sampled(logits_NV, sampling)
             self._tokens_S[:rows] = tokens_N
             self._logprobs_S[:rows] = logprobs_N
+            if has_tops:
+                self._note_tops(slice(0, rows), logits_NV, sampling)
 
         act()
-        self._decodes[rows, reach, is_truncated] = self._captured(act)
+        self._decodes[rows, reach, is_truncated, has_tops] = self._captured(act)
 
     def _captured(self, act: Act) -> Act:
         self.captures += 1

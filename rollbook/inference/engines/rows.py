@@ -17,6 +17,10 @@ _MASK_64 = (1 << 64) - 1
 NO_STOP = -1
 
 
+Tops = tuple[NDArray[np.int32], NDArray[np.float32]]
+"""The likeliest tokens of every row, and their logprobs."""
+
+
 class RowTable:
     """One thread's. `packed` is all that a device must be told, as one block of memory."""
 
@@ -37,10 +41,12 @@ class RowTable:
         self.counts = np.zeros(max_rows, dtype=np.int64)
         """Tokens launched for the owner so far."""
         self.limits = np.zeros(max_rows, dtype=np.int64)
+        self.tops = np.zeros(max_rows, dtype=np.int64)
+        """How many of the likeliest tokens are told beside each."""
         self.stops = np.full((max_rows, 1), NO_STOP, dtype=np.int32)
         self._seeds = np.zeros(max_rows, dtype=np.uint64)
         self._is_owned = np.zeros(max_rows, dtype=np.bool_)
-        self.is_scaled = self.is_truncated = self.is_any_greedy = self.has_stops = False
+        self.is_scaled = self.is_truncated = self.is_any_greedy = self.has_stops = self.has_tops = False
         self._is_settled = True
         self.num_owned = 0
         self.temperatures[:] = 1.0
@@ -77,6 +83,7 @@ class RowTable:
         self.temperatures[row] = sampling.temperature
         self.top_k[row] = min(sampling.top_k, 2**31 - 1)
         self.top_p[row] = sampling.top_p
+        self.tops[row] = sampling.top_logprobs
         stops = sampling.stop_token_ids
         if len(stops) > self.stops.shape[1]:
             wider = np.full((self.max_rows, len(stops)), NO_STOP, dtype=np.int32)
@@ -95,6 +102,7 @@ class RowTable:
         self.temperatures[row] = 1.0
         self.top_k[row] = 0
         self.top_p[row] = 1.0
+        self.tops[row] = 0
         self.stops[row] = NO_STOP
         self._is_settled = False
 
@@ -108,6 +116,7 @@ class RowTable:
             self.top_p,
             self.counts,
             self.limits,
+            self.tops,
             self._seeds,
         ):
             column[target] = column[source]
@@ -135,6 +144,7 @@ class RowTable:
         self.is_any_greedy = bool((self.temperatures == 0.0).any())
         self.is_truncated = bool(((self.top_k > 0) | (self.top_p < 1.0)).any())
         self.has_stops = bool((self.stops != NO_STOP).any())
+        self.has_tops = bool(self.tops.any())
 
 
 class RoundLog:
@@ -145,9 +155,18 @@ class RoundLog:
         self.tokens = np.zeros((capacity, max_rows), dtype=np.int32)
         self.logprobs = np.zeros((capacity, max_rows), dtype=np.float32)
         self.versions = np.zeros(capacity, dtype=np.int32)
+        self.tops: list[Tops | None] = [None] * capacity
 
-    def write(self, number: int, tokens: NDArray[np.int32], logprobs: NDArray[np.float32], version: int) -> None:
+    def write(
+        self,
+        number: int,
+        tokens: NDArray[np.int32],
+        logprobs: NDArray[np.float32],
+        version: int,
+        tops: Tops | None = None,
+    ) -> None:
         line = number % self.capacity
+        self.tops[line] = tops
         self.tokens[line] = tokens
         self.logprobs[line] = logprobs
         self.versions[line] = version
@@ -160,5 +179,14 @@ class RoundLog:
             if begin < last:
                 lines = np.arange(begin, last) % self.capacity
                 request.extend(self.tokens[lines, row], self.logprobs[lines, row], self.versions[lines])
+                if count := request.sampling.top_logprobs:
+                    self._hand_over_tops(request, lines.tolist(), row, count)
             if end is None or end > last:
                 request.segments.append((row, max(begin, last), end))
+
+    def _hand_over_tops(self, request: Request, lines: list[int], row: int, count: int) -> None:
+        for line in lines:
+            tops = self.tops[line]
+            assert tops is not None, "a row that asks for them is never launched without"
+            request.top_tokens.append(tops[0][row, :count].copy())
+            request.top_logprobs.append(tops[1][row, :count].copy())

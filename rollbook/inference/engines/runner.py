@@ -15,9 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rollbook.contracts.policy import MAX_TOP_LOGPROBS
 from rollbook.inference.engines.forward import PrefillInput, SlotModel
-from rollbook.inference.engines.rows import RowTable
-from rollbook.inference.engines.sampling import RowSampling, sample
+from rollbook.inference.engines.rows import RowTable, Tops
+from rollbook.inference.engines.sampling import RowSampling, likeliest, sample
 from rollbook.inference.engines.slot_cache import SlotCache, on_device
 
 Sampler = Callable[[Tensor, RowSampling], tuple[Tensor, Tensor]]
@@ -30,11 +31,19 @@ class Flight:
     tokens_S: Tensor
     logprobs_S: Tensor
     arrived: torch.cuda.Event | None
+    top_tokens_SK: Tensor | None = None
+    top_logprobs_SK: Tensor | None = None
 
     def wait(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         if self.arrived is not None:
             self.arrived.synchronize()
         return self.tokens_S.numpy(), self.logprobs_S.numpy()
+
+    def tops(self) -> Tops | None:
+        """Once it has arrived: the likeliest tokens of every row, where any row asked for them."""
+        if self.top_tokens_SK is None or self.top_logprobs_SK is None:
+            return None
+        return self.top_tokens_SK.numpy(), self.top_logprobs_SK.numpy()
 
 
 class Runner:
@@ -53,6 +62,9 @@ class Runner:
         self._tokens_S = torch.zeros(max_rows, dtype=torch.long, device=self._device)
         self._logprobs_S = torch.zeros(max_rows, dtype=torch.float32, device=self._device)
         self._max_rows = max_rows
+        self._num_tops = min(MAX_TOP_LOGPROBS, model.vocab_size)
+        self._top_tokens_SK = torch.zeros(max_rows, self._num_tops, dtype=torch.int32, device=self._device)
+        self._top_logprobs_SK = torch.zeros(max_rows, self._num_tops, dtype=torch.float32, device=self._device)
 
     def warm_up(self) -> None:
         """Nothing to prepare: what is called directly is ready."""
@@ -66,9 +78,12 @@ class Runner:
         state = self._state(table)
         positions_N = state.positions_S[:count].long()
         logits_NV = self.model.decode(self._tokens_S[:count], positions_N, self.slots, length=length)
-        tokens_N, logprobs_N = self._sampled(logits_NV, state.sampling(table, slice(0, count)))
+        sampling = state.sampling(table, slice(0, count))
+        tokens_N, logprobs_N = self._sampled(logits_NV, sampling)
         self._tokens_S[:count] = tokens_N
         self._logprobs_S[:count] = logprobs_N
+        if table.has_tops:
+            self._note_tops(slice(0, count), logits_NV, sampling)
         self.forwards += 1
 
     def prefill(
@@ -85,25 +100,40 @@ class Runner:
         rows_N = on_device(torch.tensor(rows), self._device)
         if list(sources) != list(range(len(logits_MV))):
             logits_MV = logits_MV[on_device(torch.tensor(sources), self._device)]
-        tokens_N, logprobs_N = self._sampled(logits_MV, state.sampling(table, rows_N))
+        sampling = state.sampling(table, rows_N)
+        tokens_N, logprobs_N = self._sampled(logits_MV, sampling)
         self._tokens_S[rows_N] = tokens_N
         self._logprobs_S[rows_N] = logprobs_N
+        if table.has_tops:
+            self._note_tops(rows_N, logits_MV, sampling)
 
     def move_tokens(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         sources_N = on_device(torch.tensor(sources), self._device)
         self._tokens_S[on_device(torch.tensor(targets), self._device)] = self._tokens_S[sources_N]
 
-    def collect(self) -> Flight:
+    def collect(self, *, has_tops: bool = False) -> Flight:
         """Start bringing back what the rows hold now."""
+        tops = [self._top_tokens_SK, self._top_logprobs_SK] if has_tops else []
         if self._device.type != "cuda":
-            return Flight(self._tokens_S.to("cpu", torch.int32), self._logprobs_S.to("cpu", copy=True), None)
+            return Flight(
+                self._tokens_S.to("cpu", torch.int32),
+                self._logprobs_S.to("cpu", copy=True),
+                None,
+                *(held.to("cpu", copy=True) for held in tops),
+            )
         tokens = torch.empty(self._max_rows, dtype=torch.int32, pin_memory=True)
         logprobs = torch.empty(self._max_rows, dtype=torch.float32, pin_memory=True)
         tokens.copy_(self._tokens_S.to(torch.int32), non_blocking=True)
         logprobs.copy_(self._logprobs_S, non_blocking=True)
+        tops = [torch.empty_like(held, device="cpu", pin_memory=True).copy_(held, non_blocking=True) for held in tops]
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         arrived.record()
-        return Flight(tokens, logprobs, arrived)
+        return Flight(tokens, logprobs, arrived, *tops)
+
+    def _note_tops(self, rows: slice | Tensor, logits_NV: Tensor, sampling: RowSampling) -> None:
+        tokens_NK, logprobs_NK = likeliest(logits_NV, sampling, self._num_tops)
+        self._top_tokens_SK[rows] = tokens_NK.to(torch.int32)
+        self._top_logprobs_SK[rows] = logprobs_NK
 
     def _state(self, table: RowTable) -> "DeviceRows":
         return DeviceRows.of(on_device(torch.from_numpy(table.packed), self._device), table.max_rows)

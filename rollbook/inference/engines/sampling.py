@@ -53,6 +53,13 @@ def sample(logits_NV: Tensor, rows: RowSampling) -> tuple[Tensor, Tensor]:
     return tokens_N1[:, 0], logprobs_NV.gather(1, tokens_N1)[:, 0]
 
 
+def likeliest(logits_NV: Tensor, rows: RowSampling, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` likeliest tokens (N, K) of the distribution that is sampled from, and their logprobs; -inf where it has fewer."""
+    logprobs_NV = torch.log_softmax(shaped(logits_NV.float(), rows), dim=-1)
+    logprobs_NK, tokens_NK = logprobs_NV.topk(count, dim=-1)
+    return tokens_NK, logprobs_NK
+
+
 def shaped(logits_NV: Tensor, rows: RowSampling) -> Tensor:
     """Logits of the distribution that is sampled from, -inf where it was truncated. Usually the logits themselves."""
     if rows.is_scaled:

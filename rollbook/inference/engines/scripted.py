@@ -15,7 +15,10 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
+import numpy as np
+
 from rollbook.concurrency.clock import Clock, SystemClock
+from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.policy import Completion, FinishReason, Publication, SamplingParams
 from rollbook.inference.batching import admissible
@@ -31,6 +34,7 @@ from rollbook.inference.engine import (
     UnpublishedError,
 )
 from rollbook.inference.gate import Gate, PauseMode, needs_loading, require_unpublished
+from rollbook.inference.low_rank import checked_settings
 from rollbook.inference.request import Request, checked_request, seeded_uniform
 from rollbook.inference.tensors import require_published
 from rollbook.inference.weight_file import read_published_weights
@@ -97,6 +101,7 @@ class ScriptedEngine:
         self._rng = random.Random(config.seed)
         self._gate = Gate()
         self._publication: Publication | None = None
+        self._adapter: Adapter | None = None
         self._updating = asyncio.Lock()
         self._waiting: deque[Request] = deque()
         self._running: list[tuple[Request, Reply | None]] = []
@@ -115,6 +120,10 @@ class ScriptedEngine:
     @property
     def publication(self) -> Publication | None:
         return self._publication
+
+    @property
+    def adapter(self) -> Adapter | None:
+        return self._adapter
 
     @property
     def is_paused(self) -> bool:
@@ -156,20 +165,31 @@ class ScriptedEngine:
     async def generate(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
         return await self.submit(prompt_ids, sampling)
 
-    async def load_weights(self, publication: Publication, path: Path) -> None:
-        await self._load(publication, lambda: read_published_weights(path, publication))
+    async def load_weights(self, publication: Publication, path: Path, *, adapter: Adapter | None = None) -> None:
+        await self._load(publication, lambda: read_published_weights(path, publication), adapter)
 
-    async def load_tensors(self, publication: Publication, tensors: Mapping[str, TensorSource]) -> None:
-        await self._load(publication, lambda: require_published(publication, tensors))
+    async def load_tensors(
+        self, publication: Publication, tensors: Mapping[str, TensorSource], *, adapter: Adapter | None = None
+    ) -> None:
+        await self._load(publication, lambda: require_published(publication, tensors), adapter)
 
-    async def _load(self, publication: Publication, check: Callable[[], object]) -> None:
+    async def unload_adapter(self, publication: Publication) -> None:
+        await self._load(publication, lambda: None, None)
+
+    async def base_digest(self) -> str:
+        """It has no weights at all."""
+        return "none"
+
+    async def _load(self, publication: Publication, check: Callable[[], object], adapter: Adapter | None) -> None:
         async with self._updating:
             if not needs_loading(self._publication, publication):
                 return
             began = time.time()
+            if adapter is not None:
+                checked_settings(adapter.settings)
             await asyncio.to_thread(check)
             # Between two steps by construction: a step has no await in it.
-            self._publication = publication
+            self._publication, self._adapter = publication, adapter
             self._busy.updated(began, publication=publication.id, step=publication.step)
 
     async def adopt(self, publication: Publication) -> None:
@@ -251,6 +271,8 @@ class ScriptedEngine:
             token, logprob = self._next_token(request, reply)
             tokens += 1
             reason = request.take(token, logprob, self._publication.id)
+            if request.sampling.top_logprobs:
+                self._tell_tops(request, token, reply)
             request.tell()
             if reason is None and reply is not None and len(request.tokens) >= len(reply):
                 reason = FinishReason.STOP
@@ -304,6 +326,14 @@ class ScriptedEngine:
         seed = request.sampling.seed
         uniform = self._rng.random() if seed is None else seeded_uniform(seed, at)
         return int(uniform * self.vocab_size), -math.log(self.vocab_size)
+
+    def _tell_tops(self, request: Request, token: int, reply: Reply | None) -> None:
+        """A script knows one token; to the random policy all are alike."""
+        count = min(request.sampling.top_logprobs, self.vocab_size)
+        ids = [token, *(other for other in range(count + 1) if other != token)][:count]
+        others = -math.inf if reply is not None else -math.log(self.vocab_size)
+        request.top_tokens.append(np.array(ids, dtype=np.int32))
+        request.top_logprobs.append(np.array([request.logprobs[-1], *[others] * (count - 1)], dtype=np.float32))
 
     def _answer(self, request: Request, reason: FinishReason) -> None:
         self._requests += 1

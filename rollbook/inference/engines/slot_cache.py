@@ -97,6 +97,22 @@ class SlotCache:
             for slots_SHTD in pair:
                 slots_SHTD[targets_N, :, :length] = slots_SHTD[sources_N, :, :length]
 
+    def row_copy(self, row: int, length: int) -> list[Tensor]:
+        """The first positions of a row, in memory of their own."""
+        if self.joint:
+            return [joint[:, row, :, :length].clone() for joint in self.joint]
+        return [slots_SHTD[row, :, :length].clone() for pair in self.pairs for slots_SHTD in pair]
+
+    def row_paste(self, row: int, copied: Sequence[Tensor], length: int) -> None:
+        """The first positions of what `row_copy` gave, into a row."""
+        if self.joint:
+            for joint, layer in zip(self.joint, copied, strict=True):
+                joint[:, row, :, :length] = layer[:, :, :length]
+            return
+        slots = (slots_SHTD for pair in self.pairs for slots_SHTD in pair)
+        for slots_SHTD, layer in zip(slots, copied, strict=True):
+            slots_SHTD[row, :, :length] = layer[:, :length]
+
     def wipe(self, rows: Sequence[int]) -> None:
         """Forget rows completely."""
         rows_N = on_device(torch.tensor(rows), self._device)

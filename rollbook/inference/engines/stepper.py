@@ -7,7 +7,6 @@ stop token are noticed later, and what they sampled beyond it is dropped.
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -17,46 +16,14 @@ from rollbook.contracts.policy import FinishReason
 from rollbook.inference.batching import LENGTH_STEP, SlotBudget, joinable
 from rollbook.inference.engine import GenerationError
 from rollbook.inference.engines.filling import Prefiller
+from rollbook.inference.engines.prefix_store import PrefixStore
 from rollbook.inference.engines.room import Room
+from rollbook.inference.engines.rounds import Finished, LaunchedRound, StepLimits
 from rollbook.inference.engines.rows import RoundLog, RowTable
-from rollbook.inference.engines.runner import Flight, Runner
+from rollbook.inference.engines.runner import Runner
 from rollbook.inference.request import Request
 
 LOG_ROUNDS = 4096
-
-
-@dataclass(slots=True)
-class Finished:
-    """What became known."""
-
-    done: list[tuple[Request, FinishReason]] = field(default_factory=list)
-    failed: list[tuple[Request, Exception]] = field(default_factory=list)
-    told: list[Request] = field(default_factory=list)
-    """Who streams and has new tokens."""
-    tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Round:
-    """Launched, not yet heard of."""
-
-    number: int
-    flight: Flight
-    publication: int
-    rows: NDArray[np.int64]
-    owners: NDArray[np.object_]
-    stops: NDArray[np.int32] | None
-    ending: list[Request]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepLimits:
-    round_tokens: int
-    """Prompt tokens prefilled in a round at most."""
-    forward_tokens: int
-    """Of one forward, padding included."""
-    ahead: int
-    """Rounds launched before the host waits for the oldest."""
 
 
 class Stepper:
@@ -69,6 +36,8 @@ class Stepper:
         budget: SlotBudget,
         limits: StepLimits,
         memo_rows: int = 0,
+        prefix_tokens: int = 0,
+        least_prefix: int = 1,
         min_rows: int = 1,
         min_length: int = LENGTH_STEP,
     ) -> None:
@@ -78,15 +47,17 @@ class Stepper:
         self._limits = limits
         self.table = RowTable(budget.max_rows)
         self._room = Room(runner, self.table, budget, min_rows=min_rows, min_length=min_length)
+        self.prefixes = PrefixStore(runner.slots, max_tokens=prefix_tokens, least=least_prefix)
         self._prefiller = Prefiller(
             runner,
             self.table,
             round_tokens=limits.round_tokens,
             forward_tokens=limits.forward_tokens,
             memo_rows=memo_rows,
+            prefixes=self.prefixes,
         )
         self._log = RoundLog(budget.max_rows, min(LOG_ROUNDS, 2 * budget.max_length + 2 * limits.ahead + 2))
-        self._flying: deque[_Round] = deque()
+        self._flying: deque[LaunchedRound] = deque()
         self._streaming: list[Request] = []
         self._number = 0
         self._dropped_until = -1
@@ -119,6 +90,7 @@ class Stepper:
         rows = self.table.free_rows(len(requests))
         for request, row in zip(requests, rows, strict=True):
             self.table.occupy(row, request)
+            request.mark = self.prefixes.mark
             if request.on_tokens is not None:
                 self._streaming.append(request)
         self._prefiller.add(requests)
@@ -163,6 +135,7 @@ class Stepper:
 
     def weights_changed(self) -> None:
         self._prefiller.weights_changed()
+        self.prefixes.weights_changed()
 
     def recompute(self, finished: Finished) -> None:
         """Fill the cache of every decoding row again, under the current weights."""
@@ -175,6 +148,8 @@ class Stepper:
             # All tokens but the last: its keys are written by the decode that consumes it.
             self._prefiller.fill_now([(r, [*r.prompt, *r.tokens[:-1]]) for r in decoding])
             self._prefiller.begin_again()
+            for request in self.table.requests():
+                request.mark = self.prefixes.mark
 
     # --- one round ---
 
@@ -198,9 +173,9 @@ class Stepper:
             table.owners[row].segments.append((row, self._number, None))
         ending = self._retire(rows)
         self._flying.append(
-            _Round(
+            LaunchedRound(
                 number=self._number,
-                flight=self._runner.collect(),
+                flight=self._runner.collect(has_tops=table.has_tops),
                 publication=publication,
                 rows=rows,
                 owners=owners,
@@ -219,14 +194,16 @@ class Stepper:
             request: Request = table.owners[row]
             request.segments = [*request.segments[:-1], (*request.segments[-1][:2], self._number + 1)]
             ending.append(request)
+            # Now: the row's next tenant may be launched before we hear what the last token is.
+            request.kept = self.prefixes.take_out(row, int(table.positions[row]), mark=request.mark)
             table.release(row)
         return ending
 
     # --- hearing of a round ---
 
-    def _hear(self, heard: _Round, finished: Finished) -> None:
+    def _hear(self, heard: LaunchedRound, finished: Finished) -> None:
         tokens_S, logprobs_S = heard.flight.wait()
-        self._log.write(heard.number, tokens_S, logprobs_S, heard.publication)
+        self._log.write(heard.number, tokens_S, logprobs_S, heard.publication, heard.flight.tops())
         until = heard.number + 1
         finished.tokens += len(heard.rows)
         if heard.number <= self._dropped_until:
@@ -254,12 +231,22 @@ class Stepper:
 
     def _end(self, request: Request, until: int, reason: FinishReason, finished: Finished) -> None:
         self._log.hand_over(request, until)
+        self._keep(request)
         self._let_go(request)
         if request.on_tokens is not None:
             finished.told.append(request)
         finished.done.append((request, reason))
 
-    def _fail(self, heard: _Round, is_broken: NDArray[np.bool_], finished: Finished) -> None:
+    def _keep(self, request: Request) -> None:
+        """What it computed may be of use to the prompt that goes on from here. The last token's keys were never written."""
+        if request.kept is None and self.table.owners[request.row] is request:
+            length = len(request.prompt) + len(request.tokens) - 1
+            request.kept = self.prefixes.take_out(request.row, length, mark=request.mark)
+        if request.kept is not None:
+            self.prefixes.keep([*request.prompt, *request.tokens[:-1]], request.kept, mark=request.mark)
+            request.kept = None
+
+    def _fail(self, heard: LaunchedRound, is_broken: NDArray[np.bool_], finished: Finished) -> None:
         broken = [request for request in heard.owners[is_broken] if not request.is_finished]
         finished.tokens -= int(is_broken.sum())
         for request in broken:

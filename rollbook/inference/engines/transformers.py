@@ -9,11 +9,13 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import torch
 
+from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.policy import Completion, Publication, SamplingParams
 from rollbook.contracts.weights import RawTensor, weights_digest
@@ -30,6 +32,7 @@ from rollbook.inference.engine import (
 from rollbook.inference.engines.assembly import EngineParts, assemble
 from rollbook.inference.engines.engine_thread import EngineThread
 from rollbook.inference.engines.graph_runner import Capture
+from rollbook.inference.engines.live_weights import LoadPlan
 from rollbook.inference.gate import PauseMode, needs_loading, require_unpublished
 from rollbook.inference.request import Request, checked_request
 from rollbook.inference.tensors import require_published
@@ -96,6 +99,8 @@ class TransformersEngine:
         self._busy = BusyPeriods(spans)
         self._thread = EngineThread(parts, config, loop=loop, busy=self._busy)
         self._updating = asyncio.Lock()
+        # One thread for all updates: what a GPU library sets up for a thread is set up once.
+        self._stager = ThreadPoolExecutor(max_workers=1, thread_name_prefix="policy-staging")
         self._arrived: list[Request] = []
         self._cancelled: list[Request] = []
         self._submitted = 0
@@ -113,6 +118,10 @@ class TransformersEngine:
         return self._thread.publication
 
     @property
+    def adapter(self) -> Adapter | None:
+        return self.parts.weights.adapter
+
+    @property
     def is_paused(self) -> bool:
         return not self._thread.gate.may_admit
 
@@ -126,6 +135,7 @@ class TransformersEngine:
             forwards=self.parts.runner.forwards,
             busy_s=self._busy.busy_s,
             kv_after_update=self._config.kv_after_update,
+            cached_tokens=self.parts.stepper.prefixes.cached_tokens,
         )
 
     def submit(
@@ -174,26 +184,41 @@ class TransformersEngine:
                 self.parts.runner.warm_up()
 
         await self._thread.order(prepare)
+        if self._config.publish == "adapter":
+            await self._loop.run_in_executor(self._stager, self.parts.weights.warm_up_adapters)
 
     async def generate(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
         return await self.submit(prompt_ids, sampling)
 
-    async def load_weights(self, publication: Publication, path: Path) -> None:
-        await self._load(publication, lambda: read_published_weights(path, publication))
+    async def load_weights(self, publication: Publication, path: Path, *, adapter: Adapter | None = None) -> None:
+        await self._load(publication, lambda: self._planned(read_published_weights(path, publication), adapter))
 
-    async def load_tensors(self, publication: Publication, tensors: Mapping[str, TensorSource]) -> None:
-        def checked() -> Mapping[str, TensorSource]:
+    async def load_tensors(
+        self, publication: Publication, tensors: Mapping[str, TensorSource], *, adapter: Adapter | None = None
+    ) -> None:
+        def checked() -> LoadPlan:
             require_published(publication, tensors)
-            return tensors
+            return self._planned(tensors, adapter)
 
         await self._load(publication, checked)
 
-    async def _load(self, publication: Publication, read: Callable[[], Mapping[str, TensorSource]]) -> None:
+    async def unload_adapter(self, publication: Publication) -> None:
+        await self._load(publication, self.parts.weights.plan_base)
+
+    async def base_digest(self) -> str:
+        async with self._updating:
+            return await self._loop.run_in_executor(self._stager, self.parts.weights.base_digest)
+
+    def _planned(self, tensors: Mapping[str, TensorSource], adapter: Adapter | None) -> LoadPlan:
+        weights = self.parts.weights
+        return weights.plan(tensors) if adapter is None else weights.plan_adapter(adapter, tensors)
+
+    async def _load(self, publication: Publication, planned: Callable[[], LoadPlan]) -> None:
         async with self._updating:
             if not needs_loading(self._thread.publication, publication):
                 return
             began = time.time()
-            plan = await asyncio.to_thread(lambda: self.parts.weights.plan(read()))
+            plan = await self._loop.run_in_executor(self._stager, planned)
 
             def apply() -> None:
                 self.parts.weights.apply(plan)
@@ -210,6 +235,10 @@ class TransformersEngine:
             self._thread.publication = publication
 
     async def weights_digest(self) -> str:
+        async with self._updating:
+            taken = await self._loop.run_in_executor(self._stager, self.parts.weights.adapter_snapshot)
+            if taken is not None:
+                return await asyncio.to_thread(weights_digest, taken)
         snapshot: list[RawTensor] = []
         await self._thread.order(lambda: snapshot.extend(self.parts.weights.snapshot()))
         return await asyncio.to_thread(weights_digest, snapshot)
@@ -227,6 +256,7 @@ class TransformersEngine:
     def close(self) -> None:
         self._hand_over()
         self._thread.close()
+        self._stager.shutdown(wait=False)
 
     def _cancel(self, request: Request) -> None:
         """Somebody left. Called on the event loop; the thread frees the slot before its next step."""

@@ -7,8 +7,10 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from rollbook.inference.generation import Generated, Generation, Piece
+from rollbook.contracts.policy import TopLogprobs
+from rollbook.inference.generation import Generated, Generation, Piece, joined
 from rollbook.inference.request import BadRequestError
+from rollbook.inference.routes.alternatives import top_list
 from rollbook.inference.routes.replies import EventStream, json_response
 from rollbook.inference.routes.streaming import merged
 from rollbook.inference.service import Ask, PolicyService, require_count
@@ -52,13 +54,12 @@ class ChatRoutes:
                 head = ChatChunk(id=reply_id, created=created, model=model, choices=[])
                 return await _ChatStream(body, texts, head, prompt).send(begun, EventStream(request))
             ended = [await generation.result() for generation in begun]
-            sampled = sum(len(end.completion.token_ids) for end in ended)
             reply = ChatReply(
                 id=reply_id,
                 created=created,
                 model=model,
                 choices=[_choice(index, end, body, texts, reply_id) for index, end in enumerate(ended)],
-                usage=Usage.of(len(prompt), sampled),
+                usage=Usage.of(len(prompt), [end.completion for end in ended], n=body.count),
                 prompt_token_ids=prompt if body.return_token_ids else None,
             )
             if any(len(choice.weight_versions) > 1 for choice in reply.choices):
@@ -145,19 +146,24 @@ def _choice(index: int, end: Generated, body: ChatBody, texts: Texts, reply_id: 
         ),
         finish_reason="tool_calls" if calls else completion.finish_reason.value,
         weight_versions=spans(completion.versions.tolist()),
-        logprobs=_logprobs(ids, completion.logprobs.tolist(), texts) if body.logprobs else None,
+        logprobs=_logprobs(ids, completion.logprobs.tolist(), texts, completion.tops) if body.logprobs else None,
         token_ids=ids if body.return_token_ids else None,
         raw_text=end.text if calls else None,
         stop_reason=end.stop_reason,
     )
 
 
-def _logprobs(ids: list[int], logprobs: list[float], texts: Texts) -> ChatLogprobs:
+def _logprobs(ids: list[int], logprobs: list[float], texts: Texts, tops: TopLogprobs | None) -> ChatLogprobs:
     content = []
-    for token, logprob in zip(ids, logprobs, strict=True):
+    for at, (token, logprob) in enumerate(zip(ids, logprobs, strict=True)):
         raw = texts.token_bytes(token)
         content.append(
-            TokenLogprob(token=raw.decode(errors="replace"), logprob=logprob, bytes=list(raw), top_logprobs=[])
+            TokenLogprob(
+                token=raw.decode(errors="replace"),
+                logprob=logprob,
+                bytes=list(raw),
+                top_logprobs=[] if tops is None else top_list(tops, at, texts),
+            )
         )
     return ChatLogprobs(content=content)
 
@@ -190,7 +196,8 @@ class _ChatStream:
             await stream.fail(error)
             return await stream.end()
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
-            usage = Usage.of(len(self._prompt), sum(sent))
+            ended = [generation.ended.completion for generation in begun if generation.ended is not None]
+            usage = Usage.of(len(self._prompt), ended, n=self._body.count)
             await stream.send(msgspec.structs.replace(self._head, usage=usage))
         return await stream.end()
 
@@ -215,7 +222,9 @@ class _ChatStream:
                 tool_calls=_parts(calls, self._head.id, index, is_stream=True) if calls else None,
             ),
             finish_reason=reason,
-            logprobs=_logprobs(piece.token_ids, piece.logprobs, self._texts) if self._body.logprobs else None,
+            logprobs=_logprobs(piece.token_ids, piece.logprobs, self._texts, joined(piece.tops))
+            if self._body.logprobs
+            else None,
             token_ids=piece.token_ids if self._body.return_token_ids else None,
             weight_versions=found if piece.token_ids else None,
             stop_reason=None if end is None else end.stop_reason,

@@ -7,9 +7,10 @@ from contextlib import aclosing
 import msgspec
 from aiohttp import web
 
-from rollbook.contracts.policy import Completion
-from rollbook.inference.generation import Generated, Piece
+from rollbook.contracts.policy import Completion, TopLogprobs
+from rollbook.inference.generation import Generated, Piece, joined
 from rollbook.inference.request import BadRequestError
+from rollbook.inference.routes.alternatives import top_dicts
 from rollbook.inference.routes.replies import EventStream, json_response
 from rollbook.inference.routes.streaming import merged
 from rollbook.inference.service import Ask, PolicyService, require_count
@@ -65,10 +66,9 @@ class CompletionRoutes:
                 await stream.fail(error)
                 return await stream.end()
             if body.stream_options is not None and body.stream_options.include_usage:
-                sampled = sum(len(g.ended.completion.token_ids) for g in begun if g.ended is not None)
-                await stream.send(
-                    msgspec.structs.replace(head, usage=Usage.of(sum(map(len, prompts)), sampled), choices=[])
-                )
+                completions = [g.ended.completion for g in begun if g.ended is not None]
+                usage = Usage.of(sum(map(len, prompts)), completions, n=body.count)
+                await stream.send(msgspec.structs.replace(head, usage=usage, choices=[]))
             return await stream.end()
 
     def _prompts(self, body: CompletionBody) -> list[list[int]]:
@@ -103,7 +103,7 @@ class CompletionRoutes:
             for index, choice in enumerate(choices):
                 choice.prompt_token_ids = prompts[index // body.count]
         head.choices = choices
-        head.usage = Usage.of(sum(map(len, prompts)), sum(len(end.completion.token_ids) for end in ended))
+        head.usage = Usage.of(sum(map(len, prompts)), [end.completion for end in ended], n=body.count)
         if any(len(choice.weight_versions) > 1 for choice in choices):
             head.kv_after_update = self._service.engine.stats().kv_after_update.value
         return head
@@ -117,7 +117,7 @@ def choice_of(end: Generated, index: int, body: CompletionBody, texts: Texts | N
         finish_reason=completion.finish_reason.value,
         weight_versions=spans(completion.versions.tolist()),
         token_ids=ids if body.return_token_ids else None,
-        logprobs=None if body.logprobs is None else logprobs_block(ids, _exact(completion), texts, 0),
+        logprobs=None if body.logprobs is None else logprobs_block(ids, _exact(completion), texts, 0, completion.tops),
         text=end.text,
         stop_reason=end.stop_reason,
         generation_s=None if completion.generation_s is None else round(completion.generation_s, 4),
@@ -129,16 +129,19 @@ def _exact(completion: Completion) -> list[float]:
     return logprobs
 
 
-def logprobs_block(ids: list[int], logprobs: list[float], texts: Texts | None, offset: int) -> LogprobsBlock:
-    """`offset`: where the first of these tokens begins in the text."""
+def logprobs_block(
+    ids: list[int], logprobs: list[float], texts: Texts | None, offset: int, tops: TopLogprobs | None = None
+) -> LogprobsBlock:
+    """`offset`: where the first of these tokens begins in the text. Without text, alternatives are named by their ids."""
+    alternatives = None if tops is None else top_dicts(ids, logprobs, tops, texts)
     if texts is None:
-        return LogprobsBlock(token_logprobs=logprobs)
+        return LogprobsBlock(token_logprobs=logprobs, top_logprobs=alternatives)
     tokens = [texts.token_bytes(token).decode(errors="replace") for token in ids]
     offsets: list[int] = []
     for token in tokens:
         offsets.append(offset)
         offset += len(token)
-    return LogprobsBlock(token_logprobs=logprobs, tokens=tokens, text_offset=offsets)
+    return LogprobsBlock(token_logprobs=logprobs, tokens=tokens, text_offset=offsets, top_logprobs=alternatives)
 
 
 class _ChoiceShape:
@@ -160,7 +163,8 @@ class _ChoiceShape:
         self._sent += len(piece.token_ids)
         block = None
         if self._body.logprobs is not None:
-            block = logprobs_block(piece.token_ids, piece.logprobs, self._texts, self._offset)
+            tops = joined(piece.tops)
+            block = logprobs_block(piece.token_ids, piece.logprobs, self._texts, self._offset, tops)
             self._offset += sum(map(len, block.tokens or ()))
         return Choice(
             index=index,

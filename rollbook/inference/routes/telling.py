@@ -4,7 +4,7 @@ from aiohttp import web
 
 from rollbook import __version__
 from rollbook.inference.routes.replies import json_response
-from rollbook.inference.service import PolicyService, UnknownModelError, model_card
+from rollbook.inference.service import PolicyService, model_card
 from rollbook.inference.wire import Health
 from rollbook.inference.wire_weights import WeightInfo
 from rollbook.telemetry.prometheus import CONTENT_TYPE, Family, Kind, Sample, exposition
@@ -35,14 +35,12 @@ class TellingRoutes:
         return json_response({"version": __version__})
 
     async def models(self, _request: web.Request) -> web.Response:
-        cards = [model_card(self._service, name) for name in self._service.model_names]
+        cards = [model_card(self._service, name) for name in self._service.served_names]
         return json_response({"object": "list", "data": cards})
 
     async def model(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
-        if name not in self._service.model_names:
-            raise UnknownModelError(f"the model {name!r} is not served here")
-        return json_response(model_card(self._service, name))
+        return json_response(model_card(self._service, self._service.model(name)))
 
     async def drain(self, _request: web.Request) -> web.Response:
         """Begin nothing more; what runs is finished. For an operator who takes this replica out of service."""
@@ -63,6 +61,7 @@ def _families(service: PolicyService) -> list[Family]:
         ("requests_queued", "requests that wait for a slot", Kind.GAUGE, stats.queued),
         ("requests_total", "requests answered", Kind.COUNTER, stats.requests),
         ("tokens_total", "tokens sampled", Kind.COUNTER, stats.tokens),
+        ("cached_prompt_tokens_total", "prompt tokens taken from the prefix cache", Kind.COUNTER, stats.cached_tokens),
         ("steps_total", "rounds of admitting, prefilling and decoding", Kind.COUNTER, stats.steps),
         ("forwards_total", "forwards of the model", Kind.COUNTER, stats.forwards),
         ("busy_seconds_total", "seconds spent in steps", Kind.COUNTER, stats.busy_s),

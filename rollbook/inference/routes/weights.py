@@ -10,9 +10,10 @@ from aiohttp import web
 
 from rollbook.contracts.policy import Publication, PublicationId
 from rollbook.contracts.weights import weights_digest
-from rollbook.inference.gate import OutdatedUpdateError
+from rollbook.inference.engine import Engine
+from rollbook.inference.gate import ADOPTED_EPOCH, OutdatedUpdateError
 from rollbook.inference.request import BadRequestError
-from rollbook.inference.routes.replies import error_response, json_response
+from rollbook.inference.routes.replies import json_response
 from rollbook.inference.service import PolicyService
 from rollbook.inference.weight_file import read_weight_directory
 from rollbook.inference.weight_intake import WeightIntake
@@ -54,7 +55,7 @@ class WeightRoutes:
 
     async def update(self, request: web.Request) -> web.Response:
         info = self._decode_update(await request.read()).update_info
-        await _to_its_end(self._intake.take(info))
+        await to_its_end(self._intake.take(info))
         return json_response({"message": "Weights updated"})
 
     async def finish(self, request: web.Request) -> web.Response:
@@ -69,7 +70,7 @@ class WeightRoutes:
         return json_response({"success": True, "new_version": asked})
 
     async def info(self, _request: web.Request) -> web.Response:
-        return json_response(WeightInfo.of(self._engine.publication, self._dtype))
+        return json_response(WeightInfo.of(self._engine.publication, self._dtype, self._engine.adapter))
 
     async def check(self, request: web.Request) -> web.Response:
         raw = await request.read()
@@ -92,29 +93,13 @@ class WeightRoutes:
         path = body.kwargs.get("weights_path") or (body.args[0] if body.args else None)
         if not isinstance(path, str):
             raise BadRequestError("kwargs: weights_path must name a directory", param="kwargs")
-        await _to_its_end(self._reload(Path(path)))
+        await to_its_end(self._reload(Path(path)))
         return json_response({"results": [None]})
 
-    async def load_adapter(self, _request: web.Request) -> web.Response:
-        return error_response(
-            501,
-            "NotImplementedError",
-            "this engine serves one set of weights and no adapters: publish merged weights (the trainer does), or serve with vLLM",
-            param="lora_name",
-        )
-
     async def _reload(self, directory: Path) -> None:
-        """Weights without a trainer: allowed only while no trainer has published, since they carry no epoch to be fenced by."""
-        current = self._engine.publication
-        if current is not None and current.epoch > 0:
-            raise OutdatedUpdateError(
-                f"reload_weights refused: a trainer of epoch {current.epoch} has published {current.id}; it uses /update_weights"
-            )
         tensors = await asyncio.to_thread(read_weight_directory, directory)
         digest = await asyncio.to_thread(weights_digest, tensors.values())
-        number = 0 if current is None else current.id + 1
-        publication = Publication(id=PublicationId(number), epoch=0, step=0, digest=digest)
-        await self._engine.load_tensors(publication, tensors)
+        await self._engine.load_tensors(publication_by_hand(self._engine, digest, what="reload_weights"), tensors)
 
     def _require_current(self, version: str | None) -> None:
         """Versions are publications with a digest. Renaming one would make every stamp a lie, so only its own name is taken."""
@@ -125,7 +110,18 @@ class WeightRoutes:
             )
 
 
-async def _to_its_end(update: Coroutine[Any, Any, None]) -> None:
+def publication_by_hand(engine: Engine, digest: str, *, what: str) -> Publication:
+    """Weights without a trainer: allowed only while no trainer has published, since they carry no epoch to be fenced by."""
+    current = engine.publication
+    if current is not None and current.epoch > ADOPTED_EPOCH:
+        raise OutdatedUpdateError(
+            f"{what} refused: a trainer of epoch {current.epoch} has published {current.id}; it uses /update_weights"
+        )
+    number = 0 if current is None else current.id + 1
+    return Publication(id=PublicationId(number), epoch=ADOPTED_EPOCH, step=0, digest=digest)
+
+
+async def to_its_end(update: Coroutine[Any, Any, None]) -> None:
     """A trainer that hangs up in the middle must find the update either done or not begun."""
     task = asyncio.ensure_future(update)
     task.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, even if nobody waits any more

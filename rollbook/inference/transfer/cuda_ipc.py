@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.policy import Publication
 from rollbook.inference.engine import TensorSource, WeightsError
@@ -88,7 +89,9 @@ class CudaIpcWay:
     def backend(self) -> Backend:
         return "cuda_ipc"
 
-    async def put(self, publication: Publication, weights: Mapping[str, Tensor]) -> str:
+    async def put(
+        self, publication: Publication, weights: Mapping[str, Tensor], *, adapter: Adapter | None = None
+    ) -> str:
         location = f"cuda_ipc:{publication.id}"
         # The trainer hands over copies in main memory, which stay as they are while it learns on; they go up again in one piece.
         device = str(next(iter(weights.values())).device)

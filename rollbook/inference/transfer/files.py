@@ -6,6 +6,7 @@ every replica, and gone with the machine. What a trainer that was killed left th
 
 import asyncio
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Collection, Mapping, Sequence
@@ -13,8 +14,10 @@ from pathlib import Path
 
 from torch import Tensor
 
+from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.policy import Publication
+from rollbook.inference.low_rank import CONFIG_FILE, TENSOR_FILE
 from rollbook.inference.transfer.safetensors_file import write_file
 from rollbook.inference.transfer_way import WayPlace, message
 from rollbook.inference.wire_weights import Backend, InitInfo, UpdateInfo
@@ -48,9 +51,14 @@ class FileWay:
     def backend(self) -> Backend:
         return self._backend
 
-    async def put(self, publication: Publication, weights: Mapping[str, Tensor]) -> str:
-        # Alone in a folder of its own: vLLM reads folders.
-        path = self._directory / f"publication-{publication.id:08d}" / "model.safetensors"
+    async def put(
+        self, publication: Publication, weights: Mapping[str, Tensor], *, adapter: Adapter | None = None
+    ) -> str:
+        # Alone in a folder of its own: vLLM reads folders. An adapter's is one that PEFT and vLLM read as well.
+        folder = self._directory / f"publication-{publication.id:08d}"
+        if adapter is not None:
+            await asyncio.to_thread(_write_settings, folder / CONFIG_FILE, adapter)
+        path = folder / ("model.safetensors" if adapter is None else TENSOR_FILE)
         await asyncio.to_thread(self._write, weights, path, publication.digest)
         return str(path)
 
@@ -105,3 +113,11 @@ class FileWay:
         for path in self._directory.glob("publication-*"):
             if path.name not in kept and path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def _write_settings(path: Path, adapter: Adapter) -> None:
+    try:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(dict(adapter.settings), indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"an adapter cannot be written to {path}: {error.strerror or error}") from error

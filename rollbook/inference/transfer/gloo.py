@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions, ProcessGroupGloo, Store, TCPStore
 
+from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.errors import TransientError
 from rollbook.contracts.policy import Publication
 from rollbook.inference.engine import TensorSource
@@ -71,7 +72,9 @@ class GlooWay:
     def backend(self) -> Backend:
         return "gloo"
 
-    async def put(self, publication: Publication, weights: Mapping[str, Tensor]) -> str:
+    async def put(
+        self, publication: Publication, weights: Mapping[str, Tensor], *, adapter: Adapter | None = None
+    ) -> str:
         location = f"gloo:{publication.id}"
         self._kept[location] = (heads_of(weights), await asyncio.to_thread(pack, weights))
         return location

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.errors import RunError, TransientError
 from rollbook.contracts.policy import Publication
 from rollbook.inference.transfer.packing import heads_of
@@ -50,7 +51,9 @@ class NcclWay:
     def is_group(self) -> bool:
         return True
 
-    async def put(self, publication: Publication, weights: Mapping[str, Tensor]) -> str:
+    async def put(
+        self, publication: Publication, weights: Mapping[str, Tensor], *, adapter: Adapter | None = None
+    ) -> str:
         location = f"nccl:{publication.id}"
         # Copies, on the GPU that sends: the trainer learns on while they move.
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")

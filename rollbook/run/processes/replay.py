@@ -25,7 +25,11 @@ async def compare(path: Path, until: int | None) -> dict[str, Any]:
         recorded = {step.step: step.digest for step in run.steps()}
         last = min(until or len(recorded), len(recorded))
         made = await replay(
-            run.batches(last), model_dir=model_location(run.directory), config=run.config.trainer, until=last
+            run.batches(last),
+            model_dir=model_location(run.directory),
+            config=run.config.trainer,
+            until=last,
+            publishes_adapters=run.config.inference.publish == "adapter",
         )
     diverged = [step for step in range(1, last + 1) if made.digests.get(step) != recorded[step]]
     return {

@@ -37,13 +37,18 @@ async def main(context: RoleContext) -> str:
             context.addresses["ledger"], RunId(config.run.name), request_s=config.ledger.request_s, log=context.log
         ) as ledger,
         open_weights(
-            config.inference, context.addresses["policy"], directory=context.directory.weights, log=context.log
+            config.inference,
+            context.addresses["policy"],
+            directory=context.directory.weights,
+            trainer_device=config.trainer.device,
+            log=context.log,
         ) as weights,
     ):
         loop = TrainerLoop(
             source=ledger,
             receiver=weights,
             stage=weights,
+            publishes_adapters=config.inference.publish == "adapter",
             config=config.trainer,
             model_dir=model_location(context.directory),
             directory=context.directory.path,

@@ -19,10 +19,18 @@ END_S = 6.0
 NEEDED = ("--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--enforce-eager")
 
 
+ADAPTERS = ("--enable-lora", "--max-loras", "4", "--max-cpu-loras", "16")
+"""Requests of several versions run side by side while the older ones end."""
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Those that vLLM can be built for."""
+
+
 async def main(context: RoleContext) -> str:
     config = context.loaded.config.inference
+    lora = context.loaded.config.trainer.lora
+    rank = lora.rank if lora is not None and config.publish == "adapter" else None
     url = context.addresses["own"]
-    process = await _start(config, str(model_location(context.directory)), url)
+    process = await _start(config, str(model_location(context.directory)), url, adapter_rank=rank)
     died = asyncio.create_task(process.wait(), name="vllm.process")
     drained = asyncio.create_task(context.draining.wait(), name="vllm.drain")
     try:
@@ -39,7 +47,9 @@ async def main(context: RoleContext) -> str:
         await _end(process, died)
 
 
-async def _start(config: InferenceConfig, model_dir: str, url: str) -> asyncio.subprocess.Process:
+async def _start(
+    config: InferenceConfig, model_dir: str, url: str, *, adapter_rank: int | None
+) -> asyncio.subprocess.Process:
     if config.vllm.python is None:
         raise RunError(
             "inference.vllm.python is not set: name an interpreter that has vLLM, or the servers in inference.urls"
@@ -53,6 +63,9 @@ async def _start(config: InferenceConfig, model_dir: str, url: str) -> asyncio.s
         back_end = "nccl" if config.transfer == "nccl" else "rollbook"
         command += ["--weight-transfer-config", f'{{"backend": "{back_end}"}}']
     env = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}
+    if adapter_rank is not None:
+        env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+        command += [*ADAPTERS, "--max-lora-rank", str(next((r for r in RANKS if r >= adapter_rank), RANKS[-1]))]
     env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     try:
         return await asyncio.create_subprocess_exec(*command, *config.vllm.args, env=env)

@@ -32,6 +32,15 @@ def test_a_task_counts_once_however_often_it_was_played() -> None:
     assert (result.tasks, result.episodes) == (2, 10)
 
 
+def test_tasks_that_were_solved_at_least_once_are_told_beside_the_mean() -> None:
+    tasks = [played("a", [1.0, 0.0], [True, False]), played("a", [0.0, 0.0], [False, False])]
+    result = summarise("all", tasks)
+    assert result.solved is not None
+    assert result.solved_once is not None
+    assert (result.solved.mean, result.solved_once.mean) == (0.25, 0.5)
+    assert result.row()["solved_once"]["mean"] == 0.5
+
+
 def test_what_could_not_be_scored_is_counted_and_left_out_of_the_means() -> None:
     result = summarise("all", [played("a", [1.0], [True]), played("a", [], [], unscorable=2)])
     assert result.reward is not None

@@ -176,3 +176,49 @@ def test_a_recorded_run_of_another_version_is_told_field_by_field(tmp_path: Path
     )
     with pytest.raises(ConfigError, match=r"rollout\.ledger_patience_s: unknown field.*another version of Rollbook"):
         load_config(path, is_checked=False)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "published"),
+    [
+        ((), "auto"),
+        (("trainer.lora.rank=4",), "adapter"),
+        (("trainer.lora.rank=4", "inference.publish='full'"), "full"),
+        (("trainer.lora.rank=4", "inference.engine='vllm'", "inference.vllm.python='python'"), "adapter"),
+        (("trainer.lora.rank=4", "inference.engine='vllm'", "inference.urls=['http://a']"), "full"),
+        (
+            (
+                "trainer.lora.rank=4",
+                "inference.engine='vllm'",
+                "inference.urls=['http://a']",
+                "inference.publish='adapter'",
+            ),
+            "adapter",
+        ),
+        (
+            (
+                "trainer.lora.rank=4",
+                "inference.engine='vllm'",
+                "inference.urls=['http://a']",
+                "inference.transfer='nccl'",
+            ),
+            "full",
+        ),
+    ],
+)
+def test_what_is_published_is_settled_with_the_config(
+    tmp_path: Path, overrides: tuple[str, ...], published: str
+) -> None:
+    config = load_config(written(tmp_path, GOOD), overrides).config
+    assert config.inference.publish == published
+
+
+def test_adapters_cannot_be_published_where_none_are_trained_or_taken(tmp_path: Path) -> None:
+    assert "trainer.lora" in faults_of(tmp_path, GOOD, ("inference.publish='adapter'",))["inference.publish"]
+    nccl = (
+        "trainer.lora.rank=4",
+        "inference.publish='adapter'",
+        "inference.engine='vllm'",
+        "inference.transfer='nccl'",
+    )
+    assert "nccl" in faults_of(tmp_path, GOOD, (*nccl, "inference.urls=['http://a']"))["inference.publish"]

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -290,10 +291,10 @@ async def test_the_next_batch_trains_while_a_slow_push_goes_on(tmp_path: Path) -
             return answer
 
     class Slow(MemoryReplicas):
-        async def receive(self, publication: Publication, location: str) -> None:
+        async def receive(self, publication: Publication, location: str, **limits: Any) -> None:
             if publication.step == 0:
                 await until(lambda: 2 in asked)  # batch 2 is asked for when batch 1 begins to train
-            await super().receive(publication, location)
+            await super().receive(publication, location, **limits)
 
     replicas = Slow()
     outcome = await trainer_loop(Asking(ledger), replicas, tmp_path, quick()).run()

@@ -1,5 +1,7 @@
 """Adapters learn, the base stands still, the merged model is published, and checkpoints are PEFT's own."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from rollbook.contracts.errors import RunError
 from rollbook.trainer.checkpoint import Checkpoints, initial_learner
 from rollbook.trainer.config import LoraSettings, TrainerConfig
 from rollbook.trainer.model import PolicyModel
@@ -82,3 +85,32 @@ def test_a_full_copy_is_the_reference_of_a_fully_trained_model(model_dir: Path) 
 
     assert pulled.model.digest() != free.model.digest()
     assert distance(pulled.model.weights()) != pytest.approx(distance(free.model.weights()), rel=1e-3)
+
+
+def test_what_is_published_may_be_the_adapters_alone_and_either_way_a_checkpoint_is_known_again(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    config = lora()
+    learner = initial_learner(model_dir, config)
+    merged = learner.model.digest()
+    kind = learner.publish_adapters()
+    assert kind.base_digest == PolicyModel.load(model_dir).digest() == merged, "fresh adapters change nothing"
+    assert (kind.settings["r"], kind.settings["peft_type"]) == (4, "LORA")
+    json.dumps(dict(kind.settings))
+    learner.run(recorded_batch(1))
+    alone = learner.snapshot()
+    assert all(".lora_" in name for name in alone)
+    assert sum(t.numel() for t in alone.values()) < learner.num_parameters / 2
+    checkpoints = Checkpoints(tmp_path / "checkpoints", model_dir=model_dir, config=config)
+    saved = checkpoints.write(learner.copied(alone), weights_digest=learner.model.digest())
+    # The next trainer may publish otherwise: the checkpoint is still that of these weights.
+    resumed = checkpoints.restore(saved)
+    assert resumed.model.has_digest(saved.weights_digest)
+    assert resumed.model.digest() != saved.weights_digest
+    with pytest.raises(RunError, match="digest"):
+        checkpoints.restore(replace(saved, weights_digest=merged))
+
+
+def test_without_adapters_none_can_be_published(model_dir: Path) -> None:
+    with pytest.raises(RunError, match=r"trainer\.lora"):
+        initial_learner(model_dir, quick()).publish_adapters()

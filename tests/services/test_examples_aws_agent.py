@@ -1,0 +1,106 @@
+"""The recipe of the AWS agent: what is held out stays so, demonstrations are what they say, the view keeps what is asked for."""
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.parts.run_small import REPOSITORY
+
+RECIPE = REPOSITORY / "examples" / "04_aws_agent_learns"
+
+
+@pytest.fixture(scope="module")
+def recipe() -> Iterator[dict[str, ModuleType]]:
+    """The example's own modules, found as a worker finds them."""
+    names = ("small_aws", "prepare", "results")
+    sys.path.insert(0, str(RECIPE))
+    try:
+        yield {name: importlib.import_module(name) for name in names}
+    finally:
+        sys.path.remove(str(RECIPE))
+        for name in names:
+            sys.modules.pop(name, None)
+
+
+def test_held_out_pairs_of_words_are_in_every_measured_task_and_in_no_renamed_demonstration(
+    recipe: dict[str, ModuleType],
+) -> None:
+    small_aws, prepare = recipe["small_aws"], recipe["prepare"]
+    rows = list(small_aws.tasks("test", 3))
+    assert all(small_aws.has_held_out_pair(json.dumps(row["variants"])) for row in rows)
+    chat = [
+        {"role": "user", "content": "Create a bucket named amber-birch."},
+        {"role": "assistant", "content": "amber-birch"},
+    ]
+    shown = list(prepare.renamed([chat], 200, seed=3))
+    assert not any(small_aws.has_held_out_pair(message["content"]) for other in shown for message in other)
+    assert len({other[0]["content"] for other in shown}) > 150
+    # The same word for the same word: what was to be copied still is.
+    assert all(other[1]["content"] in other[0]["content"] for other in shown)
+
+
+def test_training_and_measured_tasks_have_no_name_in_common(recipe: dict[str, ModuleType]) -> None:
+    def first_names(split: str) -> set[str]:
+        rows = recipe["small_aws"].tasks(split, 20)
+        pairs = recipe["small_aws"].PAIR
+        return {"-".join(pairs.findall(json.dumps(row["variants"]))[0]) for row in rows}
+
+    assert not first_names("train") & first_names("test")
+
+
+@pytest.mark.parametrize(
+    ("flaw", "line"),
+    [
+        ("guessed_operation", "aws s3api make-bucket --bucket amber-birch"),
+        ("guessed_option", "aws s3api create-bucket --id amber-birch"),
+        ("cut_name", "aws s3api create-bucket --bucket amber"),
+    ],
+)
+def test_a_careless_move_differs_from_the_right_one_in_one_thing(
+    recipe: dict[str, ModuleType], flaw: str, line: str
+) -> None:
+    assert getattr(recipe["prepare"], flaw)("aws s3api create-bucket --bucket amber-birch") == line
+    assert getattr(recipe["prepare"], flaw)("aws sns list-topics") != "aws sns list-topics"
+
+
+def test_the_view_keeps_values_and_errors_and_leaves_out_braces_and_usage(recipe: dict[str, ModuleType]) -> None:
+    view = recipe["small_aws"].seen_by_agent
+    assert (
+        view(json.dumps({"Parameter": {"Name": "/a", "LastModifiedDate": 17.5, "Value": "fern"}}))
+        == "Name /a; Value fern;"
+    )
+    usage = "usage: aws [options] <command>\nTo see help text, you can run:\n\n  aws help\n\naws: error: argument operation: no"
+    assert view(usage) == "error: argument operation: no"
+
+
+def test_a_command_is_few_tokens_and_comes_back_as_it_was(recipe: dict[str, ModuleType]) -> None:
+    line = "aws s3api create-bucket --bucket amber-birch"
+    chats = [
+        [{"role": "user", "content": "Create an S3 bucket named amber-birch."}, {"role": "assistant", "content": line}]
+    ]
+    tokenizer = recipe["prepare"].train_tokenizer(chats * 20, vocab_size=400)
+    ids = tokenizer.encode(line, add_special_tokens=False)
+    assert len(ids) <= 14
+    assert tokenizer.decode(ids) == line
+
+
+def measurement(mean: float) -> dict[str, Any]:
+    solved = {"mean": mean, "low": mean - 0.05, "high": mean + 0.05}
+    return {
+        "step": 4,
+        "results": [{"label": "all", "tasks": 8, "episodes": 16, "solved": solved, "solved_once": solved}],
+    }
+
+
+def test_the_table_says_whether_before_and_after_are_apart(recipe: dict[str, ModuleType], tmp_path: Path) -> None:
+    table = recipe["results"].table
+    assert table({"before": measurement(0.3), "after": measurement(0.6)})[-1].endswith("| +30.0 | apart |")
+    assert table({"before": measurement(0.3), "after": measurement(0.35)})[-1].endswith("| +5.0 | overlap |")
+    recipe["results"].draw(tmp_path / "x.png", [(2.5, 0.4)], {"before": measurement(0.3), "after": measurement(0.6)})
+    assert (tmp_path / "x.png").stat().st_size > 5_000

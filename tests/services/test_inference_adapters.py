@@ -1,0 +1,227 @@
+"""Adapters over HTTP: loaded by name as at vLLM, published by a trainer under the weight protocol, asked for by name."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from safetensors.torch import load_file
+
+from rollbook.contracts.errors import FencedError, RunError, TransientError
+from rollbook.contracts.policy import Publication, SamplingParams
+from rollbook.inference.client import open_policy_client
+from rollbook.inference.engine import Engine
+from rollbook.inference.low_rank import CONFIG_FILE
+from rollbook.inference.routes.replies import Handler
+from rollbook.inference.server import build_app, serve
+from rollbook.inference.transfer_way import WayPlace, open_way
+from rollbook.inference.vllm_adapters import VllmAdapterDialect
+from rollbook.inference.weights import WeightTransferClient
+from tests.parts.inference_adapters import make_adapter, peft_model, published_adapter
+from tests.parts.inference_engines import Workshop, engine_config, until
+from tests.parts.inference_models import plain_logprobs
+from tests.services.test_inference_server import Served, served, update_body
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    return Workshop(root=tmp_path_factory.mktemp("adapters-served"))
+
+
+@pytest.fixture(scope="module")
+def adapters(workshop: Workshop) -> list[Path]:
+    return [make_adapter(workshop.root / f"adapter-{seed}", workshop.model_dir, seed=seed) for seed in (1, 2)]
+
+
+async def say(server: Served, verb: str, **body: Any) -> tuple[int, str]:
+    async with server.session.post(f"{server.url}/v1/{verb}_lora_adapter", json=body) as response:
+        return response.status, await response.text()
+
+
+async def test_an_adapter_is_loaded_asked_for_and_unloaded_by_its_name(
+    workshop: Workshop, adapters: list[Path]
+) -> None:
+    async with served(workshop, "transformers", published=None) as server:
+        assert (await say(server, "load", lora_name="one", lora_path=str(adapters[0]))) == (
+            200,
+            "Success: LoRA adapter 'one' added successfully.",
+        )
+        _, listed = await server.get("/v1/models")
+        assert [(card["id"], card["parent"]) for card in listed["data"]] == [("policy", None), ("one", "policy")]
+        assert (await server.get("/weight_info"))[1]["adapter"] == "one"
+        asked = {"model": "one", "prompt": [1, 2], "max_tokens": 8, "logprobs": 0, "return_token_ids": True}
+        status, reply = await server.post("/v1/completions", asked)
+        assert (status, reply["model"]) == (200, "one")
+        choice = reply["choices"][0]
+        expected = plain_logprobs(peft_model(workshop.model_dir, adapters[0]), [1, 2, *choice["token_ids"]], 2)
+        assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=1e-4)
+
+        assert (await say(server, "load", lora_name="two", lora_path=str(adapters[1])))[0] == 200
+        status, reply = await server.post("/v1/completions", asked)
+        assert (status, reply["error"]["param"]) == (404, "model")
+        assert "policy, two" in reply["error"]["message"], "who asked for an adapter that is gone hears which is there"
+        assert (await say(server, "unload", lora_name="two")) == (
+            200,
+            "Success: LoRA adapter 'two' removed successfully.",
+        )
+        _, check = await server.post("/weight_checker")
+        assert check["digest"] == check["published"], "the base is back"
+
+
+async def test_what_cannot_be_loaded_is_answered_as_vllm_answers_it(workshop: Workshop, adapters: list[Path]) -> None:
+    async with served(workshop, "transformers", published=None) as server:
+        path = str(adapters[0])
+        assert (await say(server, "load", lora_name="one", lora_path=path))[0] == 200
+        for verb, body, status, kind, words in (
+            ("load", {"lora_name": "", "lora_path": path}, 400, "InvalidUserInput", "must be provided"),
+            ("load", {"lora_name": "one", "lora_path": path}, 400, "InvalidUserInput", "has already been loaded"),
+            ("load", {"lora_name": "policy", "lora_path": path}, 400, "InvalidUserInput", "conflicts with a served"),
+            ("load", {"lora_name": "x", "lora_path": "/none"}, 404, "NotFoundError", "No adapter found for /none"),
+            ("unload", {"lora_name": "x"}, 404, "NotFoundError", "The lora adapter 'x' cannot be found."),
+            ("unload", {"lora_name": ""}, 400, "InvalidUserInput", "needs to be provided"),
+        ):
+            told, text = await say(server, verb, **body)
+            assert (told, kind in text, words in text) == (status, True, True), text
+        assert (await say(server, "load", lora_name="one", lora_path=path, load_inplace=True))[0] == 200
+
+
+async def test_once_a_trainer_has_published_nobody_else_loads_adapters(
+    workshop: Workshop, adapters: list[Path]
+) -> None:
+    async with served(workshop, "transformers", published=1) as server:
+        assert (await say(server, "load", lora_name="one", lora_path=str(adapters[0])))[0] == 409
+        offered, path, adapter = published_adapter(adapters[0], 2)
+        info = {"name": adapter.name, "settings": dict(adapter.settings)}
+        body = update_body(workshop, 1, publication=2, step=2, digest=offered.digest, path=str(path), adapter=info)
+        assert (await server.post("/update_weights", body))[0] == 200
+        assert (await server.get("/weight_info"))[1]["adapter"] == "policy-v2"
+        assert (await say(server, "unload", lora_name="policy-v2"))[0] == 409
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Two replicas, a trainer's end, and a switch that makes the second replica unreachable."""
+
+    client: WeightTransferClient
+    engines: list[Engine]
+    cut: list[bool]
+
+    async def push(self, directory: Path, number: int, *, epoch: int = 1) -> tuple[Publication, str]:
+        offered, path, adapter = published_adapter(directory, number, epoch=epoch)
+        location = await self.client.put(offered, load_file(path), adapter=adapter)
+        await self.client.receive(offered, location)
+        return offered, location
+
+    @property
+    def live(self) -> list[str | None]:
+        return [None if engine.adapter is None else engine.adapter.name for engine in self.engines]
+
+
+@asynccontextmanager
+async def bench(workshop: Workshop, tmp_path: Path, way: str = "directory", **settings: Any) -> AsyncIterator[Bench]:
+    cut = [False]
+    async with AsyncExitStack() as stack:
+        engines, urls = [], []
+        for number in range(2):
+
+            @web.middleware
+            async def stand_in(request: web.Request, handler: Handler, number: int = number) -> web.StreamResponse:
+                if cut[0] and number == 1:
+                    return web.Response(status=502)
+                return await handler(request)
+
+            engine = await stack.enter_async_context(workshop.engine("transformers", published=None))
+            app = build_app(engine, engine_config("transformers"))
+            app.middlewares.append(stand_in)
+            engines.append(engine)
+            urls.append(await stack.enter_async_context(serve(app)))
+        place = WayPlace(directory=str(tmp_path / "weights"), timeout_s=20)
+        client = await stack.enter_async_context(
+            WeightTransferClient(urls, **{"request_s": 30, "way": open_way(way, place), **settings})
+        )
+        yield Bench(client=client, engines=engines, cut=cut)
+
+
+@pytest.mark.parametrize("way", ["directory", "shared_memory", "gloo"])
+async def test_a_published_adapter_is_live_everywhere_and_its_digest_is_checked(
+    workshop: Workshop, adapters: list[Path], tmp_path: Path, way: str
+) -> None:
+    async with bench(workshop, tmp_path, way) as b:
+        for number, directory in enumerate(adapters, start=1):
+            offered, location = await b.push(directory, number)
+            assert b.live == [f"policy-v{number}"] * 2
+            assert list(await b.client.reported()) == [offered] * 2
+            assert [await engine.weights_digest() for engine in b.engines] == [offered.digest] * 2
+            if way != "gloo":
+                # What lies there is a directory that PEFT reads: an adapter, and small.
+                assert (Path(location).parent / CONFIG_FILE).is_file()
+                completion = await b.engines[0].generate([1, 2], SamplingParams(max_tokens=6))
+                theirs = peft_model(workshop.model_dir, Path(location).parent)
+                expected = plain_logprobs(theirs, [1, 2, *completion.token_ids.tolist()], 2)
+                assert completion.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+async def test_an_adapter_of_an_old_epoch_is_refused_and_one_for_another_model_stops_the_trainer(
+    workshop: Workshop, adapters: list[Path], tmp_path: Path
+) -> None:
+    async with bench(workshop, tmp_path) as b:
+        newest, _ = await b.push(adapters[0], 3, epoch=2)
+        with pytest.raises(FencedError):
+            await b.push(adapters[1], 4, epoch=1)
+        assert list(await b.client.reported()) == [newest] * 2
+        foreign = make_adapter(tmp_path / "gpt2", Workshop(root=tmp_path, kind="gpt2").model_dir)
+        with pytest.raises(RunError, match="does not have"):
+            await b.push(foreign, 5, epoch=2)
+
+
+async def test_a_replica_that_missed_an_adapter_is_quarantined_and_brought_up_to_date(
+    workshop: Workshop, adapters: list[Path], tmp_path: Path
+) -> None:
+    async with bench(workshop, tmp_path, confirm_s=2.0) as b:
+        await b.push(adapters[0], 1)
+        b.cut[0] = True
+        second, location = await b.push(adapters[1], 2)
+        assert b.client.quarantined
+        assert b.live == ["policy-v2", "policy-v1"]
+        b.cut[0] = False
+        await b.client.reported()
+        await b.client.receive(second, location)
+        assert b.live == ["policy-v2", "policy-v2"]
+
+
+async def test_adapters_arrive_in_flight_and_each_token_says_which_one_sampled_it(
+    workshop: Workshop, adapters: list[Path], tmp_path: Path
+) -> None:
+    async with bench(workshop, tmp_path) as b:
+        await b.push(adapters[0], 1)
+        for number in range(2, 14):
+            running = b.engines[0].submit([1, 2, 3], SamplingParams(max_tokens=200))
+            await until(lambda: b.engines[0].stats().running > 0)
+            await b.push(adapters[number % 2], number)
+            if set((await running).versions.tolist()) == {number - 1, number}:
+                return
+        raise AssertionError("no adapter ever arrived while a request was running")
+
+
+async def test_who_asks_by_name_finds_the_newest_adapter_and_stamps_its_tokens_with_it(
+    workshop: Workshop, adapters: list[Path]
+) -> None:
+    """vLLM's dialect, at our own server: it lists adapters and answers to their names as vLLM does."""
+    async with (
+        served(workshop, "transformers", published=None) as server,
+        open_policy_client(server.url, request_s=20, dialect=VllmAdapterDialect(model_name="policy")) as client,
+    ):
+        waiting = asyncio.create_task(client.complete([1, 2], SamplingParams(max_tokens=3)))
+        for number, directory in ((4, adapters[0]), (5, adapters[1]), (6, adapters[0])):
+            offered, path, adapter = published_adapter(directory, number)
+            await server.engine.load_weights(offered, path, adapter=adapter)
+            # The name that was heard of before is gone: that is found out by asking, and asked again.
+            completion = await client.complete([1, 2], SamplingParams(max_tokens=3), min_publication=number - 1)
+            assert set(completion.versions.tolist()) == {number}
+        assert set((await waiting).versions.tolist()) <= {4, 5, 6}
+        with pytest.raises(TransientError, match="7 or newer was asked for"):
+            await client.complete([1], SamplingParams(max_tokens=1), min_publication=7, timeout_s=0.5)

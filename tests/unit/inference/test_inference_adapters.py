@@ -1,0 +1,253 @@
+"""An adapter beside the base: the engine's numbers are PEFT's, the base comes back whole, and what it cannot compute is refused."""
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rollbook.contracts.adapter import Adapter
+from rollbook.contracts.policy import Publication, PublicationId, SamplingParams
+from rollbook.contracts.weights import weights_digest
+from rollbook.inference.config import InferenceConfig
+from rollbook.inference.engine import Engine, WeightsError
+from rollbook.inference.engines.live_weights import LiveWeights
+from rollbook.inference.engines.transformers import open_engine
+from rollbook.inference.gate import OutdatedUpdateError
+from rollbook.inference.low_rank import checked_settings, low_rank_pairs, read_adapter
+from rollbook.trainer.model import PolicyModel
+from rollbook.trainer.weights import digest_of, named_weights
+from tests.parts.inference_adapters import make_adapter, peft_model, published_adapter
+from tests.parts.inference_engines import Workshop
+from tests.parts.inference_models import build_model, plain_logprobs
+
+PROMPT = [3, 4, 5]
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    return Workshop(root=tmp_path_factory.mktemp("adapters"))
+
+
+async def deviation(engine: Engine, model: Any, *, count: int = 24) -> float:
+    """The largest difference between the engine's logprobs and those of a plain forward of `model`."""
+    completion = await engine.generate(PROMPT, SamplingParams(max_tokens=count, seed=5))
+    expected = plain_logprobs(model, [*PROMPT, *completion.token_ids.tolist()], len(PROMPT))
+    return float(np.abs(np.array(expected) - completion.logprobs).max())
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"use_rslora": True, "rank_pattern": {"(q_proj|c_attn)": 2}, "alpha_pattern": {"(q_proj|c_attn)": 3}}],
+)
+async def test_logprobs_with_an_adapter_are_those_of_pefts_own_forward(
+    workshop: Workshop, tmp_path: Path, kind: str, settings: dict[str, Any]
+) -> None:
+    shop = replace(workshop, kind=kind)
+    directory = make_adapter(tmp_path / "adapter", shop.model_dir, **settings)
+    offered, path, adapter = published_adapter(directory, 1)
+    async with open_engine(InferenceConfig(), shop.model_dir) as engine:
+        await engine.load_weights(offered, path, adapter=adapter)
+        assert await deviation(engine, peft_model(shop.model_dir, directory)) < 1e-4
+        assert await deviation(engine, build_model(kind, seed=0)) > 1e-2, "the base alone gives others"
+        assert engine.adapter == adapter
+        assert await engine.weights_digest() == offered.digest
+
+
+async def test_one_adapter_takes_the_place_of_another_and_the_base_comes_back_to_the_bit(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    wide = make_adapter(tmp_path / "wide", workshop.model_dir, seed=1)
+    narrow = make_adapter(tmp_path / "narrow", workshop.model_dir, seed=2, target_modules=["q_proj"], r=2)
+    async with open_engine(InferenceConfig(), workshop.model_dir) as engine:
+        base = await engine.weights_digest()
+        for number, directory in enumerate((wide, narrow, wide, narrow), start=1):
+            offered, path, adapter = published_adapter(directory, number)
+            await engine.load_weights(offered, path, adapter=adapter)
+            assert await deviation(engine, peft_model(workshop.model_dir, directory)) < 1e-4
+            assert await engine.base_digest() == base
+        await engine.unload_adapter(replace(offered, id=PublicationId(9), digest=base))
+        assert engine.adapter is None
+        assert await engine.weights_digest() == base
+
+
+async def test_whole_weights_end_an_adapter_and_become_the_next_base(workshop: Workshop, tmp_path: Path) -> None:
+    directory = make_adapter(tmp_path / "adapter", workshop.model_dir)
+    first, path, adapter = published_adapter(directory, 1)
+    async with open_engine(InferenceConfig(), workshop.model_dir) as engine:
+        await engine.load_weights(first, path, adapter=adapter)
+        whole, file = workshop.weights(2)
+        await engine.load_weights(whole, file)
+        assert engine.adapter is None
+        assert await engine.base_digest() == await engine.weights_digest() == whole.digest
+
+
+async def test_an_adapter_for_another_base_is_refused_and_the_same_base_accepted(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    directory = make_adapter(tmp_path / "adapter", workshop.model_dir)
+    offered, path, adapter = published_adapter(directory, 1)
+    base = digest_of(named_weights(build_model("llama", seed=0)))
+    async with open_engine(InferenceConfig(), workshop.model_dir) as engine:
+        with pytest.raises(WeightsError, match="was trained beside weights with digest other"):
+            await engine.load_weights(offered, path, adapter=replace(adapter, base_digest="other"))
+        assert engine.publication is None
+        await engine.load_weights(offered, path, adapter=replace(adapter, base_digest=base))
+        # While an adapter is live, the base is still known.
+        again = replace(offered, id=PublicationId(2))
+        await engine.load_weights(again, path, adapter=replace(adapter, base_digest=base))
+
+
+async def test_an_adapter_is_a_publication_like_any_other(workshop: Workshop, tmp_path: Path) -> None:
+    directory = make_adapter(tmp_path / "adapter", workshop.model_dir)
+    offered, path, adapter = published_adapter(directory, 5, epoch=2)
+    async with open_engine(InferenceConfig(), workshop.model_dir) as engine:
+        await engine.load_weights(offered, path, adapter=adapter)
+        completion = await engine.generate(PROMPT, SamplingParams(max_tokens=4))
+        assert completion.versions.tolist() == [5] * 4
+        for stale in (replace(offered, id=PublicationId(6), epoch=1), replace(offered, id=PublicationId(4))):
+            with pytest.raises(OutdatedUpdateError):
+                await engine.load_weights(stale, path, adapter=adapter)
+        with pytest.raises(WeightsError, match="digest"):
+            await engine.load_weights(replace(offered, id=PublicationId(6), digest="0" * 32), path, adapter=adapter)
+        assert engine.publication == offered
+
+
+async def test_a_damaged_matrix_is_seen_in_the_digest(workshop: Workshop, tmp_path: Path) -> None:
+    offered, path, adapter = published_adapter(make_adapter(tmp_path / "adapter", workshop.model_dir), 1)
+    async with open_engine(InferenceConfig(), workshop.model_dir) as engine:
+        await engine.load_weights(offered, path, adapter=adapter)
+        weights: Any = engine.parts.weights
+
+        def damage() -> None:
+            weights._targets["model.layers.0.self_attn.q_proj.weight"][0, 0] += 0.5
+
+        await engine.order(damage)
+        assert await engine.weights_digest() != offered.digest
+
+
+def test_an_adapter_in_bfloat16_is_added_in_float32_and_rounded_once() -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(8, 6, bias=False).to(torch.bfloat16)
+    module = nn.Sequential(linear)
+    base = linear.weight.detach().clone()
+    a, b = torch.randn(2, 8), torch.randn(6, 2)
+    weights = LiveWeights(module, torch.device("cpu"))
+    adapter = Adapter(name="tiny", settings={"r": 2, "lora_alpha": 4})
+    weights.apply(weights.plan_adapter(adapter, {"0.lora_A.weight": a, "0.lora_B.weight": b}))
+    assert torch.equal(linear.weight, (base.float() + (b @ a) * 2.0).to(torch.bfloat16))
+    before = weights_digest(weights.adapter_snapshot() or [])
+    a.zero_()
+    assert weights_digest(weights.adapter_snapshot() or []) == before, "what was given may change afterwards"
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"r": 2, "lora_alpha": 4, "use_dora": True}, "use_dora"),
+        ({"r": 2, "lora_alpha": 4, "bias": "all"}, "bias"),
+        ({"r": 2, "lora_alpha": 4, "modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"r": 2, "lora_alpha": 4, "init_lora_weights": "pissa"}, "init_lora_weights"),
+        ({"r": 2, "lora_alpha": 4, "peft_type": "IA3"}, "peft_type"),
+        ({"r": 0, "lora_alpha": 4}, "rank"),
+        ({"lora_alpha": 4}, "r"),
+    ],
+)
+def test_settings_that_mean_something_else_are_refused_by_name(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(WeightsError, match=named):
+        checked_settings(settings)
+
+
+def test_tensors_that_are_no_pair_are_refused() -> None:
+    settings = checked_settings({"r": 2, "lora_alpha": 4})
+    with pytest.raises(WeightsError, match="one half"):
+        low_rank_pairs(settings, ["base_model.model.a.lora_A.weight"])
+    with pytest.raises(WeightsError, match="no lora_A"):
+        low_rank_pairs(settings, ["base_model.model.a.lora_magnitude_vector"])
+    with pytest.raises(WeightsError, match="no tensors"):
+        low_rank_pairs(settings, [])
+
+
+async def test_an_adapter_that_does_not_fit_the_model_changes_nothing(workshop: Workshop, tmp_path: Path) -> None:
+    tied = replace(workshop, kind="qwen2")
+    other = make_adapter(tmp_path / "gpt2", replace(workshop, kind="gpt2").model_dir)
+    async with open_engine(InferenceConfig(), tied.model_dir) as engine:
+        base = await engine.weights_digest()
+        offered, path, adapter = published_adapter(other, 1)
+        with pytest.raises(WeightsError, match="does not have"):
+            await engine.load_weights(offered, path, adapter=adapter)
+        small = Adapter(name="head", settings={"r": 2, "lora_alpha": 4})
+        head = {"lm_head.lora_A.weight": torch.ones(2, 32), "lm_head.lora_B.weight": torch.ones(32, 2)}
+        with pytest.raises(WeightsError, match="shares its memory"):
+            await engine.load_tensors(offered, head, adapter=small)
+        layer = "model.layers.0.self_attn.q_proj"
+        askew = {f"{layer}.lora_A.weight": torch.ones(2, 32), f"{layer}.lora_B.weight": torch.ones(31, 2)}
+        with pytest.raises(WeightsError, match=r"shape \(31, 2\)"):
+            await engine.load_tensors(offered, askew, adapter=small)
+        assert await engine.weights_digest() == base
+        assert engine.publication is None
+
+
+async def test_a_peft_directory_is_served_as_one_model(workshop: Workshop, tmp_path: Path) -> None:
+    directory = make_adapter(tmp_path / "adapter", workshop.model_dir)
+    async with open_engine(InferenceConfig(), directory) as engine:
+        await engine.adopt(Publication(id=PublicationId(0), epoch=0, step=0, digest=await engine.weights_digest()))
+        assert any("lean" in way for way in engine.parts.ways)
+        assert await deviation(engine, peft_model(workshop.model_dir, directory)) < 1e-4
+        # The trainer's reading of it is the same weights.
+        assert await engine.weights_digest() == PolicyModel.load(directory).digest()
+
+
+class Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    """Names what torch is asked to do in this thread."""
+
+    def __init__(self, names: set[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self.names = names
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(str(func.overloadpacket))
+        return func(*args, **(kwargs or {}))
+
+
+async def test_the_stepping_thread_only_copies_what_was_computed_beside_it(workshop: Workshop, tmp_path: Path) -> None:
+    offered, path, adapter = published_adapter(make_adapter(tmp_path / "adapter", workshop.model_dir), 1)
+    async with open_engine(InferenceConfig(publish="adapter"), workshop.model_dir) as engine:
+        weights: Any = engine.parts.weights
+        plan, apply = weights.plan_adapter, weights.apply
+        threads: dict[str, str] = {}
+        asked: set[str] = set()
+
+        def planned(*args: Any) -> Any:
+            threads["plan"] = threading.current_thread().name
+            return plan(*args)
+
+        def applied(load_plan: Any) -> None:
+            threads["apply"] = threading.current_thread().name
+            with Ops(asked):
+                apply(load_plan)
+
+        weights.plan_adapter, weights.apply = planned, applied
+        await engine.load_weights(offered, path, adapter=adapter)
+    assert threads == {"plan": "policy-staging_0", "apply": "policy-engine"}
+    assert asked == {"aten.copy_"}
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_products_by_groups_are_those_one_by_one(workshop: Workshop, tmp_path: Path, kind: str) -> None:
+    shop = replace(workshop, kind=kind)
+    directory = make_adapter(tmp_path / "adapter", shop.model_dir, rank_pattern={"(q_proj|c_attn)": 2})
+    settings, tensors = read_adapter(directory)
+    weights = LiveWeights(build_model(kind, seed=0), torch.device("cpu"))
+    beside = weights.plan_adapter(Adapter(name="a", settings=settings), tensors).beside
+    assert beside is not None
+    singly, together = beside.merged_one_by_one(), beside.merged_by_groups()
+    assert singly.keys() == together.keys()
+    for name, matrix in singly.items():
+        torch.testing.assert_close(together[name], matrix, rtol=0, atol=1e-6)

@@ -1,0 +1,34 @@
+"""What `transfer = "auto"` means where."""
+
+import pytest
+
+from rollbook.inference.config import InferenceConfig
+from rollbook.run.policy_access import chosen_transfer
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
+def test_weights_stay_on_the_gpu_that_trainer_and_engine_share(device: str) -> None:
+    config = InferenceConfig(engine="transformers", device=device)
+    assert chosen_transfer(config, "cuda") == "cuda_ipc"
+
+
+@pytest.mark.parametrize(
+    ("config", "trainer_device"),
+    [
+        (InferenceConfig(engine="transformers", device="cuda:1"), "cuda"),
+        (InferenceConfig(engine="transformers", device="cuda"), "cpu"),
+        (InferenceConfig(engine="transformers", device="cpu"), "cuda"),
+    ],
+)
+def test_weights_go_through_the_host_where_the_devices_differ(config: InferenceConfig, trainer_device: str) -> None:
+    assert chosen_transfer(config, trainer_device) in {"shared_memory", "directory"}
+
+
+def test_servers_elsewhere_read_a_directory() -> None:
+    config = InferenceConfig(engine="transformers", device="cuda", urls=["http://10.0.0.7:8000"])
+    assert chosen_transfer(config, "cuda") == "directory"
+
+
+def test_a_way_that_was_chosen_is_taken() -> None:
+    config = InferenceConfig(engine="transformers", device="cuda", transfer="shared_memory")
+    assert chosen_transfer(config, "cuda") == "shared_memory"
