@@ -17,6 +17,7 @@ from rollbook.concurrency.clock import SystemClock
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId
+from rollbook.ledger.allocator import keep_memory_for_bodies
 from rollbook.ledger.asking import audit_at
 from rollbook.ledger.atropos.config import AtroposConfig
 from rollbook.ledger.atropos.routes import add_atropos
@@ -63,6 +64,7 @@ def serve(
         dialect = AtroposConfig(run=str(atropos_run))
         add_atropos(app, store=opened, config=dialect, limits=config.ledger, clock=SystemClock(), log=log)
 
+    keep_memory_for_bodies()
     uvloop.run(serve_ledger(config, log=log, mount=mount if atropos_run is not None else None))
 
 

@@ -18,6 +18,7 @@ import uvloop
 from rollbook.concurrency.clock import SystemClock
 from rollbook.concurrency.parent_watch import die_with_parent
 from rollbook.contracts.errors import RollbookError
+from rollbook.ledger.allocator import keep_memory_for_bodies
 from rollbook.ledger.atropos.config import AtroposConfig
 from rollbook.ledger.atropos.routes import add_atropos
 from rollbook.ledger.config import Durability, LedgerConfig
@@ -99,6 +100,7 @@ def _child_command(args: argparse.Namespace, listening: socket.socket, alive_fd:
 
 
 def _serve(args: argparse.Namespace, listening: socket.socket) -> int:
+    keep_memory_for_bodies()
     if args.parent_fd is not None:
         die_with_parent(args.parent_fd)
     log = EventLog("run-api", echo=sys.stderr)
