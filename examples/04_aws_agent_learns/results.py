@@ -7,7 +7,6 @@ Where the intervals of before and after overlap, the last column says so: then n
 
 import argparse
 import json
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -123,7 +122,9 @@ def main() -> int:
         source = args.home / f"{name}.json"
         if source.is_file():
             measured[name] = json.loads(source.read_text(encoding="utf-8"))
-            shutil.copyfile(source, args.to / source.name)
+            # Where the model lay on the machine that measured it says nothing elsewhere.
+            kept = {key: value for key, value in measured[name].items() if key != "model"}
+            (args.to / source.name).write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
     lines = [*table(measured), "", headroom(measured)]
     (args.to / "table.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     draw(args.to / "learning.png", progress(args.home / "rl"), measured)

@@ -15,6 +15,8 @@ SPACE, COMMA, MINUS, ZERO, NINE = b" ,-09"
 OPENING, CLOSING, EXPONENT = b"[]e"
 FIRST_SIGNS = frozenset(b"-0123456789")
 DIGITS = frozenset(b"0123456789")
+_any = np.logical_or.reduce
+"""What the method of arrays calls in the end."""
 _ANYTHING = msgspec.json.Decoder(msgspec.Raw)
 """Skips over a value, and so finds out whether it is well formed."""
 
@@ -40,23 +42,23 @@ def find_int_rows(body: bytes, begin: int) -> IntRows | None:
         return None
     below, commas, spaces = signs < ZERO, signs == COMMA, signs == SPACE
     # A digit or a bracket before each comma; behind each a space, or behind none.
-    if (below[:-1] & commas[1:]).any() or (spaces.any() and (commas[:-1] ^ spaces[1:]).any()):
+    if _any(below[:-1] & commas[1:]) or (_any(spaces) and _any(commas[:-1] ^ spaces[1:])):
         return None
     # A zero that begins a number is all of it.
     zeros = below[:-1] & (signs[1:] == ZERO)
-    if zeros.any():
+    if _any(zeros):
         behind = signs[np.flatnonzero(zeros) + 2]
         if ((behind >= ZERO) & (behind <= NINE)).any():
             return None
     num_negative = 0
     others = below ^ commas ^ spaces
-    if others.any():
+    if _any(others):
         num_first = sum(body[first + 1] == MINUS for first, _ in rows)
         minuses = signs == MINUS
         # Of what is left all are minuses, each behind a comma, a space or the bracket of its row.
         if (
-            (others ^ minuses).any()
-            or (minuses[:-1] & minuses[1:]).any()
+            _any(others ^ minuses)
+            or _any(minuses[:-1] & minuses[1:])
             or np.count_nonzero(minuses[1:] > below[:-1]) != num_first
         ):
             return None
@@ -95,20 +97,19 @@ def _rows(body: bytes, begin: int) -> list[tuple[int, int]] | None:
     if begin < 0 or body[begin : begin + 2] != b"[[":
         return None
     rows: list[tuple[int, int]] = []
-    first = begin + 1
+    find, first = body.find, begin + 1
     while True:
-        last = body.find(b"]", first)
-        if last < 0 or body[first + 1] not in FIRST_SIGNS or body[last - 1] not in DIGITS:
+        last = find(b"]", first)
+        if last < 0 or body[last - 1] not in DIGITS:
             return None
-        if body[first + 1] == ZERO and body[first + 2] in DIGITS:
+        begins = body[first + 1]
+        if begins not in FIRST_SIGNS or (begins == ZERO and body[first + 2] in DIGITS):
             return None
         rows.append((first, last))
         behind = body[last + 1 : last + 4]
-        if behind.startswith(b"]"):
-            return rows
         if behind == b", [":
             first = last + 3
-        elif behind.startswith(b",["):
+        elif behind[:2] == b",[":
             first = last + 2
         else:
-            return None
+            return rows if behind[:1] == b"]" else None

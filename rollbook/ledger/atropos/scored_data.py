@@ -86,6 +86,7 @@ _KINDS: dict[str, msgspec.json.Decoder[Any]] = {
 }
 _ROWS_OF_FLOATS = msgspec.json.Decoder(list[list[float]])
 _FREE_FORM = ("messages", "generation_params", "overrides", "group_overrides", "images")
+_SELDOM = (*_FREE_FORM, "distill_token_ids", "distill_logprobs")
 _PER_TOKEN = ("advantages", "ref_logprobs", "inference_logprobs")
 
 
@@ -184,12 +185,16 @@ def _plain_rest(found: _Envelope, parts: dict[str, Text], *, lengths: list[int],
     if found.env_id is not None:
         parts["env_id"] = b"%d" % found.env_id
     for name in _PER_TOKEN:
-        raw = NULL if name in parts else bytes(getattr(found, name))
+        given = getattr(found, name)
+        raw = NULL if given is _NOTHING or name in parts else bytes(given)
         if raw != NULL:
             parts[name] = raw
             _check_floats(raw)
-    for name in (*_FREE_FORM, "distill_token_ids", "distill_logprobs"):
-        raw = bytes(getattr(found, name))
+    for name in _SELDOM:
+        given = getattr(found, name)
+        if given is _NOTHING:
+            continue
+        raw = bytes(given)
         if raw == NULL:
             continue
         parts[name] = raw
