@@ -3,10 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from reasoning_gym import (  # type: ignore[import-not-found,unused-ignore]  # an extra of its own
-    create_dataset,
-    get_score_answer_fn,
-)
+from reasoning_gym import create_dataset, get_score_answer_fn
 
 from rollbook.envs.maths import Maths
 
