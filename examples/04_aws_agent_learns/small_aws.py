@@ -159,7 +159,8 @@ def instances(
                 break
             names = _names(dict(rng.choice(task.variants)), rng, is_held_out=split == "test")
             key = "|".join(names.values())
-            if key in seen:
+            # Not as a second name either: a held-out pair is one that nobody trained, wherever it stands.
+            if key in seen or (split != "test" and has_held_out_pair(key)):
                 continue
             seen.add(key)
             row = {
