@@ -137,7 +137,7 @@ def prove(args: argparse.Namespace) -> int:
         second = proof.phase(2, model)
         criteria = [
             *judge_first(first, budget=1, is_trend_demanded=not args.short),
-            *judge_second(second, first, budget=2, minibatches=2, is_speed_demanded=not args.short),
+            *judge_second(second, first, budget=2, minibatches=2, is_short=args.short),
         ]
         for criterion in criteria:
             tell(criterion.line())

@@ -115,17 +115,16 @@ def test_the_sums_are_two_hundred_problems_and_their_words_are_those_of_the_mode
     assert all(f"'\\boxed{{{n}}}'" in config for n in sums.ANSWERS)
 
 
-@pytest.mark.parametrize("steps", [4, pytest.param(60, marks=pytest.mark.slow)])
-def test_the_single_turn_recipe_trains_from_tokens_alone(tmp_path: Path, steps: int) -> None:
+@pytest.mark.slow
+def test_the_single_turn_recipe_trains_from_tokens_alone(tmp_path: Path) -> None:
     config = REPOSITORY / "examples" / "08_single_turn_tokens" / "run.toml"
-    arguments = ["--run-dir", str(tmp_path / "run"), "--set", f"trainer.max_steps={steps}", "--json"]
+    arguments = ["--run-dir", str(tmp_path / "run"), "--set", "trainer.max_steps=60", "--json"]
     done = rollbook("train", str(config), *arguments)
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout.splitlines()[-1])
     assert (summary["steps"], summary["audit"]) == (steps, "ok")
     assert summary["max_lag"] <= 2
-    if steps == 60:
-        assert summary["solved_last"] > summary["solved_first"] + 0.2
+    assert summary["solved_last"] > summary["solved_first"] + 0.2
 
 
 def test_the_proof_of_learning_holds_in_its_short_form() -> None:

@@ -11,6 +11,7 @@ LORA = ["trainer.lora.rank=4", "trainer.lora.alpha=8", "trainer.lr=0.01", "train
 MEASURED = ["evaluation.every_steps=3", "evaluation.max_tasks=4"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_adapters_are_published_through_a_kill_and_the_audit_holds(tmp_path: Path) -> None:
     run = SmallRun(tmp_path, [*LORA, "inference.transfer='directory'", "trainer.checkpoint_every=3", *MEASURED]).start()

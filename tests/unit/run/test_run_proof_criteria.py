@@ -56,7 +56,7 @@ def first(phase: Phase) -> list[str]:
 
 
 def second(phase: Phase) -> list[str]:
-    return failed(judge_second(phase, GOOD, budget=2, minibatches=2, is_speed_demanded=True))
+    return failed(judge_second(phase, GOOD, budget=2, minibatches=2, is_short=False))
 
 
 def test_two_good_phases_pass_every_criterion() -> None:
