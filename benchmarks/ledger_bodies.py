@@ -58,11 +58,14 @@ def native_group(number: int) -> wire.Submit:
         for _ in range(SEQUENCES)
     )
     task = TaskId(f"bench-{number}")
-    group = PromptGroup(id=group_id(task, 0), task_id=task, draw=0, samples=samples)
+    return submission(PromptGroup(id=group_id(task, 0), task_id=task, draw=0, samples=samples))
+
+
+def submission(group: PromptGroup) -> wire.Submit:
     payload = encode_group(group)
     return wire.Submit(
         group_id=group.id,
-        task_id=task,
+        task_id=group.task_id,
         draw=0,
         attempt=1,
         publications=(-1,),

@@ -21,6 +21,7 @@ import psutil
 import uvloop
 from aiohttp import web
 
+from benchmarks.ledger_bodies import submission
 from benchmarks.report import machine, tell
 from rollbook.contracts.admission import RunSettings
 from rollbook.contracts.freshness import FreshnessRule
@@ -30,7 +31,6 @@ from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import RolloutSample, TokenRow
 from rollbook.ledger import wire
 from rollbook.ledger.config import Durability, LedgerConfig, LedgerServerConfig
-from rollbook.ledger.group_frame import encode_group, payload_digest
 from rollbook.ledger.serve import listening_socket, serve_ledger
 from rollbook.telemetry.events import EventLog
 
@@ -56,19 +56,7 @@ def requests(count: int) -> list[bytes]:
     sample = RolloutSample(sequences=(row,), sampling=SamplingParams(), reward=1.0)
     made = []
     for number in range(count):
-        group = group_of(number, sample)
-        payload = encode_group(group)
-        asked = wire.Submit(
-            group_id=group.id,
-            task_id=group.task_id,
-            draw=0,
-            attempt=1,
-            publications=(-1,),
-            outcome=group.outcome(seconds=1.0),
-            payload=payload,
-            payload_digest=payload_digest(payload),
-        )
-        body = msgspec.msgpack.encode(asked)
+        body = msgspec.msgpack.encode(submission(group_of(number, sample)))
         head = f"POST /v1/runs/{RUN}/submit HTTP/1.1\r\nHost: ledger\r\nContent-Type: {wire.CONTENT_TYPE}\r\n"
         made.append(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
     return made

@@ -191,7 +191,7 @@ class WeightTransferClient:
 
         await asyncio.gather(*(look(at) for at in tuple(self._quarantined)))
 
-    async def _push_paused(self, serving: Sequence[int], push: "_Push") -> None:
+    async def _push_paused(self, serving: Sequence[int], push: _Push) -> None:
         """Pause all of them; then send; then resume all of them, whatever happened in between."""
 
         async def pause(at: int) -> None:
@@ -207,7 +207,7 @@ class WeightTransferClient:
             # A deadline of its own: a replica that is left paused answers nobody.
             await self._those_that_can(held, resume, "resume", Deadline(self._request_s, "resume"))
 
-    async def _push(self, serving: Sequence[int], push: "_Push") -> None:
+    async def _push(self, serving: Sequence[int], push: _Push) -> None:
         publication, location = push.publication, push.location
         info = (
             message(publication, "directory", path=location)
@@ -227,7 +227,7 @@ class WeightTransferClient:
             serving = await self._send_to_group(serving, info, push)
         await self._those_that_can(serving, update, f"publication {publication.id}", push.deadline)
 
-    async def _send_to_group(self, serving: Sequence[int], info: Any, push: "_Push") -> Sequence[int]:
+    async def _send_to_group(self, serving: Sequence[int], info: Any, push: _Push) -> Sequence[int]:
         """All at once or not at all. When a member is gone, those that still answer form the next group."""
         assert self._group is not None
         group, left = self._group, list(serving)

@@ -1,8 +1,6 @@
 """The recipe of the AWS agent: what is held out stays so, demonstrations are what they say, the view keeps what is asked for."""
 
-import importlib
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -10,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.parts.examples import modules_of
 from tests.parts.run_small import REPOSITORY
 
 RECIPE = REPOSITORY / "examples" / "04_aws_agent_learns"
@@ -17,15 +16,8 @@ RECIPE = REPOSITORY / "examples" / "04_aws_agent_learns"
 
 @pytest.fixture(scope="module")
 def recipe() -> Iterator[dict[str, ModuleType]]:
-    """The example's own modules, found as a worker finds them."""
-    names = ("small_aws", "prepare", "results")
-    sys.path.insert(0, str(RECIPE))
-    try:
-        yield {name: importlib.import_module(name) for name in names}
-    finally:
-        sys.path.remove(str(RECIPE))
-        for name in names:
-            sys.modules.pop(name, None)
+    with modules_of(RECIPE, ("small_aws", "prepare", "results")) as found:
+        yield found
 
 
 def test_held_out_pairs_of_words_are_in_every_measured_task_and_in_no_renamed_demonstration(

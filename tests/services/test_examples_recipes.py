@@ -3,7 +3,6 @@
 import asyncio
 import importlib
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.parts.examples import modules_of
 from tests.parts.run_small import REPOSITORY, rollbook
 
 MATHS = REPOSITORY / "examples" / "03_maths_with_retry"
@@ -20,15 +20,8 @@ MATHS = REPOSITORY / "examples" / "03_maths_with_retry"
 
 @pytest.fixture(scope="module")
 def maths() -> Iterator[dict[str, ModuleType]]:
-    """The example's own modules, found as a worker finds them."""
-    names = ("maths_with_retry", "scoring", "sums", "prepare_data")
-    sys.path.insert(0, str(MATHS))
-    try:
-        yield {name: importlib.import_module(name) for name in names}
-    finally:
-        sys.path.remove(str(MATHS))
-        for name in names:
-            sys.modules.pop(name, None)
+    with modules_of(MATHS, ("maths_with_retry", "scoring", "sums", "prepare_data")) as found:
+        yield found
 
 
 def ask(maths: dict[str, ModuleType], reply: str, expected: str, **options: Any) -> bool:
