@@ -20,7 +20,6 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from queue import Empty
 from typing import Any
@@ -30,6 +29,7 @@ import torch
 import uvloop
 
 from benchmarks import logprob_fidelity
+from benchmarks.device_times import copy_limit, copy_rate, kernel_split, timed_ms
 from benchmarks.engine_loop import Asked, LoopResult, in_process, requests
 from benchmarks.engine_models import SMALL, SMOLLM2_135M, Shape, build, make_model_dir, opened, publish
 from benchmarks.report import Figure, print_figures, tell
@@ -335,23 +335,6 @@ async def update_in_flight(bench: Bench, engine: TransformersEngine) -> Figure:
     )
 
 
-def copy_limit(device: str, size: int) -> float:
-    """Seconds to bring that many bytes to the device, pinned."""
-    if device == "cpu":
-        source = torch.empty(size, dtype=torch.uint8)
-        began = time.perf_counter()
-        source.clone()
-        return time.perf_counter() - began
-    source = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty(size, dtype=torch.uint8, device=device)
-    target.copy_(source)
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    target.copy_(source)
-    torch.cuda.synchronize()
-    return time.perf_counter() - began
-
-
 # --- the decode step alone ---
 
 
@@ -420,57 +403,6 @@ def standing(count: int, rows: int, position: int, plan: Plan) -> RowTable:
     return table
 
 
-def timed_ms(act: Callable[[], None], device: str, repeats: int = 50) -> float:
-    for _ in range(5):
-        act()
-    if device == "cpu":
-        began = time.perf_counter()
-        for _ in range(repeats):
-            act()
-        return (time.perf_counter() - began) / repeats * 1e3
-    times = []
-    for _ in range(5):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        start.record()
-        for _ in range(repeats // 5):
-            act()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / (repeats // 5))
-    return float(statistics.median(times))
-
-
-def kernel_split(act: Callable[[], None]) -> dict[str, float]:
-    """Milliseconds of a step by kind of kernel, as the profiler sees them inside the graph."""
-    kinds = {
-        "attention over the slots": ("_attend_one", "_join_splits"),
-        "norms": ("_rms_norm",),
-        "rotary and cache write": ("_rotate_and_store",),
-        "gates": ("_gate",),
-        "sampling": ("_sample",),
-        "matrix products": ("gemm", "nvjet", "cutlass", "cublas", "splitk", "wgmma", "xmma"),
-    }
-    repeats = 10
-    try:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            for _ in range(repeats):
-                act()
-            torch.cuda.synchronize()
-    except RuntimeError as error:
-        tell(f"  no split of the step's time: the profiler failed: {error}")
-        return {}
-    split = dict.fromkeys([*kinds, "other kernels and copies"], 0.0)
-    for event in profile.key_averages():
-        spent = float(getattr(event, "self_device_time_total", 0.0)) / repeats / 1e3
-        name = event.key.lower()
-        kind = next(
-            (k for k, marks in kinds.items() if any(mark in name for mark in marks)), "other kernels and copies"
-        )
-        split[kind] += spent
-    split["sum of kernels"] = sum(split.values())
-    return {name: round(spent, 4) for name, spent in split.items()}
-
-
 def bandwidth_limit_ms(engine: TransformersEngine, count: int, position: int, plan: Plan) -> tuple[float, str]:
     """Weights once and the rows' keys and values once, at the bandwidth a copy reaches on this device."""
     weights = engine.parts.weights.num_bytes
@@ -480,22 +412,6 @@ def bandwidth_limit_ms(engine: TransformersEngine, count: int, position: int, pl
     cache = count * (position + 1) * shape.layers * 2 * shape.kv_heads * head * itemsize
     rate = copy_rate(plan.device)
     return (weights + cache) / rate * 1e3, f"{weights / 1e6:.0f} + {cache / 1e6:.0f} MB at {rate / 1e12:.2f} TB/s"
-
-
-def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    target.copy_(source)
-
-
-def copy_rate(device: str) -> float:
-    """Bytes a second, read and written together, of a large copy inside the device."""
-    size = 1 << (32 if device == "cuda" else 26)
-    source = torch.empty(size, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    ms = timed_ms(partial(_copy, source, target), device, repeats=10)
-    del source, target
-    if device == "cuda":
-        torch.cuda.empty_cache()
-    return 2 * size / ms * 1e3
 
 
 async def attention_sweep(bench: Bench) -> None:
