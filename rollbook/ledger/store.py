@@ -160,8 +160,12 @@ class Reader(Protocol):
 
 
 class Store(Protocol):
-    async def write(self, work: Callable[[Transaction], T]) -> T:
-        """Run `work` in a write transaction. It must be quick and touch nothing but the transaction: it may run in a thread."""
+    async def write(self, work: Callable[[Transaction], T], *, before: Callable[[], None] | None = None) -> T:
+        """Run `work` in a write transaction. It must be quick and touch nothing but the transaction: it may run in a thread.
+
+        `before` is what `work` computes by itself if nobody has done it yet. A store whose transactions keep other processes
+        waiting calls it first, in the same thread; it must not raise.
+        """
 
     async def read(self, work: Callable[[Transaction], T]) -> T:
         """Run `work` on one consistent moment."""

@@ -57,8 +57,8 @@ class SlowStore(MemoryStore):
         self.may_answer = asyncio.Event()
         self.may_answer.set()
 
-    async def write(self, work: Any) -> Any:
-        done = await super().write(work)
+    async def write(self, work: Any, *, before: Any = None) -> Any:
+        done = await super().write(work, before=before)
         await self.may_answer.wait()
         return done
 

@@ -14,7 +14,7 @@ from rollbook.contracts.group import GroupId
 from rollbook.ledger.atropos import rules
 from rollbook.ledger.atropos.config import AtroposConfig
 from rollbook.ledger.atropos.models import RegisterEnv, Registration
-from rollbook.ledger.atropos.posting import Arrival, Bounds, Outcome, Post, forget, store_posts
+from rollbook.ledger.atropos.posting import Bounds, Incoming, Outcome, Stored, forget, store_posts
 from rollbook.ledger.atropos.rules import Handed
 from rollbook.ledger.bell import Bell
 from rollbook.ledger.config import LedgerConfig
@@ -29,13 +29,8 @@ TIDY_S = 0.5
 """How often delivered answers are written down when no post does it in passing."""
 TOUCH_FRACTION = 0.25
 """An environment's sign of life is written once this part of its allowed silence has passed."""
-MOST_TOGETHER = 64
-"""Posts stored in one transaction: bounds how long the first of them waits."""
-GATHER_S = 0.03
-"""How long the first of them waits for others, as long as each few rounds of the event loop bring one."""
-QUIET_ROUNDS = 4
-LINGER_S = 0.002
-"""How long to wait for the next one while fewer have come than the last time. One client alone never waits."""
+MOST_TOGETHER = 16
+"""Posts looked at and stored in one transaction: bounds how long whoever else writes waits for them."""
 MEGABYTE = 1_000_000
 
 
@@ -58,13 +53,11 @@ class AtroposDesk:
             touch_s=config.env_silence_s * TOUCH_FRACTION,
         )
         self._unsettled: Counter[str] = Counter()
-        """Posts stored here that are still in the table of unanswered ones, though they are being answered or were."""
+        """Posts stored here that are being answered or were, and still are in the table of unanswered ones."""
         self._answered: list[str] = []
-        self._arriving: list[tuple[Post, asyncio.Future[dict[str, Any]]]] = []
+        self._arriving: list[tuple[Incoming, asyncio.Future[Stored]]] = []
         """Bounded by the connections: each waits for its own."""
         self._storing: asyncio.Task[None] | None = None
-        self._num_before = 1
-        """Posts in the last transaction."""
         self._polled: dict[int, float] = {}
         self._serving = asyncio.Lock()
         store.listen(self._bell.ring)
@@ -154,75 +147,70 @@ class AtroposDesk:
         return await self._store.read(lambda tx: rules.latest_example(tx, self.run_id))
 
     @asynccontextmanager
-    async def posted(self, post: Post) -> AsyncIterator[dict[str, Any]]:
+    async def posted(self, incoming: Incoming) -> AsyncIterator[dict[str, Any]]:
         """Store a post. The block delivers the answer; when it fails, the same bytes again are taken for a repetition."""
-        self._unsettled[post.digest] += 1
+        stored = await self._store_with_patience(incoming)
         is_delivered = False
         try:
-            answer = await self._store_with_patience(post)
-            yield answer
+            yield stored.answer
             is_delivered = True
         finally:
             if is_delivered:
-                self._answered.append(post.digest)
+                self._answered.append(stored.digest)
             else:
-                self._settle([post.digest])
+                self._settle([stored.digest])
 
-    async def _store_with_patience(self, post: Post) -> dict[str, Any]:
+    async def _store_with_patience(self, incoming: Incoming) -> Stored:
         """Wait for room in a full queue, for a while."""
         until = self._clock.now() + self.config.hold_s
         while True:
             ticket = self._bell.ticket(self.run_id)
             try:
-                return await self._store_now(post)
+                return await self._store_now(incoming)
             except QueueFullError:
                 left = until - self._clock.now()
                 if left <= 0:
                     raise
             await self._bell.wait(ticket, at_most_s=left, clock=self._clock)
 
-    async def _store_now(self, post: Post) -> dict[str, Any]:
+    async def _store_now(self, incoming: Incoming) -> Stored:
         """Store a post together with the others that came while the last ones were being written."""
-        done: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._arriving.append((post, done))
+        done: asyncio.Future[Stored] = asyncio.get_running_loop().create_future()
+        self._arriving.append((incoming, done))
         if self._storing is None:
             self._storing = asyncio.create_task(self._store_arriving(), name=f"atropos.store.{self.run_id}")
-        return await done
+        try:
+            return await done
+        except asyncio.CancelledError:
+            if done.done() and not done.cancelled() and done.exception() is None:
+                # Stored in the very moment in which the client went away.
+                self._settle([done.result().digest])
+            raise
 
     async def _store_arriving(self) -> None:
         """Takes: arrived posts. Gives: their outcomes. Ends: when no more have come. A client that goes away stops nothing."""
         try:
             while self._arriving:
-                await self._gather()
                 arriving, self._arriving = self._arriving[:MOST_TOGETHER], self._arriving[MOST_TOGETHER:]
                 await self._store_together(arriving)
         finally:
             self._storing = None
 
-    async def _gather(self) -> None:
-        """Wait while more are coming in: posts that share a transaction cost half, and the loop is busy with reading anyway."""
-        until = self._clock.now() + GATHER_S
-        num_seen = 0
-        while num_seen < len(self._arriving) < MOST_TOGETHER and self._clock.now() < until:
-            num_seen = len(self._arriving)
-            for _ in range(QUIET_ROUNDS):
-                await asyncio.sleep(0)
-            if num_seen == len(self._arriving) < self._num_before:
-                # Whoever was answered a moment ago is about to come again.
-                await asyncio.sleep(LINGER_S)
-        self._num_before = len(self._arriving)
-
-    async def _store_together(self, arriving: "list[tuple[Post, asyncio.Future[dict[str, Any]]]]") -> None:
+    async def _store_together(self, arriving: "list[tuple[Incoming, asyncio.Future[Stored]]]") -> None:
         answered, self._answered = self._answered, []
-        # Those struck off in the same transaction are not in flight in its eyes, and neither are the ones that come with it.
-        in_flight = self._unsettled - Counter(answered) - Counter(post.digest for post, _ in arriving)
-        arrivals = []
-        for post, _ in arriving:
-            arrivals.append(Arrival(post=post, in_flight=in_flight[post.digest]))
-            in_flight[post.digest] += 1
+        # Those struck off in the same transaction are not in flight in its eyes.
+        in_flight = self._unsettled - Counter(answered)
+        arrived = [incoming for incoming, _ in arriving]
+
+        def look() -> None:
+            for incoming in arrived:
+                incoming.look()
+
         try:
-            outcomes: Sequence[Outcome | BaseException] = await self._write(
-                lambda book: store_posts(book, arrivals, answered=answered, bounds=self._bounds), creates=True
+            outcomes: Sequence[Outcome] = await self._write(
+                lambda book: store_posts(book, arrived, in_flight=in_flight, answered=answered, bounds=self._bounds),
+                creates=True,
+                before=look,
             )
             self._settle(answered)
         except Exception as error:  # whoever waits must hear it
@@ -230,11 +218,12 @@ class AtroposDesk:
             outcomes = [error] * len(arriving)
         for (_, done), outcome in zip(arriving, outcomes, strict=True):
             if done.done():
-                continue
-            if isinstance(outcome, BaseException):
-                done.set_exception(outcome)
-            else:
+                continue  # the client has gone: its answer is lost, and the same bytes again are a repetition
+            if isinstance(outcome, Stored):
+                self._unsettled[outcome.digest] += 1
                 done.set_result(outcome)
+            else:
+                done.set_exception(outcome)
 
     # ------------------------------------------------------------------ inside
 
@@ -278,7 +267,9 @@ class AtroposDesk:
             if self._unsettled[digest] <= 0:
                 del self._unsettled[digest]
 
-    async def _write(self, rule: Callable[[RunBook], T], *, creates: bool = False) -> T:
+    async def _write(
+        self, rule: Callable[[RunBook], T], *, creates: bool = False, before: Callable[[], None] | None = None
+    ) -> T:
         now = self._clock.wall()
 
         def work(tx: Transaction) -> T:
@@ -287,7 +278,7 @@ class AtroposDesk:
             with opened_book(tx, self.run_id, now) as book:
                 return rule(book)
 
-        return await self._store.write(work)
+        return await self._store.write(work, before=before)
 
 
 @asynccontextmanager

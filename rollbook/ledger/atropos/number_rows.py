@@ -2,7 +2,8 @@
 
 Integers are checked sixteen signs at a time instead of read one by one. Written plainly, as every common library writes them, what
 may follow what can be seen from a few comparisons of the whole text with itself, moved on by one sign. Other numbers go through
-the JSON reader, which skips them. Anything else, right or wrong, is left to the reader of whole bodies: whatever is taken here is
+the JSON reader, which skips them. Masks that repeat their tokens, as environments write them, are compared with them and not looked
+at again. Anything else, right or wrong, is left to the reader of whole bodies: whatever is taken here is
 valid, not everything that is valid is taken.
 """
 
@@ -11,10 +12,14 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-SPACE, COMMA, MINUS, ZERO, NINE = b" ,-09"
-OPENING, CLOSING, EXPONENT = b"[]e"
+SPACE, COMMA, MINUS, ZERO, NINE, EXPONENT = b" ,-09e"
 FIRST_SIGNS = frozenset(b"-0123456789")
 DIGITS = frozenset(b"0123456789")
+NO_NUMBER = (b'"', b"{", b"n", b"E")
+"""Each other kind of value has one of these signs, or an e that no minus follows."""
+FEW = 16
+MASKED = b"-100"
+"""The mark of a token that is not trained."""
 _any = np.logical_or.reduce
 """What the method of arrays calls in the end."""
 _ANYTHING = msgspec.json.Decoder(msgspec.Raw)
@@ -26,6 +31,8 @@ class IntRows:
     begin: int
     end: int
     """Where the text lies in the body."""
+    rows: list[tuple[int, int]]
+    """The brackets of each inner list."""
     lengths: list[int]
     num_negative: int
 
@@ -64,7 +71,7 @@ def find_int_rows(body: bytes, begin: int) -> IntRows | None:
             return None
         num_negative = int(np.count_nonzero(minuses))
     lengths = [int(np.count_nonzero(commas[first - begin : last - begin])) + 1 for first, last in rows]
-    return IntRows(begin, end, lengths, num_negative)
+    return IntRows(begin, end, rows, lengths, num_negative)
 
 
 def find_float_rows(body: bytes, begin: int) -> tuple[int, int] | None:
@@ -73,23 +80,55 @@ def find_float_rows(body: bytes, begin: int) -> tuple[int, int] | None:
     if rows is None:
         return None
     end = rows[-1][1] + 2
-    if body.find(b'"', begin, end) >= 0:
+    if any(body.find(sign, begin, end) >= 0 for sign in NO_NUMBER) or not _are_small(body, begin, end):
         return None
-    signs = np.frombuffer(body, np.uint8, end - begin, begin)
-    is_high = signs > NINE
-    if np.count_nonzero(is_high) != 2 * len(rows) + 2:
-        # Small numbers are written with e-05 and the like, which cannot overflow; any other letter is not for us.
-        high = np.flatnonzero(is_high)
-        letters = high[(signs[high] != OPENING) & (signs[high] != CLOSING)]
-        if len(high) - len(letters) != 2 * len(rows) + 2:
-            return None
-        if not ((signs[letters] == EXPONENT).all() and (signs[letters + 1] == MINUS).all()):
-            return None
     try:
         _ANYTHING.decode(memoryview(body)[begin:end])
     except msgspec.MsgspecError:
         return None
     return begin, end
+
+
+def _are_small(body: bytes, begin: int, end: int) -> bool:
+    """Whether numbers with an exponent are written with e-05 and the like, which cannot overflow. No word has an e and a minus."""
+    at = body.find(b"e", begin, end)
+    for _ in range(FEW):
+        if at < 0:
+            return True
+        if body[at + 1] != MINUS:
+            return False
+        at = body.find(b"e", at + 1, end)
+    signs = np.frombuffer(body, np.uint8, end - begin, begin)
+    return not _any((signs[:-1] == EXPONENT) & (signs[1:] != MINUS))
+
+
+def find_mask_rows(body: bytes, begin: int, tokens: IntRows) -> IntRows | None:
+    """The masks of these tokens: in each row some that are not trained, then the very tokens. None: no such list, which is to be
+    looked at by itself."""
+    rows = _rows(body, begin)
+    if rows is None or len(rows) != len(tokens.rows):
+        return None
+    behind = b", " if body.find(b" ", begin, rows[-1][1]) >= 0 else b","
+    masked = MASKED + behind
+    num_negative = 0
+    for (first, last), (token_first, token_last), length in zip(rows, tokens.rows, tokens.lengths, strict=True):
+        minus = body.rfind(b"-", first, last)
+        num_masked, rest = divmod(minus + len(masked) - first - 1, len(masked)) if minus >= 0 else (0, 0)
+        same = first + 1 + num_masked * len(masked)
+        if rest or num_masked >= length or body[first + 1 : same] != masked * num_masked:
+            return None
+        size = last - same
+        token = token_last - size
+        # What is the same begins where a token begins, and as many tokens stand before it as are masked.
+        if (
+            token <= token_first
+            or body[same:last] != body[token:token_last]
+            or body[token - 1] not in b"[ ,"
+            or body.count(b",", token_first, token) != num_masked
+        ):
+            return None
+        num_negative += num_masked
+    return IntRows(begin, rows[-1][1] + 2, rows, tokens.lengths, num_negative)
 
 
 def _rows(body: bytes, begin: int) -> list[tuple[int, int]] | None:

@@ -1,7 +1,7 @@
 """Storing what environments post: queued or buffered, once, however often its answer was lost."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,33 +40,69 @@ class Post:
     is_list: bool
 
 
+class Incoming:
+    """A request that was received to its end, and that nobody has looked into yet.
+
+    It is looked at in the thread that stores it, one at a time: what was unpacked and checked is written while the processor has
+    it at hand, and its memory serves the next one.
+    """
+
+    def __init__(self, read: Callable[[], Post]) -> None:
+        self._read = read
+        self._found: Post | Exception | None = None
+
+    def look(self) -> None:
+        """Read it now, and remember what came of it."""
+        if self._found is None:
+            try:
+                self._found = self._read()
+            except Exception as error:
+                self._found = error
+
+    def take(self) -> Post:
+        """What is in it; not remembered any longer. Raises what reading it raised."""
+        self.look()
+        found = self._found
+        assert found is not None
+        if isinstance(found, Exception):
+            raise found
+        self._found = None
+        return found
+
+    def give_back(self, post: Post) -> None:
+        """It could not be stored yet."""
+        self._found = post
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arrival:
-    """A post to be stored, and how many with the very same bytes are being answered right now."""
-
-    post: Post
-    in_flight: int
+class Stored:
+    digest: str
+    answer: dict[str, Any]
 
 
-Outcome = dict[str, Any] | Refusal | QueueFullError
+Outcome = Stored | Exception
 
 
 class _Together:
     """Posts that are stored in one transaction: what they share is looked up once and written once."""
 
-    def __init__(self, book: RunBook, arrivals: Sequence[Arrival], bounds: Bounds) -> None:
+    def __init__(self, book: RunBook, in_flight: Mapping[str, int], bounds: Bounds) -> None:
         self.book = book
         self.bounds = bounds
         self.registration = registration_of(record_of(book.tx, book.run_id))
         self.shelved: list[ShelvedGroup] = []
         self.latest: ShelvedGroup | None = None
-        self._known = book.tx.atropos.unanswered(book.run_id, {arrival.post.digest for arrival in arrivals})
+        self._in_flight = dict(in_flight)
+        self._known: dict[str, UnansweredPost | None] = {}
         self._changed: set[str] = set()
 
-    def lost_answer(self, arrival: Arrival) -> UnansweredPost | None:
+    def lost_answer(self, digest: str) -> UnansweredPost | None:
         """More are stored than are being answered: the answer of one was lost, and this is its repetition."""
-        known = self._known.get(arrival.post.digest)
-        is_lost = known is not None and known.num > arrival.in_flight
+        if digest not in self._known:
+            self._known[digest] = self.book.tx.atropos.unanswered(self.book.run_id, digest)
+        known, in_flight = self._known[digest], self._in_flight.get(digest, 0)
+        self._in_flight[digest] = in_flight + 1
+        is_lost = known is not None and known.num > in_flight
         return (
             known if is_lost and known is not None and known.at >= self.book.now - self.bounds.retry_window_s else None
         )
@@ -87,7 +123,7 @@ class _Together:
     def write(self) -> None:
         tables, run_id = self.book.tx.atropos, self.book.run_id
         self.write_shelved()
-        changed = [self._known[digest] for digest in self._changed]
+        changed = [post for digest in self._changed if (post := self._known[digest]) is not None]
         tables.put_unanswered([post for post in changed if post.num > 0])
         tables.forget_unanswered(run_id, [post.digest for post in changed if post.num <= 0])
         if self.latest is not None:
@@ -95,37 +131,44 @@ class _Together:
 
 
 def store_posts(
-    book: RunBook, arrivals: Sequence[Arrival], *, answered: Sequence[str], bounds: Bounds
+    book: RunBook, arrived: Sequence[Incoming], *, in_flight: Mapping[str, int], answered: Sequence[str], bounds: Bounds
 ) -> list[Outcome]:
     """Store what has come in together, each post all or not at all, and say what became of each.
 
-    `answered` are digests of posts whose answer has been delivered since.
+    `in_flight` tells how many posts of a digest are stored and being answered right now; `answered` are digests of posts whose
+    answer has been delivered since.
     """
     forget(book, answered)
-    together = _Together(book, arrivals, bounds)
+    together = _Together(book, in_flight, bounds)
     outcomes: list[Outcome] = []
-    for arrival in arrivals:
+    for incoming in arrived:
         try:
-            outcomes.append(_store_post(together, arrival))
-        except (Refusal, QueueFullError) as error:  # raised before anything of this post was written
+            post = incoming.take()
+        except Exception as error:  # whatever it is: it harms no other
+            outcomes.append(error)
+            continue
+        try:
+            outcomes.append(_store_post(together, post))
+        except Refusal as error:  # like the next: raised before anything of this post was written
+            outcomes.append(error)
+        except QueueFullError as error:
+            incoming.give_back(post)
             outcomes.append(error)
     together.write()
     return outcomes
 
 
-def _store_post(together: _Together, arrival: Arrival) -> dict[str, Any]:
-    post = arrival.post
-    known = together.lost_answer(arrival)
+def _store_post(together: _Together, post: Post) -> Stored:
+    known = together.lost_answer(post.digest)
     if known is not None:
         together.count(post.digest, -1, known.answer)
-        found: dict[str, Any] = json.loads(known.answer)
-        return found
+        return Stored(digest=post.digest, answer=json.loads(known.answer))
     _refuse_oversized(together.registration, post)
     _refuse_when_full(together.book, post, together.bounds)
     answers = [_store(together, group) for group in post.groups]
     answer = _summary(answers) if post.is_list else answers[0]
     together.count(post.digest, +1, json.dumps(answer))
-    return answer
+    return Stored(digest=post.digest, answer=answer)
 
 
 def forget(book: RunBook, answered: Sequence[str]) -> None:

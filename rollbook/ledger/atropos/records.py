@@ -1,6 +1,6 @@
 """What the Atropos dialect remembers, and the primitives that a store offers for it."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -112,9 +112,7 @@ class AtroposTables(Protocol):
     def buffered(self, run_id: RunId, env_id: int) -> list[ShelvedGroup]:
         """By place."""
 
-    def unanswered(self, run_id: RunId, digests: Collection[str]) -> dict[str, UnansweredPost]:
-        """Those of these digests that are kept."""
-
+    def unanswered(self, run_id: RunId, digest: str) -> UnansweredPost | None: ...
     def put_unanswered(self, posts: Sequence[UnansweredPost]) -> None: ...
     def forget_unanswered(self, run_id: RunId, digests: Sequence[str]) -> None: ...
     def forget_answered(self, run_id: RunId, digests: Sequence[str]) -> None:

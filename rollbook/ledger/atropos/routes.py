@@ -2,7 +2,7 @@
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TypeVar
@@ -35,7 +35,7 @@ from rollbook.ledger.atropos.models import (
     refuse_extremes,
 )
 from rollbook.ledger.atropos.openapi import DOCS_PAGE, OPENAPI
-from rollbook.ledger.atropos.posting import Post
+from rollbook.ledger.atropos.posting import Incoming, Post
 from rollbook.ledger.atropos.refusals import KNOWN, error_answer
 from rollbook.ledger.atropos.rules import NoTrainerError, UnknownEnvError
 from rollbook.ledger.atropos.scored_data import PostedGroup, read_group, read_groups, read_message, refused
@@ -44,12 +44,9 @@ from rollbook.ledger.config import LedgerConfig
 from rollbook.ledger.hot_path import HOT_ROUTES, Asked, HotConnection, HotReply, HotRoute
 from rollbook.ledger.rules.book import UnknownRunError
 from rollbook.ledger.store import Store
-from rollbook.ledger.turns import Turns
 from rollbook.telemetry.events import EventLog
 
 M = TypeVar("M", bound=BaseModel)
-B = TypeVar("B", bytes, memoryview)
-T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 PREFIX = "/atropos/{run}"
@@ -125,7 +122,6 @@ class _Routes:
     def __init__(self, desks: _Desks, bodies: BodyReader) -> None:
         self._desks = desks
         self._bodies = bodies
-        self._turns = Turns()
 
     def table(self) -> tuple[tuple[str, str, Handler], ...]:
         return (
@@ -194,8 +190,8 @@ class _Routes:
         return json_answer(request, EMPTY_EXAMPLE) if found is None else body_answer(request, found)
 
     async def scored_data(self, request: web.Request) -> web.Response:
-        group = await self._look(read_group, await self._body(request))
-        return await self._post(request, Post(digest=group.digest, groups=(group,), is_list=False))
+        body = await self._body(request)
+        return await self._post(request, len(body), lambda: _post_of(read_group(body)))
 
     def hot_post(self) -> HotRoute:
         """The same without a framework around it, for the run at the root."""
@@ -204,13 +200,13 @@ class _Routes:
             head = _HotHead({"Accept-Encoding": asked.headers.get(b"accept-encoding", b"").decode("latin-1")})
             is_packed = b"content-encoding" in asked.headers
 
-            def read(came: memoryview) -> PostedGroup:
-                return read_group(unpack(came, at_most=self._bodies.most_bytes) if is_packed else bytes(came))
+            def read() -> Post:
+                return _post_of(read_group(unpack(body, at_most=self._bodies.most_bytes) if is_packed else bytes(body)))
 
             try:
-                group = await self._look(read, body)
+                incoming = await _incoming(len(body), read)
                 desk = await self._desks.at(RunId(self._desks.config.run))
-                async with desk.posted(Post(digest=group.digest, groups=(group,), is_list=False)) as told:
+                async with desk.posted(incoming) as told:
                     reply = HotReply(body=encode_json(told), content_type="application/json")
                     await connection.deliver(reply)
             except KNOWN as error:
@@ -228,13 +224,13 @@ class _Routes:
         )
 
     async def scored_data_list(self, request: web.Request) -> web.Response:
-        groups = tuple(await self._look(read_groups, await self._body(request)))
-        digest = hashlib.blake2b("\n".join(group.digest for group in groups).encode(), digest_size=16).hexdigest()
-        return await self._post(request, Post(digest=f"list {digest}", groups=groups, is_list=True))
+        body = await self._body(request)
+        return await self._post(request, len(body), lambda: _list_of(read_groups(body)))
 
-    async def _post(self, request: web.Request, post: Post) -> web.Response:
+    async def _post(self, request: web.Request, size: int, read: Callable[[], Post]) -> web.Response:
+        incoming = await _incoming(size, read)
         desk = await self._desks.of(request)
-        async with desk.posted(post) as answer:
+        async with desk.posted(incoming) as answer:
             return await deliver(request, json_answer(request, answer))
 
     async def status(self, request: web.Request) -> web.Response:
@@ -254,12 +250,6 @@ class _Routes:
     async def docs(self, request: web.Request) -> web.Response:
         return body_answer(request, DOCS_PAGE, content_type="text/html")
 
-    async def _look(self, read: Callable[[B], T], body: B) -> T:
-        """Look at a body: in turn where it is of usual size, in a thread where others would have to wait for it."""
-        if len(body) > LARGE:
-            return await asyncio.to_thread(read, body)
-        return await self._turns.do(lambda: read(body))
-
     async def _body(self, request: web.Request) -> bytes:
         require_json_type(request)
         return await read_body(request, bodies=self._bodies, within_s=self._desks.config.body_s)
@@ -272,6 +262,23 @@ class _Routes:
             raise refused(error) from None
         refuse_extremes(message)
         return message
+
+
+def _post_of(group: PostedGroup) -> Post:
+    return Post(digest=group.digest, groups=(group,), is_list=False)
+
+
+def _list_of(groups: Sequence[PostedGroup]) -> Post:
+    digest = hashlib.blake2b("\n".join(group.digest for group in groups).encode(), digest_size=16).hexdigest()
+    return Post(digest=f"list {digest}", groups=tuple(groups), is_list=True)
+
+
+async def _incoming(size: int, read: Callable[[], Post]) -> Incoming:
+    """A body of usual size is looked at when its turn to be stored has come; a large one here, so that nobody waits for it."""
+    incoming = Incoming(read)
+    if size > LARGE:
+        await asyncio.to_thread(incoming.look)
+    return incoming
 
 
 @web.middleware

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from rollbook.contracts.group import GroupOutcome
 from rollbook.ledger.atropos.models import FIELDS, Refusal, ScoredData, refusal, refuse_impossible
-from rollbook.ledger.atropos.number_rows import find_float_rows, find_int_rows
+from rollbook.ledger.atropos.number_rows import find_float_rows, find_int_rows, find_mask_rows
 from rollbook.ledger.group_frame import payload_digest
 
 NULL = b"null"
@@ -131,8 +131,11 @@ def _quick_group(body: bytes) -> PostedGroup | None:
     never taken for one of the group.
     """
     tokens = find_int_rows(body, _value_of(body, TOKENS_KEY, 0))
-    masks = None if tokens is None else find_int_rows(body, _value_of(body, MASKS_KEY, tokens.end))
-    if tokens is None or masks is None or tokens.lengths != masks.lengths:
+    if tokens is None:
+        return None
+    at = _value_of(body, MASKS_KEY, tokens.end)
+    masks = find_mask_rows(body, at, tokens) or find_int_rows(body, at)
+    if masks is None or tokens.lengths != masks.lengths:
         return None
     places = [(tokens.begin, tokens.end, TOKENS_MARK), (masks.begin, masks.end, MASKS_MARK)]
     at = _value_of(body, LOGPROBS_KEY, masks.end)

@@ -32,6 +32,7 @@ class Operation:
 
     work: Work
     done: asyncio.Future[Any]
+    before: Callable[[], None] | None = None
     result: Any = None
     error: BaseException | None = None
     announced: set[RunId] = field(default_factory=set)
@@ -53,8 +54,8 @@ class Committer:
         self._thread = threading.Thread(target=self._run, name="ledger-writer", daemon=True)
         self._thread.start()
 
-    async def write(self, work: Callable[[Transaction], T]) -> T:
-        operation = Operation(work, self._loop.create_future())
+    async def write(self, work: Callable[[Transaction], T], *, before: Callable[[], None] | None = None) -> T:
+        operation = Operation(work, self._loop.create_future(), before)
         self._waiting.put(operation)
         result: T = await operation.done
         return result

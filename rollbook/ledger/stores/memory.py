@@ -259,7 +259,8 @@ class MemoryStore:
         self._tables = _Tables()
         self._listeners: list[Callable[[RunId], None]] = []
 
-    async def write(self, work: Callable[[Transaction], T]) -> T:
+    async def write(self, work: Callable[[Transaction], T], *, before: Callable[[], None] | None = None) -> T:
+        del before  # nobody else is kept waiting
         return self.write_now(work)
 
     async def read(self, work: Callable[[Transaction], T]) -> T:

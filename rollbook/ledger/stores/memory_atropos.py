@@ -1,6 +1,6 @@
 """The primitives of the Atropos dialect in dictionaries."""
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
@@ -84,9 +84,8 @@ class MemoryAtroposTables:
     def buffered(self, run_id: RunId, env_id: int) -> list[ShelvedGroup]:
         return self._groups(run_id, lambda g: g.is_buffered and g.env_id == env_id)
 
-    def unanswered(self, run_id: RunId, digests: Collection[str]) -> dict[str, UnansweredPost]:
-        found = {digest: self._rows.unanswered.get((run_id, digest)) for digest in digests}
-        return {digest: post for digest, post in found.items() if post is not None}
+    def unanswered(self, run_id: RunId, digest: str) -> UnansweredPost | None:
+        return self._rows.unanswered.get((run_id, digest))
 
     def put_unanswered(self, posts: Sequence[UnansweredPost]) -> None:
         for post in posts:

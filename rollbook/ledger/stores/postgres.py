@@ -128,8 +128,8 @@ class PostgresStore:
         self._readers = _Readers(url)
         self._ear = _Ear(url, writer, self._committer.announce)
 
-    async def write(self, work: Callable[[Transaction], T]) -> T:
-        return await self._committer.write(work)
+    async def write(self, work: Callable[[Transaction], T], *, before: Callable[[], None] | None = None) -> T:
+        return await self._committer.write(work, before=before)
 
     async def read(self, work: Callable[[Transaction], T]) -> T:
         return await self._loop.run_in_executor(self._readers.pool, self._readers.read, work)

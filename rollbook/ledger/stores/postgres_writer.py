@@ -133,6 +133,9 @@ class PostgresWriter:
 
     def _commit_together(self, operations: list[Operation]) -> bool:
         """False: nothing of it stays, and each operation must be done by itself."""
+        for operation in operations:
+            if operation.before is not None:
+                operation.before()  # the other replicas need not wait for this
         try:
             patiently(lambda: self._attempt_all(operations), patience_s=PATIENCE_S, where=self.where)
         except MustRedoError:

@@ -36,6 +36,7 @@ def close_holes(db: sqlite3.Connection, directory: Path) -> None:
             db.execute(SET_MARK, mark)
         db.execute("COMMIT")
     except BaseException:
+        writer.take_back()
         writer.close()
         db.execute("ROLLBACK")
         raise
@@ -61,7 +62,7 @@ def _copy(db: sqlite3.Connection, directory: Path, segment: int, writer: Segment
     ).fetchall()
     for start in range(0, len(rows), COPIED_AT_ONCE):
         some = rows[start : start + COPIED_AT_ONCE]
-        places = writer.append([(read_payload(directory, Place(*place)), None) for _, _, *place in some])
+        places = [writer.append(read_payload(directory, Place(*place))) for _, _, *place in some]
         db.executemany(
             "UPDATE payload_places SET segment = ?, place = ? WHERE run_id = ? AND group_id = ?",
             [(to.segment, to.place, run_id, group_id) for to, (run_id, group_id, *_) in zip(places, some, strict=True)],

@@ -53,7 +53,7 @@ class SegmentedTransaction(SqlTransaction):
 
 
 class SegmentedWriteBehind(WriteBehind):
-    """For the writer: payloads of a commit are appended together."""
+    """For the writer: payloads go to their segment at once, and the rows that make them count with the others of the commit."""
 
     def __init__(
         self,
@@ -71,14 +71,16 @@ class SegmentedWriteBehind(WriteBehind):
         self.thinned: set[int] = set()
         """Segments that a payload was deleted from."""
 
+    def put_payload(
+        self, run_id: RunId, group_id: GroupId, body: bytes | memoryview, digest: str | None = None
+    ) -> None:
+        self._operation.payloads[run_id, group_id] = self._segments.append(body, digest)
+
     def _write_payloads(self, payloads: KeptPayloads) -> None:
-        places = self._segments.append(list(payloads.values()))
+        self._segments.flush()
         self._file.executemany(
             INSERT_PLACE,
-            [
-                (run, group, at.segment, at.place, at.size, at.digest)
-                for (run, group), at in zip(payloads, places, strict=True)
-            ],
+            [(run, group, at.segment, at.place, at.size, at.digest) for (run, group), at in payloads.items()],
         )
 
     def payload(self, run_id: RunId, group_id: GroupId) -> bytes | None:

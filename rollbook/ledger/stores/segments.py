@@ -31,6 +31,8 @@ EVERYTHING = 1 << 62
 """The mark of a segment that is on the disk to its end."""
 SYNC_AFTER_S = 45.0
 """A full segment that no commit had to wait for is synced this much later: by then the system has written most of it by itself."""
+WRITTEN_TOGETHER = 262_144
+"""Bytes: a fraction of what a processor keeps at hand, so that writing need not fetch them from memory again."""
 BUFFERS_IN_ONE_WRITE = 512
 """Below the system's limit of 1024."""
 _NAME = re.compile(r"(\d{8,})\.seg")
@@ -146,22 +148,29 @@ class SegmentWriter:
         current = () if self._current is None else (self._current.number,)
         return {*current, *(segment.number for segment, _, _ in self._left)}
 
-    def append(self, bodies: Sequence[tuple[bytes | memoryview, str | None]]) -> list[Place]:
-        """Write payloads, with their digests if known, one behind the other. They count once a committed row points to them."""
-        places: list[Place] = []
-        for start in range(0, len(bodies), BUFFERS_IN_ONE_WRITE):
-            some = bodies[start : start + BUFFERS_IN_ONE_WRITE]
-            segment = self._with_room()
-            at = segment.end
-            for body, digest in some:
-                places.append(Place(segment.number, at, len(body), digest_of(body, digest)))
-                at += len(body)
+    def append(self, body: bytes | memoryview, digest: str | None = None) -> Place:
+        """Put a payload, with its digest if it is known, behind the others. It counts once a committed row points to it.
+
+        It is in the hands of the system after `flush`, or before: payloads are written while the processor still has them at hand,
+        a few small ones together.
+        """
+        segment = self._with_room()
+        place = Place(segment.number, segment.end, len(body), digest_of(body, digest))
+        segment.take(body)
+        if segment.waiting_bytes >= WRITTEN_TOGETHER or len(segment.waiting) >= BUFFERS_IN_ONE_WRITE:
+            self.flush()
+        return place
+
+    def flush(self) -> None:
+        """Write what was appended, so that others can read it."""
+        segment = self._current
+        if segment is not None and segment.waiting:
             with _explained(segment.path):
-                segment.write([body for body, _ in some])
-        return places
+                segment.write()
 
     def sync(self) -> None:
         """Bring everything appended so far to the disk."""
+        self.flush()
         self._await_left()
         segment = self._current
         if segment is not None and segment.end > segment.synced:
@@ -196,6 +205,8 @@ class SegmentWriter:
         """What was appended since `keep` never counted: write over it."""
         segment = self._current
         if segment is not None:
+            segment.waiting.clear()
+            segment.waiting_bytes = 0
             segment.end = segment.committed
             segment.synced = min(segment.synced, segment.end)
             self._marks.pop(segment.number, None)
@@ -215,6 +226,7 @@ class SegmentWriter:
     def _with_room(self) -> "_Segment":
         segment = self._current
         if segment is not None and segment.end >= self._segment_bytes:
+            self.flush()
             self._left.append((segment, time.monotonic(), None))
             segment = self._current = None
         if segment is None:
@@ -252,19 +264,28 @@ class _Segment:
         self.number = number
         self.path = path
         self.end = self.committed = self.synced = 0
+        self.waiting: list[bytes | memoryview] = []
+        """Appended, and not written yet."""
+        self.waiting_bytes = 0
         self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         fcntl.flock(self._handle, fcntl.LOCK_EX)
 
-    def write(self, bodies: Sequence[bytes | memoryview]) -> None:
-        wanted = sum(map(len, bodies))
-        written = os.pwritev(self._handle, bodies, self.end)
-        if written < wanted:  # a signal, or the last of the room: the next call says which
+    def take(self, body: bytes | memoryview) -> None:
+        self.waiting.append(body)
+        self.waiting_bytes += len(body)
+        self.end += len(body)
+
+    def write(self) -> None:
+        """What waits, in one go."""
+        bodies, at = self.waiting, self.end - self.waiting_bytes
+        written = os.pwritev(self._handle, bodies, at)
+        if written < self.waiting_bytes:  # a signal, or the last of the room: the next call says which
             rest = memoryview(b"".join(bodies))[written:]
             while rest:
-                more = os.pwrite(self._handle, rest, self.end + written)
+                more = os.pwrite(self._handle, rest, at + written)
                 written += more
                 rest = rest[more:]
-        self.end += written
+        self.waiting, self.waiting_bytes = [], 0
 
     def sync(self) -> None:
         os.fdatasync(self._handle)

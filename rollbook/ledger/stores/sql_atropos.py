@@ -1,7 +1,7 @@
 """The primitives of the Atropos dialect as SQL."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from rollbook.contracts.admission import RunId
@@ -17,8 +17,6 @@ GROUPS = Table(
     "atropos_groups", ShelvedGroup, key=("run_id", "group_id"), read={"is_buffered": bool}, write={"is_buffered": int}
 )
 UNANSWERED = Table("atropos_unanswered", UnansweredPost, key=("run_id", "digest"))
-ASKED_TOGETHER = 16
-SOME_DIGESTS = f"WHERE run_id = ? AND digest IN ({', '.join('?' * ASKED_TOGETHER)})"
 EMPTIED = ("atropos_envs", "atropos_groups", "atropos_shelves", "atropos_unanswered")
 
 
@@ -94,17 +92,9 @@ class SqlAtroposTables:
         where = "WHERE run_id = ? AND is_buffered = 1 AND env_id = ? ORDER BY place"
         return GROUPS.all(self._db.execute(GROUPS.select + where, (run_id, env_id)))
 
-    def unanswered(self, run_id: RunId, digests: Collection[str]) -> dict[str, UnansweredPost]:
-        found: dict[str, UnansweredPost] = {}
-        asked = list(digests)
-        for start in range(0, len(asked), ASKED_TOGETHER):
-            some = asked[start : start + ASKED_TOGETHER]
-            # Always as many, so that the statement is prepared once; a digest that is asked for twice is found once.
-            some += some[:1] * (ASKED_TOGETHER - len(some))
-            for row in self._db.execute(UNANSWERED.select + SOME_DIGESTS, (run_id, *some)):
-                post = UNANSWERED.record(row)
-                found[post.digest] = post
-        return found
+    def unanswered(self, run_id: RunId, digest: str) -> UnansweredPost | None:
+        found = self._db.execute(UNANSWERED.select + "WHERE run_id = ? AND digest = ?", (run_id, digest))
+        return UNANSWERED.one(found.fetchone())
 
     def put_unanswered(self, posts: Sequence[UnansweredPost]) -> None:
         self._db.executemany(UNANSWERED.upsert, [UNANSWERED.row(post) for post in posts])

@@ -42,8 +42,8 @@ class SqliteStore:
         self._committer = Committer(self._writer.commit, loop)
         self._readers = _Readers(path)
 
-    async def write(self, work: Callable[[Transaction], T]) -> T:
-        return await self._committer.write(work)
+    async def write(self, work: Callable[[Transaction], T], *, before: Callable[[], None] | None = None) -> T:
+        return await self._committer.write(work, before=before)
 
     async def read(self, work: Callable[[Transaction], T]) -> T:
         return await self._loop.run_in_executor(self._readers.pool, self._readers.read, work)

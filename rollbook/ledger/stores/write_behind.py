@@ -26,8 +26,8 @@ INSERT_PAYLOAD = (
 )
 
 
-KeptPayloads = dict[tuple[RunId, GroupId], tuple[bytes | memoryview, str | None]]
-"""Bodies, and their digests where they are known."""
+KeptPayloads = dict[tuple[RunId, GroupId], Any]
+"""Bodies, or where they lie already."""
 
 
 class MustRedoError(Exception):
@@ -137,7 +137,7 @@ class WriteBehind(SqlTransaction):
         self.runs_written.update(kept.runs)
 
     def _write_payloads(self, payloads: KeptPayloads) -> None:
-        self._file.executemany(INSERT_PAYLOAD, [(run, group, body) for (run, group), (body, _) in payloads.items()])
+        self._file.executemany(INSERT_PAYLOAD, [(run, group, body) for (run, group), body in payloads.items()])
 
     # ------------------------------------------------------------------ what is kept
 
@@ -175,7 +175,7 @@ class WriteBehind(SqlTransaction):
     def put_payload(
         self, run_id: RunId, group_id: GroupId, body: bytes | memoryview, digest: str | None = None
     ) -> None:
-        self._operation.payloads[run_id, group_id] = body, digest
+        self._operation.payloads[run_id, group_id] = body
 
     def add_move(self, move: MoveRecord) -> None:
         self._operation.moves.append(move)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rollbook.ledger.atropos import scored_data
 from rollbook.ledger.atropos.models import Refusal
-from rollbook.ledger.atropos.number_rows import find_float_rows, find_int_rows
+from rollbook.ledger.atropos.number_rows import find_float_rows, find_int_rows, find_mask_rows
 
 SEPARATORS = st.sampled_from([(", ", ": "), (",", ":"), (", ", ":"), (" , ", ": ")])
 INTS = st.integers(-(10**20), 10**20) | st.integers(-100, 9) | st.just(-100)
@@ -51,6 +51,76 @@ def test_no_text_is_taken_that_is_not_json(middle: str) -> None:
             assert all(type(number) in (int, float) and number - number == 0 for row in read for number in row)
 
 
+@settings(max_examples=500)
+@given(
+    st.lists(st.lists(st.integers(0, 130), min_size=1, max_size=5), min_size=1, max_size=3),
+    st.lists(st.integers(0, 5), min_size=3, max_size=3),
+    SEPARATORS,
+    st.none() | st.tuples(st.integers(0, 60), st.sampled_from(b"0123,-[] ")),
+)
+def test_masks_that_are_taken_are_the_list_that_json_reads(
+    tokens: list[list[int]], masked: list[int], separators: tuple[str, str], edit: tuple[int, int] | None
+) -> None:
+    text = json.dumps(tokens, separators=separators).encode()
+    masks = [[-100] * at + row[at:] for row, at in zip(tokens, masked, strict=False)]
+    spoiled = bytearray(json.dumps(masks, separators=separators).encode())
+    if edit is not None:
+        spoiled[edit[0] % len(spoiled)] = edit[1]
+    found_tokens = find_int_rows(text + b"]]", 0)
+    if found_tokens is None:
+        return
+    body = text + bytes(spoiled) + b"]]"
+    found = find_mask_rows(body, len(text), found_tokens)
+    is_usual = edit is None and all(at < len(row) for row, at in zip(tokens, masked, strict=False))
+    assert found is not None or not is_usual
+    if found is not None:
+        read = json.loads(body[found.begin : found.end])
+        assert found.lengths == [len(row) for row in read] == [len(row) for row in tokens]
+        assert found.num_negative == sum(number < 0 for row in read for number in row)
+
+
+NUMBERS = st.sampled_from(["1", "0", "-1", "0.5", "-0.25", "1.0", "3e-05", "-1.25e-07", "1" * 20, "0." + "3" * 30])
+WRONG = [
+    "01",
+    "00",
+    "-",
+    "- 1",
+    "+1",
+    "1.",
+    ".5",
+    "1..2",
+    "1.2.3",
+    "1e-",
+    "1e-05.2",
+    "1e-5e-5",
+    "1e5",
+    "1E-5",
+    "1 2",
+    "1-2",
+    "",
+]
+WORDS = ["NaN", "Infinity", "null", "true", '"1"', "[1]", "{}"]
+
+
+@settings(max_examples=600)
+@given(
+    st.lists(st.lists(NUMBERS, min_size=1, max_size=40), min_size=1, max_size=3),
+    st.data(),
+    st.sampled_from([", ", ","]),
+)
+def test_one_wrong_number_among_many_is_seen_wherever_it_stands(
+    rows: list[list[str]], data: st.DataObject, comma: str
+) -> None:
+    def text() -> bytes:
+        return ("[" + comma.join(f"[{comma.join(row)}]" for row in rows) + "]").encode()
+
+    assert find_float_rows(text() + b"]]", 0) == (0, len(text()))
+    row = data.draw(st.sampled_from(rows))
+    row[data.draw(st.integers(0, len(row) - 1))] = data.draw(st.sampled_from(WRONG + WORDS))
+    assert find_float_rows(text() + b"]]", 0) is None
+    assert find_int_rows(text() + b"]]", 0) is None
+
+
 @pytest.mark.parametrize(
     "text", ["[[01]]", "[[1, 02]]", "[[-01]]", "[[1 2]]", "[[--1]]", "[[1-]]", "[[1,]]", "[[1]", "[[]]"]
 )
@@ -71,9 +141,13 @@ def test_numbers_that_are_taken_are_whole_lists(rows: list[list[float]], separat
 @st.composite
 def bodies(draw: st.DrawFn) -> bytes:
     shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    tokens = [[draw(st.integers(0, 12) | st.integers(0, 200_000)) for _ in range(n)] for n in shape]
+    masks = [[draw(st.sampled_from([-100, 0, 1, 77])) for _ in range(n)] for n in shape]
+    if draw(st.booleans()):
+        masks = [[-100] * at + row[at:] for row in tokens for at in [draw(st.integers(0, len(row)))]]
     each = {
-        "tokens": [[draw(st.integers(0, 200_000)) for _ in range(n)] for n in shape],
-        "masks": [[draw(st.sampled_from([-100, 0, 1, 77])) for _ in range(n)] for n in shape],
+        "tokens": tokens,
+        "masks": masks,
         "scores": [draw(FLOATS) for _ in shape],
     }
     more = draw(

@@ -188,22 +188,23 @@ def test_a_write_that_the_system_cuts_short_is_finished(tmp_path: Path, monkeypa
     writer = SegmentWriter(tmp_path, first=0, is_always_synced=True)
     real = os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda handle, bodies, at: real(handle, [bodies[0][:2]], at))
-    places = writer.append([(b"first", None), (b"second", None)])
+    places = [writer.append(b"first"), writer.append(b"second")]
+    writer.flush()
     assert [read_payload(tmp_path, place) for place in places] == [b"first", b"second"]
     writer.close()
 
 
 def test_marks_tell_what_is_on_the_disk_and_no_more(tmp_path: Path) -> None:
     writer = SegmentWriter(tmp_path, first=3, is_always_synced=False)
-    writer.append([(b"12345", None)])
+    writer.append(b"12345")
     assert writer.marks() == {}
     writer.sync()
     assert writer.marks() == {3: 5}
     writer.keep({3: 5})
     assert writer.marks() == {}
-    writer.append([(b"678", None)])
+    writer.append(b"678")
     writer.take_back()
-    assert writer.append([(b"x", None)]) == [Place(3, 5, 1, segments.digest_of(b"x"))]
+    assert writer.append(b"x") == Place(3, 5, 1, segments.digest_of(b"x"))
     assert writer.close() == {3: EVERYTHING}
 
 
