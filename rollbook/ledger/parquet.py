@@ -1,6 +1,5 @@
 """A run as Parquet files, for analysis: one row a group, and one row a sequence. The only door of pyarrow."""
 
-import dataclasses
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -92,7 +91,7 @@ def _write(tx: Transaction, run_id: RunId, groups: pq.ParquetWriter, sequences: 
 
 
 def _group_row(group: GroupRecord) -> dict[str, Any]:
-    row = {field.name: getattr(group, field.name) for field in dataclasses.fields(group)}
+    row = msgspec.structs.asdict(group)
     row["outcome"] = None if group.outcome is None else group.outcome.decode()
     return {name: row[name] for name in GROUP_COLUMNS.names}
 

@@ -4,8 +4,7 @@ First the run, then its groups with their histories and payloads (base64, byte f
 and publications, and a last line that counts what went before: a file that was cut short is recognised.
 """
 
-from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -18,13 +17,14 @@ from rollbook.ledger.records import (
     OwnerRecord,
     ProducerRecord,
     PublicationRecord,
+    Record,
     RunRecord,
     StepRecord,
 )
 from rollbook.ledger.samples import PlainSample
 
 FORMAT = 1
-R = TypeVar("R")
+R = TypeVar("R", bound=Record)
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", forbid_unknown_fields=True, omit_defaults=True):
@@ -78,5 +78,4 @@ AnyLine = RunLine | GroupLine | BatchLine | StepLine | PublicationLine | Atropos
 
 def of_run(record: R, run_id: RunId) -> R:
     """The same record under another run's name."""
-    fields: dict[str, Any] = {"run_id": run_id}
-    return replace(record, **fields)  # type: ignore[type-var]  # every record is a dataclass
+    return record.changed(run_id=run_id)

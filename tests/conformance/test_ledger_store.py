@@ -78,7 +78,7 @@ def group(name: str, sequence: int, state: GroupState = GroupState.DISPATCHED, *
         sequence=sequence,
         opened_at=1.5,
     )
-    return replace(record, **fields)  # type: ignore[arg-type]  # fields of GroupRecord, by the tests below
+    return record.changed(**fields)
 
 
 def ids(groups: list[GroupRecord]) -> list[str]:
@@ -95,11 +95,11 @@ async def put(store: Store, *groups: GroupRecord) -> None:
 
 async def test_a_run_comes_back_as_it_was_written(store: Store) -> None:
     first = RunRecord(run_id=RUN, settings=settings(max_steps=7), created_at=1.0)
-    changed = replace(
-        first, exhausted=True, ended=EndOfRun.STOPPED, version=3, publication=PublicationId(4), num_queued=2
+    changed = first.changed(
+        exhausted=True, ended=EndOfRun.STOPPED, version=3, publication=PublicationId(4), num_queued=2
     )
     await store.write(lambda tx: tx.put_run(first))
-    await store.write(lambda tx: tx.put_run(replace(first, run_id=OTHER, created_at=2.0)))
+    await store.write(lambda tx: tx.put_run(first.changed(run_id=OTHER, created_at=2.0)))
     assert await store.read(lambda tx: tx.run(RUN)) == first
     await store.write(lambda tx: tx.put_run(changed))
     assert await store.read(lambda tx: tx.run(RUN)) == changed
@@ -239,10 +239,10 @@ async def test_payloads_that_may_go_are_found_by_step(store: Store) -> None:
 
 async def test_owners_are_found_by_name_and_by_life(store: Store) -> None:
     owner = OwnerRecord(run_id=RUN, owner_id=OwnerId("w#0"), name="w", nonce="n", state=OwnerState.ALIVE, last_seen=1.0)
-    answered = replace(owner, owner_id=OwnerId("w#1"), request_id="r", reply=b"\x00\x01")
+    answered = owner.changed(owner_id=OwnerId("w#1"), request_id="r", reply=b"\x00\x01")
     await store.write(lambda tx: tx.put_owner(owner))
     await store.write(lambda tx: tx.put_owner(answered))
-    await store.write(lambda tx: tx.put_owner(replace(owner, state=OwnerState.SILENT)))
+    await store.write(lambda tx: tx.put_owner(owner.changed(state=OwnerState.SILENT)))
 
     def look(tx: Transaction) -> None:
         assert tx.owner(RUN, OwnerId("w#1")) == answered
@@ -296,7 +296,7 @@ async def test_batches_come_back_in_their_order(store: Store) -> None:
     )
     manifest = BatchManifest(step=2, entries=entries, digest="d", is_last=True)
     record = BatchRecord(run_id=RUN, manifest=manifest, epoch=1, decided_at=5.0)
-    first = replace(record, manifest=replace(manifest, step=1, entries=(), is_last=False))
+    first = record.changed(manifest=replace(manifest, step=1, entries=(), is_last=False))
     await store.write(lambda tx: tx.put_batch(record))
     await store.write(lambda tx: tx.put_batch(first))
     assert await store.read(lambda tx: tx.batch(RUN, 2)) == record
@@ -313,16 +313,16 @@ async def test_a_batch_is_never_written_over(store: Store) -> None:
 
 async def test_steps_and_publications_are_kept_for_each_epoch(store: Store) -> None:
     step = StepRecord(run_id=RUN, step=1, epoch=1, digest="d", receipt=AckReceipt.ACKNOWLEDGED, at=1.0)
-    again = replace(step, epoch=2, receipt=AckReceipt.DIVERGED)
+    again = step.changed(epoch=2, receipt=AckReceipt.DIVERGED)
     publication = PublicationRecord(
         run_id=RUN, id=PublicationId(0), epoch=1, step=3, digest="d", effective_step=3, registered_at=1.0
     )
-    lost = replace(publication, id=PublicationId(1), effective_step=1, confirmed_at=2.0)
+    lost = publication.changed(id=PublicationId(1), effective_step=1, confirmed_at=2.0)
 
     def write(tx: Transaction) -> None:
         tx.put_step(again)
         tx.put_step(step)
-        tx.put_step(replace(step, step=2))
+        tx.put_step(step.changed(step=2))
         tx.put_publication(publication)
         tx.put_publication(lost)
 
@@ -391,7 +391,7 @@ async def test_a_write_sees_those_before_it(store: Store) -> None:
     def count(tx: Transaction) -> int:
         run = tx.run(RUN)
         assert run is not None
-        tx.put_run(replace(run, next_sequence=run.next_sequence + 1))
+        tx.put_run(run.changed(next_sequence=run.next_sequence + 1))
         return run.next_sequence
 
     await store.write(lambda tx: tx.put_run(RunRecord(run_id=RUN, settings=settings(), created_at=0.0)))

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -127,7 +127,7 @@ class _Together:
         tables.put_unanswered([post for post in changed if post.num > 0])
         tables.forget_unanswered(run_id, [post.digest for post in changed if post.num <= 0])
         if self.latest is not None:
-            tables.put_record(replace(record_of(self.book.tx, run_id), latest=self.latest.group_id))
+            tables.put_record(record_of(self.book.tx, run_id).changed(latest=self.latest.group_id))
 
 
 def store_posts(
@@ -212,7 +212,7 @@ def _store(together: _Together, group: PostedGroup) -> dict[str, Any]:
     book = together.book
     env = None if group.env_id is None else book.tx.atropos.env(book.run_id, group.env_id)
     if env is not None and env.last_seen < book.now - together.bounds.touch_s:
-        book.tx.atropos.put_env(replace(env, last_seen=book.now))
+        book.tx.atropos.put_env(env.changed(last_seen=book.now))
     if group.size == 0:
         opened = _opened(book, env, GroupState.DISPATCHED)
         book.begin(opened, note=OPENED, by="post")
@@ -270,7 +270,7 @@ def _release_buffered(together: _Together, env: EnvRecord) -> int:
     together.write_shelved()
     waiting = book.tx.atropos.buffered(book.run_id, env.env_id)
     released = [
-        replace(waiting[at], is_buffered=False, place=book.count("next_arrival"))
+        waiting[at].changed(is_buffered=False, place=book.count("next_arrival"))
         for at in find_sum([group.size for group in waiting], env.group_size)
     ]
     if released:

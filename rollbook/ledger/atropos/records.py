@@ -1,18 +1,17 @@
 """What the Atropos dialect remembers, and the primitives that a store offers for it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.group import GroupId
+from rollbook.ledger.records import Record
 
 NO_ENV = -1
 """Stands for a group that names no environment."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AtroposRecord:
+class AtroposRecord(Record, frozen=True, kw_only=True):
     """One run as Atropos clients see it. Their step is the ledger's step plus `shift`."""
 
     run_id: RunId
@@ -36,8 +35,7 @@ class AtroposRecord:
         return self.handed_step + self.shift
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnvRecord:
+class EnvRecord(Record, frozen=True, kw_only=True):
     run_id: RunId
     env_id: int
     desired_name: str
@@ -50,8 +48,7 @@ class EnvRecord:
     last_seen: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShelvedGroup:
+class ShelvedGroup(Record, frozen=True, kw_only=True):
     """A queued group, as far as forming batches needs to know it. `place` is its order in the queue."""
 
     run_id: RunId
@@ -64,8 +61,7 @@ class ShelvedGroup:
     """Of another size than its environment announced: waits until some of them add up."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shelf:
+class Shelf(Record, frozen=True, kw_only=True):
     """Queued groups of one environment and one size."""
 
     env_id: int
@@ -73,8 +69,7 @@ class Shelf:
     num: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnansweredPost:
+class UnansweredPost(Record, frozen=True, kw_only=True):
     """A stored post whose answer may not have been read, and how often it came."""
 
     run_id: RunId

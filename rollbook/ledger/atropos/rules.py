@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from rollbook.contracts.admission import RunId, RunSettings
@@ -76,8 +76,7 @@ def register(book: RunBook, registration: Registration) -> None:
     restored, shift = _place_of(book, record, registration.starting_step)
     trainer.take_role(book, restored_step=restored)
     book.tx.atropos.put_record(
-        replace(
-            record,
+        record.changed(
             registration=registration.model_dump_json(),
             handed_step=restored,
             served_step=restored,
@@ -115,7 +114,7 @@ def take_batch(book: RunBook, *, env_silence_s: float, keep: int) -> Handed | No
     manifest = known.manifest if known is not None else _decide(book, step, registration, env_silence_s)
     if manifest is not None or not record.is_started:
         handed = record.handed_step if manifest is None else step
-        book.tx.atropos.put_record(replace(record, is_started=True, handed_step=handed))
+        book.tx.atropos.put_record(record.changed(is_started=True, handed_step=handed))
     _let_old_batches_go(book, keep)
     return None if manifest is None else Handed(manifest=manifest, epoch=book.run.epoch)
 
@@ -124,7 +123,7 @@ def served(book: RunBook, step: int, *, epoch: int) -> None:
     """The body of a batch was written to its end. A trainer that registered meanwhile has begun anew."""
     record = record_of(book.tx, book.run_id)
     if epoch == book.run.epoch and step > record.served_step:
-        book.tx.atropos.put_record(replace(record, served_step=step))
+        book.tx.atropos.put_record(record.changed(served_step=step))
 
 
 def reset(book: RunBook) -> None:
@@ -258,14 +257,14 @@ def disconnect_env(book: RunBook, env_id: int) -> None:
     env = book.tx.atropos.env(book.run_id, env_id)
     if env is None:
         raise UnknownEnvError(f"run {book.run_id}: no environment {env_id} is registered")
-    book.tx.atropos.put_env(replace(env, is_connected=False))
+    book.tx.atropos.put_env(env.changed(is_connected=False))
 
 
 def heard(book: RunBook, env_ids: Sequence[int]) -> None:
     for env_id in env_ids:
         env = book.tx.atropos.env(book.run_id, env_id)
         if env is not None and env.last_seen < book.now:
-            book.tx.atropos.put_env(replace(env, last_seen=book.now))
+            book.tx.atropos.put_env(env.changed(last_seen=book.now))
 
 
 def status(tx: Transaction, run_id: RunId) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from rollbook.contracts.admission import EndOfDataRule
 from rollbook.contracts.batch import BatchEntry, BatchManifest, EndOfRun
@@ -133,7 +133,7 @@ def _choose(book: RunBook, step: int) -> _Choice:
     for p in producers:
         groups += queues[p.name][: shares.places[p.name]]
     charged = [
-        replace(p, credit=shares.credits[p.name], num_batched=p.num_batched + shares.places[p.name]) for p in producers
+        p.changed(credit=shares.credits[p.name], num_batched=p.num_batched + shares.places[p.name]) for p in producers
     ]
     return _Choice(groups=groups, charged=charged)
 

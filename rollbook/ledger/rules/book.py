@@ -40,7 +40,7 @@ class RunBook:
     @property
     def run(self) -> RunRecord:
         if self._changes:
-            self._run = self._run.changed(self._changes)
+            self._run = self._run.changed(**self._changes)
             self._changes.clear()
         return self._run
 
@@ -120,7 +120,7 @@ class RunBook:
             raise RunError(f"run {self.run_id}: group {group.group_id} cannot move from {group.state} to {to} ({note})")
         if to is not GroupState.DISPATCHED:
             fields = {"owner": None, "lease_until": None, **fields}
-        moved = group.changed({"state": to, **fields})
+        moved = group.changed(state=to, **fields)
         self._count_where(group, -1)
         self._count_where(moved, +1)
         self.tx.put_group(moved)

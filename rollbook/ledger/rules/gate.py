@@ -1,7 +1,6 @@
 """Dispatchers and the gate: who may play which group, and what happens when they fall silent. Rules 4, 7 and 8."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TypedDict
 
 import msgspec
@@ -38,7 +37,7 @@ def join(book: RunBook, name: str, nonce: str) -> OwnerId:
             return _greet(book, older).owner_id
     for older in book.tx.owners_named(book.run_id, name):
         if older.state is not OwnerState.SUPERSEDED:
-            book.tx.put_owner(replace(older, state=OwnerState.SUPERSEDED, reply=None, request_id=None))
+            book.tx.put_owner(older.changed(state=OwnerState.SUPERSEDED, reply=None, request_id=None))
             _take_back(book, older, note=f"dispatcher {older.owner_id} was superseded")
     owner_id = OwnerId(f"{name}#{book.count('next_owner')}")
     book.tx.put_owner(
@@ -80,7 +79,7 @@ def open_groups(book: RunBook, owner_id: OwnerId, draws: Sequence[Draw], *, limi
     reply = OpenReply(grants=tuple(grants), taken=taken, gate=gate, capacity=capacity)
     if grants:
         # A repeat of this request, its answer lost on the way, must find these grants again: nobody else would play them.
-        book.tx.put_owner(replace(owner, request_id=request_id, reply=msgspec.msgpack.encode(reply)))
+        book.tx.put_owner(owner.changed(request_id=request_id, reply=msgspec.msgpack.encode(reply)))
     return reply
 
 
@@ -90,7 +89,7 @@ def expire(book: RunBook) -> int:
     until = book.now - book.run.settings.owner_ttl_s
     for owner in book.tx.owners_alive(book.run_id):
         if owner.last_seen <= until:
-            book.tx.put_owner(replace(owner, state=OwnerState.SILENT))
+            book.tx.put_owner(owner.changed(state=OwnerState.SILENT))
             moved += _take_back(book, owner, note=f"dispatcher {owner.owner_id} fell silent")
     for group in book.tx.leases_ending_by(book.run_id, book.now):
         fail_attempt(
@@ -104,9 +103,9 @@ def grace(book: RunBook) -> None:
     """After a restart: nobody could be heard meanwhile, so owners and leases get at least one time-to-live from now."""
     ttl = book.run.settings.owner_ttl_s
     for owner in book.tx.owners_alive(book.run_id):
-        book.tx.put_owner(replace(owner, last_seen=book.now))
+        book.tx.put_owner(owner.changed(last_seen=book.now))
     for group in book.tx.leases_ending_by(book.run_id, book.now + ttl):
-        book.tx.put_group(replace(group, lease_until=book.now + ttl))
+        book.tx.put_group(group.changed(lease_until=book.now + ttl))
 
 
 def fail_attempt(book: RunBook, group: GroupRecord, reason: DropReason, *, by: str) -> GroupRecord:
@@ -135,7 +134,7 @@ def _greet(book: RunBook, owner: OwnerRecord) -> OwnerRecord:
     age = book.now - owner.last_seen
     if owner.state is OwnerState.ALIVE and age < TOUCH_FRACTION * book.run.settings.owner_ttl_s:
         return owner
-    seen = replace(owner, state=OwnerState.ALIVE, last_seen=book.now)
+    seen = owner.changed(state=OwnerState.ALIVE, last_seen=book.now)
     book.tx.put_owner(seen)
     return seen
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypedDict
 
 import msgspec
@@ -205,7 +205,7 @@ def drop_lost(book: RunBook) -> int:
             num_lost += 1
         elif group.state in (GroupState.DROPPED, GroupState.DURABLE):
             book.tx.delete_payload(book.run_id, group_id)
-            book.tx.put_group(replace(group, has_payload=False))
+            book.tx.put_group(group.changed(has_payload=False))
     if num_lost:
         # A repeated post must not be answered for a group that is gone: it is stored anew.
         book.tx.atropos.forget_unanswered_before(book.run_id, math.inf)

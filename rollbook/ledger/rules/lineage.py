@@ -5,7 +5,6 @@ that step on no longer belongs to the current lineage: its tokens count as the l
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId
@@ -70,7 +69,7 @@ def confirm(book: RunBook, publication: Publication, *, epoch: int) -> None:
             f"so epoch {epoch} cannot confirm {publication}"
         )
     if record.confirmed_at is None:
-        book.tx.put_publication(replace(record, confirmed_at=book.now))
+        book.tx.put_publication(record.changed(confirmed_at=book.now))
     if book.run.version is None or record.step >= book.run.version:
         book.change(version=record.step, publication=record.id, last_confirmed=record.id)
         book.tx.announce(book.run_id)
@@ -105,12 +104,12 @@ def lose_lineage(book: RunBook, step: int, *, epoch: int) -> int:
     """
     lost = [p for p in book.tx.publications(book.run_id, effective_from=step) if p.epoch < epoch]
     for record in lost:
-        book.tx.put_publication(replace(record, effective_step=step - 1))
+        book.tx.put_publication(record.changed(effective_step=step - 1))
     ids = {int(record.id) for record in lost}
     if ids:
         # The whole queue, once for each lost lineage: rare, and exactly what changed its age.
         for group in book.tx.queued(book.run_id):
             if ids.intersection(group.publications):
                 oldest = oldest_effective_version(book, group.publications, group_id=group.group_id)
-                book.tx.put_group(replace(group, oldest_version=oldest))
+                book.tx.put_group(group.changed(oldest_version=oldest))
     return len(lost)

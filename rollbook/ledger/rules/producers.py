@@ -1,7 +1,6 @@
 """Producers outside the gate: registering one, and what part of each batch is theirs."""
 
 import math
-from dataclasses import replace
 
 from rollbook.contracts.errors import RunError
 from rollbook.ledger.records import ProducerRecord
@@ -36,7 +35,7 @@ def register_producer(book: RunBook, name: str, *, weight: float, min_share: flo
             run_id=book.run_id, name=name, weight=weight, min_share=min_share, registered_at=book.now
         )
     else:
-        record = replace(known, weight=weight, min_share=min_share)
+        record = known.changed(weight=weight, min_share=min_share)
     if record != known:
         book.tx.put_producer(record)
     return record

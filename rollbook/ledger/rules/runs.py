@@ -1,7 +1,6 @@
 """Creating a run, and telling how it stands."""
 
 import re
-from dataclasses import replace
 
 from rollbook.contracts.admission import DrawProgress, GateState, LedgerStatus, RunId, RunSettings
 from rollbook.contracts.batch import EndOfRun
@@ -23,7 +22,7 @@ def create_run(tx: Transaction, run_id: RunId, settings: RunSettings, *, now: fl
         tx.put_run(RunRecord(run_id=run_id, settings=settings, created_at=now))
         return
     _refuse_changes(run, settings)
-    resumed = replace(run, settings=settings, ended=_still_ended(run, settings))
+    resumed = run.changed(settings=settings, ended=_still_ended(run, settings))
     if resumed != run:
         tx.put_run(resumed)
         tx.announce(run_id)

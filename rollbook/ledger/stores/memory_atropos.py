@@ -1,7 +1,7 @@
 """The primitives of the Atropos dialect in dictionaries."""
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from rollbook.contracts.admission import RunId
@@ -99,7 +99,7 @@ class MemoryAtroposTables:
         for digest in digests:
             post = self._rows.unanswered.get((run_id, digest))
             if post is not None and post.num > 1:
-                self._put(self._rows.unanswered, (run_id, digest), replace(post, num=post.num - 1))
+                self._put(self._rows.unanswered, (run_id, digest), post.changed(num=post.num - 1))
             elif post is not None:
                 self._delete(self._rows.unanswered, (run_id, digest))
 

@@ -1,6 +1,5 @@
 """Records to rows and back: one table for each record, columns named after its fields."""
 
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from operator import attrgetter
@@ -19,29 +18,28 @@ from rollbook.ledger.records import (
     OwnerState,
     ProducerRecord,
     PublicationRecord,
+    Record,
     RunRecord,
     StepRecord,
 )
 
-Record = TypeVar("Record")
+R = TypeVar("R", bound=Record)
 
 
-class Table(Generic[Record]):
+class Table(Generic[R]):
     """One record type and its table. Columns are the record's fields; `read` turns a stored value back into the field's type."""
 
     def __init__(
         self,
         name: str,
-        record: Callable[..., Record],
+        record: type[R],
         *,
         key: tuple[str, ...],
         read: dict[str, Callable[[Any], Any]] | None = None,
         write: dict[str, Callable[[Any], Any]] | None = None,
     ) -> None:
-        fields = dataclasses.fields(record)  # type: ignore[arg-type]  # every caller passes a dataclass
-        self.columns = tuple(f.name for f in fields)
+        self.columns = record.__struct_fields__
         self._record = record
-        self._values = attrgetter(*self.columns)
         self._read = tuple((at, read[name]) for at, name in enumerate(self.columns) if read and name in read)
         self._write = tuple((at, write[name]) for at, name in enumerate(self.columns) if write and name in write)
         listed = ", ".join(self.columns)
@@ -51,23 +49,23 @@ class Table(Generic[Record]):
         self.insert = f"INSERT INTO {name} ({listed}) VALUES ({places})"
         self.upsert = f"{self.insert} ON CONFLICT ({', '.join(key)}) DO UPDATE SET {updates}"
 
-    def row(self, record: Record) -> list[Any]:
-        values = list(self._values(record))
+    def row(self, record: R) -> list[Any]:
+        values = list(msgspec.structs.astuple(record))
         for at, convert in self._write:
             values[at] = convert(values[at])
         return values
 
-    def record(self, row: Sequence[Any]) -> Record:
+    def record(self, row: Sequence[Any]) -> R:
         values = list(row)
         for at, convert in self._read:
             if values[at] is not None:
                 values[at] = convert(values[at])
         return self._record(**dict(zip(self.columns, values, strict=True)))
 
-    def all(self, rows: Iterable[Sequence[Any]]) -> list[Record]:
+    def all(self, rows: Iterable[Sequence[Any]]) -> list[R]:
         return [self.record(row) for row in rows]
 
-    def one(self, row: Sequence[Any] | None) -> Record | None:
+    def one(self, row: Sequence[Any] | None) -> R | None:
         return None if row is None else self.record(row)
 
 
@@ -108,8 +106,8 @@ GROUPS = Table(
     # Plain values: for any other type, also of a derived one, the driver asks around how to write it.
     write={
         "publications": lambda ids: ",".join(map(str, ids)),
-        "origin": attrgetter("value"),
-        "state": attrgetter("value"),
+        "origin": attrgetter("_value_"),
+        "state": attrgetter("_value_"),
         "has_payload": int,
     },
 )
@@ -118,7 +116,7 @@ MOVES = Table(
     MoveRecord,
     key=("id",),
     read={"from_state": GroupState, "to_state": GroupState},
-    write={"from_state": lambda state: None if state is None else state.value, "to_state": attrgetter("value")},
+    write={"from_state": lambda state: None if state is None else state._value_, "to_state": attrgetter("_value_")},
 )
 STEPS = Table("steps", StepRecord, key=("run_id", "step", "epoch"), read={"receipt": AckReceipt})
 PUBLICATIONS = Table("publications", PublicationRecord, key=("run_id", "id"))

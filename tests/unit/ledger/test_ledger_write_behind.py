@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ def group(name: str, sequence: int) -> GroupRecord:
 def count_opened(tx: Transaction) -> int:
     run = tx.run(RUN)
     assert run is not None
-    tx.put_run(replace(run, num_opened=run.num_opened + 1))
+    tx.put_run(run.changed(num_opened=run.num_opened + 1))
     return run.num_opened
 
 
