@@ -13,7 +13,7 @@ from rollbook.contracts.admission import RunId
 from rollbook.contracts.freshness import lag
 from rollbook.contracts.group import MOVES, DropReason, GroupId, GroupState
 from rollbook.ledger.group_frame import payload_digest
-from rollbook.ledger.records import BatchRecord, GroupRecord, MoveRecord, RunRecord
+from rollbook.ledger.records import BatchRecord, GroupRecord, MoveRecord, Origin, RunRecord
 from rollbook.ledger.rules.batches import manifest_digest
 from rollbook.ledger.rules.book import find_run
 from rollbook.ledger.store import Reader, StoreFaultError, Transaction
@@ -164,7 +164,9 @@ def _check_history(group: GroupRecord, moves: list[MoveRecord], findings: _Findi
     for move in moves:
         is_new_attempt = move.from_state is move.to_state is GroupState.DISPATCHED
         if state is None:
-            is_legal = move.from_state is None and move.to_state is GroupState.DISPATCHED
+            # What nobody asked for is opened and queued in one.
+            first = {GroupState.DISPATCHED} | ({GroupState.QUEUED} if group.origin is Origin.EXTERNAL else set())
+            is_legal = move.from_state is None and move.to_state in first
         else:
             is_legal = move.from_state is state and (is_new_attempt or move.to_state in MOVES[state])
         if not is_legal:

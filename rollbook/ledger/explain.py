@@ -61,7 +61,8 @@ def _opening(group: GroupRecord) -> str:
 def _happened(move: MoveRecord) -> str:
     when = datetime.fromtimestamp(move.at, UTC).strftime("%Y-%m-%d %H:%M:%S")
     if move.from_state is None:
-        return f"{when}: opened by {move.by} ({move.note})."
+        queued = " and queued at once" if move.to_state is GroupState.QUEUED else ""
+        return f"{when}: opened by {move.by}{queued} ({move.note})."
     if move.from_state is move.to_state:
         return f"{when}: still {move.to_state} ({move.note}), by {move.by}."
     return f"{when}: {move.from_state} became {move.to_state} ({move.note}), by {move.by}."

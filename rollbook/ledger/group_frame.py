@@ -3,7 +3,8 @@
 What a producer encodes is stored as it came and handed to the trainer unchanged; the digest is of those very bytes.
 """
 
-from collections.abc import Mapping
+import struct
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -22,6 +23,7 @@ from rollbook.ledger.atropos.transcoding import is_atropos_json, transcode
 NAMELESS = GroupId("atropos@0")
 FORMAT = 2
 RUN_FIELDS = 3
+RUN_BYTES = 4 * RUN_FIELDS
 
 
 class RowFrame(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -66,11 +68,18 @@ class RowView(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     runs: memoryview
 
     def is_whole(self) -> bool:
-        length, rest = divmod(len(self.token_ids), 4)
-        if rest or not length or len(self.logprobs) != 4 * length or len(self.runs) % (4 * RUN_FIELDS):
+        size, num_runs = len(self.token_ids), len(self.runs)
+        if not size or size % 4 or len(self.logprobs) != size or not num_runs or num_runs % RUN_BYTES:
             return False
-        lengths = self.runs.cast("i")[::RUN_FIELDS].tolist()
-        return bool(lengths) and min(lengths) >= 1 and sum(lengths) == length
+        read = _READERS.get(num_runs)
+        lengths = read(self.runs) if read is not None else self.runs.cast("i")[::RUN_FIELDS].tolist()
+        return min(lengths) >= 1 and 4 * sum(lengths) == size
+
+
+_READERS: dict[int, Callable[[memoryview], Sequence[int]]] = {
+    RUN_BYTES * num: struct.Struct("<" + "i8x" * num).unpack for num in range(1, 33)
+}
+"""Read the lengths of a few runs, by their size, and skip what else they say."""
 
 
 class SampleFrame(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):

@@ -230,7 +230,7 @@ def _store(together: _Together, group: PostedGroup) -> dict[str, Any]:
         arrival=book.count("next_arrival"),
     )
     book.tx.put_payload(book.run_id, stored.group_id, group.payload, group.digest)
-    book.enter(stored, opened=OPENED, note="posted", by="post")
+    book.enter(stored, note="posted", by="post")
     is_buffered = env is not None and group.size != env.group_size
     shelved = ShelvedGroup(
         run_id=book.run_id,

@@ -21,6 +21,9 @@ COUNTED = frozenset({"next_sequence", "next_arrival", "num_opened", "num_queued"
 """Numbers that every submission changes, and that say nothing about the end of a run."""
 
 
+NUMBER_OF = {state: f"num_{state}" for state in GroupState if state not in (GroupState.DISPATCHED, GroupState.DROPPED)}
+
+
 class UnknownRunError(RunError):
     """The ledger has no run of that name."""
 
@@ -105,13 +108,12 @@ class RunBook:
         if group.position is not None:
             self._opened(group.position)
 
-    def enter(self, group: GroupRecord, *, opened: str, note: str, by: str) -> None:
-        """Write a group that is new and queued at once: `begin` and `move` in one, and one row instead of two."""
+    def enter(self, group: GroupRecord, *, note: str, by: str) -> None:
+        """Write a group from outside that is new and queued at once: `begin` and `move` in one, and one thing that happened."""
         self.count("num_opened")
         self._count_where(group, +1)
         self.tx.put_group(group)
-        self._remember(group, None, GroupState.DISPATCHED, opened, by)
-        self._remember(group, GroupState.DISPATCHED, group.state, note, by)
+        self._remember(group, None, group.state, note, by)
 
     def move(self, group: GroupRecord, to: GroupState, *, note: str, by: str, **fields: Any) -> GroupRecord:
         """Take a group to another state and change `fields` of it. Staying dispatched is a new attempt, or the loss of one."""
@@ -146,7 +148,7 @@ class RunBook:
         if group.state is GroupState.DISPATCHED:
             self.count("num_waiting" if group.owner is None else "num_leased", by)
         elif group.state is not GroupState.DROPPED:
-            self.count(f"num_{group.state}", by)
+            self.count(NUMBER_OF[group.state], by)
         if group.state is GroupState.QUEUED:
             self.count("queued_bytes", by * group.payload_bytes)
 

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TypedDict
 
 import msgspec
@@ -25,8 +24,7 @@ class QueueFullError(TransientError):
     """The queue holds as many groups as it may; try again once the trainer took some."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Submission:
+class Submission(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A finished group. The payload stays closed: all the ledger needs to know stands beside it."""
 
     group_id: GroupId
@@ -147,8 +145,7 @@ def _enter(book: RunBook, submission: Submission, oldest: int | None) -> None:
         sequence=book.count("next_sequence"),
         **_stored(book, submission, oldest),
     )
-    note = f"attempt {submission.attempt} submitted"
-    book.enter(group, opened="opened by its submission", note=note, by=submission.producer or "submit")
+    book.enter(group, note=f"attempt {submission.attempt} submitted", by=submission.producer or "submit")
 
 
 def _refuse_when_full(book: RunBook, submission: Submission, max_queued: int, max_queued_bytes: int | None) -> None:
