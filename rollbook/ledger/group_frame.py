@@ -60,26 +60,17 @@ class RowFrame(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
         )
 
 
-class RowView(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """The same, as views into the payload: enough to see whether the parts belong together, as far as lengths tell."""
-
-    token_ids: memoryview
-    logprobs: memoryview
-    runs: memoryview
-
-    def is_whole(self) -> bool:
-        size, num_runs = len(self.token_ids), len(self.runs)
-        if not size or size % 4 or len(self.logprobs) != size or not num_runs or num_runs % RUN_BYTES:
-            return False
-        read = _READERS.get(num_runs)
-        lengths = read(self.runs) if read is not None else self.runs.cast("i")[::RUN_FIELDS].tolist()
-        return min(lengths) >= 1 and 4 * sum(lengths) == size
-
-
+RowView = tuple[memoryview, memoryview, memoryview]
+"""The same, as views into the payload: enough to see whether the parts belong together, as far as lengths tell."""
 _READERS: dict[int, Callable[[memoryview], Sequence[int]]] = {
     RUN_BYTES * num: struct.Struct("<" + "i8x" * num).unpack for num in range(1, 33)
 }
 """Read the lengths of a few runs, by their size, and skip what else they say."""
+
+
+def _lengths(runs: memoryview) -> Sequence[int]:
+    """The lengths of many runs."""
+    return [0] if not runs or len(runs) % RUN_BYTES else runs.cast("i")[::RUN_FIELDS].tolist()
 
 
 class SampleFrame(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
@@ -197,8 +188,10 @@ def check_frame(payload: bytes | memoryview, *, group_id: str) -> None:
     if not frame.samples:
         raise RunError(f"group {group_id}: its payload has no samples")
     for at, sample in enumerate(frame.samples):
-        for row in sample.sequences:
-            if not row.is_whole():
+        for token_ids, logprobs, runs in sample.sequences:
+            size = len(token_ids)
+            lengths = _READERS.get(len(runs), _lengths)(runs)
+            if not size or len(logprobs) != size or 4 * sum(lengths) != size or min(lengths) < 1:
                 raise RunError(f"group {group_id}: the arrays of sample {at} are empty or of unequal length")
 
 
