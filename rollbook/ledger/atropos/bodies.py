@@ -24,6 +24,9 @@ MOST_EXPANSION = 1_032
 USUAL_EXPANSION = 16
 
 
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
+
+
 class BadGzipError(Exception):
     """The body says that it is gzip and is not."""
 
@@ -87,7 +90,7 @@ def json_answer(request: Head, answer: Any, *, status: int = 200) -> web.Respons
 
 
 def encode_json(answer: Any) -> bytes:
-    return json.dumps(answer, separators=(",", ":")).encode()
+    return _ENCODER.encode(answer).encode()
 
 
 def body_answer(

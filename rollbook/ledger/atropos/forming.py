@@ -3,7 +3,7 @@
 A batch has an exact number of sequences and groups are never split. The original collects groups of one size into packs as large as
 the largest group and takes packs in the order in which they are complete; with minimum allocations it packs for each environment
 apart. Whenever that gives a batch, ours is the same. When it gives none although the sizes add up (3, 5 and 7 never make packs),
-the oldest groups that fill the batch exactly are taken.
+the oldest groups that fill the batch exactly are taken, those of environments with a minimum first.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -116,23 +116,68 @@ def _with_minimums(
     taken = {group.group_id for group in least}
     rest = batch_size - sum(group.size for group in least)
     filling = fill_exactly([group for group in queue if group.group_id not in taken], rest) if rest else []
-    return None if filling is None else least + filling
+    filled = None if filling is None else least + filling
+    due = {env_id: min(num, _total(by_env[env_id])) for env_id, num in _scaled(by_env, wanted, batch_size).items()}
+    if filled is not None and all(
+        _total(g for g in filled if g.env_id == env_id) >= num for env_id, num in due.items()
+    ):
+        return filled
+    # The first groups of one environment left no room for another's.
+    return _fill_by_env(by_env, due, batch_size) or filled
+
+
+def _total(groups: Iterable[ShelvedGroup]) -> int:
+    return sum(group.size for group in groups)
+
+
+def _fill_by_env(
+    by_env: Mapping[int, Sequence[ShelvedGroup]], due: Mapping[int, int], batch_size: int
+) -> list[ShelvedGroup] | None:
+    """Groups that fill the batch exactly and give each environment what it is due, as little more as possible; None if there are
+    none."""
+    mask = (1 << (batch_size + 1)) - 1
+    free = [group for env_id, groups in by_env.items() if env_id not in due for group in groups]
+    fills = {env_id: _sums(by_env[env_id], mask) >> num << num for env_id, num in due.items()}
+    # What the environments from each one on can add up to, together with the groups of the others.
+    behind = list(
+        accumulate(reversed(fills.values()), lambda sums, own: _added(sums, own, mask), initial=_sums(free, mask))
+    )
+    if not behind.pop() >> batch_size & 1:
+        return None
+    chosen, rest = [], batch_size
+    for env_id, own in fills.items():
+        sums = behind.pop()
+        num = next(num for num in range(rest + 1) if own >> num & 1 and sums >> (rest - num) & 1)
+        chosen += fill_exactly(by_env[env_id], num) or []
+        rest -= num
+    return chosen + (fill_exactly(free, rest) or [])
+
+
+def _sums(groups: Iterable[ShelvedGroup], mask: int) -> int:
+    """What some of these groups can add up to: a bit for each sum."""
+    sums = 1
+    for group in groups:
+        sums |= sums << group.size & mask
+    return sums
+
+
+def _added(sums: int, others: int, mask: int) -> int:
+    """Every sum of the ones and the others together."""
+    added = 0
+    while others:
+        lowest = others & -others
+        added |= sums * lowest & mask
+        others ^= lowest
+    return added
 
 
 def _least_first(
     by_env: Mapping[int, Sequence[ShelvedGroup]], wanted: Mapping[int, int], batch_size: int
 ) -> list[ShelvedGroup]:
-    """For each environment with a minimum its first groups, until it has it. Minimums that exceed the batch are scaled down."""
-    total_wanted = sum(wanted.values())
-    if total_wanted > batch_size:
-        scale = batch_size / total_wanted
-        wanted = {
-            env_id: max(min(group.size for group in by_env[env_id]), int(least * scale))
-            for env_id, least in wanted.items()
-        }
+    """For each environment with a minimum its first groups, until it has it."""
     chosen: list[ShelvedGroup] = []
     total = 0
-    for env_id, least in wanted.items():
+    for env_id, least in _scaled(by_env, wanted, batch_size).items():
         taken = 0
         for group in by_env[env_id]:
             if taken >= least:
@@ -142,3 +187,16 @@ def _least_first(
                 taken += group.size
                 total += group.size
     return chosen
+
+
+def _scaled(
+    by_env: Mapping[int, Sequence[ShelvedGroup]], wanted: Mapping[int, int], batch_size: int
+) -> Mapping[int, int]:
+    """Minimums that exceed the batch together are scaled down."""
+    total_wanted = sum(wanted.values())
+    if total_wanted <= batch_size:
+        return wanted
+    scale = batch_size / total_wanted
+    return {
+        env_id: max(min(group.size for group in by_env[env_id]), int(least * scale)) for env_id, least in wanted.items()
+    }

@@ -18,8 +18,9 @@ DIGITS = frozenset(b"0123456789")
 NO_NUMBER = (b'"', b"{", b"n", b"E")
 """Each other kind of value has one of these signs, or an e that no minus follows."""
 FEW = 16
-MASKED = b"-100"
+MASKED_SPACED, MASKED_CLOSE = b"-100, ", b"-100,"
 """The mark of a token that is not trained."""
+BEFORE_NUMBER = b"[ ,"
 _any = np.logical_or.reduce
 """What the method of arrays calls in the end."""
 _ANYTHING = msgspec.json.Decoder(msgspec.Raw)
@@ -108,23 +109,22 @@ def find_mask_rows(body: bytes, begin: int, tokens: IntRows) -> IntRows | None:
     rows = _rows(body, begin)
     if rows is None or len(rows) != len(tokens.rows):
         return None
-    behind = b", " if body.find(b" ", begin, rows[-1][1]) >= 0 else b","
-    masked = MASKED + behind
-    num_negative = 0
-    for (first, last), (token_first, token_last), length in zip(rows, tokens.rows, tokens.lengths, strict=True):
-        minus = body.rfind(b"-", first, last)
-        num_masked, rest = divmod(minus + len(masked) - first - 1, len(masked)) if minus >= 0 else (0, 0)
-        same = first + 1 + num_masked * len(masked)
-        if rest or num_masked >= length or body[first + 1 : same] != masked * num_masked:
-            return None
-        size = last - same
-        token = token_last - size
-        # What is the same begins where a token begins, and as many tokens stand before it as are masked.
+    masked = MASKED_SPACED if body.find(b" ", begin, rows[-1][1]) >= 0 else MASKED_CLOSE
+    unit, num_negative = len(masked), 0
+    for (first, last), (token_first, token_last) in zip(rows, tokens.rows, strict=True):
+        begins = same = first + 1
+        minus = body.rfind(b"-", begins, last)
+        if minus >= 0:
+            same = minus + unit
+        token = token_last - last + same
+        num_masked = body.count(b",", token_first, token)
+        # What is not trained comes first, the rest begins where a token begins, and as many tokens stand before it as are masked.
         if (
-            token <= token_first
+            same >= last
+            or token <= token_first
+            or body[token - 1] not in BEFORE_NUMBER
+            or body[begins:same] != masked * num_masked
             or body[same:last] != body[token:token_last]
-            or body[token - 1] not in b"[ ,"
-            or body.count(b",", token_first, token) != num_masked
         ):
             return None
         num_negative += num_masked

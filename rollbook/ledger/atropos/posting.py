@@ -167,7 +167,7 @@ def _store_post(together: _Together, post: Post) -> Stored:
     _refuse_when_full(together.book, post, together.bounds)
     answers = [_store(together, group) for group in post.groups]
     answer = _summary(answers) if post.is_list else answers[0]
-    together.count(post.digest, +1, json.dumps(answer))
+    together.count(post.digest, +1, msgspec.json.encode(answer).decode())
     return Stored(digest=post.digest, answer=answer)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import aiohttp
+import msgspec
 from aiohttp import web
 from isal import isal_zlib
 from pydantic import BaseModel, ValidationError
@@ -18,7 +19,6 @@ from rollbook.contracts.errors import TransientError
 from rollbook.ledger.atropos.bodies import (
     body_answer,
     deliver,
-    encode_json,
     json_answer,
     read_body,
     require_json_type,
@@ -207,7 +207,7 @@ class _Routes:
                 incoming = await _incoming(len(body), read)
                 desk = await self._desks.at(RunId(self._desks.config.run))
                 async with desk.posted(incoming) as told:
-                    reply = HotReply(body=encode_json(told), content_type="application/json")
+                    reply = HotReply(body=msgspec.json.encode(told), content_type="application/json")
                     await connection.deliver(reply)
             except KNOWN as error:
                 connection.send(HotReply.of(error_answer(head, error)))

@@ -1,5 +1,6 @@
 """Batches of an exact number of sequences: as the original forms them, and where it forms none."""
 
+from collections.abc import Iterable
 from itertools import combinations
 
 import pytest
@@ -73,20 +74,45 @@ def test_a_batch_is_formed_exactly_when_the_sizes_allow_it(sizes: list[int], bat
     assert (filled is not None) == possible
 
 
+def test_what_one_environment_is_due_leaves_room_for_what_another_is() -> None:
+    queue = queue_of((0, 1), (0, 4), (0, 1), (1, 2), (2, 4))
+    assert formed(queue, 8, {0: 0.25, 1: 0.25, 2: 0.5}) == [0, 2, 3, 4]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.sampled_from([1, 2, 3, 4])), max_size=9),
+    st.sampled_from([4, 8, 12]),
+    st.dictionaries(st.integers(0, 2), st.sampled_from([0.25, 0.5, 0.75])),
+)
+def test_minimums_are_met_whenever_some_choice_of_groups_meets_them(
+    groups: list[tuple[int, int]], batch_size: int, minimums: dict[int, float]
+) -> None:
+    wanted = {env: int(batch_size * part) for env, part in minimums.items()}
+    if sum(wanted.values()) > batch_size or any(env not in {own for own, _ in groups} for env in wanted):
+        return
+
+    def has_all(places: Iterable[int]) -> bool:
+        sizes = [groups[at] for at in places]
+        owed = all(sum(size for own, size in sizes if own == env) >= least for env, least in wanted.items())
+        return owed and sum(size for _, size in sizes) == batch_size
+
+    each = range(len(groups))
+    if any(has_all(some) for count in range(1, len(groups) + 1) for some in combinations(each, count)):
+        places = formed(queue_of(*groups), batch_size, minimums)
+        assert places is not None
+        assert len(set(places)) == len(places)
+        assert has_all(places)
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 2), st.sampled_from([1, 2, 4])), max_size=24),
     st.sampled_from([4, 8, 12]),
     st.dictionaries(st.integers(0, 2), st.sampled_from([0.25, 0.5, 0.75])),
 )
-def test_with_minimums_a_batch_is_exact_and_every_minimum_is_met(
+def test_with_minimums_a_batch_is_exact(
     groups: list[tuple[int, int]], batch_size: int, minimums: dict[int, float]
 ) -> None:
     places = formed(queue_of(*groups), batch_size, minimums)
     if places is None:
         return
     assert sum(groups[at][1] for at in places) == batch_size
-    wanted = {env: int(batch_size * part) for env, part in minimums.items()}
-    if sum(wanted.values()) <= batch_size:
-        had = {env: sum(groups[at][1] for at in places if groups[at][0] == env) for env in wanted}
-        available = {env: sum(size for own, size in groups if own == env) for env in wanted}
-        assert all(had[env] >= min(least, available[env]) - 3 for env, least in wanted.items())
