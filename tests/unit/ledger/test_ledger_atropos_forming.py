@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.group import GroupId
+from rollbook.ledger.atropos import forming
 from rollbook.ledger.atropos.forming import fill_exactly, find_sum, form_batch
 from rollbook.ledger.atropos.records import ShelvedGroup
 
@@ -80,28 +81,29 @@ def test_what_one_environment_is_due_leaves_room_for_what_another_is() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 2), st.sampled_from([1, 2, 3, 4])), max_size=9),
-    st.sampled_from([4, 8, 12]),
-    st.dictionaries(st.integers(0, 2), st.sampled_from([0.25, 0.5, 0.75])),
+    st.lists(st.tuples(st.integers(0, 2), st.integers(1, 4)), max_size=9),
+    st.integers(1, 12),
+    st.dictionaries(st.integers(0, 2), st.integers(0, 9)),
 )
-def test_minimums_are_met_whenever_some_choice_of_groups_meets_them(
-    groups: list[tuple[int, int]], batch_size: int, minimums: dict[int, float]
+def test_a_choice_that_gives_everybody_what_is_due_is_found_whenever_there_is_one(
+    groups: list[tuple[int, int]], batch_size: int, due: dict[int, int]
 ) -> None:
-    wanted = {env: int(batch_size * part) for env, part in minimums.items()}
-    if sum(wanted.values()) > batch_size or any(env not in {own for own, _ in groups} for env in wanted):
-        return
+    queue = queue_of(*groups)
+    by_env: dict[int, list[ShelvedGroup]] = {env: [] for env in due}
+    for group in queue:
+        by_env.setdefault(group.env_id, []).append(group)
 
-    def has_all(places: Iterable[int]) -> bool:
-        sizes = [groups[at] for at in places]
-        owed = all(sum(size for own, size in sizes if own == env) >= least for env, least in wanted.items())
-        return owed and sum(size for _, size in sizes) == batch_size
+    def is_right(some: Iterable[ShelvedGroup]) -> bool:
+        chosen = list(some)
+        has_due = all(sum(g.size for g in chosen if g.env_id == env) >= least for env, least in due.items())
+        return has_due and sum(group.size for group in chosen) == batch_size
 
-    each = range(len(groups))
-    if any(has_all(some) for count in range(1, len(groups) + 1) for some in combinations(each, count)):
-        places = formed(queue_of(*groups), batch_size, minimums)
-        assert places is not None
-        assert len(set(places)) == len(places)
-        assert has_all(places)
+    possible = any(is_right(some) for count in range(len(queue) + 1) for some in combinations(queue, count))
+    found = forming._fill_by_env(by_env, due, batch_size)
+    assert (found is not None) == possible
+    if found is not None:
+        assert is_right(found)
+        assert len({group.group_id for group in found}) == len(found)
 
 
 @given(
