@@ -52,6 +52,11 @@ async def read_body(request: web.Request, *, bodies: BodyReader, within_s: float
     return whole
 
 
+def unpacked_size(packed: memoryview) -> int:
+    """What a gzip body says of itself, in its last bytes. It may be wrong."""
+    return int.from_bytes(packed[-4:], "little")
+
+
 def unpack(packed: memoryview, *, at_most: int) -> bytes:
     """A gzip body in one go, never to more than `at_most` bytes."""
     if not packed:
@@ -59,8 +64,7 @@ def unpack(packed: memoryview, *, at_most: int) -> bytes:
     try:
         if len(packed) * MOST_EXPANSION <= at_most:
             # It cannot grow beyond the limit. Its last bytes tell how long it is, as a hint: room at once costs half as much.
-            hint = int.from_bytes(packed[-4:], "little") + 1
-            return isal_zlib.decompress(packed, GZIP, min(hint, USUAL_EXPANSION * len(packed)))
+            return isal_zlib.decompress(packed, GZIP, min(unpacked_size(packed) + 1, USUAL_EXPANSION * len(packed)))
         unpacker = isal_zlib.decompressobj(GZIP)
         whole = unpacker.decompress(packed, at_most + 1)
     except IsalError as error:  # type: ignore[misc]  # a class, which the stubs take for a value

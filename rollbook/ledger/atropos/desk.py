@@ -29,7 +29,7 @@ TIDY_S = 0.5
 """How often delivered answers are written down when no post does it in passing."""
 TOUCH_FRACTION = 0.25
 """An environment's sign of life is written once this part of its allowed silence has passed."""
-MOST_TOGETHER = 16
+MOST_TOGETHER = 8
 """Posts looked at and stored in one transaction: bounds how long whoever else writes waits for them."""
 MEGABYTE = 1_000_000
 

@@ -23,6 +23,7 @@ from rollbook.ledger.atropos.bodies import (
     read_body,
     require_json_type,
     unpack,
+    unpacked_size,
 )
 from rollbook.ledger.atropos.config import AtroposConfig
 from rollbook.ledger.atropos.delivering import deliver_batch
@@ -204,7 +205,7 @@ class _Routes:
                 return _post_of(read_group(unpack(body, at_most=self._bodies.most_bytes) if is_packed else bytes(body)))
 
             try:
-                incoming = await _incoming(len(body), read)
+                incoming = await _incoming(unpacked_size(body) if is_packed else len(body), read)
                 desk = await self._desks.at(RunId(self._desks.config.run))
                 async with desk.posted(incoming) as told:
                     reply = HotReply(body=msgspec.json.encode(told), content_type="application/json")

@@ -194,6 +194,22 @@ def test_a_write_that_the_system_cuts_short_is_finished(tmp_path: Path, monkeypa
     writer.close()
 
 
+def test_small_payloads_are_written_together_and_large_ones_at_once(tmp_path: Path) -> None:
+    writer = SegmentWriter(tmp_path, first=0, is_always_synced=True)
+    small = writer.append(b"small")
+    assert segment_path(tmp_path, 0).stat().st_size == 0
+    large = writer.append(bytes(segments.WRITTEN_TOGETHER))
+    assert segment_path(tmp_path, 0).stat().st_size == large.place + large.size
+    assert read_payload(tmp_path, small) == b"small"
+    writer.keep({})
+    taken_back = writer.append(bytes([1]) * segments.WRITTEN_TOGETHER)
+    writer.take_back()
+    instead = writer.append(b"instead")
+    assert instead.place == taken_back.place
+    writer.close()
+    assert read_payload(tmp_path, instead) == b"instead"
+
+
 def test_marks_tell_what_is_on_the_disk_and_no_more(tmp_path: Path) -> None:
     writer = SegmentWriter(tmp_path, first=3, is_always_synced=False)
     writer.append(b"12345")
