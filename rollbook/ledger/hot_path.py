@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Protocol
 
+import msgspec
 from aiohttp import web
 from aiohttp.helpers import rfc822_formatted_time
 from aiohttp.web_protocol import RequestHandler
@@ -25,6 +26,10 @@ LONGEST_PLAIN_NAME = 128
 MOST_AHEAD = 262_144
 """Bytes of later requests that a client may send before it has its answer; then it is not read any further."""
 FLUSH_POLL_S = 0.005
+LENGTH = b"\r\nContent-Length: "
+MOST_DIGITS = 12
+MOST_SEEN = 256
+"""Kinds of heads that are remembered."""
 KNOWN_HEADERS = frozenset(
     {b"host", b"accept", b"accept-encoding", b"user-agent", b"content-type", b"content-length", b"content-encoding"}
     | {b"authorization", b"connection"}
@@ -33,8 +38,7 @@ KNOWN_HEADERS = frozenset(
 _PHRASES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(msgspec.Struct, frozen=True, gc=False):
     """The head of a hot request."""
 
     route: "HotRoute"
@@ -109,6 +113,8 @@ class HotRoutes:
     def __init__(self, bodies: BodyReader) -> None:
         self.bodies = bodies
         self._routes: list[HotRoute] = []
+        self._seen: dict[bytes, Asked] = {}
+        """Heads by all but their length: a client sends the same one with every request."""
 
     def add(self, route: HotRoute) -> None:
         self._routes.append(route)
@@ -116,23 +122,41 @@ class HotRoutes:
     def keep_native(self) -> None:
         """Leave the routes of other dialects to aiohttp, which has a door before them."""
         self._routes = [route for route in self._routes if route.is_native]
+        self._seen.clear()
 
     def recognise(self, data: bytes) -> Asked | None:
         """What the first bytes of a request ask for. None: not for us."""
         end = data.find(b"\r\n\r\n", 0, LONGEST_HEAD)
         if end < 0:
             return None
-        lines = data[:end].split(b"\r\n")
+        at = data.find(LENGTH, 0, end) + len(LENGTH)
+        behind = data.find(b"\r\n", at, end + 2)
+        if at < len(LENGTH):
+            return self._read(data[:end], end + 4)
+        length, known = data[at:behind], data[:at] + data[behind:end]
+        seen = self._seen.get(known)
+        if seen is not None and length.isdigit() and len(length) <= MOST_DIGITS:
+            size = int(length)
+            return None if size > self.bodies.most_bytes else Asked(seen.route, seen.run, seen.headers, end + 4, size)
+        asked = self._read(data[:end], end + 4)
+        if asked is not None:
+            if len(self._seen) >= MOST_SEEN:
+                self._seen.clear()
+            self._seen[known] = asked
+        return asked
+
+    def _read(self, head: bytes, begin: int) -> Asked | None:
+        lines = head.split(b"\r\n")
         target = lines[0]
         for route in self._routes:
             if route.after is None:
                 if target == route.before:
-                    return self._read_head(route, "", lines, end + 4)
+                    return self._read_head(route, "", lines, begin)
             elif target.startswith(route.before) and target.endswith(route.after):
                 run = target[len(route.before) : -len(route.after)]
                 # Names that need no decoding; the others are aiohttp's.
                 if run.translate(None, b"-_.").isalnum() and len(run) <= LONGEST_PLAIN_NAME:
-                    return self._read_head(route, run.decode(), lines, end + 4)
+                    return self._read_head(route, run.decode(), lines, begin)
         return None
 
     def _read_head(self, route: HotRoute, run: str, lines: list[bytes], begin: int) -> Asked | None:
@@ -144,7 +168,7 @@ class HotRoutes:
                 return None
             headers[name] = value.strip()
         length = headers.get(b"content-length", b"")
-        if not length.isdigit() or len(length) > 12:
+        if not length.isdigit() or len(length) > MOST_DIGITS:
             return None
         if headers.get(b"content-type") not in route.content_types:
             return None

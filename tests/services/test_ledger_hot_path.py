@@ -286,3 +286,19 @@ async def test_only_what_is_plain_is_recognised(server: Server) -> None:
     ):
         assert recognise(odd) is None, odd[:200]
     assert recognise(post(scored()).replace(b"/scored_data", b"/scored_data_list")) is None
+
+
+async def test_a_head_that_was_seen_before_is_taken_with_its_own_length(server: Server) -> None:
+    routes = server.app[HOT_ROUTES]
+    for size in (7, 12_345, 0):
+        data = request("/scored_data", b"", "application/json", length=size)
+        asked = routes.recognise(data)
+        assert asked is not None
+        assert (asked.size, asked.begin) == (size, len(data))
+    for wrong in ("12x", "-1", "", "9" * 13, "600000", "7\r\nContent-Length: 8", "7\r\ncontent-length: 8"):
+        head = f"POST /scored_data HTTP/1.1\r\nHost: ledger\r\nContent-Type: application/json\r\nContent-Length: {wrong}\r\n\r\n"
+        assert routes.recognise(head.encode()) is None, wrong
+    assert routes.recognise(request("/scored_data", b"", "text/plain", length=7)) is None
+    other = routes.recognise(request("/scored_data", b"", "application/json", "Content-Encoding: gzip\r\n", length=7))
+    assert other is not None
+    assert other.headers[b"content-encoding"] == b"gzip"
