@@ -3,10 +3,12 @@
 import asyncio
 import json
 import socket
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
 
 from rollbook.concurrency.clock import ManualClock
 from rollbook.contracts.admission import RunId
@@ -15,6 +17,7 @@ from rollbook.ledger.audit import audit
 from rollbook.ledger.config import LedgerConfig
 from rollbook.ledger.stores.memory import MemoryStore
 from rollbook.ledger.stores.sqlite import open_readonly
+from rollbook.run.run_api import MOST_QUICK_DEATHS, QUICK_S
 from tests.parts.ledger_atropos import RUN, Client, dialect, dialect_on, name_of, registration, scored
 from tests.parts.ledger_run_api import running_api
 
@@ -198,12 +201,15 @@ async def test_a_queue_that_stays_full_answers_503_and_never_drops(tmp_path: Pat
         assert await client.batch() == ["1"]
 
 
-async def test_nothing_is_lost_or_served_twice_when_the_server_is_killed_between_two_requests(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_kills", [2, pytest.param(40, marks=pytest.mark.slow)])
+async def test_nothing_is_lost_or_served_twice_when_the_server_is_killed_among_requests(
+    tmp_path: Path, num_kills: int
+) -> None:
     """The whole command: the socket outlives the server, so nobody meets a refused connection."""
     acknowledged: list[str] = []
     delivered: list[str] = []
     with running_api(f"sqlite:///{tmp_path}") as api:
-        async with asyncio.timeout(120), aiohttp.ClientSession() as session:
+        async with asyncio.timeout(120 + 10 * num_kills), aiohttp.ClientSession() as session:
 
             async def call(method: str, path: str, body: Any = None) -> Any:
                 for _ in range(50):
@@ -219,26 +225,34 @@ async def test_nothing_is_lost_or_served_twice_when_the_server_is_killed_between
                 raise AssertionError("no answer")
 
             await asyncio.to_thread(api.wait_until_listening)
-            await call("POST", "/register", registration(4))
+            await call("POST", "/register", registration(2))
+            is_over = asyncio.Event()
 
             async def produce(lane: int) -> None:
-                for number in range(30):
-                    await call("POST", "/scored_data", scored(lane * 1000 + number))
-                    acknowledged.append(str(lane * 1000 + number))
+                for number in count():
+                    await call("POST", "/scored_data", scored(lane * 100_000 + number))
+                    acknowledged.append(str(lane * 100_000 + number))
+                    if is_over.is_set():
+                        return
+                    await asyncio.sleep(0.01)
 
             async def kill() -> None:
-                for goal in (20, 60):
+                for number in range(1, num_kills + 1):
+                    goal = len(acknowledged) + 20
                     await moved(lambda goal=goal: len(acknowledged) >= goal)
+                    if number % (MOST_QUICK_DEATHS - 1) == 0:
+                        await asyncio.sleep(QUICK_S)  # else the command gives up
                     await asyncio.to_thread(api.kill_server)
+                is_over.set()
 
             await asyncio.gather(kill(), *(produce(lane) for lane in range(4)))
             while (batch := (await call("GET", "/batch"))["batch"]) is not None:
                 delivered += [name_of(group) for group in batch]
-                if len(delivered) == 60:
+                if len(delivered) == 20:
                     await asyncio.sleep(0.2)
                     api.kill_server()
     assert sorted(delivered) == sorted(acknowledged)
-    assert len(set(delivered)) == 120
+    assert len(set(delivered)) == len(delivered) > 20 * num_kills
     with open_readonly(tmp_path) as file:
         assert audit(file, RunId("atropos")).violations == ()
 
