@@ -2,7 +2,8 @@
 
 CPU seconds of the server process are what counts: on a shared machine they say more than the clock. `mixed_delivered` is by
 the clock, with environments that post packed bodies as fast as they can while a trainer takes one batch after the other. Each
-figure is the median of several rounds, in which every server has its turn.
+figure is the median of several rounds, in which every server has its turn; what comes in is measured in short slices, in turn as
+well, because a virtual machine may be half as fast again for some seconds, whoever's turn it is.
 
 Both sides get one group of 8 x 1024 tokens a request, over the same connections. Where ours is compared in its own dialect, the
 same groups come as MessagePack through our own client, as many at the same time; what waits at the same moment travels together,
@@ -49,6 +50,8 @@ BATCH_SEQUENCES = 256
 LANES = 16
 POSTERS = 32
 """Groups that environments send at the same time: each has hundreds of episodes in flight."""
+SLICES = 4
+"""Of what comes in, in each round."""
 PATIENCE_S = 60.0
 PACKED = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
 PLAIN = {"Content-Type": "application/json"}
@@ -60,8 +63,13 @@ class Server:
     process: psutil.Process
 
     def cpu_s(self) -> float:
-        times = self.process.cpu_times()
-        return float(times.user + times.system)
+        """Of all its threads; to the nanosecond where the system tells, else in hundredths."""
+        try:
+            tasks = [task.read_text() for task in Path(f"/proc/{self.process.pid}/task").glob("*/schedstat")]
+            return sum(int(task.split()[0]) for task in tasks) / 1e9
+        except (OSError, ValueError, IndexError):
+            times = self.process.cpu_times()
+            return float(times.user + times.system)
 
     def rss_mb(self) -> float:
         return float(self.process.memory_info().rss) / 1e6
@@ -165,7 +173,6 @@ class Bench:
             costs.append(self.server.cpu_s() - cpu)
             if len(body) < 1000:
                 raise SystemExit(f"{self.server.url}/batch had no batch: {body!r}")
-        # The kernel counts CPU time in hundredths of a second, so single costs are coarse and their mean is not.
         return Cost(statistics.fmean(costs) * 1e3, 1 / statistics.median(walls))
 
     async def mixed(self, bodies: Sequence[bytes], seconds: float) -> dict[str, float]:
@@ -229,6 +236,7 @@ class Bench:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
     groups: int
+    """In each slice."""
     seconds: float
     with_native: bool
 
@@ -242,23 +250,30 @@ class Turns:
         self._plain = [json_group(seed) for seed in range(48)]
         self._packed = [packed(body) for body in self._plain]
         self._native = 0
+        self._rss = 0.0
+        self._num_queued = 0
         self.found: dict[str, list[Any]] = defaultdict(list)
 
     def note(self, name: str, value: Any) -> None:
         self.found[name].append(value)
         tell(f"  {name}: {value}")
 
-    async def ingest_and_serve(self) -> None:
+    async def begin(self) -> None:
+        await self.bench.reset()
+        await self.bench.post_all("/scored_data", self._packed[:16], PACKED)
+        self._rss, self._num_queued = self.bench.server.rss_mb(), 0
+
+    async def ingest(self) -> None:
         bench, groups = self.bench, self._size.groups
-        await bench.reset()
-        await bench.post_all("/scored_data", self._packed[:16], PACKED)
-        rss = bench.server.rss_mb()
         self.note("ingest_gzip", await bench.post_all("/scored_data", cycle(self._packed, groups), PACKED))
-        self.note("rss", max(0.0, bench.server.rss_mb() - rss) / groups)
         self.note("ingest_identity", await bench.post_all("/scored_data", cycle(self._plain, groups), PLAIN))
-        num = max(1, min(6, groups * SEQUENCES // BATCH_SEQUENCES))
-        self.note("batch_identity", await bench.batches(num, "identity"))
-        self.note("batch_gzip", await bench.batches(num, "gzip, deflate"))
+        self._num_queued += 2 * groups
+
+    async def serve(self) -> None:
+        self.note("rss", max(0.0, self.bench.server.rss_mb() - self._rss) / self._num_queued)
+        num = max(1, min(6, self._num_queued * SEQUENCES // BATCH_SEQUENCES // 2))
+        self.note("batch_identity", await self.bench.batches(num, "identity"))
+        self.note("batch_gzip", await self.bench.batches(num, "gzip, deflate"))
 
     async def others_wait(self) -> None:
         await self.bench.reset()
@@ -297,7 +312,7 @@ async def measure(servers: dict[str, tuple[Server, Size]], rounds: int) -> dict[
     async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
         turns = {name: Turns(Bench(server, session), size) for name, (server, size) in servers.items()}
         for number in range(rounds):
-            for what in ("ingest_and_serve", "native", "others_wait", "mixed"):
+            for what in ("begin", *("ingest",) * SLICES, "serve", *("native",) * SLICES, "others_wait", "mixed"):
                 for name, turn in turns.items():
                     tell(f"round {number + 1} of {rounds}: {what} of {name}")
                     await getattr(turn, what)()
@@ -395,8 +410,8 @@ def ledger(home: str, durability: Durability) -> Iterator[Server]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--groups", type=int, default=600, help="groups in each measurement of ours")
-    parser.add_argument("--peer-groups", type=int, default=120, help="the same for the original, which takes longer")
+    parser.add_argument("--groups", type=int, default=160, help="groups in each slice of ours")
+    parser.add_argument("--peer-groups", type=int, default=32, help="the same for the original, which takes longer")
     parser.add_argument("--seconds", type=float, default=12.0, help="of mixed load, each time")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each server")
     parser.add_argument("--touch-gb", type=float, default=10.0, help="memory to touch beforehand; 0: none")

@@ -145,8 +145,11 @@ class Transaction(Protocol):
         """The tables of the Atropos dialect."""
 
     # effects of the commit
-    def sync_to_disk(self) -> None:
-        """This transaction must be on the disk before anybody hears of it, whatever the durability mode."""
+    def sync_to_disk(self, run_id: RunId | None = None, group_ids: Sequence[GroupId] = ()) -> None:
+        """This transaction must be on the disk before anybody hears of it, whatever the durability mode.
+
+        With it the payloads of these groups; without a run, all that were ever kept.
+        """
 
     def announce(self, run_id: RunId) -> None:
         """Once committed, tell who listens that something moved in this run."""

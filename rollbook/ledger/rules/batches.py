@@ -184,5 +184,5 @@ def _record(book: RunBook, step: int, choice: _Choice, *, is_last: bool) -> Batc
     for group in choice.groups:
         book.move(group, GroupState.BATCHED, note=f"batch {step}", by=f"batch {step}", step=step, release_step=step)
     book.change(last_decided=step, is_last_short=is_last)
-    book.tx.sync_to_disk()
+    book.tx.sync_to_disk(book.run_id, [group.group_id for group in choice.groups])
     return manifest

@@ -241,7 +241,7 @@ class MemoryTransaction:
     def put_publication(self, publication: PublicationRecord) -> None:
         self._put(self._tables.publications, (publication.run_id, publication.id), publication)
 
-    def sync_to_disk(self) -> None:
+    def sync_to_disk(self, run_id: RunId | None = None, group_ids: Sequence[GroupId] = ()) -> None:
         """There is no disk, and no promise to break: this store is gone with its process."""
 
     def announce(self, run_id: RunId) -> None:

@@ -24,6 +24,18 @@ INSERT_PLACE = (
 )
 
 
+def _places(db: Connection, run_id: RunId, group_ids: Sequence[GroupId]) -> dict[GroupId, Place]:
+    """Of those whose payloads lie in segments."""
+    places: dict[GroupId, Place] = {}
+    for start in range(0, len(group_ids), ASKED_TOGETHER):
+        some = list(group_ids[start : start + ASKED_TOGETHER])
+        # Always as many, so that the statement is prepared once; an id that is asked for twice is found once.
+        some += some[:1] * (ASKED_TOGETHER - len(some))
+        for group_id, *place in db.execute(SELECT_PLACES, (run_id, *some)).fetchall():
+            places[group_id] = Place(*place)
+    return places
+
+
 class SegmentedTransaction(SqlTransaction):
     """For readers."""
 
@@ -36,13 +48,7 @@ class SegmentedTransaction(SqlTransaction):
         return super().payload(run_id, group_id) if row is None else read_payload(self._directory, Place(*row))
 
     def payloads(self, run_id: RunId, group_ids: Sequence[GroupId]) -> list[bytes | memoryview | None]:
-        places: dict[GroupId, Place] = {}
-        for start in range(0, len(group_ids), ASKED_TOGETHER):
-            some = list(group_ids[start : start + ASKED_TOGETHER])
-            # Always as many, so that the statement is prepared once; an id that is asked for twice is found once.
-            some += some[:1] * (ASKED_TOGETHER - len(some))
-            for group_id, *place in self._db.execute(SELECT_PLACES, (run_id, *some)).fetchall():
-                places[group_id] = Place(*place)
+        places = _places(self._db, run_id, group_ids)
         found = read_payloads(self._directory, list(places.values()))
         return [
             found[places[group_id]]
@@ -70,6 +76,9 @@ class SegmentedWriteBehind(WriteBehind):
         self._lost = lost
         self.thinned: set[int] = set()
         """Segments that a payload was deleted from."""
+        self.awaited: set[int] = set()
+        """Segments that must be on the disk when this is committed."""
+        self.awaits_all = False
 
     def put_payload(
         self, run_id: RunId, group_id: GroupId, body: bytes | memoryview, digest: str | None = None
@@ -94,6 +103,13 @@ class SegmentedWriteBehind(WriteBehind):
         else:
             self._db.execute("DELETE FROM payload_places WHERE run_id = ? AND group_id = ?", (run_id, group_id))
             self.thinned.add(row[0])
+
+    def sync_to_disk(self, run_id: RunId | None = None, group_ids: Sequence[GroupId] = ()) -> None:
+        super().sync_to_disk(run_id, group_ids)
+        if run_id is None:
+            self.awaits_all = True
+        else:
+            self.awaited |= {place.segment for place in _places(self._db, run_id, group_ids).values()}
 
     def lost_payloads(self, run_id: RunId) -> list[GroupId]:
         return list(self._lost.get(run_id, ()))

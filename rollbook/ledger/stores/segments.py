@@ -14,7 +14,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -168,12 +168,12 @@ class SegmentWriter:
             with _explained(segment.path):
                 segment.write()
 
-    def sync(self) -> None:
-        """Bring everything appended so far to the disk."""
+    def sync(self, only: Set[int] | None = None) -> None:
+        """Bring everything appended so far to the disk, or what is in some segments."""
         self.flush()
-        self._await_left()
+        self._await_left(only)
         segment = self._current
-        if segment is not None and segment.end > segment.synced:
+        if segment is not None and segment.end > segment.synced and (only is None or segment.number in only):
             with _explained(segment.path):
                 segment.sync()
             self._marks[segment.number] = EVERYTHING if self._is_always_synced else segment.synced
@@ -184,10 +184,10 @@ class SegmentWriter:
             self._sync_left(left_before=time.monotonic() - SYNC_AFTER_S)
         return {number: mark for number, mark in self._marks.items() if self._recorded.get(number) != mark}
 
-    def _sync_left(self, *, left_before: float) -> None:
+    def _sync_left(self, *, left_before: float, only: Set[int] | None = None) -> None:
         """Begin to sync the segments that were left long enough ago, and note those that are done."""
         for at, (segment, since, syncing) in reversed(list(enumerate(self._left))):
-            if syncing is None and since <= left_before:
+            if syncing is None and since <= left_before and (only is None or segment.number in only):
                 self._left[at] = segment, since, self._syncing.submit(segment.sync_and_close)
             elif syncing is not None and syncing.done():
                 del self._left[at]
@@ -233,12 +233,12 @@ class SegmentWriter:
             segment = self._current = self._begin()
         return segment
 
-    def _await_left(self) -> None:
-        self._sync_left(left_before=math.inf)
-        for _, _, syncing in self._left:
-            if syncing is not None:
+    def _await_left(self, only: Set[int] | None) -> None:
+        self._sync_left(left_before=math.inf, only=only)
+        for segment, _, syncing in self._left:
+            if syncing is not None and (only is None or segment.number in only):
                 wait([syncing])
-        self._sync_left(left_before=math.inf)
+        self._sync_left(left_before=math.inf, only=only)
 
     def _begin(self) -> "_Segment":
         """Make a file of a new name, and bring the name to the disk: rows will point to it."""

@@ -250,7 +250,7 @@ class SqlTransaction:
     def put_publication(self, publication: PublicationRecord) -> None:
         self._db.execute(PUBLICATIONS.upsert, PUBLICATIONS.row(publication))
 
-    def sync_to_disk(self) -> None:
+    def sync_to_disk(self, run_id: RunId | None = None, group_ids: Sequence[GroupId] = ()) -> None:
         self.must_sync = True
 
     def announce(self, run_id: RunId) -> None:

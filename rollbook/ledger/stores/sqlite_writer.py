@@ -130,7 +130,8 @@ class SqliteWriter:
             must_sync |= tx.must_sync
         tx.finish()
         if must_sync:
-            self._segments.sync()
+            is_everything = self._syncs_itself or tx.awaits_all
+            self._segments.sync(None if is_everything else tx.awaited)
         marks = self._segments.marks()
         self._mark(marks)
         self._db.execute("COMMIT")

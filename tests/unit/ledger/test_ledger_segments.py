@@ -3,7 +3,9 @@
 import errno
 import os
 import random
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from rollbook.ledger.store import StoreFaultError, Transaction
 from rollbook.ledger.stores import segments, sqlite_writer
 from rollbook.ledger.stores.segments import EVERYTHING, Place, SegmentWriter, read_payload, segment_path, segments_in
 from rollbook.ledger.stores.sqlite import SqliteStore, open_readonly, open_sqlite_store, reclaim
+from rollbook.ledger.stores.sqlite_file import FILE_NAME
 from rollbook.telemetry.events import EventLog
 from tests.parts.ledger_groups import RUN, group_of, outcome_of, settings
 
@@ -112,6 +115,29 @@ async def test_a_full_segment_is_followed_by_another(tmp_path: Path, monkeypatch
             await store.write(put(name, name.encode() * 200))
         assert await store.read(get(*names)) == [name.encode() * 200 for name in names]
         assert len(segments_in(tmp_path)) > 2
+
+
+async def test_what_a_transaction_depends_on_is_synced_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SegmentWriter.__init__, "__kwdefaults__", {"segment_bytes": 1000})
+    names = [GroupId(f"g{n}") for n in range(4)]
+
+    def marked() -> set[int]:
+        with closing(sqlite3.connect(f"file:{tmp_path / FILE_NAME}?mode=ro", uri=True)) as db:
+            return {segment for (segment,) in db.execute("SELECT segment FROM segments WHERE synced_bytes > 0")}
+
+    async with open_sqlite_store(tmp_path, durability=Durability.PROCESS_CRASH) as store:
+        for name in names:
+            await store.write(put(name, bytes(1000)))
+        assert marked() == set()
+        await store.write(lambda tx: tx.sync_to_disk(RUN, [names[1], GroupId("unknown")]))
+        assert marked() == {1}
+        await store.write(lambda tx: tx.sync_to_disk(RUN, [names[3]]))
+        assert marked() == {1, 3}, "the one that is being written, too"
+        await store.write(lambda tx: tx.sync_to_disk())
+        assert marked() == {0, 1, 2, 3}
+        assert await store.read(get(*names)) == [bytes(1000)] * 4
 
 
 async def test_an_emptied_segment_goes_after_a_while_and_one_in_use_stays(
