@@ -3,7 +3,7 @@
 CPU seconds of the server process are what counts: on a shared machine they say more than the clock. `mixed_delivered` is by
 the clock, with environments that post packed bodies as fast as they can while a trainer takes one batch after the other. Each
 figure is the median of several rounds, in which every server has its turn; what comes in is measured in short slices, in turn as
-well, because a virtual machine may be half as fast again for some seconds, whoever's turn it is.
+well, because a virtual machine may take half as long again for some seconds, whoever's turn it is.
 
 Both sides get one group of 8 x 1024 tokens a request, over the same connections. Where ours is compared in its own dialect, the
 same groups come as MessagePack through our own client, as many at the same time; what waits at the same moment travels together,
