@@ -14,7 +14,10 @@ from rollbook.run.verdict import law_text
 
 def audit(
     run: Annotated[
-        str, typer.Argument(help="A run directory, live or dead, or http://HOST:PORT[/v1/runs/RUN] of a ledger.")
+        str,
+        typer.Argument(
+            help="A run directory, live or dead, or http://HOST:PORT or http://HOST:PORT/v1/runs/RUN of a ledger."
+        ),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON line.")] = False,
 ) -> None:
