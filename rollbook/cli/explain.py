@@ -6,13 +6,19 @@ from typing import Annotated
 import typer
 
 from rollbook.cli.speaking import result
-from rollbook.run.ledger_serving import explain_in_directory
+from rollbook.run.ledger_serving import explain_elsewhere, explain_in_directory
 
 
 def explain(
-    run: Annotated[Path, typer.Argument(help="The run directory.")],
+    run: Annotated[
+        str,
+        typer.Argument(
+            help="A run directory, live or dead, or http://HOST:PORT or http://HOST:PORT/v1/runs/RUN of a ledger."
+        ),
+    ],
     group: Annotated[str, typer.Argument(help="The group's id; `rollbook inspect RUN --groups` lists them.")],
 ) -> None:
     """Tell who dispatched a group, with which versions, and why it was trained, dropped or refused."""
-    for sentence in explain_in_directory(run, group):
+    is_elsewhere = run.startswith(("http://", "https://"))
+    for sentence in explain_elsewhere(run, group) if is_elsewhere else explain_in_directory(Path(run), group):
         result(sentence)

@@ -41,10 +41,20 @@ def audit_at(url: str, *, token: str | None = None) -> list[wire.AuditView]:
     return asyncio.run(ask())
 
 
-def explain_at(url: str, run_id: RunId, group_id: GroupId, *, token: str | None = None) -> wire.Life:
-    """The life of one group."""
-    base, _ = split_url(url)
-    return asyncio.run(_of_run(base, run_id, token, lambda client: client.explain(group_id)))
+def explain_at(url: str, group_id: GroupId, *, token: str | None = None) -> wire.Life:
+    """The life of one group of the run that the url names, or of the only run of that ledger."""
+
+    async def ask() -> wire.Life:
+        base, run_id = split_url(url)
+        if run_id is None:
+            run_ids = await _runs(base, token)
+            if len(run_ids) != 1:
+                known = ", ".join(run_ids) or "none"
+                raise RunError(f"the ledger at {base} has these runs: {known}; name one: {base}/v1/runs/RUN")
+            run_id = run_ids[0]
+        return await _of_run(base, run_id, token, lambda client: client.explain(group_id))
+
+    return asyncio.run(ask())
 
 
 async def _of_run(base: str, run_id: RunId, token: str | None, ask: Callable[[LedgerClient], Awaitable[T]]) -> T:

@@ -18,7 +18,7 @@ from rollbook.contracts.admission import RunId
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId
 from rollbook.ledger.allocator import keep_memory_for_bodies
-from rollbook.ledger.asking import audit_at
+from rollbook.ledger.asking import audit_at, explain_at
 from rollbook.ledger.atropos.config import AtroposConfig
 from rollbook.ledger.atropos.routes import add_atropos
 from rollbook.ledger.audit import AuditReport
@@ -101,6 +101,12 @@ def read_in(store: str, source: Path, *, as_run: str | None) -> dict[str, Any]:
 def explain_in_directory(path: Path, group_id: str) -> list[str]:
     with open_run(path) as run:
         return explain(run.reader, run.run_id, GroupId(group_id))
+
+
+def explain_elsewhere(url: str, group_id: str) -> list[str]:
+    """`http://host:port/v1/runs/RUN`, or `http://host:port` of a ledger with one run."""
+    life = explain_at(url, GroupId(group_id), token=os.environ.get("ROLLBOOK_VIEWER_TOKENS"))
+    return list(life.sentences)
 
 
 def audit_elsewhere(url: str) -> list[AuditReport]:

@@ -289,7 +289,10 @@ async def test_the_command_line_asks_a_ledger_over_http(url: str) -> None:
     ]
     [one] = await asyncio.to_thread(audit_at, f"{url}/v1/runs/{RUN}")
     assert (one.run_id, one.opened) == (RUN, 1)
-    life = await asyncio.to_thread(explain_at, url, RUN, GroupId("a@0"))
+    life = await asyncio.to_thread(explain_at, f"{url}/v1/runs/{RUN}", GroupId("a@0"))
+    assert "opened by submit and queued at once (attempt 1 submitted)" in " ".join(life.sentences)
+    with pytest.raises(RunError, match=r"has these runs: .*, other; name one: http://.*/v1/runs/RUN"):
+        await asyncio.to_thread(explain_at, url, GroupId("a@0"))
     assert life.sentences[-1] == "It waits in the queue for batch 1 or a later one."
     with pytest.raises(TransientError, match="cannot be reached"):
         await asyncio.to_thread(audit_at, "http://127.0.0.1:1")
