@@ -129,10 +129,11 @@ class HotRoutes:
         end = data.find(b"\r\n\r\n", 0, LONGEST_HEAD)
         if end < 0:
             return None
-        at = data.find(LENGTH, 0, end) + len(LENGTH)
-        behind = data.find(b"\r\n", at, end + 2)
-        if at < len(LENGTH):
+        found = data.find(LENGTH, 0, end)
+        if found < 0:
             return self._read(data[:end], end + 4)
+        at = found + len(LENGTH)
+        behind = data.find(b"\r\n", at, end + 2)
         length, known = data[at:behind], data[:at] + data[behind:end]
         seen = self._seen.get(known)
         if seen is not None and length.isdigit() and len(length) <= MOST_DIGITS:

@@ -140,22 +140,24 @@ def store_posts(
     """
     forget(book, answered)
     together = _Together(book, in_flight, bounds)
-    outcomes: list[Outcome] = []
-    for incoming in arrived:
-        try:
-            post = incoming.take()
-        except Exception as error:  # whatever it is: it harms no other
-            outcomes.append(error)
-            continue
-        try:
-            outcomes.append(_store_post(together, post))
-        except Refusal as error:  # like the next: raised before anything of this post was written
-            outcomes.append(error)
-        except QueueFullError as error:
-            incoming.give_back(post)
-            outcomes.append(error)
+    outcomes = [_outcome_of(together, incoming) for incoming in arrived]
     together.write()
     return outcomes
+
+
+def _outcome_of(together: _Together, incoming: Incoming) -> Outcome:
+    """What was read of it is let go before the next one is looked at."""
+    try:
+        post = incoming.take()
+    except Exception as error:  # whatever it is: it harms no other
+        return error
+    try:
+        return _store_post(together, post)
+    except Refusal as error:  # like the next: raised before anything of this post was written
+        return error
+    except QueueFullError as error:
+        incoming.give_back(post)
+        return error
 
 
 def _store_post(together: _Together, post: Post) -> Stored:
