@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from rollbook.cli.places import RunOrLedger, is_address
 from rollbook.cli.speaking import EXIT_FAILED, people, result, result_json
 from rollbook.run.ledger_serving import audit_elsewhere
 from rollbook.run.reading import AuditReport, open_run
@@ -13,17 +14,11 @@ from rollbook.run.verdict import law_text
 
 
 def audit(
-    run: Annotated[
-        str,
-        typer.Argument(
-            help="A run directory, live or dead, or http://HOST:PORT or http://HOST:PORT/v1/runs/RUN of a ledger."
-        ),
-    ],
+    run: RunOrLedger,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON line.")] = False,
 ) -> None:
     """Check the conservation law, every group's history, batches, steps, payloads and lag."""
-    is_elsewhere = run.startswith(("http://", "https://"))
-    reports = audit_elsewhere(run) if is_elsewhere else [_audit_directory(Path(run))]
+    reports = audit_elsewhere(run) if is_address(run) else [_audit_directory(Path(run))]
     for report in reports:
         _tell(report, as_json=as_json)
     if not all(report.ok for report in reports):

@@ -5,20 +5,15 @@ from typing import Annotated
 
 import typer
 
+from rollbook.cli.places import RunOrLedger, is_address
 from rollbook.cli.speaking import result
 from rollbook.run.ledger_serving import explain_elsewhere, explain_in_directory
 
 
 def explain(
-    run: Annotated[
-        str,
-        typer.Argument(
-            help="A run directory, live or dead, or http://HOST:PORT or http://HOST:PORT/v1/runs/RUN of a ledger."
-        ),
-    ],
+    run: RunOrLedger,
     group: Annotated[str, typer.Argument(help="The group's id; `rollbook inspect RUN --groups` lists them.")],
 ) -> None:
     """Tell who dispatched a group, with which versions, and why it was trained, dropped or refused."""
-    is_elsewhere = run.startswith(("http://", "https://"))
-    for sentence in explain_elsewhere(run, group) if is_elsewhere else explain_in_directory(Path(run), group):
+    for sentence in explain_elsewhere(run, group) if is_address(run) else explain_in_directory(Path(run), group):
         result(sentence)
