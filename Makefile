@@ -46,23 +46,23 @@ format: $(STAMP) ## rewrite the sources in the house format
 	$(BIN)/ruff check --fix .
 
 docs: $(STAMP) ## write the generated references
-	$(BIN)/python -m rollbook.run.config_reference > docs/configuration.md
-	$(BIN)/python -m rollbook.ledger.http_docs > docs/http-api.md
-	$(BIN)/python -m rollbook.rollout.failure_docs > docs/failures.md
+	$(BIN)/python -m rollbook.run.config.reference > docs/configuration.md
+	$(BIN)/python -m rollbook.ledger.http.reference > docs/http-api.md
+	$(BIN)/python -m rollbook.rollout.dispatch.failure_reference > docs/failures.md
 
 bench: bench-overlap bench-envs bench-ledger bench-engine bench-trainer bench-gil ## every benchmark
 
 bench-overlap: $(STAMP) ## does overlapping pay? the same work with lag budget 0 and 2
-	$(BIN)/python -m benchmarks.overlap
+	$(BIN)/python -m benchmarks.loop.overlap
 
 bench-envs: $(STAMP) ## worlds: parallel against serial, the AWS world against the naive way, 256 sessions, pools
-	$(BIN)/python -m benchmarks.all_envs
+	$(BIN)/python -m benchmarks.envs.all
 
 bench-gil: $(STAMP) ## what scoring costs the trainer: alone, with threads, with our workers
-	$(BIN)/python -m benchmarks.gil
+	$(BIN)/python -m benchmarks.trainer.gil
 
 proof-cpu: $(STAMP) ## learning, proven in two phases on this machine: each criterion with its value
-	$(BIN)/python -m benchmarks.proof --device cpu --out docs/results
+	$(BIN)/python -m benchmarks.learning.proof --device cpu --out docs/results
 
 AGENT := examples/04_aws_agent_learns
 AGENT_RUN := runs/aws-agent-$(SEED)
@@ -79,11 +79,11 @@ aws-agent: $(STAMP) ## an agent of 0.4 million parameters learns on the AWS comm
 	$(BIN)/python $(AGENT)/results.py $(AGENT_RUN) --to docs/results/aws-agent/seed-$(SEED)
 
 proof-gpu: $(STAMP) ## the same with SmolLM2-135M on a GPU (rollbook models get smollm2 --to models/smollm2)
-	$(BIN)/python -m benchmarks.proof --device cuda --model models/smollm2 --out docs/results
+	$(BIN)/python -m benchmarks.learning.proof --device cuda --model models/smollm2 --out docs/results
 
 bench-engine: $(STAMP) ## the embedded engine on a CPU beside generate, continuous batching and vLLM; logprob fidelity
-	$(BIN)/python -m benchmarks.logprob_fidelity
-	$(BIN)/python -m benchmarks.engine
+	$(BIN)/python -m benchmarks.engine.logprob_fidelity
+	$(BIN)/python -m benchmarks.engine.cpu
 
 test-openenv: $(STAMP) ## against the openenv package, in a virtual environment of its own
 	PYTHON=$(PYTHON) sh scripts/openenv_venv.sh
@@ -98,14 +98,14 @@ test-trl: $(STAMP) ## the real TRL on our workers, gate and ledger, in a virtual
 	$(BIN)/python -m pytest tests/unit/integrations tests/services/test_integrations_trl.py
 
 bench-trainer: $(STAMP) ## the training step beside a plain padded loop, and TRL's where .venvs/trl is (DEVICE=cuda: 135M and 1.5B models)
-	$(BIN)/python -m benchmarks.trainer --device $(DEVICE)
+	$(BIN)/python -m benchmarks.trainer.step --device $(DEVICE)
 
 test-trl-losses: $(STAMP) ## the losses that TRL has too, against TRL's value and gradient, in a virtual environment of its own
 	PYTHON=$(PYTHON) sh scripts/trl_venv.sh
 	$(BIN)/python -m pytest tests/compatibility/test_trainer_trl_losses.py
 
 bench-ledger: $(STAMP) .venvs/atropos/.installed ## our ledger beside the original Atropos server
-	$(BIN)/python -m benchmarks.ledger
+	$(BIN)/python -m benchmarks.ledger.atropos_comparison
 
 test-atropos: $(STAMP) .venvs/atropos/.installed ## the real atroposlib, environments and trainer, against our server
 	$(BIN)/python -m pytest tests/compatibility

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rollbook.contracts.trajectory import RolloutSample
-from rollbook.envs.number_guessing import number_guessing_tasks
+from rollbook.envs.builtin.number_guessing import number_guessing_tasks
 from rollbook.rollout.assemblers.linear import TrajectoryAssembler
 from rollbook.rollout.contract import RolloutFn, RolloutSetup
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from rollbook.contracts.environment import Observation
-from rollbook.envs.awscli.drift import chosen_variant
-from rollbook.envs.awscli.solution import ReferencePolicy
-from rollbook.envs.awscli.task_bank import aws_tasks, task_bank
-from rollbook.envs.awscli.verification import filled
-from rollbook.rollout.rendering import ModelTokenizer
+from rollbook.envs.builtin.awscli.drift import chosen_variant
+from rollbook.envs.builtin.awscli.solution import ReferencePolicy
+from rollbook.envs.builtin.awscli.task_bank import aws_tasks, task_bank
+from rollbook.envs.builtin.awscli.verification import filled
+from rollbook.rollout.chat.tokenizer import ModelTokenizer
 
 SEED = 7
 TASK = re.compile(r"Task: (.*)\nMoves: \d+", re.DOTALL)

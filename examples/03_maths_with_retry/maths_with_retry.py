@@ -16,7 +16,7 @@ import scoring
 from rollbook.contracts.errors import EpisodeError
 from rollbook.contracts.policy import FinishReason
 from rollbook.contracts.trajectory import EndReason, RolloutSample
-from rollbook.rollout.assemblers.messages import MessageTrajectoryAssembler
+from rollbook.rollout.assemblers.chat import MessageTrajectoryAssembler
 from rollbook.rollout.contract import RolloutFn, RolloutSetup
 
 RETRY = "That is not right . Try again ."

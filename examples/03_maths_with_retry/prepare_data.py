@@ -27,7 +27,7 @@ def gsm8k_rows(lines: Iterable[Any], *, split: str) -> Iterator[dict[str, Any]]:
 
 
 def reasoning_gym_rows(dataset: str, count: int, *, seed: int, split: str) -> Iterator[dict[str, Any]]:
-    make = importlib.import_module("rollbook.envs.reasoning_gym_maths").reasoning_gym_tasks
+    make = importlib.import_module("rollbook.envs.builtin.reasoning_gym_maths").reasoning_gym_tasks
     for row in make(dataset, count, seed=seed):
         yield {"id": row["id"], "split": split, "question": row["question"], "answer": str(row["answer"])}
 

@@ -11,7 +11,7 @@ import importlib.util
 import multiprocessing
 from multiprocessing.connection import Connection
 
-from rollbook.envs.answers import as_number, final_answer, is_same_answer
+from rollbook.envs.builtin.maths_answers import as_number, final_answer, is_same_answer
 
 MAX_CHARS = 2_000
 """An answer longer than this is no answer; parsing it would only take time."""

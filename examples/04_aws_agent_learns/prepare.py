@@ -27,8 +27,8 @@ from tokenizers.trainers import BpeTrainer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rollbook.concurrency.deadline import Deadline
-from rollbook.envs.awscli.environment import AwsCliWorld
-from rollbook.envs.awscli.solution import ReferencePolicy
+from rollbook.envs.builtin.awscli.environment import AwsCliWorld
+from rollbook.envs.builtin.awscli.solution import ReferencePolicy
 from rollbook.telemetry.events import EventLog
 
 Chat = list[dict[str, str]]

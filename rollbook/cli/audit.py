@@ -8,9 +8,9 @@ import typer
 
 from rollbook.cli.places import RunOrLedger, is_address
 from rollbook.cli.speaking import EXIT_FAILED, people, result, result_json
-from rollbook.run.ledger_serving import audit_elsewhere
-from rollbook.run.reading import AuditReport, open_run
-from rollbook.run.verdict import law_text
+from rollbook.run.commands.serve_ledger import audit_elsewhere
+from rollbook.run.commands.train_summary import law_text
+from rollbook.run.record import AuditReport, open_run
 
 
 def audit(

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from rollbook.cli.speaking import people, result
-from rollbook.run.config import dump_toml, load_config
+from rollbook.run.config.run import dump_toml, load_config
 
 config_app = typer.Typer(help="Check configurations.", no_args_is_help=True)
 

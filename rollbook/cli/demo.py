@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from rollbook.cli.speaking import EXIT_MISUSED, people, result_json, say_error
-from rollbook.run.launch import train as launch
-from rollbook.run.verdict import tell, verdict_row
+from rollbook.run.commands.train import train as launch
+from rollbook.run.commands.train_summary import tell, verdict_row
 
 EXAMPLE = Path("examples/01_number_guessing/run.toml")
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from rollbook.cli.speaking import people
-from rollbook.run.env_serving import EnvConfig, EnvServerConfig, serve_environment
+from rollbook.run.commands.serve_env import EnvConfig, EnvServerConfig, serve_environment
 from rollbook.run.errors import RunError
 
 env_app = typer.Typer(help="Serve worlds over the OpenEnv wire, or play one by hand.", no_args_is_help=True)

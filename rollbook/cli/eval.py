@@ -7,7 +7,7 @@ import typer
 from rich.table import Table
 
 from rollbook.cli.speaking import people, result_json
-from rollbook.run.evaluating import evaluate, table
+from rollbook.run.commands.evaluate import evaluate, table
 
 HEADINGS = ("", "tasks", "episodes", "solved [95 %]", "once", "reward [95 %]", "no score")
 

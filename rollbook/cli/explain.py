@@ -7,7 +7,7 @@ import typer
 
 from rollbook.cli.places import RunOrLedger, is_address
 from rollbook.cli.speaking import result
-from rollbook.run.ledger_serving import explain_elsewhere, explain_in_directory
+from rollbook.run.commands.serve_ledger import explain_elsewhere, explain_in_directory
 
 
 def explain(

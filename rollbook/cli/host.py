@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from rollbook.cli.speaking import EXIT_FAILED, people, say_error
-from rollbook.run.hosting import host as serve
+from rollbook.run.commands.host import host as serve
 
 
 def host(

@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from rollbook.cli.speaking import result
-from rollbook.run.inspection import group_lines, groups_lines, overview_lines
-from rollbook.run.reading import open_run
+from rollbook.run.commands.inspect import group_lines, groups_lines, overview_lines
+from rollbook.run.record import open_run
 
 
 def inspect(  # noqa: PLR0917 - a command line is a list of flags

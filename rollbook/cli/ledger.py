@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from rollbook.cli.speaking import people, result_json
-from rollbook.run.ledger_serving import read_in, serve, shrink, store_of, write_out
+from rollbook.run.commands.serve_ledger import read_in, serve, shrink, store_of, write_out
 
 ledger_app = typer.Typer(help="Run a ledger on its own, and look after its store.", no_args_is_help=True)
 

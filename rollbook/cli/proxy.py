@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from rollbook.cli.speaking import people
-from rollbook.run.proxy_serving import ProxyWishes, serve_proxy
+from rollbook.run.commands.serve_proxy import ProxyWishes, serve_proxy
 
 
 def proxy(  # noqa: PLR0917 - a command line is a list of flags

@@ -7,7 +7,7 @@ import typer
 from rich.table import Table
 
 from rollbook.cli.speaking import EXIT_FAILED, people, result_json
-from rollbook.run.replaying import replay_run, retrain_run
+from rollbook.run.commands.replay import replay_run, retrain_run
 
 
 def replay(

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from rollbook.cli.speaking import result_json
-from rollbook.run.sft import warm_start
+from rollbook.run.commands.sft import warm_start
 
 
 def sft(

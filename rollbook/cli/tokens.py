@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from rollbook.cli.speaking import EXIT_FAILED, result, result_json
-from rollbook.run.token_checking import check_tokens, finding_lines, finding_row, holds
+from rollbook.run.commands.check_tokens import check_tokens, finding_lines, finding_row, holds
 
 tokens_app = typer.Typer(
     help="Token fidelity: what the engine consumed and produced, and nothing else.", no_args_is_help=True

@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from rollbook.cli.speaking import people, result_json
-from rollbook.run.launch import train as launch
-from rollbook.run.verdict import tell, verdict_row
+from rollbook.run.commands.train import train as launch
+from rollbook.run.commands.train_summary import tell, verdict_row
 
 
 def train(

@@ -8,14 +8,14 @@ from typing import Any
 
 from rollbook.concurrency.shield import finish
 from rollbook.contracts.errors import RunError
-from rollbook.envs.arithmetic import Arithmetic
+from rollbook.envs.builtin.arithmetic import Arithmetic
+from rollbook.envs.builtin.delayed import DelayedNumberGuessing
+from rollbook.envs.builtin.maths import Maths
+from rollbook.envs.builtin.number_guessing import NumberGuessing
+from rollbook.envs.builtin.terminal import Terminal
 from rollbook.envs.config import EnvConfig
-from rollbook.envs.daemon_threads import DaemonThreads
-from rollbook.envs.delayed import DelayedNumberGuessing
 from rollbook.envs.environment import WorldEnvironment
-from rollbook.envs.maths import Maths
-from rollbook.envs.number_guessing import NumberGuessing
-from rollbook.envs.terminal import Terminal
+from rollbook.envs.pools.daemon_threads import DaemonThreads
 
 CATALOG: dict[str, type] = {
     "arithmetic": Arithmetic,
@@ -26,8 +26,8 @@ CATALOG: dict[str, type] = {
 }
 # Worlds that need an extra: named here, imported when they are chosen.
 ON_DEMAND = {
-    "aws": "rollbook.envs.awscli.environment:AwsCliWorld",
-    "reasoning_gym": "rollbook.envs.reasoning_gym_maths:ReasoningGymMaths",
+    "aws": "rollbook.envs.builtin.awscli.environment:AwsCliWorld",
+    "reasoning_gym": "rollbook.envs.builtin.reasoning_gym_maths:ReasoningGymMaths",
 }
 # A world that gives back a container or a connection may take seconds; one that takes longer hangs.
 CLOSE_WITHIN_S = 20.0
@@ -40,7 +40,7 @@ class EnvironmentSource:
     def __init__(self, config: EnvConfig) -> None:
         if config.url is not None:
             raise RunError(
-                f"env.url names the server {config.url}; no world is made here (rollbook.envs.remote opens it)"
+                f"env.url names the server {config.url}; no world is made here (rollbook.envs.client.remote opens it)"
             )
         self._config = config
         self._kind = world_class(config.name)

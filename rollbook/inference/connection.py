@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 
 from rollbook.contracts.errors import EpisodeError, FencedError, RollbookError, RunError, TransientError
-from rollbook.inference.wire import GENERATION_FAILED, QUEUE_FULL, STALE_WEIGHTS, ErrorDetail, ErrorReply
+from rollbook.inference.wire.completions import GENERATION_FAILED, QUEUE_FULL, STALE_WEIGHTS, ErrorDetail, ErrorReply
 
 T = TypeVar("T")
 _JSON = {"Content-Type": "application/json"}

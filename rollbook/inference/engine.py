@@ -21,7 +21,7 @@ from rollbook.contracts.errors import EpisodeError, RunError, TransientError
 from rollbook.contracts.policy import Completion, Publication, SamplingParams, TopLogprobs
 from rollbook.contracts.weights import RawTensor
 from rollbook.inference.config import InferenceConfig, KvAfterUpdate
-from rollbook.inference.gate import PauseMode
+from rollbook.inference.pause import PauseMode
 from rollbook.telemetry.spans import SpanRecorder
 
 
@@ -174,7 +174,7 @@ class OpenEngine(Protocol):
 
 # One line an engine. Each is imported only where it was chosen, so that a scripted server starts without torch.
 ENGINES: dict[str, str] = {
-    "transformers": "rollbook.inference.engines.transformers",
+    "transformers": "rollbook.inference.engines.embedded.engine",
     "scripted": "rollbook.inference.engines.scripted",
 }
 

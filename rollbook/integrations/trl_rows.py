@@ -17,7 +17,7 @@ from rollbook.contracts.batch import BatchEntry, TrainingBatch
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import PromptGroup
 from rollbook.contracts.trajectory import RolloutSample, TokenRow
-from rollbook.trainer.advantages import advantages
+from rollbook.trainer.data.advantages import advantages
 
 FILLER = "rollbook/filler"
 

@@ -24,13 +24,13 @@ from rollbook.concurrency.clock import SystemClock
 from rollbook.contracts.admission import LedgerStatus, RunId
 from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainerRole, TrainingBatch
 from rollbook.contracts.errors import RunError, TransientError
-from rollbook.inference.weights import WeightTransferClient
-from rollbook.ledger.client import LedgerClient, open_ledger_client
+from rollbook.inference.weights.client import WeightTransferClient
+from rollbook.ledger.client.client import LedgerClient, open_ledger_client
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.spans import SpanRecorder
 from rollbook.trainer.config import TrainerConfig
+from rollbook.trainer.model.weights import digest_of
 from rollbook.trainer.publish import Publisher
-from rollbook.trainer.weights import digest_of
 
 T = TypeVar("T")
 READY_S = 300.0

@@ -19,7 +19,7 @@ from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from rollbook.contracts.weights import weights_digest
-from rollbook.inference.weight_file import read_weights
+from rollbook.inference.weights.safetensors import read_weights
 
 BACKEND = "rollbook"
 

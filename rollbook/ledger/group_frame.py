@@ -18,7 +18,7 @@ from rollbook.contracts.group import GroupId, PromptGroup
 from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import EndReason, RolloutSample, TokenRow, TurnMark
-from rollbook.ledger.atropos.transcoding import is_atropos_json, transcode
+from rollbook.ledger.atropos.codec import is_atropos_json, transcode
 
 NAMELESS = GroupId("atropos@0")
 FORMAT = 2

@@ -16,15 +16,15 @@ from aiohttp import web
 
 from rollbook.concurrency.clock import Clock, SystemClock
 from rollbook.contracts.errors import RunError
-from rollbook.ledger.access import Keys, Role, refuse_open_doors
 from rollbook.ledger.config import LedgerServerConfig
-from rollbook.ledger.hot_path import HOT_ROUTES, answering
-from rollbook.ledger.refusals import KNOWN, refusal
-from rollbook.ledger.routes import EITHER
-from rollbook.ledger.server import Handler, build_app
+from rollbook.ledger.http.auth import Keys, Role, refuse_open_doors
+from rollbook.ledger.http.errors import KNOWN, refusal
+from rollbook.ledger.http.fast_path import HOT_ROUTES, answering
+from rollbook.ledger.http.handlers import Handler, build_app
+from rollbook.ledger.http.routes import EITHER
 from rollbook.ledger.service import Ledger, ledger_on
 from rollbook.ledger.store import Store
-from rollbook.ledger.stores.opening import open_store
+from rollbook.ledger.stores.registry import open_store
 from rollbook.telemetry.events import EventLog
 
 BACKLOG = 4096

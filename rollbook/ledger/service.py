@@ -28,16 +28,16 @@ from rollbook.contracts.errors import RollbookError, RunError
 from rollbook.contracts.group import DropReason, GroupId, GroupOutcome, GroupState, PromptGroup
 from rollbook.contracts.policy import Publication
 from rollbook.contracts.task import Draw
-from rollbook.ledger.bell import Bell
 from rollbook.ledger.config import LedgerConfig
 from rollbook.ledger.group_frame import decode_group, encode_group, payload_digest
+from rollbook.ledger.lease_expiry import Timekeeper
+from rollbook.ledger.notifier import Bell
 from rollbook.ledger.records import GroupRecord, MoveRecord, ProducerRecord, PublicationRecord, StepRecord
 from rollbook.ledger.rules import batches, gate, groups, lineage, outcomes, producers, runs, trainer
 from rollbook.ledger.rules.book import RunBook, find_run, opened_book
 from rollbook.ledger.rules.groups import Submission
 from rollbook.ledger.store import Store, Transaction
-from rollbook.ledger.stores.sqlite import open_sqlite_store
-from rollbook.ledger.timekeeper import Timekeeper
+from rollbook.ledger.stores.sqlite.store import open_sqlite_store
 from rollbook.telemetry.events import EventLog
 
 T = TypeVar("T")

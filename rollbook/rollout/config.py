@@ -5,10 +5,10 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, model_validator
 
 from rollbook.contracts.policy import SamplingParams
-from rollbook.rollout.adaptive import AdaptiveRules
-from rollbook.rollout.group_rules import GroupRules
-from rollbook.rollout.limits import EpisodeLimits
-from rollbook.rollout.reward_rules import Missing, RewardFunction, RewardRules
+from rollbook.rollout.dispatch.concurrency import AdaptiveRules
+from rollbook.rollout.settings.groups import GroupRules
+from rollbook.rollout.settings.limits import EpisodeLimits
+from rollbook.rollout.settings.rewards import Missing, RewardFunction, RewardRules
 
 
 class SamplingConfig(BaseModel, frozen=True, extra="forbid"):
@@ -126,7 +126,7 @@ class AdaptiveConfig(BaseModel, frozen=True, extra="forbid"):
 
 
 class RolloutConfig(BaseModel, frozen=True, extra="forbid"):
-    function: str = Field(default="rollbook.rollout.episode", min_length=1)
+    function: str = Field(default="rollbook.rollout.episodes.chat", min_length=1)
     """Module that offers `make_rollout(setup)`, or `module:attribute`. The default plays any environment as a chat."""
 
     settings: dict[str, Any] = Field(default_factory=dict)

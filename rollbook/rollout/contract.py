@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from rollbook.contracts.errors import RollbookError, RunError
+from rollbook.contracts.plugin import DottedPathError, load_attribute
 from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.ports import Environment
 from rollbook.contracts.trajectory import EndReason, RolloutSample
-from rollbook.rollout.dotted import DottedPathError, load_attribute
-from rollbook.rollout.limits import EpisodeLimits
-from rollbook.rollout.policy import EpisodePolicy
+from rollbook.rollout.episodes.policy import EpisodePolicy
+from rollbook.rollout.settings.limits import EpisodeLimits
 from rollbook.telemetry.events import EventLog
 
 RolloutFn: TypeAlias = Callable[[dict[str, Any]], Awaitable[RolloutSample | None]]

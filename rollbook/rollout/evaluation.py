@@ -17,9 +17,9 @@ from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId, PromptGroup
 from rollbook.contracts.task import Task
 from rollbook.rollout.config import RolloutConfig
-from rollbook.rollout.group import GroupOrder, GroupResult
-from rollbook.rollout.isolation import WorkerPool
-from rollbook.rollout.recipe import WorkerRecipe
+from rollbook.rollout.groups.player import GroupOrder, GroupResult
+from rollbook.rollout.workers.pool import WorkerPool
+from rollbook.rollout.workers.spec import WorkerRecipe
 from rollbook.telemetry.events import EventLog
 
 Z95 = 1.959964

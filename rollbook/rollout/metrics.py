@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from rollbook.contracts.group import DropKind, DropReason, GroupOutcome, PromptGroup
 from rollbook.rollout.config import RolloutConfig
-from rollbook.rollout.rewards import SECONDS_KEY, score_key
+from rollbook.rollout.rewards.scorer import SECONDS_KEY, score_key
 from rollbook.telemetry.metrics import Metric, MetricRecorder, Reduction
 
 ROLLOUT_METRICS: tuple[Metric, ...] = (

@@ -4,8 +4,8 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
 
-from rollbook.trainer.model_config import SPECIAL_TOKENS, ModelBuildConfig, ModelConfig
-from rollbook.trainer.recipe import OWN_SETTINGS, Recipe
+from rollbook.trainer.losses.defaults import OWN_SETTINGS, Recipe
+from rollbook.trainer.model.config import SPECIAL_TOKENS, ModelBuildConfig, ModelConfig
 
 __all__ = ["NOT_NUMERIC", "SPECIAL_TOKENS", "LoraSettings", "ModelBuildConfig", "ModelConfig", "TrainerConfig"]
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from rollbook.concurrency.background import Background
 from rollbook.concurrency.clock import Clock, SystemClock
 from rollbook.contracts.adapter import AdapterKind
 from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainerRole, TrainingBatch
@@ -24,18 +25,17 @@ from rollbook.contracts.ports import BatchSource, WeightReceiver, WeightStage
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import MetricRecorder
 from rollbook.telemetry.spans import SpanRecorder
-from rollbook.trainer.background import Background
-from rollbook.trainer.checkpoint import Checkpoint, Checkpoints
+from rollbook.trainer.checkpoints.checkpoints import Checkpoint, Checkpoints
+from rollbook.trainer.checkpoints.settings_history import check_and_record
 from rollbook.trainer.config import TrainerConfig
-from rollbook.trainer.device import devices_peak_flops, peak_memory_gb
+from rollbook.trainer.distributed.device import devices_peak_flops, peak_memory_gb
 from rollbook.trainer.interruption import first_error, unless
 from rollbook.trainer.metrics import batch_metrics, time_metrics
+from rollbook.trainer.model.weights import digest_of
 from rollbook.trainer.publish import Publisher
-from rollbook.trainer.settings_history import check_and_record
 from rollbook.trainer.staleness import LagReport, check_lag
 from rollbook.trainer.step import LearnerCopy, StepReport, TrainStep
 from rollbook.trainer.team import Team
-from rollbook.trainer.weights import digest_of
 
 Learner = TrainStep | Team
 

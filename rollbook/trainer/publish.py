@@ -15,7 +15,7 @@ from rollbook.contracts.ports import BatchSource, WeightReceiver, WeightStage
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.spans import SpanRecorder
 from rollbook.trainer.config import TrainerConfig
-from rollbook.trainer.weights import write_weights
+from rollbook.trainer.model.weights import write_weights
 
 # The one in service, and the one before it, which a replica may still be reading.
 KEPT = 2

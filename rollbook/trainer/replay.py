@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollbook.contracts.batch import TrainingBatch
-from rollbook.trainer.checkpoint import initial_learner
+from rollbook.trainer.checkpoints.checkpoints import initial_learner
 from rollbook.trainer.config import TrainerConfig
-from rollbook.trainer.minibatches import flatten
+from rollbook.trainer.data.minibatches import flatten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

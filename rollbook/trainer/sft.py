@@ -17,9 +17,9 @@ from rollbook.contracts.group import GroupId
 from rollbook.contracts.trajectory import TokenRow
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import Metric, MetricRecorder, Reduction
-from rollbook.trainer.checkpoint import Checkpoint, Checkpoints
+from rollbook.trainer.checkpoints.checkpoints import Checkpoint, Checkpoints
 from rollbook.trainer.config import TrainerConfig
-from rollbook.trainer.minibatches import TrainRow
+from rollbook.trainer.data.minibatches import TrainRow
 from rollbook.trainer.sft_config import SftConfig, sft_trainer
 from rollbook.trainer.step import TrainStep
 

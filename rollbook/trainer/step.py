@@ -20,21 +20,21 @@ from rollbook.contracts.adapter import AdapterKind
 from rollbook.contracts.batch import TrainingBatch
 from rollbook.contracts.errors import RunError
 from rollbook.trainer.config import TrainerConfig
-from rollbook.trainer.guard import GradientGuard
+from rollbook.trainer.data.minibatches import Microbatch, Minibatch, TrainRow, flatten, plan, plan_minibatch
+from rollbook.trainer.distributed.ranks import Ranks
+from rollbook.trainer.distributed.sharding import spread_state, whole
+from rollbook.trainer.files.random_states import random_states
+from rollbook.trainer.flops import training_flops
 from rollbook.trainer.losses.corrections import correction
+from rollbook.trainer.losses.defaults import Recipe
 from rollbook.trainer.losses.inputs import LossInputs, LossSettings
 from rollbook.trainer.losses.kl import k3_divergence
-from rollbook.trainer.losses.table import loss_named
-from rollbook.trainer.minibatches import Microbatch, Minibatch, TrainRow, flatten, plan, plan_minibatch
-from rollbook.trainer.model import PolicyModel
-from rollbook.trainer.random_states import random_states
-from rollbook.trainer.ranks import Ranks
-from rollbook.trainer.recipe import Recipe
-from rollbook.trainer.schedule import learning_rate
-from rollbook.trainer.sharding import spread_state, whole
-from rollbook.trainer.token_statistics import TokenStatistics
-from rollbook.trainer.weights import tree_to_host
-from rollbook.trainer.work import training_flops
+from rollbook.trainer.losses.registry import loss_named
+from rollbook.trainer.losses.statistics import TokenStatistics
+from rollbook.trainer.model.policy_model import PolicyModel
+from rollbook.trainer.model.weights import tree_to_host
+from rollbook.trainer.optimizer.gradient_guard import GradientGuard
+from rollbook.trainer.optimizer.schedule import learning_rate
 
 OPTIMIZER_SETTINGS = ("lr", "betas", "eps", "weight_decay")
 

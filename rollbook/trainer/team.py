@@ -22,7 +22,7 @@ from torch import Tensor
 from rollbook.contracts.adapter import AdapterKind
 from rollbook.contracts.batch import TrainingBatch
 from rollbook.contracts.errors import RunError
-from rollbook.trainer.checkpoint import Checkpoint, Checkpoints
+from rollbook.trainer.checkpoints.checkpoints import Checkpoint, Checkpoints
 from rollbook.trainer.step import LearnerCopy, StepReport, TrainStep
 
 EXCHANGE_S = 600.0

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from rollbook.run.config_reference import reference
+from rollbook.run.config.reference import reference
 
 ROOT = Path(__file__).parents[2]
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from rollbook.rollout.failure_docs import DEADLINES, page
-from rollbook.run.config import RunConfig
+from rollbook.rollout.dispatch.failure_reference import DEADLINES, page
+from rollbook.run.config.run import RunConfig
 
 ROOT = Path(__file__).parents[2]
 

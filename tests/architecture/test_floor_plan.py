@@ -1,9 +1,10 @@
-"""The floor plan: who may import whom, and through which door the heavy libraries enter."""
+"""The floor plan: which folder may import which, and where heavy libraries may be imported."""
 
 import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -16,43 +17,47 @@ MAY_IMPORT: dict[str, set[str]] = {
     "concurrency": set(),
     "telemetry": {"concurrency"},
     **dict.fromkeys(ROOMS, GROUND),
-    "dashboard": {"contracts", "telemetry"},
+    "dashboard": GROUND,
     "integrations": GROUND | ROOMS,
     "run": GROUND | ROOMS | {"dashboard"},
-    "cli": {"run"},
+    "cli": {"run", "contracts"},
 }
 # Heavy libraries and the only places that may import them.
 DOORS: dict[str, tuple[str, ...]] = {
     "torch": (
         "rollbook/trainer/",
-        "rollbook/inference/engines/",
-        "rollbook/inference/transfer/",
+        "rollbook/inference/engines/embedded/",
+        "rollbook/inference/weights/transports/",
         "rollbook/integrations/",
     ),
-    "transformers": ("rollbook/trainer/", "rollbook/inference/engines/", "rollbook/integrations/"),
+    "transformers": ("rollbook/trainer/", "rollbook/inference/engines/embedded/", "rollbook/integrations/"),
     "safetensors": (
         "rollbook/trainer/",
-        "rollbook/inference/engines/",
-        "rollbook/inference/transfer/",
+        "rollbook/inference/engines/embedded/",
+        "rollbook/inference/weights/transports/",
         "rollbook/integrations/",
     ),
     "vllm": ("rollbook/integrations/vllm_plugin.py",),
     "matplotlib": ("rollbook/dashboard/plots.py",),
-    "sqlite3": ("rollbook/ledger/stores/sqlite", "rollbook/ledger/stores/segment_"),
-    "psycopg": ("rollbook/ledger/stores/postgres_connection.py",),
-    "pyarrow": ("rollbook/ledger/parquet.py",),
-    "tokenizers": ("rollbook/rollout/rendering.py", "rollbook/trainer/"),
-    "jinja2": ("rollbook/rollout/rendering.py",),
+    "sqlite3": ("rollbook/ledger/stores/sqlite/",),
+    "psycopg": ("rollbook/ledger/stores/postgres/connection.py",),
+    "pyarrow": ("rollbook/ledger/tools/parquet.py",),
+    "tokenizers": ("rollbook/rollout/chat/tokenizer.py", "rollbook/trainer/"),
+    "jinja2": ("rollbook/rollout/chat/tokenizer.py",),
 }
 TORCH_FREE = ("config", "advantages", "minibatches", "staleness")
 
 
 def imports_of(path: Path) -> Iterator[tuple[str, int]]:
+    """Every imported module with its line; `from package import module` counts as that module."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module, node.lineno
+            folder = PACKAGE.parent.joinpath(*node.module.split("."))
+            for alias in node.names:
+                is_module = (folder / f"{alias.name}.py").exists()
+                yield (f"{node.module}.{alias.name}" if is_module else node.module), node.lineno
 
 
 def room_of(module: str) -> str | None:
@@ -77,6 +82,40 @@ def test_every_import_follows_the_floor_plan() -> None:
     assert strays == []
 
 
+def folders() -> list[Path]:
+    return sorted({path.parent for path in sources()} - {PACKAGE})
+
+
+def imports_between_children(folder: Path) -> dict[str, set[str]]:
+    """Which direct children (modules and sub-folders) of a folder import which others."""
+    prefix = ("rollbook", *folder.relative_to(PACKAGE).parts)
+    edges: dict[str, set[str]] = {}
+    for path in sorted(folder.rglob("*.py")):
+        child = path.relative_to(folder).parts[0].removesuffix(".py")
+        if child == "__init__":
+            continue
+        targets = edges.setdefault(child, set())
+        for module, _ in imports_of(path):
+            parts = tuple(module.split("."))
+            if parts[: len(prefix)] == prefix and len(parts) > len(prefix) and parts[len(prefix)] != child:
+                targets.add(parts[len(prefix)])
+    return edges
+
+
+@pytest.mark.parametrize("folder", folders(), ids=lambda folder: folder.relative_to(PACKAGE).as_posix())
+def test_the_parts_of_a_folder_do_not_import_each_other_in_a_circle(folder: Path) -> None:
+    try:
+        tuple(TopologicalSorter(imports_between_children(folder)).static_order())
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_no_folder_holds_more_than_sixteen_modules() -> None:
+    counts = {folder.relative_to(PACKAGE).as_posix(): len(list(folder.glob("*.py"))) - 1 for folder in folders()}
+    # Each command line verb is one small module, so `cli` may hold more.
+    assert {name: count for name, count in counts.items() if count > 16 and name != "cli"} == {}
+
+
 def test_heavy_libraries_enter_through_their_doors_only() -> None:
     strays = []
     for path in sources():
@@ -85,7 +124,7 @@ def test_heavy_libraries_enter_through_their_doors_only() -> None:
             doors = DOORS.get(module.split(".")[0])
             if doors is not None and not where.startswith(doors):
                 strays.append(f"{where}:{line} imports {module}")
-            if module.split(".")[0] == "torch" and path.parent.name == "trainer" and path.stem in TORCH_FREE:
+            if module.split(".")[0] == "torch" and "trainer" in path.parts and path.stem in TORCH_FREE:
                 strays.append(f"{where}:{line} imports torch, but it decides in pure code")
     assert strays == []
 

@@ -2,17 +2,17 @@
 
 from pathlib import Path
 
-from rollbook.ledger.http_docs import http_api_page
-from rollbook.ledger.openapi import openapi_document
-from rollbook.ledger.routes import ROUTES
-from rollbook.ledger.server import NativeRoutes
+from rollbook.ledger.http.handlers import NativeRoutes
+from rollbook.ledger.http.openapi import openapi_document
+from rollbook.ledger.http.reference import http_api_page
+from rollbook.ledger.http.routes import ROUTES
 
 PAGE = Path(__file__).parents[2] / "docs" / "http-api.md"
 
 
 def test_the_page_about_http_is_up_to_date() -> None:
     wanted = http_api_page()
-    assert PAGE.read_text(encoding="utf-8") == wanted, "run: python -m rollbook.ledger.http_docs > docs/http-api.md"
+    assert PAGE.read_text(encoding="utf-8") == wanted, "run `make docs`"
 
 
 def test_every_route_is_answered_and_documented() -> None:

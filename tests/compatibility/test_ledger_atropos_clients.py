@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from rollbook.contracts.admission import RunId
-from rollbook.ledger.audit import audit
-from rollbook.ledger.stores.sqlite import open_readonly
-from tests.parts.ledger_run_api import ROOT, RunApi, running_api
+from rollbook.ledger.stores.sqlite.store import open_readonly
+from rollbook.ledger.tools.audit import audit
+from tests.parts.ledger.run_api import ROOT, RunApi, running_api
 
 PYTHON = Path(os.environ.get("ATROPOS_PYTHON", ROOT / ".venvs" / "atropos" / "bin" / "python"))
 CLIENTS = Path(__file__).with_name("atropos_clients.py")

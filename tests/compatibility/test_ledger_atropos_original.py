@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.compatibility.test_ledger_atropos_clients import PYTHON
-from tests.parts.ledger_atropos import Client, dialect, name_of, registration, scored
+from tests.parts.ledger.atropos import Client, dialect, name_of, registration, scored
 
 pytestmark = [
     pytest.mark.slow,

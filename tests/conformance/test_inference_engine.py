@@ -9,12 +9,12 @@ import pytest
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.policy import FinishReason, SamplingParams
 from rollbook.inference.engine import EngineClosedError, QueueFullError, TokenChunk, UnpublishedError, WeightsError
-from rollbook.inference.gate import OutdatedUpdateError, PauseMode
+from rollbook.inference.pause import OutdatedUpdateError, PauseMode
 from rollbook.inference.request import BadRequestError
-from rollbook.inference.weight_file import read_weights
+from rollbook.inference.weights.safetensors import read_weights
 from rollbook.telemetry.spans import SpanRecorder, read_spans
-from tests.parts.inference_engines import Workshop, until
-from tests.parts.inference_models import MAX_LEN, VOCAB, publication
+from tests.parts.inference.engines import Workshop, until
+from tests.parts.inference.models import MAX_LEN, VOCAB, publication
 
 LONG = SamplingParams(max_tokens=200)
 

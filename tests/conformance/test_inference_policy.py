@@ -14,21 +14,21 @@ import torch
 from rollbook.contracts.adapter import AdapterKind
 from rollbook.contracts.errors import EpisodeError
 from rollbook.contracts.policy import Completion, FinishReason, Publication, SamplingParams
-from rollbook.inference.client import PolicyClient, open_policy_client
+from rollbook.inference.client.client import PolicyClient, open_policy_client
+from rollbook.inference.client.server_protocol import Dialect, OwnDialect
+from rollbook.inference.client.vllm import VllmDialect, VllmVerbs
+from rollbook.inference.client.vllm_adapters import VllmAdapterDialect, VllmAdapterVerbs, names_in_use
 from rollbook.inference.config import InferenceConfig
-from rollbook.inference.dialect import Dialect, OwnDialect
 from rollbook.inference.engine import open_engine
-from rollbook.inference.server import build_app, serve
-from rollbook.inference.transfer_way import WayPlace, open_way
-from rollbook.inference.vllm import VllmDialect, VllmVerbs
-from rollbook.inference.vllm_adapters import VllmAdapterDialect, VllmAdapterVerbs, names_in_use
-from rollbook.inference.weight_verbs import OwnVerbs, WeightVerbs
-from rollbook.inference.weights import WeightTransferClient
+from rollbook.inference.server.app import build_app, serve
+from rollbook.inference.weights.client import WeightTransferClient
+from rollbook.inference.weights.server_api import OwnVerbs, WeightVerbs
+from rollbook.inference.weights.transport import WayPlace, open_way
 from rollbook.trainer.config import LoraSettings, TrainerConfig
-from rollbook.trainer.model import PolicyModel
-from tests.parts.inference_chat_model import chat_model
-from tests.parts.inference_models import plain_logprobs, publication
-from tests.parts.inference_vllm import vllm_server, why_not
+from rollbook.trainer.model.policy_model import PolicyModel
+from tests.parts.inference.chat_model import chat_model
+from tests.parts.inference.models import plain_logprobs, publication
+from tests.parts.inference.vllm import vllm_server, why_not
 
 VLLM_URLS = {
     "vllm-reload": "vllm_untied_url",

@@ -15,14 +15,14 @@ from rollbook.contracts.errors import FencedError, TransientError
 from rollbook.contracts.policy import Publication, SamplingParams
 from rollbook.inference.config import UpdateSequence
 from rollbook.inference.engine import Engine
-from rollbook.inference.routes.replies import Handler
-from rollbook.inference.server import build_app, serve
-from rollbook.inference.transfer_way import WayPlace, open_way
-from rollbook.inference.weight_verbs import OwnVerbs
-from rollbook.inference.weights import WeightTransferClient
-from rollbook.trainer.weights import digest_of, named_weights
-from tests.parts.inference_engines import Workshop, engine_config, until
-from tests.parts.inference_models import publication
+from rollbook.inference.server.app import build_app, serve
+from rollbook.inference.server.routes.replies import Handler
+from rollbook.inference.weights.client import WeightTransferClient
+from rollbook.inference.weights.server_api import OwnVerbs
+from rollbook.inference.weights.transport import WayPlace, open_way
+from rollbook.trainer.model.weights import digest_of, named_weights
+from tests.parts.inference.engines import Workshop, engine_config, until
+from tests.parts.inference.models import publication
 
 LONG = SamplingParams(max_tokens=200)
 

@@ -27,10 +27,10 @@ from rollbook.ledger.records import (
 )
 from rollbook.ledger.store import Store, Transaction
 from rollbook.ledger.stores.memory import MemoryStore
-from rollbook.ledger.stores.postgres import open_postgres_store
-from rollbook.ledger.stores.sqlite import open_sqlite_store
-from tests.parts.ledger_groups import RUN, settings
-from tests.parts.ledger_postgres import shared_server
+from rollbook.ledger.stores.postgres.store import open_postgres_store
+from rollbook.ledger.stores.sqlite.store import open_sqlite_store
+from tests.parts.ledger.groups import RUN, settings
+from tests.parts.ledger.postgres import shared_server
 
 OTHER = RunId("run-2")
 Opener = Callable[[Path], AbstractAsyncContextManager[Store]]

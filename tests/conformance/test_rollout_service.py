@@ -16,14 +16,15 @@ from aiohttp import web
 from rollbook.contracts.errors import EpisodeError, RunError, TransientError
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.trajectory import RolloutSample
-from rollbook.rollout import proxied, service_client
+from rollbook.rollout.agents import rollout as proxied
 from rollbook.rollout.contract import RolloutFn, RolloutSetup
-from rollbook.rollout.policy import EpisodeContext, enter_episode
-from rollbook.rollout.service import RolloutReply, RolloutRequest, TokenizerMismatchError, reply_of
-from rollbook.rollout.service_server import FunctionService, rollout_app, serve_rollouts
-from tests.parts.rollout_agents import EngineRecord, agent_world, assert_is_what_the_engine_saw
+from rollbook.rollout.episodes.policy import EpisodeContext, enter_episode
+from rollbook.rollout.remote import client as service_client
+from rollbook.rollout.remote.protocol import RolloutReply, RolloutRequest, TokenizerMismatchError, reply_of
+from rollbook.rollout.remote.server import FunctionService, rollout_app, serve_rollouts
+from tests.parts.rollout.agents import EngineRecord, agent_world, assert_is_what_the_engine_saw
 
-AGENT = {"agent": "tests.parts.rollout_agent_programs:converse", "reward": "tests.parts.rollout_agent_programs:reward"}
+AGENT = {"agent": "tests.parts.rollout.agent_programs:converse", "reward": "tests.parts.rollout.agent_programs:reward"}
 ROW: dict[str, Any] = {"questions": ["one?", "two?"], "answer": "two"}
 
 

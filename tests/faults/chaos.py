@@ -23,9 +23,9 @@ from typing import Any
 
 import psutil
 
-from rollbook.run.reading import open_run
+from rollbook.run.record import open_run
 from rollbook.telemetry.events import read_events
-from tests.parts.run_small import CONFIG, REPOSITORY, SmallRun, rollbook
+from tests.parts.run.small import CONFIG, REPOSITORY, SmallRun, rollbook
 
 AWS = REPOSITORY / "examples" / "02_aws_cli_agent"
 SETTINGS = [
@@ -185,7 +185,7 @@ class Chaos:
             return []
         for process in family:
             try:
-                if "rollbook.envs.awscli.simulator_process" in process.cmdline():
+                if "rollbook.envs.builtin.awscli.simulator_process" in process.cmdline():
                     found.append(process)
             except psutil.NoSuchProcess:
                 continue

@@ -25,14 +25,14 @@ from rollbook.contracts.admission import OwnerId, Receipt
 from rollbook.contracts.batch import BatchManifest, EndOfRun, TrainingBatch
 from rollbook.contracts.freshness import BatchPolicy
 from rollbook.contracts.group import GroupId, GroupState
-from rollbook.ledger.audit import audit
-from rollbook.ledger.client import LedgerClient, open_ledger_client
+from rollbook.ledger.client.client import LedgerClient, open_ledger_client
 from rollbook.ledger.config import Durability
-from rollbook.ledger.stores.opening import open_reader, sqlite_url
+from rollbook.ledger.stores.registry import open_reader, sqlite_url
+from rollbook.ledger.tools.audit import audit
 from rollbook.telemetry.events import EventLog
-from tests.parts.ledger_groups import RUN, draws, group_of, outcome_of, settings
-from tests.parts.ledger_postgres import PostgresServer, make_server
-from tests.parts.ledger_replica import Replica
+from tests.parts.ledger.groups import RUN, draws, group_of, outcome_of, settings
+from tests.parts.ledger.postgres import PostgresServer, make_server
+from tests.parts.ledger.replica import Replica
 
 PER_STEP = 4
 NUM_PRODUCERS = 4

@@ -14,17 +14,17 @@ import pytest
 
 from rollbook.concurrency.deadline import Deadline
 from rollbook.contracts.errors import EpisodeError
-from rollbook.envs.awscli.worker import ApiCall
-from rollbook.envs.sandbox import SandboxDiedError
-from rollbook.envs.sandboxes.child import DIRECTORY_PREFIX
+from rollbook.envs.builtin.awscli.worker import ApiCall
 from rollbook.envs.sandboxes.orphans import sweep_orphans
+from rollbook.envs.sandboxes.process import DIRECTORY_PREFIX
+from rollbook.envs.sandboxes.sandbox import SandboxDiedError
 from rollbook.telemetry.events import read_events
-from tests.parts.envs_aws import LONG_S, aws_worlds, bucket_task, ministack_pool, one_world, play
+from tests.parts.envs.aws import LONG_S, aws_worlds, bucket_task, ministack_pool, one_world, play
 
 ROOT = Path(__file__).parents[2]
 OWNER = """
 import asyncio, sys
-from tests.parts.envs_aws import ministack_pool
+from tests.parts.envs.aws import ministack_pool
 
 async def main():
     async with ministack_pool(pool_size=2) as pool:

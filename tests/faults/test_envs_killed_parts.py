@@ -7,7 +7,8 @@ import pytest
 
 from rollbook.concurrency.deadline import Deadline
 from rollbook.contracts.errors import EpisodeError, RollbookError, TransientError
-from rollbook.envs.client import (
+from rollbook.envs.client.pools import GrpoPool
+from rollbook.envs.client.session import (
     ClientOptions,
     EnvSession,
     ServerFullError,
@@ -16,9 +17,8 @@ from rollbook.envs.client import (
     new_http,
     open_session,
 )
-from rollbook.envs.client_pools import GrpoPool
-from tests.parts.envs_server_process import process
-from tests.parts.envs_worlds import GAME, Notebook, Sleeper, Waiter, served, until
+from tests.parts.envs.server_process import process
+from tests.parts.envs.worlds import GAME, Notebook, Sleeper, Waiter, served, until
 
 
 async def test_the_worlds_of_a_killed_client_return_to_the_pool_at_once() -> None:
@@ -54,7 +54,7 @@ async def test_a_killed_server_is_an_episode_error_and_the_pool_connects_to_its_
 
 
 async def test_a_server_that_dies_while_a_step_runs_ends_the_wait() -> None:
-    with process("serve", "tests.parts.envs_worlds:Waiter", "1", "0") as (server, url):
+    with process("serve", "tests.parts.envs.worlds:Waiter", "1", "0") as (server, url):
         async with open_session(url, ClientOptions(close_s=1)) as world:
             await world.reset({})
             step = asyncio.ensure_future(world.step("600"))

@@ -10,10 +10,10 @@ import pytest
 
 from rollbook.contracts.environment import Observation
 from rollbook.contracts.errors import EpisodeError
-from rollbook.envs.client import ClientOptions, EnvSession, WorldLostError
-from rollbook.envs.client_pools import GrpoPool, MultiTurnEnvPool
-from tests.parts.envs_server_process import process
-from tests.parts.envs_worlds import AWS_ARGS, GAME, served, until
+from rollbook.envs.client.pools import GrpoPool, MultiTurnEnvPool
+from rollbook.envs.client.session import ClientOptions, EnvSession, WorldLostError
+from tests.parts.envs.server_process import process
+from tests.parts.envs.worlds import AWS_ARGS, GAME, served, until
 
 IMPATIENT = ClientOptions(request_s=0.5, close_s=0.3, connect_s=5)
 
@@ -42,7 +42,7 @@ async def test_closing_a_pool_of_a_server_that_stands_still_ends() -> None:
 async def test_closing_a_blocking_pool_whose_loop_somebody_blocks_ends_too(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("rollbook.envs.blocking_pool.CLOSE_MARGIN_S", 0.1)
+    monkeypatch.setattr("rollbook.envs.client.blocking.CLOSE_MARGIN_S", 0.1)
     released = threading.Event()
 
     async def rude(session: EnvSession, first: Observation) -> None:

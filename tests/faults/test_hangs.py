@@ -18,23 +18,23 @@ from rollbook.contracts.admission import RunId
 from rollbook.contracts.errors import TransientError
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.policy import SamplingParams
-from rollbook.inference.client import open_policy_client
+from rollbook.inference.client.client import open_policy_client
 from rollbook.inference.config import InferenceConfig, ScriptedConfig
 from rollbook.inference.engine import open_engine
-from rollbook.inference.server import build_app, serve
-from rollbook.inference.weights import WeightTransferClient
-from rollbook.ledger.client import open_ledger_client
-from rollbook.rollout.breaker import RolloutsFailingError
-from rollbook.run.channel import Channel
-from rollbook.run.child import EXIT_CRASHED, EXIT_STOP_RUN, _verdict
+from rollbook.inference.server.app import build_app, serve
+from rollbook.inference.weights.client import WeightTransferClient
+from rollbook.ledger.client.client import open_ledger_client
+from rollbook.rollout.dispatch.failure_breaker import RolloutsFailingError
+from rollbook.run.supervision.channel import Channel
+from rollbook.run.supervision.child_main import EXIT_CRASHED, EXIT_STOP_RUN, _verdict
 from rollbook.telemetry.events import EventLog, read_events
-from tests.parts.inference_engines import Workshop
-from tests.parts.rollout_dispatching import dispatching
-from tests.parts.rollout_sink import MemorySink
-from tests.parts.run_small import SmallRun
-from tests.parts.silent_server import silent_server
-from tests.parts.trainer_batches import quick, recorded_batch
-from tests.parts.trainer_ledger import MemoryLedger, trainer_loop
+from tests.parts.inference.engines import Workshop
+from tests.parts.rollout.dispatching import dispatching
+from tests.parts.rollout.sink import MemorySink
+from tests.parts.run.silent_server import silent_server
+from tests.parts.run.small import SmallRun
+from tests.parts.trainer.batches import quick, recorded_batch
+from tests.parts.trainer.ledger import MemoryLedger, trainer_loop
 
 LONG_S = 300.0
 """For whole runs: the machine may be busy with other things."""
@@ -113,7 +113,7 @@ async def test_a_stopped_worker_is_named_replaced_and_its_groups_are_played_agai
     play = dispatching(tmp_path, rows, worker_silence_s=2.0, worker_stop_s=0.2)
     running = asyncio.create_task(play.run())
     await play.sink.until(lambda: any(row.state == "queued" for row in play.sink.rows.values()))
-    (worker,) = [c for c in psutil.Process().children() if "rollbook.rollout.worker_child" in c.cmdline()]
+    (worker,) = [c for c in psutil.Process().children() if "rollbook.rollout.workers.main" in c.cmdline()]
     worker.suspend()
     await running
     assert {row.state for row in play.sink.rows.values()} == {"queued"}

@@ -13,13 +13,13 @@ import pytest
 from rollbook.concurrency.clock import ManualClock
 from rollbook.contracts.admission import RunId
 from rollbook.ledger.atropos.config import AtroposConfig
-from rollbook.ledger.audit import audit
 from rollbook.ledger.config import LedgerConfig
 from rollbook.ledger.stores.memory import MemoryStore
-from rollbook.ledger.stores.sqlite import open_readonly
-from rollbook.run.run_api import MOST_QUICK_DEATHS, QUICK_S
-from tests.parts.ledger_atropos import RUN, Client, dialect, dialect_on, name_of, registration, scored
-from tests.parts.ledger_run_api import running_api
+from rollbook.ledger.stores.sqlite.store import open_readonly
+from rollbook.ledger.tools.audit import audit
+from rollbook.run.commands.serve_atropos import MOST_QUICK_DEATHS, QUICK_S
+from tests.parts.ledger.atropos import RUN, Client, dialect, dialect_on, name_of, registration, scored
+from tests.parts.ledger.run_api import running_api
 
 
 async def test_registration_environments_buffers_queue_and_step_survive_a_restart(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from rollbook.ledger.config import Durability
 from tests.faults.ledger_crashes import Counts, crash_postgresql, crash_sqlite
-from tests.parts.ledger_postgres import PostgresServer, own_server
+from tests.parts.ledger.postgres import PostgresServer, own_server
 
 
 @pytest.fixture

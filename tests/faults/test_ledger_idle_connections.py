@@ -13,10 +13,10 @@ import pytest
 
 from rollbook.ledger.config import LedgerServerConfig
 from rollbook.ledger.serve import allow_many_connections, serve_ledger
-from rollbook.ledger.stores.opening import sqlite_url
+from rollbook.ledger.stores.registry import sqlite_url
 from rollbook.telemetry.events import EventLog
-from tests.parts.ledger_groups import RUN
-from tests.parts.ledger_http import Caller, submission
+from tests.parts.ledger.groups import RUN
+from tests.parts.ledger.http import Caller, submission
 
 ROOT = Path(__file__).parents[2]
 MOST_BYTES_EACH = 40_000

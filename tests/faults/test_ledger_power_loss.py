@@ -9,15 +9,15 @@ import pytest
 
 from rollbook.concurrency.clock import SystemClock
 from rollbook.contracts.group import DropKind, GroupId
-from rollbook.ledger.audit import audit_run
 from rollbook.ledger.config import Durability, LedgerConfig
 from rollbook.ledger.service import ledger_on
 from rollbook.ledger.store import Transaction
-from rollbook.ledger.stores.segments import DIRECTORY as SEGMENTS
-from rollbook.ledger.stores.sqlite import open_sqlite_store
+from rollbook.ledger.stores.sqlite.segments import DIRECTORY as SEGMENTS
+from rollbook.ledger.stores.sqlite.store import open_sqlite_store
+from rollbook.ledger.tools.audit import audit_run
 from rollbook.telemetry.events import EventLog
-from tests.parts.ledger_groups import RUN
-from tests.parts.ledger_power_loss import DISK, LEDGER, Disk, Entry, Leaves, record
+from tests.parts.ledger.groups import RUN
+from tests.parts.ledger.power_loss import DISK, LEDGER, Disk, Entry, Leaves, record
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="the watching library is built with gcc")
 

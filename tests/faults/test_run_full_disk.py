@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parts.run_small import STEPS, SmallRun
+from tests.parts.run.small import STEPS, SmallRun
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import psutil
 import pytest
 
 from rollbook.contracts.errors import RunError
-from rollbook.run.reading import open_run
-from tests.parts.run_small import STEPS, SmallRun, rollbook
+from rollbook.run.record import open_run
+from tests.parts.run.small import STEPS, SmallRun, rollbook
 
 
 @pytest.fixture

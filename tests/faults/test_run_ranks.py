@@ -6,7 +6,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.parts.run_small import SmallRun
+from tests.parts.run.small import SmallRun
 
 STEPS = 12
 

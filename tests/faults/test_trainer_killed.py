@@ -14,10 +14,10 @@ from rollbook.contracts.group import PromptGroup
 from rollbook.contracts.policy import NOT_SAMPLED
 from rollbook.ledger.service import Ledger
 from rollbook.trainer.replay import replay
-from tests.parts import trainer_process
-from tests.parts.ledger_groups import RUN, settings
-from tests.parts.ledger_service import serving
-from tests.parts.trainer_batches import quick, recorded_batch, tiny_model_dir
+from tests.parts.ledger.groups import RUN, settings
+from tests.parts.ledger.service import serving
+from tests.parts.trainer import process as trainer_process
+from tests.parts.trainer.batches import quick, recorded_batch, tiny_model_dir
 
 GROUPS = 3
 
@@ -69,7 +69,7 @@ async def test_a_trainer_killed_at_random_moments_ends_with_the_same_bits(
     config = {"lr": 1e-2, "checkpoint_every": 3, "ppo_n_minibatches": 2, "max_steps": steps, "keep_every": 6}
     targets = sorted(int(n) for n in rng.choice(np.arange(1, steps), size=kills, replace=False))
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.parts.trainer_process"])
+    context.set_forkserver_preload(["tests.parts.trainer.process"])
     model_dir = tiny_model_dir(tmp_path / "run" / "model")
     killed = 0
     async with serving(tmp_path / "ledger") as (url, ledger):

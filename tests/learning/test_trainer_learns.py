@@ -7,9 +7,9 @@ import torch
 
 from rollbook.contracts.batch import TrainingBatch
 from rollbook.contracts.trajectory import RolloutSample
-from rollbook.trainer.checkpoint import initial_learner
+from rollbook.trainer.checkpoints.checkpoints import initial_learner
 from rollbook.trainer.step import TrainStep
-from tests.parts.trainer_batches import batch_of, quick, row, sample, tiny_model_dir
+from tests.parts.trainer.batches import batch_of, quick, row, sample, tiny_model_dir
 
 GROUPS, SAMPLES = 6, 16
 

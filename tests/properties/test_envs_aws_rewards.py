@@ -6,8 +6,8 @@ import shlex
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.envs.awscli.commands import Refusal, split, understand
-from rollbook.envs.awscli.grading import GradingRule, Standing
+from rollbook.envs.builtin.awscli.commands import Refusal, split, understand
+from rollbook.envs.builtin.awscli.grading import GradingRule, Standing
 
 RULE = GradingRule(partial=0.5, hint_price=0.85)
 

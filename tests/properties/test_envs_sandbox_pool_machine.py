@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollbook.concurrency.deadline import Deadline
-from rollbook.envs.pool import Lease, PoolLimits, SandboxPool
-from tests.parts.envs_aws import PaperFactory, PaperSandbox, quiet_log
+from rollbook.envs.sandboxes.pool import Lease, PoolLimits, SandboxPool
+from tests.parts.envs.aws import PaperFactory, PaperSandbox, quiet_log
 
 
 class Deed(StrEnum):

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.inference.batching import (
+from rollbook.inference.engines.batching import (
     SlotBudget,
     compaction,
     excess,

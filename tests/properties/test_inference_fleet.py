@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.inference.breaker import FAILURES_TO_OPEN, MOST_OPEN_S, Circuit, CircuitBreaker
-from rollbook.inference.picking import ReplicaView, Tier, pick
+from rollbook.inference.client.circuit import FAILURES_TO_OPEN, MOST_OPEN_S, Circuit, CircuitBreaker
+from rollbook.inference.client.replica_choice import ReplicaView, Tier, pick
 
 
 @st.composite

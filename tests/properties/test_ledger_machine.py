@@ -21,10 +21,10 @@ from rollbook.contracts.errors import FencedError
 from rollbook.contracts.freshness import BatchPolicy
 from rollbook.contracts.group import DropKind, DropReason, GroupState
 from rollbook.ledger.rules import gate
-from tests.parts.ledger_desk import Desk, SqlFile
-from tests.parts.ledger_groups import draws
-from tests.parts.ledger_groups import settings as run_settings
-from tests.parts.ledger_world import World
+from tests.parts.ledger.desk import Desk, SqlFile
+from tests.parts.ledger.groups import draws
+from tests.parts.ledger.groups import settings as run_settings
+from tests.parts.ledger.world import World
 
 NAMES = ("a", "b")
 STEPS_BEYOND = 4

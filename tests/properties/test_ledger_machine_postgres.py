@@ -5,9 +5,9 @@ from hypothesis import settings
 from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 
 from rollbook.ledger.rules import gate
-from tests.parts.ledger_desk import Desk
-from tests.parts.ledger_postgres import shared_server
-from tests.parts.ledger_postgres_desk import PostgresNow
+from tests.parts.ledger.desk import Desk
+from tests.parts.ledger.postgres import shared_server
+from tests.parts.ledger.postgres_desk import PostgresNow
 from tests.properties.test_ledger_machine import QUICK, LedgerMachine
 
 MOST_CRASHES = 2

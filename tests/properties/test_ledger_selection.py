@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from rollbook.contracts.freshness import BatchPolicy, FreshnessRule, GateCounts
 from rollbook.contracts.group import GroupId
-from rollbook.ledger.selection import Candidate, choose, is_stale
+from rollbook.ledger.rules.selection import Candidate, choose, is_stale
 
 rules = st.builds(
     FreshnessRule,

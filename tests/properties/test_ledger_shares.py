@@ -5,7 +5,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.ledger.selection import Backlog, reserved_places, share_places
+from rollbook.ledger.rules.selection import Backlog, reserved_places, share_places
 
 weights = st.floats(min_value=0.01, max_value=100.0)
 

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from rollbook.contracts.admission import Grant
 from rollbook.contracts.freshness import BatchPolicy, FreshnessRule
-from rollbook.ledger.audit import AuditReport
-from tests.parts.ledger_desk import Desk
-from tests.parts.ledger_groups import draws
-from tests.parts.ledger_groups import settings as run_settings
-from tests.parts.ledger_world import World
+from rollbook.ledger.tools.audit import AuditReport
+from tests.parts.ledger.desk import Desk
+from tests.parts.ledger.groups import draws
+from tests.parts.ledger.groups import settings as run_settings
+from tests.parts.ledger.world import World
 
 STEPS = 8
 

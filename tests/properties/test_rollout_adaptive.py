@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.rollout.adaptive import AdaptiveRules, ConcurrencyController, Round, RoundMeter
+from rollbook.rollout.dispatch.concurrency import AdaptiveRules, ConcurrencyController, Round, RoundMeter
 
 
 def engine(knee: float, *, noise: float, rng: random.Random) -> Callable[[int], float]:

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
+from rollbook.rollout.assemblers.assembler import PrefixMismatchError
 from rollbook.rollout.assemblers.branching import BranchingAssembler
+from rollbook.rollout.assemblers.chat import MessageTrajectoryAssembler
 from rollbook.rollout.assemblers.linear import TrajectoryAssembler
-from rollbook.rollout.assemblers.messages import MessageTrajectoryAssembler
-from rollbook.rollout.assemblers.table import build_assembler
-from rollbook.rollout.assembly import PrefixMismatchError
-from tests.parts.rollout_world import CHARACTERS, FORGETFUL, letter_tokenizer
+from rollbook.rollout.assemblers.registry import build_assembler
+from tests.parts.rollout.world import CHARACTERS, FORGETFUL, letter_tokenizer
 
 TOKENIZERS = {"error": letter_tokenizer(), "fork": letter_tokenizer(FORGETFUL)}
 IDS = st.lists(st.integers(0, 48), max_size=6)

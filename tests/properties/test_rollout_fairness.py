@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from rollbook.contracts.admission import PastDraw
 from rollbook.contracts.group import GroupId, GroupState
 from rollbook.contracts.task import TaskId
-from rollbook.rollout.fairness import LEAST_GROUPS, Played, SelectionAudit, compare, ks_distance, played_of
+from rollbook.rollout.dispatch.selection_bias import (
+    LEAST_GROUPS,
+    Played,
+    SelectionAudit,
+    compare,
+    ks_distance,
+    played_of,
+)
 
 samples = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60)
 

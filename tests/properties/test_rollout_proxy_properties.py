@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from rollbook.contracts.policy import Completion, SamplingParams
 from rollbook.contracts.trajectory import RolloutSample
-from rollbook.rollout.limits import EpisodeLimits
-from rollbook.rollout.policy import EpisodePolicy
-from rollbook.rollout.proxy_session import ChatRequest, ProxySession
-from rollbook.rollout.proxy_tools import parse_hermes
-from tests.parts.rollout_agents import FORGETS_THINKING, TOOLS_TEMPLATE, byte_by_byte, word_tokenizer
-from tests.parts.rollout_world import completion
+from rollbook.rollout.agents.session import ChatRequest, ProxySession
+from rollbook.rollout.agents.tool_calls import parse_hermes
+from rollbook.rollout.episodes.policy import EpisodePolicy
+from rollbook.rollout.settings.limits import EpisodeLimits
+from tests.parts.rollout.agents import FORGETS_THINKING, TOOLS_TEMPLATE, byte_by_byte, word_tokenizer
+from tests.parts.rollout.world import completion
 
 TOKENIZERS = {"keeps": word_tokenizer(TOOLS_TEMPLATE), "forgets": word_tokenizer(FORGETS_THINKING)}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from rollbook.contracts.group import group_id
 from rollbook.tasks.curriculum import Curriculum
 from rollbook.tasks.curriculum_config import CurriculumConfig
-from tests.parts.tasks_curriculum import DrawBook, names, outcome, play, rules, tiered
+from tests.parts.tasks.curriculum import DrawBook, names, outcome, play, rules, tiered
 
 SUCCESS = st.sampled_from([None, 0.0, 0.3, 0.8, 1.0])
 MOVES = st.lists(

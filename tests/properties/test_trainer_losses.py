@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.losses.corrections import correction
+from rollbook.trainer.losses.defaults import OWN_SETTINGS
 from rollbook.trainer.losses.inputs import LossInputs, LossSettings, LossTerms
 from rollbook.trainer.losses.kl import k3_divergence
-from rollbook.trainer.losses.table import LOSSES
-from rollbook.trainer.recipe import OWN_SETTINGS
+from rollbook.trainer.losses.registry import LOSSES
 from rollbook.trainer.step import loss_settings
 
 Array = NDArray[np.float64]

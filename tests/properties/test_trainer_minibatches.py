@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rollbook.contracts.batch import TrainingBatch
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.trainer.config import TrainerConfig
-from rollbook.trainer.minibatches import (
+from rollbook.trainer.data.minibatches import (
     Minibatch,
     TrainRow,
     flatten,
@@ -21,7 +21,7 @@ from rollbook.trainer.minibatches import (
     shared_prefixes,
     split,
 )
-from tests.parts.trainer_batches import batch_of, quick, row, sample
+from tests.parts.trainer.batches import batch_of, quick, row, sample
 
 
 @st.composite

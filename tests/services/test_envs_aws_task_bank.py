@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from rollbook.envs.awscli.environment import AwsWorlds
-from rollbook.envs.awscli.solution import play_reference
-from rollbook.envs.awscli.task_bank import BANK, AwsTask, read_tasks
-from tests.parts.envs_aws import aws_worlds, one_world, play
+from rollbook.envs.builtin.awscli.environment import AwsWorlds
+from rollbook.envs.builtin.awscli.solution import play_reference
+from rollbook.envs.builtin.awscli.task_bank import BANK, AwsTask, read_tasks
+from tests.parts.envs.aws import aws_worlds, one_world, play
 
 SEEDS = (0, 1, 2)
 pytestmark = pytest.mark.slow

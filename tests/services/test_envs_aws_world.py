@@ -11,13 +11,13 @@ import pytest_asyncio
 
 from rollbook.concurrency.deadline import Deadline
 from rollbook.contracts.errors import EpisodeError, RunError
-from rollbook.envs.awscli.backend import CREDENTIALS
-from rollbook.envs.awscli.environment import AwsCliWorld, AwsWorlds
-from rollbook.envs.awscli.solution import play_reference
-from rollbook.envs.awscli.task_bank import task_bank
+from rollbook.envs.builtin.awscli.backend import CREDENTIALS
+from rollbook.envs.builtin.awscli.environment import AwsCliWorld, AwsWorlds
+from rollbook.envs.builtin.awscli.solution import play_reference
+from rollbook.envs.builtin.awscli.task_bank import task_bank
 from rollbook.envs.config import EnvConfig
-from rollbook.envs.worlds import WorldsExhaustedError, open_worlds
-from tests.parts.envs_aws import aws_worlds, bucket_task, ministack_pool, one_world, play, quiet_log
+from rollbook.envs.pools.environment_pool import WorldsExhaustedError, open_worlds
+from tests.parts.envs.aws import aws_worlds, bucket_task, ministack_pool, one_world, play, quiet_log
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 # A few of each tier and of every mechanism: answers, files, lookups, forks, drift. The slow suite plays them all.

@@ -12,9 +12,9 @@ from aiohttp import web
 
 from rollbook.contracts.environment import Observation
 from rollbook.contracts.errors import EpisodeError, RunError, TransientError
-from rollbook.envs.client import ClientOptions, EnvSession
-from rollbook.envs.client_pools import BlockingSession, GroupResult, GroupTooLargeError, GrpoPool, MultiTurnEnvPool
-from tests.parts.envs_worlds import GAME, FailsOneReset, Notebook, Waiter, served, until
+from rollbook.envs.client.pools import BlockingSession, GroupResult, GroupTooLargeError, GrpoPool, MultiTurnEnvPool
+from rollbook.envs.client.session import ClientOptions, EnvSession
+from tests.parts.envs.worlds import GAME, FailsOneReset, Notebook, Waiter, served, until
 
 
 async def halve(world: EnvSession) -> float:
@@ -291,7 +291,7 @@ def test_the_clients_import_nothing_heavy() -> None:
         "fastapi",
         "websockets",
     }
-    code = "import sys, rollbook.envs.client_pools; print(*sorted(sys.modules))"
+    code = "import sys, rollbook.envs.client.pools; print(*sorted(sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert heavy.isdisjoint(loaded)
-    assert "rollbook.envs.server" not in loaded
+    assert "rollbook.envs.server.app" not in loaded

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from rollbook.contracts.errors import EpisodeError, RunError
-from rollbook.envs.client import ClientOptions, open_session
-from rollbook.envs.client_pools import GroupTooLargeError, GrpoPool
-from tests.parts.envs_worlds import served
+from rollbook.envs.client.pools import GroupTooLargeError, GrpoPool
+from rollbook.envs.client.session import ClientOptions, open_session
+from tests.parts.envs.worlds import served
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("ROLLBOOK_OPENENV_PYTHON", ROOT / ".venvs/openenv/bin/python"))
-PEER = ROOT / "tests/parts/envs_openenv_peer.py"
+PEER = ROOT / "tests/parts/envs/openenv_peer.py"
 COUNTER = ClientOptions(task_field=None)
 
 pytestmark = [
@@ -119,7 +119,7 @@ async def test_our_group_is_whole_on_its_server_too(verb: str) -> None:
 
 def test_a_class_that_cannot_be_hosted_is_refused_with_a_reason() -> None:
     code = (
-        "from rollbook.envs.openenv_host import HostedWorlds\n"
+        "from rollbook.envs.server.openenv import HostedWorlds\n"
         "for path in ('nowhere', 'no.such.module:Env', 'json:JSONDecoder'):\n"
         "    try: HostedWorlds(path, {}, size=1)\n"
         "    except Exception as error: print(type(error).__name__, error)\n"

@@ -8,11 +8,11 @@ from pydantic import ValidationError
 from rollbook.concurrency.deadline import Deadline
 from rollbook.contracts.errors import RunError, TransientError
 from rollbook.envs.catalog import EnvironmentSource
-from rollbook.envs.client import ClientOptions
+from rollbook.envs.client.remote import open_environments, open_remote_worlds
+from rollbook.envs.client.session import ClientOptions
 from rollbook.envs.config import EnvConfig
-from rollbook.envs.remote import open_environments, open_remote_worlds
-from rollbook.envs.worlds import WorldsExhaustedError
-from tests.parts.envs_worlds import GAME, Notebook, served
+from rollbook.envs.pools.environment_pool import WorldsExhaustedError
+from tests.parts.envs.worlds import GAME, Notebook, served
 
 
 async def test_more_episodes_than_worlds_are_played_as_worlds_come_free() -> None:

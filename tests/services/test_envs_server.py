@@ -12,7 +12,7 @@ from aiohttp import web
 from rollbook.concurrency.deadline import Deadline
 from rollbook.contracts.errors import EpisodeError, RunError, TransientError
 from rollbook.contracts.ports import Environment
-from rollbook.envs.client import (
+from rollbook.envs.client.session import (
     ClientOptions,
     EnvSession,
     ServerFullError,
@@ -22,12 +22,12 @@ from rollbook.envs.client import (
     open_session,
 )
 from rollbook.envs.config import EnvConfig, EnvServerConfig
-from rollbook.envs.server import ServedWorld, build_app
-from rollbook.envs.serving import serve_worlds
-from rollbook.envs.sessions import session_capacity
-from rollbook.envs.worlds import PoolHealth, WorldPool, open_worlds
+from rollbook.envs.pools.environment_pool import PoolHealth, WorldPool, open_worlds
+from rollbook.envs.server.app import ServedWorld, build_app
+from rollbook.envs.server.run import serve_worlds
+from rollbook.envs.server.sessions import session_capacity
 from rollbook.telemetry.events import EventLog, read_events
-from tests.parts.envs_worlds import GAME, Breaker, CannotBeMade, Notebook, Sleeper, Waiter, served, until
+from tests.parts.envs.worlds import GAME, Breaker, CannotBeMade, Notebook, Sleeper, Waiter, served, until
 
 
 async def now(url: str, options: ClientOptions | None = None) -> EnvSession:

@@ -9,15 +9,15 @@ import pytest
 from rollbook.contracts.environment import Observation
 from rollbook.contracts.group import GroupOutcome
 from rollbook.contracts.task import Task, TaskId
-from rollbook.envs.client_pools import BlockingSession, GroupResult, MultiTurnEnvPool
+from rollbook.envs.client.pools import BlockingSession, GroupResult, MultiTurnEnvPool
 from rollbook.tasks.curriculum import Curriculum
-from tests.parts.envs_worlds import AWS_ARGS, served
+from tests.parts.envs.worlds import AWS_ARGS, served
 
 pytest.importorskip("ministack")
 pytest.importorskip("awscli")
 
-from rollbook.envs.awscli.solution import ReferencePolicy
-from rollbook.envs.awscli.task_bank import Tier, task_bank
+from rollbook.envs.builtin.awscli.solution import ReferencePolicy
+from rollbook.envs.builtin.awscli.task_bank import Tier, task_bank
 
 GROUP = 8
 NUM_GROUPS = 4

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.parts.examples import modules_of
-from tests.parts.run_small import REPOSITORY
+from tests.parts.run.examples import modules_of
+from tests.parts.run.small import REPOSITORY
 
 RECIPE = REPOSITORY / "examples" / "04_aws_agent_learns"
 

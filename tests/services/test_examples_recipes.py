@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.parts.examples import modules_of
-from tests.parts.run_small import REPOSITORY, rollbook
+from tests.parts.run.examples import modules_of
+from tests.parts.run.small import REPOSITORY, rollbook
 
 MATHS = REPOSITORY / "examples" / "03_maths_with_retry"
 
@@ -121,5 +121,5 @@ def test_the_single_turn_recipe_trains_from_tokens_alone(tmp_path: Path) -> None
 
 
 def test_the_proof_of_learning_holds_in_its_short_form() -> None:
-    proof = importlib.import_module("benchmarks.proof")
+    proof = importlib.import_module("benchmarks.learning.proof")
     assert proof.main(["--device", "cpu", "--short"]) == 0

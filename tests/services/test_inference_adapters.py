@@ -13,17 +13,17 @@ from safetensors.torch import load_file
 
 from rollbook.contracts.errors import FencedError, RunError, TransientError
 from rollbook.contracts.policy import Publication, SamplingParams
-from rollbook.inference.client import open_policy_client
+from rollbook.inference.client.client import open_policy_client
+from rollbook.inference.client.vllm_adapters import VllmAdapterDialect
 from rollbook.inference.engine import Engine
-from rollbook.inference.low_rank import CONFIG_FILE
-from rollbook.inference.routes.replies import Handler
-from rollbook.inference.server import build_app, serve
-from rollbook.inference.transfer_way import WayPlace, open_way
-from rollbook.inference.vllm_adapters import VllmAdapterDialect
-from rollbook.inference.weights import WeightTransferClient
-from tests.parts.inference_adapters import make_adapter, peft_model, published_adapter
-from tests.parts.inference_engines import Workshop, engine_config, until
-from tests.parts.inference_models import plain_logprobs
+from rollbook.inference.server.app import build_app, serve
+from rollbook.inference.server.routes.replies import Handler
+from rollbook.inference.weights.client import WeightTransferClient
+from rollbook.inference.weights.lora import CONFIG_FILE
+from rollbook.inference.weights.transport import WayPlace, open_way
+from tests.parts.inference.adapters import make_adapter, peft_model, published_adapter
+from tests.parts.inference.engines import Workshop, engine_config, until
+from tests.parts.inference.models import plain_logprobs
 from tests.services.test_inference_server import Served, served, update_body
 
 

@@ -16,14 +16,14 @@ from aiohttp import web
 
 from rollbook.contracts.errors import EpisodeError, FencedError, RunError, TransientError
 from rollbook.contracts.policy import Completion, SamplingParams
-from rollbook.inference.client import BUNDLE_MAX_TOKENS, PolicyClient, open_policy_client
+from rollbook.inference.client.client import BUNDLE_MAX_TOKENS, PolicyClient, open_policy_client
 from rollbook.inference.config import ScriptedConfig
 from rollbook.inference.engine import Engine
-from rollbook.inference.routes.replies import Handler, json_response
-from rollbook.inference.server import build_app, serve
-from rollbook.inference.weights import WeightTransferClient
-from tests.parts.inference_engines import Workshop, engine_config, until
-from tests.parts.inference_models import VOCAB, plain_logprobs, publication
+from rollbook.inference.server.app import build_app, serve
+from rollbook.inference.server.routes.replies import Handler, json_response
+from rollbook.inference.weights.client import WeightTransferClient
+from tests.parts.inference.engines import Workshop, engine_config, until
+from tests.parts.inference.models import VOCAB, plain_logprobs, publication
 
 ONE = SamplingParams(max_tokens=1)
 LONG = SamplingParams(max_tokens=200)
@@ -195,7 +195,7 @@ async def test_cancelling_a_request_frees_its_slot_on_the_server(workshop: Works
 async def start_server(port: int, ready: Path) -> subprocess.Popen[bytes]:
     ready.unlink(missing_ok=True)
     process = subprocess.Popen(  # noqa: ASYNC220  # it must be killable from here, and starting it is quick
-        [sys.executable, "-m", "tests.parts.inference_server_process", str(port), str(ready)], cwd=ROOT
+        [sys.executable, "-m", "tests.parts.inference.server_process", str(port), str(ready)], cwd=ROOT
     )
     await until(lambda: ready.exists() and ready.read_text().startswith("http"))
     return process

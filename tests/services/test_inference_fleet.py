@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from rollbook.contracts.policy import SamplingParams
-from rollbook.inference.client import PolicyClient, open_policy_client
-from rollbook.inference.fleet import Fleet
-from rollbook.inference.server import SERVICE, build_app, serve
-from rollbook.inference.transfer_way import WayPlace, open_way
-from rollbook.inference.weights import WeightTransferClient
-from rollbook.trainer.weights import digest_of, named_weights
-from tests.parts.inference_engines import Workshop, engine_config, until
-from tests.parts.inference_models import publication
+from rollbook.inference.client.client import PolicyClient, open_policy_client
+from rollbook.inference.client.fleet import Fleet
+from rollbook.inference.server.app import SERVICE, build_app, serve
+from rollbook.inference.weights.client import WeightTransferClient
+from rollbook.inference.weights.transport import WayPlace, open_way
+from rollbook.trainer.model.weights import digest_of, named_weights
+from tests.parts.inference.engines import Workshop, engine_config, until
+from tests.parts.inference.models import publication
 
 ROOT = Path(__file__).parents[2]
 LONG = SamplingParams(max_tokens=60)
@@ -35,7 +35,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 async def start_server(ready: Path, port: int = 0) -> tuple[subprocess.Popen[bytes], str]:
     ready.unlink(missing_ok=True)
     process = subprocess.Popen(  # noqa: ASYNC220  # it must be killable from here, and starting it is quick
-        [sys.executable, "-m", "tests.parts.inference_server_process", str(port), str(ready)], cwd=ROOT
+        [sys.executable, "-m", "tests.parts.inference.server_process", str(port), str(ready)], cwd=ROOT
     )
     await until(lambda: ready.exists() and ready.read_text().startswith("http"), within_s=60)
     return process, ready.read_text()

@@ -9,11 +9,11 @@ import aiohttp
 import openai
 import pytest
 
-from rollbook.rollout.rendering import ModelTokenizer
+from rollbook.rollout.chat.tokenizer import ModelTokenizer
 from rollbook.trainer.config import SPECIAL_TOKENS
-from tests.parts.inference_chat_model import MAX_LEN, chat_model
-from tests.parts.inference_engines import until
-from tests.parts.inference_policy_process import PolicyProcess, policy_process
+from tests.parts.inference.chat_model import MAX_LEN, chat_model
+from tests.parts.inference.engines import until
+from tests.parts.inference.policy_process import PolicyProcess, policy_process
 
 TOOL: Any = {
     "type": "function",

@@ -14,10 +14,10 @@ import aiohttp
 import pytest
 
 from rollbook.inference.engine import Engine
-from rollbook.inference.server import build_app, serve
-from rollbook.inference.service import MAX_CHOICES
-from tests.parts.inference_engines import Workshop, engine_config, until
-from tests.parts.inference_models import MAX_LEN, VOCAB, plain_logprobs
+from rollbook.inference.server.app import build_app, serve
+from rollbook.inference.server.service import MAX_CHOICES
+from tests.parts.inference.engines import Workshop, engine_config, until
+from tests.parts.inference.models import MAX_LEN, VOCAB, plain_logprobs
 
 
 @pytest.fixture(scope="module")
@@ -256,7 +256,7 @@ async def test_pause_and_resume_over_http(workshop: Workshop) -> None:
 
 def test_a_scripted_server_starts_without_torch() -> None:
     code = (
-        "import sys, rollbook.inference.server, rollbook.inference.client, rollbook.inference.weights, "
+        "import sys, rollbook.inference.server.app, rollbook.inference.client.client, rollbook.inference.weights.client, "
         "rollbook.inference.engines.scripted; print(*sorted({'torch', 'transformers'} & set(sys.modules)))"
     )
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parts.inference_engines import Workshop, until
+from tests.parts.inference.engines import Workshop, until
 from tests.services.test_inference_server import served, update_body
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rollbook.contracts.group import GroupState
-from rollbook.run.reading import open_run
+from rollbook.run.record import open_run
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venvs" / "trl" / "bin" / "python"
@@ -69,7 +69,7 @@ def test_trl_trains_on_our_workers_with_ratio_one_and_drops_nothing_where_alone_
     assert lines[-1]["done"] == STEPS
     assert_all_was_trained_once(tmp_path / "ours")
 
-    alone = start("-m", "tests.parts.trl_alone", str(tmp_path / "alone"), str(STEPS), "0.5")
+    alone = start("-m", "tests.parts.integrations.trl_alone", str(tmp_path / "alone"), str(STEPS), "0.5")
     counted = list(told_by(alone))[-1]
     assert alone.wait(60) == 0
     dropped, kept = sum(counted["dropped_by_step"]), STEPS * counted["samples_per_step"]

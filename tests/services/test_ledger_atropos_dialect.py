@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.parts.ledger_atropos import Client, dialect, registration, scored
+from tests.parts.ledger.atropos import Client, dialect, registration, scored
 
 KEYS = [
     *("tokens", "masks", "scores", "advantages", "ref_logprobs", "messages", "generation_params"),

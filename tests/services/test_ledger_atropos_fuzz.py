@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from rollbook.ledger.atropos.models import RegisterEnv, Registration, ScoredData
 from rollbook.ledger.atropos.openapi import VERBS
 from rollbook.ledger.config import LedgerConfig
-from tests.parts.ledger_atropos import Client, dialect, registration, scored
+from tests.parts.ledger.atropos import Client, dialect, registration, scored
 
 STRANGE: tuple[Any, ...] = (
     *(

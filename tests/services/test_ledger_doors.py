@@ -13,17 +13,17 @@ import pytest
 
 from rollbook.concurrency.clock import SystemClock
 from rollbook.contracts.errors import RunError
-from rollbook.ledger import wire
-from rollbook.ledger.access import Keys, Role, is_loopback, refuse_open_doors
-from rollbook.ledger.compression import compress
 from rollbook.ledger.config import LedgerConfig, LedgerServerConfig
-from rollbook.ledger.hot_path import answering
+from rollbook.ledger.http import wire
+from rollbook.ledger.http.auth import Keys, Role, is_loopback, refuse_open_doors
+from rollbook.ledger.http.compression import compress
+from rollbook.ledger.http.fast_path import answering
+from rollbook.ledger.http.handlers import build_app
 from rollbook.ledger.serve import BACKLOG, keys_of, listening_socket, url_of
-from rollbook.ledger.server import build_app
 from rollbook.ledger.service import open_ledger
 from rollbook.telemetry.events import EventLog
-from tests.parts.ledger_groups import RUN, settings
-from tests.parts.ledger_http import Caller, submission
+from tests.parts.ledger.groups import RUN, settings
+from tests.parts.ledger.http import Caller, submission
 
 TOKENS = {role: f"{role}-token-of-some-length" for role in Role}
 CONFIG = LedgerConfig(max_body_mb=0.5, max_receiving_mb=0.6, body_s=0.5, max_queued_groups=1000)

@@ -13,16 +13,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollbook.ledger import wire
-from rollbook.ledger.audit import audit_run
 from rollbook.ledger.config import LedgerConfig
 from rollbook.ledger.group_frame import encode_group, payload_digest
+from rollbook.ledger.http import wire
 from rollbook.ledger.service import Ledger
-from tests.parts.ledger_fuzz import Shapes
-from tests.parts.ledger_groups import RUN, group_of
-from tests.parts.ledger_groups import settings as run_settings
-from tests.parts.ledger_http import Answer, Caller, submission
-from tests.parts.ledger_service import serving
+from rollbook.ledger.tools.audit import audit_run
+from tests.parts.ledger.fuzz import Shapes
+from tests.parts.ledger.groups import RUN, group_of
+from tests.parts.ledger.groups import settings as run_settings
+from tests.parts.ledger.http import Answer, Caller, submission
+from tests.parts.ledger.service import serving
 
 PAYLOAD = encode_group(group_of("a", (-1,)))
 KNOWN: dict[str, list[Any]] = {

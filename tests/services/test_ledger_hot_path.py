@@ -15,20 +15,20 @@ from aiohttp import web
 
 from rollbook.concurrency.clock import SystemClock
 from rollbook.contracts.group import GroupState
-from rollbook.ledger import wire
-from rollbook.ledger.access import Keys, Role
 from rollbook.ledger.atropos.config import AtroposConfig
 from rollbook.ledger.atropos.routes import add_atropos
-from rollbook.ledger.bodies import BodyReader
 from rollbook.ledger.config import LedgerConfig
-from rollbook.ledger.hot_path import HOT_ROUTES, MOST_AHEAD, answering
+from rollbook.ledger.http import wire
+from rollbook.ledger.http.auth import Keys, Role
+from rollbook.ledger.http.bodies import BodyReader
+from rollbook.ledger.http.fast_path import HOT_ROUTES, MOST_AHEAD, answering
+from rollbook.ledger.http.handlers import build_app
 from rollbook.ledger.serve import BACKLOG, listening_socket
-from rollbook.ledger.server import build_app
 from rollbook.ledger.service import Ledger, ledger_on
-from rollbook.ledger.stores.sqlite import open_sqlite_store
+from rollbook.ledger.stores.sqlite.store import open_sqlite_store
 from rollbook.telemetry.events import EventLog
-from tests.parts.ledger_groups import RUN, settings
-from tests.parts.ledger_http import submission
+from tests.parts.ledger.groups import RUN, settings
+from tests.parts.ledger.http import submission
 
 CONFIG = LedgerConfig(max_body_mb=0.5, max_receiving_mb=0.6, body_s=1.0)
 TOKEN = "producer-token-of-some-length"

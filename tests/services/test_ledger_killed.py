@@ -12,12 +12,12 @@ from rollbook.contracts.admission import Receipt
 from rollbook.contracts.batch import TrainingBatch
 from rollbook.contracts.errors import TransientError
 from rollbook.contracts.group import GroupId
-from rollbook.ledger.audit import audit
-from rollbook.ledger.client import open_ledger_client
-from rollbook.ledger.stores.sqlite import open_readonly
+from rollbook.ledger.client.client import open_ledger_client
+from rollbook.ledger.stores.sqlite.store import open_readonly
+from rollbook.ledger.tools.audit import audit
 from rollbook.telemetry.events import EventLog
-from tests.parts.ledger_groups import RUN, draws, group_of, outcome_of, settings
-from tests.parts.ledger_service import LedgerChild
+from tests.parts.ledger.groups import RUN, draws, group_of, outcome_of, settings
+from tests.parts.ledger.service import LedgerChild
 
 LOG = EventLog("test", echo=sys.stdout)
 

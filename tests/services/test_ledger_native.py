@@ -16,17 +16,17 @@ from rollbook.contracts.admission import LedgerStatus, Receipt, RunId
 from rollbook.contracts.batch import AckReceipt, TrainingBatch
 from rollbook.contracts.errors import FencedError, RunError, TransientError
 from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupState
-from rollbook.ledger.asking import audit_at, explain_at
-from rollbook.ledger.client import LedgerClient, open_ledger_client
+from rollbook.ledger.client.blocking import SyncLedgerClient, open_sync_ledger_client
+from rollbook.ledger.client.client import LedgerClient, open_ledger_client
+from rollbook.ledger.client.queries import audit_at, explain_at
 from rollbook.ledger.config import LedgerConfig, LedgerServerConfig
 from rollbook.ledger.serve import allow_many_connections, listening_socket, serve_ledger, url_of
 from rollbook.ledger.service import Ledger
 from rollbook.ledger.store import Store
-from rollbook.ledger.stores.opening import sqlite_url
-from rollbook.ledger.sync_client import SyncLedgerClient, open_sync_ledger_client
+from rollbook.ledger.stores.registry import sqlite_url
 from rollbook.telemetry.events import EventLog
-from tests.parts.ledger_groups import RUN, big_group, draws, group_of, outcome_of, settings
-from tests.parts.ledger_http import Caller, submission
+from tests.parts.ledger.groups import RUN, big_group, draws, group_of, outcome_of, settings
+from tests.parts.ledger.http import Caller, submission
 
 LOG = EventLog("test", echo=sys.stdout)
 

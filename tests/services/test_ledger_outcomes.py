@@ -12,13 +12,13 @@ from rollbook.contracts.admission import OwnerId
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupState
 from rollbook.contracts.task import Draw
-from rollbook.ledger.client import LedgerClient, open_ledger_client
+from rollbook.ledger.client.client import LedgerClient, open_ledger_client
 from rollbook.ledger.service import Ledger
 from rollbook.tasks.curriculum import Curriculum
 from rollbook.telemetry.events import EventLog
-from tests.parts.ledger_groups import RUN, draws, group_of, outcome_of, settings
-from tests.parts.ledger_service import serving
-from tests.parts.tasks_curriculum import outcome, rules, tiered
+from tests.parts.ledger.groups import RUN, draws, group_of, outcome_of, settings
+from tests.parts.ledger.service import serving
+from tests.parts.tasks.curriculum import outcome, rules, tiered
 
 
 class Place:

@@ -17,17 +17,17 @@ from rollbook.contracts.admission import Receipt
 from rollbook.contracts.batch import BatchManifest
 from rollbook.contracts.errors import RunError, TransientError
 from rollbook.contracts.group import GroupId
-from rollbook.ledger.audit import audit, audit_run
 from rollbook.ledger.config import LedgerConfig
 from rollbook.ledger.service import Ledger, ledger_on
 from rollbook.ledger.store import StoreFaultError, Transaction
-from rollbook.ledger.stores import postgres_writer
-from rollbook.ledger.stores.opening import open_reader, open_store
-from rollbook.ledger.stores.postgres import open_postgres_store
+from rollbook.ledger.stores.postgres import writer as postgres_writer
+from rollbook.ledger.stores.postgres.store import open_postgres_store
+from rollbook.ledger.stores.registry import open_reader, open_store
+from rollbook.ledger.tools.audit import audit, audit_run
 from rollbook.telemetry.events import EventLog
-from tests.parts.ledger_atropos import dialect_on, scored
-from tests.parts.ledger_groups import RUN, draws, group_of, outcome_of, settings
-from tests.parts.ledger_postgres import PostgresServer, own_server, shared_server
+from tests.parts.ledger.atropos import dialect_on, scored
+from tests.parts.ledger.groups import RUN, draws, group_of, outcome_of, settings
+from tests.parts.ledger.postgres import PostgresServer, own_server, shared_server
 
 LOG = EventLog("test", echo=sys.stdout)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parts.ledger_run_api import running_api
+from tests.parts.ledger.run_api import running_api
 
 EXAMPLES = 8
 PATIENCE_S = 900

@@ -16,15 +16,15 @@ from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainingBatch
 from rollbook.contracts.errors import FencedError, RunError, TransientError
 from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupState
 from rollbook.contracts.ports import BatchSource, GroupSink
-from rollbook.ledger import wire
-from rollbook.ledger.audit import audit_run
-from rollbook.ledger.client import LedgerClient, open_ledger_client
+from rollbook.ledger.client.client import LedgerClient, open_ledger_client
 from rollbook.ledger.config import LedgerConfig
 from rollbook.ledger.group_frame import encode_group, payload_digest
+from rollbook.ledger.http import wire
 from rollbook.ledger.service import Ledger, open_ledger
+from rollbook.ledger.tools.audit import audit_run
 from rollbook.telemetry.events import EventLog
-from tests.parts.ledger_groups import RUN, big_group, draws, group_of, outcome_of, settings
-from tests.parts.ledger_service import serving
+from tests.parts.ledger.groups import RUN, big_group, draws, group_of, outcome_of, settings
+from tests.parts.ledger.service import serving
 
 
 class Place:

@@ -14,15 +14,15 @@ from rollbook.contracts.admission import Receipt
 from rollbook.contracts.batch import TrainingBatch
 from rollbook.contracts.errors import RunError, TransientError
 from rollbook.contracts.group import DropKind, DropReason, GroupState
-from rollbook.ledger import wire
-from rollbook.ledger.audit import audit_run
-from rollbook.ledger.client import LedgerClient, open_ledger_client
+from rollbook.ledger.client.client import LedgerClient, open_ledger_client
 from rollbook.ledger.config import LedgerConfig
+from rollbook.ledger.http import wire
 from rollbook.ledger.service import Ledger
+from rollbook.ledger.tools.audit import audit_run
 from rollbook.telemetry.events import EventLog
-from tests.parts.ledger_groups import RUN, group_of, outcome_of, settings
-from tests.parts.ledger_http import Answer, Caller, submission
-from tests.parts.ledger_service import serving
+from tests.parts.ledger.groups import RUN, group_of, outcome_of, settings
+from tests.parts.ledger.http import Answer, Caller, submission
+from tests.parts.ledger.service import serving
 
 LOG = EventLog("test", echo=sys.stdout)
 SMALL = LedgerConfig(max_queued_groups=4, max_body_mb=0.5, max_receiving_mb=1)

@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 
 from rollbook.contracts.policy import FinishReason, SamplingParams
-from rollbook.inference.client import open_policy_client
+from rollbook.inference.client.client import open_policy_client
 from rollbook.inference.config import InferenceConfig, ScriptedConfig
 from rollbook.inference.engine import open_engine
-from rollbook.inference.server import build_app, serve
-from rollbook.inference.weights import WeightTransferClient
-from rollbook.rollout.policy import EpisodePolicy
-from tests.parts.inference_engines import Workshop, until
+from rollbook.inference.server.app import build_app, serve
+from rollbook.inference.weights.client import WeightTransferClient
+from rollbook.rollout.episodes.policy import EpisodePolicy
+from tests.parts.inference.engines import Workshop, until
 
 MOST = 60
 

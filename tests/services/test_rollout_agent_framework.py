@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from rollbook.rollout.proxied import make_rollout
-from tests.parts.rollout_agents import agent_world, assert_is_what_the_engine_saw
+from rollbook.rollout.agents.rollout import make_rollout
+from tests.parts.rollout.agents import agent_world, assert_is_what_the_engine_saw
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venvs" / "agents" / "bin" / "python"

@@ -6,9 +6,9 @@ from rollbook.contracts.group import GroupId
 from rollbook.tasks.curriculum import Curriculum
 from rollbook.tasks.mastery import success_of
 from rollbook.telemetry.metrics import read_metrics
-from tests.parts.rollout_dispatching import dispatching
-from tests.parts.rollout_sink import MemorySink
-from tests.parts.tasks_curriculum import rules, tiered
+from tests.parts.rollout.dispatching import dispatching
+from tests.parts.rollout.sink import MemorySink
+from tests.parts.tasks.curriculum import rules, tiered
 
 
 async def test_a_second_dispatcher_takes_the_curriculum_up_where_the_first_left_it(tmp_path: Path) -> None:

@@ -9,15 +9,15 @@ import pytest
 
 from rollbook.contracts.errors import FencedError, RunError, TransientError
 from rollbook.contracts.group import GroupId
-from rollbook.rollout.breaker import RolloutsFailingError
-from rollbook.rollout.isolation import WorkersDyingError
+from rollbook.rollout.dispatch.failure_breaker import RolloutsFailingError
+from rollbook.rollout.workers.pool import WorkersDyingError
 from rollbook.telemetry.metrics import read_metrics
-from tests.parts.rollout_dispatching import dispatching
-from tests.parts.rollout_sink import MemorySink
+from tests.parts.rollout.dispatching import dispatching
+from tests.parts.rollout.sink import MemorySink
 
 
 def living_children() -> list[psutil.Process]:
-    return [c for c in psutil.Process().children() if "rollbook.rollout.worker_child" in c.cmdline()]
+    return [c for c in psutil.Process().children() if "rollbook.rollout.workers.main" in c.cmdline()]
 
 
 async def test_every_draw_is_played_stored_observed_and_the_end_of_data_is_told(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ async def test_a_verdict_on_the_run_from_user_code_stops_it(tmp_path: Path) -> N
 async def test_workers_that_die_again_and_again_stop_the_run_with_their_last_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollbook.rollout.isolation.MOST_BARREN_DEATHS", 1)
+    monkeypatch.setattr("rollbook.rollout.workers.pool.MOST_BARREN_DEATHS", 1)
     play = dispatching(tmp_path, [{"deed": "die"}])
     with pytest.raises(WorkersDyingError, match=r"(?s)2 rollout workers died.*status 9.*last words of the worker"):
         await play.run()
@@ -105,8 +105,8 @@ async def test_workers_that_die_again_and_again_stop_the_run_with_their_last_wor
     ("config", "worker", "told"),
     [
         ({"function": "no_such_rollout"}, {}, "no module 'no_such_rollout'"),
-        ({"filter": "tests.parts.rollout_functions:absent"}, {}, "has no 'absent'"),
-        ({"settings": {}, "function": "rollbook.rollout.episode"}, {"user": {"typo": 1}}, "typo"),
+        ({"filter": "tests.parts.rollout.functions:absent"}, {}, "has no 'absent'"),
+        ({"settings": {}, "function": "rollbook.rollout.episodes.chat"}, {"user": {"typo": 1}}, "typo"),
     ],
 )
 async def test_a_setup_that_cannot_work_stops_the_run_at_once(

@@ -11,13 +11,13 @@ import pytest
 from rollbook.contracts.errors import EpisodeError, RunError, TransientError
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.trajectory import EndReason, RolloutSample
-from rollbook.rollout.limits import EpisodeLimits
-from rollbook.rollout.policy import EpisodeContext, enter_episode
-from rollbook.rollout.proxied import make_rollout
-from rollbook.rollout.reward_rules import TO_BE_SCORED
-from tests.parts.rollout_agents import EngineRecord, agent_world, assert_is_what_the_engine_saw
+from rollbook.rollout.agents.rollout import make_rollout
+from rollbook.rollout.episodes.policy import EpisodeContext, enter_episode
+from rollbook.rollout.settings.limits import EpisodeLimits
+from rollbook.rollout.settings.rewards import TO_BE_SCORED
+from tests.parts.rollout.agents import EngineRecord, agent_world, assert_is_what_the_engine_saw
 
-PROGRAMS = "tests.parts.rollout_agent_programs"
+PROGRAMS = "tests.parts.rollout.agent_programs"
 REWARD = f"{PROGRAMS}:reward"
 COMMAND = [sys.executable, "-m", PROGRAMS]
 ROW: dict[str, Any] = {"questions": ["one?", "two?"], "answer": "yes"}

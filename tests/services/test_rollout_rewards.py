@@ -15,15 +15,15 @@ import psutil
 import pytest
 
 from rollbook.contracts.errors import RunError
-from rollbook.rollout.reward_pool import RewardPool, open_reward_pool
-from rollbook.rollout.reward_rules import RewardFunction, RewardRules
-from rollbook.rollout.reward_wire import RewardCase
+from rollbook.rollout.rewards.messages import RewardCase
+from rollbook.rollout.rewards.pool import RewardPool, open_reward_pool
+from rollbook.rollout.settings.rewards import RewardFunction, RewardRules
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import read_metrics
-from tests.parts.rollout_dispatching import REPOSITORY, dispatching
-from tests.parts.rollout_rewards import BAIT
+from tests.parts.rollout.dispatching import REPOSITORY, dispatching
+from tests.parts.rollout.rewards import BAIT
 
-PARTS = "tests.parts.rollout_rewards"
+PARTS = "tests.parts.rollout.rewards"
 
 
 def rules(*names: str, **changed: Any) -> RewardRules:
@@ -43,7 +43,7 @@ def case(response: str, **row: Any) -> RewardCase:
 
 
 def reward_children() -> list[psutil.Process]:
-    return [c for c in psutil.Process().children() if "rollbook.rollout.reward_child" in c.cmdline()]
+    return [c for c in psutil.Process().children() if "rollbook.rollout.rewards.main" in c.cmdline()]
 
 
 async def test_a_catastrophic_regex_and_an_endless_loop_cost_their_own_sample_and_their_process_only() -> None:

@@ -17,10 +17,10 @@ import pytest
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.task import TaskId
-from rollbook.rollout.group import GroupOrder, GroupResult
-from rollbook.rollout.worker import AsyncRolloutWorker, WorkerDiedError, open_worker
+from rollbook.rollout.groups.player import GroupOrder, GroupResult
+from rollbook.rollout.workers.handle import AsyncRolloutWorker, WorkerDiedError, open_worker
 from rollbook.telemetry.events import EventLog
-from tests.parts.rollout_dispatching import REPOSITORY, config_of, recipe_of
+from tests.parts.rollout.dispatching import REPOSITORY, config_of, recipe_of
 
 
 @asynccontextmanager

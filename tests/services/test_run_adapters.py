@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rollbook.telemetry.events import read_json_lines
-from tests.parts.run_small import SmallRun, rollbook
+from tests.parts.run.small import SmallRun, rollbook
 
 LORA = ["trainer.lora.rank=4", "trainer.lora.alpha=8", "trainer.lr=0.01", "trainer.max_steps=8"]
 MEASURED = ["evaluation.every_steps=3", "evaluation.max_tasks=4"]

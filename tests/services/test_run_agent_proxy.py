@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from rollbook.contracts.group import GroupState
-from rollbook.run.reading import open_run
-from tests.parts.run_small import SmallRun, rollbook
+from rollbook.run.record import open_run
+from tests.parts.run.small import SmallRun, rollbook
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "07_agent_proxy"
 STEPS = 3

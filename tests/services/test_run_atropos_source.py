@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from rollbook.contracts.group import GroupState
-from rollbook.run.reading import open_run
-from tests.parts.run_small import SmallRun
+from rollbook.run.record import open_run
+from tests.parts.run.small import SmallRun
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "05_existing_atropos_env"

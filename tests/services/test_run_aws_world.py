@@ -6,8 +6,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollbook.run.reading import open_run
-from tests.parts.run_small import REPOSITORY, rollbook
+from rollbook.run.record import open_run
+from tests.parts.run.small import REPOSITORY, rollbook
 
 pytest.importorskip("ministack")
 pytest.importorskip("awscli")

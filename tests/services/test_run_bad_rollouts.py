@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rollbook.telemetry.events import read_events
-from tests.parts.run_small import CONFIG, SmallRun, rollbook
+from tests.parts.run.small import CONFIG, SmallRun, rollbook
 
 MISBEHAVING = '''
 """Number guessing with a fault in it, chosen by rollout.settings."""

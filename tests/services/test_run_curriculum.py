@@ -5,7 +5,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from rollbook.dashboard.mastery import read_mastery
-from tests.parts.run_small import CONFIG, SmallRun
+from tests.parts.run.small import CONFIG, SmallRun
 
 CURRICULUM = """
 order = "curriculum"

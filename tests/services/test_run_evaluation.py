@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from rollbook.contracts.errors import RunError
-from rollbook.run.counterfactual import other_recipe
-from rollbook.run.evaluating import settle, table
+from rollbook.run.commands.counterfactual import other_recipe
+from rollbook.run.commands.evaluate import settle, table
 from rollbook.run.processes.evaluate import evaluate
 from rollbook.run.processes.replay import contrast
-from rollbook.run.reading import open_run
+from rollbook.run.record import open_run
 from rollbook.telemetry.metrics import read_metrics
 from rollbook.trainer.config import TrainerConfig
-from tests.parts.run_small import SmallRun
+from tests.parts.run.small import SmallRun
 
 MEASURED = (
     "trainer.max_steps=14",

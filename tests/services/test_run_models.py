@@ -9,11 +9,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rollbook.contracts.errors import RunError
-from rollbook.inference.weight_file import read_weights
-from rollbook.rollout.rendering import ModelTokenizer
-from rollbook.run.model_fetching import get_model
-from rollbook.trainer.model import PolicyModel
-from tests.parts.inference_gguf import in_a_wheel, write_gguf
+from rollbook.inference.weights.safetensors import read_weights
+from rollbook.rollout.chat.tokenizer import ModelTokenizer
+from rollbook.run.commands.fetch_model import get_model
+from rollbook.trainer.model.policy_model import PolicyModel
+from tests.parts.inference.gguf import in_a_wheel, write_gguf
 
 
 def get(target: Path, source: Path | None, *, name: str = "smollm2", force: bool = False) -> tuple[dict[str, Any], str]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rollbook.telemetry.events import read_json_lines
-from tests.parts.run_small import SmallRun
+from tests.parts.run.small import SmallRun
 
 
 def events(run: SmallRun, process: str, name: str) -> list[dict[str, Any]]:

@@ -14,9 +14,9 @@ from openai import AsyncOpenAI
 
 from rollbook.inference.config import InferenceConfig, ScriptedConfig
 from rollbook.inference.engines.scripted import open_engine
-from rollbook.inference.server import build_app, serve
-from tests.parts.inference_models import publish
-from tests.parts.rollout_agents import TOOLS_TEMPLATE, EngineRecord, fast_words, word_tokenizer
+from rollbook.inference.server.app import build_app, serve
+from tests.parts.inference.models import publish
+from tests.parts.rollout.agents import TOOLS_TEMPLATE, EngineRecord, fast_words, word_tokenizer
 
 
 def started(policy: str, model: Path, record: Path) -> tuple[subprocess.Popen[str], str]:

@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollbook.contracts.errors import RunError
-from rollbook.rollout.rendering import ModelTokenizer
-from rollbook.run.demonstrations import read_demonstrations
+from rollbook.rollout.chat.tokenizer import ModelTokenizer
+from rollbook.run.commands.demonstrations import read_demonstrations
+from rollbook.run.config.sft import load_sft_config
 from rollbook.run.processes.sft import claim
-from rollbook.run.sft_config import load_sft_config
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import MetricRecorder, read_metrics
 from rollbook.trainer.config import TrainerConfig
-from rollbook.trainer.model_directory import prepare_model_directory
+from rollbook.trainer.model.model_directory import prepare_model_directory
 from rollbook.trainer.sft import SFT_METRICS, SftLoop, SftOutcome, numbers_of_step, steps_of
 from rollbook.trainer.sft_config import READ_BY_SFT, SftConfig
-from tests.parts.run_small import REPOSITORY, rollbook
+from tests.parts.run.small import REPOSITORY, rollbook
 
 WORDS = [str(n) for n in range(10)]
 TEMPLATE = (

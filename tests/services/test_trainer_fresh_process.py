@@ -8,14 +8,14 @@ from pathlib import Path
 import torch
 
 from rollbook.trainer.replay import replay
-from tests.parts.trainer_batches import quick, recorded_batch, tiny_model_dir
+from tests.parts.trainer.batches import quick, recorded_batch, tiny_model_dir
 
 ROOT = Path(__file__).parents[2]
 CODE = """
 import asyncio, sys
 from pathlib import Path
 from rollbook.trainer.replay import replay
-from tests.parts.trainer_batches import quick, recorded_batch
+from tests.parts.trainer.batches import quick, recorded_batch
 batches = [recorded_batch(step) for step in (1, 2, 3)]
 result = asyncio.run(replay(batches, model_dir=Path(sys.argv[1]), config=quick(ppo_n_minibatches=2)))
 print(result.final_digest)

@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rollbook.trainer.checkpoint import Checkpoints
+from rollbook.trainer.checkpoints.checkpoints import Checkpoints
 from rollbook.trainer.loop import LoopEnd
+from rollbook.trainer.model.weights import digest_of
 from rollbook.trainer.team import Team
-from rollbook.trainer.weights import digest_of
-from tests.parts.trainer_batches import quick, recorded_batch, tiny_model_dir
-from tests.parts.trainer_ledger import MemoryLedger, MemoryReplicas, trainer_loop
+from tests.parts.trainer.batches import quick, recorded_batch, tiny_model_dir
+from tests.parts.trainer.ledger import MemoryLedger, MemoryReplicas, trainer_loop
 
 CLOSE = 2e-5
 """Sums over ranks are added in another order than in one process; after four steps of lr 1e-2 weights agree to this."""

@@ -13,7 +13,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollbook.envs.sandboxes.child import DIRECTORY_PREFIX, owner_mark
+from rollbook.envs.sandboxes.process import DIRECTORY_PREFIX, owner_mark
 
 OWNER_ARGUMENT = re.compile(r"--owner=(\d+-\d+)$")
 DIRECTORY = re.compile(re.escape(DIRECTORY_PREFIX) + r"(\d+-\d+)-")

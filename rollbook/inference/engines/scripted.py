@@ -21,8 +21,6 @@ from rollbook.concurrency.clock import Clock, SystemClock
 from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.policy import Completion, FinishReason, Publication, SamplingParams
-from rollbook.inference.batching import admissible
-from rollbook.inference.busy import BusyPeriods
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engine import (
     EngineClosedError,
@@ -33,11 +31,13 @@ from rollbook.inference.engine import (
     TensorSource,
     UnpublishedError,
 )
-from rollbook.inference.gate import Gate, PauseMode, needs_loading, require_unpublished
-from rollbook.inference.low_rank import checked_settings
+from rollbook.inference.engines.batching import admissible
+from rollbook.inference.engines.busy import BusyPeriods
+from rollbook.inference.pause import Gate, PauseMode, needs_loading, require_unpublished
 from rollbook.inference.request import Request, checked_request, seeded_uniform
-from rollbook.inference.tensors import require_published
-from rollbook.inference.weight_file import read_published_weights
+from rollbook.inference.weights.lora import checked_settings
+from rollbook.inference.weights.safetensors import read_published_weights
+from rollbook.inference.weights.verify import require_published
 from rollbook.telemetry.spans import SpanRecorder
 
 ROUND_TOKENS = 16_384

@@ -11,7 +11,7 @@ from isal.igzip_lib import IsalError
 
 from rollbook.contracts.errors import TransientError
 from rollbook.ledger.atropos.models import Refusal, refusal
-from rollbook.ledger.bodies import BodyReader, BodyTooLargeError
+from rollbook.ledger.http.bodies import BodyReader, BodyTooLargeError
 
 GZIP = 31
 """Window bits that make zlib read and write gzip."""

@@ -8,7 +8,7 @@ from rollbook.contracts.errors import RunError, TransientError
 from rollbook.ledger.atropos.bodies import BadGzipError, Head, json_answer, refusal_answer
 from rollbook.ledger.atropos.models import Refusal
 from rollbook.ledger.atropos.rules import GoneStepError, UnknownEnvError
-from rollbook.ledger.bodies import BodyTooLargeError
+from rollbook.ledger.http.bodies import BodyTooLargeError
 from rollbook.ledger.store import StoreFaultError
 
 # First match wins, so the narrower class stands first.

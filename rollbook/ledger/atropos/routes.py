@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from rollbook.concurrency.clock import Clock
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.errors import TransientError
+from rollbook.ledger.atropos.batches import deliver_batch
 from rollbook.ledger.atropos.bodies import (
     body_answer,
     deliver,
@@ -26,8 +27,6 @@ from rollbook.ledger.atropos.bodies import (
     unpacked_size,
 )
 from rollbook.ledger.atropos.config import AtroposConfig
-from rollbook.ledger.atropos.delivering import deliver_batch
-from rollbook.ledger.atropos.desk import AtroposDesk, open_desk
 from rollbook.ledger.atropos.models import (
     EMPTY_EXAMPLE,
     EnvIdentifier,
@@ -36,13 +35,14 @@ from rollbook.ledger.atropos.models import (
     refuse_extremes,
 )
 from rollbook.ledger.atropos.openapi import DOCS_PAGE, OPENAPI
-from rollbook.ledger.atropos.posting import Incoming, Post
+from rollbook.ledger.atropos.posts import Incoming, Post
 from rollbook.ledger.atropos.refusals import KNOWN, error_answer
 from rollbook.ledger.atropos.rules import NoTrainerError, UnknownEnvError
 from rollbook.ledger.atropos.scored_data import PostedGroup, read_group, read_groups, read_message, refused
-from rollbook.ledger.bodies import BodyReader
+from rollbook.ledger.atropos.service import AtroposDesk, open_desk
 from rollbook.ledger.config import LedgerConfig
-from rollbook.ledger.hot_path import HOT_ROUTES, Asked, HotConnection, HotReply, HotRoute
+from rollbook.ledger.http.bodies import BodyReader
+from rollbook.ledger.http.fast_path import HOT_ROUTES, Asked, HotConnection, HotReply, HotRoute
 from rollbook.ledger.rules.book import UnknownRunError
 from rollbook.ledger.store import Store
 from rollbook.telemetry.events import EventLog

@@ -10,7 +10,7 @@ from rollbook.contracts.batch import BatchManifest
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.freshness import BatchPolicy, FreshnessRule
 from rollbook.contracts.group import DropKind, DropReason
-from rollbook.ledger.atropos.forming import form_batch
+from rollbook.ledger.atropos.batch_forming import form_batch
 from rollbook.ledger.atropos.models import RegisterEnv, Registration
 from rollbook.ledger.atropos.records import AtroposRecord, EnvRecord
 from rollbook.ledger.rules import runs, trainer

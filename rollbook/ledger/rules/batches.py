@@ -11,7 +11,7 @@ from rollbook.contracts.freshness import BatchPolicy
 from rollbook.contracts.group import DropKind, DropReason, GroupState
 from rollbook.ledger.records import BatchRecord, GroupRecord, ProducerRecord
 from rollbook.ledger.rules.book import RunBook
-from rollbook.ledger.selection import Backlog, Candidate, choose, reserved_places, share_places
+from rollbook.ledger.rules.selection import Backlog, Candidate, choose, reserved_places, share_places
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

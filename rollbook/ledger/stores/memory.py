@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from rollbook.contracts.admission import OwnerId, RunId
 from rollbook.contracts.group import GroupId, GroupState
 from rollbook.contracts.policy import PublicationId
+from rollbook.ledger.atropos.stores.memory import AtroposRows, MemoryAtroposTables
 from rollbook.ledger.records import (
     BatchRecord,
     GroupRecord,
@@ -22,7 +23,6 @@ from rollbook.ledger.records import (
     StepRecord,
 )
 from rollbook.ledger.store import Transaction
-from rollbook.ledger.stores.memory_atropos import AtroposRows, MemoryAtroposTables
 
 T = TypeVar("T")
 Key = TypeVar("Key", bound=Hashable)

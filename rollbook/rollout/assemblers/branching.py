@@ -10,7 +10,7 @@ from typing import Any
 
 from rollbook.contracts.policy import Completion, SamplingParams
 from rollbook.contracts.trajectory import EndReason, RolloutSample, TurnMark
-from rollbook.rollout.assembly import SequenceBuffer, build_sample, require_same_sampling, require_turn
+from rollbook.rollout.assemblers.assembler import SequenceBuffer, build_sample, require_same_sampling, require_turn
 
 
 class BranchingAssembler:

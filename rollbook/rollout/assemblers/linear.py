@@ -5,7 +5,7 @@ from typing import Any
 
 from rollbook.contracts.policy import Completion, SamplingParams
 from rollbook.contracts.trajectory import EndReason, RolloutSample, TurnMark
-from rollbook.rollout.assembly import (
+from rollbook.rollout.assemblers.assembler import (
     AssemblyError,
     PrefixMismatchError,
     SequenceBuffer,

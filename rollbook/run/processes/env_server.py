@@ -3,9 +3,9 @@
 import sys
 
 from rollbook.envs.config import EnvServerConfig
-from rollbook.envs.serving import open_app
-from rollbook.run.child import RoleContext
-from rollbook.run.serving import serving
+from rollbook.envs.server.run import open_app
+from rollbook.run.supervision.child_main import RoleContext
+from rollbook.run.supervision.sockets import serving
 
 
 async def main(context: RoleContext) -> str:

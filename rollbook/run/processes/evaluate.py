@@ -11,13 +11,13 @@ import tempfile
 from pathlib import Path
 
 from rollbook.contracts.errors import RollbookError
-from rollbook.run.channel import Channel
-from rollbook.run.child import RoleContext
-from rollbook.run.config import LoadedConfig, dump_toml, load_config
+from rollbook.run.commands.evaluate import EvaluationOrder
+from rollbook.run.commands.measurement import Measurement, held_out_tasks, open_measuring
+from rollbook.run.config.run import LoadedConfig, dump_toml, load_config
 from rollbook.run.directory import RunDirectory
-from rollbook.run.evaluating import EvaluationOrder
-from rollbook.run.measuring import Measurement, held_out_tasks, open_measuring
 from rollbook.run.model_location import record_model_location
+from rollbook.run.supervision.channel import Channel
+from rollbook.run.supervision.child_main import RoleContext
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.spans import SpanRecorder
 

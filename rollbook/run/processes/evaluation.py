@@ -8,13 +8,13 @@ from pathlib import Path
 
 from rollbook.contracts.admission import LedgerStatus, RunId
 from rollbook.contracts.errors import RunError
-from rollbook.ledger.client import LedgerClient, open_ledger_client
-from rollbook.run.child import RoleContext
+from rollbook.ledger.client.client import LedgerClient, open_ledger_client
+from rollbook.run.commands.measurement import Measurement, Measuring, held_out_tasks, open_measuring
 from rollbook.run.directory import write_json
-from rollbook.run.measuring import Measurement, Measuring, held_out_tasks, open_measuring
 from rollbook.run.model_location import model_location
+from rollbook.run.supervision.child_main import RoleContext
 from rollbook.telemetry.metrics import Metric, MetricRecorder, Reduction
-from rollbook.trainer.checkpoint import Checkpoints
+from rollbook.trainer.checkpoints.checkpoints import Checkpoints
 
 EVALUATION_METRICS = (
     Metric("eval/reward", "", "mean reward over the held-out tasks"),

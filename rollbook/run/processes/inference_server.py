@@ -3,11 +3,11 @@
 import sys
 
 from rollbook.inference.engine import open_engine
-from rollbook.inference.server import SERVICE, build_app
-from rollbook.run.child import RoleContext
+from rollbook.inference.server.app import SERVICE, build_app
+from rollbook.run.commands.serve_policy import texts_of
 from rollbook.run.model_location import model_location
-from rollbook.run.policy_serving import texts_of
-from rollbook.run.serving import serving
+from rollbook.run.supervision.child_main import RoleContext
+from rollbook.run.supervision.sockets import serving
 
 
 async def main(context: RoleContext) -> str:

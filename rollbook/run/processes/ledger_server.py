@@ -4,13 +4,13 @@ from rollbook.concurrency.clock import SystemClock
 from rollbook.contracts.admission import RunId
 from rollbook.ledger.atropos.config import AtroposConfig
 from rollbook.ledger.atropos.routes import add_atropos
-from rollbook.ledger.hot_path import answering
-from rollbook.ledger.server import build_app
+from rollbook.ledger.http.fast_path import answering
+from rollbook.ledger.http.handlers import build_app
 from rollbook.ledger.service import ledger_on
-from rollbook.ledger.stores.sqlite import open_sqlite_store
-from rollbook.run.atropos_source import posts_run
-from rollbook.run.child import RoleContext
-from rollbook.run.serving import BACKLOG, DRAIN_S, url_of
+from rollbook.ledger.stores.sqlite.store import open_sqlite_store
+from rollbook.run.atropos_feed import posts_run
+from rollbook.run.supervision.child_main import RoleContext
+from rollbook.run.supervision.sockets import BACKLOG, DRAIN_S, url_of
 
 
 async def main(context: RoleContext) -> str:

@@ -4,8 +4,8 @@ import asyncio
 import importlib
 from pathlib import Path
 
-from rollbook.run.child import RoleContext
 from rollbook.run.model_location import record_model_location
+from rollbook.run.supervision.child_main import RoleContext
 
 
 async def main(context: RoleContext) -> str:
@@ -22,6 +22,6 @@ def _model_directory(context: RoleContext) -> Path:
         for directory in (context.loaded.source_dir / config.model.path, Path(config.model.path)):
             if (directory / "config.json").is_file():
                 return directory.absolute()
-    trainer = importlib.import_module("rollbook.trainer.model_directory")
+    trainer = importlib.import_module("rollbook.trainer.model.model_directory")
     made: Path = trainer.prepare_model_directory(config.model, context.directory.model, seed=config.run.seed)
     return made

@@ -12,10 +12,10 @@ from typing import Any
 
 from rollbook.contracts.errors import RunError
 from rollbook.dashboard.plots import draw_comparison
-from rollbook.run.counterfactual import MEASURES, curves, other_recipe, table_of
+from rollbook.run.commands.counterfactual import MEASURES, curves, other_recipe, table_of
 from rollbook.run.directory import write_json
 from rollbook.run.model_location import model_location
-from rollbook.run.reading import open_run
+from rollbook.run.record import open_run
 from rollbook.trainer.replay import replay, retrain
 
 

@@ -3,7 +3,7 @@
 import asyncio
 
 from rollbook.dashboard.plots import draw_plots
-from rollbook.run.child import RoleContext
+from rollbook.run.supervision.child_main import RoleContext
 
 
 async def main(context: RoleContext) -> str:

@@ -5,13 +5,13 @@ from collections.abc import Coroutine
 from typing import Any
 
 from rollbook.contracts.admission import RunId
-from rollbook.ledger.client import open_ledger_client
-from rollbook.rollout.dispatcher import Dispatcher
+from rollbook.ledger.client.client import open_ledger_client
+from rollbook.rollout.dispatch.dispatcher import Dispatcher
 from rollbook.rollout.metrics import rollout_metrics
-from rollbook.rollout.recipe import WorkerRecipe
-from rollbook.run.atropos_source import AtroposSource
-from rollbook.run.child import RoleContext
+from rollbook.rollout.workers.spec import WorkerRecipe
+from rollbook.run.atropos_feed import AtroposSource
 from rollbook.run.model_location import model_location
+from rollbook.run.supervision.child_main import RoleContext
 from rollbook.tasks.dataset import load_tasks
 from rollbook.tasks.source import build_source
 from rollbook.telemetry.metrics import MetricRecorder

@@ -6,15 +6,15 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from rollbook.envs.client.remote import open_environments
 from rollbook.envs.config import EnvConfig
-from rollbook.envs.remote import open_environments
 from rollbook.inference.config import InferenceConfig
+from rollbook.rollout.agents.setup import proxy_sessions
+from rollbook.rollout.chat.tokenizer import ModelTokenizer
 from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.contract import RolloutSetup
-from rollbook.rollout.policy import EpisodePolicy
-from rollbook.rollout.proxy_setup import proxy_sessions
-from rollbook.rollout.rendering import ModelTokenizer
-from rollbook.run.policy_access import open_policy, policy_urls
+from rollbook.rollout.episodes.policy import EpisodePolicy
+from rollbook.run.policy_clients import open_policy, policy_urls
 from rollbook.telemetry.events import EventLog
 
 

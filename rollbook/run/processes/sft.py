@@ -14,14 +14,14 @@ from typing import Any
 from rollbook.concurrency.parent_watch import die_with_parent
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.trajectory import TokenRow
-from rollbook.rollout.rendering import ModelTokenizer
-from rollbook.run.demonstrations import Demonstrations, digest_of_rows, read_demonstrations
+from rollbook.rollout.chat.tokenizer import ModelTokenizer
+from rollbook.run.commands.demonstrations import Demonstrations, digest_of_rows, read_demonstrations
+from rollbook.run.commands.sft import FINAL, MANIFEST
+from rollbook.run.config.sft import LoadedSftConfig, load_sft_config
 from rollbook.run.directory import RunDirectory, write_json
-from rollbook.run.sft import FINAL, MANIFEST
-from rollbook.run.sft_config import LoadedSftConfig, load_sft_config
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import MetricRecorder
-from rollbook.trainer.model_directory import prepare_model_directory
+from rollbook.trainer.model.model_directory import prepare_model_directory
 from rollbook.trainer.sft import SFT_METRICS, SftLoop, SftOutcome
 from rollbook.trainer.sft_config import sft_trainer
 

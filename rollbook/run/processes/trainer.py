@@ -6,10 +6,10 @@ from typing import Any
 
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.errors import FencedError, RunError
-from rollbook.ledger.client import open_ledger_client
-from rollbook.run.child import RoleContext
+from rollbook.ledger.client.client import open_ledger_client
 from rollbook.run.model_location import model_location
-from rollbook.run.policy_access import open_weights
+from rollbook.run.policy_clients import open_weights
+from rollbook.run.supervision.child_main import RoleContext
 from rollbook.telemetry.forwarding import Forwarder
 from rollbook.telemetry.metrics import MetricRecorder
 from rollbook.telemetry.sinks.sink import open_sinks

@@ -10,8 +10,8 @@ import aiohttp
 
 from rollbook.contracts.errors import RunError, WorkerError
 from rollbook.inference.config import InferenceConfig
-from rollbook.run.child import RoleContext
 from rollbook.run.model_location import model_location
+from rollbook.run.supervision.child_main import RoleContext
 
 POLL_S = 0.5
 END_S = 6.0

@@ -7,7 +7,7 @@ from matplotlib.image import imread
 
 from rollbook.dashboard.mastery import read_mastery
 from rollbook.dashboard.plots import draw_plots
-from tests.parts.dashboard_run_dir import append_rows, trainer_row, write_run
+from tests.parts.dashboard.run_dir import append_rows, trainer_row, write_run
 
 NAMES = ["reward_and_solved.png", "lag.png", "timeline.png"]
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rollbook.dashboard.figures import smoothed, tenth_means
 from rollbook.dashboard.queries import RunReader, read_steps, summary
 from rollbook.dashboard.tail import MAX_LINE_BYTES, FolderTail, JsonTail
-from tests.parts.dashboard_run_dir import append_rows, trainer_row, write_run
+from tests.parts.dashboard.run_dir import append_rows, trainer_row, write_run
 
 
 def test_a_run_is_summed_up_by_its_first_and_last_tenth(tmp_path: Path) -> None:

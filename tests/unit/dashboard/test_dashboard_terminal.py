@@ -12,7 +12,7 @@ from rollbook.dashboard.figures import ProcessLine, RunFigures
 from rollbook.dashboard.queries import RunReader
 from rollbook.dashboard.terminal import PlainView, TerminalView, flow, open_view
 from rollbook.dashboard.wording import SPARKS, duration, sparkline
-from tests.parts.dashboard_run_dir import append_rows, trainer_row
+from tests.parts.dashboard.run_dir import append_rows, trainer_row
 
 PROCESSES = (
     ProcessLine(name="trainer", pid=4101, state="running", doing="step 32: waiting for its batch", since_s=95),

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook.dashboard.timeline import Intervals, read_intervals
-from tests.parts.dashboard_run_dir import append_rows, write_run
+from tests.parts.dashboard.run_dir import append_rows, write_run
 
 spans = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)).map(lambda p: (p[0], p[0] + p[1])), max_size=30)
 

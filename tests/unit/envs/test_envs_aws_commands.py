@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollbook.envs.awscli.commands import Command, Refusal, Verb, split, understand
+from rollbook.envs.builtin.awscli.commands import Command, Refusal, Verb, split, understand
 
 
 def understood(action: str) -> Command:

@@ -5,16 +5,26 @@ from typing import Any
 import pytest
 
 from rollbook.contracts.errors import RunError
-from rollbook.envs.awscli.chaos import MOST_FAULTS, Chaos, FaultKind
-from rollbook.envs.awscli.config import AwsCliConfig
-from rollbook.envs.awscli.drift import chosen_faults, chosen_variant
-from rollbook.envs.awscli.grading import GradingRule, Standing, flaw_at_start, potential
-from rollbook.envs.awscli.hints import factor, hint_text
-from rollbook.envs.awscli.setting import kept
-from rollbook.envs.awscli.task_bank import AwsTask, Check, Question, Split, Step, Tier, aws_tasks, parse_task, task_bank
-from rollbook.envs.awscli.verification import filled, holds, is_right
-from rollbook.envs.awscli.worker import ApiAnswer
-from tests.parts.envs_aws import bucket_task
+from rollbook.envs.builtin.awscli.chaos import MOST_FAULTS, Chaos, FaultKind
+from rollbook.envs.builtin.awscli.config import AwsCliConfig
+from rollbook.envs.builtin.awscli.drift import chosen_faults, chosen_variant
+from rollbook.envs.builtin.awscli.grading import GradingRule, Standing, flaw_at_start, potential
+from rollbook.envs.builtin.awscli.hints import factor, hint_text
+from rollbook.envs.builtin.awscli.setting import kept
+from rollbook.envs.builtin.awscli.task_bank import (
+    AwsTask,
+    Check,
+    Question,
+    Split,
+    Step,
+    Tier,
+    aws_tasks,
+    parse_task,
+    task_bank,
+)
+from rollbook.envs.builtin.awscli.verification import filled, holds, is_right
+from rollbook.envs.builtin.awscli.worker import ApiAnswer
+from tests.parts.envs.aws import bucket_task
 
 RULE = GradingRule(partial=0.5, hint_price=0.85)
 START = Standing(goals=(False, False), keeps=(True,))

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from rollbook.envs.builtin.terminal import TASKS
 from rollbook.envs.catalog import CATALOG, EnvironmentSource
 from rollbook.envs.config import EnvConfig
-from rollbook.envs.terminal import TASKS
 
 GAME = {"secret": 5, "low": 0, "high": 15}
 EPISODES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from rollbook.envs.sandboxes.child import owner_mark
 from rollbook.envs.sandboxes.confinement import OutOfReachError, Reach, guard
 from rollbook.envs.sandboxes.orphans import orphaned_processes, owner_lives
+from rollbook.envs.sandboxes.process import owner_mark
 
 
 @pytest.fixture
@@ -84,8 +84,15 @@ def test_only_our_own_processes_with_a_dead_owner_are_orphans(tmp_path: Path) ->
         (tmp_path / str(pid)).mkdir()
         (tmp_path / str(pid) / "cmdline").write_bytes(b"\0".join(a.encode() for a in arguments) + b"\0")
 
-    process(101, "python", "-m", "rollbook.envs.awscli.simulator_process", "{}", "--owner=999999-1")
-    process(102, "python", "-m", "rollbook.envs.awscli.simulator_process", "{}", f"--owner={owner_mark(os.getpid())}")
+    process(101, "python", "-m", "rollbook.envs.builtin.awscli.simulator_process", "{}", "--owner=999999-1")
+    process(
+        102,
+        "python",
+        "-m",
+        "rollbook.envs.builtin.awscli.simulator_process",
+        "{}",
+        f"--owner={owner_mark(os.getpid())}",
+    )
     process(103, "python", "-m", "somebody.else", "--owner=999999-1")
     process(104, "vim", "rollbook.envs.txt")
     assert orphaned_processes(tmp_path) == [101]

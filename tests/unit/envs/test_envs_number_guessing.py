@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook.contracts.environment import Observation
-from rollbook.envs.number_guessing import (
+from rollbook.envs.builtin.number_guessing import (
     NumberGuessing,
     Reply,
     number_guessing_tasks,

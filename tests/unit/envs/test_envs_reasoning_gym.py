@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("reasoning_gym")
 
-from rollbook.envs.reasoning_gym_maths import ReasoningGymMaths, reasoning_gym_tasks
+from rollbook.envs.builtin.reasoning_gym_maths import ReasoningGymMaths, reasoning_gym_tasks
 
 
 @pytest.mark.parametrize("dataset", ["basic_arithmetic", "leg_counting", "simple_equations"])

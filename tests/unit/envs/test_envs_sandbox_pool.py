@@ -8,8 +8,8 @@ import pytest
 
 from rollbook.concurrency.deadline import Deadline
 from rollbook.contracts.errors import RunError
-from rollbook.envs.pool import DoubleReleaseError, PoolExhaustedError, PoolLimits, SandboxPool, SlotState
-from tests.parts.envs_aws import PaperFactory, PaperSandbox, quiet_log
+from rollbook.envs.sandboxes.pool import DoubleReleaseError, PoolExhaustedError, PoolLimits, SandboxPool, SlotState
+from tests.parts.envs.aws import PaperFactory, PaperSandbox, quiet_log
 
 
 @asynccontextmanager

@@ -3,7 +3,7 @@
 import pytest
 
 from rollbook.contracts.environment import Observation
-from rollbook.envs.wire import (
+from rollbook.envs.server.protocol import (
     ErrorCode,
     ReplyKind,
     TextDialect,

@@ -16,15 +16,15 @@ from rollbook.contracts.policy import Publication, PublicationId, SamplingParams
 from rollbook.contracts.weights import weights_digest
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engine import Engine, WeightsError
-from rollbook.inference.engines.live_weights import LiveWeights
-from rollbook.inference.engines.transformers import open_engine
-from rollbook.inference.gate import OutdatedUpdateError
-from rollbook.inference.low_rank import checked_settings, low_rank_pairs, read_adapter
-from rollbook.trainer.model import PolicyModel
-from rollbook.trainer.weights import digest_of, named_weights
-from tests.parts.inference_adapters import make_adapter, peft_model, published_adapter
-from tests.parts.inference_engines import Workshop
-from tests.parts.inference_models import build_model, plain_logprobs
+from rollbook.inference.engines.embedded.engine import open_engine
+from rollbook.inference.engines.embedded.live_weights import LiveWeights
+from rollbook.inference.pause import OutdatedUpdateError
+from rollbook.inference.weights.lora import checked_settings, low_rank_pairs, read_adapter
+from rollbook.trainer.model.policy_model import PolicyModel
+from rollbook.trainer.model.weights import digest_of, named_weights
+from tests.parts.inference.adapters import make_adapter, peft_model, published_adapter
+from tests.parts.inference.engines import Workshop
+from tests.parts.inference.models import build_model, plain_logprobs
 
 PROMPT = [3, 4, 5]
 

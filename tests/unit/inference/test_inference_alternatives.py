@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from rollbook.contracts.policy import SamplingParams
-from tests.parts.inference_engines import Workshop
-from tests.parts.inference_models import MAX_LEN, VOCAB
+from tests.parts.inference.engines import Workshop
+from tests.parts.inference.models import MAX_LEN, VOCAB
 from tests.unit.inference.test_inference_stepping import BYTES_A_TOKEN, embedded, some_prompts
 
 TIGHT_MB = (MAX_LEN + 4 * 64) * BYTES_A_TOKEN["llama"] / 1e6

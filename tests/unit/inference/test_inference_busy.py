@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from rollbook.inference.busy import IDLE_GAP_S, LONGEST_S, BusyPeriods
+from rollbook.inference.engines.busy import IDLE_GAP_S, LONGEST_S, BusyPeriods
 from rollbook.telemetry.spans import Span, SpanRecorder, read_spans
 
 

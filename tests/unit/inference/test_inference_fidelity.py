@@ -11,9 +11,9 @@ import torch
 
 from rollbook.contracts.policy import Completion, SamplingParams
 from rollbook.inference.engine import Engine, GenerationError, WeightsError
-from rollbook.inference.gate import PauseMode
-from tests.parts.inference_engines import Workshop, until
-from tests.parts.inference_models import VOCAB, plain_logprobs, publish, write_weights
+from rollbook.inference.pause import PauseMode
+from tests.parts.inference.engines import Workshop, until
+from tests.parts.inference.models import VOCAB, plain_logprobs, publish, write_weights
 
 KINDS = ["llama", "qwen2", "gpt2"]
 

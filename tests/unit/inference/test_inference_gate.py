@@ -2,8 +2,8 @@
 
 import pytest
 
-from rollbook.inference.gate import Gate, GateState, OutdatedUpdateError, PauseMode, needs_loading
-from tests.parts.inference_models import publication
+from rollbook.inference.pause import Gate, GateState, OutdatedUpdateError, PauseMode, needs_loading
+from tests.parts.inference.models import publication
 
 
 @pytest.mark.parametrize("mode", [PauseMode.KEEP, PauseMode.ABORT])

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollbook.contracts.policy import Completion, SamplingParams
-from rollbook.inference.engines.prefix_store import PrefixStore
-from rollbook.inference.engines.slot_cache import LayerShape, SlotCache
-from rollbook.inference.engines.transformers import TransformersEngine
-from tests.parts.inference_engines import Workshop, until
-from tests.parts.inference_models import MAX_LEN, VOCAB, plain_logprobs
+from rollbook.inference.engines.embedded.cache.prefix_cache import PrefixStore
+from rollbook.inference.engines.embedded.cache.slot_cache import LayerShape, SlotCache
+from rollbook.inference.engines.embedded.engine import TransformersEngine
+from tests.parts.inference.engines import Workshop, until
+from tests.parts.inference.models import MAX_LEN, VOCAB, plain_logprobs
 from tests.unit.inference.test_inference_stepping import BYTES_A_TOKEN, assert_faithful, embedded, some_prompts
 
 STOPS = (3, 4, 5, 6, 7)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rollbook.contracts.policy import SamplingParams
-from rollbook.inference.engines.rows import RowTable
-from rollbook.inference.engines.sampling import RowSampling, sample
+from rollbook.inference.engines.embedded.row_table import RowTable
+from rollbook.inference.engines.embedded.sampling import RowSampling, sample
 from rollbook.inference.request import Request, seeded_uniform
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0])

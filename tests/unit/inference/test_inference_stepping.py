@@ -17,10 +17,10 @@ import torch
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
 from rollbook.inference.engine import GenerationError, QueueFullError
-from rollbook.inference.engines.transformers import TransformersEngine, open_engine
-from rollbook.inference.gate import PauseMode
-from tests.parts.inference_engines import Workshop, engine_config, until
-from tests.parts.inference_models import MAX_LEN, VOCAB, plain_logprobs
+from rollbook.inference.engines.embedded.engine import TransformersEngine, open_engine
+from rollbook.inference.pause import PauseMode
+from tests.parts.inference.engines import Workshop, engine_config, until
+from tests.parts.inference.models import MAX_LEN, VOCAB, plain_logprobs
 
 BYTES_A_TOKEN = {"llama": 2 * 2 * 2 * 8 * 4, "gpt2": 2 * 2 * 4 * 8 * 4}
 """Layers, keys and values, heads, head size, float32."""

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.weights import weights_digest
+from rollbook.inference.client.vllm import VllmVerbs, publication_of
 from rollbook.inference.engine import WeightsError
-from rollbook.inference.transfer.cuda_ipc import decode_handle, encode_handle
-from rollbook.inference.transfer.nccl import NcclWay
-from rollbook.inference.transfer.packing import heads_of, pack, unpack_bytes, unpack_views
-from rollbook.inference.transfer_way import WayPlace, open_way
-from rollbook.inference.vllm import VllmVerbs, publication_of
-from rollbook.trainer.weights import digest_of
-from tests.parts.inference_models import publication
+from rollbook.inference.weights.transport import WayPlace, open_way
+from rollbook.inference.weights.transports.cuda_ipc import decode_handle, encode_handle
+from rollbook.inference.weights.transports.nccl import NcclWay
+from rollbook.inference.weights.transports.packing import heads_of, pack, unpack_bytes, unpack_views
+from rollbook.trainer.model.weights import digest_of
+from tests.parts.inference.models import publication
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
 SHAPES = st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=3)), min_size=1, max_size=6)

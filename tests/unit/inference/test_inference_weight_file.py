@@ -8,8 +8,8 @@ from safetensors.torch import save_file
 
 from rollbook.contracts.weights import weights_digest
 from rollbook.inference.engine import WeightsError
-from rollbook.inference.weight_file import read_published_weights, read_weights
-from tests.parts.inference_models import publication
+from rollbook.inference.weights.safetensors import read_published_weights, read_weights
+from tests.parts.inference.models import publication
 
 
 @pytest.fixture

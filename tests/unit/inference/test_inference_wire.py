@@ -9,12 +9,12 @@ import pytest
 from rollbook.contracts.errors import EpisodeError, FencedError, RunError, TransientError
 from rollbook.contracts.policy import Completion, FinishReason
 from rollbook.inference.connection import verdict
-from rollbook.inference.generation import Generated
 from rollbook.inference.request import BadRequestError, seeded_uniform
-from rollbook.inference.routes.completions import choice_of
-from rollbook.inference.wire import Choice, CompletionBody, VersionSpan, spans, stamps
-from rollbook.inference.wire_weights import WeightInfo
-from tests.parts.inference_models import publication
+from rollbook.inference.server.generation import Generated
+from rollbook.inference.server.routes.completions import choice_of
+from rollbook.inference.wire.completions import Choice, CompletionBody, VersionSpan, spans, stamps
+from rollbook.inference.wire.weights import WeightInfo
+from tests.parts.inference.models import publication
 
 
 def test_a_completion_survives_the_wire_to_the_last_bit() -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 import msgspec
 
 from rollbook.integrations.trl_run import HostFacts
-from rollbook.run.config import load_config
+from rollbook.run.commands.host import host_facts
+from rollbook.run.config.run import load_config
 from rollbook.run.directory import RunDirectory
-from rollbook.run.hosting import host_facts
 from rollbook.run.model_location import record_model_location
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "06_trl" / "run.toml"

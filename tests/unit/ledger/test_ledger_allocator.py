@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from rollbook.ledger.allocator import keep_memory_for_bodies
+from rollbook.ledger.http.malloc import keep_memory_for_bodies
 
 WORK = """
-from rollbook.ledger.allocator import keep_memory_for_bodies
+from rollbook.ledger.http.malloc import keep_memory_for_bodies
 assert keep_memory_for_bodies()
 import threading
 blocks = [bytes(300_000) for _ in range(50)]

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.group import GroupId
-from rollbook.ledger.atropos import forming
-from rollbook.ledger.atropos.forming import fill_exactly, find_sum, form_batch
+from rollbook.ledger.atropos import batch_forming as forming
+from rollbook.ledger.atropos.batch_forming import fill_exactly, find_sum, form_batch
 from rollbook.ledger.atropos.records import ShelvedGroup
 
 

@@ -10,10 +10,10 @@ import pytest
 from rollbook.concurrency.clock import SystemClock
 from rollbook.contracts.admission import RunId
 from rollbook.ledger.atropos.config import AtroposConfig
-from rollbook.ledger.atropos.desk import AtroposDesk
 from rollbook.ledger.atropos.models import Refusal
-from rollbook.ledger.atropos.posting import Incoming, Post
+from rollbook.ledger.atropos.posts import Incoming, Post
 from rollbook.ledger.atropos.scored_data import read_group
+from rollbook.ledger.atropos.service import AtroposDesk
 from rollbook.ledger.config import LedgerConfig
 from rollbook.ledger.stores.memory import MemoryStore
 from rollbook.telemetry.events import EventLog

@@ -7,12 +7,12 @@ import pytest
 
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import DropKind, DropReason
-from rollbook.ledger.audit import audit
 from rollbook.ledger.store import StoreFaultError
-from rollbook.ledger.stores.sqlite import open_readonly
-from rollbook.ledger.stores.sqlite_file import FILE_NAME
-from tests.parts.ledger_desk import Desk, SqlFile
-from tests.parts.ledger_groups import RUN, draws, settings
+from rollbook.ledger.stores.sqlite.file import FILE_NAME
+from rollbook.ledger.stores.sqlite.store import open_readonly
+from rollbook.ledger.tools.audit import audit
+from tests.parts.ledger.desk import Desk, SqlFile
+from tests.parts.ledger.groups import RUN, draws, settings
 
 
 def write_a_run(directory: Path) -> None:

@@ -7,8 +7,8 @@ from rollbook.contracts.batch import BatchManifest, EndOfRun
 from rollbook.contracts.errors import FencedError, RunError
 from rollbook.contracts.freshness import BatchPolicy
 from rollbook.contracts.group import DropKind, DropReason, GroupState
-from tests.parts.ledger_desk import Desk
-from tests.parts.ledger_groups import draws, settings
+from tests.parts.ledger.desk import Desk
+from tests.parts.ledger.groups import draws, settings
 
 
 def started(**kwargs: object) -> tuple[Desk, OwnerId]:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import pytest
 
 from rollbook.contracts.errors import RollbookError, RunError, TransientError
-from rollbook.ledger import bundling
-from rollbook.ledger.bundling import Bundles
+from rollbook.ledger.client import bundles as bundling
+from rollbook.ledger.client.bundles import Bundles
 
 
 class Sender:

@@ -7,7 +7,7 @@ import pytest
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.trajectory import TokenRow
 from rollbook.ledger.group_frame import FORMAT, RUN_FIELDS, RowFrame, check_frame, encode_group
-from tests.parts.ledger_groups import big_group, group_of
+from tests.parts.ledger.groups import big_group, group_of
 
 GOOD = encode_group(group_of("a", (0, 3, -1)))
 

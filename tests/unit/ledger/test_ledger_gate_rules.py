@@ -7,8 +7,8 @@ from rollbook.contracts.batch import EndOfRun
 from rollbook.contracts.errors import FencedError, RunError
 from rollbook.contracts.group import DropKind, DropReason, GroupState
 from rollbook.ledger.rules import gate, runs
-from tests.parts.ledger_desk import Desk
-from tests.parts.ledger_groups import RUN, draws, settings
+from tests.parts.ledger.desk import Desk
+from tests.parts.ledger.groups import RUN, draws, settings
 
 
 @pytest.fixture

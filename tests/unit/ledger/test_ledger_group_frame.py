@@ -11,7 +11,7 @@ from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import EndReason, RolloutSample, TokenRow, TurnMark
 from rollbook.ledger.group_frame import decode_group, encode_group, payload_digest
-from tests.parts.ledger_groups import group_of, token_row
+from tests.parts.ledger.groups import group_of, token_row
 
 
 def rich_group() -> PromptGroup:

@@ -8,8 +8,8 @@ from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import DropKind, DropReason, GroupState
 from rollbook.ledger.records import Origin
 from rollbook.ledger.rules.groups import QueueFullError
-from tests.parts.ledger_desk import Desk
-from tests.parts.ledger_groups import RUN, draws, settings
+from tests.parts.ledger.desk import Desk
+from tests.parts.ledger.groups import RUN, draws, settings
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from rollbook.ledger.stores.migrations import migrate
-from rollbook.ledger.stores.postgres import open_postgres_store
-from rollbook.ledger.stores.postgres_schema import in_postgres_words
-from tests.parts.ledger_postgres import shared_server
+from rollbook.ledger.stores.postgres.schema import in_postgres_words
+from rollbook.ledger.stores.postgres.store import open_postgres_store
+from rollbook.ledger.stores.sqlite.migrations import migrate
+from tests.parts.ledger.postgres import shared_server
 
 KINDS = {"TEXT": "text", "INTEGER": "bigint", "REAL": "double precision", "BLOB": "bytea"}
 

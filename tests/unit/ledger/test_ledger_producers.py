@@ -11,8 +11,8 @@ from rollbook.ledger.group_frame import encode_group, payload_digest
 from rollbook.ledger.records import ProducerRecord
 from rollbook.ledger.rules import groups, producers
 from rollbook.ledger.rules.groups import QueueFullError, Submission
-from tests.parts.ledger_desk import Desk
-from tests.parts.ledger_groups import RUN, draws, group_of, outcome_of, settings
+from tests.parts.ledger.desk import Desk
+from tests.parts.ledger.groups import RUN, draws, group_of, outcome_of, settings
 
 
 def register(desk: Desk, name: str, *, weight: float = 1.0, min_share: float = 0.0) -> ProducerRecord:

@@ -12,16 +12,24 @@ import pytest
 
 from rollbook.concurrency.clock import ManualClock
 from rollbook.contracts.group import DropKind, GroupId, GroupState
-from rollbook.ledger.audit import audit_run
 from rollbook.ledger.config import Durability, LedgerConfig
 from rollbook.ledger.service import ledger_on
 from rollbook.ledger.store import StoreFaultError, Transaction
-from rollbook.ledger.stores import segments, sqlite_writer
-from rollbook.ledger.stores.segments import EVERYTHING, Place, SegmentWriter, read_payload, segment_path, segments_in
-from rollbook.ledger.stores.sqlite import SqliteStore, open_readonly, open_sqlite_store, reclaim
-from rollbook.ledger.stores.sqlite_file import FILE_NAME
+from rollbook.ledger.stores.sqlite import segments
+from rollbook.ledger.stores.sqlite import writer as sqlite_writer
+from rollbook.ledger.stores.sqlite.file import FILE_NAME
+from rollbook.ledger.stores.sqlite.segments import (
+    EVERYTHING,
+    Place,
+    SegmentWriter,
+    read_payload,
+    segment_path,
+    segments_in,
+)
+from rollbook.ledger.stores.sqlite.store import SqliteStore, open_readonly, open_sqlite_store, reclaim
+from rollbook.ledger.tools.audit import audit_run
 from rollbook.telemetry.events import EventLog
-from tests.parts.ledger_groups import RUN, group_of, outcome_of, settings
+from tests.parts.ledger.groups import RUN, group_of, outcome_of, settings
 
 A, B = GroupId("a"), GroupId("b")
 

@@ -12,12 +12,12 @@ from rollbook.contracts.group import GroupId
 from rollbook.ledger.config import Durability
 from rollbook.ledger.records import OwnerRecord, OwnerState
 from rollbook.ledger.store import StoreFaultError, Transaction
-from rollbook.ledger.stores import sqlite_file
-from rollbook.ledger.stores.sql_transaction import SqlTransaction
-from rollbook.ledger.stores.sqlite import open_sqlite_store
-from rollbook.ledger.stores.sqlite_file import FILE_NAME
-from tests.parts.ledger_desk import Desk, SqlFile
-from tests.parts.ledger_groups import RUN, settings
+from rollbook.ledger.stores.sql.transaction import SqlTransaction
+from rollbook.ledger.stores.sqlite import file as sqlite_file
+from rollbook.ledger.stores.sqlite.file import FILE_NAME
+from rollbook.ledger.stores.sqlite.store import open_sqlite_store
+from tests.parts.ledger.desk import Desk, SqlFile
+from tests.parts.ledger.groups import RUN, settings
 
 
 async def test_what_was_written_is_there_when_the_file_is_opened_again(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from rollbook.contracts.errors import FencedError, RunError
 from rollbook.contracts.freshness import BatchPolicy
 from rollbook.contracts.group import GroupState
 from rollbook.ledger.rules import lineage
-from tests.parts.ledger_desk import Desk
-from tests.parts.ledger_groups import RUN, draws, settings
+from tests.parts.ledger.desk import Desk
+from tests.parts.ledger.groups import RUN, draws, settings
 
 
 def trained(steps: int, *, keep_payloads: bool = True, budget: int = 2) -> tuple[Desk, OwnerId]:

@@ -14,21 +14,21 @@ from rollbook.contracts.errors import RunError
 from rollbook.contracts.freshness import BatchPolicy
 from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupState
 from rollbook.ledger.atropos.records import AtroposRecord, EnvRecord, ShelvedGroup
-from rollbook.ledger.audit import audit
-from rollbook.ledger.compaction import compact
-from rollbook.ledger.export import export_jsonl
 from rollbook.ledger.group_frame import encode_group
-from rollbook.ledger.import_ import import_jsonl
-from rollbook.ledger.parquet import export_parquet
 from rollbook.ledger.records import RunRecord
-from rollbook.ledger.samples import plain_samples
 from rollbook.ledger.store import Transaction
 from rollbook.ledger.stores.memory import MemoryStore
-from rollbook.ledger.stores.opening import open_reader, open_store, sqlite_url
-from rollbook.ledger.stores.sqlite_file import FILE_NAME
-from tests.parts.ledger_desk import Desk, SqlFile
-from tests.parts.ledger_groups import RUN, big_group, draws, settings
-from tests.parts.ledger_postgres import shared_server
+from rollbook.ledger.stores.registry import open_reader, open_store, sqlite_url
+from rollbook.ledger.stores.sqlite.file import FILE_NAME
+from rollbook.ledger.tools.audit import audit
+from rollbook.ledger.tools.compaction import compact
+from rollbook.ledger.tools.export import export_jsonl
+from rollbook.ledger.tools.import_run import import_jsonl
+from rollbook.ledger.tools.parquet import export_parquet
+from rollbook.ledger.tools.plain_payload import plain_samples
+from tests.parts.ledger.desk import Desk, SqlFile
+from tests.parts.ledger.groups import RUN, big_group, draws, settings
+from tests.parts.ledger.postgres import shared_server
 
 OTHER = RunId("other")
 

@@ -11,8 +11,8 @@ from rollbook.contracts.group import GroupId, GroupState
 from rollbook.contracts.task import TaskId
 from rollbook.ledger.records import GroupRecord, MoveRecord, Origin, RunRecord
 from rollbook.ledger.store import Transaction
-from rollbook.ledger.stores.sqlite import SqliteStore, open_sqlite_store
-from tests.parts.ledger_groups import RUN, settings
+from rollbook.ledger.stores.sqlite.store import SqliteStore, open_sqlite_store
+from tests.parts.ledger.groups import RUN, settings
 
 NEW_RUN = RunRecord(run_id=RUN, settings=settings(), created_at=1.0)
 

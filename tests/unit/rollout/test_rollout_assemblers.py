@@ -4,10 +4,10 @@ import pytest
 
 from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.trajectory import EndReason
+from rollbook.rollout.assemblers.assembler import AssemblyError, PrefixMismatchError
+from rollbook.rollout.assemblers.chat import MessageTrajectoryAssembler
 from rollbook.rollout.assemblers.linear import TrajectoryAssembler
-from rollbook.rollout.assemblers.messages import MessageTrajectoryAssembler
-from rollbook.rollout.assembly import AssemblyError, PrefixMismatchError
-from tests.parts.rollout_world import CHATML, FORGETFUL, completion, letter_tokenizer
+from tests.parts.rollout.world import CHATML, FORGETFUL, completion, letter_tokenizer
 
 SAMPLING = SamplingParams(temperature=0.9)
 

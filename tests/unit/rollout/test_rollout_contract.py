@@ -11,17 +11,17 @@ from rollbook.contracts.errors import RunError, TransientError
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.policy import Completion, SamplingParams
 from rollbook.rollout.contract import build_rollout, load_rollout
-from rollbook.rollout.group_rules import GroupRules
-from rollbook.rollout.policy import EpisodeContext, EpisodePolicy, EpisodeTimeUpError, enter_episode
-from rollbook.rollout.recipe import WorkerRecipe
-from tests.parts.rollout_world import completion, setup_of
+from rollbook.rollout.episodes.policy import EpisodeContext, EpisodePolicy, EpisodeTimeUpError, enter_episode
+from rollbook.rollout.settings.groups import GroupRules
+from rollbook.rollout.workers.spec import WorkerRecipe
+from tests.parts.rollout.world import completion, setup_of
 
-HERE = "tests.parts.rollout_functions"
+HERE = "tests.parts.rollout.functions"
 
 
 def test_a_module_offers_make_rollout_or_names_another_attribute() -> None:
     setup, _ = setup_of()
-    for path in (HERE, f"{HERE}:make_rollout", "rollbook.rollout.episode"):
+    for path in (HERE, f"{HERE}:make_rollout", "rollbook.rollout.episodes.chat"):
         assert asyncio.iscoroutinefunction(build_rollout(load_rollout(path), setup, path=path))
 
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.rollout.drought import DRY, Drought, FilterWatch
+from rollbook.rollout.dispatch.filter_alert import DRY, Drought, FilterWatch
 
 
 def told(ends: list[bool], *, window: int, reward: float | None = 0.0) -> list[Drought]:

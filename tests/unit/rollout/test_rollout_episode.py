@@ -12,10 +12,10 @@ from rollbook.contracts.environment import Observation
 from rollbook.contracts.errors import EpisodeError, RunError
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.trajectory import EndReason, RolloutSample
-from rollbook.rollout.episode import make_rollout
-from rollbook.rollout.limits import EpisodeLimits
-from rollbook.rollout.policy import EpisodeContext, enter_episode
-from tests.parts.rollout_world import GuessingWorld, setup_of
+from rollbook.rollout.episodes.chat import make_rollout
+from rollbook.rollout.episodes.policy import EpisodeContext, enter_episode
+from rollbook.rollout.settings.limits import EpisodeLimits
+from tests.parts.rollout.world import GuessingWorld, setup_of
 
 
 class PayingWorld(GuessingWorld):

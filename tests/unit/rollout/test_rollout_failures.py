@@ -13,8 +13,17 @@ from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
 from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import EndReason, RolloutSample
 from rollbook.rollout.assemblers.linear import TrajectoryAssembler
-from rollbook.rollout.episode_time import EpisodeTime
-from rollbook.rollout.failures import (
+from rollbook.rollout.episodes.env_calls import WorldHangsError, watched
+from rollbook.rollout.episodes.policy import (
+    EpisodeContext,
+    EpisodePolicy,
+    EpisodeTimeUpError,
+    current_episode,
+    enter_episode,
+    not_the_episodes_time,
+)
+from rollbook.rollout.episodes.stopwatch import EpisodeTime
+from rollbook.rollout.groups.failures import (
     FAILURES,
     OUTCOMES,
     Action,
@@ -23,20 +32,11 @@ from rollbook.rollout.failures import (
     UnscorableError,
     action_on,
 )
-from rollbook.rollout.filters import FilterError
-from rollbook.rollout.group import GroupAssembler, GroupOrder, GroupResult
-from rollbook.rollout.group_rules import GroupRules
-from rollbook.rollout.policy import (
-    EpisodeContext,
-    EpisodePolicy,
-    EpisodeTimeUpError,
-    current_episode,
-    enter_episode,
-    not_the_episodes_time,
-)
-from rollbook.rollout.worker import WorkerDiedError
-from rollbook.rollout.worlds import WorldHangsError, watched
-from tests.parts.rollout_world import completion, open_world
+from rollbook.rollout.groups.filters import FilterError
+from rollbook.rollout.groups.player import GroupAssembler, GroupOrder, GroupResult
+from rollbook.rollout.settings.groups import GroupRules
+from rollbook.rollout.workers.handle import WorkerDiedError
+from tests.parts.rollout.world import completion, open_world
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ async def test_a_request_that_was_aborted_at_its_last_token_is_whole() -> None:
 
 
 async def test_a_server_that_only_aborts_is_a_failure_and_no_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollbook.rollout.policy.MOST_BARREN_ABORTS", 2)
+    monkeypatch.setattr("rollbook.rollout.episodes.policy.MOST_BARREN_ABORTS", 2)
     with pytest.raises(TransientError, match="aborted a request 3 times without sampling"):
         await EpisodePolicy(Aborting(*[0] * 50), SamplingParams()).complete([1])
 

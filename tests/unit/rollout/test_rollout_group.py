@@ -13,11 +13,11 @@ from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.rollout.assemblers.linear import TrajectoryAssembler
-from rollbook.rollout.filters import load_filters
-from rollbook.rollout.group import GroupAssembler, GroupOrder, GroupResult
-from rollbook.rollout.group_rules import GroupRules, tell_causes
-from rollbook.rollout.policy import current_episode
-from tests.parts.rollout_world import completion
+from rollbook.rollout.episodes.policy import current_episode
+from rollbook.rollout.groups.filters import load_filters
+from rollbook.rollout.groups.player import GroupAssembler, GroupOrder, GroupResult
+from rollbook.rollout.settings.groups import GroupRules, tell_causes
+from tests.parts.rollout.world import completion
 
 ORDER = GroupOrder(
     group_id=GroupId("t@0"),
@@ -156,10 +156,10 @@ async def test_one_scorable_sample_alone_teaches_nothing() -> None:
 
 async def test_a_filter_of_the_users_drops_with_its_own_reason() -> None:
     rewards = [sample(r) for r in (0.0, 1.0, 0.0, 1.0)]
-    parts = "tests.parts.rollout_functions"
+    parts = "tests.parts.rollout.functions"
     assert str((await play(scripted(*rewards), filter_path=f"{parts}:drop_all")).drop) == "filtered: too_easy"
     broken = await play(scripted(*rewards), filter_path=f"{parts}:filter_raises")
-    assert "invalid: filter tests.parts.rollout_functions:filter_raises raised KeyError" in str(broken.drop)
+    assert "invalid: filter tests.parts.rollout.functions:filter_raises raised KeyError" in str(broken.drop)
     assert broken.outcome.invalid_causes
     wrong = await play(scripted(*rewards), filter_path=f"{parts}:filter_wrong")
     assert "returned a bool" in str(wrong.drop)

@@ -7,10 +7,10 @@ from openai import AsyncOpenAI
 from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.rollout.assemblers.linear import TrajectoryAssembler
-from rollbook.rollout.provenance import spans_of
-from rollbook.rollout.rendering import ModelTokenizer
-from tests.parts.rollout_agents import agent_world, in_turn, word_tokenizer
-from tests.parts.rollout_world import completion
+from rollbook.rollout.chat.provenance import spans_of
+from rollbook.rollout.chat.tokenizer import ModelTokenizer
+from tests.parts.rollout.agents import agent_world, in_turn, word_tokenizer
+from tests.parts.rollout.world import completion
 from tests.services.test_rollout_proxy import CALL, WEATHER
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rollbook.contracts.errors import EpisodeError, RunError
-from rollbook.rollout.rendering import ModelTokenizer
-from tests.parts.rollout_world import CHATML, fast_letters, letter_tokenizer
+from rollbook.rollout.chat.tokenizer import ModelTokenizer
+from tests.parts.rollout.world import CHATML, fast_letters, letter_tokenizer
 
 
 def model_directory(path: Path, *, template_in_config: bool = False) -> Path:
@@ -68,7 +68,8 @@ def test_broken_files_stop_the_run_and_refused_messages_only_the_episode(tmp_pat
 
 
 def test_playing_episodes_needs_neither_torch_nor_transformers() -> None:
-    code = "import sys, rollbook.rollout.dispatcher, rollbook.rollout.episode, rollbook.rollout.rendering, rollbook.tasks.cursor;"
+    modules = ("rollout.dispatch.dispatcher", "rollout.episodes.chat", "rollout.chat.tokenizer", "tasks.cursor")
+    code = f"import sys, {', '.join(f'rollbook.{module}' for module in modules)};"
     code += "print(*sorted({'torch', 'transformers', 'aiohttp'} & set(sys.modules)))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert loaded == []

@@ -9,14 +9,14 @@ from rollbook.contracts.admission import GateState, LedgerStatus, OpenReply, Run
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.freshness import FreshnessRule, GateCounts
 from rollbook.contracts.trajectory import EndReason
-from rollbook.rollout.admission import StalenessController
-from rollbook.rollout.breaker import CircuitBreaker, GroupEnd, RolloutsFailingError
 from rollbook.rollout.config import RolloutConfig
-from rollbook.rollout.episode import make_rollout
-from rollbook.rollout.group import GroupAssembler, GroupOrder
-from rollbook.rollout.limits import EpisodeLimits
-from rollbook.rollout.wire import Finished, Play, frame, from_worker, read_frame, to_worker
-from tests.parts.rollout_world import setup_of
+from rollbook.rollout.dispatch.failure_breaker import CircuitBreaker, GroupEnd, RolloutsFailingError
+from rollbook.rollout.dispatch.slots import StalenessController
+from rollbook.rollout.episodes.chat import make_rollout
+from rollbook.rollout.groups.player import GroupAssembler, GroupOrder
+from rollbook.rollout.settings.limits import EpisodeLimits
+from rollbook.rollout.workers.messages import Finished, Play, frame, from_worker, read_frame, to_worker
+from tests.parts.rollout.world import setup_of
 
 USEFUL, DECLINED, FAILED = GroupEnd.USEFUL, GroupEnd.DECLINED, GroupEnd.FAILED
 

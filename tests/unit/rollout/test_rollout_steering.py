@@ -11,14 +11,14 @@ from rollbook.contracts.freshness import FreshnessRule
 from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupOutcome, GroupState
 from rollbook.contracts.policy import PublicationId
 from rollbook.contracts.task import TaskId
-from rollbook.rollout.admission import StalenessController
 from rollbook.rollout.config import RolloutConfig
-from rollbook.rollout.group import GroupResult
+from rollbook.rollout.dispatch.monitor import Steering
+from rollbook.rollout.dispatch.slots import StalenessController
+from rollbook.rollout.groups.player import GroupResult
 from rollbook.rollout.metrics import rollout_metrics
-from rollbook.rollout.steering import Steering
 from rollbook.telemetry.events import EventLog, read_events
 from rollbook.telemetry.metrics import MetricRecorder, read_metrics
-from tests.parts.rollout_sink import MemorySink
+from tests.parts.rollout.sink import MemorySink
 
 
 class Settled(MemorySink):

@@ -7,9 +7,9 @@ import pytest
 from rich.console import Console
 
 from rollbook.contracts.errors import RunError
-from rollbook.run.config import ConfigError, changed_fields, dump_toml, load_config
-from rollbook.run.hosting import host
-from rollbook.run.resume import check_resume
+from rollbook.run.commands.host import host
+from rollbook.run.config.run import ConfigError, changed_fields, dump_toml, load_config
+from rollbook.run.supervision.resume import check_resume
 
 GOOD = """
 [run]
@@ -20,7 +20,7 @@ vocabulary = ["a", "b"]
 [tasks]
 source = "rows.jsonl"
 [rollout]
-function = "rollbook.rollout.episode"
+function = "rollbook.rollout.episodes.chat"
 [trainer]
 max_steps = 3
 """

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
-from rollbook.rollout.assemblers.messages import MessageTrajectoryAssembler
-from rollbook.rollout.rendering import ModelTokenizer
-from rollbook.run.demonstrations import ChatError, DemonstrationError, chat_row, read_demonstrations
+from rollbook.rollout.assemblers.chat import MessageTrajectoryAssembler
+from rollbook.rollout.chat.tokenizer import ModelTokenizer
+from rollbook.run.commands.demonstrations import ChatError, DemonstrationError, chat_row, read_demonstrations
 from rollbook.trainer.config import ModelBuildConfig
-from rollbook.trainer.model_directory import build_tokenizer
+from rollbook.trainer.model.model_directory import build_tokenizer
 
 CHATML = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<eos>\n{% endfor %}"

@@ -3,7 +3,7 @@
 import pytest
 
 from rollbook.inference.config import InferenceConfig
-from rollbook.run.policy_access import chosen_transfer
+from rollbook.run.policy_clients import chosen_transfer
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:0"])

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.proof_criteria import Criterion, Phase, judge_first, judge_second, reward_trend
+from benchmarks.learning.proof_criteria import Criterion, Phase, judge_first, judge_second, reward_trend
 
 
 def rows(**changed: Any) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.run.restarts import GiveUp, Restart, RestartRule
+from rollbook.run.supervision.restarts import GiveUp, Restart, RestartRule
 
 
 def test_the_first_death_is_answered_almost_at_once_and_waits_grow() -> None:

@@ -13,7 +13,7 @@ from rollbook.tasks.curriculum_config import CurriculumConfig
 from rollbook.tasks.cursor import CursorDataLoader
 from rollbook.tasks.dataset import DatasetError, load_tasks
 from rollbook.tasks.source import build_source
-from tests.parts.tasks_curriculum import tiered
+from tests.parts.tasks.curriculum import tiered
 
 
 def config(**given: Any) -> TasksConfig:

@@ -15,7 +15,7 @@ from rollbook.tasks.curriculum import Curriculum
 from rollbook.tasks.mastery_log import MasteryLog
 from rollbook.tasks.standings import LATE_DRAWS
 from rollbook.tasks.tiers import CurriculumError, tiers_of
-from tests.parts.tasks_curriculum import DrawBook, names, outcome, play, rules, tiered
+from tests.parts.tasks.curriculum import DrawBook, names, outcome, play, rules, tiered
 
 
 def rows(*given: dict[str, object]) -> list[Task]:

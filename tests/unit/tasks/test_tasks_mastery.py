@@ -5,7 +5,7 @@ import pytest
 from rollbook.contracts.task import TaskId
 from rollbook.tasks.curriculum import Curriculum
 from rollbook.tasks.mastery import TaskMastery, TierProgress, decayed_rate, success_of
-from tests.parts.tasks_curriculum import outcome, play, rules, tiered
+from tests.parts.tasks.curriculum import outcome, play, rules, tiered
 
 
 def task_after(*results: float, **changed: object) -> TaskMastery:

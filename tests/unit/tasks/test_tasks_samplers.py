@@ -13,7 +13,7 @@ from rollbook.tasks.samplers import (
     WeightedSampler,
     chances,
 )
-from tests.parts.tasks_curriculum import rules
+from tests.parts.tasks.curriculum import rules
 
 
 def standing(count: int = 4, **changed: Any) -> Standing:

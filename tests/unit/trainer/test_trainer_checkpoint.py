@@ -10,10 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollbook.contracts.errors import RunError
-from rollbook.trainer.checkpoint import Checkpoints, initial_learner
+from rollbook.trainer.checkpoints.checkpoints import Checkpoints, initial_learner
+from rollbook.trainer.model.weights import digest_of, named_weights
 from rollbook.trainer.step import TrainStep
-from rollbook.trainer.weights import digest_of, named_weights
-from tests.parts.trainer_batches import quick, recorded_batch, tiny_model_dir
+from tests.parts.trainer.batches import quick, recorded_batch, tiny_model_dir
 
 
 @pytest.fixture

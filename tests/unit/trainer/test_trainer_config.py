@@ -8,15 +8,15 @@ from pydantic import ValidationError
 from rollbook.contracts.batch import BatchEntry, BatchManifest
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId
-from rollbook.trainer.advantages import BASELINES
+from rollbook.trainer.checkpoints.settings_history import Era, SettingsHistory
 from rollbook.trainer.config import NOT_NUMERIC, ModelBuildConfig, ModelConfig, TrainerConfig
-from rollbook.trainer.losses.table import LOSSES
+from rollbook.trainer.data.advantages import BASELINES
+from rollbook.trainer.flops import peak_flops
+from rollbook.trainer.losses.defaults import OWN_SETTINGS
+from rollbook.trainer.losses.registry import LOSSES
 from rollbook.trainer.metrics import batch_metrics, time_metrics
-from rollbook.trainer.recipe import OWN_SETTINGS
-from rollbook.trainer.settings_history import Era, SettingsHistory
 from rollbook.trainer.staleness import check_lag
-from rollbook.trainer.work import peak_flops
-from tests.parts.trainer_batches import batch_of, row, sample
+from tests.parts.trainer.batches import batch_of, row, sample
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import torch
 
-from rollbook.trainer.checkpoint import initial_learner
+from rollbook.trainer.checkpoints.checkpoints import initial_learner
 from rollbook.trainer.config import ModelBuildConfig, ModelConfig, TrainerConfig
-from rollbook.trainer.model import PolicyModel
-from rollbook.trainer.model_directory import prepare_model_directory
-from tests.parts.trainer_batches import one_pass
+from rollbook.trainer.model.model_directory import prepare_model_directory
+from rollbook.trainer.model.policy_model import PolicyModel
+from tests.parts.trainer.batches import one_pass
 
 BUILD = ModelBuildConfig(
     hidden_size=16, layers=1, heads=2, kv_heads=2, intermediate_size=16, vocabulary=("a", "b", "c")

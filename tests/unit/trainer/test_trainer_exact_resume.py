@@ -8,8 +8,8 @@ import pytest
 from rollbook.contracts.batch import AckReceipt, TrainingBatch
 from rollbook.trainer.loop import LoopEnd
 from rollbook.trainer.replay import replay
-from tests.parts.trainer_batches import quick, recorded_batch, tiny_model_dir
-from tests.parts.trainer_ledger import MemoryBatchSource, MemoryLedger, MemoryReplicas, trainer_loop
+from tests.parts.trainer.batches import quick, recorded_batch, tiny_model_dir
+from tests.parts.trainer.ledger import MemoryBatchSource, MemoryLedger, MemoryReplicas, trainer_loop
 
 STEPS = 6
 

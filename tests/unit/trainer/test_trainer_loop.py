@@ -17,8 +17,8 @@ from rollbook.telemetry.metrics import read_metrics
 from rollbook.telemetry.spans import read_spans
 from rollbook.trainer.loop import LoopEnd
 from rollbook.trainer.metrics import TRAINER_METRICS
-from tests.parts.trainer_batches import quick, recorded_batch, tiny_model_dir
-from tests.parts.trainer_ledger import MemoryLedger, MemoryReplicas, trainer_loop
+from tests.parts.trainer.batches import quick, recorded_batch, tiny_model_dir
+from tests.parts.trainer.ledger import MemoryLedger, MemoryReplicas, trainer_loop
 
 
 def events_of(directory: Path, name: str) -> list[dict[str, object]]:

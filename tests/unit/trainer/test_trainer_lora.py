@@ -10,10 +10,10 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from rollbook.contracts.errors import RunError
-from rollbook.trainer.checkpoint import Checkpoints, initial_learner
+from rollbook.trainer.checkpoints.checkpoints import Checkpoints, initial_learner
 from rollbook.trainer.config import LoraSettings, TrainerConfig
-from rollbook.trainer.model import PolicyModel
-from tests.parts.trainer_batches import quick, recorded_batch, tiny_model_dir
+from rollbook.trainer.model.policy_model import PolicyModel
+from tests.parts.trainer.batches import quick, recorded_batch, tiny_model_dir
 
 
 @pytest.fixture

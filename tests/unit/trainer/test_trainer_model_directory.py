@@ -8,9 +8,9 @@ from transformers import AutoTokenizer
 
 from rollbook.contracts.errors import RunError
 from rollbook.trainer.config import ModelBuildConfig, ModelConfig
-from rollbook.trainer.model import PolicyModel
-from rollbook.trainer.model_directory import prepare_model_directory
-from tests.parts.trainer_batches import BUILD, tiny_model_dir
+from rollbook.trainer.model.model_directory import prepare_model_directory
+from rollbook.trainer.model.policy_model import PolicyModel
+from tests.parts.trainer.batches import BUILD, tiny_model_dir
 
 
 def test_the_same_settings_and_seed_give_the_same_weights(tmp_path: Path) -> None:

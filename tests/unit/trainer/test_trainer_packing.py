@@ -18,13 +18,13 @@ from transformers import (
 )
 
 from rollbook.contracts.errors import RunError
-from rollbook.trainer.checkpoint import initial_learner
+from rollbook.trainer.checkpoints.checkpoints import initial_learner
 from rollbook.trainer.config import TrainerConfig
-from rollbook.trainer.minibatches import flatten, plan
-from rollbook.trainer.model import PolicyModel
-from rollbook.trainer.packed_attention import WAYS, Packing, ladder
+from rollbook.trainer.data.minibatches import flatten, plan
+from rollbook.trainer.model.packed_attention import WAYS, Packing, ladder
+from rollbook.trainer.model.policy_model import PolicyModel
 from rollbook.trainer.step import TrainStep
-from tests.parts.trainer_batches import quick, recorded_batch, tiny_model_dir
+from tests.parts.trainer.batches import quick, recorded_batch, tiny_model_dir
 
 SMALL: dict[str, Any] = {
     "vocab_size": 32,

@@ -14,10 +14,10 @@ from rollbook.contracts.errors import FencedError, RunError, TransientError
 from rollbook.contracts.policy import Publication, PublicationId
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.spans import SpanRecorder
+from rollbook.trainer.model.weights import digest_of, write_weights
 from rollbook.trainer.publish import Publisher
-from rollbook.trainer.weights import digest_of, write_weights
-from tests.parts.trainer_batches import quick, recorded_batch
-from tests.parts.trainer_ledger import MemoryBatchSource, MemoryLedger, MemoryReplicas
+from tests.parts.trainer.batches import quick, recorded_batch
+from tests.parts.trainer.ledger import MemoryBatchSource, MemoryLedger, MemoryReplicas
 
 WEIGHTS = {"b": torch.arange(6, dtype=torch.float32).reshape(2, 3), "a": torch.ones(2, dtype=torch.bfloat16)}
 

@@ -13,14 +13,14 @@ import torch
 
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.trajectory import EndReason
-from rollbook.trainer.advantages import advantages, overlong_penalties
-from rollbook.trainer.checkpoint import Checkpoints, initial_learner
-from rollbook.trainer.guard import GradientGuard
+from rollbook.trainer.checkpoints.checkpoints import Checkpoints, initial_learner
+from rollbook.trainer.data.advantages import advantages, overlong_penalties
+from rollbook.trainer.data.minibatches import flatten, plan
+from rollbook.trainer.distributed.ranks import Ranks
 from rollbook.trainer.losses.inputs import LossInputs, LossSettings, LossTerms
-from rollbook.trainer.losses.table import LOSSES
-from rollbook.trainer.minibatches import flatten, plan
-from rollbook.trainer.ranks import Ranks
-from tests.parts.trainer_batches import batch_of, one_pass, quick, recorded_batch, row, sample, tiny_model_dir
+from rollbook.trainer.losses.registry import LOSSES
+from rollbook.trainer.optimizer.gradient_guard import GradientGuard
+from tests.parts.trainer.batches import batch_of, one_pass, quick, recorded_batch, row, sample, tiny_model_dir
 
 DOCS = Path(__file__).parents[3] / "docs"
 

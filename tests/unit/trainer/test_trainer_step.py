@@ -9,15 +9,15 @@ import torch
 
 from rollbook.contracts.batch import TrainingBatch
 from rollbook.contracts.errors import RunError
-from rollbook.trainer.checkpoint import initial_learner
+from rollbook.trainer.checkpoints.checkpoints import initial_learner
 from rollbook.trainer.config import ModelBuildConfig, TrainerConfig
+from rollbook.trainer.data.minibatches import sample_advantages
 from rollbook.trainer.losses.inputs import LossInputs, LossSettings, LossTerms
-from rollbook.trainer.losses.table import LOSSES
-from rollbook.trainer.minibatches import sample_advantages
-from rollbook.trainer.model import PolicyModel
-from rollbook.trainer.schedule import learning_rate
+from rollbook.trainer.losses.registry import LOSSES
+from rollbook.trainer.model.policy_model import PolicyModel
+from rollbook.trainer.optimizer.schedule import learning_rate
 from rollbook.trainer.step import TrainStep
-from tests.parts.trainer_batches import BUILD, batch_of, one_pass, quick, recorded_batch, row, sample, tiny_model_dir
+from tests.parts.trainer.batches import BUILD, batch_of, one_pass, quick, recorded_batch, row, sample, tiny_model_dir
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_logprobs_are_taken_at_the_samples_own_temperature(model_dir: Path) -> N
 def test_a_family_with_its_own_head_gives_the_same_logprobs(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = one_pass([[1, 5, 6, 7], [1, 9, 0, 0]], [2, 1, 5], [7, 6, 4])
     short_way, short_entropy = PolicyModel.load(model_dir).token_logprobs(rows)
-    monkeypatch.setattr("rollbook.trainer.model.has_plain_head", lambda module: False)
+    monkeypatch.setattr("rollbook.trainer.model.policy_model.has_plain_head", lambda module: False)
     whole_way, whole_entropy = PolicyModel.load(model_dir).token_logprobs(rows)
     torch.testing.assert_close(short_way, whole_way, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(short_entropy, whole_entropy, rtol=1e-5, atol=1e-6)

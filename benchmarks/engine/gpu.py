@@ -1,0 +1,501 @@
+"""The policy server on a GPU: `python -m benchmarks.engine.gpu [--device cpu --small]`.
+
+A random-weight model of SmolLM2-135M's shape, made on the spot, in bfloat16. Correctness against the Hugging Face module; then a
+closed loop of requests through the real HTTP server in a process of its own, the same in process, the decode step alone with a
+split of its time, and a weight update in flight. Capturing and compiling are reported apart. Each part that fails says so and
+the others go on.
+"""
+
+import argparse
+import asyncio
+import importlib
+import itertools
+import json
+import multiprocessing
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty
+from typing import Any
+
+import numpy as np
+import torch
+import uvloop
+
+from benchmarks.engine import logprob_fidelity
+from benchmarks.engine.device_times import copy_limit, copy_rate, kernel_split, timed_ms
+from benchmarks.engine.loop import Asked, LoopResult, in_process, requests
+from benchmarks.engine.models import SMALL, SMOLLM2_135M, Shape, build, make_model_dir, opened, publish
+from benchmarks.report import Figure, print_figures, tell
+from rollbook.contracts.policy import Publication, SamplingParams
+from rollbook.inference.config import InferenceConfig
+from rollbook.inference.engines.embedded.engine import TransformersEngine
+from rollbook.inference.engines.embedded.model.graph_runner import CudaCapture
+from rollbook.inference.engines.embedded.model.kernels import KernelOps, KernelStep
+from rollbook.inference.engines.embedded.model.llama import LeanLM
+from rollbook.inference.engines.embedded.rounds import Finished
+from rollbook.inference.engines.embedded.row_table import RowTable
+from rollbook.inference.request import checked_request
+from rollbook.inference.server.app import build_app, serve
+
+PEERS = {
+    "bare decode loop, graph over the compiled body, 512 rows": 145_900,
+    "compiled static generate, batch 512": 44_859,
+    "generate, dynamic cache, batch 512": 7_486,
+    "the library's continuous batching": 2_722,
+}
+"""Measured earlier on the same kind of GPU; tokens a second, decode only for the first three."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    device: str
+    dtype: str
+    shape: Shape
+    requests: int
+    in_flight: int
+    prompt: int
+    shortest: int
+    longest: int
+    step_rows: tuple[int, ...]
+    max_model_len: int
+    capture: bool
+
+    def config(self, *, rows: int | None = None, **changes: Any) -> InferenceConfig:
+        return InferenceConfig(
+            device=self.device,
+            dtype=self.dtype,
+            max_running=rows or self.in_flight,
+            max_model_len=self.max_model_len,
+            max_queued=100_000,
+            **changes,
+        )
+
+    def options(self) -> dict[str, Any]:
+        """On a CPU, captured steps are stood in for by plain calls: the same code runs."""
+        return {"capture": lambda act: act} if self.capture and self.device == "cpu" else {}
+
+    def asked(self, *, seed: int = 0, count: int | None = None) -> list[Asked]:
+        return requests(
+            count or self.requests,
+            prompt=self.prompt,
+            shortest=self.shortest,
+            longest=self.longest,
+            vocab=self.shape.vocab,
+            seed=seed,
+        )
+
+
+FULL = Plan(
+    device="cuda",
+    dtype="bfloat16",
+    shape=SMOLLM2_135M,
+    requests=4096,
+    in_flight=512,
+    prompt=128,
+    shortest=32,
+    longest=256,
+    step_rows=(64, 256, 512, 1024),
+    max_model_len=512,
+    capture=True,
+)
+TINY = Plan(
+    device="cpu",
+    dtype="float32",
+    shape=SMALL,
+    requests=64,
+    in_flight=16,
+    prompt=12,
+    shortest=3,
+    longest=24,
+    step_rows=(4, 8),
+    max_model_len=128,
+    capture=True,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    plan: Plan
+    root: Path
+    weights: tuple[Publication, Path]
+
+    @property
+    def model_dir(self) -> Path:
+        return self.root / "model"
+
+    def open(self, config: InferenceConfig) -> Any:
+        return opened(config, self.model_dir, self.weights, **self.plan.options())
+
+
+# --- the server's process and the client's ---
+
+
+def serve_forever(bench: Bench, ready: Any, stop: Any) -> None:
+    async def main() -> None:
+        config = bench.plan.config()
+        began = time.perf_counter()
+        async with bench.open(config) as engine, serve(build_app(engine, config)) as url:
+            ready.put((url, time.perf_counter() - began, engine.parts.ways))
+            await asyncio.to_thread(stop.wait)
+            stats = engine.stats()
+            ready.put(
+                {
+                    "steps": stats.steps,
+                    "forwards": stats.forwards,
+                    "busy_s": stats.busy_s,
+                    "captures": getattr(engine.parts.runner, "captures", 0),
+                }
+            )
+
+    _on_uvloop(main())
+
+
+def ask_over_http(url: str, plan: Plan, *, seed: int, count: int) -> LoopResult:
+    """A client in a process of its own."""
+    given = {
+        "count": count,
+        "prompt": plan.prompt,
+        "shortest": plan.shortest,
+        "longest": plan.longest,
+        "vocab": plan.shape.vocab,
+        "seed": seed,
+        "in_flight": plan.in_flight,
+    }
+    told = subprocess.run(
+        [sys.executable, "-m", "benchmarks.engine.loop", url, json.dumps(given)],
+        check=True,
+        stdout=subprocess.PIPE,
+        timeout=300,
+    ).stdout
+    return LoopResult(**json.loads(told))
+
+
+def _on_uvloop(coroutine: Any) -> Any:
+    return uvloop.run(coroutine)
+
+
+def received(queue: Any, sender: Any, *, within_s: float = 300.0) -> Any:
+    """What a process puts into a queue; fails when it died instead."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        try:
+            return queue.get(timeout=0.5)
+        except Empty:
+            if not sender.is_alive():
+                raise RuntimeError(f"a process of the benchmark died with exit code {sender.exitcode}") from None
+    raise TimeoutError(f"nothing came within {within_s} s")
+
+
+def http_loop(bench: Bench) -> Figure:
+    plan = bench.plan
+    context = multiprocessing.get_context("spawn")
+    ready, stop = context.Queue(), context.Event()
+    server = context.Process(target=serve_forever, args=(bench, ready, stop), daemon=True)
+    server.start()
+    try:
+        url, opening_s, ways = received(ready, server)
+        tell(f"  server ready after {opening_s:.1f} s ({'; '.join(ways)})")
+        results: list[LoopResult] = []
+        for name, count in (
+            ("warm-up", min(plan.requests, 3 * plan.in_flight)),
+            ("run 1", plan.requests),
+            ("run 2", plan.requests),
+        ):
+            result = ask_over_http(url, plan, seed=len(results), count=count)
+            tell(
+                f"  HTTP {name}: {result.requests} requests, {result.tokens} tokens in {result.seconds:.2f} s = "
+                f"{result.tokens_per_s:,.0f} tokens/s"
+            )
+            results.append(result)
+        stop.set()
+        stats = ready.get(timeout=60)
+        tell(f"  server: {stats}")
+    finally:
+        stop.set()
+        server.join(timeout=30)
+        if server.is_alive():
+            server.kill()
+    best = max(result.tokens_per_s for result in results[1:])
+    peer = PEERS["compiled static generate, batch 512"]
+    return Figure(
+        name="h200_http_tokens_per_s",
+        ours=best,
+        peer=float(peer),
+        unit="tokens/s",
+        ratio=best / 60_000,
+        floor=1.0 if plan.device == "cuda" else None,
+        more={
+            "aim": 120_000,
+            "runs": [round(result.tokens_per_s) for result in results],
+            "opening_s": round(opening_s, 1),
+            "peers": PEERS,
+            "server": stats,
+        },
+    )
+
+
+# --- in process ---
+
+
+async def in_process_loop(bench: Bench) -> list[Figure]:
+    plan = bench.plan
+    async with bench.open(plan.config()) as engine:
+        warm = await in_process(
+            engine, plan.asked(seed=8, count=min(plan.requests, 3 * plan.in_flight)), plan.in_flight
+        )
+        runs = [await in_process(engine, plan.asked(seed=9 + run), plan.in_flight) for run in range(2)]
+        stats = engine.stats()
+        best = max(run.tokens_per_s for run in runs)
+        tell(
+            f"  in process: warm-up {warm.tokens_per_s:,.0f}, then "
+            f"{', '.join(f'{run.tokens_per_s:,.0f}' for run in runs)} tokens/s "
+            f"({stats.steps} steps, {stats.forwards} forwards)"
+        )
+        figure = Figure(
+            name="in_process_tokens_per_s",
+            ours=best,
+            peer=float(PEERS["bare decode loop, graph over the compiled body, 512 rows"]),
+            unit="tokens/s",
+            ratio=best / PEERS["bare decode loop, graph over the compiled body, 512 rows"],
+        )
+        return [figure, await update_in_flight(bench, engine)]
+
+
+async def update_in_flight(bench: Bench, engine: TransformersEngine) -> Figure:
+    """Weights arrive while every row decodes: how long does a step take longer than its neighbours?"""
+    plan = bench.plan
+    path = bench.root / "second.safetensors"
+    published = publish(path, build(plan.shape, seed=5, dtype=getattr(torch, plan.dtype)), 2)
+    marks: list[tuple[float, int]] = []
+    stepper = engine.parts.stepper
+    launch, apply = stepper.round, engine.parts.weights.apply
+    applied: list[float] = []
+
+    def marked(publication: int, finished: Finished) -> None:
+        launch(publication, finished)
+        marks.append((time.perf_counter(), publication))
+
+    def timed(planned: Any) -> None:
+        began = time.perf_counter()
+        apply(planned)
+        applied.append(time.perf_counter() - began)
+
+    stepper.round = marked  # type: ignore[method-assign]
+    engine.parts.weights.apply = timed  # type: ignore[method-assign,assignment]
+    # All of one length, so that no prefill disturbs: what is measured is the update.
+    prompts = [one.prompt for one in plan.asked(seed=20, count=plan.in_flight)]
+    answers = [engine.submit(prompt, SamplingParams(max_tokens=plan.longest)) for prompt in prompts]
+    first = engine.stats().tokens
+    while engine.stats().tokens < first + plan.in_flight * plan.longest // 4:  # noqa: ASYNC110  # a counter of another thread
+        await asyncio.sleep(0.001)
+    began = time.perf_counter()
+    await engine.load_weights(published, path)
+    update_s = time.perf_counter() - began
+    completions = await asyncio.gather(*answers)
+    stepper.round, engine.parts.weights.apply = launch, apply  # type: ignore[method-assign]
+    spanning = sum(len(set(completion.versions.tolist())) == 2 for completion in completions)
+    gaps = np.diff([mark for mark, _ in marks])
+    change = next(at for at in range(1, len(marks)) if marks[at][1] != marks[at - 1][1])
+    steady = statistics.median(gaps[max(0, change - 40) : change - 2].tolist() or gaps.tolist())
+    # Launches run ahead of the device, so the pause may show a few rounds later.
+    around = gaps[max(0, change - 1) : change + 5]
+    pause_steps = float(around.sum() - len(around) * steady) / steady
+    size = engine.parts.weights.num_bytes
+    copy_s = copy_limit(plan.device, size)
+    tell(
+        f"  update in flight: {spanning} of {len(completions)} completions span both versions; a step takes {steady * 1e3:.2f} ms; "
+        f"decoding was held up for {pause_steps:.2f} steps; swapping took the thread {applied[-1] * 1e3:.2f} ms"
+    )
+    tell(
+        f"  in all {update_s * 1e3:.0f} ms for {size / 1e6:.0f} MB (read, check, stage, swap); copying them alone takes "
+        f"{copy_s * 1e3:.1f} ms"
+    )
+    pause_steps = max(pause_steps, 1e-3)
+    return Figure(
+        name="update_pause_steps",
+        ours=pause_steps,
+        peer=2.0,
+        unit="steps",
+        ratio=2.0 / pause_steps,
+        floor=1.0 if plan.device == "cuda" else None,
+        more={
+            "update_ms": round(update_s * 1e3, 1),
+            "copy_limit_ms": round(copy_s * 1e3, 2),
+            "apply_ms": round(applied[-1] * 1e3, 3),
+            "step_ms": round(steady * 1e3, 3),
+            "spanning": spanning,
+        },
+    )
+
+
+# --- the decode step alone ---
+
+
+async def step_times(bench: Bench) -> list[Figure]:
+    plan = bench.plan
+    rows = max(plan.step_rows)
+    figures = []
+    position = min(250, plan.max_model_len - 8)
+    async with bench.open(plan.config(rows=rows)) as engine:
+        runner = engine.parts.runner
+        for count in plan.step_rows:
+            table = standing(count, rows, position, plan)
+            found: dict[str, Any] = {}
+
+            def act(count: int = count, table: RowTable = table, found: dict[str, Any] = found) -> None:
+                with torch.inference_mode():
+                    # Never on zeros: they can run faster than real data will.
+                    for pair in runner.slots.pairs:
+                        for slots_SHTD in pair:
+                            slots_SHTD.normal_()
+                    found["ms"] = timed_ms(lambda: runner.decode(table, count, length=position + 1), plan.device)
+                    if plan.device == "cuda" and count == plan.in_flight:
+                        found["split"] = kernel_split(lambda: runner.decode(table, count, length=position + 1))
+
+            await engine.order(act)
+            limit_ms, parts = bandwidth_limit_ms(engine, count, position, plan)
+            tell(
+                f"  decode step, {count:>5} rows at {position}: {found['ms']:.3f} ms = {count / found['ms'] * 1e3:,.0f} tokens/s; "
+                f"reading weights and cache once: {limit_ms:.3f} ms ({parts}), {found['ms'] / limit_ms:.2f} times that"
+            )
+            for name, share in found.get("split", {}).items():
+                tell(f"      {name:<28} {share:.3f} ms")
+            figures.append(
+                Figure(
+                    name=f"decode_step_{count}",
+                    ours=found["ms"],
+                    peer=limit_ms,
+                    unit="ms",
+                    ratio=limit_ms / found["ms"],
+                    more={"tokens_per_s": round(count / found["ms"] * 1e3), "split_ms": found.get("split", {})},
+                )
+            )
+    return figures
+
+
+def standing(count: int, rows: int, position: int, plan: Plan) -> RowTable:
+    """Rows in the middle of decoding, with nobody behind them."""
+    table = RowTable(rows)
+    loop = asyncio.new_event_loop()
+    try:
+        for row in range(count):
+            request = checked_request(
+                [1],
+                SamplingParams(max_tokens=9),
+                vocab_size=plan.shape.vocab,
+                max_model_len=plan.max_model_len,
+                answer=loop.create_future(),
+            )
+            request.seed = row
+            table.occupy(row, request)
+        table.positions[:count] = position
+        table.is_active[:count] = True
+        table.prepare()
+    finally:
+        loop.close()
+    return table
+
+
+def bandwidth_limit_ms(engine: TransformersEngine, count: int, position: int, plan: Plan) -> tuple[float, str]:
+    """Weights once and the rows' keys and values once, at the bandwidth a copy reaches on this device."""
+    weights = engine.parts.weights.num_bytes
+    shape = plan.shape
+    itemsize = getattr(torch, plan.dtype).itemsize
+    head = shape.hidden // shape.heads
+    cache = count * (position + 1) * shape.layers * 2 * shape.kv_heads * head * itemsize
+    rate = copy_rate(plan.device)
+    return (weights + cache) / rate * 1e3, f"{weights / 1e6:.0f} + {cache / 1e6:.0f} MB at {rate / 1e12:.2f} TB/s"
+
+
+async def attention_sweep(bench: Bench) -> None:
+    """The attention kernel alone, for every shape of its programs that may be worth having."""
+    plan = bench.plan
+    async with bench.open(plan.config()) as engine:
+        model, slots = engine.parts.model, engine.parts.runner.slots
+        if not isinstance(model, LeanLM) or not isinstance(model.ops, KernelOps):
+            tell("  no kernels here, nothing to sweep")
+            return
+        kernels: Any = importlib.import_module("rollbook.inference.engines.embedded.model.triton_kernels")
+        ops: Any = model.ops
+        positions = torch.full((plan.in_flight,), 250, dtype=torch.int32, device=plan.device)
+        width = model.heads.fused * model.heads.size
+
+        def act() -> None:
+            with torch.inference_mode():
+                for joint in slots.joint:
+                    joint.normal_()
+                fused = torch.randn((plan.in_flight, width), dtype=model.dtype, device=plan.device)
+                step = KernelStep(positions_M=positions, write_rows_M=positions, write_at_M=positions)
+                for block, warps, stages in itertools.product((32, 64, 128), (1, 2, 4, 8), (2, 3, 4)):
+                    kernels.ATTEND_BLOCK, kernels.ATTEND_WARPS, kernels.ATTEND_STAGES = block, warps, stages
+
+                    def all_layers() -> None:
+                        for joint in slots.joint:
+                            ops.attend_one(fused, step, joint)
+
+                    try:
+                        all_layers()
+                        ms = timed_ms(CudaCapture()(all_layers), plan.device, repeats=20)
+                    except Exception as error:  # a shape the device cannot hold
+                        tell(f"      block {block} warps {warps} stages {stages}: {type(error).__name__}")
+                        continue
+                    tell(f"      block {block:>3} warps {warps} stages {stages}: {ms:.3f} ms for all layers")
+
+        kept = kernels.ATTEND_BLOCK, kernels.ATTEND_WARPS, kernels.ATTEND_STAGES
+        await engine.order(act)
+        kernels.ATTEND_BLOCK, kernels.ATTEND_WARPS, kernels.ATTEND_STAGES = kept
+
+
+def guarded(name: str, act: Callable[[], Any]) -> Any:
+    """A part that fails must not waste the others."""
+    began = time.perf_counter()
+    tell(f"[{name}]")
+    try:
+        return act()
+    except Exception:
+        tell(f"  {name} FAILED:\n{traceback.format_exc()}")
+        return None
+    finally:
+        tell(f"  ({time.perf_counter() - began:.1f} s)")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--sweep", action="store_true", help="also time shapes of the attention kernel")
+    options = parser.parse_args()
+    plan = TINY if options.small else FULL
+    if options.device != plan.device:
+        parser.error("--device cpu goes with --small")
+    if plan.device == "cpu":
+        torch.set_num_threads(1)
+    else:
+        tell(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    figures: list[Figure] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        root = Path(scratch)
+        model = make_model_dir(root / "model", plan.shape, dtype=getattr(torch, plan.dtype))
+        bench = Bench(plan, root, (publish(root / "first.safetensors", model, 1), root / "first.safetensors"))
+        del model
+        fidelity = guarded("fidelity", lambda: asyncio.run(logprob_fidelity.figures(plan.device, plan.shape)))
+        figures += fidelity or []
+        if options.sweep:
+            guarded("attention sweep", lambda: asyncio.run(attention_sweep(bench)))
+        figures += guarded("decode steps", lambda: asyncio.run(step_times(bench))) or []
+        figures += guarded("in process", lambda: _on_uvloop(in_process_loop(bench))) or []
+        http = guarded("over HTTP", lambda: http_loop(bench))
+        figures += [http] if http else []
+    tell(json.dumps({"peers": PEERS}))
+    return print_figures(figures, failed_parts=4 - sum(map(bool, (fidelity, figures, http))) - 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

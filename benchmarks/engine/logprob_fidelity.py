@@ -1,0 +1,110 @@
+"""How far the engine's sampling logprobs are from a trainer's: one plain forward over the whole sequence, no cache.
+
+`python -m benchmarks.engine.logprob_fidelity [--device cpu|cuda] [--full]`. Every difference makes the ratio of new to
+old policy differ
+from one where it should be one.
+"""
+
+import argparse
+import asyncio
+import random
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.engine.models import ONE_MILLION, SMOLLM2_135M, Shape, make_model_dir, opened, publish
+from benchmarks.report import Figure, print_figures, tell
+from rollbook.contracts.policy import Completion, SamplingParams
+from rollbook.inference.config import InferenceConfig
+
+FLOORS = {"float32": 1e-3, "bfloat16": 0.25}
+"""Largest difference that is acceptable. bfloat16 rounds logits of size 8 to 1/32 already."""
+
+
+def trainer_logprobs(model: Any, prompt: list[int], completion: Completion, *, device: str) -> np.ndarray[Any, Any]:
+    tokens = torch.tensor([[*prompt, *completion.token_ids.tolist()]], device=device)
+    with torch.inference_mode():
+        logits = model(input_ids=tokens, use_cache=False).logits[0].float()
+    logprobs = torch.log_softmax(logits, dim=-1)
+    at = torch.arange(len(prompt) - 1, tokens.shape[1] - 1, device=device)
+    found: np.ndarray[Any, Any] = logprobs[at, tokens[0, len(prompt) :]].cpu().numpy()
+    return found
+
+
+async def measure(directory: Path, shape: Shape, *, device: str, dtype: str, requests: int) -> dict[str, float]:
+    weights = directory / f"{dtype}.safetensors"
+    model_dir = directory / f"model-{dtype}"
+    model = make_model_dir(model_dir, shape, dtype=getattr(torch, dtype))
+    published = publish(weights, model, 1)
+    config = InferenceConfig(device=device, dtype=dtype, max_running=64, max_model_len=min(1024, shape.max_len))
+    rng = random.Random(0)
+    prompts = [[rng.randrange(3, shape.vocab) for _ in range(rng.randint(8, 120))] for _ in range(requests)]
+    async with opened(config, model_dir, (published, weights)) as engine:
+        ways = engine.parts.ways
+        completions = await asyncio.gather(
+            *(engine.generate(prompt, SamplingParams(max_tokens=40)) for prompt in prompts)
+        )
+        greedy = await engine.generate(prompts[0], SamplingParams(max_tokens=32, temperature=0.0))
+    plain: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype))
+    plain = plain.to(device).eval()
+    differences = np.concatenate(
+        [
+            np.abs(completion.logprobs - trainer_logprobs(plain, prompt, completion, device=device))
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
+    )
+    tokens = torch.tensor([[*prompts[0], *greedy.token_ids.tolist()]], device=device)
+    with torch.inference_mode():
+        likeliest = plain(input_ids=tokens, use_cache=False).logits[0, len(prompts[0]) - 1 : -1].argmax(-1)
+    agreed = float((likeliest == tokens[0, len(prompts[0]) :]).float().mean())
+    tell(f"  {dtype}: {'; '.join(ways)}")
+    return {
+        "tokens": len(differences),
+        "max": float(differences.max()),
+        "mean": float(differences.mean()),
+        "greedy_agreement": agreed,
+    }
+
+
+async def figures(device: str, shape: Shape, *, requests: int = 26) -> list[Figure]:
+    made = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for dtype, floor in FLOORS.items():
+            found = await measure(Path(scratch), shape, device=device, dtype=dtype, requests=requests)
+            tell(
+                f"logprob fidelity {dtype:<9} {found['tokens']:.0f} tokens: max {found['max']:.2e}, mean {found['mean']:.2e}, "
+                f"greedy tokens that are the module's likeliest {found['greedy_agreement']:.0%}"
+            )
+            # Larger is better: how many times smaller the difference is than what is acceptable.
+            ratio = floor / max(found["max"], 1e-12)
+            made.append(
+                Figure(
+                    name=f"logprob_{dtype}",
+                    ours=found["max"],
+                    peer=floor,
+                    unit="max |d|",
+                    ratio=ratio,
+                    floor=1.0,
+                    more=found,
+                )
+            )
+    return made
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--full", action="store_true", help="the 135M shape; the default is one million parameters")
+    options = parser.parse_args()
+    torch.set_num_threads(1 if options.device == "cpu" else torch.get_num_threads())
+    shape = SMOLLM2_135M if options.full else ONE_MILLION
+    return print_figures(asyncio.run(figures(options.device, shape)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""A closed loop of requests: so many in flight, each answered one replaced by the next. In process, or over HTTP.
+
+As a process: `python -m benchmarks.engine.loop URL JSON` asks a server and prints what it measured. It needs no torch.
+"""
+
+import asyncio
+import json
+import random
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+
+import aiohttp
+import msgspec
+import uvloop
+
+from rollbook.contracts.policy import SamplingParams
+from rollbook.inference.engine import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    prompt: list[int]
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopResult:
+    seconds: float
+    tokens: int
+    requests: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+
+def requests(count: int, *, prompt: int, shortest: int, longest: int, vocab: int, seed: int = 0) -> list[Asked]:
+    rng = random.Random(seed)
+    return [
+        Asked([rng.randrange(3, vocab) for _ in range(prompt)], rng.randint(shortest, longest)) for _ in range(count)
+    ]
+
+
+async def closed_loop(asked: list[Asked], in_flight: int, ask: Callable[[Asked], Awaitable[int]]) -> LoopResult:
+    """`ask` gives the number of tokens it got."""
+    todo: Iterator[Asked] = iter(asked)
+    tokens = 0
+
+    async def player() -> None:
+        nonlocal tokens
+        for one in todo:
+            got = await ask(one)  # not `tokens += await`: that would read the sum before waiting
+            tokens += got
+
+    began = time.perf_counter()
+    await asyncio.gather(*(player() for _ in range(in_flight)))
+    return LoopResult(seconds=time.perf_counter() - began, tokens=tokens, requests=len(asked))
+
+
+async def in_process(engine: Engine, asked: list[Asked], in_flight: int) -> LoopResult:
+    async def ask(one: Asked) -> int:
+        completion = await engine.submit(one.prompt, SamplingParams(max_tokens=one.max_tokens))
+        return len(completion.token_ids)
+
+    return await closed_loop(asked, in_flight, ask)
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int]
+
+
+class _Reply(msgspec.Struct):
+    choices: list[_Choice]
+
+
+async def over_http(url: str, asked: list[Asked], in_flight: int) -> LoopResult:
+    """Plain requests, one completion each, ids and logprobs asked for, as a rollout worker does."""
+    decode = msgspec.json.Decoder(_Reply).decode
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=600)) as session:
+
+        async def ask(one: Asked) -> int:
+            body = msgspec.json.encode(
+                {"prompt": one.prompt, "max_tokens": one.max_tokens, "return_token_ids": True, "logprobs": 0}
+            )
+            headers = {"Content-Type": "application/json"}
+            async with session.post(f"{url}/v1/completions", data=body, headers=headers) as response:
+                raw = await response.read()
+                if response.status != 200:
+                    raise RuntimeError(f"{response.status}: {raw[:300]!r}")
+            return len(decode(raw).choices[0].token_ids)
+
+        return await closed_loop(asked, in_flight, ask)
+
+
+def main() -> None:
+    url, raw = sys.argv[1:]
+    given = json.loads(raw)
+    in_flight = given.pop("in_flight")
+    result = uvloop.run(over_http(url, requests(**given), in_flight))
+    print(json.dumps({"seconds": result.seconds, "tokens": result.tokens, "requests": result.requests}))
+
+
+if __name__ == "__main__":
+    main()

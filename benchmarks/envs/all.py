@@ -1,0 +1,55 @@
+"""`make bench-envs`: both benchmarks of the envs room, with the figures that have a floor as the last line.
+
+parallel_over_serial   8 sessions × 6 turns in a world whose step takes 50 ms: played at once against one after the other
+step_cpu               the framework's own cost of a step, client and server together, against the 1 ms it may cost
+aws_step               a command in the AWS world against a subprocess of the AWS command line, medians
+crowd_step             CPU of a step with 256 sessions on one server against 8
+"""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+from benchmarks.report import Figure, print_figures, tell
+
+MOST_CPU_MS = 1.0
+
+
+def run(module: str) -> dict[str, Any]:
+    """Each in a process of its own, so that neither inherits the other's heap and children."""
+    tell(f"running {module}")
+    done = subprocess.run([sys.executable, "-m", module], stdout=subprocess.PIPE, text=True, check=True)
+    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return report
+
+
+def main() -> int:
+    light, aws = run("benchmarks.envs.sessions"), run("benchmarks.envs.aws")
+    waiting, crowd, steps = light["eight_sessions_waiting_world"], light["crowd"], aws["steps"]
+    few, many = (crowd[size]["cpu_ms_per_step"]["median"] for size in ("few", "many"))
+    figures = [
+        Figure(
+            name="parallel_over_serial",
+            ours=waiting["parallel_s"]["median"],
+            peer=waiting["serial_s"]["median"],
+            unit="s",
+            ratio=waiting["parallel_over_serial"],
+            floor=7.5,
+        ),
+        Figure(name="step_cpu", ours=few, peer=MOST_CPU_MS, unit="ms", ratio=MOST_CPU_MS / few, floor=1.0),
+        Figure(
+            name="aws_step",
+            ours=steps["ours_ms"]["median"],
+            peer=steps["naive_ms"]["median"],
+            unit="ms",
+            ratio=steps["aws_step"],
+            floor=20.0,
+        ),
+        Figure(name="crowd_step", ours=many, peer=few, unit="ms", ratio=few / many),
+    ]
+    return print_figures(figures, aws_world=light["eight_sessions_aws_world"], pools=aws["pools"], crowd=crowd)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

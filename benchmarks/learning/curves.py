@@ -1,0 +1,58 @@
+"""Learning curves as a picture, where matplotlib is installed; the numbers are kept as JSON in any case.
+
+python -m benchmarks.learning.curves docs/results/learning/learning.json
+"""
+
+import importlib
+import importlib.util
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import tell
+
+
+def draw(
+    out: Path, runs: Sequence[Mapping[str, Any]], *, mark: float, naive: tuple[float, float] | None
+) -> Path | None:
+    """Held-out accuracy over seconds of training, one line a run."""
+    if importlib.util.find_spec("matplotlib") is None:
+        tell("no picture: matplotlib is not installed here; draw it later with python -m benchmarks.learning.curves")
+        return None
+    canvas = importlib.import_module("matplotlib.backends.backend_agg").FigureCanvasAgg
+    figure = importlib.import_module("matplotlib.figure").Figure(figsize=(9, 4.6), layout="constrained")
+    canvas(figure)
+    axes = figure.subplots()
+    for run in runs:
+        style = "--" if run["name"].startswith("sync") else ":" if run["name"].startswith("harder") else "-"
+        axes.plot(
+            [at for _, at, _ in run["curve"]],
+            [solved for _, _, solved in run["curve"]],
+            style,
+            marker=".",
+            label=run["name"],
+        )
+    if naive is not None:
+        axes.plot([naive[0]], [naive[1]], "x", color="#b3382c", markersize=9, label="naive synchronous loop")
+    axes.axhline(mark, color="#dddddd", zorder=0)
+    axes.set_xlabel("seconds of training")
+    axes.set_ylabel("greedy accuracy on held-out questions")
+    axes.set_ylim(0, 1)
+    axes.legend(frameon=False)
+    path = out / "learning.png"
+    out.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=140)
+    return path
+
+
+def main() -> int:
+    source = Path(sys.argv[1])
+    kept = json.loads(source.read_text(encoding="utf-8"))
+    draw(source.parent, kept["runs"], mark=kept["mark"], naive=(kept["naive_s"], kept["mark"]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,197 @@
+"""The two-phase proof of learning: multi-turn maths with retry, through the whole system. Every criterion with its value.
+
+    make proof-cpu      python -m benchmarks.learning.proof --device cpu: a model made and warm-started on the spot
+    make proof-gpu      python -m benchmarks.learning.proof --device cuda --model models/smollm2: a real one on a GPU
+
+8 problems a step, 8 episodes each, 200 problems, groups of constant reward filtered. Phase 1: lag budget 1, one minibatch. Phase 2:
+lag budget 2, two minibatches. `--short`: the same processes for a few steps, with no demand on trend and speed.
+"""
+
+import argparse
+import json
+import math
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.learning.proof_criteria import Criterion, Phase, judge_first, judge_second
+from benchmarks.report import machine, tell
+from rollbook.telemetry.metrics import read_metrics
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "03_maths_with_retry"
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+RETRY_IN_WORDS = "That is not right. Try again, and give the final answer as \\boxed{...}."
+
+
+class Proof:
+    def __init__(self, home: Path, args: argparse.Namespace) -> None:
+        self._home = home
+        self._args = args
+        for file in (*EXAMPLE.glob("*.py"), *EXAMPLE.glob("*.toml")):
+            shutil.copy(file, home)
+        shutil.copy(Path(__file__).with_name("rollout.py"), home)
+
+    def model(self) -> Path:
+        if self._args.model is not None:
+            return Path(self._args.model).resolve()
+        tell("warm start of a model made on the spot")
+        count = 9_600 if not self._args.short else 1_200
+        script = [sys.executable, str(self._home / "prepare_data.py"), "sums", "--to", str(self._home / "data")]
+        subprocess.run([*script, "--count", str(count)], check=True)
+        done = self._rollbook("sft", str(self._home / "sft.toml"), "--out", str(self._home / "sft"))
+        if done.returncode != 0:
+            raise SystemExit(done.stderr)
+        report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        tell(f"  {report['steps']} steps, loss {report['loss_first']:.3f} → {report['loss_last']:.3f}")
+        return Path(report["model"])
+
+    def phase(self, number: int, model: Path) -> Phase:
+        budget, minibatches = (1, 1) if number == 1 else (2, 2)
+        tell(f"phase {number}: lag budget {budget}, {minibatches} minibatch{'es' if minibatches > 1 else ''}")
+        directory = self._home / f"phase-{number}"
+        table = tomllib.loads((self._home / "run.toml").read_text(encoding="utf-8"))
+        # Measuring beside it is shown elsewhere; here it would only share the machine.
+        del table["evaluation"]
+        table["model"] = {"path": str(model)}
+        table["gate"] |= {"max_head_offpolicy_versions": budget, "max_groups_in_flight": 8 * (budget + 1)}
+        table["trainer"] |= {
+            "max_steps": self._args.steps,
+            "checkpoint_every": self._args.checkpoint_every,
+            "keep_checkpoints": 1000,
+            "ppo_n_minibatches": minibatches,
+        }
+        if self._args.model is not None:
+            self._speak_in_sentences(table)
+        source = self._home / f"phase-{number}.toml"
+        source.write_text(tomli_w.dumps(table), encoding="utf-8")
+        began = time.monotonic()
+        done = self._rollbook("train", str(source), "--run-dir", str(directory), "--json")
+        tell(f"  {time.monotonic() - began:.0f} s, loading and compiling included")
+        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        if not lines:
+            raise SystemExit(f"phase {number} did not run:\n{done.stderr[-3000:]}")
+        verdict: dict[str, Any] = json.loads(lines[-1])
+        checkpoints = sorted(int(path.name.split("-")[1]) for path in (directory / "checkpoints").glob("step-*"))
+        last = directory / "checkpoints" / f"step-{checkpoints[-1]:06d}" / "model" if checkpoints else directory
+        return Phase(
+            trainer=read_metrics(directory / "metrics.jsonl", process="trainer"),
+            rollout=read_metrics(directory / "metrics.jsonl", process="rollout"),
+            exit_code=done.returncode,
+            audit_ok=verdict["audit"] == "ok",
+            checkpoints=tuple(checkpoints),
+            checkpoint_fault=checkpoint_fault(last),
+            checkpoint_every=self._args.checkpoint_every,
+        )
+
+    def _speak_in_sentences(self, table: dict[str, Any]) -> None:
+        """What differs where a real model is asked: problems in words, longer replies, the device, a gentler learning rate."""
+        table["tasks"] = {"source": "rollout:tasks", "args": {"count": 200, "seed": 1, "held_out": 64}}
+        table["rollout"] |= {
+            "max_total_tokens": 256,
+            "settings": {"retry_message": RETRY_IN_WORDS, "is_lenient": True},
+            "sampling": {"max_tokens": 48},
+        }
+        dtype = "bfloat16" if self._args.device == "cuda" else "float32"
+        table["inference"] |= {"device": self._args.device, "dtype": dtype, "max_model_len": 256}
+        if self._args.device == "cuda":
+            # The GPU is shared: the engine leaves to the trainer what it does not need for its slots.
+            table["inference"] |= {"kv_memory_mb": 6_000}
+        table["trainer"] |= {"device": self._args.device, "compute_dtype": dtype, "lr": 1e-5, "betas": [0.9, 0.999]}
+
+    def _rollbook(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "rollbook", *arguments], capture_output=True, text=True, check=False
+        )
+
+
+def checkpoint_fault(model_dir: Path) -> str | None:
+    """Load the directory as anybody would, and let it answer. None: it does."""
+    try:
+        model = AutoModelForCausalLM.from_pretrained(str(model_dir))
+        tokenizer = AutoTokenizer.from_pretrained(str(model_dir))
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": "What is 3 + 4 ?"}], tokenize=False, add_generation_prompt=True
+        )
+        ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
+        with torch.no_grad():
+            logits = model(ids).logits
+        return None if bool(torch.isfinite(logits).all()) else "its logits are not finite"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def prove(args: argparse.Namespace) -> int:
+    with tempfile.TemporaryDirectory(prefix="rollbook-proof-") as scratch:
+        proof = Proof(Path(scratch), args)
+        model = proof.model()
+        first = proof.phase(1, model)
+        second = proof.phase(2, model)
+        criteria = [
+            *judge_first(first, budget=1, is_trend_demanded=not args.short),
+            *judge_second(second, first, budget=2, minibatches=2, is_short=args.short),
+        ]
+        for criterion in criteria:
+            tell(criterion.line())
+        if args.out is not None:
+            keep(args.out / f"proof-{args.device}", criteria, first, second, home=Path(scratch))
+    rows = [{"phase": c.phase, "name": c.name, "value": c.value, "demand": c.demand, "ok": c.ok} for c in criteria]
+    print(json.dumps({"criteria": rows, "ok": all(c.ok for c in criteria), "machine": machine()}))
+    return 0 if all(c.ok for c in criteria) else 1
+
+
+def keep(folder: Path, criteria: list[Criterion], first: Phase, second: Phase, *, home: Path) -> None:
+    """The table, the curves as numbers, and the pictures of both runs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = ["| phase | criterion | value | demanded | |", "|---|---|---|---|---|"]
+    lines += [
+        f"| {c.phase} | `{c.name}` | {c.value} | {c.demand} | {'pass' if c.ok else '**fail**'} |" for c in criteria
+    ]
+    (folder / "criteria.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    names = (
+        "rollout/reward",
+        "train/ppo_kl",
+        "train/ppo_clip_frac",
+        "async/version_offset_max",
+        "perf/wait_time_ratio",
+    )
+    curves = {
+        f"phase {number}": {name: [_rounded(row[name]) for row in phase.trainer] for name in names}
+        for number, phase in ((1, first), (2, second))
+    }
+    (folder / "curves.json").write_text(json.dumps(curves) + "\n", encoding="utf-8")
+    for number in (1, 2):
+        for picture in sorted((home / f"phase-{number}" / "plots").glob("*.png")):
+            shutil.copy(picture, folder / f"phase-{number}-{picture.name}")
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(f"{value:.4g}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--model", help="a Hugging Face directory; without it one is made and warm-started on the spot")
+    parser.add_argument(
+        "--steps", type=int, help="batches of each phase; 150 unless told, 60 with --model, 6 with --short"
+    )
+    parser.add_argument("--short", action="store_true")
+    parser.add_argument("--out", type=Path, help="keep table, curves and plots below this folder (docs/results)")
+    args = parser.parse_args(argv)
+    # A real model has 200 small problems by heart after some 80 batches; then nearly every group has one reward and is filtered.
+    args.steps = args.steps or (6 if args.short else 150 if args.model is None else 60)
+    args.checkpoint_every = max(1, args.steps // 6)
+    return prove(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""One run of `rollbook train`, watched from outside: stopped at a mark or a limit, and read back as a learning curve."""
+
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from benchmarks.report import tell
+from rollbook.run.record import open_run
+from rollbook.telemetry.metrics import read_metrics
+
+LOOK_S = 0.2
+START_S = 240.0
+"""From the command to the first step; a run that takes longer is given up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """When a run is stopped: at the mark, at the limit of its training time, or after its own last step."""
+
+    mark: float | None = None
+    limit_s: float = 1e9
+    needs_checkpoint: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearningRun:
+    name: str
+    directory: Path
+    steps: list[dict[str, Any]] = field(repr=False)
+    """Trainer rows, one a step."""
+    curve: list[tuple[int, float, float]]
+    """Held-out accuracy: step, seconds of training, part of the questions."""
+    start_s: float
+    """From the command to the first group: imports, loading, compiling."""
+    first_step_s: float
+    """From the first group to the first step that was published; what is compiled on first use is in it."""
+    step_s: float
+    """Median seconds from one published step to the next."""
+    raw_s: float
+    """From the first group to the last step."""
+    audit_ok: bool
+    max_lag: int | None
+
+    def at_mark(self, mark: float) -> tuple[int, float] | None:
+        """Step and training seconds of the first measurement at or above the mark."""
+        return next(((step, at_s) for step, at_s, solved in self.curve if solved >= mark), None)
+
+    def mean_of(self, metric: str, *, skip: int = 3) -> float:
+        values = [row[metric] for row in self.steps[skip:] if row.get(metric) is not None]
+        return statistics.fmean(values) if values else float("nan")
+
+    def row(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "steps": len(self.steps),
+            "start_s": round(self.start_s, 2),
+            "first_step_s": round(self.first_step_s, 2),
+            "step_s": round(self.step_s, 4),
+            "raw_s": round(self.raw_s, 2),
+            "audit_ok": self.audit_ok,
+            "max_lag": self.max_lag,
+            "curve": [(step, round(at_s, 2), round(solved, 4)) for step, at_s, solved in self.curve],
+            "reward": [round(row["rollout/reward"], 4) for row in self.steps if row["rollout/reward"] is not None],
+            **{
+                name.split("/")[1]: round(self.mean_of(name), 4)
+                for name in (
+                    "perf/sample_wait_time",
+                    "perf/train_time",
+                    "perf/weight_sync_time",
+                    "rollout/response_len",
+                    "train/entropy",
+                    "train/mean_kl",
+                )
+            },
+        }
+
+
+def train(name: str, table: Mapping[str, Any], home: Path, stop: Stop) -> LearningRun:
+    """Write the config, run it, watch it, stop it, read it."""
+    source = home / f"{name}.toml"
+    source.write_text(tomli_w.dumps(dict(table)), encoding="utf-8")
+    directory = home / name
+    shutil.rmtree(directory, ignore_errors=True)
+    command = [sys.executable, "-m", "rollbook", "train", str(source), "--run-dir", str(directory)]
+    began = time.time()
+    with (home / f"{name}.out").open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True, env=dict(os.environ))
+        try:
+            _watch(process, directory, stop, name)
+        finally:
+            _end(process, gently=stop.needs_checkpoint)
+    if not read_metrics(directory / "metrics.jsonl", process="trainer"):
+        raise RuntimeError(f"{name}: no step was trained\n{(home / f'{name}.out').read_text()[-3000:]}")
+    return _read(name, directory, began)
+
+
+def _watch(process: subprocess.Popen[bytes], directory: Path, stop: Stop, name: str) -> None:
+    until = time.monotonic() + START_S
+    told = 0
+    first: float | None = None
+    while process.poll() is None:
+        time.sleep(LOOK_S)
+        rows = read_metrics(directory / "metrics.jsonl")
+        trained = [row for row in rows if row["process"] == "trainer"]
+        if not trained and time.monotonic() > until:
+            return
+        if not trained:
+            continue
+        first = first or time.monotonic()
+        measured = [row for row in rows if row["process"] == "evaluation"]
+        for row in measured[told:]:
+            after_s = row["time"] - trained[0]["time"]
+            tell(f"  {name}: step {row['step']:4d}  held-out {row['eval/solved']:.1%}  {after_s:.1f} s after step 1")
+        told = len(measured)
+        if stop.mark is not None and any(row["eval/solved"] >= stop.mark for row in measured):
+            return
+        if time.monotonic() - first > stop.limit_s:
+            return
+
+
+def _end(process: subprocess.Popen[bytes], *, gently: bool) -> None:
+    """Once: a checkpoint is written. Twice: at once."""
+    for _ in range(1 if gently else 2):
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.3)
+    try:
+        process.wait(90)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _read(name: str, directory: Path, began: float) -> LearningRun:
+    rows = read_metrics(directory / "metrics.jsonl")
+    steps = [row for row in rows if row["process"] == "trainer"]
+    at = {int(row["step"]): float(row["time"]) for row in steps}
+    with open_run(directory) as run:
+        opened = run.groups(state=None, limit=1)[0].opened_at
+        audit = run.audit()
+    times = [at[step] for step in sorted(at)]
+    periods = [after - before for before, after in pairwise(times[1:])]
+    step_s = statistics.median(periods) if periods else times[0] - opened
+    # Compilation apart: the first step counts like any other, and so does filling the pipeline before it.
+    clock = times[0] - 2 * step_s
+    curve = [
+        (int(row["step"]), max(0.0, at[int(row["step"])] - clock), float(row["eval/solved"]))
+        for row in rows
+        if row["process"] == "evaluation" and int(row["step"]) in at
+    ]
+    before = [
+        (0, 0.0, float(row["eval/solved"])) for row in rows if row["process"] == "evaluation" and row["step"] == 0
+    ]
+    return LearningRun(
+        name=name,
+        directory=directory,
+        steps=steps,
+        curve=[*before, *curve],
+        start_s=opened - began,
+        first_step_s=times[0] - opened,
+        step_s=step_s,
+        raw_s=times[-1] - opened,
+        audit_ok=audit.ok,
+        max_lag=audit.max_lag,
+    )
+
+
+def save(path: Path, value: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")

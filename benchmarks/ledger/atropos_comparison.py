@@ -1,0 +1,446 @@
+"""The ledger beside the original Atropos server: same client, same groups, one machine, in turns; ours durable.
+
+CPU seconds of the server process are what counts: on a shared machine they say more than the clock. `mixed_delivered` is by
+the clock, with environments that post packed bodies as fast as they can while a trainer takes one batch after the other. Each
+figure is the median of several rounds, in which every server has its turn; what comes in is measured in short slices, in turn as
+well, because a virtual machine may take half as long again for some seconds, whoever's turn it is.
+
+Both sides get one group of 8 x 1024 tokens a request, over the same connections. Where ours is compared in its own dialect, the
+same groups come as MessagePack through our own client, as many at the same time; what waits at the same moment travels together,
+and the figure says how many that were. One group a request is told beside it, without a floor. Ours runs twice, `process_crash`
+(written before the answer: what the floors are held against) and `power_loss` (synced before the answer: told beside it). The
+original keeps everything in memory.
+
+    make bench-ledger
+"""
+
+import argparse
+import asyncio
+import mmap
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import psutil
+
+from benchmarks.ledger.bodies import SEQUENCES, json_group, native_group, packed
+from benchmarks.report import Figure, print_figures, tell
+from rollbook.contracts.admission import RunId, RunSettings
+from rollbook.contracts.freshness import FreshnessRule
+from rollbook.ledger.client.client import LedgerClient, open_ledger_client
+from rollbook.ledger.config import Durability
+from rollbook.ledger.http import wire
+from rollbook.telemetry.events import EventLog
+
+ROOT = Path(__file__).parents[2]
+PEER_PYTHON = Path(os.environ.get("ATROPOS_PYTHON", ROOT / ".venvs" / "atropos" / "bin" / "python"))
+BATCH_SEQUENCES = 256
+LANES = 16
+POSTERS = 32
+"""Groups that environments send at the same time: each has hundreds of episodes in flight."""
+SLICES = 4
+"""Of what comes in, in each round."""
+PATIENCE_S = 60.0
+PACKED = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+PLAIN = {"Content-Type": "application/json"}
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    url: str
+    process: psutil.Process
+
+    def cpu_s(self) -> float:
+        """Of all its threads; to the nanosecond where the system tells, else in hundredths."""
+        try:
+            tasks = [task.read_text() for task in Path(f"/proc/{self.process.pid}/task").glob("*/schedstat")]
+            return sum(int(task.split()[0]) for task in tasks) / 1e9
+        except (OSError, ValueError, IndexError):
+            times = self.process.cpu_times()
+            return float(times.user + times.system)
+
+    def rss_mb(self) -> float:
+        return float(self.process.memory_info().rss) / 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    cpu_ms: float
+    per_s: float
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@contextmanager
+def started(command: Sequence[str | Path], port: int, *, has_child: bool) -> Iterator[Server]:
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_until_listening(port, process)
+        own = psutil.Process(process.pid)
+        yield Server(f"http://127.0.0.1:{port}", own.children()[0] if has_child else own)
+    finally:
+        process.terminate()
+        process.wait(PATIENCE_S)
+
+
+def wait_until_listening(port: int, process: subprocess.Popen[bytes]) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+            return
+        except ConnectionRefusedError:
+            if process.poll() is not None or time.monotonic() > until:
+                raise SystemExit(f"{process.args!r} does not listen") from None
+            time.sleep(0.1)
+
+
+class Bench:
+    def __init__(self, server: Server, session: aiohttp.ClientSession) -> None:
+        self.server = server
+        self.session = session
+
+    async def call(self, method: str, path: str, **options: Any) -> bytes:
+        async with self.session.request(method, self.server.url + path, **options) as answer:
+            body = await answer.read()
+            if answer.status != 200:
+                raise SystemExit(f"{self.server.url}{path} answered {answer.status}: {body[:300]!r}")
+            return body
+
+    async def reset(self) -> None:
+        await self.call("GET", "/reset_data")
+        names = ("wandb_group", "wandb_project", "checkpoint_dir")
+        numbers = {"max_token_len": 4096, "save_checkpoint_interval": 1, "starting_step": 0, "num_steps": 10}
+        asked = {"batch_size": BATCH_SEQUENCES, **dict.fromkeys(names, ""), **numbers}
+        await self.call("POST", "/register", json=asked)
+
+    async def post_all(self, path: str, bodies: Sequence[bytes], headers: dict[str, str]) -> Cost:
+        """Every body once, over a few connections."""
+        waiting = iter(bodies)
+
+        async def lane() -> None:
+            for body in waiting:
+                await self.call("POST", path, data=body, headers=headers)
+
+        cpu, began = self.server.cpu_s(), time.perf_counter()
+        await asyncio.gather(*(lane() for _ in range(LANES)))
+        wall = time.perf_counter() - began
+        return Cost((self.server.cpu_s() - cpu) / len(bodies) * 1e3, len(bodies) / wall)
+
+    async def submit_all(self, client: LedgerClient, groups: Sequence[wire.Submit]) -> Cost:
+        """Every group once, through our client: several at the same time, each waits for its own answer."""
+        waiting = iter(groups)
+
+        async def lane() -> None:
+            for group in waiting:
+                await client.submit_encoded(group)
+
+        cpu, began = self.server.cpu_s(), time.perf_counter()
+        await asyncio.gather(*(lane() for _ in range(LANES)))
+        wall = time.perf_counter() - began
+        return Cost((self.server.cpu_s() - cpu) / len(groups) * 1e3, len(groups) / wall)
+
+    async def native_requests(self) -> float:
+        """With groups in them, that the server has answered so far."""
+        lines = (await self.call("GET", "/metrics")).decode().splitlines()
+        counted = (
+            line for line in lines if line.startswith("rollbook_ledger_requests_total{") and 'route="submit' in line
+        )
+        return sum(float(line.rsplit(" ", 1)[1]) for line in counted)
+
+    async def batches(self, number: int, accept: str) -> Cost:
+        costs, walls = [], []
+        for _ in range(number):
+            cpu, began = self.server.cpu_s(), time.perf_counter()
+            body = await self.call("GET", "/batch", headers={"Accept-Encoding": accept})
+            walls.append(time.perf_counter() - began)
+            costs.append(self.server.cpu_s() - cpu)
+            if len(body) < 1000:
+                raise SystemExit(f"{self.server.url}/batch had no batch: {body!r}")
+        return Cost(statistics.fmean(costs) * 1e3, 1 / statistics.median(walls))
+
+    async def mixed(self, bodies: Sequence[bytes], seconds: float) -> dict[str, float]:
+        """Environments post while a trainer takes batches, as fast as each can."""
+        until = time.perf_counter() + seconds
+        posted, delivered, slowest = 0, 0, 0.0
+
+        async def environment(at: int) -> None:
+            nonlocal posted, slowest
+            while time.perf_counter() < until:
+                began = time.perf_counter()
+                await self.call("POST", "/scored_data", data=bodies[(at + posted) % len(bodies)], headers=PACKED)
+                slowest = max(slowest, time.perf_counter() - began)
+                posted += 1
+
+        async def trainer() -> None:
+            nonlocal delivered
+            while time.perf_counter() < until:
+                body = await self.call("GET", "/batch", headers={"Accept-Encoding": "gzip, deflate"})
+                if len(body) < 1000:
+                    await asyncio.sleep(0.02)
+                elif time.perf_counter() < until:
+                    delivered += BATCH_SEQUENCES // SEQUENCES
+
+        began = time.perf_counter()
+        await asyncio.gather(trainer(), *(environment(at) for at in range(POSTERS)))
+        wall = max(seconds, time.perf_counter() - began)
+        return {"posted": posted / wall, "delivered": delivered / wall, "slowest_post_s": slowest}
+
+    async def others(self, batches: int) -> float:
+        """Milliseconds that one in a hundred of other calls waits while a trainer takes batches, gzip as its clients ask.
+
+        They come every few milliseconds, whether or not the ones before were answered: who waits for an answer before he asks again
+        would hardly ask while nobody answers.
+        """
+        waits: list[float] = []
+        is_over = False
+
+        async def ask(session: aiohttp.ClientSession) -> None:
+            began = time.perf_counter()
+            async with session.get(self.server.url + "/status") as answer:
+                await answer.read()
+            waits.append(time.perf_counter() - began)
+
+        async def watch() -> None:
+            # Connections of their own: hundreds may be needed, and nobody uses them later.
+            connector = aiohttp.TCPConnector(limit=0)
+            async with aiohttp.ClientSession(connector=connector) as session, asyncio.TaskGroup() as asking:
+                while not is_over:
+                    asking.create_task(ask(session))
+                    await asyncio.sleep(0.005)
+
+        watching = asyncio.create_task(watch())
+        for _ in range(batches):
+            await self.call("GET", "/batch", headers={"Accept-Encoding": "gzip, deflate"})
+        is_over = True
+        await watching
+        return sorted(waits)[int(len(waits) * 0.99)] * 1e3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    groups: int
+    """In each slice."""
+    seconds: float
+    with_native: bool
+
+
+class Turns:
+    """One server, and what was found in each of its turns."""
+
+    def __init__(self, bench: Bench, size: Size) -> None:
+        self.bench = bench
+        self._size = size
+        self._plain = [json_group(seed) for seed in range(48)]
+        self._packed = [packed(body) for body in self._plain]
+        self._native = 0
+        self._rss = 0.0
+        self._num_queued = 0
+        self.found: dict[str, list[Any]] = defaultdict(list)
+
+    def note(self, name: str, value: Any) -> None:
+        self.found[name].append(value)
+        tell(f"  {name}: {value}")
+
+    async def begin(self) -> None:
+        await self.bench.reset()
+        await self.bench.post_all("/scored_data", self._packed[:16], PACKED)
+        self._rss, self._num_queued = self.bench.server.rss_mb(), 0
+
+    async def ingest(self) -> None:
+        bench, groups = self.bench, self._size.groups
+        self.note("ingest_gzip", await bench.post_all("/scored_data", cycle(self._packed, groups), PACKED))
+        self.note("ingest_identity", await bench.post_all("/scored_data", cycle(self._plain, groups), PLAIN))
+        self._num_queued += 2 * groups
+
+    async def serve(self) -> None:
+        self.note("rss", max(0.0, self.bench.server.rss_mb() - self._rss) / self._num_queued)
+        num = max(1, min(6, self._num_queued * SEQUENCES // BATCH_SEQUENCES // 2))
+        self.note("batch_identity", await self.bench.batches(num, "identity"))
+        self.note("batch_gzip", await self.bench.batches(num, "gzip, deflate"))
+
+    async def others_wait(self) -> None:
+        await self.bench.reset()
+        await self.bench.post_all("/scored_data", cycle(self._packed, 4 * BATCH_SEQUENCES // SEQUENCES), PACKED)
+        self.note("others_p99_ms", await self.bench.others(3))
+
+    async def mixed(self) -> None:
+        await self.bench.reset()
+        self.note("mixed", await self.bench.mixed(self._packed, self._size.seconds))
+
+    async def native(self) -> None:
+        if not self._size.with_native:
+            return
+        bench, headers = self.bench, {"Content-Type": wire.CONTENT_TYPE}
+        if not self._native:
+            rule = FreshnessRule(groups_per_step=32, max_in_flight=32, budget=1)
+            asked = msgspec.msgpack.encode(wire.CreateRun(settings=RunSettings(rule=rule)))
+            await bench.call("PUT", "/v1/runs/native", data=asked, headers=headers)
+        num = self._size.groups * 2
+        groups = [native_group(self._native + number) for number in range(2 * num + 32)]
+        self._native += len(groups)
+        single = [msgspec.msgpack.encode(group) for group in groups[: num + 16]]
+        await bench.post_all("/v1/runs/native/submit", single[:16], headers)
+        self.note("native_single", await bench.post_all("/v1/runs/native/submit", single[16:], headers))
+        async with open_ledger_client(
+            bench.server.url, RunId("native"), request_s=PATIENCE_S, log=EventLog("bench")
+        ) as client:
+            await bench.submit_all(client, groups[num + 16 : num + 32])
+            before = await bench.native_requests()
+            self.note("native", await bench.submit_all(client, groups[num + 32 :]))
+            self.note("native_bundle", num / (await bench.native_requests() - before))
+
+
+async def measure(servers: dict[str, tuple[Server, Size]], rounds: int) -> dict[str, dict[str, list[Any]]]:
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
+        turns = {name: Turns(Bench(server, session), size) for name, (server, size) in servers.items()}
+        for number in range(rounds):
+            for what in ("begin", *("ingest",) * SLICES, "serve", *("native",) * SLICES, "others_wait", "mixed"):
+                for name, turn in turns.items():
+                    tell(f"round {number + 1} of {rounds}: {what} of {name}")
+                    await getattr(turn, what)()
+        return {name: turn.found for name, turn in turns.items()}
+
+
+def cycle(bodies: Sequence[bytes], number: int) -> list[bytes]:
+    return [bodies[at % len(bodies)] for at in range(number)]
+
+
+def middle(costs: Sequence[Cost]) -> Cost:
+    return Cost(statistics.median(c.cpu_ms for c in costs), statistics.median(c.per_s for c in costs))
+
+
+def figures_of(ours: dict[str, list[Any]], synced: dict[str, list[Any]], peer: dict[str, list[Any]]) -> list[Figure]:
+    def by_cpu(
+        name: str, what: str, other: str, floor: float | None, unit: str, *, bundle: str | None = None
+    ) -> list[Figure]:
+        """The figure with its floor, and the same in the other durable mode without one."""
+        theirs = middle(peer[other])
+        figures = []
+        for label, found, least in ((name, ours, floor), (f"{name}_power_loss", synced, None)):
+            mine = middle(found[what])
+            more: dict[str, Any] = {
+                "cpu_ms": round(mine.cpu_ms, 4),
+                "peer_cpu_ms": round(theirs.cpu_ms, 4),
+                "per_s": round(mine.per_s, 1),
+                "peer_per_s": round(theirs.per_s, 1),
+                "rounds_cpu_ms": [round(cost.cpu_ms, 4) for cost in found[what]],
+            }
+            if bundle is not None:
+                more["groups_a_request"] = round(statistics.fmean(found[bundle]), 1)
+            rate, peer_rate = 1e3 / max(mine.cpu_ms, 1e-3), 1e3 / max(theirs.cpu_ms, 1e-3)
+            figures.append(
+                Figure(name=label, ours=rate, peer=peer_rate, unit=unit, ratio=rate / peer_rate, floor=least, more=more)
+            )
+        return figures
+
+    def mixed(name: str, found: dict[str, list[Any]], floor: float | None) -> Figure:
+        mine = statistics.median(one["delivered"] for one in found["mixed"])
+        # Within the time it may deliver no batch at all: then it counts as one a minute.
+        theirs = max(statistics.median(one["delivered"] for one in peer["mixed"]), BATCH_SEQUENCES / SEQUENCES / 60)
+        more = {"ours_rounds": found["mixed"], "peer_rounds": peer["mixed"]}
+        return Figure(name=name, ours=mine, peer=theirs, unit="groups/s", ratio=mine / theirs, floor=floor, more=more)
+
+    def smaller(name: str, what: str, unit: str, of: Callable[[list[float]], float]) -> Figure:
+        mine, theirs = of(ours[what]), of(peer[what])
+        return Figure(name=name, ours=mine, peer=theirs, unit=unit, ratio=theirs / max(mine, 1e-3))
+
+    return [
+        *by_cpu("json_ingest", "ingest_gzip", "ingest_gzip", 5.0, "groups/CPU s"),
+        *by_cpu("json_ingest_identity", "ingest_identity", "ingest_identity", None, "groups/CPU s"),
+        mixed("mixed_delivered", ours, 30.0),
+        mixed("mixed_delivered_power_loss", synced, None),
+        *by_cpu("get_batch_identity", "batch_identity", "batch_identity", 50.0, "batches/CPU s"),
+        *by_cpu("get_batch_gzip", "batch_gzip", "batch_gzip", 15.0, "batches/CPU s"),
+        *by_cpu("native_ingest", "native", "ingest_identity", 30.0, "groups/CPU s", bundle="native_bundle"),
+        *by_cpu("native_ingest_one_a_request", "native_single", "ingest_identity", None, "groups/CPU s"),
+        # Later rounds find the memory of the first.
+        smaller("rss_per_queued_group", "rss", "MB", max),
+        smaller("others_p99_while_served", "others_p99_ms", "ms", statistics.median),
+    ]
+
+
+def touch_memory(most_gb: float) -> None:
+    """Use memory once and give it back, before anybody is measured.
+
+    A virtual machine gets memory from its host when it is touched first, and that takes up to 0.3 ms for the 266 KB of one group:
+    it would be counted for whichever server happens to write where nobody wrote before.
+    """
+    size = int(min(most_gb * 1e9, psutil.virtual_memory().available / 2))
+    if size > 0:
+        tell(f"touching {size / 1e9:.1f} GB of memory")
+        with mmap.mmap(-1, size) as memory:
+            for at in range(0, size, mmap.PAGESIZE):
+                memory[at] = 1
+
+
+@contextmanager
+def original() -> Iterator[Server]:
+    port = free_port()
+    command = (PEER_PYTHON, "-m", "atroposlib.cli.run_api", "--host", "127.0.0.1", "--port", str(port))
+    with started(command, port, has_child=False) as server:
+        yield server
+
+
+@contextmanager
+def ledger(home: str, durability: Durability) -> Iterator[Server]:
+    port = free_port()
+    store = ("--store", f"sqlite:///{home}/{durability}", "--durability", durability.value)
+    command = (sys.executable, "-m", "rollbook.run.commands.serve_atropos", "--port", str(port), *store)
+    with started(command, port, has_child=True) as server:
+        yield server
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--groups", type=int, default=160, help="groups in each slice of ours")
+    parser.add_argument("--peer-groups", type=int, default=32, help="the same for the original, which takes longer")
+    parser.add_argument("--seconds", type=float, default=12.0, help="of mixed load, each time")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each server")
+    parser.add_argument("--touch-gb", type=float, default=10.0, help="memory to touch beforehand; 0: none")
+    args = parser.parse_args()
+    if not PEER_PYTHON.exists():
+        raise SystemExit(f"{PEER_PYTHON} is missing: `make bench-ledger` installs atroposlib 0.4.0 there")
+    touch_memory(args.touch_gb)
+    own = Size(groups=args.groups, seconds=args.seconds, with_native=True)
+    with (
+        tempfile.TemporaryDirectory() as home,
+        original() as peer,
+        ledger(home, Durability.PROCESS_CRASH) as ours,
+        ledger(home, Durability.POWER_LOSS) as synced,
+    ):
+        servers = {
+            "the original": (peer, Size(groups=args.peer_groups, seconds=args.seconds, with_native=False)),
+            "ours": (ours, own),
+            "ours, power_loss": (synced, own),
+        }
+        found = asyncio.run(measure(servers, args.rounds))
+    figures = figures_of(found["ours"], found["ours, power_loss"], found["the original"])
+    sent = (
+        "one group a request on both sides, except native_ingest (groups_a_request); JSON packed beforehand, except *_identity; "
+        "native: MessagePack, not packed"
+    )
+    return print_figures(
+        figures, durability="process_crash, unless the name says power_loss", batch_sequences=BATCH_SEQUENCES, sent=sent
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""What both servers are sent: the same groups of 8 sequences of 1024 tokens with masks and logprobs, made beforehand."""
+
+import gzip
+import json
+import random
+
+import numpy as np
+
+from rollbook.contracts.group import PromptGroup, group_id
+from rollbook.contracts.policy import SamplingParams
+from rollbook.contracts.task import TaskId
+from rollbook.contracts.trajectory import RolloutSample, TokenRow
+from rollbook.ledger.group_frame import encode_group, payload_digest
+from rollbook.ledger.http import wire
+
+SEQUENCES, TOKENS, PROMPT = 8, 1024, 200
+VOCABULARY = 150_000
+
+
+def json_group(seed: int) -> bytes:
+    rng = random.Random(seed)
+    tokens = [[rng.randrange(VOCABULARY) for _ in range(TOKENS)] for _ in range(SEQUENCES)]
+    return json.dumps(
+        {
+            "tokens": tokens,
+            "masks": [[-100] * PROMPT + row[PROMPT:] for row in tokens],
+            "scores": [rng.random() for _ in range(SEQUENCES)],
+            "inference_logprobs": [
+                [1.0] * PROMPT + [-rng.expovariate(2) for _ in range(TOKENS - PROMPT)] for _ in tokens
+            ],
+            "env_id": None,
+        }
+    ).encode()
+
+
+def packed(body: bytes) -> bytes:
+    """As Atropos's environments send it."""
+    return gzip.compress(body)
+
+
+def native_group(number: int) -> wire.Submit:
+    """The same group as a native producer sends it, under a name of its own."""
+    rng = np.random.default_rng(number)
+    is_trained = np.arange(TOKENS) >= PROMPT
+    samples = tuple(
+        RolloutSample(
+            sequences=(
+                TokenRow(
+                    token_ids=rng.integers(0, VOCABULARY, TOKENS).astype(np.int32),
+                    logprobs=(-rng.exponential(0.5, TOKENS)).astype(np.float32),
+                    loss_mask=is_trained,
+                    versions=np.where(is_trained, -1, -1).astype(np.int32),
+                ),
+            ),
+            sampling=SamplingParams(),
+            reward=float(rng.random()),
+        )
+        for _ in range(SEQUENCES)
+    )
+    task = TaskId(f"bench-{number}")
+    return submission(PromptGroup(id=group_id(task, 0), task_id=task, draw=0, samples=samples))
+
+
+def submission(group: PromptGroup) -> wire.Submit:
+    payload = encode_group(group)
+    return wire.Submit(
+        group_id=group.id,
+        task_id=group.task_id,
+        draw=0,
+        attempt=1,
+        publications=(-1,),
+        outcome=group.outcome(seconds=1.0),
+        payload=payload,
+        payload_digest=payload_digest(payload),
+    )

@@ -1,0 +1,233 @@
+"""Does overlapping pay? The same work with lag budget 0 and 2, in a world whose step sleeps, against the ideal.
+
+Each side is timed alone first, and the world's sleep is chosen so that both take equally long:
+
+    training alone      the recorded batches of the synchronous run, trained again with nothing else running
+    generation alone    the same processes without a trainer: a stand-in takes each batch and publishes at once
+
+The ideal time of an asynchronous run is the longer of the two; a synchronous run takes their sum. Times run from the first group
+that begins to the last step that is trained: start-up is left out, filling and draining the pipeline are not.
+"""
+
+import argparse
+import asyncio
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from benchmarks.report import Figure, print_figures, tell
+from rollbook.contracts.admission import RunId
+from rollbook.contracts.batch import EndOfRun
+from rollbook.inference.weights.client import WeightTransferClient
+from rollbook.ledger.client.client import open_ledger_client
+from rollbook.run.config.run import load_config
+from rollbook.run.directory import RunDirectory
+from rollbook.run.model_location import model_location
+from rollbook.run.record import open_run
+from rollbook.run.supervision.process import ManagedProcess
+from rollbook.run.supervision.sockets import listening_socket, url_of
+from rollbook.run.supervision.supervisor import RunEnd, Supervisor
+from rollbook.telemetry.events import EventLog
+from rollbook.trainer.checkpoints.checkpoints import initial_learner
+from rollbook.trainer.model.weights import digest_of, write_weights
+
+PROMPT_TOKENS = 200
+FLOOR = 0.9
+
+
+def config_table(*, steps: int, step_s: float, budget: int) -> dict[str, Any]:
+    """Episodes that wait much and compute little; long sequences, so that a step takes a while to train."""
+    return {
+        "run": {"name": "overlap", "seed": 1},
+        "model": {
+            "build": {
+                "hidden_size": 128,
+                "layers": 2,
+                "heads": 4,
+                "kv_heads": 4,
+                "intermediate_size": 352,
+                "max_position_embeddings": 256,
+                "vocabulary": [*(str(n) for n in range(16)), "higher", "lower", "correct", "invalid"],
+            }
+        },
+        "tasks": {"source": "overlap_rollout:tasks", "args": {"count": 64}},
+        "env": {"name": "delayed_number_guessing", "args": {"max_turns": 1, "step_s": step_s}},
+        "rollout": {
+            "function": "overlap_rollout",
+            "settings": {"prompt_tokens": PROMPT_TOKENS},
+            "completions_per_prompt": 8,
+            "max_seconds": 60.0,
+            "drop_constant_reward": False,
+            "sampling": {"max_tokens": 4},
+        },
+        # As many groups in flight as a step takes: both modes then generate at the same pace.
+        "gate": {"groups_per_step": 4, "max_groups_in_flight": 4, "max_head_offpolicy_versions": budget},
+        "ledger": {"durability": "process_crash"},
+        # A learning rate that leaves the policy as it is: every step is the same work.
+        "trainer": {"max_steps": steps, "lr": 1e-7, "checkpoint_every": 1000, "threads": 1},
+    }
+
+
+class Bench:
+    def __init__(self, home: Path, steps: int) -> None:
+        self.home = home
+        self.steps = steps
+        shutil.copy(Path(__file__).with_name("overlap_rollout.py"), home)
+
+    def directory(self, name: str, *, steps: int, step_s: float, budget: int) -> RunDirectory:
+        table = config_table(steps=steps, step_s=step_s, budget=budget)
+        source = self.home / f"{name}.toml"
+        source.write_text(tomli_w.dumps(table), encoding="utf-8")
+        load_config(source)
+        directory = RunDirectory(self.home / name)
+        directory.prepare()
+        shutil.copy(source, directory.config_file)
+        directory.write_manifest(name="overlap", source_dir=self.home)
+        return directory
+
+    async def whole_run(self, name: str, *, steps: int, step_s: float, budget: int) -> tuple[RunDirectory, float]:
+        directory = self.directory(name, steps=steps, step_s=step_s, budget=budget)
+        config = load_config(directory.config_file, source_dir=self.home).config
+        outcome = await Supervisor(
+            config, directory, log=EventLog("supervisor", directory.log_file("supervisor"))
+        ).run()
+        if outcome.end is not RunEnd.FINISHED:
+            raise SystemExit(f"{name}: {outcome.end}: {outcome.message}")
+        return directory, wall_seconds(directory)
+
+    async def generation_alone(self, *, steps: int, step_s: float) -> float:
+        """Ledger, policy server and dispatcher as in a run; a stand-in for the trainer that never computes."""
+        directory = self.directory("generation", steps=steps, step_s=step_s, budget=2)
+        await Supervisor(
+            load_config(directory.config_file, source_dir=self.home).config, directory, log=EventLog("prepare")
+        ).run_once("prepare")
+        sockets = {name: listening_socket("127.0.0.1", 0) for name in ("ledger", "policy")}
+        urls = {name: url_of(sock) for name, sock in sockets.items()}
+        processes = [
+            ManagedProcess(
+                name, name, directory, addresses=urls, listening=sockets.get(name), env={"OMP_NUM_THREADS": "1"}
+            )
+            for name in ("ledger", "policy", "rollout")
+        ]
+        lives = []
+        try:
+            for process in processes:
+                lives.append(asyncio.create_task(process.live()))
+                await asyncio.wait_for(process.ready.wait(), 120)
+            await stand_in(directory, urls, steps)
+        finally:
+            for process in reversed(processes):
+                process.ask_to_stop()
+            await asyncio.wait(lives, timeout=10)
+            for process in processes:
+                process.kill()
+            for sock in sockets.values():
+                sock.close()
+        return wall_seconds(directory)
+
+    def training_alone(self, recorded: RunDirectory, steps: int) -> float:
+        with open_run(recorded.path) as run:
+            learner = initial_learner(model_location(recorded), run.config.trainer)
+            batches = list(run.batches(steps))
+        began = time.perf_counter()
+        for batch in batches:
+            learner.run(batch)
+        return time.perf_counter() - began
+
+
+async def stand_in(directory: RunDirectory, urls: dict[str, str], steps: int) -> None:
+    """Take each batch, acknowledge it and publish the initial weights again: generation never waits for training."""
+    with open_run(directory.path) as run:
+        weights = dict(initial_learner(model_location(directory), run.config.trainer).model.weights())
+    digest = digest_of(weights)
+    path = directory.weights / "initial.safetensors"
+    write_weights(weights, path, digest=digest)
+    log = EventLog("stand-in")
+    async with (
+        open_ledger_client(urls["ledger"], RunId("overlap"), request_s=60, log=log) as ledger,
+        WeightTransferClient([urls["policy"]], request_s=60, log=log) as receiver,
+    ):
+        await ledger.take_role(restored_step=0)
+        for step in range(steps + 1):
+            if step:
+                while (batch := await ledger.batch(step, wait_s=20)) is None:
+                    pass
+                assert not isinstance(batch, EndOfRun)
+                await ledger.acknowledge(step, digest)
+            publication = await ledger.register(step, digest)
+            await receiver.receive(publication, str(path))
+            await ledger.confirm(publication)
+        await ledger.finish(EndOfRun.MAX_STEPS)
+
+
+def wall_seconds(directory: RunDirectory) -> float:
+    """From the first group that began to the last step that was trained."""
+    with open_run(directory.path) as run:
+        first = run.groups(state=None, limit=1)[0].opened_at
+        return run.steps()[-1].at - first
+
+
+async def measure(home: Path, steps: int) -> int:
+    bench = Bench(home, steps)
+    tell("calibrating: how long do training and an episode take?")
+    trial, _ = await bench.whole_run("trial", steps=6, step_s=0.1, budget=0)
+    # The first step warms everything up; the others are the same work.
+    train_s = bench.training_alone(trial, 6) / 6
+    quick_s = await bench.generation_alone(steps=6, step_s=0.0) / 6
+    step_s = max(0.0, train_s - quick_s)
+    tell(
+        f"training {train_s:.3f} s a step, generation {quick_s:.3f} s a step without sleep: the world sleeps {step_s:.3f} s"
+    )
+    sync_run, sync_s = await bench.whole_run("sync", steps=steps, step_s=step_s, budget=0)
+    training_s = bench.training_alone(sync_run, steps)
+    shutil.rmtree(bench.home / "generation")
+    generation_s = await bench.generation_alone(steps=steps, step_s=step_s)
+    async_run, async_s = await bench.whole_run("async", steps=steps, step_s=step_s, budget=2)
+    with open_run(async_run.path) as run:
+        audit = run.audit()
+    ideal_s = max(training_s, generation_s)
+    tell(
+        f"alone: training {training_s:.2f} s, generation {generation_s:.2f} s over {steps} steps; ideal {ideal_s:.2f} s"
+    )
+    tell(
+        f"lag budget 0: {sync_s:.2f} s; lag budget 2: {async_s:.2f} s; lag at most {audit.max_lag}; audit ok: {audit.ok}"
+    )
+    common = {"steps": steps, "training_alone_s": round(training_s, 3), "generation_alone_s": round(generation_s, 3)}
+    figures = [
+        Figure(
+            name="overlap_of_ideal",
+            ours=async_s,
+            peer=ideal_s,
+            unit="s",
+            ratio=ideal_s / async_s,
+            floor=FLOOR,
+            more={**common, "max_lag": audit.max_lag, "audit_ok": audit.ok},
+        ),
+        Figure(name="async_over_sync", ours=async_s, peer=sync_s, unit="s", ratio=sync_s / async_s, more=common),
+        Figure(
+            name="sync_of_sum",
+            ours=sync_s,
+            peer=training_s + generation_s,
+            unit="s",
+            ratio=(training_s + generation_s) / sync_s,
+            more=common,
+        ),
+    ]
+    return print_figures(figures)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=40)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="rollbook-overlap-") as home:
+        return asyncio.run(measure(Path(home), args.steps))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

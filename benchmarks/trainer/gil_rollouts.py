@@ -1,0 +1,122 @@
+"""The other side of the benchmark: one of our rollout workers, whose reward function burns the interpreter in bursts.
+
+It plays the smallest episodes there are, so that scoring is all it does. Prints `scoring` when it has begun.
+"""
+
+import argparse
+import asyncio
+import io
+import itertools
+import os
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+
+from benchmarks.trainer.gil_burn import BURST_VARIABLE
+from rollbook.contracts.group import GroupId
+from rollbook.contracts.policy import SamplingParams
+from rollbook.contracts.task import TaskId
+from rollbook.contracts.trajectory import RolloutSample, TokenRow
+from rollbook.rollout.contract import RolloutFn, RolloutSetup
+from rollbook.rollout.episodes.policy import EpisodePolicy
+from rollbook.rollout.groups.player import GroupOrder
+from rollbook.rollout.settings.groups import GroupRules
+from rollbook.rollout.settings.limits import EpisodeLimits
+from rollbook.rollout.settings.rewards import RewardFunction, RewardRules
+from rollbook.rollout.workers.handle import open_worker
+from rollbook.rollout.workers.spec import WorkerRecipe
+from rollbook.telemetry.events import EventLog
+
+
+class NoTokenizer:
+    def encode(self, text: str) -> list[int]:
+        return [1]
+
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool = True) -> str:
+        return "42"
+
+    def render(self, messages: Any, *, add_generation_prompt: bool) -> str:
+        return ""
+
+    vocab_size = 8
+    eos_token_ids = (0,)
+
+
+@asynccontextmanager
+async def build(settings: Mapping[str, Any]) -> AsyncIterator[RolloutSetup]:
+    sampling = SamplingParams()
+    yield RolloutSetup(
+        policy=EpisodePolicy(None, sampling),  # type: ignore[arg-type]  # these episodes ask nobody
+        tokenizer=NoTokenizer(),  # type: ignore[arg-type]  # nor do they speak
+        sampling=sampling,
+        limits=EpisodeLimits(),
+        open_environment=None,  # type: ignore[arg-type]
+        log=EventLog("gil", echo=io.StringIO()),
+    )
+
+
+def make_rollout(setup: RolloutSetup) -> RolloutFn:
+    mask = np.array([False, True])
+    row = TokenRow.of(token_ids=[1, 2], logprobs=[0.0, -1.0], loss_mask=mask, versions=[-1, 0])
+
+    async def rollout(task: dict[str, Any]) -> RolloutSample:
+        return RolloutSample(sequences=(row,), sampling=setup.sampling, reward=0.0)
+
+    return rollout
+
+
+async def play(scorers: int) -> None:
+    rewards = RewardRules(
+        functions=(RewardFunction(name="burn", path="benchmarks.trainer.gil_burn:reward"),),
+        processes=scorers,
+        timeout_s=600.0,
+    )
+    recipe = WorkerRecipe(
+        builder="benchmarks.trainer.gil_rollouts:build",
+        rollout="benchmarks.trainer.gil_rollouts",
+        rules=GroupRules(completions_per_prompt=max(2, scorers)),
+        rewards=rewards,
+    )
+    log = EventLog("gil", echo=io.StringIO())
+    async with open_worker(recipe, log=log, start_s=120, silence_s=600, stop_s=1) as worker:
+        numbers = itertools.count()
+
+        def next_group() -> None:
+            number = next(numbers)
+            worker.play(
+                GroupOrder(
+                    group_id=GroupId(f"t{number}@0"),
+                    attempt=1,
+                    task_id=TaskId(f"t{number}"),
+                    draw=0,
+                    row={},
+                    min_publication=0,
+                    deadline_s=3600.0,
+                )
+            )
+
+        for _ in range(2):
+            next_group()
+        has_told = False
+        async for _ in worker.results():
+            next_group()
+            if not has_told:
+                print("scoring", flush=True)
+                has_told = True
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--scorers", type=int, default=1)
+    parser.add_argument("--burst", type=float, default=1.0)
+    args = parser.parse_args()
+    os.environ[BURST_VARIABLE] = str(args.burst)
+    asyncio.run(play(args.scorers))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

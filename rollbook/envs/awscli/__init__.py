@@ -1,1 +1,0 @@
-"""Operating a cloud through its command line."""

@@ -1,0 +1,72 @@
+"""Maths problems with retries: the agent answers, hears whether it is right, and may try again for less.
+
+A task is a row with `question` and `answer`: rows of GSM8K (`… #### 72`) and of reasoning-gym fit as they are. A solved problem
+pays 1 at the first try and `retry_discount` of it for each further one; an unsolved one pays nothing.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rollbook.contracts.environment import Observation
+from rollbook.envs.builtin.maths_answers import final_answer, is_same_answer
+
+HOW_TO_ANSWER = "Give the final answer as \\boxed{…}."
+
+
+class Maths:
+    """One problem, up to `max_turns` tries."""
+
+    is_quick = True
+
+    def __init__(self, *, max_turns: int = 3, retry_discount: float = 0.5, is_lenient: bool = True) -> None:
+        if max_turns < 1:
+            raise ValueError(f"max_turns is {max_turns}; a problem needs at least one try")
+        if not 0 < retry_discount <= 1:
+            raise ValueError(
+                f"retry_discount is {retry_discount}; it must lie in (0, 1] so that a later success still pays"
+            )
+        self._max_turns = max_turns
+        self._retry_discount = retry_discount
+        self._is_lenient = is_lenient
+        self._task: Mapping[str, Any] | None = None
+        self._tries: list[str | None] = []
+
+    def reset(self, task: Mapping[str, Any]) -> Observation:
+        missing = [name for name in ("question", "answer") if not isinstance(task.get(name), str | int | float)]
+        if missing:
+            raise ValueError(f"the task lacks {', '.join(missing)}; a problem has a question and an answer")
+        self._task = task
+        self._tries = []
+        return Observation(text=f"{task['question']}\n\n{HOW_TO_ANSWER}", facts=self._facts())
+
+    def step(self, action: str) -> Observation:
+        if self._task is None:
+            raise RuntimeError("step without a problem: reset first")
+        given = final_answer(action, is_lenient=self._is_lenient)
+        self._tries.append(given)
+        score = 0.0 if given is None else self.score(given, self._task)
+        solved, left = score >= 1.0, self._max_turns - len(self._tries)
+        facts = self._facts()
+        if solved or left == 0:
+            self._task = None
+            reward = score * self._retry_discount ** (len(self._tries) - 1)
+            return Observation(text=_verdict(given, solved), reward=reward, done=True, solved=solved, facts=facts)
+        tries = f"{left} {'try' if left == 1 else 'tries'} left."
+        return Observation(text=f"{_verdict(given, solved)} {tries}", facts=facts)
+
+    def close(self) -> None:
+        self._task = None
+
+    def score(self, given: str, task: Mapping[str, Any]) -> float:
+        """1 for the right answer, else 0. A world with partial credit overrides this."""
+        expected = final_answer(str(task["answer"])) if "####" in str(task["answer"]) else str(task["answer"])
+        return 1.0 if is_same_answer(given, expected or "") else 0.0
+
+    def _facts(self) -> dict[str, Any]:
+        return {"answer": self._task["answer"] if self._task else None, "tries": list(self._tries)}
+
+
+def _verdict(given: str | None, solved: bool) -> str:
+    if given is None:
+        return f"There is no answer in this. {HOW_TO_ANSWER}"
+    return "Correct." if solved else "Not correct."

@@ -1,0 +1,30 @@
+"""Problems of reasoning-gym with its own scorers: `--env reasoning_gym`. Only who chose this world needs the package."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from reasoning_gym import create_dataset, get_score_answer_fn
+
+from rollbook.envs.builtin.maths import Maths
+
+
+class ReasoningGymMaths(Maths):
+    """Like `maths`, but the answer is judged by the dataset the row comes from (`metadata.source_dataset`).
+
+    Some of its scorers pay a little for answers that come close; that is paid at the last try.
+    """
+
+    def score(self, given: str, task: Mapping[str, Any]) -> float:
+        metadata = task.get("metadata")
+        source = metadata.get("source_dataset") if isinstance(metadata, Mapping) else None
+        if not isinstance(source, str):
+            raise ValueError(
+                "the row names no metadata.source_dataset; make it with reasoning_gym, or use the world 'maths'"
+            )
+        return float(get_score_answer_fn(source)(given, dict(task)))
+
+
+def reasoning_gym_tasks(dataset: str, count: int, *, seed: int = 0, **settings: Any) -> list[dict[str, Any]]:
+    """Rows of one of its datasets, with ids of our own; the same seed gives the same rows."""
+    rows = create_dataset(dataset, size=count, seed=seed, **settings)
+    return [{"id": f"{dataset}-{seed}-{index}", **row} for index, row in enumerate(rows)]

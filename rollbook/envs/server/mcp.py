@@ -1,0 +1,74 @@
+"""The two verbs of MCP that a world needs, for agents that know tools and not steps: `tools/list` and `tools/call`.
+
+A world has one tool, `act`; calling it is a step of the session's episode. Its result is what the agent sees; reward and end stand
+beside it, as structured content.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rollbook.contracts.errors import RollbookError
+from rollbook.envs.server.protocol import Dialect, WireError
+from rollbook.envs.server.sessions import Session
+
+TOOL = "act"
+INVALID_REQUEST, METHOD_NOT_FOUND, INVALID_PARAMS, SERVER_ERROR = -32600, -32601, -32602, -32000
+
+
+async def answer_mcp(
+    request: Mapping[str, Any], session: Session | None, dialect: Dialect, *, name: str
+) -> dict[str, Any]:
+    """The JSON-RPC answer. Whatever goes wrong is told in it."""
+    call_id = request.get("id")
+    match request.get("method"):
+        case "initialize":
+            return _result(
+                call_id, {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}}, "serverInfo": {"name": name}}
+            )
+        case "tools/list":
+            schema = dialect.schema()["action"]
+            tool = {"name": TOOL, "description": f"Act in the world {name}: one step.", "inputSchema": schema}
+            return _result(call_id, {"tools": [tool]})
+        case "tools/call":
+            return await _call(call_id, request.get("params"), session, dialect)
+        case str() as method:
+            return _fault(
+                call_id,
+                METHOD_NOT_FOUND,
+                f"there is no method {method!r}; known are initialize, tools/list, tools/call",
+            )
+        case _:
+            return _fault(call_id, INVALID_REQUEST, "a JSON-RPC request needs a method")
+
+
+async def _call(call_id: Any, params: Any, session: Session | None, dialect: Dialect) -> dict[str, Any]:
+    if session is None:
+        return _fault(
+            call_id, SERVER_ERROR, "a tool acts in a session: connect to /ws and send this as an 'mcp' message"
+        )
+    if (
+        not isinstance(params, Mapping)
+        or params.get("name") != TOOL
+        or not isinstance(params.get("arguments"), Mapping)
+    ):
+        return _fault(call_id, INVALID_PARAMS, f"the one tool is {TOOL!r}: send its name and an object of arguments")
+    try:
+        answer = await session.step(dialect.action_of(params["arguments"]))
+    except (RollbookError, WireError) as error:
+        return _result(call_id, {"content": [{"type": "text", "text": str(error)}], "isError": True})
+    return _result(
+        call_id,
+        {
+            "content": [{"type": "text", "text": answer.text}],
+            "structuredContent": {"reward": answer.reward, "done": answer.done},
+            "isError": False,
+        },
+    )
+
+
+def _result(call_id: Any, result: dict[str, Any]) -> dict[str, Any]:
+    return {"jsonrpc": "2.0", "id": call_id, "result": result}
+
+
+def _fault(call_id: Any, code: int, message: str) -> dict[str, Any]:
+    return {"jsonrpc": "2.0", "id": call_id, "error": {"code": code, "message": message}}

@@ -1,0 +1,263 @@
+"""Host an environment written for the `openenv` package: `rollbook env serve --openenv module:Class`.
+
+Such a class has its own objects for actions and observations (pydantic models) and plain, possibly blocking methods. Its module
+brings the package along; nothing is imported from it here. Each world gets one thread of its own for its whole life, since many of
+these classes hold things that belong to one thread (a browser, a database connection).
+"""
+
+import asyncio
+import importlib
+import inspect
+import json
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from rollbook.concurrency.deadline import Deadline, DeadlineExceededError
+from rollbook.contracts.environment import Observation
+from rollbook.contracts.errors import EpisodeError, RunError, fenced
+from rollbook.contracts.ports import Environment
+from rollbook.envs.pools.daemon_threads import DaemonThreads
+from rollbook.envs.pools.environment_pool import PoolHealth, WorldsExhaustedError
+from rollbook.envs.server.protocol import EpisodeState, ErrorCode, WireError
+
+OBSERVED, STATE = "observed", "state"
+# Fields that every OpenEnv observation has and that the wire tells beside it.
+BESIDE = {"reward", "done"}
+
+
+class HostedWorlds:
+    """Worlds of one OpenEnv class. Satisfies `WorldPool`."""
+
+    def __init__(self, path: str, args: Mapping[str, Any], *, size: int) -> None:
+        kind = openenv_class(path)
+        if size > 1 and not getattr(kind, "SUPPORTS_CONCURRENT_SESSIONS", False):
+            raise RunError(
+                f"{path} does not say SUPPORTS_CONCURRENT_SESSIONS = True, so it can be served with a pool of 1 only, not {size}"
+            )
+        action, observation, state = model_classes(path, kind)
+        self.name = path.partition(":")[2]
+        self.description = next(iter((kind.__doc__ or "").strip().splitlines()), self.name)
+        self.dialect = ModelDialect(action, observation, state)
+        self._kind = kind
+        self._action = action
+        self._args = dict(args)
+        self._size = size
+        self._busy = 0
+        self._places = asyncio.Semaphore(size)
+        self._threads: set[DaemonThreads] = set()
+
+    @property
+    def capacity(self) -> int | None:
+        return self._size
+
+    async def acquire(self, deadline: Deadline) -> Environment:
+        try:
+            async with deadline.limit("waiting for a free world"):
+                await self._places.acquire()
+        except DeadlineExceededError as error:
+            raise WorldsExhaustedError(f"all {self._size} worlds are taken: {error}") from error
+        self._busy += 1
+        thread = DaemonThreads(1, name=f"openenv-{self.name}")
+        self._threads.add(thread)
+        try:
+            with fenced(f"env {self.name}: making it"):
+                env = await asyncio.get_running_loop().run_in_executor(thread, lambda: self._kind(**self._args))
+        except BaseException:
+            self._given_back(thread)
+            raise
+        return HostedWorld(env, self._action, name=self.name, thread=thread, give_back=lambda: self._given_back(thread))
+
+    def health(self) -> PoolHealth:
+        return PoolHealth(capacity=self._size, busy=self._busy)
+
+    def close(self) -> None:
+        for thread in list(self._threads):
+            thread.shutdown(wait=False, cancel_futures=True)
+
+    def _given_back(self, thread: DaemonThreads) -> None:
+        thread.shutdown(wait=False, cancel_futures=True)
+        self._threads.discard(thread)
+        self._busy -= 1
+        self._places.release()
+
+
+class HostedWorld:
+    """One OpenEnv environment in its thread. Satisfies `Environment`; actions are the JSON of the model it declares."""
+
+    def __init__(
+        self,
+        env: Any,
+        action: type[BaseModel],
+        *,
+        name: str,
+        thread: DaemonThreads,
+        give_back: Callable[[], None],
+    ) -> None:
+        self._env = env
+        self._action = action
+        self._name = name
+        self._thread = thread
+        self._give_back: Callable[[], None] | None = give_back
+        self._reset_words = _keywords(env.reset)
+
+    async def reset(self, task: Mapping[str, Any]) -> Observation:
+        words, row = self._reset_words, dict(task)
+        if words is not None and "task" not in words and isinstance(row.get("task"), Mapping):
+            row |= row.pop("task")  # a client of ours sends a row under this name; here its fields are the arguments
+        # What `reset` does not take is passed over, as the package's own server does.
+        given = {name: value for name, value in row.items() if words is None or name in words}
+        return await self._call("reset", **given)
+
+    async def step(self, action: str) -> Observation:
+        try:
+            model = self._action.model_validate_json(action)
+        except ValidationError as error:
+            raise EpisodeError(f"env {self._name}: {action[:200]!r} is no {self._action.__name__}: {error}") from error
+        return await self._call("step", model)
+
+    async def close(self) -> None:
+        give_back, self._give_back = self._give_back, None
+        if give_back is None:
+            return
+        try:
+            close = getattr(self._env, "close", None)
+            if callable(close):
+                with fenced(f"env {self._name}.close"):
+                    await asyncio.get_running_loop().run_in_executor(self._thread, close)
+        finally:
+            give_back()
+
+    async def _call(self, method: str, *args: Any, **kwargs: Any) -> Observation:
+        with fenced(f"env {self._name}.{method}"):
+            if has_own_async(type(self._env), method):
+                seen = await getattr(self._env, f"{method}_async")(*args, **kwargs)
+                return self._observation(method, seen, self._env.state)
+
+            def call() -> Any:
+                return getattr(self._env, method)(*args, **kwargs)
+
+            # One thread: a call that was given up and still runs there is waited for by the next one.
+            seen, state = await asyncio.get_running_loop().run_in_executor(
+                self._thread, lambda: (call(), self._env.state)
+            )
+        return self._observation(method, seen, state)
+
+    def _observation(self, method: str, seen: Any, state: Any) -> Observation:
+        if not isinstance(seen, BaseModel):
+            raise EpisodeError(
+                f"env {self._name}: {method} returned {type(seen).__name__} where an observation model is due"
+            )
+        observed = seen.model_dump(mode="json", exclude=BESIDE)
+        reward = getattr(seen, "reward", None)
+        return Observation(
+            text=json.dumps(
+                {name: value for name, value in observed.items() if name != "metadata"}, ensure_ascii=False
+            ),
+            reward=float(reward) if reward is not None else 0.0,
+            done=bool(getattr(seen, "done", False)),
+            facts={OBSERVED: observed, STATE: state.model_dump(mode="json") if isinstance(state, BaseModel) else {}},
+        )
+
+
+class ModelDialect:
+    """Actions and observations as the models of the hosted class say."""
+
+    def __init__(self, action: type[BaseModel], observation: type[BaseModel], state: type[BaseModel]) -> None:
+        self._action = action
+        self._schema = {
+            "action": action.model_json_schema(),
+            "observation": observation.model_json_schema(),
+            "state": state.model_json_schema(),
+        }
+
+    def task_of(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        return data
+
+    def action_of(self, data: Mapping[str, Any]) -> str:
+        try:
+            return self._action.model_validate(dict(data)).model_dump_json()
+        except ValidationError as error:
+            raise WireError(ErrorCode.VALIDATION_ERROR, f"step: this is no {self._action.__name__}: {error}") from error
+
+    def observed(self, answer: Observation) -> Mapping[str, Any]:
+        observed: Mapping[str, Any] = answer.facts[OBSERVED]
+        return observed
+
+    def facts(self, answer: Observation) -> Mapping[str, Any]:
+        metadata: Mapping[str, Any] = answer.facts[OBSERVED].get("metadata") or {}
+        return metadata
+
+    def state(self, state: EpisodeState) -> Mapping[str, Any]:
+        own = {} if state.last is None else state.last.facts.get(STATE, {})
+        return {"episode_id": state.episode_id, "step_count": state.step_count, **own}
+
+    def schema(self) -> Mapping[str, Any]:
+        return self._schema
+
+
+def openenv_class(path: str) -> type[Any]:
+    """The class behind `module:Class`. Raises `RunError` that says what is missing."""
+    module_name, _, class_name = path.partition(":")
+    if not module_name or not class_name:
+        raise RunError(f"--openenv {path!r}: give it as module:Class")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # foreign code: its import can raise anything, and the operator must read what
+        raise RunError(
+            f"--openenv {path}: importing {module_name!r} failed: {type(error).__name__}: {error}; "
+            "is the openenv package installed in this environment?"
+        ) from error
+    kind = getattr(module, class_name, None)
+    missing = [name for name in ("reset", "step", "state") if not hasattr(kind, name)]
+    if not isinstance(kind, type) or missing:
+        raise RunError(
+            f"--openenv {path}: this is no OpenEnv environment class; it lacks {', '.join(missing) or 'a class'}"
+        )
+    return kind
+
+
+def model_classes(path: str, kind: type[Any]) -> tuple[type[BaseModel], type[BaseModel], type[BaseModel]]:
+    """Action, observation and state: from `Environment[A, O, S]`, else from the annotations of `step` and `state`."""
+    for base in kind.__mro__:
+        for generic in getattr(base, "__orig_bases__", ()):
+            models = [
+                model for model in typing.get_args(generic) if isinstance(model, type) and issubclass(model, BaseModel)
+            ]
+            if len(models) == 3:
+                return models[0], models[1], models[2]
+    hints = typing.get_type_hints(kind.step)
+    action = next((hint for name, hint in hints.items() if name != "return" and _is_model(hint)), None)
+    observation = hints.get("return")
+    getter = getattr(kind.state, "fget", None)
+    state = typing.get_type_hints(getter).get("return") if getter is not None else None
+    if action is None or not _is_model(observation):
+        raise RunError(
+            f"--openenv {path}: its action and observation models are not declared; "
+            "write Environment[MyAction, MyObservation, MyState] as the base class, or annotate step"
+        )
+    return (
+        action,
+        typing.cast(type[BaseModel], observation),
+        typing.cast(type[BaseModel], state) if _is_model(state) else BaseModel,
+    )
+
+
+def has_own_async(kind: type[Any], method: str) -> bool:
+    """Whether a class wrote `reset_async` or `step_async` itself; the package's own base only calls the plain one."""
+    owner = next((base for base in kind.__mro__ if f"{method}_async" in vars(base)), None)
+    return owner is not None and not (owner.__name__ == "Environment" and owner.__module__.startswith("openenv."))
+
+
+def _is_model(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, BaseModel)
+
+
+def _keywords(function: Callable[..., Any]) -> set[str] | None:
+    """The names a function takes; None when it takes any."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return {parameter.name for parameter in parameters}

@@ -1,0 +1,125 @@
+"""Loads a Hugging Face causal language model, and runs any of them through its own module over our slots.
+
+Prompts are padded on the right: under causal attention a real token never sees padding, so a fresh prefill needs no mask and the
+fastest attention kernel applies. Only the last real position of each row passes through the output head.
+"""
+
+# N rows, C tokens a row, T positions, V vocabulary, E hidden size
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+from rollbook.contracts.adapter import Adapter
+from rollbook.contracts.errors import RunError
+from rollbook.inference.engine import WeightsError
+from rollbook.inference.engines.embedded.cache.hf_cache import DecodeCache, PrefillCache, ProbeCache
+from rollbook.inference.engines.embedded.cache.slot_cache import LayerShape, SlotCache
+from rollbook.inference.engines.embedded.live_weights import LiveWeights
+from rollbook.inference.engines.embedded.model.forward import PrefillInput, PrefillPlaces
+from rollbook.inference.weights.lora import CONFIG_FILE, read_adapter
+
+
+def load_module(directory: Path, *, device: str, dtype: str, max_model_len: int | None) -> tuple[Any, int]:
+    """Config and weights of a Hugging Face directory, and the longest sequence it may have; nothing is fetched."""
+    try:
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+        adapter = read_adapter(directory) if (directory / CONFIG_FILE).is_file() else None
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            directory if adapter is None else adapter[0]["base_model_name_or_path"],
+            dtype=getattr(torch, dtype),
+            attn_implementation="sdpa",
+            local_files_only=True,
+        )
+        if adapter is not None:
+            # A PEFT directory, such as a checkpoint of a run with LoRA: served as one model, the adapter added for good.
+            weights = LiveWeights(model, torch.device("cpu"))
+            weights.apply(weights.plan_adapter(Adapter(name=directory.name, settings=adapter[0]), adapter[1]))
+    except (OSError, ValueError, KeyError, WeightsError) as error:
+        raise RunError(f"no causal language model could be loaded from {directory}: {error}") from error
+    built_for = int(getattr(model.config, "max_position_embeddings", 0) or 0)
+    length = max_model_len or built_for
+    if length < 2 or (built_for and length > built_for):
+        raise RunError(
+            f"max_model_len {max_model_len} does not suit the model in {directory}, which was built for {built_for} positions"
+        )
+    _require_full_attention(model.config, length)
+    try:
+        return model.to(device).eval().requires_grad_(False), length
+    except (RuntimeError, AssertionError) as error:  # torch says so in both ways
+        raise RunError(f"inference.device is {device!r}, which this machine does not offer: {error}") from error
+
+
+class CausalLM:
+    """Any architecture, through its own module. Not thread-safe: one engine thread owns it."""
+
+    def __init__(self, model: Any, *, max_model_len: int) -> None:
+        self._model = model
+        self.vocab_size: int = model.config.vocab_size
+        self.max_model_len = max_model_len
+        parameter: Tensor = next(model.parameters())
+        self.device, self.dtype = parameter.device, parameter.dtype
+        self._last_N: Tensor | None = None
+        head: nn.Module = model.get_output_embeddings()
+        head.register_forward_pre_hook(self._keep_last_positions)
+        self.shapes = self._probed_shapes(int(model.config.num_hidden_layers))
+
+    def prefill(self, given: PrefillInput, slots: SlotCache) -> Tensor:
+        places = PrefillPlaces.of(given, scratch_row=slots.scratch_row, max_model_len=self.max_model_len)
+        more: dict[str, Any] = {}
+        if not given.is_fresh:
+            more = {"position_ids": places.positions_NC, "attention_mask": places.mask_N1CT(self.dtype)}
+        self._last_N = given.lasts_N
+        try:
+            logits_N1V: Tensor = self._model(
+                input_ids=given.tokens_NC, past_key_values=PrefillCache(slots, places), use_cache=True, **more
+            ).logits
+        finally:
+            self._last_N = None
+        return logits_N1V[:, 0]
+
+    def decode(self, tokens_N: Tensor, positions_N: Tensor, slots: SlotCache, *, length: int) -> Tensor:
+        rows_N = torch.arange(len(tokens_N), device=self.device)
+        is_future_NT = torch.arange(length, device=self.device) > positions_N[:, None]
+        mask_NT = torch.zeros(is_future_NT.shape, dtype=self.dtype, device=self.device)
+        mask_NT.masked_fill_(is_future_NT, float("-inf"))
+        logits_N1V: Tensor = self._model(
+            input_ids=tokens_N[:, None],
+            position_ids=positions_N[:, None],
+            attention_mask=mask_NT[:, None, None, :],
+            past_key_values=DecodeCache(slots, rows_N=rows_N, positions_N=positions_N, length=length),
+            use_cache=True,
+        ).logits
+        return logits_N1V[:, 0]
+
+    def _probed_shapes(self, num_layers: int) -> list[LayerShape]:
+        probe = ProbeCache(num_layers)
+        with torch.inference_mode():
+            self._model(
+                input_ids=torch.ones((1, 1), dtype=torch.long, device=self.device),
+                past_key_values=probe,
+                use_cache=True,
+            )
+        return [layer.shape for layer in probe.probes]
+
+    def _keep_last_positions(self, _head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Before the output head: one position a row is sampled from, the others would be thrown away (V is large)."""
+        if self._last_N is None:
+            return None
+        hidden_NCE: Tensor = args[0]
+        rows_N = torch.arange(hidden_NCE.shape[0], device=hidden_NCE.device)
+        return (hidden_NCE[rows_N, self._last_N][:, None], *args[1:])
+
+
+def _require_full_attention(config: Any, length: int) -> None:
+    window = getattr(config, "sliding_window", None)
+    kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention"}
+    if kinds and not (kinds == {"sliding_attention"} and window and window >= length):
+        raise RunError(
+            f"this engine decodes full attention only; the model has layers of kind {', '.join(sorted(kinds))}. "
+            f"Set max_model_len to at most its window ({window}), or serve it with vLLM"
+        )

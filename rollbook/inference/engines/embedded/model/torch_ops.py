@@ -1,0 +1,150 @@
+"""The small operations of a decoder layer over slots, in plain torch: for a CPU, and wherever Triton is missing.
+
+`kernels.py` has the same operations as Triton kernels. `Step` holds what all layers of one forward share.
+"""
+
+# M tokens of a forward, N rows, C tokens a row, S slots, H key/value heads, G query heads a key/value head, Q = H x G, T positions,
+# D head size, X = Q + 2H heads of a fused projection
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from rollbook.inference.engines.embedded.cache.slot_cache import SlotCache
+from rollbook.inference.engines.embedded.model.forward import PrefillPlaces
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadShape:
+    queries: int
+    keys: int
+    size: int
+
+    @property
+    def group(self) -> int:
+        return self.queries // self.keys
+
+    @property
+    def fused(self) -> int:
+        return self.queries + 2 * self.keys
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """Of one forward: where its tokens stand (cosines and signed sines, M x 1 x D) and which slots they write."""
+
+    cosines_M1D: Tensor
+    sines_M1D: Tensor
+    write_at: Tensor
+    """(M x 2 x H) indices into a layer's slots seen as rows of D numbers."""
+    mask: Tensor | None
+    """Additive. None: causal among the forward's own tokens."""
+    length: int
+
+
+class TorchOps:
+    """Stateless but for the tables of the rotary embedding."""
+
+    needs_length = True
+    """Attention reads the slots up to a length that the caller must know."""
+
+    def __init__(self, heads: HeadShape, *, cosines_TD: Tensor, sines_TD: Tensor) -> None:
+        self._heads = heads
+        self._cosines_TD = cosines_TD
+        half = heads.size // 2
+        # The sign of "minus the second half, then the first" is kept in the table: rotating is then a swap of halves.
+        self._signed_sines_TD = torch.cat((-sines_TD[:, :half], sines_TD[:, half:]), dim=1)
+
+    def decode_step(self, positions_N: Tensor, slots: SlotCache, *, length: int) -> Step:
+        count = len(positions_N)
+        rows_N = torch.arange(count, device=positions_N.device)
+        is_future_NT = torch.arange(length, device=positions_N.device) > positions_N[:, None]
+        mask_NT = torch.zeros(is_future_NT.shape, dtype=self._cosines_TD.dtype, device=positions_N.device)
+        mask_NT.masked_fill_(is_future_NT, float("-inf"))
+        return self._step(positions_N, rows_N, positions_N, slots, mask=mask_NT[:, None, None], length=length)
+
+    def prefill_step(self, places: PrefillPlaces, slots: SlotCache) -> Step:
+        positions_M = places.positions_NC.flatten()
+        mask = None if places.is_fresh else places.mask_N1CT(self._cosines_TD.dtype)
+        return self._step(
+            positions_M,
+            places.write_rows_NC.flatten(),
+            places.write_at_NC.flatten(),
+            slots,
+            mask=mask,
+            length=places.reach,
+        )
+
+    def norm(self, x_ME: Tensor, weight_E: Tensor, epsilon: float) -> Tensor:
+        return F.rms_norm(x_ME, weight_E.shape, weight_E, epsilon)
+
+    def rotate_and_store(self, fused_MX: Tensor, step: Step, joint: Tensor) -> None:
+        """Rotate queries and keys in place, and write keys and values to the slots."""
+        heads = self._heads
+        fused_MXD = fused_MX.view(len(fused_MX), heads.fused, heads.size)
+        rotated_MRD = fused_MXD[:, : heads.queries + heads.keys]
+        first, second = rotated_MRD.chunk(2, dim=-1)
+        swapped_MRD = torch.cat((second, first), dim=-1)
+        rotated_MRD.mul_(step.cosines_M1D).addcmul_(swapped_MRD, step.sines_M1D)
+        joint.view(-1, heads.size).index_copy_(0, step.write_at, fused_MXD[:, heads.queries :].reshape(-1, heads.size))
+
+    def attend_one(self, fused_NX: Tensor, step: Step, joint: Tensor) -> Tensor:
+        """One query a row against the row's slot. The queries that share keys stand as one block: nothing is repeated."""
+        heads, count = self._heads, len(fused_NX)
+        queries_NHGD = fused_NX.view(count, heads.fused, heads.size)[:, : heads.queries].view(
+            count, heads.keys, heads.group, heads.size
+        )
+        keys_NHTD, values_NHTD = joint[0, :count, :, : step.length], joint[1, :count, :, : step.length]
+        attended = F.scaled_dot_product_attention(queries_NHGD, keys_NHTD, values_NHTD, attn_mask=step.mask)
+        return attended.reshape(count, heads.queries * heads.size)
+
+    def attend_many(self, fused_MX: Tensor, step: Step, joint: Tensor, places: PrefillPlaces) -> Tensor:
+        heads = self._heads
+        rows, tokens = places.positions_NC.shape
+        fused_NXCD = fused_MX.view(rows, tokens, heads.fused, heads.size).transpose(1, 2)
+        queries = fused_NXCD[:, : heads.queries]
+        if step.mask is None:
+            keys, values = fused_NXCD[:, heads.queries :].chunk(2, dim=1)
+        else:
+            keys, values = joint[:, places.rows_N, :, : step.length]
+        is_fused = queries.device.type == "cuda" and queries.dtype != torch.float32
+        if heads.group > 1 and not is_fused:
+            keys, values = keys.repeat_interleave(heads.group, dim=1), values.repeat_interleave(heads.group, dim=1)
+        attended_NQCD = F.scaled_dot_product_attention(
+            queries,
+            keys,
+            values,
+            attn_mask=step.mask,
+            is_causal=step.mask is None,
+            enable_gqa=heads.group > 1 and is_fused,
+        )
+        return attended_NQCD.transpose(1, 2).reshape(rows * tokens, heads.queries * heads.size)
+
+    def gate(self, both_MF: Tensor) -> Tensor:
+        gates, ups = both_MF.chunk(2, dim=-1)
+        return F.silu(gates).mul_(ups)
+
+    def _step(
+        self,
+        positions_M: Tensor,
+        rows_M: Tensor,
+        write_at_M: Tensor,
+        slots: SlotCache,
+        *,
+        mask: Tensor | None,
+        length: int,
+    ) -> Step:
+        device, keys = positions_M.device, self._heads.keys
+        joint = slots.joint[0]
+        kinds_2, heads_H = torch.arange(2, device=device), torch.arange(keys, device=device)
+        slot_M2 = kinds_2 * joint.shape[1] + rows_M[:, None]
+        write_at_M2H = (slot_M2[:, :, None] * keys + heads_H) * joint.shape[3] + write_at_M[:, None, None]
+        return Step(
+            cosines_M1D=self._cosines_TD[positions_M][:, None],
+            sines_M1D=self._signed_sines_TD[positions_M][:, None],
+            write_at=write_at_M2H.flatten(),
+            mask=mask,
+            length=length,
+        )

@@ -1,0 +1,229 @@
+"""Runs the forwards of a round on the device and brings back what they sampled.
+
+`Runner` calls the model directly: on a CPU, and on any device for models that run through their own module. `GraphRunner` replays
+captured graphs of bucketed shapes, so that a step costs the host one launch. Either only enqueues work on a GPU: `Flight.wait` is
+where the host waits.
+"""
+
+# S slots, N rows, C tokens a row, V vocabulary
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rollbook.contracts.policy import MAX_TOP_LOGPROBS
+from rollbook.inference.engines.embedded.cache.slot_cache import SlotCache, on_device
+from rollbook.inference.engines.embedded.model.forward import PrefillInput, SlotModel
+from rollbook.inference.engines.embedded.row_table import RowTable, Tops
+from rollbook.inference.engines.embedded.sampling import RowSampling, likeliest, sample
+
+Sampler = Callable[[Tensor, RowSampling], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """Results that are on their way to the host: tokens and logprobs of every row, also of those that sampled nothing."""
+
+    tokens_S: Tensor
+    logprobs_S: Tensor
+    arrived: torch.cuda.Event | None
+    top_tokens_SK: Tensor | None = None
+    top_logprobs_SK: Tensor | None = None
+
+    def wait(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.tokens_S.numpy(), self.logprobs_S.numpy()
+
+    def tops(self) -> Tops | None:
+        """Once it has arrived: the likeliest tokens of every row, where any row asked for them."""
+        if self.top_tokens_SK is None or self.top_logprobs_SK is None:
+            return None
+        return self.top_tokens_SK.numpy(), self.top_logprobs_SK.numpy()
+
+
+class Runner:
+    """Owns the device's copy of the rows' state. One thread's."""
+
+    forward_cost_tokens = 64
+
+    def __init__(self, model: SlotModel, slots: SlotCache, *, max_rows: int, sampler: Sampler = sample) -> None:
+        self.model = model
+        self.slots = slots
+        self.forwards = 0
+        self._sampler = sampler
+        self._device = model.device
+        # Float64, which exact sampling needs, does not exist on Apple's GPUs: there, logits are sampled from on the CPU.
+        self._sampling_device = torch.device("cpu") if model.device.type == "mps" else model.device
+        self._tokens_S = torch.zeros(max_rows, dtype=torch.long, device=self._device)
+        self._logprobs_S = torch.zeros(max_rows, dtype=torch.float32, device=self._device)
+        self._max_rows = max_rows
+        self._num_tops = min(MAX_TOP_LOGPROBS, model.vocab_size)
+        self._top_tokens_SK = torch.zeros(max_rows, self._num_tops, dtype=torch.int32, device=self._device)
+        self._top_logprobs_SK = torch.zeros(max_rows, self._num_tops, dtype=torch.float32, device=self._device)
+
+    def warm_up(self) -> None:
+        """Nothing to prepare: what is called directly is ready."""
+
+    def is_smaller(self, fewer: int, rows: int) -> bool:
+        """Whether a step over fewer rows costs less."""
+        return fewer < rows
+
+    def decode(self, table: RowTable, count: int, *, length: int) -> None:
+        """One token in each of the first `count` rows. `length`: positions attention must see."""
+        state = self._state(table)
+        positions_N = state.positions_S[:count].long()
+        logits_NV = self.model.decode(self._tokens_S[:count], positions_N, self.slots, length=length)
+        sampling = state.sampling(table, slice(0, count))
+        tokens_N, logprobs_N = self._sampled(logits_NV, sampling)
+        self._tokens_S[:count] = tokens_N
+        self._logprobs_S[:count] = logprobs_N
+        if table.has_tops:
+            self._note_tops(slice(0, count), logits_NV, sampling)
+        self.forwards += 1
+
+    def prefill(
+        self, rows: Sequence[int], pieces: Sequence[Sequence[int]], starts: Sequence[int], *, is_fresh: bool
+    ) -> Tensor:
+        """Logits (N, V) after the last token of each piece, which goes on at its start in its row."""
+        given = self._prefill_input(rows, pieces, starts, is_fresh=is_fresh, width=max(map(len, pieces)))
+        self.forwards += 1
+        return self.model.prefill(given, self.slots)
+
+    def begin_rows(self, table: RowTable, rows: Sequence[int], logits_MV: Tensor, sources: Sequence[int]) -> None:
+        """Sample the first token of rows, each from the line of `logits_MV` that `sources` names."""
+        state = self._state(table)
+        rows_N = on_device(torch.tensor(rows), self._device)
+        if list(sources) != list(range(len(logits_MV))):
+            logits_MV = logits_MV[on_device(torch.tensor(sources), self._device)]
+        sampling = state.sampling(table, rows_N)
+        tokens_N, logprobs_N = self._sampled(logits_MV, sampling)
+        self._tokens_S[rows_N] = tokens_N
+        self._logprobs_S[rows_N] = logprobs_N
+        if table.has_tops:
+            self._note_tops(rows_N, logits_MV, sampling)
+
+    def move_tokens(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        sources_N = on_device(torch.tensor(sources), self._device)
+        self._tokens_S[on_device(torch.tensor(targets), self._device)] = self._tokens_S[sources_N]
+
+    def collect(self, *, has_tops: bool = False) -> Flight:
+        """Start bringing back what the rows hold now."""
+        tops = [self._top_tokens_SK, self._top_logprobs_SK] if has_tops else []
+        if self._device.type != "cuda":
+            return Flight(
+                self._tokens_S.to("cpu", torch.int32),
+                self._logprobs_S.to("cpu", copy=True),
+                None,
+                *(held.to("cpu", copy=True) for held in tops),
+            )
+        tokens = torch.empty(self._max_rows, dtype=torch.int32, pin_memory=True)
+        logprobs = torch.empty(self._max_rows, dtype=torch.float32, pin_memory=True)
+        tokens.copy_(self._tokens_S.to(torch.int32), non_blocking=True)
+        logprobs.copy_(self._logprobs_S, non_blocking=True)
+        tops = [torch.empty_like(held, device="cpu", pin_memory=True).copy_(held, non_blocking=True) for held in tops]
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        arrived.record()
+        return Flight(tokens, logprobs, arrived, *tops)
+
+    def _note_tops(self, rows: slice | Tensor, logits_NV: Tensor, sampling: RowSampling) -> None:
+        tokens_NK, logprobs_NK = likeliest(logits_NV, sampling, self._num_tops)
+        self._top_tokens_SK[rows] = tokens_NK.to(torch.int32)
+        self._top_logprobs_SK[rows] = logprobs_NK
+
+    def _state(self, table: RowTable) -> "DeviceRows":
+        return DeviceRows.of(on_device(torch.from_numpy(table.packed), self._device), table.max_rows)
+
+    def _sampled(self, logits_NV: Tensor, rows: RowSampling) -> tuple[Tensor, Tensor]:
+        if self._sampling_device == self._device:
+            return self._sampler(logits_NV, rows)
+        tokens_N, logprobs_N = self._sampler(logits_NV.to(self._sampling_device), rows.to(self._sampling_device))
+        return tokens_N.to(self._device), logprobs_N.to(self._device)
+
+    def _prefill_input(
+        self,
+        rows: Sequence[int],
+        pieces: Sequence[Sequence[int]],
+        starts: Sequence[int],
+        *,
+        is_fresh: bool,
+        width: int,
+    ) -> PrefillInput:
+        packed = packed_prefill(pieces, rows, starts, count=len(rows), width=width, scratch_row=self.slots.scratch_row)
+        reach = min(self.slots.length, max(starts) + width)
+        return unpacked_prefill(on_device(torch.from_numpy(packed), self._device), reach=reach, is_fresh=is_fresh)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceRows:
+    """`RowTable.packed` on the device, as its columns."""
+
+    keys_S: Tensor
+    positions_S: Tensor
+    temperatures_S: Tensor
+    top_k_S: Tensor
+    top_p_S: Tensor
+
+    @classmethod
+    def of(cls, packed: Tensor, max_rows: int) -> "DeviceRows":
+        blocks = packed.view(6, max_rows)
+        return cls(
+            keys_S=packed[: 2 * max_rows].view(torch.int64),
+            positions_S=blocks[2],
+            temperatures_S=blocks[3].view(torch.float32),
+            top_k_S=blocks[4],
+            top_p_S=blocks[5].view(torch.float32),
+        )
+
+    def sampling(self, table: RowTable, rows: slice | Tensor) -> RowSampling:
+        return self.sampling_as(
+            rows, is_scaled=table.is_scaled, is_truncated=table.is_truncated, is_any_greedy=table.is_any_greedy
+        )
+
+    def sampling_as(
+        self, rows: slice | Tensor, *, is_scaled: bool, is_truncated: bool, is_any_greedy: bool
+    ) -> RowSampling:
+        return RowSampling(
+            keys_N=self.keys_S[rows],
+            temperatures_N=self.temperatures_S[rows],
+            top_k_N=self.top_k_S[rows],
+            top_p_N=self.top_p_S[rows],
+            is_scaled=is_scaled,
+            is_truncated=is_truncated,
+            is_any_greedy=is_any_greedy,
+        )
+
+
+def packed_prefill(
+    pieces: Sequence[Sequence[int]],
+    rows: Sequence[int],
+    starts: Sequence[int],
+    *,
+    count: int,
+    width: int,
+    scratch_row: int,
+) -> NDArray[np.int64]:
+    """Tokens padded to `width`, then row, start and last index; lines beyond the pieces stand in the scratch row."""
+    packed = np.zeros((count, width + 3), dtype=np.int64)
+    packed[:, width] = scratch_row
+    for line, piece in enumerate(pieces):
+        packed[line, : len(piece)] = piece
+        # Padded by repeating a token of the row itself: any id will do, and some models warn about their pad token.
+        packed[line, len(piece) : width] = piece[-1]
+        packed[line, width:] = (rows[line], starts[line], len(piece) - 1)
+    return packed
+
+
+def unpacked_prefill(packed: Tensor, *, reach: int, is_fresh: bool) -> PrefillInput:
+    return PrefillInput(
+        tokens_NC=packed[:, :-3],
+        rows_N=packed[:, -3],
+        starts_N=packed[:, -2],
+        lasts_N=packed[:, -1],
+        reach=reach,
+        is_fresh=is_fresh,
+    )

@@ -1,1 +1,0 @@
-"""The HTTP routes of the policy server, one noun a file."""

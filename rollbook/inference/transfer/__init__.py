@@ -1,1 +1,0 @@
-"""How weights reach the replicas: one file a way."""

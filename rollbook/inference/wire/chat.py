@@ -1,0 +1,130 @@
+"""POST /v1/chat/completions: what OpenAI's clients send and read, whole and as a stream."""
+
+from typing import Any, Literal
+
+import msgspec
+
+from rollbook.inference.wire.completions import SamplingBody, Usage, VersionSpan, checked_tops
+
+
+class ChatBody(SamplingBody, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    messages: list[dict[str, Any]]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    store: bool | None = None
+    service_tier: str | None = None
+
+    def limit(self) -> int | None:
+        """Tokens to sample at most; None: what the context leaves."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def num_tops(self) -> int:
+        """Raises `ValueError` for more than are told, or where no logprobs were asked for at all."""
+        count = checked_tops("top_logprobs", self.top_logprobs)
+        if count and not self.logprobs:
+            raise ValueError("top_logprobs: it goes with logprobs = true")
+        return count
+
+    def rendered_tools(self) -> list[dict[str, Any]] | None:
+        return None if self.tool_choice == "none" else self.tools
+
+    def _neutral(self) -> dict[str, tuple[object, ...]]:
+        own: dict[str, tuple[object, ...]] = {
+            "tool_choice": (None, "auto", "none"),
+            "response_format": (None, {"type": "text"}),
+            "store": (None, False),
+        }
+        return {**super()._neutral(), **own}
+
+
+class FunctionCall(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class ToolCallPart(msgspec.Struct):
+    id: str
+    function: FunctionCall
+    type: Literal["function"] = "function"
+    index: int | msgspec.UnsetType = msgspec.UNSET
+    """In streams only."""
+
+
+class AssistantMessage(msgspec.Struct):
+    content: str | None
+    role: Literal["assistant"] = "assistant"
+    tool_calls: list[ToolCallPart] | None = None
+    refusal: None = None
+
+
+class TokenLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list["TopLogprob"]
+
+
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[TokenLogprob]
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: AssistantMessage
+    finish_reason: str
+    weight_versions: list[VersionSpan]
+    logprobs: ChatLogprobs | None = None
+    token_ids: list[int] | None = None
+    raw_text: str | None = None
+    """All that was written, where tool calls were taken out of the content."""
+    stop_reason: str | int | None = None
+
+
+class ChatReply(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    object: Literal["chat.completion"] = "chat.completion"
+    prompt_token_ids: list[int] | None = None
+    kv_after_update: str | None = None
+
+
+class Delta(msgspec.Struct, omit_defaults=True):
+    role: str | None = None
+    content: str | None = None
+    tool_calls: list[ToolCallPart] | None = None
+
+
+class ChunkChoice(msgspec.Struct):
+    index: int
+    delta: Delta
+    finish_reason: str | None = None
+    logprobs: ChatLogprobs | None = None
+    token_ids: list[int] | None = None
+    weight_versions: list[VersionSpan] | None = None
+    stop_reason: str | int | None = None
+
+
+class ChatChunk(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None

@@ -1,0 +1,93 @@
+"""POST /inference/v1/generate, as vLLM shapes it: token ids in, token ids with logprobs and version spans out. No text anywhere."""
+
+import msgspec
+import numpy as np
+
+from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
+from rollbook.inference.wire.completions import VersionSpan, stamps
+
+
+class GenerateParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    n: int = 1
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    detokenize: bool | None = None
+    skip_special_tokens: bool | None = None
+
+    @classmethod
+    def of(cls, sampling: SamplingParams) -> "GenerateParams":
+        """As our clients ask: what ends a turn is their choice alone, and they read tokens, not text."""
+        return cls(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k or -1,
+            seed=sampling.seed,
+            stop_token_ids=list(sampling.stop_token_ids),
+            ignore_eos=True,
+            logprobs=0,
+            detokenize=False,
+        )
+
+    def sampling(self, seed: int | None, *, eos_token_ids: tuple[int, ...]) -> SamplingParams:
+        """Raises `ValueError` naming the field at fault."""
+        stop_ids = dict.fromkeys([*self.stop_token_ids, *(() if self.ignore_eos else eos_token_ids)])
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=0 if self.top_k == -1 else self.top_k,
+            stop_token_ids=tuple(stop_ids),
+            seed=seed,
+        )
+
+
+class GenerateBody(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+    token_ids: list[int]
+    sampling_params: GenerateParams
+    model: str | None = None
+    request_id: str | None = None
+    min_publication: int = 0
+    """Ours alone: vLLM knows no minimum, so its clients look at the versions of the answer."""
+    stream: bool = False
+
+
+class TokenScore(msgspec.Struct):
+    token_id: int
+    logprob: float
+
+
+class GenerateLogprobs(msgspec.Struct):
+    content: list[TokenScore]
+
+
+class GenerateChoice(msgspec.Struct):
+    index: int
+    token_ids: list[int]
+    finish_reason: str | None
+    logprobs: GenerateLogprobs | None = None
+    weight_versions: list[VersionSpan] | None = None
+
+    def to_contract(self) -> Completion:
+        """Raises `ValueError` when the pieces do not fit together."""
+        if self.logprobs is None or self.weight_versions is None:
+            raise ValueError("the answer carries no logprobs or no weight versions")
+        if [score.token_id for score in self.logprobs.content] != self.token_ids:
+            raise ValueError("the logprobs are of other tokens than the answer")
+        return Completion(
+            token_ids=np.array(self.token_ids, dtype=np.int32),
+            logprobs=np.array([score.logprob for score in self.logprobs.content], dtype=np.float32),
+            versions=stamps(self.weight_versions, len(self.token_ids)),
+            finish_reason=FinishReason(str(self.finish_reason)),
+        )
+
+
+class GenerateReply(msgspec.Struct):
+    request_id: str
+    choices: list[GenerateChoice]

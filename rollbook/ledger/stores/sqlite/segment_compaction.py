@@ -1,0 +1,69 @@
+"""Making segments smaller: what still counts of those with holes is copied into new ones. Nobody else may use the store."""
+
+import sqlite3
+from pathlib import Path
+
+from rollbook.ledger.stores.sqlite.segment_recovery import SET_MARK, first_free, pointed_to
+from rollbook.ledger.stores.sqlite.segment_transaction import PLACE_COLUMNS
+from rollbook.ledger.stores.sqlite.segments import (
+    SEGMENT_BYTES,
+    Place,
+    SegmentWriter,
+    read_payload,
+    segment_path,
+    segments_in,
+)
+
+COPIED_AT_ONCE = 32
+"""Payloads in memory at a time."""
+
+
+def segment_bytes(directory: Path) -> int:
+    return sum(segment_path(directory, segment).stat().st_size for segment in segments_in(directory))
+
+
+def close_holes(db: sqlite3.Connection, directory: Path) -> None:
+    """Copy, sync, and only then point to the copies. The old files are left for `remove_unused`."""
+    sparse = _sparse(db, directory)
+    if not sparse:
+        return
+    writer = SegmentWriter(directory, first=first_free(db), is_always_synced=True)
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        for segment in sparse:
+            _copy(db, directory, segment, writer)
+        for mark in writer.close().items():
+            db.execute(SET_MARK, mark)
+        db.execute("COMMIT")
+    except BaseException:
+        writer.take_back()
+        writer.close()
+        db.execute("ROLLBACK")
+        raise
+
+
+def _sparse(db: sqlite3.Connection, directory: Path) -> list[int]:
+    """Segments with holes, and small ones where there are several: each start of the service begins a new one."""
+    sparse, small = [], []
+    for segment in pointed_to(db):
+        (counting,) = db.execute("SELECT sum(size) FROM payload_places WHERE segment = ?", (segment,)).fetchone()
+        path = segment_path(directory, segment)
+        size = path.stat().st_size if path.exists() else 0
+        if counting < size:
+            sparse.append(segment)
+        elif size < SEGMENT_BYTES // 2:
+            small.append(segment)
+    return sorted(sparse + small) if len(small) > 1 else sparse
+
+
+def _copy(db: sqlite3.Connection, directory: Path, segment: int, writer: SegmentWriter) -> None:
+    rows = db.execute(
+        f"SELECT run_id, group_id, {PLACE_COLUMNS} FROM payload_places WHERE segment = ? ORDER BY place", (segment,)
+    ).fetchall()
+    for start in range(0, len(rows), COPIED_AT_ONCE):
+        some = rows[start : start + COPIED_AT_ONCE]
+        places = [writer.append(read_payload(directory, Place(*place))) for _, _, *place in some]
+        db.executemany(
+            "UPDATE payload_places SET segment = ?, place = ? WHERE run_id = ? AND group_id = ?",
+            [(to.segment, to.place, run_id, group_id) for to, (run_id, group_id, *_) in zip(places, some, strict=True)],
+        )

@@ -1,0 +1,172 @@
+"""An OpenAI-compatible endpoint in the rollout worker: agents that nobody changed play episodes through it.
+
+A session is one episode. It is named in the path (`/s/SESSION/v1`, so that a `base_url` is enough), in the header
+`X-Rollbook-Session`, or as the API key. The server listens on loopback from the first session on, until the worker ends.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
+
+import msgspec
+from aiohttp import web
+
+from rollbook.contracts.errors import EpisodeError, RollbookError, TransientError
+from rollbook.rollout.agents.chat_completions import chat_chunks, chat_reply, chat_request, models
+from rollbook.rollout.agents.messages import BadChatError
+from rollbook.rollout.agents.responses import responses_events, responses_reply, responses_request
+from rollbook.rollout.agents.session import EpisodeOverError, ProxySession
+
+MAX_BODY_BYTES = 64 * 2**20
+SESSION_HEADER = "X-Rollbook-Session"
+
+
+class MakeSession(Protocol):
+    def __call__(self, *, assembler: str, tool_parser: str) -> ProxySession: ...
+
+
+class ProxyServer:
+    """Made by `open_proxy`."""
+
+    def __init__(self, make_session: MakeSession, *, host: str = "127.0.0.1", port: int = 0) -> None:
+        self._make_session = make_session
+        self._host = host
+        self._port = port
+        self._sessions: dict[str, ProxySession] = {}
+        self._runner: web.AppRunner | None = None
+        self._starting = asyncio.Lock()
+        self._url = ""
+
+    @asynccontextmanager
+    async def session(
+        self, *, assembler: str = "branching", tool_parser: str = "hermes"
+    ) -> AsyncIterator[ProxySession]:
+        """A session for the episode that is being played; closed at the end, whatever the agent still does."""
+        await self._start()
+        session = self._make_session(assembler=assembler, tool_parser=tool_parser)
+        session.base_url = f"{self._url}/s/{session.id}/v1"
+        self._sessions[session.id] = session
+        try:
+            yield session
+        finally:
+            session.close()
+            del self._sessions[session.id]
+
+    async def start(self) -> str:
+        """Listen from now on; gives the URL."""
+        await self._start()
+        return self._url
+
+    async def _start(self) -> None:
+        """A worker whose rollout function needs no proxy never listens."""
+        async with self._starting:
+            if self._runner is not None:
+                return
+            runner = web.AppRunner(self.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+            await runner.setup()
+            await web.TCPSite(runner, self._host, self._port).start()
+            host, port = runner.addresses[0][:2]
+            self._url = f"http://{host}:{port}"
+            self._runner = runner
+
+    async def close(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        for prefix in ("", "/s/{session}"):
+            app.router.add_post(f"{prefix}/v1/chat/completions", self._chat)
+            app.router.add_post(f"{prefix}/v1/responses", self._responses)
+            app.router.add_get(f"{prefix}/v1/models", self._models)
+        return app
+
+    async def _models(self, _request: web.Request) -> web.Response:
+        return _json(models())
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        async def answer(session: ProxySession, body: Mapping[str, Any]) -> tuple[Any, Iterable[bytes]]:
+            said = await session.complete(chat_request(body))
+            return chat_reply(body, said), chat_chunks(body, said)
+
+        return await self._answered(request, answer)
+
+    async def _responses(self, request: web.Request) -> web.StreamResponse:
+        async def answer(session: ProxySession, body: Mapping[str, Any]) -> tuple[Any, Iterable[bytes]]:
+            said = await session.complete(responses_request(body, session.responses))
+            reply = responses_reply(body, said)
+            # Instructions belong to one request; those of the next stand in their place.
+            session.responses[reply["id"]] = said.messages[1 if body.get("instructions") else 0 :]
+            return reply, responses_events(reply)
+
+        return await self._answered(request, answer)
+
+    async def _answered(self, request: web.Request, answer: Callable[..., Any]) -> web.StreamResponse:
+        try:
+            session = self._session_of(request)
+            body = msgspec.json.decode(await request.read())
+            if not isinstance(body, dict):
+                raise BadChatError("the body must be a JSON object")
+            reply, stream = await answer(session, body)
+        except msgspec.DecodeError as error:
+            return _error(400, "invalid_request_error", f"the body is not JSON: {error}")
+        except BadChatError as error:
+            return _error(400, "invalid_request_error", str(error), error.param)
+        except UnknownSessionError as error:
+            return _error(404, "unknown_session", str(error))
+        except EpisodeOverError as error:
+            return _error(410, "episode_over", str(error))
+        except TransientError as error:
+            return _error(503, "policy_unavailable", str(error))
+        except EpisodeError as error:
+            return _error(422, "episode_failed", str(error))
+        except RollbookError as error:
+            return _error(500, "run_failed", str(error))
+        return await _stream(request, stream) if body.get("stream") else _json(reply)
+
+    def _session_of(self, request: web.Request) -> ProxySession:
+        key = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        name = request.match_info.get("session") or request.headers.get(SESSION_HEADER) or key
+        return self._sessions.get(name) or self.unknown(name)
+
+    def unknown(self, name: str) -> ProxySession:
+        """Asked for a session that is not open. In a worker that is an error; who only listens may open one."""
+        raise UnknownSessionError(
+            f"no episode {name!r} is being played here: it is over, or the base_url is not the one it was given"
+        )
+
+
+class UnknownSessionError(EpisodeError):
+    """A request for an episode that is not being played."""
+
+
+@asynccontextmanager
+async def open_proxy(
+    make_session: MakeSession, *, host: str = "127.0.0.1", port: int = 0
+) -> AsyncIterator[ProxyServer]:
+    server = ProxyServer(make_session, host=host, port=port)
+    try:
+        yield server
+    finally:
+        await server.close()
+
+
+async def _stream(request: web.Request, events: Iterable[bytes]) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    for part in events:
+        await response.write(part)
+    await response.write_eof()
+    return response
+
+
+def _json(value: Any, *, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
+
+
+def _error(status: int, kind: str, message: str, param: str | None = None) -> web.Response:
+    response = _json({"error": {"message": message, "type": kind, "code": kind, "param": param}}, status=status)
+    # The policy client has retried within the episode's own deadline; a second layer of retries only hides the cause.
+    response.headers["x-should-retry"] = "false"
+    return response

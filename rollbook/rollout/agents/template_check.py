@@ -1,0 +1,201 @@
+"""Does a chat template keep what was sampled? Conversations played through it, turn by turn, as an agent would play them.
+
+Exact continuation holds for a case when every prompt after the first is the exact tokens so far and more: then an episode is one
+sequence (`linear`). A template that rewrites earlier turns forks there (`branching`), and the first difference is shown.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from rollbook.rollout.agents.history import Answered, ChatHistory
+from rollbook.rollout.agents.messages import normalised
+from rollbook.rollout.agents.tool_calls import PARSERS, ToolParser, parse_nothing
+from rollbook.rollout.assemblers.assembler import first_difference
+from rollbook.rollout.chat.tokenizer import RenderError
+from rollbook.rollout.contract import Message, Tokenizer
+
+
+class Verdict(StrEnum):
+    EXACT = "exact"
+    REWRITTEN = "rewritten"
+    """The template does not keep what was said: a further sequence begins."""
+    UNSUPPORTED = "unsupported"
+    """The template refuses such messages, or leaves them out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A conversation: what comes before each answer, and the answer. `is_cut`: sampling ended without an end token."""
+
+    name: str
+    turns: Sequence[tuple[Sequence[Message], str]]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    is_cut: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    case: str
+    verdict: Verdict
+    detail: str = ""
+    drift: int | None = None
+    """Where tokens would differ if the last history were tokenised again from its text; None where they would not."""
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def system(text: str) -> Message:
+    return {"role": "system", "content": text}
+
+
+def tool(text: str) -> Message:
+    return {"role": "tool", "content": text, "tool_call_id": "call_0"}
+
+
+WEATHER: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+CLOSE_CALL = '<tool_call>{"name":"get_weather","arguments":{"city":"Paris"}}</tool_call>'
+WIDE_CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+JSON_CALL = '{"name":"get_weather","parameters":{"city":"Paris"}}'
+THOUGHT = "<think>\nThe city is Paris.\n</think>\n\n"
+
+CASES: tuple[Case, ...] = (
+    Case(
+        name="two turns",
+        turns=[([user("What is 2+2?")], "4"), ([user("And 3+3?")], "6"), ([user("Thanks")], "Bye")],
+    ),
+    Case(
+        name="system message",
+        turns=[([system("Be brief."), user("What is 2+2?")], "4"), ([user("And 3+3?")], "6")],
+    ),
+    Case(name="empty turns", turns=[([user("")], ""), ([user("")], "yes"), ([user("?")], "")]),
+    Case(
+        name="unicode",
+        turns=[([user("Grüße, 東京! \u05e9\u05dc\u05d5\u05dd")], "👩‍👩‍👧 e\u0301 \u00a0…"), ([user("🇫🇷?")], "ok")],
+    ),
+    Case(
+        name="white space around answers", turns=[([user("a")], "  4 \n\n"), ([user("b")], "\n\n6"), ([user("c")], " ")]
+    ),
+    Case(
+        name="code and markup",
+        turns=[([user("<b>&amp;</b> {{ x }}")], "```py\nx = '<1>'\n```"), ([user("{% y %}")], "")],
+    ),
+    Case(name="answer cut by a limit", turns=[([user("Count")], "1, 2, 3"), ([user("go on")], "4")], is_cut=True),
+    Case(name="thinking, then a user turn", turns=[([user("Which?")], f"{THOUGHT}Paris"), ([user("Sure?")], "Yes")]),
+)
+
+TOOL_CASES: dict[str, tuple[Case, ...]] = {
+    "hermes": (
+        Case(
+            name="tool call and result",
+            turns=[([user("Paris?")], CLOSE_CALL), ([tool("21 degrees")], "It is 21."), ([user("Thanks")], "Bye")],
+            tools=[WEATHER],
+        ),
+        Case(
+            name="two calls with text",
+            turns=[([user("Both?")], f"Let me see.\n{WIDE_CALL}\n{CLOSE_CALL}"), ([tool("7"), tool("21")], "7 and 21")],
+            tools=[WEATHER],
+        ),
+        Case(
+            name="thinking in a tool loop",
+            turns=[([user("Paris?")], f"{THOUGHT}{WIDE_CALL}"), ([tool("7 degrees")], f"{THOUGHT}It is 7.")],
+            tools=[WEATHER],
+        ),
+    ),
+    "json": (
+        Case(
+            name="tool call and result",
+            turns=[([user("Paris?")], JSON_CALL), ([tool("21 degrees")], "It is 21."), ([user("Thanks")], "Bye")],
+            tools=[WEATHER],
+        ),
+    ),
+    "none": (),
+}
+"""By how the model writes tool calls."""
+
+
+def check_template(tokenizer: Tokenizer, *, style: str = "hermes", parser: ToolParser | None = None) -> list[Finding]:
+    """`style`: how the model writes tool calls. A parser of one's own reads calls of the hermes kind here."""
+    cases = (*CASES, *TOOL_CASES.get(style, TOOL_CASES["hermes"]))
+    return [_check(tokenizer, parser or PARSERS[style], case) for case in cases]
+
+
+def advice(findings: Sequence[Finding]) -> str:
+    """Which assembler to choose."""
+    rewritten = [finding.case for finding in findings if finding.verdict is Verdict.REWRITTEN]
+    if not rewritten:
+        return "exact continuation holds: `linear` and `branching` make one sequence of an episode"
+    if len(rewritten) == sum(finding.verdict is not Verdict.UNSUPPORTED for finding in findings):
+        return "no history is kept: use `per_turn`, or a template that keeps earlier turns as they were"
+    return f"earlier turns are rewritten ({', '.join(rewritten)}): use `branching`; `linear` refuses such episodes"
+
+
+def _check(tokenizer: Tokenizer, parser: ToolParser, case: Case) -> Finding:
+    try:
+        return _played(tokenizer, parser, case)
+    except RenderError as error:
+        return Finding(case=case.name, verdict=Verdict.UNSUPPORTED, detail=str(error))
+
+
+def _played(tokenizer: Tokenizer, parser: ToolParser, case: Case) -> Finding:
+    history = ChatHistory(tokenizer, parser)
+    parse = parser if case.tools else parse_nothing
+    end = tokenizer.eos_token_ids[:1]
+    end_text = "" if case.is_cut else tokenizer.decode(end, skip_special_tokens=False)
+    messages: list[Message] = []
+    drift: int | None = None
+    for number, (before, answer) in enumerate(case.turns, start=1):
+        messages = normalised([*messages, *before])
+        if left_out := _left_out(tokenizer, messages, before, case.tools):
+            return Finding(case=case.name, verdict=Verdict.UNSUPPORTED, detail=left_out)
+        prompt = history.prompt(messages, case.tools)
+        if prompt.rewrite is not None or (number > 1 and not prompt.is_continued):
+            told = prompt.rewrite or "the earlier answer was not recognised"
+            return Finding(case=case.name, verdict=Verdict.REWRITTEN, detail=f"before turn {number}: {told}")
+        again = tokenizer.encode(prompt.rendered)
+        drift = _first_drift(prompt.token_ids, again)
+        tokens = prompt.token_ids + tokenizer.encode(answer) + ([] if case.is_cut else list(end))
+        said = parse(answer)
+        reply: dict[str, Any] = {"role": "assistant", "content": said.content}
+        if said.calls:
+            reply["tool_calls"] = [call.to_openai() for call in said.calls]
+        messages = normalised([*messages, reply])
+        history.add(
+            messages,
+            case.tools,
+            Answered(tokens=tokens, rendered=prompt.rendered, said=answer, end_text=end_text),
+        )
+    return Finding(case=case.name, verdict=Verdict.EXACT, drift=drift)
+
+
+def _left_out(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    before: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None,
+) -> str:
+    """What the policy was to read and the template does not show."""
+    text = tokenizer.render(messages, add_generation_prompt=True, tools=tools)
+    for message in before:
+        if message["content"].strip() not in text:
+            return f"the template leaves out or changes {message['role']} messages ({message['content'][:40]!r})"
+    if tools and text == tokenizer.render(messages, add_generation_prompt=True):
+        return "the template does not show tools to the policy"
+    return ""
+
+
+def _first_drift(ours: Sequence[int], again: Sequence[int]) -> int | None:
+    at = first_difference(ours, again)
+    if at is None and len(ours) != len(again):
+        return min(len(ours), len(again))
+    return at

@@ -1,0 +1,107 @@
+"""The default rollout function: plays any environment as a chat.
+
+    reset -> the observation is the user's message -> the policy answers -> step -> the observation is the next message ...
+
+until the world says done or a limit is reached. The reward is the sum over the steps (or that of the last one: setting `reward`);
+whether the task was solved is what the world said last. An episode that reaches a limit keeps what it earned, marked truncated.
+"""
+
+import time
+from typing import Any
+
+from pydantic import ValidationError
+
+from rollbook.contracts.environment import Observation
+from rollbook.contracts.errors import EpisodeError, RunError
+from rollbook.contracts.policy import FinishReason
+from rollbook.contracts.ports import Environment
+from rollbook.contracts.trajectory import EndReason, RolloutSample
+from rollbook.rollout.assemblers.chat import MessageTrajectoryAssembler
+from rollbook.rollout.config import EpisodeSettings
+from rollbook.rollout.contract import RolloutFn, RolloutSetup
+from rollbook.rollout.episodes.policy import EpisodeTimeUpError, current_episode
+from rollbook.rollout.episodes.stopwatch import EpisodeTime
+
+
+def make_rollout(setup: RolloutSetup) -> RolloutFn:
+    try:
+        settings = EpisodeSettings.model_validate(dict(setup.settings))
+    except ValidationError as error:
+        faults = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
+        raise RunError(f"rollout.settings of the default rollout function: {faults}") from error
+
+    async def play_episode(row: dict[str, Any]) -> RolloutSample | None:
+        async with setup.open_environment() as world:
+            return await _Episode(setup, settings, world).play(row)
+
+    return play_episode
+
+
+class _Episode:
+    """One attempt being played."""
+
+    def __init__(self, setup: RolloutSetup, settings: EpisodeSettings, world: Environment) -> None:
+        self._setup = setup
+        self._settings = settings
+        self._world = world
+        self._chat = MessageTrajectoryAssembler(setup.tokenizer, setup.sampling, on_rewrite=settings.on_rewrite)
+        self._clock = EpisodeTime(setup.limits.max_seconds)
+        if (episode := current_episode()) is not None and episode.time is not None:
+            self._clock = episode.time
+        self._rewards: list[float] = []
+        self._cut_turns = 0
+
+    async def play(self, row: dict[str, Any]) -> RolloutSample:
+        seen = await self._world.reset(row)
+        if self._settings.system_prompt is not None:
+            self._chat.add_message("system", self._settings.system_prompt)
+        while True:
+            self._chat.add_message("user", seen.text)
+            end = await self._turn()
+            if isinstance(end, EndReason):
+                break
+            seen = await self._world.step(end)
+            self._rewards.append(seen.reward)
+            if seen.done:
+                end = EndReason.DONE
+                break
+        return self._sample(end, seen)
+
+    async def _turn(self) -> str | EndReason:
+        """Let the policy answer: what it said, or the limit that kept it from saying anything."""
+        limits, chat, began = self._setup.limits, self._chat, time.monotonic()
+        end = limits.before_turn(turns=chat.num_turns, num_tokens=chat.num_tokens, seconds=self._clock.used_s)
+        if end is not None:
+            return self._stopped(end)
+        prompt = chat.next_prompt()
+        most = min(self._setup.sampling.max_tokens, limits.tokens_left(len(prompt)))
+        if most == 0:
+            return self._stopped(EndReason.MAX_TOKENS)
+        try:
+            completion = await self._setup.policy.complete(prompt, max_tokens=most)
+        except EpisodeTimeUpError:
+            return self._stopped(EndReason.TIME)
+        self._cut_turns += completion.finish_reason is FinishReason.LENGTH
+        return self._chat.add_completion(completion, seconds=time.monotonic() - began)
+
+    def _stopped(self, end: EndReason) -> EndReason:
+        """A limit ends the episode, with what it earned; before the first turn there is nothing to reward."""
+        if self._chat.num_turns == 0:
+            raise EpisodeError(
+                f"no turn was played: {end} after a first prompt of {self._chat.num_tokens} tokens ({self._setup.limits})"
+            )
+        return end
+
+    def _sample(self, end: EndReason, seen: Observation) -> RolloutSample:
+        reward = sum(self._rewards) if self._settings.reward == "sum" else self._rewards[-1]
+        return self._chat.build(
+            reward=float(reward),
+            finish_reason=end,
+            solved=seen.solved,
+            metrics={
+                "cut_turns": float(self._cut_turns),
+                "seconds": self._clock.used_s,
+                "waited_seconds": self._clock.waited_s,
+            },
+            facts=seen.facts,
+        )

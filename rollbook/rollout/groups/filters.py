@@ -1,0 +1,56 @@
+"""Which finished groups carry something to learn. A filter takes a group and gives the reason to drop it, or None."""
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from rollbook.contracts.errors import EpisodeError, RollbookError
+from rollbook.contracts.group import PromptGroup
+from rollbook.contracts.plugin import load_attribute
+
+GroupFilter: TypeAlias = Callable[[PromptGroup], str | None]
+
+SAME_REWARD = 1e-8
+"""Below this spread the advantages of a group are zero (the trainer uses the same number)."""
+
+
+class FilterError(EpisodeError):
+    """A filter of the user's broke on a group."""
+
+
+def one_sample(group: PromptGroup) -> str | None:
+    """Advantages are relative to the siblings: alone there is nothing to compare with."""
+    return "one_sample" if len(group.scorable) == 1 else None
+
+
+def constant_reward(group: PromptGroup) -> str | None:
+    rewards = [sample.reward for sample in group.scorable if sample.reward is not None]
+    if rewards and max(rewards) - min(rewards) < SAME_REWARD:
+        return "constant_reward"
+    return None
+
+
+def load_filters(path: str | None, *, drop_constant_reward: bool, search_path: Sequence[str] = ()) -> list[GroupFilter]:
+    """The filters of a run in the order they are asked: the cheap general ones first, then the user's."""
+    filters: list[GroupFilter] = [one_sample]
+    if drop_constant_reward:
+        filters.append(constant_reward)
+    if path is not None:
+        filters.append(_fenced(load_attribute(path, search_path, default=None, role="group filter"), path))
+    return filters
+
+
+def _fenced(function: GroupFilter, path: str) -> GroupFilter:
+    def ask(group: PromptGroup) -> str | None:
+        try:
+            reason = function(group)
+        except RollbookError:
+            raise
+        except Exception as error:
+            raise FilterError(f"filter {path} raised {type(error).__name__}: {error}") from error
+        if reason is not None and not isinstance(reason, str):
+            raise FilterError(
+                f"filter {path} returned a {type(reason).__name__}; it must return a reason (str) or None"
+            )
+        return reason
+
+    return ask

@@ -1,0 +1,163 @@
+"""Episodes that are played elsewhere: the contract of a remote rollout service, and what is refused of its answers.
+
+The service gets a row, the policy's address and how to sample; it gives back turns, each with the exact tokens that the engine
+consumed and produced, and a reward. Which tokenizer is meant is said on both sides: tokens of another one would train nonsense.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from rollbook.contracts.errors import EpisodeError, RunError
+from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
+from rollbook.contracts.trajectory import EndReason, RolloutSample
+from rollbook.rollout.assemblers.assembler import AssemblyError, require_same_sampling
+from rollbook.rollout.assemblers.registry import build_assembler
+from rollbook.rollout.settings.limits import EpisodeLimits
+
+TOKENIZER_MISMATCH = "tokenizer_mismatch"
+
+
+class TokenizerMismatchError(RunError):
+    """Service and run do not mean the same tokens. No retry helps: a person must give both the same tokenizer."""
+
+
+class BadReplyError(EpisodeError):
+    """What a service answered is not a trajectory."""
+
+
+class RolloutRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /rollouts."""
+
+    request_id: str
+    """The same id again is the same episode: a repeated request joins it."""
+    row: dict[str, Any]
+    policy_url: str
+    """Speaks `/v1/completions` with token ids; its answers tell logprobs and versions."""
+    tokenizer_id: str
+    sampling: SamplingParams
+    limits: EpisodeLimits
+    deadline_s: float
+    min_publication: int = 0
+    """Goes into every policy request: weights older than the group do not sample for it."""
+
+
+class ServiceTurn(msgspec.Struct, frozen=True, kw_only=True):
+    prompt_ids: list[int]
+    """All tokens the engine consumed for this turn."""
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    """The publication behind each token, as the policy server told it."""
+    finish_reason: FinishReason = FinishReason.STOP
+    seconds: float = 0.0
+
+
+class RolloutReply(msgspec.Struct, frozen=True, kw_only=True):
+    tokenizer_id: str
+    sampling: SamplingParams
+    turns: list[ServiceTurn]
+    reward: float | None = None
+    invalid_cause: str | None = None
+    finish_reason: EndReason = EndReason.DONE
+    solved: bool | None = None
+    messages: list[dict[str, Any]] | None = None
+    metrics: dict[str, float] = {}
+    facts: dict[str, Any] = {}
+
+
+class RolloutService(Protocol):
+    """Plays an episode somewhere."""
+
+    @property
+    def tokenizer_id(self) -> str: ...
+
+    async def play(self, request: RolloutRequest) -> RolloutReply | None:
+        """None: drop this sample. Cancelled when the episode is."""
+
+
+def require_same_tokenizer(ours: str, theirs: str, *, where: str) -> None:
+    if ours != theirs:
+        raise TokenizerMismatchError(
+            f"{where} uses tokenizer {theirs}, this run {ours}: its tokens would mean something else here. Give both the same "
+            "model directory (tokenizer.json, special tokens and chat template)"
+        )
+
+
+def sample_of(reply: RolloutReply, request: RolloutRequest, *, assembler: str, where: str) -> RolloutSample:
+    """The sample of an answer, or an error that says what does not hold."""
+    require_same_tokenizer(request.tokenizer_id, reply.tokenizer_id, where=where)
+    rows = build_assembler(assembler, request.sampling)
+    try:
+        require_same_sampling(request.sampling, reply.sampling)
+        for number, turn in enumerate(reply.turns, start=1):
+            rows.add_turn(turn.prompt_ids, _completion(turn, number, request, where), seconds=turn.seconds)
+    except AssemblyError as error:
+        raise BadReplyError(f"{where}: its turns do not chain: {error}") from error
+    is_scored = reply.reward is not None and math.isfinite(reply.reward)
+    cause = None if is_scored else reply.invalid_cause or f"could not be scored: {reply.reward}"
+    try:
+        return rows.build(
+            reward=reply.reward if is_scored else None,
+            invalid_cause=cause,
+            finish_reason=reply.finish_reason,
+            solved=reply.solved,
+            messages=reply.messages,
+            metrics=reply.metrics,
+            facts=reply.facts,
+        )
+    except (ValueError, AssemblyError) as error:
+        raise BadReplyError(f"{where}: its answer makes no sample: {error}") from error
+
+
+def _completion(turn: ServiceTurn, number: int, request: RolloutRequest, where: str) -> Completion:
+    if not len(turn.token_ids) == len(turn.logprobs) == len(turn.versions):
+        raise BadReplyError(
+            f"{where}: turn {number} has {len(turn.token_ids)} tokens, {len(turn.logprobs)} logprobs and "
+            f"{len(turn.versions)} versions; each token needs one of each"
+        )
+    if turn.versions and min(turn.versions) < request.min_publication:
+        raise BadReplyError(
+            f"{where}: turn {number} was sampled from publication {min(turn.versions)}, but the group was admitted at "
+            f"{request.min_publication}; pass min_publication on in every policy request"
+        )
+    return Completion(
+        token_ids=np.array(turn.token_ids, dtype=np.int32),
+        logprobs=np.array(turn.logprobs, dtype=np.float32),
+        versions=np.array(turn.versions, dtype=np.int32),
+        finish_reason=turn.finish_reason,
+    )
+
+
+def reply_of(sample: RolloutSample, *, tokenizer_id: str) -> RolloutReply:
+    """The answer of a service that plays with a rollout function of this house."""
+    return RolloutReply(
+        tokenizer_id=tokenizer_id,
+        sampling=sample.sampling,
+        turns=[_turn(sample, turn.sequence, turn.start, turn.end, turn.seconds) for turn in sample.turns],
+        reward=sample.reward,
+        invalid_cause=sample.invalid_cause,
+        finish_reason=sample.finish_reason,
+        solved=sample.solved,
+        messages=_plain(sample.messages),
+        metrics=dict(sample.metrics),
+        facts=dict(sample.facts),
+    )
+
+
+def _turn(sample: RolloutSample, sequence: int, start: int, end: int, seconds: float) -> ServiceTurn:
+    row = sample.sequences[sequence]
+    return ServiceTurn(
+        prompt_ids=row.token_ids[:start].tolist(),
+        token_ids=row.token_ids[start:end].tolist(),
+        logprobs=row.logprobs[start:end].tolist(),
+        versions=row.versions[start:end].tolist(),
+        seconds=seconds,
+    )
+
+
+def _plain(messages: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
+    return None if messages is None else [dict(message) for message in messages]

@@ -1,0 +1,165 @@
+"""To write a rollout service: give it something that plays, and it answers `POST /rollouts`.
+
+    service = FunctionService(tokenizer.identity, play)     # async def play(request) -> RolloutSample | None
+    async with serve_rollouts(service, port=9000): ...
+
+A request id is one episode: asked for again, it is joined, not played twice. `DELETE /rollouts/ID` cancels it, and so does the end
+of its deadline. What the function raises becomes an answer that says who must act.
+"""
+
+import asyncio
+import hmac
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from rollbook.contracts.errors import RollbookError, TransientError
+from rollbook.contracts.group import GroupId
+from rollbook.contracts.trajectory import RolloutSample
+from rollbook.rollout.episodes.policy import EpisodeContext, enter_episode
+from rollbook.rollout.remote.protocol import (
+    TOKENIZER_MISMATCH,
+    RolloutReply,
+    RolloutRequest,
+    RolloutService,
+    TokenizerMismatchError,
+    reply_of,
+    require_same_tokenizer,
+)
+
+MAX_BODY_BYTES = 64 * 2**20
+KEPT_S = 60.0
+"""How long an answer is kept for a caller whose connection broke."""
+
+Play = Callable[[RolloutRequest], Awaitable[RolloutSample | None]]
+
+
+class FunctionService:
+    """A `RolloutService` around a function that plays one request."""
+
+    def __init__(self, tokenizer_id: str, play: Play) -> None:
+        self.tokenizer_id = tokenizer_id
+        self._play = play
+
+    async def play(self, request: RolloutRequest) -> RolloutReply | None:
+        # An `EpisodePolicy` that is used from here on knows the group's minimum version and the time that is left.
+        enter_episode(
+            EpisodeContext(
+                group_id=GroupId(request.request_id),
+                min_publication=request.min_publication,
+                until=time.monotonic() + request.deadline_s,
+            )
+        )
+        sample = await self._play(request)
+        return None if sample is None else reply_of(sample, tokenizer_id=self.tokenizer_id)
+
+
+class _Desk:
+    def __init__(self, service: RolloutService, token: str | None) -> None:
+        self._service = service
+        self._token = token
+        self._episodes: dict[str, asyncio.Task[RolloutReply | None]] = {}
+        self._decode = msgspec.json.Decoder(RolloutRequest).decode
+
+    async def post(self, request: web.Request) -> web.Response:
+        if (refused := self._refused(request)) is not None:
+            return refused
+        try:
+            asked = self._decode(await request.read())
+            require_same_tokenizer(self._service.tokenizer_id, asked.tokenizer_id, where="the caller")
+        except (msgspec.MsgspecError, ValueError) as error:
+            return _error(400, "bad_request", str(error))
+        except TokenizerMismatchError as error:
+            return _error(409, TOKENIZER_MISMATCH, str(error))
+        episode = self._episodes.get(asked.request_id)
+        if episode is None:
+            episode = asyncio.create_task(self._play(asked), name=f"service.{asked.request_id}")
+            self._episodes[asked.request_id] = episode
+            episode.add_done_callback(lambda _: self._forget_later(asked.request_id))
+        return await self._answer(episode)
+
+    async def delete(self, request: web.Request) -> web.Response:
+        if (refused := self._refused(request)) is not None:
+            return refused
+        episode = self._episodes.get(request.match_info["id"])
+        if episode is None:
+            return _error(404, "unknown_rollout", "no such rollout is being played")
+        episode.cancel()
+        return _json({"status": "cancelled"})
+
+    async def health(self, _: web.Request) -> web.Response:
+        return _json({"status": "ok", "tokenizer_id": self._service.tokenizer_id, "playing": len(self._episodes)})
+
+    async def close(self, _: web.Application) -> None:
+        for episode in self._episodes.values():
+            episode.cancel()
+        await asyncio.gather(*self._episodes.values(), return_exceptions=True)
+
+    async def _play(self, asked: RolloutRequest) -> RolloutReply | None:
+        async with asyncio.timeout(asked.deadline_s):
+            return await self._service.play(asked)
+
+    async def _answer(self, episode: asyncio.Task[RolloutReply | None]) -> web.Response:
+        try:
+            # Shielded: a caller that lost its connection comes again for the same episode.
+            return _json(await asyncio.shield(episode))
+        except asyncio.CancelledError:
+            if episode.cancelled():
+                return _error(410, "cancelled", "this rollout was cancelled")
+            raise
+        except TimeoutError:
+            return _error(504, "deadline", "the rollout did not end within its deadline")
+        except TransientError as error:
+            return _error(503, "unavailable", str(error))
+        except RollbookError as error:
+            return _error(422, "episode_failed", str(error))
+        except Exception as error:
+            return _error(422, "episode_failed", f"the rollout raised {type(error).__name__}: {error}")
+
+    def _refused(self, request: web.Request) -> web.Response | None:
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if self._token is None or hmac.compare_digest(given.encode(), self._token.encode()):
+            return None
+        return _error(401, "unauthorized", "a bearer token is needed")
+
+    def _forget_later(self, request_id: str) -> None:
+        asyncio.get_running_loop().call_later(KEPT_S, self._episodes.pop, request_id, None)
+
+
+def rollout_app(service: RolloutService, *, token: str | None = None) -> web.Application:
+    desk = _Desk(service, token)
+    app = web.Application(client_max_size=MAX_BODY_BYTES)
+    app.router.add_post("/rollouts", desk.post)
+    app.router.add_delete("/rollouts/{id}", desk.delete)
+    app.router.add_get("/health", desk.health)
+    app.on_shutdown.append(desk.close)
+    return app
+
+
+@asynccontextmanager
+async def serve_rollouts(
+    service: RolloutService, *, host: str = "127.0.0.1", port: int = 0, token: str | None = None
+) -> AsyncIterator[str]:
+    """Listen, and give the URL. Off loopback a token is demanded: whoever can ask spends your sandboxes."""
+    if token is None and host not in ("127.0.0.1", "localhost", "::1"):
+        raise ValueError(f"{host} can be reached from other machines: set a token")
+    runner = web.AppRunner(rollout_app(service, token=token), access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port).start()
+        bound_host, bound_port = runner.addresses[0][:2]
+        yield f"http://{bound_host}:{bound_port}"
+    finally:
+        await runner.cleanup()
+
+
+def _json(value: Any, *, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
+
+
+def _error(status: int, kind: str, message: str) -> web.Response:
+    return _json({"error": {"type": kind, "message": message}}, status=status)

@@ -1,0 +1,90 @@
+"""`Scorer`: gives a finished episode its reward, from functions that the user named, and writes down what each of them said.
+
+    def correct(case: RewardCase) -> float | None: ...          # or async def
+
+`None` and NaN mean "could not be scored": the sample is kept, unscorable, and never counted as 0.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+
+from rollbook.contracts.trajectory import RolloutSample
+from rollbook.rollout.rewards.messages import RewardCase
+from rollbook.rollout.rewards.pool import RewardPool, open_reward_pool
+from rollbook.rollout.settings.rewards import TO_BE_SCORED, RewardRules, Score, combine
+from rollbook.telemetry.events import EventLog
+
+__all__ = ["TO_BE_SCORED", "RewardCase", "Scorer", "open_scorer", "score_key"]
+
+SECONDS_KEY = "reward_seconds"
+"""In a sample's metrics: the slowest of its reward functions."""
+
+
+def score_key(name: str) -> str:
+    """The value of one function: a metric of the run, and of each sample (absent where it could not score)."""
+    return f"reward/{name}"
+
+
+class Scorer:
+    def __init__(self, pool: RewardPool, rules: RewardRules, *, decode: Callable[[Sequence[int]], str]) -> None:
+        self._pool = pool
+        self._rules = rules
+        self._decode = decode
+
+    async def score(self, row: Mapping[str, Any], sample: RolloutSample) -> RolloutSample:
+        """The sample with its reward, or with the cause why it has none.
+
+        An episode that failed is not judged: what its world could not finish says nothing about the policy.
+        """
+        if not sample.is_scorable and sample.invalid_cause != TO_BE_SCORED:
+            return sample
+        case = case_of(row, sample, decode=self._decode)
+        names = [function.name for function in self._rules.functions]
+        scores = dict(zip(names, await asyncio.gather(*(self._pool.score(name, case) for name in names)), strict=True))
+        return scored(sample, self._rules, scores)
+
+
+@asynccontextmanager
+async def open_scorer(
+    rules: RewardRules, *, decode: Callable[[Sequence[int]], str], search_path: tuple[str, ...], log: EventLog
+) -> AsyncIterator[Scorer]:
+    """`decode`: tokens to text, for episodes that recorded no messages."""
+    async with open_reward_pool(rules, search_path=search_path, log=log) as pool:
+        yield Scorer(pool, rules, decode=decode)
+
+
+def scored(sample: RolloutSample, rules: RewardRules, scores: Mapping[str, Score]) -> RolloutSample:
+    """The same episode with the verdict of the functions. Pure."""
+    verdict = combine(rules, scores, environment=sample.reward)
+    told = {score_key(name): score.value for name, score in scores.items() if score.value is not None}
+    metrics = {**sample.metrics, **told, SECONDS_KEY: max((s.seconds for s in scores.values()), default=0.0)}
+    if sample.reward is not None:
+        metrics[score_key("environment")] = float(sample.reward)
+    faults = {name: score.cause for name, score in scores.items() if score.cause is not None}
+    facts = {**sample.facts, **({"reward_faults": faults} if faults else {})}
+    return dataclasses.replace(sample, reward=verdict.reward, invalid_cause=verdict.cause, metrics=metrics, facts=facts)
+
+
+def case_of(row: Mapping[str, Any], sample: RolloutSample, *, decode: Callable[[Sequence[int]], str]) -> RewardCase:
+    messages = sample.messages or ()
+    said = next((m.get("content") for m in reversed(messages) if m.get("role") == "assistant"), None)
+    if said is None and sample.turns:
+        last = sample.turns[-1]
+        said = decode(sample.sequences[last.sequence].token_ids[last.start : last.end].tolist())
+    return RewardCase(
+        row=dict(row),
+        # A message may hold what a model's template reads: whatever it is, the record of it is JSON.
+        messages=tuple(msgspec.to_builtins(dict(message)) for message in messages),
+        response=said if isinstance(said, str) else "",
+        finish_reason=sample.finish_reason,
+        reward=sample.reward,
+        solved=sample.solved,
+        num_sampled=sample.num_trained,
+        metrics=dict(sample.metrics),
+        facts=dict(sample.facts),
+    )

@@ -1,0 +1,42 @@
+"""`rollbook tokens check`: a model's chat template under test, as a table and as a verdict."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollbook.contracts.errors import RunError
+from rollbook.rollout.agents.template_check import Finding, Verdict, advice, check_template
+from rollbook.rollout.agents.tool_calls import load_parser
+from rollbook.rollout.chat.tokenizer import ModelTokenizer
+
+
+def check_tokens(model: str, *, tool_parser: str) -> list[Finding]:
+    directory = Path(model)
+    if not directory.is_dir():
+        raise RunError(f"{model} is no directory; give one with tokenizer.json and a chat template (download it first)")
+    tokenizer = ModelTokenizer.from_directory(directory)
+    if not tokenizer.eos_token_ids:
+        raise RunError(f"{model}: no end token is known; set eos_token in tokenizer_config.json")
+    return check_template(tokenizer, style=tool_parser, parser=load_parser(tool_parser))
+
+
+def holds(findings: Sequence[Finding]) -> bool:
+    return all(finding.verdict is not Verdict.REWRITTEN for finding in findings)
+
+
+def finding_lines(findings: Sequence[Finding]) -> Iterator[str]:
+    width = max(len(finding.case) for finding in findings)
+    yield f"{'case':<{width}}  {'continuation':<12}  tokenised again"
+    for finding in findings:
+        drift = "" if finding.verdict is not Verdict.EXACT else "the same"
+        if finding.drift is not None:
+            drift = f"differs at token {finding.drift}"
+        yield f"{finding.case:<{width}}  {finding.verdict:<12}  {drift}".rstrip()
+        if finding.detail:
+            yield f"{'':<{width}}  {finding.detail}"
+    yield advice(findings)
+
+
+def finding_row(findings: Sequence[Finding]) -> dict[str, Any]:
+    cases = {f.case: {"verdict": f.verdict, "detail": f.detail, "drift": f.drift} for f in findings}
+    return {"exact": holds(findings), "advice": advice(findings), "cases": cases}

@@ -1,0 +1,129 @@
+"""A run as text: the overview, the list of groups, and one group with every token it was trained on."""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+
+from rollbook.contracts.errors import RunError
+from rollbook.contracts.group import GroupId, GroupState, PromptGroup
+from rollbook.contracts.trajectory import RolloutSample, TokenRow
+from rollbook.dashboard.queries import summary
+from rollbook.ledger.records import GroupRecord
+from rollbook.rollout.chat.provenance import Span, spans_of
+from rollbook.rollout.chat.tokenizer import ModelTokenizer
+from rollbook.rollout.dispatch.selection_bias import compare, played_of
+from rollbook.run.model_location import model_location
+from rollbook.run.record import RunRecordReader
+
+LOOKED_BACK = 2000
+"""Groups that the audit of selection bias looks back on."""
+
+
+def overview_lines(run: RunRecordReader) -> Iterator[str]:
+    status, figures = run.status(), summary(run.directory.path)
+    yield f"run         {run.run_id} in {run.directory.path}"
+    yield f"steps       {status.acknowledged_step} trained, {status.durable_step} durable, trainer epoch {status.epoch}"
+    yield f"policy      version {status.version}, publication {status.publication}"
+    yield f"gate        {status.gate}, capacity {status.capacity}"
+    yield "groups      " + ", ".join(f"{count} {state}" for state, count in status.by_state.items())
+    if status.dropped:
+        yield "dropped     " + ", ".join(f"{count} {kind}" for kind, count in status.dropped.items())
+    if figures.steps:
+        yield f"reward      {_number(figures.reward_first)} → {_number(figures.reward_last)}"
+        yield f"solved      {_number(figures.solved_first)} → {_number(figures.solved_last)}"
+        yield f"lag         at most {figures.max_lag} of {run.config.gate.max_head_offpolicy_versions} allowed"
+    yield "fairness    " + _fairness(run)
+    yield "end         " + ("over" if status.ended else "not over: `rollbook train` on this directory goes on")
+
+
+def _fairness(run: RunRecordReader) -> str:
+    """Whether the trained groups are like all that were dispatched, over the last ones."""
+    rows = run.groups(state=None, limit=LOOKED_BACK, offset=max(0, run.status().opened - LOOKED_BACK))
+    report = compare(
+        played_of(json.loads(row.outcome) if row.outcome else {}, state=row.state, drop_reason=row.drop_reason)
+        for row in rows
+    )
+    if not report.biases:
+        return "too few trained groups to tell"
+    if report.warnings:
+        return "; ".join(str(bias) for bias in report.warnings)
+    told = ", ".join(f"{bias.measure} {bias.distance:.2f}" for bias in report.biases)
+    return f"trained groups are like the dispatched (distance: {told}; {report.left_out_share:.0%} left out)"
+
+
+def groups_lines(run: RunRecordReader, *, state: str | None, limit: int, offset: int) -> Iterator[str]:
+    if state is not None and state not in list(GroupState):
+        raise RunError(f"{state!r} is no state of a group; they are {', '.join(GroupState)}")
+    wanted = None if state is None else GroupState(state)
+    yield f"{'sequence':>8}  {'group':<28} {'state':<10} {'step':>5} {'tries':>5}  {'reward':>7}  note"
+    for group in run.groups(state=wanted, limit=limit, offset=offset):
+        outcome = json.loads(group.outcome) if group.outcome else {}
+        step = "" if group.step is None else str(group.step)
+        yield (
+            f"{group.sequence:>8}  {group.group_id:<28} {group.state:<10} {step:>5} {group.attempt:>5}  "
+            f"{_number(outcome.get('reward_mean')):>7}  {group.drop_reason or ''}"
+        )
+
+
+def group_lines(run: RunRecordReader, group_id: str) -> Iterator[str]:
+    record, group, moves = run.group(GroupId(group_id))
+    yield from _life(record)
+    for move in moves:
+        when = time.strftime("%H:%M:%S", time.localtime(move.at))
+        yield f"  {when}  {move.from_state or '–'} → {move.to_state}  {move.note}  (by {move.by})"
+    if group is None:
+        yield "its tokens are no longer kept" if record.payload_digest else "it was never submitted"
+        return
+    yield from _samples(group, ModelTokenizer.from_directory(model_location(run.directory)))
+
+
+def _life(record: GroupRecord) -> Iterator[str]:
+    yield f"group {record.group_id}: task {record.task_id}, draw {record.draw}, {record.origin}, now {record.state}"
+    if record.drop_reason:
+        yield f"  dropped: {record.drop_reason}"
+    yield (
+        f"  admitted at version {record.admission_version}, attempt {record.attempt}, "
+        f"oldest trained version {record.oldest_version}"
+    )
+
+
+def _samples(group: PromptGroup, tokenizer: ModelTokenizer) -> Iterator[str]:
+    for number, sample in enumerate(group.samples):
+        yield ""
+        yield f"sample {number}: {_verdict(sample)}"
+        said = {name: value for name, value in sample.metrics.items() if name.startswith("reward/")}
+        if said:
+            yield "  rewards " + ", ".join(
+                f"{name.removeprefix('reward/')} {value:.4g}" for name, value in said.items()
+            )
+        if sample.facts:
+            yield f"  facts {json.dumps(dict(sample.facts), default=str)}"
+        for index, row in enumerate(sample.sequences):
+            if len(sample.sequences) > 1:
+                yield f"  sequence {index}"
+            turns = [turn for turn in sample.turns if turn.sequence == index]
+            yield from _tokens(row, spans_of(row, turns, sample.messages, tokenizer), tokenizer)
+
+
+def _verdict(sample: RolloutSample) -> str:
+    scored = f"reward {_number(sample.reward)}" if sample.reward is not None else f"unscorable ({sample.invalid_cause})"
+    solved = "" if sample.solved is None else (", solved" if sample.solved else ", not solved")
+    return f"{scored}{solved}, ended {sample.finish_reason}, {len(sample.turns)} turns, {sample.num_trained} trained tokens"
+
+
+def _tokens(row: TokenRow, spans: Sequence[Span], tokenizer: ModelTokenizer) -> Iterator[str]:
+    """Token by token: who wrote it, and for what is trained its logprob and the version that sampled it."""
+    yield f"  {'at':>4} {'id':>7}  {'token':<20} {'author':<10} {'logprob':>9} {'version':>7} trained"
+    for span in spans:
+        for at in range(span.start, span.end):
+            text = repr(tokenizer.decode([int(row.token_ids[at])], skip_special_tokens=False))
+            trained = bool(row.loss_mask[at])
+            logprob = f"{row.logprobs[at]:.4f}" if trained else ""
+            version = str(row.versions[at]) if row.versions[at] >= 0 else ""
+            author = span.author if at == span.start else "·"
+            told = f"  {at:>4} {int(row.token_ids[at]):>7}  {text:<20} {author:<10} {logprob:>9} {version:>7}"
+            yield f"{told} {'yes' if trained else ''}".rstrip()
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"

@@ -1,0 +1,184 @@
+"""One measured pass: a policy (the run's own server, or one started for it), workers, held-out tasks, and what came of them."""
+
+import asyncio
+import dataclasses
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollbook.contracts.errors import RunError
+from rollbook.contracts.policy import Publication, PublicationId
+from rollbook.contracts.task import Task
+from rollbook.inference.weights.client import WeightTransferClient
+from rollbook.rollout.evaluation import Evaluator, LabelResult, by_label, open_evaluator, share_of_publication
+from rollbook.run.config.run import RunConfig
+from rollbook.run.policy_clients import policy_urls
+from rollbook.run.processes.rollout import worker_recipe
+from rollbook.run.supervision.child_main import RoleContext
+from rollbook.run.supervision.process import TERM_GRACE_S, ManagedProcess
+from rollbook.run.supervision.sockets import listening_socket, url_of
+from rollbook.tasks.dataset import load_tasks
+from rollbook.trainer.model.policy_model import PolicyModel
+from rollbook.trainer.model.weights import write_weights
+
+READY_S = 300.0
+"""A server that loads a large model takes its time; one that takes longer hangs, and is named."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    step: int
+    results: tuple[LabelResult, ...]
+    """The whole first, then by label."""
+    pinned_ratio: float
+    """Part of the tasks whose every token came from the version that was measured."""
+    seconds: float
+
+    @property
+    def whole(self) -> LabelResult:
+        return self.results[0]
+
+    def row(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "seconds": round(self.seconds, 3),
+            "pinned_ratio": round(self.pinned_ratio, 4),
+            "results": [result.row() for result in self.results],
+        }
+
+
+def held_out_tasks(config: RunConfig, source_dir: Path) -> tuple[Task, ...]:
+    """The tasks to measure with: all, or `max_tasks` of them spread evenly over the source."""
+    tasks = load_tasks(config.evaluation.tasks_config(config.tasks), base_dir=source_dir)
+    most = config.evaluation.max_tasks
+    if len(tasks) <= most:
+        return tasks
+    return tuple(tasks[number * len(tasks) // most] for number in range(most))
+
+
+class Measuring:
+    """Made by `open_measuring`."""
+
+    def __init__(
+        self, evaluator: Evaluator, tasks: Sequence[Task], pushes: WeightTransferClient, scratch: Path
+    ) -> None:
+        self._evaluator = evaluator
+        self._tasks = tasks
+        self._pushes = pushes
+        self._scratch = scratch
+        self._published = 0
+
+    async def publish(self, model_dir: Path, *, step: int) -> int:
+        """Give the evaluation's own server the weights of a model directory; the answer is their publication."""
+        self._published += 1
+        path = self._scratch / f"{self._published}.safetensors"
+        digest = await asyncio.to_thread(_write, model_dir, path)
+        publication = Publication(id=PublicationId(self._published), epoch=1, step=step, digest=digest)
+        await self._pushes.receive(publication, str(path))
+        path.unlink(missing_ok=True)
+        return publication.id
+
+    async def measure(self, *, publication: int, step: int) -> Measurement:
+        began = time.perf_counter()
+        played = await self._evaluator.measure(self._tasks, min_publication=publication)
+        return Measurement(
+            step=step,
+            results=tuple(by_label(played)),
+            pinned_ratio=share_of_publication(played, publication),
+            seconds=time.perf_counter() - began,
+        )
+
+
+@asynccontextmanager
+async def open_measuring(
+    context: RoleContext, tasks: Sequence[Task], *, policy_url: str | None
+) -> AsyncIterator[Measuring]:
+    """Everything a measurement needs, ready; without `policy_url` a policy server of its own is among it.
+
+    Worlds that a pool serves are served by a pool of its own: training keeps every one of its worlds.
+    """
+    config = context.loaded.config
+    async with AsyncExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rollbook-evaluation-")))
+        addresses = dict(context.addresses)
+        if config.env.pool_size is not None:
+            addresses["env"] = await stack.enter_async_context(_served(context, "env"))
+        if policy_url is None:
+            policy_url = await stack.enter_async_context(_served(context, "policy"))
+        addresses["policy"] = policy_url
+        pushes = await stack.enter_async_context(
+            WeightTransferClient(
+                policy_urls(addresses["policy"]), request_s=config.inference.request_s, log=context.log
+            )
+        )
+        evaluator = await stack.enter_async_context(_workers(dataclasses.replace(context, addresses=addresses)))
+        yield Measuring(evaluator, tasks, pushes, scratch)
+
+
+@asynccontextmanager
+async def _workers(context: RoleContext) -> AsyncIterator[Evaluator]:
+    config, settings = context.loaded.config, context.loaded.config.evaluation
+    recipe = worker_recipe(context)
+    recipe = dataclasses.replace(
+        recipe,
+        rules=dataclasses.replace(
+            recipe.rules,
+            completions_per_prompt=settings.episodes,
+            min_samples=1,
+            # A measurement takes every episode, not those that finish first.
+            oversample=0,
+            drop_constant_reward=False,
+            filter=None,
+        ),
+        settings={
+            **recipe.settings,
+            "is_greedy": settings.greedy,
+            "log_file": str(context.directory.log_file("evaluation-worker")),
+        },
+    )
+    a_worker = -(-settings.concurrency // settings.workers)
+    rollout = config.rollout.model_copy(update={"workers": settings.workers, "groups_per_worker": a_worker})
+    async with open_evaluator(
+        recipe, rollout, concurrency=settings.concurrency, label_field=settings.label_field, log=context.log
+    ) as evaluator:
+        yield evaluator
+
+
+@asynccontextmanager
+async def _served(context: RoleContext, role: str) -> AsyncIterator[str]:
+    """A server process for the evaluation alone. It is not restarted: a measurement that lost its policy is no measurement."""
+    config = context.loaded.config
+    sock = listening_socket("127.0.0.1", 0)
+    process = ManagedProcess(
+        f"evaluation-{role}",
+        role,
+        context.directory,
+        addresses={},
+        listening=sock,
+        env={"OMP_NUM_THREADS": str(config.inference.threads), "TOKENIZERS_PARALLELISM": "false"},
+    )
+    living = asyncio.create_task(process.live(), name=f"evaluation.{role}")
+    try:
+        ready = asyncio.create_task(process.ready.wait(), name=f"evaluation.{role}.ready")
+        await asyncio.wait({living, ready}, timeout=READY_S, return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        if not process.ready.is_set():
+            raise RunError(f"the evaluation's {role} server did not start: {process.fault or process.last_words()}")
+        yield url_of(sock)
+    finally:
+        process.ask_to_stop()
+        await asyncio.wait({living}, timeout=TERM_GRACE_S)
+        process.kill()
+        await asyncio.wait({living}, timeout=TERM_GRACE_S)
+        sock.close()
+
+
+def _write(model_dir: Path, path: Path) -> str:
+    model = PolicyModel.load(model_dir)
+    digest = model.digest()
+    write_weights(model.weights(), path, digest=digest, is_durable=False)
+    return digest

@@ -1,0 +1,53 @@
+"""`rollbook env serve` and `env play`: worlds on their own, for trainers elsewhere and for people."""
+
+import asyncio
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+from rollbook.envs.config import EnvConfig, EnvServerConfig
+from rollbook.envs.server.run import serve_worlds
+from rollbook.run.directory import write_json
+
+__all__ = ["EnvConfig", "EnvServerConfig", "serve_environment"]
+
+
+def serve_environment(
+    env: EnvConfig,
+    server: EnvServerConfig,
+    *,
+    size: int | None,
+    host: str,
+    port: int,
+    is_openenv: bool,
+    ready_file: Path | None,
+    say: Callable[[str], None],
+) -> None:
+    """Serve until SIGINT or SIGTERM. Port 0 lets the kernel choose; the ready file then tells the address."""
+    asyncio.run(_serve(env, server, size, host, port, is_openenv, ready_file, say))
+
+
+async def _serve(  # noqa: PLR0917 - the same list as above
+    env: EnvConfig,
+    server: EnvServerConfig,
+    size: int | None,
+    host: str,
+    port: int,
+    is_openenv: bool,
+    ready_file: Path | None,
+    say: Callable[[str], None],
+) -> None:
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopping.set)
+    say(f"preparing {size or 'any number of'} worlds of {env.name}")
+    async with serve_worlds(env, server, size=size, host=host, port=port, is_openenv=is_openenv) as running:
+        say(
+            f"serving {env.name} at {running.url}"
+            + (f", to play by hand at {running.url}/web" if server.playground else "")
+        )
+        if ready_file is not None:
+            write_json(ready_file, {"url": running.url})
+        await stopping.wait()
+        say("stopping")

@@ -1,0 +1,133 @@
+"""`rollbook ledger serve|compact|export|import`, and a ledger looked at from outside."""
+
+import asyncio
+import importlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from aiohttp import web
+from pydantic import SecretStr
+
+from rollbook.concurrency.clock import SystemClock
+from rollbook.contracts.admission import RunId
+from rollbook.contracts.errors import RunError
+from rollbook.contracts.group import GroupId
+from rollbook.ledger.atropos.config import AtroposConfig
+from rollbook.ledger.atropos.routes import add_atropos
+from rollbook.ledger.client.queries import audit_at, explain_at
+from rollbook.ledger.config import Durability, LedgerConfig, LedgerServerConfig
+from rollbook.ledger.http.malloc import keep_memory_for_bodies
+from rollbook.ledger.serve import serve_ledger
+from rollbook.ledger.service import Ledger
+from rollbook.ledger.store import Store
+from rollbook.ledger.stores.registry import open_reader, open_store, sqlite_url
+from rollbook.ledger.tools.audit import AuditReport
+from rollbook.ledger.tools.compaction import compact
+from rollbook.ledger.tools.explain import explain
+from rollbook.ledger.tools.export import export_jsonl
+from rollbook.ledger.tools.import_run import import_jsonl
+from rollbook.run.record import open_run
+from rollbook.telemetry.events import EventLog
+
+
+def serve(
+    *,
+    store: str,
+    host: str,
+    port: int,
+    durability: str,
+    tokens: dict[str, Sequence[str]],
+    ready_file: Path | None,
+    atropos_run: str | None,
+    say: Callable[[str], None],
+) -> None:
+    """Serve until SIGINT or SIGTERM. With `atropos_run`, the Atropos dialect answers beside the native one."""
+    config = LedgerServerConfig(
+        store=store,
+        host=host,
+        port=port,
+        ready_file=ready_file,
+        ledger=LedgerConfig(durability=Durability(durability)),
+        producer_tokens=tuple(SecretStr(token) for token in tokens.get("producer", ())),
+        trainer_tokens=tuple(SecretStr(token) for token in tokens.get("trainer", ())),
+        viewer_tokens=tuple(SecretStr(token) for token in tokens.get("viewer", ())),
+    )
+    log = EventLog("ledger")
+    say(f"opening {store} ({durability}), listening on {host}:{port}")
+
+    def mount(app: web.Application, _: Ledger, opened: Store) -> None:
+        dialect = AtroposConfig(run=str(atropos_run))
+        add_atropos(app, store=opened, config=dialect, limits=config.ledger, clock=SystemClock(), log=log)
+
+    keep_memory_for_bodies()
+    uvloop.run(serve_ledger(config, log=log, mount=mount if atropos_run is not None else None))
+
+
+def shrink(store: str, *, run: str | None, up_to_step: int | None) -> dict[str, Any]:
+    report = asyncio.run(
+        compact(store, now=time.time(), run_id=None if run is None else RunId(run), up_to_step=up_to_step)
+    )
+    return asdict(report)
+
+
+def write_out(store: str, run: str, target: Path) -> dict[str, Any]:
+    """A run as JSON lines, or as Parquet where the target does not end in .jsonl."""
+    write = export_jsonl
+    if target.suffix != ".jsonl":
+        try:
+            write = importlib.import_module("rollbook.ledger.tools.parquet").export_parquet
+        except ImportError as error:
+            raise RunError(
+                f"Parquet needs the extra `parquet` ({error}); install it, or export to a .jsonl file"
+            ) from error
+    with open_reader(store) as reader:
+        report = write(reader, RunId(run), target)
+    return {**asdict(report), "files": [str(path) for path in report.files]}
+
+
+def read_in(store: str, source: Path, *, as_run: str | None) -> dict[str, Any]:
+    async def work() -> dict[str, Any]:
+        async with open_store(store) as opened:
+            return asdict(await import_jsonl(opened, source, as_run=None if as_run is None else RunId(as_run)))
+
+    return asyncio.run(work())
+
+
+def explain_in_directory(path: Path, group_id: str) -> list[str]:
+    with open_run(path) as run:
+        return explain(run.reader, run.run_id, GroupId(group_id))
+
+
+def explain_elsewhere(url: str, group_id: str) -> list[str]:
+    """`http://host:port/v1/runs/RUN`, or `http://host:port` of a ledger with one run."""
+    life = explain_at(url, GroupId(group_id), token=os.environ.get("ROLLBOOK_VIEWER_TOKENS"))
+    return list(life.sentences)
+
+
+def audit_elsewhere(url: str) -> list[AuditReport]:
+    """`http://host:port/v1/runs/RUN` for one run, `http://host:port` for all of that ledger."""
+    return [
+        AuditReport(
+            run_id=RunId(seen.run_id),
+            opened=seen.opened,
+            law=seen.law,
+            dropped=seen.dropped,
+            steps=seen.steps,
+            max_lag=seen.max_lag,
+            lag_budget=seen.lag_budget,
+            violations=seen.violations,
+        )
+        for seen in audit_at(url, token=os.environ.get("ROLLBOOK_VIEWER_TOKENS"))
+    ]
+
+
+def store_of(place: str) -> str:
+    """A store's URL, or a run directory."""
+    if "://" in place:
+        return place
+    return sqlite_url(Path(place) / "ledger")

@@ -1,0 +1,123 @@
+"""`rollbook proxy`: the agents' endpoint on its own, in front of a policy server, to try an agent by hand.
+
+Sessions open with their first request, under whatever name the base URL gives them. `POST /s/NAME/end {"reward": 1.0}` closes one
+and writes it down, token by token, as one line of JSON; what is still open at the end is written without a reward.
+"""
+
+import asyncio
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from rollbook.contracts.errors import RollbookError, RunError
+from rollbook.contracts.policy import SamplingParams
+from rollbook.inference.client.client import open_policy_client
+from rollbook.rollout.agents.server import ProxyServer
+from rollbook.rollout.agents.session import ProxySession
+from rollbook.rollout.agents.tool_calls import load_parser
+from rollbook.rollout.chat.tokenizer import ModelTokenizer
+from rollbook.rollout.episodes.policy import EpisodePolicy
+from rollbook.rollout.remote.protocol import reply_of
+from rollbook.rollout.settings.limits import EpisodeLimits
+
+NOT_SCORED = "no reward was given"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProxyWishes:
+    policy_url: str
+    model_dir: Path
+    record: Path
+    host: str
+    port: int
+    max_tokens: int
+    temperature: float
+    assembler: str
+    tool_parser: str
+
+
+class RecordingProxy(ProxyServer):
+    """Opens a session for whoever asks, and writes it down when it ends."""
+
+    def __init__(
+        self, wishes: ProxyWishes, policy: EpisodePolicy, tokenizer: ModelTokenizer, sampling: SamplingParams
+    ) -> None:
+        super().__init__(self._make, host=wishes.host, port=wishes.port)
+        self._wishes = wishes
+        self._policy = policy
+        self._tokenizer = tokenizer
+        self._sampling = sampling
+
+    def unknown(self, name: str) -> ProxySession:
+        session = self._make(assembler=self._wishes.assembler, tool_parser=self._wishes.tool_parser)
+        self._sessions[name] = session
+        return session
+
+    def app(self) -> web.Application:
+        app = super().app()
+        app.router.add_post("/s/{session}/end", self._end)
+        return app
+
+    def write_open_sessions(self) -> None:
+        for name in list(self._sessions):
+            self._write(name, None)
+
+    async def _end(self, request: web.Request) -> web.Response:
+        name = request.match_info["session"]
+        if name not in self._sessions:
+            return web.json_response({"error": f"no session {name!r} is open"}, status=404)
+        raw = await request.read()
+        try:
+            reward = msgspec.json.decode(raw or b"{}", type=dict[str, float | None]).get("reward")
+            return web.json_response(self._write(name, reward))
+        except (msgspec.MsgspecError, RollbookError, ValueError) as error:
+            return web.json_response({"error": str(error)}, status=400)
+
+    def _write(self, name: str, reward: float | None) -> dict[str, Any]:
+        session = self._sessions[name]
+        if session.num_turns == 0:
+            del self._sessions[name]
+            return {"session": name, "turns": 0}
+        sample = session.build(reward=reward, invalid_cause=NOT_SCORED if reward is None else None)
+        line = {"session": name, **msgspec.to_builtins(reply_of(sample, tokenizer_id=self._tokenizer.identity))}
+        with self._wishes.record.open("ab") as file:
+            file.write(msgspec.json.encode(line) + b"\n")
+        session.close()
+        del self._sessions[name]
+        return {"session": name, "turns": len(sample.turns), "sequences": len(sample.sequences), "reward": reward}
+
+    def _make(self, *, assembler: str, tool_parser: str) -> ProxySession:
+        return ProxySession(
+            policy=self._policy,
+            tokenizer=self._tokenizer,
+            sampling=self._sampling,
+            limits=EpisodeLimits(max_turns=10_000, max_total_tokens=2**31 - 1, max_seconds=1e9),
+            parser=load_parser(tool_parser),
+            assembler=assembler,
+        )
+
+
+async def serve_proxy(wishes: ProxyWishes, *, ready: Callable[[str], None]) -> None:
+    """Until SIGINT or SIGTERM. `ready` is called with the URL."""
+    tokenizer = ModelTokenizer.from_directory(wishes.model_dir)
+    if not tokenizer.eos_token_ids:
+        raise RunError(f"{wishes.model_dir}: no end token is known; set eos_token in tokenizer_config.json")
+    sampling = SamplingParams(
+        max_tokens=wishes.max_tokens, temperature=wishes.temperature, stop_token_ids=tokenizer.eos_token_ids
+    )
+    stopping = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    async with open_policy_client(wishes.policy_url, request_s=300.0) as client:
+        proxy = RecordingProxy(wishes, EpisodePolicy(client, sampling), tokenizer, sampling)
+        try:
+            ready(await proxy.start())
+            await stopping.wait()
+        finally:
+            await proxy.close()
+            proxy.write_open_sessions()

@@ -1,0 +1,166 @@
+"""`rollbook train`: from a config file to a finished run directory, or on with one that exists.
+
+Prepares and locks the directory, lets the supervisor run it under a live view, then audits, draws and sums up.
+"""
+
+import asyncio
+import contextlib
+import io
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from rollbook.contracts.errors import RunError
+from rollbook.dashboard.figures import ProcessLine
+from rollbook.dashboard.queries import RunReader, RunSummary, summary
+from rollbook.dashboard.terminal import open_view
+from rollbook.ledger.tools.audit import AuditReport
+from rollbook.run.config.run import LoadedConfig, RunConfig, dump_toml, load_config
+from rollbook.run.directory import RunDirectory
+from rollbook.run.record import open_run
+from rollbook.run.supervision.resume import check_resume
+from rollbook.run.supervision.supervisor import RunEnd, RunOutcome, Supervisor, require_posix
+from rollbook.telemetry.events import EventLog
+
+VIEW_TICK_S = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainReport:
+    """How a run ended, for people and for machines."""
+
+    directory: RunDirectory
+    config: RunConfig
+    outcome: RunOutcome
+    audit: AuditReport | None
+    """None when the run failed before its ledger existed."""
+    summary: RunSummary
+    plots: tuple[Path, ...]
+
+    @property
+    def exit_code(self) -> int:
+        if self.outcome.end is RunEnd.INTERRUPTED:
+            return 130
+        return 0 if self.outcome.end is not RunEnd.FAILED and self.audit is not None and self.audit.ok else 1
+
+
+def train(source: Path, *, run_dir: Path | None, overrides: Sequence[str], console: Console) -> TrainReport:
+    """Train from a config file, or go on with a run directory."""
+    require_posix()
+    loaded, directory = settle(source, run_dir, overrides)
+    directory.prepare()
+    with directory.locked():
+        is_resumed = claim(loaded, directory, console)
+        # Its warnings stand in the view and in its log; on stderr they would tear the live view.
+        log = EventLog("supervisor", directory.log_file("supervisor"), echo=io.StringIO())
+        log.info("run.started", resumed=is_resumed)
+        supervisor = Supervisor(loaded.config, directory, log=log, say=lambda text: console.print(f"[bold]{text}"))
+        outcome = asyncio.run(_under_view(supervisor, loaded.config, directory, console))
+        log.info("run.ended", how=outcome.end, message=outcome.message, seconds=round(outcome.seconds, 2))
+        return _report(loaded.config, directory, outcome, log)
+
+
+def settle(source: Path, run_dir: Path | None, overrides: Sequence[str]) -> tuple[LoadedConfig, RunDirectory]:
+    """Which configuration, which directory. A run directory in place of a config file means: go on with it."""
+    if source.is_dir():
+        directory = RunDirectory(source.resolve())
+        home = Path(directory.read_manifest()["source_dir"])
+        return load_config(directory.config_file, overrides, source_dir=home), directory
+    loaded = load_config(source, overrides)
+    chosen = run_dir or Path("runs") / f"{loaded.config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return loaded, RunDirectory(chosen.resolve())
+
+
+def claim(loaded: LoadedConfig, directory: RunDirectory, console: Console) -> bool:
+    """Write config and manifest of a new run; check those of an existing one. True: it is resumed."""
+    is_resumed = directory.exists
+    if is_resumed:
+        stored = load_config(directory.config_file, source_dir=loaded.source_dir).config
+        changed = check_resume(stored, loaded.config, source=str(directory.path))
+        console.print(f"resuming {directory.path}")
+        for path, (old, new) in changed.items():
+            console.print(f"  {path}: {old!r} → {new!r}")
+    directory.config_file.write_text(dump_toml(loaded.config), encoding="utf-8")
+    if not is_resumed:
+        directory.write_manifest(name=loaded.config.run.name, source_dir=loaded.source_dir)
+        console.print(f"run directory: {directory.path}")
+    return is_resumed
+
+
+async def _under_view(
+    supervisor: Supervisor, config: RunConfig, directory: RunDirectory, console: Console
+) -> RunOutcome:
+    async with _view(supervisor, config, directory, console):
+        return await supervisor.run()
+
+
+@asynccontextmanager
+async def _view(
+    supervisor: Supervisor, config: RunConfig, directory: RunDirectory, console: Console
+) -> AsyncIterator[None]:
+    """The live view beside the run. A view that breaks is told once and never stops training."""
+    budget = config.gate.max_head_offpolicy_versions
+    with open_view(console, title=config.run.name, total_steps=config.trainer.max_steps, lag_budget=budget) as view:
+        reader = RunReader(directory.path)
+
+        def show() -> None:
+            lines = [
+                ProcessLine(
+                    name=p.name, pid=p.pid, state=str(p.state), restarts=p.restarts, doing=p.doing, since_s=p.since_s
+                )
+                for p in supervisor.processes
+            ]
+            view.update(reader.poll(), lines)
+
+        async def keep_showing() -> None:
+            try:
+                while True:
+                    show()
+                    await asyncio.sleep(VIEW_TICK_S)
+            except Exception as error:
+                console.print(f"[yellow]the live view stopped ({type(error).__name__}: {error}); the run goes on")
+
+        task = asyncio.create_task(keep_showing(), name="run.view")
+        try:
+            yield
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+            with contextlib.suppress(Exception):
+                show()
+
+
+def _report(config: RunConfig, directory: RunDirectory, outcome: RunOutcome, log: EventLog) -> TrainReport:
+    report = _audit(directory)
+    if report is None:
+        return TrainReport(
+            directory=directory, config=config, outcome=outcome, audit=None, summary=summary(directory.path), plots=()
+        )
+    drawer = Supervisor(config, directory, log=log)
+    try:
+        asyncio.run(drawer.run_once("report"))
+    except RunError as error:
+        log.warning("run.plots_failed", cause=str(error))
+    return TrainReport(
+        directory=directory,
+        config=config,
+        outcome=outcome,
+        audit=report,
+        summary=summary(directory.path),
+        plots=tuple(sorted(directory.plots.glob("*.png"))),
+    )
+
+
+def _audit(directory: RunDirectory) -> AuditReport | None:
+    try:
+        with open_run(directory.path) as run:
+            return run.audit()
+    except RunError:
+        if any(directory.ledger.iterdir()):
+            raise
+        return None

@@ -1,0 +1,84 @@
+"""What is said when a run is over: a short text for people, one row for machines."""
+
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from rollbook.ledger.tools.audit import AuditReport
+from rollbook.run.commands.train import TrainReport
+from rollbook.run.supervision.supervisor import RunEnd
+
+
+def verdict_row(report: TrainReport) -> dict[str, Any]:
+    """First and last are means over the first and last tenth of the steps."""
+    figures = report.summary
+    return {
+        "run_dir": str(report.directory.path),
+        "end": str(report.outcome.end),
+        "steps": figures.steps,
+        "seconds": round(report.outcome.seconds, 1),
+        "reward_first": _rounded(figures.reward_first),
+        "reward_last": _rounded(figures.reward_last),
+        "solved_first": _rounded(figures.solved_first),
+        "solved_last": _rounded(figures.solved_last),
+        "max_lag": figures.max_lag,
+        "lag_budget": report.config.gate.max_head_offpolicy_versions,
+        "overlap_ratio": _rounded(figures.overlap_ratio),
+        "restarts": report.outcome.restarts,
+        "audit": "none" if report.audit is None else "ok" if report.audit.ok else "violated",
+    }
+
+
+def tell(report: TrainReport, console: Console) -> None:
+    figures, outcome = report.summary, report.outcome
+    colour = {RunEnd.FINISHED: "green", RunEnd.DRAINED: "yellow", RunEnd.INTERRUPTED: "yellow", RunEnd.FAILED: "red"}[
+        outcome.end
+    ]
+    console.print(
+        f"\n[bold {colour}]{outcome.end}[/] after {outcome.seconds:.0f} s and {figures.steps} steps: {escape(outcome.message)}",
+        soft_wrap=True,
+    )
+    if figures.steps:
+        reward = _arrow(figures.reward_first, figures.reward_last)
+        solved = _arrow(figures.solved_first, figures.solved_last, percent=True)
+        console.print(f"  reward  {reward}    solved  {solved}")
+        budget = report.config.gate.max_head_offpolicy_versions
+        console.print(
+            f"  lag     at most {figures.max_lag} of {budget} allowed    overlap  {_overlap(figures.overlap_ratio)}",
+            soft_wrap=True,
+        )
+    law = report.audit
+    if law is None:
+        console.print("  audit   there is no ledger yet")
+    elif law.ok:
+        console.print(f"  audit   [green]ok[/]: {escape(law_text(law))}")
+    else:
+        console.print("  audit   [red]violated[/]:")
+        for violation in law.violations:
+            console.print(f"    {violation}", markup=False)
+    for path in report.plots:
+        console.print(f"  plot    {path}", markup=False, soft_wrap=True)
+    if outcome.end in (RunEnd.DRAINED, RunEnd.INTERRUPTED, RunEnd.FAILED):
+        console.print(f"  resume  rollbook train {report.directory.path}", markup=False, soft_wrap=True)
+
+
+def law_text(report: AuditReport) -> str:
+    """The conservation law with its numbers."""
+    parts = [f"{count} {state}" for state, count in report.law.items() if count or state in ("durable", "dropped")]
+    reasons = ", ".join(f"{count} {kind}" for kind, count in report.dropped.items())
+    return f"{report.opened} opened = {' + '.join(parts)}" + (f" ({reasons})" if reasons else "")
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
+
+
+def _overlap(ratio: float | None) -> str:
+    return "–" if ratio is None else f"{ratio:.0%}: the trainer waited for groups the other {1 - ratio:.0%} of its time"
+
+
+def _arrow(first: float | None, last: float | None, *, percent: bool = False) -> str:
+    if first is None or last is None:
+        return "–"
+    return f"{first:.0%} → {last:.0%}" if percent else f"{first:.3f} → {last:.3f}"

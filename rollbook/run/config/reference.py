@@ -1,0 +1,95 @@
+"""The configuration reference, written from the config classes themselves: `python -m rollbook.run.config.reference`."""
+
+import ast
+import inspect
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from rollbook.run.config.run import RunConfig
+
+HEAD = """# Configuration
+
+One TOML file describes a run. `rollbook config check run.toml` reports every fault at once and prints the resolved result. This
+page is generated from the config classes (`make docs`).
+"""
+
+
+def reference() -> str:
+    """The page, section by section in the order of the file."""
+    parts = [HEAD]
+    for name, field in RunConfig.model_fields.items():
+        parts.append("\n".join(_section(name, _model(field))))
+    return "\n".join(parts)
+
+
+def _section(path: str, model: type[BaseModel]) -> Iterator[str]:
+    yield f"## `[{path}]`\n"
+    if model.__doc__ and not model.__doc__.startswith("!"):
+        yield f"{' '.join(model.__doc__.split())}\n"
+    yield "| field | type | default | meaning |"
+    yield "|---|---|---|---|"
+    meanings = _meanings(model)
+    nested = []
+    for name, field in model.model_fields.items():
+        inner = _model_or_none(field)
+        if inner is not None:
+            nested.append((f"{path}.{name}", inner))
+            yield f"| `{name}` | table | | see `[{path}.{name}]` |"
+        else:
+            yield f"| `{name}` | {_type(field)} | {_default(field)} | {meanings.get(name, '')} |"
+    yield ""
+    for inner_path, inner in nested:
+        yield from _section(inner_path, inner)
+
+
+def _meanings(model: type[BaseModel]) -> dict[str, str]:
+    """The text under each field."""
+    body = ast.parse(inspect.getsource(model)).body[0]
+    assert isinstance(body, ast.ClassDef)
+    found: dict[str, str] = {}
+    for field, text in zip(body.body, body.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+            value = text.value
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                found[field.target.id] = " ".join(value.value.split()).replace("|", "\\|")
+    return found
+
+
+def _model_or_none(field: FieldInfo) -> type[BaseModel] | None:
+    candidates = [field.annotation, *getattr(field.annotation, "__args__", ())]
+    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+
+
+def _model(field: FieldInfo) -> type[BaseModel]:
+    model = _model_or_none(field)
+    assert model is not None
+    return model
+
+
+def _type(field: FieldInfo) -> str:
+    kind = field.annotation
+    text = kind.__name__ if isinstance(kind, type) and not hasattr(kind, "__args__") else str(kind)
+    for noise in ("typing.", "<class '", "'>"):
+        text = text.replace(noise, "")
+    values = getattr(kind, "__members__", None)
+    if values:
+        text = " or ".join(f'"{member.value}"' for member in values.values())
+    bounds = [str(m) for m in field.metadata if any(hasattr(m, side) for side in ("ge", "gt", "le", "lt"))]
+    signs = {"Ge": "≥", "Gt": ">", "Le": "≤", "Lt": "<"}
+    told = ", ".join(f"{signs[b.split('(')[0]]} {b.split('=')[-1].rstrip(')')}" for b in bounds)
+    return f"`{text}`".replace("|", "\\|") + (f" ({told})" if told else "")
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value: Any = field.get_default(call_default_factory=True, validated_data={})
+    return f"`{value}`" if not hasattr(value, "value") else f"`{value.value}`"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(reference())

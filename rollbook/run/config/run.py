@@ -1,0 +1,273 @@
+"""One TOML file describes a run: the rooms' configs side by side, checked as a whole before anything starts.
+
+Every fault is reported at once, each with its path in the file. Sections are checked one by one, so that a mistake in one does not
+hide those in another; then what only makes sense together is checked. Unknown fields are refused, and so are fields that the
+chosen settings would never read.
+"""
+
+import importlib.util
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from pydantic import BaseModel, Field, ValidationError
+
+from rollbook.contracts.errors import RunError
+from rollbook.envs.config import EnvConfig
+from rollbook.inference.config import InferenceConfig
+from rollbook.ledger.config import GateConfig, LedgerConfig
+from rollbook.rollout.config import RolloutConfig
+from rollbook.run.config.checks import CROSS_CHECKS, what_is_published
+from rollbook.run.config.evaluation import EvaluationConfig
+from rollbook.tasks.config import TasksConfig
+from rollbook.telemetry.config import TelemetryConfig
+from rollbook.trainer.config import ModelConfig, TrainerConfig
+
+
+class RunSection(BaseModel, frozen=True, extra="forbid"):
+    """What belongs to the run as a whole."""
+
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Names the run in the ledger and in messages. Letters, digits, dot, underscore, dash."""
+
+    seed: int = Field(default=0, ge=0)
+    """From this every other seed is derived: initial weights, order of tasks, minibatches."""
+
+    ready_s: float = Field(default=120.0, gt=0)
+    """From the start of a process to its ready message. At first a slower one stops the run; later it is started again."""
+
+    silence_s: float = Field(default=60.0, gt=1)
+    """A process whose event loop gives no sign of life for this long hangs: its stack is written down, and it is replaced."""
+
+    most_quick_deaths: int = Field(default=6, ge=0)
+    """Deaths in a row, each soon after the start, after which a process is given up and the run stops with the cause."""
+
+
+class RunConfig(BaseModel, frozen=True, extra="forbid"):
+    run: RunSection = RunSection()
+    model: ModelConfig
+    tasks: TasksConfig
+    env: EnvConfig = EnvConfig()
+    inference: InferenceConfig = InferenceConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    gate: GateConfig = GateConfig()
+    ledger: LedgerConfig = LedgerConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+
+
+SEEDED = ("tasks", "inference", "trainer")
+"""Sections with a seed of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFault:
+    path: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.message}"
+
+
+class ConfigError(RunError):
+    """The configuration cannot be used. `faults` holds every one that was found."""
+
+    def __init__(self, source: str, faults: Sequence[ConfigFault]) -> None:
+        self.source = source
+        self.faults = tuple(faults)
+        count = f"{len(faults)} fault" + ("s" if len(faults) != 1 else "")
+        super().__init__("\n".join([f"{source}: {count}", *(f"  {fault}" for fault in faults)]))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (ConfigError, (self.source, self.faults))
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedConfig:
+    config: RunConfig
+    source_dir: Path
+    """Relative paths and users' modules are looked up here."""
+
+
+def load_config(
+    path: Path, overrides: Sequence[str] = (), *, source_dir: Path | None = None, is_checked: bool = True
+) -> LoadedConfig:
+    """Read, override, check. Raises `ConfigError` with every fault.
+
+    `is_checked=False` is for the resolved config of a run that is only looked at: its modules may be gone.
+    """
+    table, faults = read_table(path, overrides)
+    home = (source_dir or path.parent).resolve()
+    config, more = check_table(table, home) if is_checked else _as_recorded(table)
+    if config is None or faults or more:
+        raise ConfigError(str(path), [*faults, *more])
+    return LoadedConfig(config, home)
+
+
+def _as_recorded(table: Mapping[str, Any]) -> tuple[RunConfig | None, list[ConfigFault]]:
+    """The config of a run that is there already. What another version of Rollbook wrote may have other fields."""
+    try:
+        return RunConfig.model_validate(table), []
+    except ValidationError as error:
+        return None, [
+            ConfigFault(
+                ".".join(map(str, e["loc"])),
+                f"{plain_message(e['type'], e['msg'])} (was this run made by another version of Rollbook?)",
+            )
+            for e in error.errors()
+        ]
+
+
+def read_table(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], list[ConfigFault]]:
+    """A TOML file with overrides, not yet checked; the faults are those of the overrides."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(str(path), [ConfigFault("file", f"cannot be read: {error.strerror or error}")]) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(str(path), [ConfigFault("file", f"is not TOML: {error}")]) from error
+    return table, [fault for text in overrides if (fault := override_table(table, text)) is not None]
+
+
+def check_table(table: Mapping[str, Any], source_dir: Path) -> tuple[RunConfig | None, list[ConfigFault]]:
+    """Check every section by itself, then what concerns several."""
+    faults: list[ConfigFault] = []
+    parts: dict[str, BaseModel] = {}
+    table = _with_seeds(table)
+    for name in table.keys() - RunConfig.model_fields.keys():
+        known = ", ".join(RunConfig.model_fields)
+        faults.append(ConfigFault(name, f"unknown section; known are {known}"))
+    for name, field in RunConfig.model_fields.items():
+        kind = field.annotation
+        assert isinstance(kind, type)
+        assert issubclass(kind, BaseModel)
+        if name not in table and field.is_required():
+            faults.append(ConfigFault(name, "this section is missing"))
+            continue
+        try:
+            parts[name] = kind.model_validate(table.get(name, {}))
+        except ValidationError as error:
+            faults += [
+                ConfigFault(".".join([name, *map(str, e["loc"])]), plain_message(e["type"], e["msg"]))
+                for e in error.errors()
+            ]
+    faults += [ConfigFault(path, message) for check in CROSS_CHECKS for path, message in check(parts)]
+    faults += _missing_modules(parts, source_dir)
+    faults.sort(
+        key=lambda fault: (
+            list(RunConfig.model_fields).index(s) if (s := fault.path.split(".")[0]) in RunConfig.model_fields else 99
+        )
+    )
+    if faults:
+        return None, faults
+    tables = {name: part.model_dump(exclude_unset=True) for name, part in parts.items()}
+    if (published := what_is_published(parts)) is not None:
+        tables["inference"]["publish"] = published
+    return RunConfig.model_validate(tables), []
+
+
+def _with_seeds(table: Mapping[str, Any]) -> dict[str, Any]:
+    """A section that names no seed of its own takes the run's."""
+    seeded = dict(table)
+    run = table.get("run", {})
+    seed = run.get("seed", 0) if isinstance(run, Mapping) else 0
+    for name in SEEDED:
+        if isinstance(section := seeded.get(name, {}), Mapping):
+            seeded[name] = {"seed": seed, **section}
+    return seeded
+
+
+def dump_toml(config: RunConfig) -> str:
+    """The resolved configuration. Fields that are None are left out: TOML has no word for them."""
+    table = config.model_dump(mode="json", exclude_none=True)
+    # Beside the url of a server elsewhere, no setting of a world of our own may stand: not even its default.
+    if config.env.url is not None:
+        table["env"] = config.env.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+    return tomli_w.dumps(table)
+
+
+def changed_fields(old: RunConfig, new: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Paths whose values differ, with both values."""
+    before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
+    return {
+        path: (before.get(path), after.get(path))
+        for path in sorted(before.keys() | after.keys())
+        if before.get(path) != after.get(path)
+    }
+
+
+def _flat(value: Any, path: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {path: value}
+    flat: dict[str, Any] = {}
+    for key, inner in value.items():
+        flat |= _flat(inner, f"{path}.{key}" if path else str(key))
+    return flat
+
+
+def plain_message(kind: str, message: str) -> str:
+    if kind == "extra_forbidden":
+        return "unknown field: it would be ignored, so it is refused"
+    return message.removeprefix("Value error, ")
+
+
+def override_table(table: dict[str, Any], text: str) -> ConfigFault | None:
+    """`a.b=c` into the table; c is read as TOML, and as plain text where it is not."""
+    path, sign, raw = text.partition("=")
+    keys = path.strip().split(".")
+    if not sign or not all(keys):
+        return ConfigFault(f"--set {text}", "must look like section.field=value")
+    try:
+        value: Any = tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = raw
+    inner = table
+    for key in keys[:-1]:
+        inner = inner.setdefault(key, {})
+        if not isinstance(inner, dict):
+            return ConfigFault(f"--set {text}", f"{key} is not a section")
+    inner[keys[-1]] = value
+    return None
+
+
+def _missing_modules(parts: Mapping[str, BaseModel], source_dir: Path) -> list[ConfigFault]:
+    """Dotted paths that lead nowhere. Modules are found, never run: checking a config must not execute it."""
+    wanted: list[tuple[str, str]] = []
+    if isinstance(rollout := parts.get("rollout"), RolloutConfig):
+        wanted.append(("rollout.function", rollout.function))
+        if rollout.filter:
+            wanted.append(("rollout.filter", rollout.filter))
+        wanted += [(f"rollout.rewards.functions.{n}.path", f.path) for n, f in rollout.rewards.functions.items()]
+    if isinstance(env := parts.get("env"), EnvConfig) and ":" in (env.name or ""):
+        wanted.append(("env.name", str(env.name)))
+    faults = []
+    if isinstance(tasks := parts.get("tasks"), TasksConfig) and not tasks.is_posted:
+        if tasks.source.endswith((".jsonl", ".json")) or "/" in tasks.source:
+            if not (source_dir / tasks.source).exists():
+                faults.append(ConfigFault("tasks.source", f"no such file: {source_dir / tasks.source}"))
+        else:
+            wanted.append(("tasks.source", tasks.source))
+    for path, dotted in wanted:
+        module = dotted.partition(":")[0]
+        if not _can_find(module, source_dir):
+            faults.append(
+                ConfigFault(
+                    path, f"module {module!r} was not found, neither in {source_dir} nor among the installed packages"
+                )
+            )
+    return faults
+
+
+def _can_find(module: str, source_dir: Path) -> bool:
+    sys.path.insert(0, str(source_dir))
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError, AttributeError):
+        return False
+    finally:
+        sys.path.remove(str(source_dir))

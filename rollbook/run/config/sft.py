@@ -1,0 +1,75 @@
+"""The TOML file of a warm start: `[run]`, `[model]`, `[sft]` and those fields of `[trainer]` that mean something there."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from pydantic import BaseModel, ValidationError
+
+from rollbook.run.config.run import ConfigError, ConfigFault, RunSection, plain_message, read_table
+from rollbook.trainer.config import ModelConfig, TrainerConfig
+from rollbook.trainer.sft_config import SftConfig, unread_settings
+
+# A warm start ends with its epochs; schedules that fall to 0 are told the number of steps once the demonstrations are counted.
+MANY_STEPS = 10**9
+
+
+class SftRunConfig(BaseModel, frozen=True, extra="forbid"):
+    run: RunSection = RunSection(name="sft")
+    model: ModelConfig
+    sft: SftConfig
+    trainer: TrainerConfig = TrainerConfig()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedSftConfig:
+    config: SftRunConfig
+    table: Mapping[str, Any]
+    """What was written, with overrides: a resolved table would name fields that a warm start does not read."""
+    source_dir: Path
+
+    @property
+    def model(self) -> ModelConfig:
+        """A model that lies beside the config file is meant by its relative path."""
+        path = self.config.model.path
+        if path is not None and (beside := self.source_dir / path).is_dir():
+            return self.config.model.model_copy(update={"path": str(beside)})
+        return self.config.model
+
+
+def load_sft_config(path: Path, overrides: Sequence[str] = (), *, source_dir: Path | None = None) -> LoadedSftConfig:
+    """Read, override, check. Raises `ConfigError` with every fault."""
+    table, faults = read_table(path, overrides)
+    home = (source_dir or path.parent).resolve()
+    run = table.get("run")
+    seed = run.get("seed", 0) if isinstance(run, Mapping) else 0
+    trainer = table.get("trainer", {})
+    checked = table
+    if isinstance(trainer, Mapping):
+        faults += [
+            ConfigFault(
+                f"trainer.{name}", "is not read by a warm start: demonstrations have no rewards and no rollouts"
+            )
+            for name in unread_settings(set(trainer))
+            if name in TrainerConfig.model_fields
+        ]
+        checked = {**table, "trainer": {"seed": seed, "max_steps": MANY_STEPS, **trainer}}
+    try:
+        config = SftRunConfig.model_validate(checked)
+    except ValidationError as error:
+        faults += [
+            ConfigFault(".".join(map(str, e["loc"])), plain_message(e["type"], e["msg"])) for e in error.errors()
+        ]
+        raise ConfigError(str(path), faults) from error
+    for name, file in (("data", config.sft.data), ("validation", config.sft.validation)):
+        if file is not None and not (home / file).is_file():
+            faults.append(ConfigFault(f"sft.{name}", f"no such file: {home / file}"))
+    if faults:
+        raise ConfigError(str(path), faults)
+    return LoadedSftConfig(config, table, home)
+
+
+def dump_sft_toml(loaded: LoadedSftConfig) -> str:
+    return tomli_w.dumps(loaded.table)

@@ -1,0 +1,116 @@
+"""How the processes of a run reach the policy: as one who asks, and as the one who publishes."""
+
+import os
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+from rollbook.contracts.errors import RunError
+from rollbook.inference.client.client import PolicyClient, open_policy_client
+from rollbook.inference.client.server_protocol import Dialect, OwnDialect
+from rollbook.inference.client.vllm import VllmDialect, VllmVerbs
+from rollbook.inference.client.vllm_adapters import VllmAdapterDialect, VllmAdapterVerbs
+from rollbook.inference.config import InferenceConfig
+from rollbook.inference.weights.client import WeightTransferClient
+from rollbook.inference.weights.server_api import OwnVerbs, WeightVerbs
+from rollbook.inference.weights.transport import TransferWay, WayPlace, open_way
+from rollbook.rollout.episodes.policy import current_episode
+from rollbook.telemetry.events import EventLog
+
+SHARED_MEMORY = Path("/dev/shm")
+LEAST_SHARED_BYTES = 2 * 2**30
+"""Containers often have 64 MiB of it: too little for weights, so a directory is taken there."""
+FIRST_GPU = ("cuda", "cuda:0")
+"""Where the trainer's first rank is, too: it publishes."""
+
+
+def joined(urls: Sequence[str]) -> str:
+    """Several replicas as one address."""
+    return ",".join(urls)
+
+
+def policy_urls(address: str) -> list[str]:
+    return address.split(",")
+
+
+def open_policy(
+    config: InferenceConfig, address: str, *, log: EventLog | None
+) -> AbstractAsyncContextManager[PolicyClient]:
+    """Ask the policy at `address`, which may be several replicas; the turns of an episode go to one of them."""
+    return open_policy_client(
+        policy_urls(address),
+        request_s=config.request_s,
+        log=log,
+        max_connections=config.max_connections,
+        dialect=_dialect(config),
+        session=episode_session,
+        api_key=api_key(config),
+        watch_s=config.watch_s,
+        spread=config.affinity_spread,
+    )
+
+
+def episode_session() -> str | None:
+    """Names the episode that asks: its context is made once an episode, and lives as long as it does."""
+    episode = current_episode()
+    return None if episode is None else f"{episode.group_id}/{id(episode)}"
+
+
+def open_weights(
+    config: InferenceConfig, address: str, *, directory: Path, trainer_device: str, log: EventLog | None
+) -> WeightTransferClient:
+    """The publishing side, by the way that the config chose. `directory`: where files of weights may lie."""
+    return WeightTransferClient(
+        policy_urls(address),
+        request_s=config.request_s,
+        confirm_s=config.confirm_s if len(policy_urls(address)) > 1 else None,
+        way=_way(config, directory, trainer_device),
+        verbs=_verbs(config),
+        sequence=config.update_sequence,
+        check_digest=config.check_digest,
+        api_key=api_key(config),
+        log=log,
+    )
+
+
+def api_key(config: InferenceConfig) -> str | None:
+    if config.api_key_env is None:
+        return None
+    key = os.environ.get(config.api_key_env)
+    if not key:
+        raise RunError(f"inference.api_key_env: the variable {config.api_key_env} is not set")
+    return key
+
+
+def chosen_transfer(config: InferenceConfig, trainer_device: str) -> str:
+    """What `auto` means here: memory that the trainer shares with the run's own replicas, the GPU's or else the host's."""
+    if config.transfer != "auto":
+        return config.transfer
+    if config.urls:
+        return "directory"
+    if config.engine == "transformers" and trainer_device == "cuda" and config.device in FIRST_GPU:
+        return "cuda_ipc"
+    if not SHARED_MEMORY.is_dir():
+        return "directory"
+    room = os.statvfs(SHARED_MEMORY)
+    return "shared_memory" if room.f_bavail * room.f_frsize >= LEAST_SHARED_BYTES else "directory"
+
+
+def _way(config: InferenceConfig, directory: Path, trainer_device: str) -> TransferWay:
+    place = WayPlace(directory=str(directory), host=config.transfer_host, timeout_s=config.confirm_s)
+    return open_way(chosen_transfer(config, trainer_device), place)
+
+
+def _dialect(config: InferenceConfig) -> Dialect:
+    if config.engine != "vllm":
+        return OwnDialect()
+    kind = VllmAdapterDialect if config.publish == "adapter" else VllmDialect
+    return kind(model_name=config.vllm.model_name)
+
+
+def _verbs(config: InferenceConfig) -> WeightVerbs:
+    if config.engine != "vllm":
+        return OwnVerbs()
+    if config.publish == "adapter":
+        return VllmAdapterVerbs()
+    return VllmVerbs("nccl" if config.transfer == "nccl" else config.vllm.update)

@@ -1,0 +1,93 @@
+"""A run directory, looked at: audit, inspection, recorded batches. Works beside a live run and on a dead one; changes nothing."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollbook.contracts.admission import LedgerStatus, RunId
+from rollbook.contracts.batch import TrainingBatch
+from rollbook.contracts.errors import RunError
+from rollbook.contracts.group import GroupId, GroupState, PromptGroup
+from rollbook.ledger.group_frame import decode_group
+from rollbook.ledger.records import GroupRecord, MoveRecord, StepRecord
+from rollbook.ledger.rules.runs import status
+from rollbook.ledger.store import Reader, Transaction
+from rollbook.ledger.stores.sqlite.store import open_readonly
+from rollbook.ledger.tools.audit import AuditReport, audit
+from rollbook.run.config.run import RunConfig, load_config
+from rollbook.run.directory import RunDirectory
+
+__all__ = ["AuditReport", "RunRecordReader", "open_run"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecordReader:
+    """The recorded truth of one run."""
+
+    directory: RunDirectory
+    config: RunConfig
+    reader: Reader
+
+    @property
+    def run_id(self) -> RunId:
+        return RunId(self.config.run.name)
+
+    def audit(self) -> AuditReport:
+        return audit(self.reader, self.run_id)
+
+    def status(self) -> LedgerStatus:
+        return self.reader.read_now(lambda tx: status(tx, self.run_id))
+
+    def groups(self, *, state: GroupState | None, limit: int, offset: int = 0) -> list[GroupRecord]:
+        return self.reader.read_now(lambda tx: tx.groups(self.run_id, state, limit, offset))
+
+    def group(self, group_id: GroupId) -> tuple[GroupRecord, PromptGroup | None, list[MoveRecord]]:
+        """What is known of a group, its tokens where they are still kept, and every move it made."""
+
+        def look(tx: Transaction) -> tuple[GroupRecord, PromptGroup | None, list[MoveRecord]]:
+            record = tx.group(self.run_id, group_id)
+            if record is None:
+                raise RunError(
+                    f"run {self.run_id} has no group {group_id!r}; `rollbook inspect RUN --groups` lists them"
+                )
+            body = tx.payload(self.run_id, group_id)
+            return record, None if body is None else decode_group(body, group_id), tx.moves(self.run_id, group_id)
+
+        return self.reader.read_now(look)
+
+    def steps(self) -> list[StepRecord]:
+        return self.reader.read_now(lambda tx: tx.steps(self.run_id))
+
+    def batches(self, until: int) -> Iterator[TrainingBatch]:
+        """Batches 1 to `until` as they were decided."""
+        for step in range(1, until + 1):
+            yield self.reader.read_now(lambda tx, step=step: self._batch(tx, step))  # type: ignore[misc]  # a lambda's default
+
+    def _batch(self, tx: Transaction, step: int) -> TrainingBatch:
+        record = tx.batch(self.run_id, step)
+        if record is None:
+            raise RunError(f"run {self.run_id}: batch {step} was never decided")
+        bodies = [tx.payload(self.run_id, entry.group_id) for entry in record.manifest.entries]
+        if any(body is None for body in bodies):
+            raise RunError(
+                f"run {self.run_id}: tokens of batch {step} are no longer kept; set ledger.keep_payloads = true to replay a run"
+            )
+        return TrainingBatch(
+            manifest=record.manifest,
+            groups=tuple(
+                decode_group(body, entry.group_id)
+                for entry, body in zip(record.manifest.entries, bodies, strict=True)
+                if body is not None
+            ),
+        )
+
+
+@contextmanager
+def open_run(path: Path) -> Iterator[RunRecordReader]:
+    """A run directory, for reading."""
+    directory = RunDirectory(path.resolve())
+    source_dir = Path(directory.read_manifest()["source_dir"])
+    config = load_config(directory.config_file, source_dir=source_dir, is_checked=False).config
+    with open_readonly(directory.ledger) as reader:
+        yield RunRecordReader(directory, config, reader)

@@ -1,0 +1,280 @@
+"""How a batch becomes passes through the model: rows, minibatches (one optimizer step each), microbatches (one pass each).
+
+Everything here is a pure function of the batch, the settings, the seed and the step, so a replayed batch is cut the same way.
+Nothing is lost and nothing is used twice: each trained token of a scorable sample is in exactly one microbatch.
+
+Two facts of a causal model save most of the work. What follows the last trained token is never computed, and neither is a row whose
+inputs are the beginning of another row's: its tokens are read from that longer row. Short-answer tasks repeat themselves often.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollbook.contracts.batch import TrainingBatch
+from rollbook.contracts.group import GroupId
+from rollbook.trainer.config import TrainerConfig
+from rollbook.trainer.data.advantages import advantages, overlong_penalties
+
+PAD_ID = 0
+"""Any id will do: padding stands on the right, where causal attention never looks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainRow:
+    """One sequence with what is learned from it. Token i of the trained ones is predicted at input position `predicted_at[i]`."""
+
+    group_id: GroupId
+    sample: int
+    """Number of the sample in the batch; its sequences share one advantage and stay in one minibatch."""
+    inputs: NDArray[np.int32]
+    predicted_at: NDArray[np.int64]
+    targets: NDArray[np.int32]
+    sampled_logprobs: NDArray[np.float32]
+    """Of the sampling distribution; NaN where the producer did not say."""
+    advantage: float
+    temperature: float
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    @property
+    def num_trained(self) -> int:
+        return len(self.targets)
+
+
+# B rows of inputs, T their length, N trained tokens. Packed: B is 1, and T the tokens of all sequences end to end.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Microbatch:
+    """One pass. Token n is predicted at flat position `predicted_at_N[n]` of the B*T inputs."""
+
+    inputs_BT: NDArray[np.int64]
+    lengths: tuple[int, ...] | None
+    """Of the sequences in a packed row, equal ones side by side; None where each sequence has a row, padded to the longest."""
+    num_padding: int
+    predicted_at_N: NDArray[np.int64]
+    targets_N: NDArray[np.int64]
+    sampled_logprobs_N: NDArray[np.float32]
+    advantages_N: NDArray[np.float32]
+    temperatures_N: NDArray[np.float32]
+    weights_N: NDArray[np.float32]
+    """The minibatch's loss is the sum of weight times token loss over its microbatches: the reduction, written out."""
+    row_of_N: NDArray[np.int64]
+    """Number of the sequence in this pass, for losses that look at whole sequences."""
+    num_rows: int
+
+    @property
+    def num_trained(self) -> int:
+        return len(self.targets_N)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Minibatch:
+    """One optimizer step."""
+
+    microbatches: tuple[Microbatch, ...]
+    num_rows: int
+    num_trained: int
+
+
+def sample_advantages(batch: TrainingBatch, config: TrainerConfig) -> NDArray[np.float64]:
+    """Advantage of every sample of the batch, in order; 0 for the unscorable. Length is paid for before rewards are compared."""
+    samples = [sample for group in batch.groups for sample in group.samples]
+    rewards = np.array([s.reward if s.reward is not None else np.nan for s in samples], dtype=np.float64)
+    group_of = np.array([number for number, group in enumerate(batch.groups) for _ in group.samples], dtype=np.int64)
+    recipe = config.recipe
+    if config.overlong_tokens is not None:
+        rewards -= overlong_penalties(
+            np.array([s.num_trained for s in samples], dtype=np.int64),
+            most=config.overlong_tokens,
+            buffer=recipe.overlong_buffer,
+            penalty=recipe.overlong_penalty,
+        )
+    return advantages(rewards, group_of, kind=recipe.advantage)
+
+
+def flatten(batch: TrainingBatch, config: TrainerConfig) -> list[TrainRow]:
+    """Sequences of the scorable samples that have something to train, in the batch's order."""
+    shared = sample_advantages(batch, config)
+    rows: list[TrainRow] = []
+    number = -1
+    for group in batch.groups:
+        for sample in group.samples:
+            number += 1
+            if not sample.is_scorable or (config.mask_truncated and sample.finish_reason.is_truncated):
+                continue
+            for row in sample.sequences:
+                trained = np.flatnonzero(row.loss_mask)
+                if len(trained) == 0:
+                    continue
+                rows.append(
+                    TrainRow(
+                        group_id=group.id,
+                        sample=number,
+                        inputs=row.token_ids[: trained[-1]],
+                        predicted_at=trained - 1,
+                        targets=row.token_ids[trained],
+                        sampled_logprobs=row.logprobs[trained],
+                        advantage=float(shared[number]),
+                        temperature=sample.sampling.temperature,
+                    )
+                )
+    return rows
+
+
+def split(rows: Sequence[TrainRow], count: int, *, seed: int, step: int) -> list[list[TrainRow]]:
+    """Up to `count` minibatches with about equally many tokens, none empty. A sample's sequences stay together.
+
+    Samples are dealt in an order shuffled by (seed, step), each to the minibatch that is lightest so far.
+    """
+    if count == 1:
+        return [list(rows)] if rows else []
+    samples: dict[int, list[TrainRow]] = {}
+    for row in rows:
+        samples.setdefault(row.sample, []).append(row)
+    numbers = np.array(sorted(samples), dtype=np.int64)
+    dealt: list[list[TrainRow]] = [[] for _ in range(min(count, len(samples)))]
+    loads = [0] * len(dealt)
+    for number in np.random.default_rng((seed, step)).permutation(numbers):
+        lightest = loads.index(min(loads))
+        dealt[lightest].extend(samples[int(number)])
+        loads[lightest] += sum(len(row) for row in samples[int(number)])
+    return dealt
+
+
+def token_weights(rows: Sequence[TrainRow], *, reduction: str, fixed_length: int | None = None) -> list[float]:
+    """The weight of each trained token of each row, so that the reduced loss is a plain weighted sum."""
+    if reduction == "token_mean":
+        total = sum(row.num_trained for row in rows)
+        return [1.0 / total] * len(rows)
+    if reduction == "sequence_mean":
+        return [1.0 / (len(rows) * row.num_trained) for row in rows]
+    if reduction == "fixed_length" and fixed_length is not None:
+        return [1.0 / (len(rows) * fixed_length)] * len(rows)
+    raise ValueError(f"there is no reduction {reduction!r} with length {fixed_length}")
+
+
+def shared_prefixes(rows: Sequence[TrainRow], *, max_trained: int) -> list[list[int]]:
+    """Row numbers in bundles that one input row serves: the first of a bundle begins with the inputs of all the others.
+
+    A bundle holds at most `max_trained` trained tokens, unless a single row has more: its logits must fit in memory too.
+    """
+    # Big-endian bytes sort like the ids themselves, so whatever begins with a row stands right after it.
+    keys = [row.inputs.astype(">i4").tobytes() for row in rows]
+    order = sorted(range(len(rows)), key=lambda number: (keys[number], number), reverse=True)
+    bundles: list[list[int]] = []
+    room = 0
+    for number in order:
+        if bundles and rows[number].num_trained <= room and keys[bundles[-1][0]].startswith(keys[number]):
+            bundles[-1].append(number)
+            room -= rows[number].num_trained
+        else:
+            bundles.append([number])
+            room = max_trained - rows[number].num_trained
+    return bundles
+
+
+def passes(lengths: Sequence[int], trained: Sequence[int], *, max_tokens: int, pass_cost: int) -> Iterator[list[int]]:
+    """Which inputs go through the model together, longest first.
+
+    A pass is closed before it would exceed `max_tokens` (padded inputs, or trained tokens), and as soon as its padding costs
+    more than one more pass would.
+    """
+    chosen: list[int] = []
+    longest = padding = num_trained = 0
+    for number in sorted(range(len(lengths)), key=lambda n: (-lengths[n], n)):
+        adds = longest - lengths[number]
+        is_full = (len(chosen) + 1) * longest > max_tokens or num_trained + trained[number] > max_tokens
+        if chosen and (is_full or padding + adds > pass_cost):
+            yield chosen
+            chosen, padding, num_trained = [], 0, 0
+        if not chosen:
+            longest, adds = lengths[number], 0
+        chosen.append(number)
+        padding += adds
+        num_trained += trained[number]
+    if chosen:
+        yield chosen
+
+
+def packed_passes(lengths: Sequence[int], *, max_tokens: int, ranks: int = 1) -> Iterator[list[int]]:
+    """Which inputs share a packed row, longest first, so that equal lengths stand side by side.
+
+    As few passes as `max_tokens` allows (a longer input goes alone), as many for each rank, with about equally many tokens.
+    """
+    total = sum(lengths)
+    count = -(-total // (max_tokens * ranks)) * ranks
+    chosen: list[int] = []
+    held = done = closed = 0
+    for number in sorted(range(len(lengths)), key=lambda n: (-lengths[n], n)):
+        # A pass is full when the passes up to it have their share of all tokens, to the nearest input.
+        is_enough = 2 * (done + held) + lengths[number] > 2 * total * (closed + 1) / count
+        if chosen and (held + lengths[number] > max_tokens or (is_enough and closed + 1 < count)):
+            yield chosen
+            chosen, held, done, closed = [], 0, done + held, closed + 1
+        chosen.append(number)
+        held += lengths[number]
+    if chosen:
+        yield chosen
+
+
+def pack(
+    rows: Sequence[TrainRow], bundles: Sequence[Sequence[int]], weights: Sequence[float], *, is_packed: bool
+) -> Microbatch:
+    """Put the bundles' first rows end to end, or pad them to one array, and point each bundle's trained tokens into it."""
+    lengths = [len(rows[bundle[0]]) for bundle in bundles]
+    width = sum(lengths) if is_packed else max(lengths)
+    inputs = np.full((1 if is_packed else len(bundles), width), PAD_ID, dtype=np.int64)
+    starts = np.cumsum([0, *lengths[:-1]]) if is_packed else np.arange(len(bundles)) * width
+    members: list[int] = []
+    offsets: list[int] = []
+    flat = inputs.reshape(-1)
+    for start, length, bundle in zip(starts.tolist(), lengths, bundles, strict=True):
+        flat[start : start + length] = rows[bundle[0]].inputs
+        members.extend(bundle)
+        offsets.extend([start] * len(bundle))
+    counts = np.array([rows[number].num_trained for number in members])
+    return Microbatch(
+        inputs_BT=inputs,
+        lengths=tuple(lengths) if is_packed else None,
+        num_padding=inputs.size - sum(lengths),
+        predicted_at_N=np.concatenate([rows[n].predicted_at + at for n, at in zip(members, offsets, strict=True)]),
+        targets_N=np.concatenate([rows[n].targets for n in members]).astype(np.int64),
+        sampled_logprobs_N=np.concatenate([rows[n].sampled_logprobs for n in members]),
+        advantages_N=np.repeat(np.array([rows[n].advantage for n in members], dtype=np.float32), counts),
+        temperatures_N=np.repeat(np.array([rows[n].temperature for n in members], dtype=np.float32), counts),
+        weights_N=np.repeat(np.array([weights[n] for n in members], dtype=np.float32), counts),
+        row_of_N=np.repeat(np.arange(len(members), dtype=np.int64), counts),
+        num_rows=len(members),
+    )
+
+
+def plan_minibatch(rows: Sequence[TrainRow], config: TrainerConfig, *, is_packed: bool) -> Minibatch:
+    """Cut one minibatch into passes."""
+    weights = token_weights(rows, reduction=config.recipe.reduction, fixed_length=config.reduction_length)
+    bundles = shared_prefixes(rows, max_trained=config.max_tokens_per_microbatch)
+    lengths = [len(rows[bundle[0]]) for bundle in bundles]
+    if is_packed:
+        chosen = packed_passes(lengths, max_tokens=config.max_tokens_per_microbatch, ranks=config.ranks)
+    else:
+        chosen = passes(
+            lengths,
+            [sum(rows[number].num_trained for number in bundle) for bundle in bundles],
+            max_tokens=config.max_tokens_per_microbatch,
+            pass_cost=config.pass_cost_tokens,
+        )
+    return Minibatch(
+        microbatches=tuple(
+            pack(rows, [bundles[number] for number in numbers], weights, is_packed=is_packed) for numbers in chosen
+        ),
+        num_rows=len(rows),
+        num_trained=sum(row.num_trained for row in rows),
+    )
+
+
+def plan(rows: Sequence[TrainRow], config: TrainerConfig, *, step: int, is_packed: bool) -> list[Minibatch]:
+    """The whole batch: at most `ppo_n_minibatches` optimizer steps, each cut into passes."""
+    parts = split(rows, config.ppo_n_minibatches, seed=config.seed, step=step)
+    return [plan_minibatch(part, config, is_packed=is_packed) for part in parts]

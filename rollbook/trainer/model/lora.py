@@ -1,0 +1,106 @@
+"""Low-rank adapters: the only door to PEFT, imported where `trainer.lora` is set.
+
+The base stands still in the run's model directory; a checkpoint holds the adapters alone, as PEFT writes them. What is published is
+the adapter, where the engines know adapters, or else the merged model under its own names.
+"""
+
+import json
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.utils import get_peft_model_state_dict
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from rollbook.trainer.config import LoraSettings
+from rollbook.trainer.model.weights import named_weights
+
+NAME = "default"
+CONFIG_FILE = "adapter_config.json"
+PREFIX = "base_model.model."
+BASE = ".base_layer"
+
+
+def with_adapters(base: Any, settings: LoraSettings, *, base_dir: Path, seed: int, saved: Path | None) -> Any:
+    """The base with fresh adapters, which change nothing yet, or with those of a checkpoint."""
+    if saved is not None:
+        return PeftModel.from_pretrained(base, str(saved), adapter_name=NAME, is_trainable=True)
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        target_modules=settings.targets if isinstance(settings.targets, str) else list(settings.targets),
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=str(base_dir),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return get_peft_model(base, config, adapter_name=NAME)
+
+
+def merged_module(directory: Path) -> Any:
+    """A plain model of a PEFT directory: its base, with the adapter added for good."""
+    settings = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
+    base = AutoModelForCausalLM.from_pretrained(settings["base_model_name_or_path"], dtype=torch.float32)
+    merged: Any = PeftModel.from_pretrained(base, str(directory)).merge_and_unload()
+    return merged
+
+
+@torch.no_grad()
+def merged_weights(model: Any) -> dict[str, Tensor]:
+    """The weights of the base with what the adapters add, under the base's own names."""
+    learned = {
+        name.removeprefix(PREFIX) + ".weight": part
+        for name, part in model.named_modules()
+        if hasattr(part, "get_delta_weight")
+    }
+    merged = {}
+    for name, weight in named_weights(model).items():
+        if ".lora_" in name:
+            continue
+        plain = name.removeprefix(PREFIX).replace(BASE, "")
+        part = learned.get(plain)
+        merged[plain] = weight if part is None else weight + part.get_delta_weight(NAME)
+    return merged
+
+
+def adapter_weights(model: Any) -> dict[str, Tensor]:
+    """The adapters alone, as PEFT names them in a file."""
+    found: dict[str, Tensor] = get_peft_model_state_dict(model, adapter_name=NAME)
+    return found
+
+
+def base_weights(model: Any) -> dict[str, Tensor]:
+    """The base alone, under its own names."""
+    return {
+        name.removeprefix(PREFIX).replace(BASE, ""): weight
+        for name, weight in named_weights(model).items()
+        if ".lora_" not in name
+    }
+
+
+def settings_of(model: Any) -> dict[str, Any]:
+    """What PEFT keeps in adapter_config.json."""
+    settings = {
+        name: sorted(value) if isinstance(value, set) else value
+        for name, value in model.peft_config[NAME].to_dict().items()
+    }
+    return {**settings, "inference_mode": True}
+
+
+def save_adapters(model: Any, directory: Path, weights: Mapping[str, Tensor]) -> None:
+    """As PEFT does, with a copy of the adapters taken earlier."""
+    directory.mkdir(parents=True, exist_ok=True)
+    full = {name.replace(".weight", f".{NAME}.weight"): tensor for name, tensor in weights.items()}
+    model.save_pretrained(str(directory), state_dict=full, selected_adapters=[NAME])
+
+
+def without(model: Any) -> AbstractContextManager[Any]:
+    """The base alone, while the context lasts."""
+    context: AbstractContextManager[Any] = model.disable_adapter()
+    return context

@@ -1,0 +1,145 @@
+"""A local Hugging Face directory for the run: fetched from the hub, or built on the spot from a few numbers and words.
+
+Trainer and policy server load the same directory, so that version 0 is the same weights everywhere.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE, WordLevel
+from tokenizers.pre_tokenizers import ByteLevel, WhitespaceSplit
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
+
+from rollbook.contracts.errors import RunError
+from rollbook.trainer.config import SPECIAL_TOKENS, ModelBuildConfig, ModelConfig
+from rollbook.trainer.files.atomic_files import sync_directory, sync_tree, writing
+
+BUILD_FILE = "rollbook_build.json"
+"""What a built directory was built from. Written with it, so its presence says that the directory is whole."""
+
+
+def prepare_model_directory(config: ModelConfig, directory: Path, *, seed: int) -> Path:
+    """Where the model lies: `directory` for a built one (made now, if it is not there), else the path or the hub's snapshot.
+
+    Asking again changes nothing. A directory that was built from other settings is refused.
+    """
+    if config.build is None:
+        return _existing(str(config.path))
+    made_from: dict[str, Any] = {"seed": seed, **config.build.model_dump(mode="json")}
+    if directory.exists():
+        _refuse_other_build(directory, made_from)
+        return directory
+    with writing(directory):
+        _build(config.build, directory, made_from)
+    return directory
+
+
+def _build(build: ModelBuildConfig, directory: Path, made_from: dict[str, Any]) -> None:
+    # The terminal belongs to the run's own view.
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+    unfinished = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    try:
+        build_tokenizer(build).save_pretrained(str(unfinished))
+        build_model(build, seed=made_from["seed"]).save_pretrained(str(unfinished))
+        (unfinished / BUILD_FILE).write_text(json.dumps(made_from, indent=1) + "\n", encoding="utf-8")
+        sync_tree(unfinished)
+        try:
+            unfinished.rename(directory)
+        except OSError:
+            # Another process was faster; what it made must be what we would have made.
+            _refuse_other_build(directory, made_from)
+        sync_directory(directory.parent)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def build_tokenizer(build: ModelBuildConfig) -> Any:
+    """One token a word, split at white space, or one a byte; special tokens first."""
+    pad, bos, eos, unk = SPECIAL_TOKENS
+    core = _words(build.vocabulary) if build.tokenizer == "words" else _bytes()
+    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+        tokenizer_object=core,
+        pad_token=pad,
+        bos_token=bos,
+        eos_token=eos,
+        unk_token=unk,
+        model_max_length=build.max_position_embeddings,
+    )
+    if build.chat_template is not None:
+        tokenizer.chat_template = build.chat_template
+    return tokenizer
+
+
+def _words(vocabulary: Sequence[str]) -> Tokenizer:
+    words = (*SPECIAL_TOKENS, *vocabulary)
+    core = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token=SPECIAL_TOKENS[3]))
+    core.pre_tokenizer = WhitespaceSplit()
+    return core
+
+
+def _bytes() -> Tokenizer:
+    """Every byte has a printable stand-in, and no two are ever merged."""
+    symbols = (*SPECIAL_TOKENS, *sorted(ByteLevel.alphabet()))
+    core = Tokenizer(BPE({symbol: number for number, symbol in enumerate(symbols)}, [], unk_token=SPECIAL_TOKENS[3]))
+    core.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = ByteLevelDecoder()
+    return core
+
+
+def build_model(build: ModelBuildConfig, *, seed: int) -> Any:
+    """Random weights that depend on the settings and the seed alone; the caller's random state is left as it was."""
+    config = LlamaConfig(
+        vocab_size=build.vocab_size,
+        hidden_size=build.hidden_size,
+        num_hidden_layers=build.layers,
+        num_attention_heads=build.heads,
+        num_key_value_heads=build.kv_heads,
+        intermediate_size=build.intermediate_size,
+        max_position_embeddings=build.max_position_embeddings,
+        tie_word_embeddings=build.tie_embeddings,
+        initializer_range=build.initializer_range,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config)  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+
+
+def _existing(path: str) -> Path:
+    if Path(path).is_dir():
+        return Path(path)
+    try:
+        return Path(snapshot_download(path))
+    except Exception as error:  # the hub raises a dozen unrelated kinds; for a person they are one
+        raise RunError(
+            f"model {path!r} is no directory here and could not be fetched from the hub ({type(error).__name__}: {error})."
+            " Set model.path to a directory with config.json, weights and tokenizer."
+        ) from error
+
+
+def _refuse_other_build(directory: Path, made_from: dict[str, Any]) -> None:
+    try:
+        found = json.loads((directory / BUILD_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunError(
+            f"model directory {directory} exists but has no readable {BUILD_FILE} ({error}). Move it away to have it built again."
+        ) from error
+    differing = sorted(key for key in found.keys() | made_from.keys() if found.get(key) != made_from.get(key))
+    if differing:
+        raise RunError(
+            f"model directory {directory} was built with other settings for: {', '.join(differing)}."
+            " Restore them, or use a new run directory."
+        )

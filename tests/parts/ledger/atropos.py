@@ -1,0 +1,128 @@
+"""The Atropos dialect on a real server in this process, and the little that its clients say."""
+
+import json
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from aiohttp import ClientSession
+
+from rollbook.concurrency.clock import Clock, SystemClock
+from rollbook.contracts.admission import RunId
+from rollbook.ledger.atropos.config import AtroposConfig
+from rollbook.ledger.atropos.routes import add_atropos
+from rollbook.ledger.config import LedgerConfig
+from rollbook.ledger.http.fast_path import answering
+from rollbook.ledger.http.handlers import build_app
+from rollbook.ledger.serve import BACKLOG, listening_socket, url_of
+from rollbook.ledger.service import Ledger, ledger_on
+from rollbook.ledger.store import Store
+from rollbook.ledger.stores.sqlite.store import open_sqlite_store
+from rollbook.ledger.tools.audit import audit_run
+from rollbook.telemetry.events import EventLog
+
+RUN = RunId("atropos")
+
+
+class Client:
+    """Speaks as Atropos clients do."""
+
+    def __init__(self, session: ClientSession, url: str, ledger: Ledger) -> None:
+        self.session = session
+        self.url = url
+        self.ledger = ledger
+
+    async def get(self, path: str, body: Any = None, **options: Any) -> Any:
+        async with self.session.get(self.url + path, json=body, **options) as answer:
+            return json.loads(await answer.text()) if "json" in answer.content_type else await answer.text()
+
+    async def status_of(self, method: str, path: str, **options: Any) -> tuple[int, Any]:
+        async with self.session.request(method, self.url + path, **options) as answer:
+            text = await answer.text()
+            return answer.status, json.loads(text) if "json" in answer.content_type else text
+
+    async def post(self, path: str, body: Any) -> Any:
+        status, answer = await self.status_of("POST", path, json=body)
+        assert status == 200, answer
+        return answer
+
+    async def register(self, batch_size: int, *, starting_step: int = 0) -> None:
+        answer = await self.post("/register", registration(batch_size, starting_step=starting_step))
+        assert isinstance(answer["uuid"], int)
+
+    async def start(self, batch_size: int) -> None:
+        """Register and ask once, so that environments may come."""
+        await self.register(batch_size)
+        assert (await self.get("/batch"))["batch"] is None
+
+    async def env(
+        self, name: str = "env", *, group_size: int = 2, minimum: float | None = None, weight: float = 1
+    ) -> int:
+        asked = {"max_token_length": 10, "desired_name": name, "weight": weight, "group_size": group_size}
+        answer = await self.post("/register-env", {**asked, "min_batch_allocation": minimum})
+        assert answer["status"] == "success"
+        return int(answer["env_id"])
+
+    async def batch(self) -> list[str] | None:
+        """The names of the groups in the next batch."""
+        found = (await self.get("/batch"))["batch"]
+        return None if found is None else [name_of(group) for group in found]
+
+    async def audited(self, run_id: RunId = RUN) -> dict[str, int]:
+        report = await self.ledger.read(lambda tx: audit_run(tx, run_id))
+        assert report.violations == ()
+        return {state: num for state, num in report.law.items() if num}
+
+
+def registration(batch_size: int, *, starting_step: int = 0) -> dict[str, Any]:
+    return {
+        "wandb_group": "group",
+        "wandb_project": "project",
+        "batch_size": batch_size,
+        "max_token_len": 99,
+        "checkpoint_dir": "here",
+        "save_checkpoint_interval": 5,
+        "starting_step": starting_step,
+        "num_steps": 9,
+    }
+
+
+def scored(name: int | str, size: int = 2, *, env_id: int | None = None, **more: Any) -> dict[str, Any]:
+    """A group that carries its name in its first token."""
+    tokens = [[int(name), at, 7] for at in range(size)]
+    masks = [[-100, *row[1:]] for row in tokens]
+    return {"tokens": tokens, "masks": masks, "scores": [float(at) for at in range(size)], "env_id": env_id, **more}
+
+
+def name_of(group: dict[str, Any]) -> str:
+    return str(group["tokens"][0][0])
+
+
+@asynccontextmanager
+async def dialect_on(
+    store: Store, *, config: AtroposConfig | None = None, limits: LedgerConfig | None = None, clock: Clock | None = None
+) -> AsyncIterator[Client]:
+    limits, clock, log = limits or LedgerConfig(), clock or SystemClock(), EventLog("atropos", echo=sys.stdout)
+    async with ledger_on(store, limits, clock=clock, log=log) as ledger:
+        app = build_app(ledger, limits)
+        add_atropos(app, store=store, config=config or AtroposConfig(), limits=limits, clock=clock, log=log)
+        with listening_socket("127.0.0.1", 0) as sock:
+            async with answering(app, sock.dup(), drain_s=5, backlog=BACKLOG), ClientSession() as session:
+                yield Client(session, url_of(sock), ledger)
+
+
+@asynccontextmanager
+async def dialect(
+    directory: Path,
+    *,
+    config: AtroposConfig | None = None,
+    limits: LedgerConfig | None = None,
+    clock: Clock | None = None,
+) -> AsyncIterator[Client]:
+    async with (
+        open_sqlite_store(directory) as store,
+        dialect_on(store, config=config, limits=limits, clock=clock) as client,
+    ):
+        yield client

@@ -1,0 +1,65 @@
+"""Plain HTTP against a ledger, as somebody without our client would speak it."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from rollbook.ledger.group_frame import encode_group, payload_digest
+from rollbook.ledger.http import wire
+from tests.parts.ledger.groups import RUN, group_of, outcome_of
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+    told: Any = field(default=None)
+    """The body as JSON, where it is."""
+
+
+class Caller:
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        self.session = session
+        self.url = url
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        raw: bytes | None = None,
+        headers: dict[str, str] | None = None,
+        content_type: str | None = wire.CONTENT_TYPE,
+    ) -> Answer:
+        """`body` is sent as MessagePack; `raw` as it is. Paths are below the run unless they start with two slashes."""
+        sent = {"Accept": "application/json", **(headers or {})}
+        data = raw if raw is not None else (None if body is None else msgspec.msgpack.encode(body))
+        if data is not None and content_type is not None:
+            sent["Content-Type"] = content_type
+        at = f"{self.url}{path[1:]}" if path.startswith("//") else f"{self.url}/v1/runs/{RUN}{path}"
+        skip = ("Content-Type",) if content_type is None else ()
+        async with self.session.request(method, at, data=data, headers=sent, skip_auto_headers=skip) as response:
+            read = await response.read()
+            is_json = response.content_type == "application/json"
+            return Answer(response.status, dict(response.headers), read, msgspec.json.decode(read) if is_json else None)
+
+
+def submission(task: str, **changes: Any) -> dict[str, Any]:
+    """A good `submit`, or one with fields changed."""
+    group = group_of(task, (-1,))
+    payload = encode_group(group)
+    good = wire.Submit(
+        group_id=group.id,
+        task_id=group.task_id,
+        draw=0,
+        attempt=1,
+        publications=(-1,),
+        outcome=outcome_of(group),
+        payload=payload,
+        payload_digest=payload_digest(payload),
+    )
+    return {**msgspec.msgpack.decode(msgspec.msgpack.encode(good)), **changes}

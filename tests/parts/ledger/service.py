@@ -1,0 +1,72 @@
+"""A ledger behind a real server on loopback, in this process or in a child that can be killed."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from rollbook.concurrency.clock import Clock, SystemClock
+from rollbook.ledger.config import LedgerConfig
+from rollbook.ledger.http.fast_path import answering
+from rollbook.ledger.http.handlers import build_app
+from rollbook.ledger.serve import BACKLOG, listening_socket, url_of
+from rollbook.ledger.service import Ledger, open_ledger
+from rollbook.telemetry.events import EventLog
+
+ROOT = Path(__file__).parents[3]
+
+
+@asynccontextmanager
+async def serving(
+    directory: Path, *, config: LedgerConfig | None = None, clock: Clock | None = None, port: int = 0
+) -> AsyncIterator[tuple[str, Ledger]]:
+    config = config or LedgerConfig()
+    async with open_ledger(
+        config, directory=directory, clock=clock or SystemClock(), log=EventLog("ledger", echo=sys.stdout)
+    ) as ledger:
+        with listening_socket("127.0.0.1", port) as sock:
+            async with answering(build_app(ledger, config), sock.dup(), drain_s=5, backlog=BACKLOG):
+                yield url_of(sock), ledger
+
+
+class LedgerChild:
+    """A ledger in a process of its own, on a port that stays the same over restarts."""
+
+    def __init__(self, directory: Path, port: int) -> None:
+        self.directory = directory
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        ready = self.directory / "ready"
+        ready.unlink(missing_ok=True)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.parts.ledger.service", str(self.directory), str(self.port)], cwd=ROOT
+        )
+        until = time.monotonic() + 60
+        while not ready.exists():
+            if self._process.poll() is not None or time.monotonic() > until:
+                raise RuntimeError(f"the ledger did not start: exit code {self._process.poll()}")
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            os.kill(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+
+
+async def _serve_for_ever(directory: Path, port: int) -> None:
+    async with serving(directory, port=port):
+        (directory / "ready").touch()
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve_for_ever(Path(sys.argv[1]), int(sys.argv[2])))

@@ -1,0 +1,167 @@
+"""Agents under test: a real policy server whose scripted engine keeps a record of its own, a real tokenizer, the proxy before it.
+
+Answers are sampled one byte a token, while the tokenizer merges bytes into words: whoever tokenises them again is found out.
+"""
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers.models import BPE
+
+from rollbook.contracts.policy import SamplingParams
+from rollbook.contracts.trajectory import RolloutSample
+from rollbook.inference.client.client import open_policy_client
+from rollbook.inference.config import InferenceConfig, ScriptedConfig
+from rollbook.inference.engines.scripted import open_engine
+from rollbook.inference.server.app import build_app, serve
+from rollbook.rollout.agents.setup import proxy_sessions
+from rollbook.rollout.chat.tokenizer import ModelTokenizer
+from rollbook.rollout.contract import RolloutSetup
+from rollbook.rollout.episodes.policy import EpisodePolicy
+from rollbook.rollout.settings.limits import EpisodeLimits
+from rollbook.telemetry.events import EventLog
+from tests.parts.inference.models import publish
+from tests.parts.rollout.world import open_world
+
+SPECIAL = ("<unk>", "<|im_start|>", "<|im_end|>")
+CORPUS = [
+    "system user assistant tool You are a helpful assistant. What is the weather in Paris today? It is sunny.",
+    '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call> <tool_response> 21 degrees',
+    "# Tools You may call one or more functions to assist with the user query. <tools> </tools> type function",
+]
+
+TOOLS_TEMPLATE = (
+    (
+        "{%- if tools %}<|im_start|>system\n"
+        "{%- if messages[0].role == 'system' %}{{ messages[0].content }}\n{% endif %}# Tools\n"
+        "{%- for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n"
+        "{%- elif messages[0].role == 'system' %}<|im_start|>system\n{{ messages[0].content }}<|im_end|>\n{%- endif %}"
+        "{%- for m in messages %}"
+        "{%- if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response><|im_end|>\n"
+        "{%- elif m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{%- for call in m.tool_calls or [] %}{% if not loop.first or m.content %}\n{% endif %}<tool_call>\n"
+        '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
+        "<|im_end|>\n{%- endif %}{%- endfor %}"
+        "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    .replace("%}\n", "%}{{ '\\n' }}")
+    .replace("<|im_end|>\n", "<|im_end|>{{ '\\n' }}")
+)
+"""ChatML with tools, as Qwen writes it."""
+
+FORGETS_THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' %}{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Drops what stands before </think> in earlier turns, as many reasoning models' templates do."""
+
+
+def fast_words() -> Tokenizer:
+    """Byte pairs learned from a few lines: every text can be written in it, words of the corpus in few tokens."""
+    fast = Tokenizer(BPE())
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=420, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    fast.train_from_iterator(CORPUS, trainer)
+    fast.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    return fast
+
+
+def word_tokenizer(template: str = TOOLS_TEMPLATE) -> ModelTokenizer:
+    fast = fast_words()
+    return ModelTokenizer(fast, chat_template=template, eos_token_ids=fast.encode("<|im_end|>").ids)
+
+
+def byte_by_byte(tokenizer: ModelTokenizer, text: str) -> list[int]:
+    """Tokens that say `text`, but never those the tokenizer itself would choose for it."""
+    ids: list[int] = []
+    for part in text.split("<|im_end|>"):
+        ids += [token for letter in part for token in tokenizer.encode(letter)]
+        ids += tokenizer.eos_token_ids
+    return ids[:-1]
+
+
+Reply = Callable[[str], str]
+"""What the policy says to the text of a prompt."""
+
+
+@dataclass
+class EngineRecord:
+    """What the engine consumed and produced, written by the engine's own side."""
+
+    tokenizer: ModelTokenizer
+    reply: Reply
+    turns: list[tuple[list[int], list[int]]] = field(default_factory=list)
+
+    def __call__(self, prompt: Sequence[int]) -> list[int]:
+        text = self.tokenizer.decode(list(prompt), skip_special_tokens=False)
+        produced = byte_by_byte(self.tokenizer, self.reply(text))
+        self.turns.append((list(prompt), produced))
+        return produced
+
+
+def in_turn(*replies: str) -> Reply:
+    """These answers, one after the other."""
+    left = iter(replies)
+    return lambda _prompt: next(left)
+
+
+@asynccontextmanager
+async def agent_world(
+    tmp_path: Path,
+    reply: Reply,
+    *,
+    template: str = TOOLS_TEMPLATE,
+    limits: EpisodeLimits | None = None,
+    settings: dict[str, Any] | None = None,
+    max_tokens: int = 200,
+    publication: int = 3,
+) -> AsyncIterator[tuple[RolloutSetup, EngineRecord]]:
+    """A rollout setup whose policy is a server over HTTP; the record is that of the engine behind it."""
+    tokenizer = word_tokenizer(template)
+    record = EngineRecord(tokenizer, reply)
+    config = InferenceConfig(
+        engine="scripted", scripted=ScriptedConfig(vocab_size=tokenizer.vocab_size, max_model_len=8192)
+    )
+    sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=tokenizer.eos_token_ids)
+    allowed = limits or EpisodeLimits(max_turns=12, max_total_tokens=8192, max_seconds=60)
+    async with open_engine(config, script=record) as engine:
+        weights = tmp_path / "weights.safetensors"
+        await engine.load_weights(publish(weights, torch.nn.Linear(1, 1), publication), weights)
+        async with serve(build_app(engine, config)) as url, open_policy_client(url, request_s=30) as client:
+            policy = EpisodePolicy(client, sampling)
+            async with proxy_sessions(policy, tokenizer, sampling, allowed) as open_proxy_session:
+                yield (
+                    RolloutSetup(
+                        policy=policy,
+                        tokenizer=tokenizer,
+                        sampling=sampling,
+                        limits=allowed,
+                        open_environment=open_world,
+                        log=EventLog("test"),
+                        settings=settings or {},
+                        open_proxy_session=open_proxy_session,
+                    ),
+                    record,
+                )
+
+
+def assert_is_what_the_engine_saw(sample: RolloutSample, record: EngineRecord, *, publication: int = 3) -> None:
+    """Every turn of the engine's record is in the sample, byte for byte, and nothing else is trained."""
+    assert len(sample.turns) == len(record.turns)
+    for turn, (consumed, produced) in zip(sample.turns, record.turns, strict=True):
+        row = sample.sequences[turn.sequence]
+        kept = turn.end - turn.start
+        assert row.token_ids[: turn.start].tolist() == consumed
+        assert row.token_ids[turn.start : turn.end].tolist() == produced[:kept]
+        assert row.versions[turn.start : turn.end].tolist() == [publication] * kept
+        assert row.loss_mask[turn.start : turn.end].all()
+    assert sample.num_trained == sum(turn.end - turn.start for turn in sample.turns)

@@ -1,0 +1,108 @@
+"""A dispatcher ready to run over a ledger in memory and real worker processes."""
+
+import asyncio
+import io
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollbook.contracts.freshness import FreshnessRule
+from rollbook.contracts.ports import GroupSink, TaskSource
+from rollbook.contracts.task import Task, TaskId
+from rollbook.rollout.config import RolloutConfig
+from rollbook.rollout.dispatch.dispatcher import Dispatcher
+from rollbook.rollout.metrics import rollout_metrics
+from rollbook.rollout.workers.spec import WorkerRecipe
+from rollbook.tasks.cursor import CursorDataLoader
+from rollbook.telemetry.events import EventLog, read_events
+from rollbook.telemetry.metrics import MetricRecorder
+from rollbook.telemetry.spans import Span, SpanRecorder, read_spans
+from tests.parts.rollout.sink import MemorySink
+
+REPOSITORY = str(Path(__file__).parents[3])
+
+
+def recipe_of(config: RolloutConfig, **settings: Any) -> WorkerRecipe:
+    return WorkerRecipe(
+        builder="tests.parts.rollout.world:build",
+        rollout=config.function,
+        rules=config.group_rules,
+        rewards=config.rewards.rules,
+        settings=settings,
+        search_path=(REPOSITORY,),
+    )
+
+
+def config_of(**changed: Any) -> RolloutConfig:
+    given = {
+        "function": "tests.parts.rollout.functions",
+        "completions_per_prompt": 4,
+        "retry_budget": 0,
+        "drop_constant_reward": False,
+        "groups_per_worker": 8,
+        "worker_stop_s": 2.0,
+        "heartbeat_s": 0.1,
+        **changed,
+    }
+    return RolloutConfig.model_validate(given)
+
+
+@dataclass
+class Dispatching:
+    dispatcher: Dispatcher
+    tasks: CursorDataLoader
+    sink: Any
+    """A `MemorySink`, unless the test brought a client of another."""
+    directory: Path
+    log: EventLog
+    recorder: SpanRecorder
+
+    async def run(self, within_s: float = 60.0) -> None:
+        try:
+            async with asyncio.timeout(within_s):
+                await self.dispatcher.run()
+        finally:
+            self.log.close()
+            self.recorder.close()
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [event for event in read_events(self.directory / "events.jsonl") if event["event"] == name]
+
+    def spans(self) -> list[Span]:
+        return read_spans(self.directory / "spans.jsonl")
+
+
+def dispatching(
+    directory: Path,
+    rows: list[dict[str, Any]],
+    *,
+    sink: MemorySink | GroupSink | None = None,
+    epochs: int | None = 1,
+    name: str = "rollout",
+    worker: dict[str, Any] | None = None,
+    source: TaskSource | None = None,
+    **config: Any,
+) -> Dispatching:
+    """Over a cursor on `rows`, unless another `source` is given."""
+    settings = config_of(**config)
+    tasks = CursorDataLoader(
+        [Task(id=TaskId(f"t{i}"), row={"secret": i % 10, **row}) for i, row in enumerate(rows)],
+        epochs=epochs,
+        shuffle=False,
+    )
+    sink = sink or MemorySink(capacity=8)
+    log = EventLog("rollout", directory / "events.jsonl", echo=io.StringIO())
+    recorder = SpanRecorder("rollout", directory / "spans.jsonl")
+    dispatcher = Dispatcher(
+        name=name,
+        tasks=source or tasks,
+        sink=sink,
+        recipe=recipe_of(settings, **(worker or {})),
+        config=settings,
+        rule=FreshnessRule(groups_per_step=4, max_in_flight=8, budget=1),
+        log=log,
+        metrics=MetricRecorder("rollout", rollout_metrics(settings), directory / "metrics.jsonl"),
+        spans=recorder,
+        max_attempts=sink.max_attempts if isinstance(sink, MemorySink) else None,
+    )
+    return Dispatching(dispatcher, tasks, sink, directory, log, recorder)

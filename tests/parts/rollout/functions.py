@@ -1,0 +1,82 @@
+"""Rollout functions that misbehave, each in its own way. Workers under test load them by dotted path."""
+
+import asyncio
+import dataclasses
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from rollbook.contracts.errors import RunError
+from rollbook.contracts.group import PromptGroup
+from rollbook.contracts.trajectory import RolloutSample
+from rollbook.rollout.contract import RolloutFn, RolloutSetup
+from rollbook.rollout.episodes import chat as episode
+
+not_a_function = 3
+
+
+def make_rollout(setup: RolloutSetup) -> RolloutFn:
+    """Plays the default episode, unless the row tells it to do something else."""
+    play = episode.make_rollout(setup)
+
+    async def rollout(row: dict[str, Any]) -> RolloutSample | None:
+        deed = row.pop("deed", None)  # its own copy: the siblings still have it
+        if deed == "raise":
+            raise ValueError("the moon is in the wrong phase")
+        if deed == "wrong":
+            return 42  # type: ignore[return-value]  # what a careless user writes
+        if deed == "none":
+            return None
+        if deed == "hang":
+            await asyncio.sleep(3600)
+        if deed == "hang_once" and _is_first(Path(row["marker"])):
+            await asyncio.sleep(3600)
+        if deed == "block":
+            time.sleep(3600)  # noqa: ASYNC251 - this is the misdeed
+        if deed == "stop_run":
+            raise RunError("the licence of the grader ran out")
+        if deed == "die_once" and _is_first(Path(row["marker"])):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if deed == "die":
+            print("last words of the worker")  # noqa: T201
+            os._exit(9)
+        sample = await play(row)
+        if deed == "say_loop" and sample is not None:
+            return dataclasses.replace(sample, messages=({"role": "assistant", "content": "loop"},))
+        return sample
+
+    return rollout
+
+
+def _is_first(marker: Path) -> bool:
+    try:
+        marker.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def make_not_async(setup: RolloutSetup) -> RolloutFn:
+    return lambda row: None  # type: ignore[return-value]  # what a careless user writes
+
+
+def make_raising(setup: RolloutSetup) -> RolloutFn:
+    raise OSError("no such dataset")
+
+
+async def make_async(setup: RolloutSetup) -> RolloutFn:
+    return episode.make_rollout(setup)
+
+
+def drop_all(group: PromptGroup) -> str | None:
+    return "too_easy"
+
+
+def filter_raises(group: PromptGroup) -> str | None:
+    raise KeyError("difficulty")
+
+
+def filter_wrong(group: PromptGroup) -> str | None:
+    return True  # type: ignore[return-value]  # what a careless user writes

@@ -1,0 +1,163 @@
+"""A whole run, small: the real processes, a tiny model, a world that takes a moment to answer. For tests that kill things."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from rollbook.telemetry.metrics import read_metrics
+
+REPOSITORY = Path(__file__).parents[3]
+EXAMPLE = REPOSITORY / "examples" / "01_number_guessing"
+STEPS = 30
+
+CONFIG = f"""
+[run]
+name = "small"
+seed = 3
+
+[model.build]
+hidden_size = 32
+layers = 1
+heads = 2
+kv_heads = 2
+intermediate_size = 64
+max_position_embeddings = 64
+vocabulary = ["0", "1", "2", "3", "4", "5", "6", "7", "higher", "lower", "correct", "invalid"]
+
+[tasks]
+source = "number_guessing:tasks"
+args = {{ low = 0, high = 7 }}
+
+[env]
+name = "delayed_number_guessing"
+args = {{ max_turns = 4, step_s = 0.02 }}
+
+[rollout]
+function = "number_guessing"
+completions_per_prompt = 4
+max_turns = 4
+max_seconds = 20.0
+drop_constant_reward = false
+
+[rollout.sampling]
+max_tokens = 1
+
+[gate]
+groups_per_step = 4
+max_groups_in_flight = 8
+max_head_offpolicy_versions = 2
+group_deadline_s = 30.0
+
+[trainer]
+max_steps = {STEPS}
+lr = 1e-3
+ppo_n_minibatches = 2
+checkpoint_every = 7
+"""
+
+
+class SmallRun:
+    """`rollbook train` in a process of its own, watched from outside like a user would."""
+
+    def __init__(self, directory: Path, overrides: Sequence[str] = (), *, config: str = CONFIG) -> None:
+        self.directory = directory / "run"
+        self.overrides = list(overrides)
+        self._config = directory / "run.toml"
+        self._config.write_text(config, encoding="utf-8")
+        for module in EXAMPLE.glob("*.py"):
+            (directory / module.name).write_text(module.read_text(encoding="utf-8"), encoding="utf-8")
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self) -> "SmallRun":
+        command = [
+            sys.executable,
+            "-m",
+            "rollbook",
+            "train",
+            str(self._config),
+            "--run-dir",
+            str(self.directory),
+            "--json",
+        ]
+        for override in self.overrides:
+            command += ["--set", override]
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY, start_new_session=True
+        )
+        return self
+
+    @property
+    def process(self) -> subprocess.Popen[str]:
+        assert self._process is not None
+        return self._process
+
+    def wait(self, timeout_s: float = 150.0) -> dict[str, Any]:
+        """To the end; the summary it printed. Whatever it said is shown when it failed."""
+        out, err = self.process.communicate(timeout=timeout_s)
+        lines = [line for line in out.splitlines() if line.startswith("{")]
+        assert lines, f"exit code {self.process.returncode}\n{err[-4000:]}"
+        summary: dict[str, Any] = json.loads(lines[-1])
+        summary["exit_code"] = self.process.returncode
+        summary["told"] = err
+        return summary
+
+    def pid(self, role: str) -> int | None:
+        if role == "worker":
+            parent = self.pid("rollout")
+            children = psutil.Process(parent).children() if parent and psutil.pid_exists(parent) else []
+            return next((c.pid for c in children if "resource_tracker" not in " ".join(c.cmdline())), None)
+        try:
+            rows = json.loads((self.directory / "processes.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        if role == "supervisor":
+            return int(rows["supervisor"])
+        row = rows["processes"].get(role, {})
+        return row.get("pid") if row.get("ready") else None
+
+    def step(self) -> int:
+        rows = read_metrics(self.directory / "metrics.jsonl", process="trainer")
+        return max((int(row["step"]) for row in rows), default=0)
+
+    def until(self, happened: Callable[[], Any], *, what: str, within_s: float = 90.0) -> Any:
+        """Wait for something to be seen from outside; fail with what the run said when it ends first."""
+        until = time.monotonic() + within_s
+        while time.monotonic() < until:
+            if found := happened():
+                return found
+            if self.process.poll() is not None:
+                out, err = self.process.communicate()
+                raise AssertionError(
+                    f"the run ended with {self.process.returncode} before {what}\n{out}\n{err[-4000:]}"
+                )
+            time.sleep(0.02)
+        raise AssertionError(f"{what} did not happen within {within_s} s; at step {self.step()}")
+
+    def kill(self, role: str) -> int:
+        """SIGKILL. Returns the pid that was killed."""
+        pid: int = self.until(lambda: self.pid(role), what=f"{role} was up")
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    def descendants(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def stop(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.communicate()
+
+
+def rollbook(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command line, as a user types it."""
+    return subprocess.run(
+        [sys.executable, "-m", "rollbook", *arguments], capture_output=True, text=True, check=False, cwd=REPOSITORY
+    )
