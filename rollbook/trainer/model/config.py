@@ -11,9 +11,6 @@ SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 class ModelBuildConfig(BaseModel, frozen=True, extra="forbid"):
     """A small model made on the spot: seeded random weights and a tokenizer whose tokens are whole words."""
 
-    family: Literal["llama"] = "llama"
-    """Architecture."""
-
     hidden_size: int = Field(default=128, ge=8)
     """Width of the residual stream."""
 
