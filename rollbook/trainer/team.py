@@ -23,7 +23,7 @@ from rollbook.contracts.adapter import AdapterKind
 from rollbook.contracts.batch import TrainingBatch
 from rollbook.contracts.errors import RunError
 from rollbook.trainer.checkpoints.checkpoints import Checkpoint, Checkpoints
-from rollbook.trainer.step import LearnerCopy, StepReport, TrainStep
+from rollbook.trainer.step import LearnerSnapshot, StepReport, TrainStep
 
 EXCHANGE_S = 600.0
 """How long a rank waits for the others within a step."""
@@ -94,7 +94,7 @@ class Team:
         self._tell("snapshot", None)
         return self._learner.snapshot()
 
-    def copied(self, weights: Mapping[str, Tensor]) -> LearnerCopy:
+    def copied(self, weights: Mapping[str, Tensor]) -> LearnerSnapshot:
         self._tell("copied", None)
         return self._learner.copied(weights)
 

@@ -12,7 +12,7 @@ from rollbook.trainer.checkpoints.settings_history import Era, SettingsHistory
 from rollbook.trainer.config import NOT_NUMERIC, ModelBuildConfig, ModelConfig, TrainerConfig
 from rollbook.trainer.data.advantages import BASELINES
 from rollbook.trainer.flops import peak_flops
-from rollbook.trainer.losses.defaults import OWN_SETTINGS
+from rollbook.trainer.loss_defaults import LOSS_DEFAULTS
 from rollbook.trainer.losses.registry import LOSSES
 from rollbook.trainer.metrics import batch_metrics, time_metrics
 from rollbook.trainer.staleness import check_lag
@@ -73,7 +73,7 @@ def test_a_model_is_named_or_built_but_not_both() -> None:
 def test_every_named_choice_has_its_part() -> None:
     fields = TrainerConfig.model_json_schema()["properties"]
     assert set(fields["advantage"]["anyOf"][0]["enum"]) == BASELINES.keys()
-    assert OWN_SETTINGS.keys() == LOSSES.keys()
+    assert LOSS_DEFAULTS.keys() == LOSSES.keys()
 
 
 def test_numeric_settings_are_all_but_those_that_only_say_when_and_where() -> None:

@@ -19,7 +19,7 @@ from rollbook.trainer.data.minibatches import flatten, plan
 from rollbook.trainer.distributed.ranks import Ranks
 from rollbook.trainer.losses.inputs import LossInputs, LossSettings, LossTerms
 from rollbook.trainer.losses.registry import LOSSES
-from rollbook.trainer.optimizer.gradient_guard import GradientGuard
+from rollbook.trainer.optimizer import GradientGuard
 from tests.parts.trainer.batches import batch_of, one_pass, quick, recorded_batch, row, sample, tiny_model_dir
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -129,15 +129,15 @@ def test_gradients_that_stay_broken_stop_the_run_with_the_cause(
 
 
 def test_a_guard_counts_in_a_row_and_its_count_survives_a_checkpoint(tmp_path: Path, model_dir: Path) -> None:
-    guard = GradientGuard(most_in_a_row=2, norm_above=10.0)
-    assert [guard.lets_pass(norm=norm, loss=0.0, step=1) for norm in (1.0, 11.0, 9.0, math.nan)] == [
+    guard = GradientGuard(max_in_a_row=2, norm_above=10.0)
+    assert [guard.allows(norm=norm, loss=0.0, step=1) for norm in (1.0, 11.0, 9.0, math.nan)] == [
         True,
         False,
         True,
         False,
     ]
     with pytest.raises(RunError, match=r"norm 50 lies above skip_grad_norm_above 10, and so it was for 2"):
-        guard.lets_pass(norm=50.0, loss=0.0, step=2)
+        guard.allows(norm=50.0, loss=0.0, step=2)
     config = quick(skip_grad_norm_above=1e-12)
     checkpoints = Checkpoints(tmp_path / "kept", model_dir=model_dir, config=config)
     learner = initial_learner(model_dir, config)

@@ -15,7 +15,7 @@ from rollbook.trainer.data.minibatches import sample_advantages
 from rollbook.trainer.losses.inputs import LossInputs, LossSettings, LossTerms
 from rollbook.trainer.losses.registry import LOSSES
 from rollbook.trainer.model.policy_model import PolicyModel
-from rollbook.trainer.optimizer.schedule import learning_rate
+from rollbook.trainer.optimizer import learning_rate
 from rollbook.trainer.step import TrainStep
 from tests.parts.trainer.batches import BUILD, batch_of, one_pass, quick, recorded_batch, row, sample, tiny_model_dir
 
