@@ -65,7 +65,7 @@ def _the_engine_can_hold_what_is_in_flight(parts: Parts) -> Faults:
                 )
 
 
-def _every_episode_has_a_world(parts: Parts) -> Faults:
+def _every_episode_has_an_environment(parts: Parts) -> Faults:
     match parts.get("env"), parts.get("gate"), parts.get("rollout"):
         case EnvConfig(pool_size=int(size)), GateConfig() as gate, RolloutConfig() as rollout:
             episodes = gate.max_groups_in_flight * rollout.episodes_per_group
@@ -198,7 +198,7 @@ CROSS_CHECKS: tuple[Callable[[Parts], Faults], ...] = (
     _tokens_fit_the_context,
     _a_minibatch_has_something_to_learn_from,
     _the_engine_can_hold_what_is_in_flight,
-    _every_episode_has_a_world,
+    _every_episode_has_an_environment,
     _the_run_ends,
     _schedules_know_their_length,
     _no_field_goes_unread,

@@ -9,10 +9,10 @@ from rollbook.run.supervision.sockets import serving
 async def main(context: RoleContext) -> str:
     env = context.loaded.config.env
     async with (
-        open_app(env, EnvServerConfig(), size=env.pool_size, log=context.log) as (app, worlds),
+        open_app(env, EnvServerConfig(), size=env.pool_size, log=context.log) as (app, pool),
         serving(app, context.listening()) as url,
     ):
-        context.log.info("env.serving", url=url, world=env.name, capacity=worlds.capacity)
-        context.channel.ready(f"serving {worlds.capacity} worlds of {env.name}")
+        context.log.info("env.serving", url=url, env=env.name, capacity=pool.capacity)
+        context.channel.ready(f"serving {pool.capacity} environments of {env.name}")
         await context.draining.wait()
     return "stopped"

@@ -14,7 +14,7 @@ from rollbook.rollout.contract import build_rollout, load_rollout
 from rollbook.rollout.episodes.policy import EpisodeContext, EpisodePolicy, EpisodeTimeUpError, enter_episode
 from rollbook.rollout.settings.groups import GroupRules
 from rollbook.rollout.workers.spec import WorkerRecipe
-from tests.parts.rollout.world import completion, setup_of
+from tests.parts.rollout.guessing import completion, setup_of
 
 HERE = "tests.parts.rollout.functions"
 
