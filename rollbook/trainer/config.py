@@ -91,7 +91,8 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
 
     correction: Literal["none", "tis", "icepop", "mis"] = "none"
     """Importance weight of each token's policy loss that corrects for numerical differences between engine and trainer, with
-    w = old / sampled. `none`: 1. `tis`: min(w, bound). `icepop`: w inside [1/bound, bound], else 0. `mis`: w up to bound, else 0."""
+    w = old / sampled. `none`: 1. `tis`: min(w, bound). `icepop`: w inside [1/bound, bound], else 0. `mis`: w up to bound, else
+    0."""
 
     correction_level: Literal["token", "sequence"] | None = None
     """Whether w is per token, or the geometric mean over the sequence. None: token."""
@@ -106,9 +107,9 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
     """Weight of the entropy bonus. Keeps a small policy from converging to the first action that works."""
 
     advantage: Literal["group", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl"] | None = None
-    """Baseline of a sample. `group`: mean and std of its group; `dr_grpo`: mean only; `rloo`: mean of the others; `reinforce_pp`: mean
-    and std of the batch; `reinforce_pp_baseline`: mean of its group, std of the batch; `maxrl`: mean, divided by the mean. None: the
-    loss's default (dr_grpo for dr_grpo, others group)."""
+    """Baseline of a sample. `group`: mean and std of its group; `dr_grpo`: mean only; `rloo`: mean of the others;
+    `reinforce_pp`: mean and std of the batch; `reinforce_pp_baseline`: mean of its group, std of the batch; `maxrl`: mean,
+    divided by the mean. None: the loss's default (dr_grpo for dr_grpo, others group)."""
 
     overlong_tokens: int | None = Field(default=None, ge=1)
     """Trained tokens from which a sample's reward is reduced by the full `overlong_penalty`. None: no length penalty."""
@@ -123,9 +124,9 @@ class TrainerConfig(BaseModel, frozen=True, extra="forbid"):
     """Exclude truncated samples from the loss; their rewards still count in their groups' baselines."""
 
     reduction: Literal["token_mean", "sequence_mean", "fixed_length"] | None = None
-    """How the token losses of a minibatch are reduced. `token_mean`: mean over tokens. `sequence_mean`: mean over sequences of their
-    token means. `fixed_length`: sum, divided by sequences times `reduction_length`. None: the loss's default (dr_grpo fixed_length,
-    gspo sequence_mean, others token_mean)."""
+    """How the token losses of a minibatch are reduced. `token_mean`: mean over tokens. `sequence_mean`: mean over sequences of
+    their token means. `fixed_length`: sum, divided by sequences times `reduction_length`. None: the loss's default (dr_grpo
+    fixed_length, gspo sequence_mean, others token_mean)."""
 
     reduction_length: int | None = Field(default=None, ge=1)
     """Tokens per sequence in the denominator of `fixed_length`."""

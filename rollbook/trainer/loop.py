@@ -309,7 +309,8 @@ class TrainerLoop:
         self._log.info("trainer.checkpointed", step=saved.step, path=saved.path.name, digest=saved.weights_digest)
 
     async def _mark_durable(self, step: int) -> None:
-        """Report the checkpoint to the ledger, once. Older checkpoints are removed before: the ledger may then delete their batches."""
+        """Report the checkpoint to the ledger, once. Older checkpoints are removed before: the ledger may then delete their
+        batches."""
         if step <= self._durable_step:
             return
         kept = await asyncio.to_thread(self._checkpoints.steps)

@@ -22,7 +22,9 @@ TRAINER_METRICS: tuple[Metric, ...] = (
     Metric("train/ess", "", "effective sample size of old / sampled, as a fraction of the tokens"),
     Metric("train/correction_mean", "", "mean of the correction's weights over trained tokens"),
     Metric("train/correction_clip_frac", "", "fraction of the trained tokens whose correction weight was clipped"),
-    Metric("train/correction_ess", "", "effective sample size of the correction's weights, as a fraction of the tokens"),
+    Metric(
+        "train/correction_ess", "", "effective sample size of the correction's weights, as a fraction of the tokens"
+    ),
     Metric("train/reference_kl", "nats", "divergence from the initial policy, mean over trained tokens"),
     Metric("train/unknown_logprob_tokens", "tokens", "trained tokens without a sampling logprob", Reduction.SUM),
     Metric("train/tokens", "tokens", "trained tokens", Reduction.SUM),
@@ -38,7 +40,9 @@ TRAINER_METRICS: tuple[Metric, ...] = (
     Metric("perf/weight_sync_time", "s", "time to publish the weights, concurrent with training", Reduction.SUM),
     Metric("perf/publish_wait_time", "s", "training waited for the previous publication to complete", Reduction.SUM),
     Metric("perf/checkpoint_time", "s", "time to write a checkpoint, concurrent with training", Reduction.SUM),
-    Metric("perf/checkpoint_wait_time", "s", "training waited for the copy of its state for a checkpoint", Reduction.SUM),
+    Metric(
+        "perf/checkpoint_wait_time", "s", "training waited for the copy of its state for a checkpoint", Reduction.SUM
+    ),
     Metric("perf/step_time", "s", "whole step, waiting included", Reduction.SUM),
     Metric("perf/wait_time_ratio", "", "wait / (wait + train)"),
     Metric("perf/overlap_ratio", "", "the trainer's utilisation: train / (wait + train)"),
@@ -52,9 +56,7 @@ TRAINER_METRICS: tuple[Metric, ...] = (
     Metric("async/version_offset_mean", "steps", "lag of the batch's groups, mean"),
     Metric("async/version_offset_max", "steps", "lag of the batch's oldest group", Reduction.MAX),
     Metric("async/version_offset_min", "steps", "lag of the batch's newest group", Reduction.MIN),
-    Metric(
-        "async/unknown_version_groups", "groups", "groups whose sampling version is unknown", Reduction.SUM
-    ),
+    Metric("async/unknown_version_groups", "groups", "groups whose sampling version is unknown", Reduction.SUM),
     Metric(
         "async/unscorable_samples", "samples", "samples without a reward: advantage 0, never reward 0", Reduction.SUM
     ),

@@ -83,5 +83,7 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid"):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if (self.path is None) == (self.build is None):
-            raise ValueError("set exactly one of `path` (an existing model) and `build` (a small model built for the run)")
+            raise ValueError(
+                "set exactly one of `path` (an existing model) and `build` (a small model built for the run)"
+            )
         return self

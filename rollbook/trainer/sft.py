@@ -1,7 +1,7 @@
 """Supervised fine-tuning on demonstrations, with the same training step and checkpoints as reinforcement learning.
 
-A demonstration is a row whose assistant tokens are trained with advantage 1, so the loss is their mean negative log-probability. The
-rows of step s depend on (seed, s) only, so a killed and restarted run trains the same rows.
+A demonstration is a row whose assistant tokens are trained with advantage 1, so the loss is their mean negative log-probability.
+The rows of step s depend on (seed, s) only, so a killed and restarted run trains the same rows.
 """
 
 import math

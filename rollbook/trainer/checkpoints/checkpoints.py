@@ -88,7 +88,7 @@ class Checkpoints:
                 self._write_atomically(path, snapshot, weights_digest)
         for step in removable(self.steps(), keep=self._config.keep_checkpoints, keep_every=self._config.keep_every):
             shutil.rmtree(self._path(step))
-        return Checkpoint(path=path, step=copied.step, weights_digest=weights_digest)
+        return Checkpoint(path=path, step=snapshot.step, weights_digest=weights_digest)
 
     def restore(self, checkpoint: Checkpoint | None) -> TrainStep:
         """The learner as it was at the checkpoint; from the initial weights without one. Random states are set too."""

@@ -1,7 +1,7 @@
 """Advantages: how much better a sample was than the rest of its group or batch.
 
-Groups are identified by an explicit id, not by reshaping, so groups of different sizes can be mixed. Statistics use scorable samples
-only; an unscorable sample (reward NaN) has advantage 0 and does not affect any baseline.
+Groups are identified by an explicit id, not by reshaping, so groups of different sizes can be mixed. Statistics use scorable
+samples only; an unscorable sample (reward NaN) has advantage 0 and does not affect any baseline.
 """
 
 from collections.abc import Callable

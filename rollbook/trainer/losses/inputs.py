@@ -20,7 +20,8 @@ class LossInputs:
     current_N: Tensor
     """Log-probabilities under the weights being trained."""
     old_N: Tensor
-    """Log-probabilities in the denominator of the ratio: under the weights at the start of the step, or under the sampling policy."""
+    """Log-probabilities in the denominator of the ratio: under the weights at the start of the step, or under the sampling
+    policy."""
     sampled_N: Tensor
     """Log-probabilities under the sampling policy; those of the step's starting policy where they are unknown."""
     advantages_N: Tensor

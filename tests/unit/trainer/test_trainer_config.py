@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from rollbook.contracts.batch import BatchEntry, BatchManifest
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId
-from rollbook.trainer.checkpoints.settings_history import Era, SettingsHistory
+from rollbook.trainer.checkpoints.settings_history import SettingsHistory, SettingsPeriod
 from rollbook.trainer.config import NOT_NUMERIC, ModelBuildConfig, ModelConfig, TrainerConfig
 from rollbook.trainer.data.advantages import BASELINES
 from rollbook.trainer.flops import peak_flops
@@ -91,7 +91,7 @@ def test_a_change_is_seen_only_if_a_step_to_be_replayed_was_trained_otherwise(
     restored: int, acknowledged: int, expected: list[str]
 ) -> None:
     history = SettingsHistory(
-        eras=(Era(after_step=0, settings={"lr": 1}), Era(after_step=3, settings={"lr": 2})),
+        periods=(SettingsPeriod(after_step=0, settings={"lr": 1}), SettingsPeriod(after_step=3, settings={"lr": 2})),
     )
     assert history.changed({"lr": 1}, restored_step=restored, acknowledged_step=acknowledged) == expected
 
@@ -100,9 +100,9 @@ def test_new_settings_begin_an_era_where_training_stands() -> None:
     first = SettingsHistory().resumed({"lr": 1}, acknowledged_step=0)
     assert first.resumed({"lr": 1}, acknowledged_step=5) == first
     second = first.resumed({"lr": 2}, acknowledged_step=5)
-    assert [era.after_step for era in second.eras] == [0, 5]
+    assert [period.after_step for period in second.periods] == [0, 5]
     third = second.resumed({"lr": 3}, acknowledged_step=5)
-    assert [(era.after_step, era.settings["lr"]) for era in third.eras] == [(0, 1), (5, 3)]
+    assert [(period.after_step, period.settings["lr"]) for period in third.periods] == [(0, 1), (5, 3)]
 
 
 def manifest(step: int, oldest: list[int | None]) -> BatchManifest:
@@ -114,15 +114,15 @@ def manifest(step: int, oldest: list[int | None]) -> BatchManifest:
 
 
 def test_lag_is_measured_over_the_groups_that_say_their_version() -> None:
-    report = check_lag(manifest(5, [4, 2, None, 3]), budget=2)
-    assert (report.mean, report.most, report.least, report.num_unknown) == (1.0, 2, 0, 1)
-    assert check_lag(manifest(5, [None]), budget=0).mean is None
+    report = check_lag(manifest(5, [4, 2, None, 3]), max_head_offpolicy_versions=2)
+    assert (report.mean, report.maximum, report.minimum, report.num_unknown) == (1.0, 2, 0, 1)
+    assert check_lag(manifest(5, [None]), max_head_offpolicy_versions=0).mean is None
 
 
 @pytest.mark.parametrize("oldest", [1, 5])
 def test_a_lag_outside_the_budget_is_an_error_that_names_the_group(oldest: int) -> None:
     with pytest.raises(RunError, match=rf"batch 5: group t1@0 was sampled by version {oldest}"):
-        check_lag(manifest(5, [4, oldest]), budget=2)
+        check_lag(manifest(5, [4, oldest]), max_head_offpolicy_versions=2)
 
 
 def test_rewards_and_solved_rates_leave_out_what_could_not_be_scored() -> None:

@@ -48,7 +48,11 @@ def test_the_loss_of_the_guide_trains_as_it_stands_there(
 
 @pytest.mark.parametrize(
     ("name", "fault"),
-    [("no_such_module:f", "cannot be imported"), ("math:no_such", "cannot be imported"), ("math:pi", "is no function")],
+    [
+        ("no_such_module:f", "no module 'no_such_module'"),
+        ("math:no_such", "has no 'no_such'"),
+        ("math:pi", "pi is not callable"),
+    ],
 )
 def test_a_loss_that_cannot_be_found_is_named(model_dir: Path, name: str, fault: str) -> None:
     with pytest.raises(RunError, match=fault):
@@ -82,7 +86,7 @@ def test_a_correction_is_measured_and_changes_what_is_learned(model_dir: Path, l
 
 
 def test_too_long_a_sample_pays_before_rewards_are_compared() -> None:
-    costs = overlong_penalties(np.array([0, 60, 80, 90, 100, 500]), most=100, buffer=40, penalty=2.0)
+    costs = overlong_penalties(np.array([0, 60, 80, 90, 100, 500]), max_tokens=100, buffer=40, penalty=2.0)
     np.testing.assert_allclose(costs, [0.0, 0.0, 1.0, 1.5, 2.0, 2.0])
     long, short = row([1, 5, 6, 7, 8], [1, 2, 3, 4]), row([1, 5, 6], [2])
     batch = batch_of(1, [[sample(long, reward=1.0), sample(short, reward=1.0)]])
@@ -129,7 +133,7 @@ def test_gradients_that_stay_broken_stop_the_run_with_the_cause(
 
 
 def test_a_guard_counts_in_a_row_and_its_count_survives_a_checkpoint(tmp_path: Path, model_dir: Path) -> None:
-    guard = GradientGuard(max_in_a_row=2, norm_above=10.0)
+    guard = GradientGuard(max_in_a_row=2, max_norm=10.0)
     assert [guard.allows(norm=norm, loss=0.0, step=1) for norm in (1.0, 11.0, 9.0, math.nan)] == [
         True,
         False,
