@@ -91,7 +91,7 @@ def test_families_are_packed_where_their_attention_allows_it() -> None:
     assert all(packed[family] for family in ("llama", "qwen2", "qwen3"))
     assert not packed["mistral"], "its window of 4 tokens would be lost"
     assert not packed["gemma2"], "it caps its attention scores"
-    with pytest.raises(RunError, match="'mistral' gives other numbers when its sequences are packed"):
+    with pytest.raises(RunError, match="'mistral' computes other numbers with packed sequences"):
         made("mistral", packing="packed")
 
 
