@@ -17,7 +17,7 @@ from rollbook.rollout.episodes.chat import make_rollout
 from rollbook.rollout.groups.player import GroupAssembler, GroupOrder
 from rollbook.rollout.settings.limits import EpisodeLimits
 from rollbook.rollout.workers.messages import Finished, Play, frame, from_worker, read_frame, to_worker
-from tests.parts.rollout.world import setup_of
+from tests.parts.rollout.guessing import setup_of
 
 USEFUL, DECLINED, FAILED = GroupEnd.USEFUL, GroupEnd.DECLINED, GroupEnd.FAILED
 
