@@ -1,6 +1,5 @@
 """Name to environment: one explicit table, and `module:Class` for environments of your own."""
 
-import importlib
 import inspect
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -8,6 +7,7 @@ from typing import Any
 
 from rollbook.concurrency.shield import finish
 from rollbook.contracts.errors import RunError
+from rollbook.contracts.plugin import load_plugin
 from rollbook.envs.builtin.arithmetic import Arithmetic
 from rollbook.envs.builtin.maths import Maths
 from rollbook.envs.builtin.number_guessing import DelayedNumberGuessing, NumberGuessing
@@ -75,17 +75,9 @@ def environment_class(name: str) -> Callable[..., Any]:
             f"env.name: there is no environment {name!r}; known are {', '.join(sorted([*CATALOG, *ON_DEMAND]))}, "
             "and 'module:Class' for one of your own"
         )
-    module_name, _, class_name = name.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # foreign code: its import can raise anything, and the operator must read what
-        raise RunError(f"env.name: importing {module_name!r} failed: {type(error).__name__}: {error}") from error
-    kind = getattr(module, class_name, None)
+    kind = load_plugin(name, setting="env.name")
     if not isinstance(kind, type):
-        classes = sorted(n for n, v in vars(module).items() if isinstance(v, type) and v.__module__ == module.__name__)
-        raise RunError(
-            f"env.name: {module_name!r} has no class {class_name!r}; it defines {', '.join(classes) or 'no classes'}"
-        )
+        raise RunError(f"env.name = {name!r} is not a class")
     missing = [method for method in METHODS if not callable(getattr(kind, method, None))]
     if missing:
         raise RunError(f"env.name: {name} lacks {', '.join(missing)}; an environment has reset, step and close")

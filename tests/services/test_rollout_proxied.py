@@ -127,7 +127,7 @@ async def test_a_command_dies_with_its_episode(tmp_path: Path) -> None:
         ({}, "either agent or command"),
         ({"agent": "a:b", "command": ["x"]}, "either agent or command"),
         ({"agent": "a:b", "colour": 1}, "colour: Extra inputs"),
-        ({"agent": "nowhere:agent"}, "agent 'nowhere:agent': no module 'nowhere'"),
+        ({"agent": "nowhere:agent"}, "rollout.settings.agent = 'nowhere:agent': no module 'nowhere'"),
         ({"agent": f"{PROGRAMS}:converse", "environment": {"A": "b"}}, "environment is for a command"),
     ],
 )

@@ -7,7 +7,6 @@ these classes hold things that belong to one thread (a browser, a database conne
 """
 
 import asyncio
-import importlib
 import inspect
 import json
 import typing
@@ -19,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 from rollbook.concurrency.deadline import Deadline, DeadlineExceededError
 from rollbook.contracts.environment import Observation
 from rollbook.contracts.errors import EpisodeError, RunError, fenced
+from rollbook.contracts.plugin import load_plugin
 from rollbook.contracts.ports import Environment
 from rollbook.envs.daemon_threads import DaemonThreads
 from rollbook.envs.environment import EnvironmentsExhaustedError, PoolHealth
@@ -203,17 +203,7 @@ class ModelDialect:
 
 def openenv_class(path: str) -> type[Any]:
     """The class behind `module:Class`. Raises `RunError` that says what is missing."""
-    module_name, _, class_name = path.partition(":")
-    if not module_name or not class_name:
-        raise RunError(f"--openenv {path!r}: give it as module:Class")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # foreign code: its import can raise anything, and the operator must read what
-        raise RunError(
-            f"--openenv {path}: importing {module_name!r} failed: {type(error).__name__}: {error}; "
-            "is the openenv package installed in this environment?"
-        ) from error
-    kind = getattr(module, class_name, None)
+    kind = load_plugin(path, setting="--openenv")
     missing = [name for name in ("reset", "step", "state") if not hasattr(kind, name)]
     if not isinstance(kind, type) or missing:
         raise RunError(
