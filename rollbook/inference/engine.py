@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.errors import EpisodeError, RunError, TransientError
-from rollbook.contracts.plugin import load_attribute
+from rollbook.contracts.plugin import load_on_demand
 from rollbook.contracts.policy import Completion, Publication, SamplingParams, TopLogprobs
 from rollbook.contracts.weights import RawTensor
 from rollbook.inference.config import InferenceConfig, KvAfterUpdate
@@ -166,8 +166,8 @@ class Engine(Protocol):
 
 # Each engine is imported only where it is configured, so that a scripted server starts without torch.
 ENGINES: dict[str, str] = {
-    "transformers": "rollbook.inference.engines.embedded.engine",
-    "scripted": "rollbook.inference.engines.scripted",
+    "transformers": "rollbook.inference.engines.embedded.engine:open_engine",
+    "scripted": "rollbook.inference.engines.scripted:open_engine",
 }
 
 
@@ -175,6 +175,6 @@ def open_engine(
     config: InferenceConfig, model_dir: Path | None, *, spans: SpanRecorder | None = None
 ) -> AbstractAsyncContextManager[Engine]:
     """The configured engine. `model_dir`: a Hugging Face directory with config and weights; the scripted engine needs none."""
-    opener = load_attribute(ENGINES[config.engine], (), default="open_engine", role="inference.engine")
+    opener = load_on_demand(ENGINES[config.engine])
     engine: AbstractAsyncContextManager[Engine] = opener(config, model_dir, spans=spans)
     return engine

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rollbook.contracts.errors import TransientError
-from rollbook.contracts.plugin import load_attribute
+from rollbook.contracts.plugin import load_on_demand
 from rollbook.contracts.policy import Publication
 from rollbook.inference.engine import Engine, TensorSource
 from rollbook.inference.pause import needs_loading
@@ -24,8 +24,8 @@ class Receiver(Protocol):
 
 
 RECEIVERS: dict[str, str] = {
-    "gloo": "rollbook.inference.weights.transports.gloo",
-    "cuda_ipc": "rollbook.inference.weights.transports.cuda_ipc",
+    "gloo": "rollbook.inference.weights.transports.gloo:open_receiver",
+    "cuda_ipc": "rollbook.inference.weights.transports.cuda_ipc:open_receiver",
 }
 
 
@@ -84,6 +84,5 @@ class WeightIntake:
 
 
 def _open_receiver(info: InitInfo) -> Receiver:
-    opener = load_attribute(RECEIVERS[info.backend], (), default="open_receiver", role="backend")
-    receiver: Receiver = opener(info)
+    receiver: Receiver = load_on_demand(RECEIVERS[info.backend])(info)
     return receiver

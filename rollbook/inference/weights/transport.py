@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from rollbook.contracts.adapter import Adapter
-from rollbook.contracts.plugin import load_attribute
+from rollbook.contracts.plugin import load_on_demand
 from rollbook.contracts.policy import Publication
 from rollbook.inference.wire.weights import Backend, InitInfo, UpdateInfo
 
@@ -55,18 +55,17 @@ class TransportOptions:
 
 # Each module is imported only where its transport is configured.
 _OPENERS = {
-    "directory": "rollbook.inference.weights.transports.files",
-    "shared_memory": "rollbook.inference.weights.transports.files",
-    "gloo": "rollbook.inference.weights.transports.gloo",
-    "cuda_ipc": "rollbook.inference.weights.transports.cuda_ipc",
-    "nccl": "rollbook.inference.weights.transports.nccl",
+    "directory": "rollbook.inference.weights.transports.files:open_transport",
+    "shared_memory": "rollbook.inference.weights.transports.files:open_transport",
+    "gloo": "rollbook.inference.weights.transports.gloo:open_transport",
+    "cuda_ipc": "rollbook.inference.weights.transports.cuda_ipc:open_transport",
+    "nccl": "rollbook.inference.weights.transports.nccl:open_transport",
 }
 
 
 def open_transport(name: str, options: TransportOptions) -> WeightTransport:
     """Raises `RunError` if this machine does not support the transport."""
-    opener = load_attribute(_OPENERS[name], (), default="open_transport", role="inference.transfer")
-    transport: WeightTransport = opener(name, options)
+    transport: WeightTransport = load_on_demand(_OPENERS[name])(name, options)
     return transport
 
 

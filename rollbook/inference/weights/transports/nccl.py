@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.errors import RunError, TransientError
-from rollbook.contracts.plugin import DottedPathError, load_attribute
+from rollbook.contracts.plugin import load_on_demand
 from rollbook.contracts.policy import Publication
 from rollbook.inference.weights.transport import TransportOptions, update_message
 from rollbook.inference.weights.transports.gloo import free_port
@@ -29,10 +29,8 @@ def open_transport(_name: str, options: TransportOptions) -> "NcclTransport":
     if not torch.cuda.is_available():
         raise RunError("transfer = 'nccl' needs a CUDA GPU in the trainer; use 'directory' or 'gloo'")
     try:
-        communicator, group = (
-            load_attribute(path, (), default=None, role="inference.transfer") for path in (COMMUNICATOR, PROCESS_GROUP)
-        )
-    except DottedPathError as error:
+        communicator, group = load_on_demand(COMMUNICATOR), load_on_demand(PROCESS_GROUP)
+    except ImportError as error:
         raise RunError(f"transfer = 'nccl' needs vLLM in the trainer's environment: {error}") from error
     return NcclTransport(host=options.host, communicator=communicator, group=group)
 
