@@ -26,7 +26,7 @@ from rollbook.inference.weights.client import WeightTransferClient
 from rollbook.ledger.client.client import open_ledger_client
 from rollbook.rollout.dispatch.failure_breaker import RolloutsFailingError
 from rollbook.run.supervision.channel import Channel
-from rollbook.run.supervision.child_main import EXIT_CRASHED, EXIT_STOP_RUN, _verdict
+from rollbook.run.supervision.child_main import EXIT_CRASHED, EXIT_STOP_RUN, exit_code_of
 from rollbook.telemetry.events import EventLog, read_events
 from tests.parts.inference.engines import Workshop
 from tests.parts.rollout.dispatching import dispatching
@@ -43,7 +43,7 @@ QUIET = EventLog("test", echo=io.StringIO())
 
 def exit_code_after(error: BaseException) -> int:
     """What the process that plays the role would end with."""
-    return _verdict(error, Channel(None), QUIET)
+    return exit_code_of(error, Channel(None), QUIET)
 
 
 async def test_a_rollout_that_never_returns_is_cancelled_named_and_survived(tmp_path: Path) -> None:
@@ -66,17 +66,19 @@ async def test_an_engine_that_accepts_and_never_answers_stops_the_run_with_its_a
     assert exit_code_after(stopped.value) == EXIT_STOP_RUN
 
 
-async def test_a_world_that_stops_in_mid_step_is_named_and_survived(tmp_path: Path) -> None:
+async def test_a_environment_that_stops_in_mid_step_is_named_and_survived(tmp_path: Path) -> None:
     play = dispatching(tmp_path, [{"hangs_at": 1}, {}, {}], step_s=0.3)
     await play.run()
     dropped = play.sink.rows[GroupId("t0@0")]
-    assert "step 1 of the world GuessingWorld was not answered within 0.3 s (rollout.step_s)" in str(dropped.drop)
+    assert "step 1 of the environment GuessingEnvironment was not answered within 0.3 s (rollout.step_s)" in str(
+        dropped.drop
+    )
     assert play.sink.rows[GroupId("t1@0")].state == "queued"
 
 
 async def test_a_sandbox_that_never_becomes_ready_is_named_and_stops_the_run(tmp_path: Path) -> None:
     play = dispatching(tmp_path, [{}] * 8, worker={"sandbox": "never_ready"}, open_s=0.3)
-    with pytest.raises(RolloutsFailingError, match=r"no world was ready within 0.3 s \(rollout.open_s\)"):
+    with pytest.raises(RolloutsFailingError, match=r"no environment was ready within 0.3 s \(rollout.open_s\)"):
         await play.run()
 
 
@@ -129,7 +131,7 @@ async def test_a_worker_that_computes_for_ever_tells_where_before_it_is_replaced
     await play.run()
     (stalled,) = play.events("rollout.worker_stalled")
     assert "rollout_functions.py" in stalled["stack"], "the line that blocks"
-    assert "gave no sign of life for 2 s" in sink.released[0][2]
+    assert "sent no heartbeat for 2 s" in sink.released[0][2]
 
 
 async def test_a_push_of_weights_that_is_never_answered_ends_the_trainer_with_its_address(tmp_path: Path) -> None:

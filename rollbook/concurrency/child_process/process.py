@@ -64,8 +64,8 @@ class ChildSpec:
     inherited_fds: Sequence[int] = ()
     has_own_group: bool = False
     """Start a process group: Ctrl-C in the terminal does not reach it, and a kill ends everything the child started."""
-    output: Path | Callable[[str], None] | None = None
-    """Where stdout and stderr go: appended to a file, or line by line to a function. None: to ours."""
+    output: Path | Callable[[int, str], None] | None = None
+    """Where stdout and stderr go: appended to a file, or passed to a function with pid and line. None: to ours."""
 
 
 def python_path() -> str:
@@ -164,11 +164,12 @@ class ChildProcess:
 
     async def stop(self, *, grace_s: float, request: bytes | None = None) -> bool:
         """End the child: send `request`, then SIGTERM, then SIGKILL, `grace_s` apart. False when it had to be killed."""
-        steps: list[Callable[[], None]] = [] if request is None else [lambda: self.send(request)]
-        for step in (*steps, lambda: self.send_signal(signal.SIGTERM)):
-            if self.is_alive:
-                step()
-                await self._ends_within(grace_s)
+        if request is not None and self.is_alive:
+            self.send(request)
+            await self._ends_within(grace_s)
+        if self.is_alive:
+            self.send_signal(signal.SIGTERM)
+            await self._ends_within(grace_s)
         is_graceful = not self.is_alive
         await self.kill()
         return is_graceful
@@ -229,7 +230,7 @@ class ChildProcess:
             async with asyncio.timeout(seconds):
                 await self._process.wait()
 
-    async def _follow_output(self, on_line: Callable[[str], None]) -> None:
+    async def _follow_output(self, on_line: Callable[[int, str], None]) -> None:
         assert self._process.stdout is not None
         rest = b""
         while chunk := await self._process.stdout.read(MAX_LINE_BYTES):
@@ -240,7 +241,7 @@ class ChildProcess:
                 text = line.decode(errors="replace").rstrip()
                 self._lines.append(text)
                 self._num_lines += 1
-                on_line(text)
+                on_line(self.pid, text)
 
 
 class BlockingChild:
@@ -270,11 +271,9 @@ class BlockingChild:
             self._ends_within(EXIT_S)
             raise ChildEndedError(exit_reason(self._process.returncode)) from error
 
-    def stop(self, *, grace_s: float, request: bytes) -> None:
-        """End the child: send `request`, then SIGKILL, `grace_s` apart."""
-        with suppress(ChildEndedError):
-            self.send(request)
-            self._ends_within(grace_s)
+    def join(self, grace_s: float) -> None:
+        """Wait `grace_s` for the child to end by itself, then kill it."""
+        self._ends_within(grace_s)
         self._process.kill()
         self._process.wait()
         self._frames.close()
@@ -285,7 +284,7 @@ class BlockingChild:
 
 
 @contextmanager
-def _opened(output: Path | Callable[[str], None] | None) -> Iterator[IO[bytes] | int | None]:
+def _opened(output: Path | Callable[[int, str], None] | None) -> Iterator[IO[bytes] | int | None]:
     """What a child gets as stdout and stderr."""
     if isinstance(output, Path):
         with output.open("ab") as file:

@@ -6,11 +6,11 @@ What cannot be read as a call stays text: the agent sees what the policy really 
 import json
 import re
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from rollbook.contracts.plugin import load_attribute
+from rollbook.contracts.plugin import load_plugin
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +84,11 @@ def parse_nothing(text: str) -> Said:
 PARSERS: dict[str, ToolParser] = {"hermes": parse_hermes, "json": parse_json, "none": parse_nothing}
 
 
-def load_parser(name: str, search_path: Sequence[str] = ()) -> ToolParser:
+def load_parser(name: str) -> ToolParser:
     """One of the table, or `module:function` that takes the text and returns a `Said`."""
     if name in PARSERS:
         return PARSERS[name]
-    parser: ToolParser = load_attribute(name, search_path, default=None, role="tool parser")
+    parser: ToolParser = load_plugin(name, setting="tool_parser")
     return parser
 
 

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from rollbook.concurrency.clock import Clock, SystemClock
+from rollbook.concurrency.exception_groups import first_error
 from rollbook.contracts.admission import GateState, Grant, OpenReply, OwnerId, Receipt
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.freshness import FreshnessRule
@@ -131,8 +132,9 @@ class Dispatcher:
                 self._log.info("rollout.run_ended", unfinished_groups=len(self._flights))
                 for task in background:
                     task.cancel()
-        except BaseExceptionGroup as escaped:
-            raise _most_telling(escaped) from escaped
+        except BaseExceptionGroup as errors:
+            # A `RunError` ends the run, so it is the error to report.
+            raise first_error(errors, prefer=RunError) from errors
         finally:
             for flight in self._flights.values():
                 flight.timer.cancel()
@@ -319,16 +321,3 @@ class Dispatcher:
         self._metrics.add("rollout/continued_requests", self._pool.continued)
         self._steering.measure()
         self._metrics.tick()
-
-
-def _most_telling(escaped: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Of several errors the one a person must see: a verdict on the run before anything else."""
-    flat: list[BaseException] = []
-    pending: list[BaseException] = [escaped]
-    while pending:
-        error = pending.pop(0)
-        if isinstance(error, BaseExceptionGroup):
-            pending.extend(error.exceptions)
-        else:
-            flat.append(error)
-    return next((error for error in flat if isinstance(error, RunError)), flat[0])

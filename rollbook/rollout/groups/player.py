@@ -12,8 +12,9 @@ from typing import Any, TypeAlias
 import msgspec
 
 from rollbook.concurrency.clock import Clock, SystemClock
-from rollbook.concurrency.exception_groups import where_cancelled
+from rollbook.concurrency.exception_groups import first_error
 from rollbook.concurrency.retry import backoff
+from rollbook.concurrency.stacks import where_cancelled
 from rollbook.contracts.errors import RollbookError, WorkerError
 from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupOutcome, PromptGroup
 from rollbook.contracts.task import Task, TaskId
@@ -125,8 +126,8 @@ class GroupAssembler:
                 ]
                 if self._rules.oversample:
                     siblings.create_task(_stop_surplus(tally, played), name=f"rollout.surplus.{order.group_id}")
-        except BaseExceptionGroup as escaped:
-            raise escaped.exceptions[0] from escaped
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from errors
         found = [sample for one in played if not one.cancelled() and (sample := one.result()) is not None]
         samples, surplus = self._rules.choose(found)
         surplus += sum(one.cancelled() for one in played)

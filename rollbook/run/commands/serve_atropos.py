@@ -15,8 +15,8 @@ import time
 
 import uvloop
 
-from rollbook.concurrency.clock import SystemClock
 from rollbook.concurrency.child_process.child import die_with_parent
+from rollbook.concurrency.clock import SystemClock
 from rollbook.contracts.errors import RollbookError
 from rollbook.ledger.atropos.config import AtroposConfig
 from rollbook.ledger.atropos.routes import add_atropos

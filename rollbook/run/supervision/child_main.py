@@ -6,7 +6,6 @@ that says what the supervisor must do.
 
 import argparse
 import asyncio
-import importlib
 import json
 import os
 import signal
@@ -23,6 +22,7 @@ from rollbook.concurrency.child_process.child import connect_to_parent, die_with
 from rollbook.concurrency.child_process.frames import BlockingFrames
 from rollbook.concurrency.exception_groups import first_error
 from rollbook.contracts.errors import FencedError, RunError
+from rollbook.contracts.plugin import extend_search_path, load_on_demand
 from rollbook.run.config.run import LoadedConfig, load_config
 from rollbook.run.directory import RunDirectory
 from rollbook.run.supervision.channel import Channel
@@ -87,6 +87,7 @@ def main(argv: list[str] | None = None) -> int:
     log.info("process.started", pid=os.getpid(), role=args.role)
     try:
         loaded = load_config(directory.config_file, source_dir=Path(directory.read_manifest()["source_dir"]))
+        extend_search_path([loaded.source_dir])
         context = RoleContext(
             role=args.role,
             directory=directory,
@@ -97,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
             addresses=json.loads(args.addresses),
             server_socket=socket.socket(fileno=args.socket_fd) if args.socket_fd is not None else None,
         )
-        module = cast(RoleModule, importlib.import_module(ROLES[args.role]))
+        module = cast(RoleModule, load_on_demand(ROLES[args.role]))
         return uvloop.run(_play(module, context))
     except Exception as error:
         return exit_code_of(error, channel, log)

@@ -191,9 +191,7 @@ class Supervisor:
                     self._log.error("run.evaluation_failed", cause=verdict.reason, last_output=process.last_output())
                     self._say(f"evaluation {reason}; {verdict.reason}; training goes on")
                     return
-                self._fail(
-                    f"{process.name} {reason}; {verdict.reason}. Its last output:\n{process.last_output()}"
-                )
+                self._fail(f"{process.name} {reason}; {verdict.reason}. Its last output:\n{process.last_output()}")
                 return
             self._log.warning(
                 "run.process_died", process=process.name, code=code, restart_in_s=round(verdict.after_s, 2)
@@ -306,7 +304,9 @@ class Supervisor:
         last = self._last
         if self._drained:
             end = RunEnd.DRAINED if last.state is ProcessState.ENDED else RunEnd.INTERRUPTED
-            return RunOutcome(end=end, message=last.end_message or "stopped at once", seconds=seconds, restarts=restarts)
+            return RunOutcome(
+                end=end, message=last.end_message or "stopped at once", seconds=seconds, restarts=restarts
+            )
         return RunOutcome(end=RunEnd.FINISHED, message=last.end_message, seconds=seconds, restarts=restarts)
 
     def _write_processes(self) -> None:
