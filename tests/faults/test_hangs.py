@@ -52,7 +52,7 @@ async def test_a_rollout_that_never_returns_is_cancelled_named_and_survived(tmp_
     dropped = play.sink.rows[GroupId("t0@0")]
     assert dropped.drop is not None
     assert "4 x rollout did not end within 0.3 s (max_seconds) and was cancelled in" in dropped.drop
-    assert "rollout (rollout_functions.py:" in dropped.drop
+    assert "rollout (functions.py:" in dropped.drop
     assert [play.sink.rows[GroupId(f"t{i}@0")].state for i in (1, 2)] == ["queued", "queued"]
 
 
@@ -130,7 +130,7 @@ async def test_a_worker_that_computes_for_ever_tells_where_before_it_is_replaced
     play = dispatching(tmp_path, [{"deed": "block"}], sink=sink, worker_silence_s=2.0, worker_stop_s=0.2)
     await play.run()
     (stalled,) = play.events("rollout.worker_stalled")
-    assert "rollout_functions.py" in stalled["stack"], "the line that blocks"
+    assert "functions.py" in stalled["stack"], "the line that blocks"
     assert "sent no heartbeat for 2 s" in sink.released[0][2]
 
 

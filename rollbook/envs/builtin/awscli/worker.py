@@ -168,7 +168,7 @@ class AwsWorker:
                 return reply
         except ChildEndedError as error:
             raise SandboxDiedError(
-                f"{self._settings.name}: the CLI worker {error}; {self._child.last_output()}"
+                f"{self._settings.name}: the CLI worker died: it {error}; {self._child.last_output()}"
             ) from error
         except asyncio.CancelledError:
             # The reply to this request must not be read as the reply to the next one.
