@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollbook.contracts.group import GroupId
-from rollbook.ledger.atropos.models import FIELDS, Refusal
+from rollbook.ledger.atropos.models import FIELDS, InvalidBodyError
 from rollbook.ledger.atropos.scored_data import read_group, read_groups
 from rollbook.ledger.group_frame import decode_group
 
@@ -46,7 +46,7 @@ def test_what_is_stored_means_what_was_sent(group: dict[str, Any], indent: int |
 
 @given(st.dictionaries(st.sampled_from(FIELDS), ANY_JSON))
 def test_whatever_comes_is_read_or_refused(group: dict[str, Any]) -> None:
-    with suppress(Refusal):
+    with suppress(InvalidBodyError):
         assert json.loads(read_group(json.dumps(group).encode()).payload)["tokens"] is not None
 
 
@@ -55,7 +55,7 @@ def test_whatever_comes_is_read_or_refused(group: dict[str, Any]) -> None:
     [b"", b"null", b"[]", b'"x"', b"{", b"\xff", b"[" * 100_000, b'{"tokens":[[1]],"masks":[[1]],"scores":[1e999]}'],
 )
 def test_bodies_that_are_no_group_are_refused(body: bytes) -> None:
-    with pytest.raises(Refusal):
+    with pytest.raises(InvalidBodyError):
         read_group(body)
 
 
@@ -76,7 +76,7 @@ def test_bodies_that_are_no_group_are_refused(body: bytes) -> None:
 def test_the_quick_way_lets_nothing_wrong_through(field: str, value: str) -> None:
     parts = {"tokens": "[[1]]", "masks": "[[1]]", "scores": "[1]", field: value}
     body = "{" + ",".join(f'"{name}":{text}' for name, text in parts.items()) + "}"
-    with pytest.raises(Refusal):
+    with pytest.raises(InvalidBodyError):
         read_group(body.encode())
 
 
