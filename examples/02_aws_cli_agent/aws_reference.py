@@ -1,4 +1,4 @@
-"""A policy that knows the solutions: for trying the AWS world through the whole loop without a model that could learn it.
+"""A policy that knows the solutions: for trying the AWS environment through the whole loop without a model that could learn it.
 
 `inference.scripted.script` names `make_script`. The script is given nothing but the tokens of the conversation so far, as any
 policy is: it reads the task from the first message, plays its reference solution along the observations, and says the next line.

@@ -6,7 +6,6 @@ forward that produced its logits. Cancelling a request, or the future of `submit
 """
 
 import asyncio
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 
 from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.errors import EpisodeError, RunError, TransientError
+from rollbook.contracts.plugin import load_on_demand
 from rollbook.contracts.policy import Completion, Publication, SamplingParams, TopLogprobs
 from rollbook.contracts.weights import RawTensor
 from rollbook.inference.config import InferenceConfig, KvAfterUpdate
@@ -174,8 +174,8 @@ class OpenEngine(Protocol):
 
 # One line an engine. Each is imported only where it was chosen, so that a scripted server starts without torch.
 ENGINES: dict[str, str] = {
-    "transformers": "rollbook.inference.engines.embedded.engine",
-    "scripted": "rollbook.inference.engines.scripted",
+    "transformers": "rollbook.inference.engines.embedded.engine:open_engine",
+    "scripted": "rollbook.inference.engines.scripted:open_engine",
 }
 
 
@@ -183,5 +183,5 @@ def open_engine(
     config: InferenceConfig, model_dir: Path | None, *, spans: SpanRecorder | None = None
 ) -> AbstractAsyncContextManager[Engine]:
     """The engine the config names. `model_dir`: a Hugging Face directory with config and weights; scripted needs none."""
-    opener = cast(OpenEngine, importlib.import_module(ENGINES[config.engine]).open_engine)
+    opener = cast(OpenEngine, load_on_demand(ENGINES[config.engine]))
     return opener(config, model_dir, spans=spans)

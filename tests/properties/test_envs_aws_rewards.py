@@ -50,7 +50,7 @@ def test_waiting_longer_never_pays(episode: tuple[Standing, list[tuple[Standing,
 
 
 @given(episodes())
-def test_only_a_solved_world_is_worth_more_than_partial_credit(
+def test_only_a_solved_environment_is_worth_more_than_partial_credit(
     episode: tuple[Standing, list[tuple[Standing, int]]],
 ) -> None:
     start, moves = episode

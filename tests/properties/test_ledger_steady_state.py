@@ -11,7 +11,7 @@ from rollbook.ledger.tools.audit import AuditReport
 from tests.parts.ledger.desk import Desk
 from tests.parts.ledger.groups import draws
 from tests.parts.ledger.groups import settings as run_settings
-from tests.parts.ledger.world import World
+from tests.parts.ledger.simulation import SimulatedRun
 
 STEPS = 8
 
@@ -31,9 +31,9 @@ def play(rule: FreshnessRule, *, seed: int, patience: int) -> AuditReport:
             ttl_s=1e9,
         )
     )
-    world = World(desk=desk, budget=rule.budget)
-    world.take_over(checkpoint=0, salt="")
-    world.publish()
+    simulation = SimulatedRun(desk=desk, budget=rule.budget)
+    simulation.take_over(checkpoint=0, salt="")
+    simulation.publish()
     owner = desk.join()
     playing: list[Grant] = []
     at = 0
@@ -49,13 +49,13 @@ def play(rule: FreshnessRule, *, seed: int, patience: int) -> AuditReport:
             else:
                 # As old as its admission allows: the whole group was sampled at once, then it took its time.
                 stamps = (int(grant.admission_publication),)
-                world.tokens[grant.group_id] = stamps
+                simulation.tokens[grant.group_id] = stamps
                 desk.submit(grant.task_id, stamps, attempt=grant.attempt)
-        if rng.random() < 0.7 and world.train():
-            world.publish()
-        if rng.random() < 0.2 and world.step >= 1:
-            world.decide(world.step + 1)
-        if world.step == STEPS:
+        if rng.random() < 0.7 and simulation.train():
+            simulation.publish()
+        if rng.random() < 0.2 and simulation.step >= 1:
+            simulation.decide(simulation.step + 1)
+        if simulation.step == STEPS:
             break
     return desk.audit()
 

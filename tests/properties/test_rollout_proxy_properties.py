@@ -15,7 +15,7 @@ from rollbook.rollout.agents.tool_calls import parse_hermes
 from rollbook.rollout.episodes.policy import EpisodePolicy
 from rollbook.rollout.settings.limits import EpisodeLimits
 from tests.parts.rollout.agents import FORGETS_THINKING, TOOLS_TEMPLATE, byte_by_byte, word_tokenizer
-from tests.parts.rollout.world import completion
+from tests.parts.rollout.guessing import completion
 
 TOKENIZERS = {"keeps": word_tokenizer(TOOLS_TEMPLATE), "forgets": word_tokenizer(FORGETS_THINKING)}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]

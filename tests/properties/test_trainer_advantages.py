@@ -40,7 +40,7 @@ def test_each_group_is_judged_by_its_own_scorable_samples(kind: str, members: li
         np.testing.assert_allclose(found[at], expected, rtol=1e-6, atol=1e-6)
 
 
-def test_a_failed_world_never_lowers_its_siblings() -> None:
+def test_a_failed_environment_never_lowers_its_siblings() -> None:
     group = np.zeros(3, dtype=np.int64)
     with_failure = advantages(np.array([1.0, 0.0, math.nan]), group, kind="group")
     without = advantages(np.array([1.0, 0.0]), group[:2], kind="group")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rollbook.rollout.agents.rollout import make_rollout
-from tests.parts.rollout.agents import agent_world, assert_is_what_the_engine_saw
+from tests.parts.rollout.agents import agent_setup, assert_is_what_the_engine_saw
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venvs" / "agents" / "bin" / "python"
@@ -35,7 +35,7 @@ async def test_a_framework_plays_through_the_proxy_and_every_token_is_the_engine
         "environment": {"AGENT_API": api},
         "reward": f"{__name__}:reward",
     }
-    async with agent_world(tmp_path, policy, settings=settings) as (setup, record):
+    async with agent_setup(tmp_path, policy, settings=settings) as (setup, record):
         sample = await make_rollout(setup)({"question": "Paris and Oslo?", "answer": "Paris 21, Oslo 7"})
     assert sample is not None
     assert sample.reward == 1.0

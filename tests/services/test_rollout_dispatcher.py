@@ -141,7 +141,7 @@ async def test_where_a_late_group_hangs_is_told_with_its_age_and_the_stack_of_ev
     assert (stalled["group_id"], stalled["attempt"]) == ("t0@0", 1)
     assert stalled["age_s"] > 0
     assert "rollout.sample.t0@0.3" in stalled["stack"]
-    assert "rollout_functions.py" in stalled["stack"]
+    assert "rollout/functions.py" in stalled["stack"]
 
 
 async def test_an_attempt_that_the_ledger_took_for_lost_makes_way_for_the_next_one(tmp_path: Path) -> None:

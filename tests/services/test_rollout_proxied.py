@@ -15,7 +15,7 @@ from rollbook.rollout.agents.rollout import make_rollout
 from rollbook.rollout.episodes.policy import EpisodeContext, enter_episode
 from rollbook.rollout.settings.limits import EpisodeLimits
 from rollbook.rollout.settings.rewards import TO_BE_SCORED
-from tests.parts.rollout.agents import EngineRecord, agent_world, assert_is_what_the_engine_saw
+from tests.parts.rollout.agents import EngineRecord, agent_setup, assert_is_what_the_engine_saw
 
 PROGRAMS = "tests.parts.rollout.agent_programs"
 REWARD = f"{PROGRAMS}:reward"
@@ -26,7 +26,7 @@ ROW: dict[str, Any] = {"questions": ["one?", "two?"], "answer": "yes"}
 async def played(
     tmp_path: Path, row: dict[str, Any], limits: EpisodeLimits | None = None, publication: int = 3, **settings: Any
 ) -> tuple[RolloutSample | None, EngineRecord]:
-    async with agent_world(
+    async with agent_setup(
         tmp_path, lambda _: "yes<|im_end|>", settings=settings, limits=limits, publication=publication
     ) as (setup, record):
         return await make_rollout(setup)(row), record
@@ -101,7 +101,7 @@ async def test_an_outage_is_never_a_reward_even_where_the_agent_swallows_it(tmp_
 async def test_forty_plain_agents_wait_side_by_side(tmp_path: Path) -> None:
     """Each in a thread of its own: a shared pool would let the last ones wait for the first."""
     settings = {"agent": f"{PROGRAMS}:wait_for_the_others", "reward": REWARD}
-    async with agent_world(tmp_path, lambda _: "yes<|im_end|>", settings=settings) as (setup, _):
+    async with agent_setup(tmp_path, lambda _: "yes<|im_end|>", settings=settings) as (setup, _):
         play = make_rollout(setup)
         samples = await asyncio.gather(*(play(dict(ROW)) for _ in range(40)))
     assert [sample.reward for sample in samples if sample is not None] == [1.0] * 40
@@ -113,7 +113,7 @@ async def test_an_agent_that_never_asked_is_named(tmp_path: Path) -> None:
 
 
 async def test_a_command_dies_with_its_episode(tmp_path: Path) -> None:
-    async with agent_world(tmp_path, lambda _: "yes<|im_end|>", settings={"command": COMMAND}) as (setup, _):
+    async with agent_setup(tmp_path, lambda _: "yes<|im_end|>", settings={"command": COMMAND}) as (setup, _):
         episode = asyncio.ensure_future(make_rollout(setup)({**ROW, "hang": True}))
         await asyncio.sleep(0.5)
         episode.cancel()
@@ -127,7 +127,7 @@ async def test_a_command_dies_with_its_episode(tmp_path: Path) -> None:
         ({}, "either agent or command"),
         ({"agent": "a:b", "command": ["x"]}, "either agent or command"),
         ({"agent": "a:b", "colour": 1}, "colour: Extra inputs"),
-        ({"agent": "nowhere:agent"}, "agent 'nowhere:agent': no module 'nowhere'"),
+        ({"agent": "nowhere:agent"}, "rollout.settings.agent = 'nowhere:agent': no module 'nowhere'"),
         ({"agent": f"{PROGRAMS}:converse", "environment": {"A": "b"}}, "environment is for a command"),
     ],
 )

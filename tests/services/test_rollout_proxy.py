@@ -18,7 +18,7 @@ from rollbook.rollout.episodes.policy import EpisodeContext, enter_episode
 from rollbook.rollout.settings.limits import EpisodeLimits
 from tests.parts.rollout.agents import (
     FORGETS_THINKING,
-    agent_world,
+    agent_setup,
     assert_is_what_the_engine_saw,
     in_turn,
 )
@@ -45,7 +45,7 @@ async def ask(client: AsyncOpenAI, messages: list[Any], **more: Any) -> Any:
 
 async def test_a_chat_of_several_turns_is_one_sequence_of_exactly_the_engines_tokens(tmp_path: Path) -> None:
     replies = in_turn("It is sunny.<|im_end|>", "", "日本 is far.<|im_end|>")
-    async with agent_world(tmp_path, lambda prompt: replies(prompt) or "<|im_end|>") as (setup, record):
+    async with agent_setup(tmp_path, lambda prompt: replies(prompt) or "<|im_end|>") as (setup, record):
         async with setup.open_proxy_session() as session, client_of(session) as client:
             messages: list[Any] = [{"role": "system", "content": "Be brief."}]
             for question in ("What is the weather in Paris today?", "", "And in 東京?"):
@@ -61,7 +61,7 @@ async def test_a_chat_of_several_turns_is_one_sequence_of_exactly_the_engines_to
 
 
 async def test_tool_calls_are_parsed_and_their_exact_tokens_continued(tmp_path: Path) -> None:
-    async with agent_world(tmp_path, in_turn(CALL, "It is sunny.<|im_end|>")) as (setup, record):
+    async with agent_setup(tmp_path, in_turn(CALL, "It is sunny.<|im_end|>")) as (setup, record):
         async with setup.open_proxy_session() as session, client_of(session) as client:
             messages: list[Any] = [{"role": "user", "content": "What is the weather in Paris today?"}]
             first = await ask(client, messages, tools=[WEATHER])
@@ -83,7 +83,7 @@ async def test_tool_calls_are_parsed_and_their_exact_tokens_continued(tmp_path: 
 
 
 async def test_a_history_that_the_agent_rewrites_becomes_a_further_sequence(tmp_path: Path) -> None:
-    async with agent_world(tmp_path, in_turn("one<|im_end|>", "two<|im_end|>", "three<|im_end|>")) as (setup, record):
+    async with agent_setup(tmp_path, in_turn("one<|im_end|>", "two<|im_end|>", "three<|im_end|>")) as (setup, record):
         async with setup.open_proxy_session() as session, client_of(session) as client:
             await ask(client, [{"role": "user", "content": "a"}])
             edited = [
@@ -111,7 +111,7 @@ async def play_two_thinking_turns(session: ChatSession) -> None:
 
 async def test_a_template_that_drops_thinking_makes_a_fork_that_says_where(tmp_path: Path) -> None:
     replies = in_turn("hm</think>yes<|im_end|>", "ok</think>no<|im_end|>")
-    async with agent_world(tmp_path, replies, template=FORGETS_THINKING) as (setup, record):
+    async with agent_setup(tmp_path, replies, template=FORGETS_THINKING) as (setup, record):
         async with setup.open_proxy_session() as session:
             await play_two_thinking_turns(session)
         sample = session.build(reward=1.0)
@@ -124,7 +124,7 @@ async def test_a_template_that_drops_thinking_makes_a_fork_that_says_where(tmp_p
 
 async def test_the_linear_assembler_refuses_a_rewrite_before_anything_is_sampled(tmp_path: Path) -> None:
     replies = in_turn("hm</think>yes<|im_end|>")
-    async with agent_world(tmp_path, replies, template=FORGETS_THINKING) as (setup, record):
+    async with agent_setup(tmp_path, replies, template=FORGETS_THINKING) as (setup, record):
         async with setup.open_proxy_session(assembler="linear") as session:
             with pytest.raises(openai.UnprocessableEntityError, match=r"does not start with the .* at position"):
                 await play_two_thinking_turns(session)
@@ -133,7 +133,7 @@ async def test_the_linear_assembler_refuses_a_rewrite_before_anything_is_sampled
 
 
 async def test_per_turn_gives_every_turn_a_sequence(tmp_path: Path) -> None:
-    async with agent_world(tmp_path, in_turn("a<|im_end|>", "b<|im_end|>")) as (setup, record):
+    async with agent_setup(tmp_path, in_turn("a<|im_end|>", "b<|im_end|>")) as (setup, record):
         async with setup.open_proxy_session(assembler="per_turn") as session:
             await play_two_thinking_turns(session)
         sample = session.build(reward=1.0)
@@ -148,7 +148,7 @@ FLAT_WEATHER: Any = {"type": "function", "name": "get_weather", "parameters": {"
 async def test_the_responses_api_continues_exactly_by_items_and_by_previous_id(
     tmp_path: Path, is_chained: bool
 ) -> None:
-    async with agent_world(tmp_path, in_turn(CALL, "It is sunny.<|im_end|>", "Bye.<|im_end|>")) as (setup, record):
+    async with agent_setup(tmp_path, in_turn(CALL, "It is sunny.<|im_end|>", "Bye.<|im_end|>")) as (setup, record):
         async with setup.open_proxy_session() as session, client_of(session) as client:
             items: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "Paris?"}]}]
             previous: str | None = None
@@ -179,7 +179,7 @@ async def test_the_responses_api_continues_exactly_by_items_and_by_previous_id(
 
 
 async def test_streams_say_what_whole_answers_say(tmp_path: Path) -> None:
-    async with agent_world(tmp_path, in_turn(CALL, "Sun.<|im_end|>", CALL, "Rain.<|im_end|>")) as (setup, record):
+    async with agent_setup(tmp_path, in_turn(CALL, "Sun.<|im_end|>", CALL, "Rain.<|im_end|>")) as (setup, record):
         async with setup.open_proxy_session() as session, client_of(session) as client:
             async with client.chat.completions.stream(
                 model="policy", messages=[{"role": "user", "content": "Paris?"}], tools=[WEATHER]
@@ -209,7 +209,7 @@ async def test_streams_say_what_whole_answers_say(tmp_path: Path) -> None:
 async def test_a_session_is_named_by_its_url_a_header_or_the_api_key_and_unknown_ones_are_told_apart(
     tmp_path: Path,
 ) -> None:
-    async with agent_world(tmp_path, lambda _: "yes<|im_end|>") as (setup, record):
+    async with agent_setup(tmp_path, lambda _: "yes<|im_end|>") as (setup, record):
         async with setup.open_proxy_session() as session:
             root = session.base_url.replace(f"/s/{session.id}", "")
             ways = [
@@ -249,7 +249,7 @@ async def test_a_session_is_named_by_its_url_a_header_or_the_api_key_and_unknown
 async def test_what_the_policy_cannot_do_is_refused_by_name_and_harms_nothing(
     tmp_path: Path, more: dict[str, Any], told: str
 ) -> None:
-    async with agent_world(tmp_path, lambda _: "yes<|im_end|>") as (setup, record):
+    async with agent_setup(tmp_path, lambda _: "yes<|im_end|>") as (setup, record):
         async with setup.open_proxy_session() as session, client_of(session) as client:
             with pytest.raises(openai.BadRequestError, match=told):
                 await ask(client, **{"messages": [{"role": "user", "content": "hi"}], **more})
@@ -260,7 +260,7 @@ async def test_what_the_policy_cannot_do_is_refused_by_name_and_harms_nothing(
 
 
 async def test_the_run_decides_how_is_sampled_and_the_sample_tells_what_the_agent_wished(tmp_path: Path) -> None:
-    async with agent_world(tmp_path, lambda _: "yes<|im_end|>") as (setup, _record):
+    async with agent_setup(tmp_path, lambda _: "yes<|im_end|>") as (setup, _record):
         async with setup.open_proxy_session() as session, client_of(session) as client:
             await ask(client, [{"role": "user", "content": "hi"}], temperature=0.2, seed=1)
         sample = session.build(reward=1.0)
@@ -270,7 +270,7 @@ async def test_the_run_decides_how_is_sampled_and_the_sample_tells_what_the_agen
 
 async def test_a_stop_text_ends_the_turn_at_the_token_that_completes_it(tmp_path: Path) -> None:
     said = in_turn("Thought: go\nObservation: I imagine it<|im_end|>", "done<|im_end|>")
-    async with agent_world(tmp_path, said) as (setup, record):
+    async with agent_setup(tmp_path, said) as (setup, record):
         async with setup.open_proxy_session() as session, client_of(session) as client:
             messages: list[Any] = [{"role": "user", "content": "hi"}]
             first = await ask(client, messages, stop=["Observation:"])
@@ -285,7 +285,7 @@ async def test_a_stop_text_ends_the_turn_at_the_token_that_completes_it(tmp_path
 
 
 async def test_a_turn_cut_by_max_tokens_goes_on_from_its_exact_tokens(tmp_path: Path) -> None:
-    async with agent_world(tmp_path, in_turn("abcdef<|im_end|>", "yes<|im_end|>")) as (setup, record):
+    async with agent_setup(tmp_path, in_turn("abcdef<|im_end|>", "yes<|im_end|>")) as (setup, record):
         async with setup.open_proxy_session() as session, client_of(session) as client:
             messages: list[Any] = [{"role": "user", "content": "hi"}]
             first = await ask(client, messages, max_tokens=3)
@@ -299,7 +299,7 @@ async def test_a_turn_cut_by_max_tokens_goes_on_from_its_exact_tokens(tmp_path: 
 
 
 async def test_a_limit_is_an_outcome_that_clients_do_not_retry(tmp_path: Path) -> None:
-    async with agent_world(tmp_path, lambda _: "yes<|im_end|>", limits=EpisodeLimits(max_turns=1)) as (setup, record):
+    async with agent_setup(tmp_path, lambda _: "yes<|im_end|>", limits=EpisodeLimits(max_turns=1)) as (setup, record):
         async with setup.open_proxy_session() as session:
             async with AsyncOpenAI(base_url=session.base_url, api_key="x", max_retries=5) as client:
                 await ask(client, [{"role": "user", "content": "hi"}])
@@ -314,7 +314,7 @@ async def test_a_limit_is_an_outcome_that_clients_do_not_retry(tmp_path: Path) -
 
 
 async def test_requests_side_by_side_become_branches_and_cannot_outrun_the_limit(tmp_path: Path) -> None:
-    async with agent_world(tmp_path, lambda _: "yes<|im_end|>", limits=EpisodeLimits(max_turns=3)) as (setup, record):
+    async with agent_setup(tmp_path, lambda _: "yes<|im_end|>", limits=EpisodeLimits(max_turns=3)) as (setup, record):
         async with setup.open_proxy_session() as session, client_of(session) as client:
             asked = [ask(client, [{"role": "user", "content": f"question {n}"}]) for n in range(5)]
             answers = await asyncio.gather(*asked, return_exceptions=True)
@@ -329,7 +329,7 @@ async def test_requests_side_by_side_become_branches_and_cannot_outrun_the_limit
 async def test_weights_older_than_the_groups_admission_do_not_answer_and_the_episode_keeps_the_cause(
     tmp_path: Path,
 ) -> None:
-    async with agent_world(tmp_path, lambda _: "yes<|im_end|>", publication=3) as (setup, record):
+    async with agent_setup(tmp_path, lambda _: "yes<|im_end|>", publication=3) as (setup, record):
         enter_episode(EpisodeContext(group_id=GroupId("t@0"), min_publication=4, until=time.monotonic() + 4))
         async with setup.open_proxy_session() as session, client_of(session) as client:
             with pytest.raises(openai.APIStatusError, match="publication 4 or newer") as refused:

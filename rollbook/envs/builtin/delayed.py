@@ -1,4 +1,4 @@
-"""Number guessing in a world that takes its time: for measuring how waiting overlaps with work."""
+"""Number guessing in an environment that takes its time: for measuring how waiting overlaps with work."""
 
 import asyncio
 from collections.abc import Mapping
@@ -13,16 +13,16 @@ class DelayedNumberGuessing:
 
     def __init__(self, *, step_s: float, **game: Any) -> None:
         if step_s < 0:
-            raise ValueError(f"step_s is {step_s}; a world cannot answer before it was asked")
+            raise ValueError(f"step_s is {step_s}; an environment cannot answer before it was asked")
         self._step_s = step_s
-        self._world = NumberGuessing(**game)
+        self._env = NumberGuessing(**game)
 
     async def reset(self, task: Mapping[str, Any]) -> Observation:
-        return self._world.reset(task)
+        return self._env.reset(task)
 
     async def step(self, action: str) -> Observation:
         await asyncio.sleep(self._step_s)
-        return self._world.step(action)
+        return self._env.step(action)
 
     async def close(self) -> None:
-        self._world.close()
+        self._env.close()

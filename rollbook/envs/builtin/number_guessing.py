@@ -1,4 +1,4 @@
-"""Number guessing: the smallest world with turns. The agent guesses, hears higher or lower, and has six guesses.
+"""Number guessing: the smallest environment with turns. The agent guesses, hears higher or lower, and has six guesses.
 
 The reward is paid once, at the end, and falls with every guess used: halving the interval is the best way to play. A game that was
 not solved earns nothing. An answer that is not one number within the bounds is `invalid` and costs a guess like any other.
@@ -64,7 +64,7 @@ def reward_for(*, solved_on_turn: int | None, max_turns: int, turn_price: float)
 
 
 class NumberGuessing:
-    """The world: `reset` with a game, `step` with guesses."""
+    """The environment: `reset` with a game, `step` with guesses."""
 
     is_quick = True
 

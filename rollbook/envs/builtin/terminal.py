@@ -1,4 +1,4 @@
-"""A terminal world: files are brought into order by commands. Solved is what the files say, however it was done.
+"""A terminal environment: files are brought into order by commands. Solved is what the files say, however it was done.
 
 A task: `goal` (told to the agent), `files` (path to text, what is there at the start) and `expect` (path to text, or to null for
 what must be gone). A task that starts solved is refused, so that doing nothing never pays.

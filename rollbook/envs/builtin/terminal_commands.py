@@ -1,4 +1,4 @@
-"""The commands of the terminal world, on its file tree in memory: never a shell, never a program of the machine."""
+"""The commands of the terminal environment, on its file tree in memory: never a shell, never a program of the machine."""
 
 import fnmatch
 import re

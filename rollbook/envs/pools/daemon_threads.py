@@ -1,6 +1,7 @@
-"""Threads for worlds that block, which nobody waits for when the process ends.
+"""Threads for environments that block, which nobody waits for when the process ends.
 
-The standard pool joins its threads at the interpreter's end: one world that never returns would then keep a server from stopping.
+The standard pool joins its threads at the interpreter's end: one environment that never returns would then keep a server from
+stopping.
 These are daemons. They start with the first call that needs one, and end when the pool is shut down.
 """
 
@@ -63,6 +64,6 @@ class DaemonThreads(Executor):
                     future.set_result(call())
                 except BaseException as error:  # whatever it is, it belongs to the caller
                     future.set_exception(error)
-            del future, call, item  # a waiting thread must not keep the last world alive
+            del future, call, item  # a waiting thread must not keep the last environment alive
             with self._lock:
                 self._num_idle += 1

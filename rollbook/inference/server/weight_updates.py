@@ -1,12 +1,12 @@
 """The receiving end of weight transfer: one way a line. A way that needs a tensor library is imported only when it is used."""
 
 import asyncio
-import importlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol, cast
 
 from rollbook.contracts.errors import TransientError
+from rollbook.contracts.plugin import load_on_demand
 from rollbook.contracts.policy import Publication
 from rollbook.inference.engine import Engine, TensorSource
 from rollbook.inference.pause import needs_loading
@@ -30,8 +30,8 @@ class OpenReceiver(Protocol):
 
 
 RECEIVERS: dict[str, str] = {
-    "gloo": "rollbook.inference.weights.transports.gloo",
-    "cuda_ipc": "rollbook.inference.weights.transports.cuda_ipc",
+    "gloo": "rollbook.inference.weights.transports.gloo:open_receiver",
+    "cuda_ipc": "rollbook.inference.weights.transports.cuda_ipc:open_receiver",
 }
 
 
@@ -48,7 +48,7 @@ class WeightIntake:
         """Prepare for a way. Joining again replaces the former group, also while an update of it waits for a member that died."""
         await self.leave()
         if info.backend in RECEIVERS:
-            opener = cast(OpenReceiver, importlib.import_module(RECEIVERS[info.backend]).open_receiver)
+            opener = cast(OpenReceiver, load_on_demand(RECEIVERS[info.backend]))
             # In a thread: joining a group waits for its other members.
             self._receiver = await asyncio.to_thread(opener, info)
         self._backend = info.backend
@@ -78,7 +78,7 @@ class WeightIntake:
                 raise BadRequestError(
                     f"backend: {info.backend} needs /init_weight_transfer_engine first", param="backend"
                 )
-            opener = cast(OpenReceiver, importlib.import_module(RECEIVERS[info.backend]).open_receiver)
+            opener = cast(OpenReceiver, load_on_demand(RECEIVERS[info.backend]))
             self._receiver, self._backend = opener(InitInfo(backend="cuda_ipc")), "cuda_ipc"
         receiver = self._receiver
         # A group's sender counts on every member: also one that has these weights already takes its share.

@@ -4,12 +4,12 @@ A way satisfies `ports.WeightStage` (the trainer puts weights there) and tells r
 nothing else; ways over a process group also send while the replicas take.
 """
 
-import importlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from rollbook.contracts.adapter import Adapter
+from rollbook.contracts.plugin import load_on_demand
 from rollbook.contracts.policy import Publication
 from rollbook.inference.wire.weights import Backend, InitInfo, UpdateInfo
 
@@ -58,18 +58,17 @@ class WayPlace:
 
 
 OPENERS: dict[str, str] = {
-    "directory": "rollbook.inference.weights.transports.files",
-    "shared_memory": "rollbook.inference.weights.transports.files",
-    "gloo": "rollbook.inference.weights.transports.gloo",
-    "cuda_ipc": "rollbook.inference.weights.transports.cuda_ipc",
-    "nccl": "rollbook.inference.weights.transports.nccl",
+    "directory": "rollbook.inference.weights.transports.files:open_way",
+    "shared_memory": "rollbook.inference.weights.transports.files:open_way",
+    "gloo": "rollbook.inference.weights.transports.gloo:open_way",
+    "cuda_ipc": "rollbook.inference.weights.transports.cuda_ipc:open_way",
+    "nccl": "rollbook.inference.weights.transports.nccl:open_way",
 }
 
 
 def open_way(name: str, place: WayPlace) -> TransferWay:
     """Imported only where it was chosen. Raises `RunError` where this machine cannot go it."""
-    opener = importlib.import_module(OPENERS[name]).open_way
-    return cast(TransferWay, opener(name, place))
+    return cast(TransferWay, load_on_demand(OPENERS[name])(name, place))
 
 
 def message(publication: Publication, backend: Backend, **rest: Any) -> UpdateInfo:

@@ -14,8 +14,8 @@ from msgspec import UNSET, UnsetType
 from pydantic import ValidationError
 
 from rollbook.contracts.group import GroupOutcome
-from rollbook.ledger.atropos.models import FIELDS, NOT_TRAINED, InvalidBodyError, ScoredData, invalid_body, check_group
-from rollbook.ledger.group_frame import payload_digest
+from rollbook.contracts.group_codec import payload_digest
+from rollbook.ledger.atropos.models import FIELDS, NOT_TRAINED, InvalidBodyError, ScoredData, check_group, invalid_body
 
 LARGEST_INT = 2**63 - 1
 

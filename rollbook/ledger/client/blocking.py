@@ -7,13 +7,13 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, contextmanager
-from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from rollbook.contracts.admission import RunId
+from rollbook.contracts.admission import Receipt, RunId
 from rollbook.contracts.errors import RunError
-from rollbook.contracts.group import GroupId
+from rollbook.contracts.group import DropReason, GroupId, GroupOutcome, PromptGroup
+from rollbook.contracts.group_codec import encode_group
 from rollbook.ledger.client.client import LedgerClient, open_ledger_client
 from rollbook.ledger.http import wire
 from rollbook.telemetry.events import EventLog
@@ -22,16 +22,17 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 QUERY_S = 10.0
-"""A person waits for the response."""
+CONNECT_S = 3.0
+"""A person waits for the response: a ledger that cannot be reached is reported after this time."""
 
 
 def _blocking(
     method: Callable[Concatenate[LedgerClient, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate["SyncLedgerClient", P], T]:
-    @wraps(method)
-    def call(self: "SyncLedgerClient", *args: P.args, **kwargs: P.kwargs) -> T:
+    def call(self: "SyncLedgerClient", /, *args: P.args, **kwargs: P.kwargs) -> T:
         return self.wait(method(self.client, *args, **kwargs))
 
+    call.__name__, call.__doc__ = method.__name__, method.__doc__
     return call
 
 
@@ -51,6 +52,18 @@ class SyncLedgerClient:
             future.cancel()  # Ctrl-C in the caller's thread also ends the request
             raise
 
+    def submit(
+        self,
+        group: PromptGroup,
+        outcome: GroupOutcome,
+        *,
+        attempt: int = 1,
+        drop: DropReason | None = None,
+        producer: str | None = None,
+    ) -> Receipt:
+        encoded = encode_group(group)
+        return self.wait(self.client.submit(encoded, outcome, attempt=attempt, drop=drop, producer=producer))
+
     runs = _blocking(LedgerClient.runs)
     create_run = _blocking(LedgerClient.create_run)
     status = _blocking(LedgerClient.status)
@@ -64,7 +77,6 @@ class SyncLedgerClient:
     join = _blocking(LedgerClient.join)
     open = _blocking(LedgerClient.open)
     heartbeat = _blocking(LedgerClient.heartbeat)
-    submit = _blocking(LedgerClient.submit)
     close = _blocking(LedgerClient.close)
     release = _blocking(LedgerClient.release)
     exhausted = _blocking(LedgerClient.exhausted)
@@ -134,7 +146,7 @@ def explain_at(url: str, group_id: GroupId, *, token: str | None = None) -> wire
 
 
 def _runs(base: str, token: str | None) -> list[RunId]:
-    with open_sync_ledger_client(base, RunId(""), request_s=QUERY_S, token=token) as client:
+    with open_sync_ledger_client(base, RunId(""), request_s=CONNECT_S, token=token) as client:
         return [RunId(run) for run in client.runs()]
 
 

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from rollbook.concurrency.clock import Clock
 from rollbook.ledger.config import LedgerConfig
@@ -91,7 +92,7 @@ def build_service(
     return service
 
 
-def _require_token(keys: Keys) -> Callable[[web.Request, Handler], object]:
+def _require_token(keys: Keys) -> Middleware:
     """Checks the token for all routes but the native ones, which check it themselves."""
     native = {verb.path for verb in VERBS}
 

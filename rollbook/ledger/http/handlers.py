@@ -16,9 +16,9 @@ from rollbook.contracts.admission import DrawProgress, LedgerStatus, OpenReply, 
 from rollbook.contracts.batch import BatchManifest, TrainerRole
 from rollbook.contracts.errors import RollbookError, RunError
 from rollbook.contracts.group import DropReason, GroupId, GroupOutcome
+from rollbook.contracts.group_codec import check_frame, payload_digest
 from rollbook.contracts.policy import Publication
 from rollbook.contracts.task import TaskId
-from rollbook.ledger.group_frame import check_frame, payload_digest
 from rollbook.ledger.http import wire
 from rollbook.ledger.http.auth import Keys
 from rollbook.ledger.http.bodies import BodyReader, encode_response, wants_zstd
@@ -203,8 +203,10 @@ class LedgerHandlers:
                 results[at] = _submit_error(error)
         outcomes = await self._ledger.submit_many_encoded(run, list(valid.values()))
         for at, outcome in zip(valid, outcomes, strict=True):
-            is_error = isinstance(outcome, RollbookError)
-            results[at] = _submit_error(outcome) if is_error else wire.SubmitResult(receipt=outcome)
+            if isinstance(outcome, RollbookError):
+                results[at] = _submit_error(outcome)
+            else:
+                results[at] = wire.SubmitResult(receipt=outcome)
         return wire.SubmitManyReply(results=tuple(results[at] for at in range(len(request.groups))))
 
     async def close(self, request: wire.Close, run: RunId) -> wire.ReceiptReply:

@@ -22,7 +22,8 @@ under `/openapi.json`.
 responses to GET are JSON unless `Accept` requests MessagePack. Unknown fields are rejected. A body may be compressed
 (`Content-Encoding: zstd`, `gzip` or `deflate`); responses are compressed with zstd if `Accept-Encoding` contains it.
 
-**Retries** are safe for every request: groups have ids, requests carry a nonce or an epoch, and the second response equals the first.
+**Retries** are safe for every request: groups have ids, requests carry a nonce or an epoch, and the second response equals
+the first.
 
 **Long polls** (`open`, `batch`) take `wait_s`. The response is sent as soon as there is a result, and after
 {wire.MAX_WAIT_S:g} seconds at the latest.
@@ -78,7 +79,7 @@ def _response(verb: Verb[Any, Any]) -> str:
         return f"server-sent events: `status` with {_link(verb.response)} as JSON, and `end` when the ledger stops"
     return {
         Form.FRAMES: "payloads one after the other, each preceded by its length (8 bytes, big-endian)",
-        Form.FRAME: "one payload, as it is stored (MessagePack)",
+        Form.FRAME: "one payload, as it is stored (MessagePack, see `rollbook/contracts/group_codec.py`)",
         Form.TEXT: "text",
         Form.JSON: "JSON",
     }[verb.form]

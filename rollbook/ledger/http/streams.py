@@ -45,7 +45,7 @@ async def send_frames(
 
 
 async def send_statuses(request: web.Request, statuses: AsyncIterator[LedgerStatus | None]) -> web.StreamResponse:
-    """Server-sent events until the client disconnects or the service stops. None is sent as a comment that keeps the connection open."""
+    """Server-sent events until the client disconnects or the service stops. None is sent as a keep-alive comment."""
     stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
     await stream.prepare(request)
     try:

@@ -59,7 +59,7 @@ VERBS: list[Verb[Any, Any]] = []
 """In the order of the documentation."""
 
 
-def _verb(
+def _verb(  # noqa: PLR0917 - the columns of the table
     name: str,
     route: str,
     roles: frozenset[Role] | None,
@@ -231,7 +231,8 @@ SUBMIT = _verb(
     wire.ReceiptReply,
     (
         "Store a finished group. "
-        "The first submission of a group id is stored; a repetition gets the receipt `already_stored`. A group id that was never opened is opened here."
+        "The first submission of a group id is stored; a repetition gets the receipt `already_stored`. "
+        "A group id that was never opened is opened here."
     ),
 )
 SUBMIT_MANY = _verb(

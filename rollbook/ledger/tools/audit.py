@@ -12,7 +12,7 @@ from itertools import groupby
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.freshness import lag
 from rollbook.contracts.group import MOVES, DropReason, GroupId, GroupState
-from rollbook.ledger.group_frame import payload_digest
+from rollbook.contracts.group_codec import payload_digest
 from rollbook.ledger.records import BatchRecord, GroupRecord, MoveRecord, Origin, RunRecord
 from rollbook.ledger.rules.batches import manifest_digest
 from rollbook.ledger.rules.book import find_run

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId, GroupState, PromptGroup
 from rollbook.contracts.trajectory import RolloutSample, TokenRow
-from rollbook.dashboard.queries import summary
+from rollbook.dashboard.run_files import summarise
 from rollbook.ledger.records import GroupRecord
 from rollbook.rollout.chat.provenance import Span, spans_of
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
@@ -20,7 +20,7 @@ LOOKED_BACK = 2000
 
 
 def overview_lines(run: RunRecordReader) -> Iterator[str]:
-    status, figures = run.status(), summary(run.directory.path)
+    status, figures = run.status(), summarise(run.directory.path)
     yield f"run         {run.run_id} in {run.directory.path}"
     yield f"steps       {status.acknowledged_step} trained, {status.durable_step} durable, trainer epoch {status.epoch}"
     yield f"policy      version {status.version}, publication {status.publication}"

@@ -6,7 +6,6 @@ cheaper than casting in every layer of every pass, and the shadow computes as an
 """
 
 import copy
-import importlib
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -20,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from rollbook.contracts.adapter import AdapterKind
 from rollbook.contracts.errors import RunError
+from rollbook.contracts.plugin import load_on_demand
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.data.minibatches import Microbatch
 from rollbook.trainer.distributed.sharding import shard
@@ -211,7 +211,7 @@ class PolicyModel:
 def _adapters_module() -> Any:
     """By name: the library behind it is an extra, and only who trains adapters has it."""
     try:
-        return importlib.import_module("rollbook.trainer.model.lora")
+        return load_on_demand("rollbook.trainer.model.lora")
     except ImportError as error:
         raise RunError(f"trainer.lora needs PEFT ({error}): pip install 'rollbook[lora]'") from error
 

@@ -30,7 +30,7 @@ RULE = GradingRule(partial=0.5, hint_price=0.85)
 START = Standing(goals=(False, False), keeps=(True,))
 
 
-def test_an_untouched_world_is_worth_nothing() -> None:
+def test_an_untouched_environment_is_worth_nothing() -> None:
     assert RULE.value(START, start=START, hints_used=0) == 0.0
 
 
@@ -38,7 +38,7 @@ def test_half_way_is_worth_half_of_the_partial_credit() -> None:
     assert RULE.value(Standing(goals=(True, False), keeps=(True,)), start=START, hints_used=0) == 0.25
 
 
-def test_a_solved_world_is_worth_one_and_each_hint_takes_its_price() -> None:
+def test_a_solved_environment_is_worth_one_and_each_hint_takes_its_price() -> None:
     solved = Standing(goals=(True, True), keeps=(True,))
     assert [RULE.value(solved, start=START, hints_used=n) for n in range(3)] == pytest.approx([1.0, 0.85, 0.7225])
 
@@ -56,7 +56,7 @@ def test_goals_that_held_at_the_start_earn_nothing() -> None:
     assert potential(Standing(goals=(True, True)), start=start) == 1.0
 
 
-def test_an_almost_right_world_is_worth_less_than_a_solution_with_every_hint() -> None:
+def test_an_almost_right_environment_is_worth_less_than_a_solution_with_every_hint() -> None:
     assert RULE.partial < factor(3, RULE.hint_price)
 
 

@@ -14,7 +14,7 @@ from rollbook.contracts.trajectory import RolloutSample
 from rollbook.integrations.trl_rows import FILLER, rows_of
 from rollbook.rollout.assemblers.branching import BranchingAssembler
 from rollbook.rollout.assemblers.linear import TrajectoryAssembler
-from tests.parts.rollout.world import completion
+from tests.parts.rollout.guessing import completion
 
 
 def sample(reward: float | None, *, forks: bool = False) -> RolloutSample:

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from rollbook.cli.main import app
 from rollbook.rollout.agents.template_check import CASES, TOOL_CASES, Finding, Verdict, advice, check_template
 from tests.parts.rollout.agents import FORGETS_THINKING, TOOLS_TEMPLATE, fast_words, word_tokenizer
-from tests.parts.rollout.world import CHATML, FORGETFUL
+from tests.parts.rollout.guessing import CHATML, FORGETFUL
 
 TRIMS = CHATML.replace("{{ m.content }}", "{{ m.content | trim }}")
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system messages') }}{% endif %}" + CHATML

@@ -31,7 +31,7 @@ UNREACHABLE = ("Could not connect to the endpoint URL", "Connection was closed",
 
 
 class Backend(Protocol):
-    """What the world needs of a cloud."""
+    """What the environment needs of a cloud."""
 
     @property
     def name(self) -> str: ...

@@ -1,4 +1,4 @@
-"""Chaos: faults in the world while the agent works. Seeded: the same task, seed and moves meet the same faults. Pure.
+"""Chaos: faults in the environment while the agent works. Seeded: the same task, seed and moves meet the same faults. Pure.
 
 Two kinds. A *refused* request fails as a busy service does; trying again helps. An *undoing* is somebody else's change: one of the
 task's own chaos commands is run after the agent's move. The last move an agent has is never disturbed.

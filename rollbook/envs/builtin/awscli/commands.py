@@ -1,6 +1,6 @@
 """What the agent typed: find the command in its words, split it as a shell would, and refuse what a shell would do with it.
 
-Nothing here touches the world. A refusal is an answer to the agent, in words it can act on, and never an exception.
+Nothing here touches the environment. A refusal is an answer to the agent, in words it can act on, and never an exception.
 """
 
 import re

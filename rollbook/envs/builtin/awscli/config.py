@@ -1,4 +1,4 @@
-"""What an operator may set about the AWS world, in `[env] args` or by the environment variables its users know."""
+"""What an operator may set about the AWS environment, in `[env] args` or by the environment variables its users know."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -17,7 +17,7 @@ ALIASES = {
 
 
 class AwsCliConfig(BaseModel, frozen=True, extra="forbid"):
-    """Arguments of the world `aws`."""
+    """Arguments of the environment `aws`."""
 
     backend: Literal["simulator", "aws"] = "simulator"
     """`simulator`: a MiniStack process for each session. `aws`: the real account of the credentials in the environment."""
@@ -50,7 +50,7 @@ class AwsCliConfig(BaseModel, frozen=True, extra="forbid"):
     """A slot (simulator and command line) that holds more when it is given back is replaced."""
 
     partial: float = Field(default=0.5, ge=0, lt=0.6)
-    """What a world that is almost right is worth at most. Below the worth of a solution with every hint."""
+    """What an environment that is almost right is worth at most. Below the worth of a solution with every hint."""
 
     hint_price: float = Field(default=0.85, ge=0.85, le=1)
     """Each hint multiplies the reward by this."""
@@ -84,7 +84,7 @@ class AwsCliConfig(BaseModel, frozen=True, extra="forbid"):
         except ValidationError as error:
             names = {field: name for name, field in ALIASES.items() if field in known and field not in args}
             faults = "; ".join(
-                f"{'.'.join(map(str, e['loc'])) or 'aws world'}{_origin(e['loc'], names)}: {e['msg']}"
+                f"{'.'.join(map(str, e['loc'])) or 'aws environment'}{_origin(e['loc'], names)}: {e['msg']}"
                 for e in error.errors()
             )
             raise RunError(f"env.args: {faults}") from error

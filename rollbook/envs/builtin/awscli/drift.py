@@ -1,4 +1,4 @@
-"""Drift: a world that starts out wrong. The seed chooses which faults, and in which order they are applied. Pure."""
+"""Drift: an environment that starts out wrong. The seed chooses which faults, and in which order they are applied. Pure."""
 
 import random
 from collections.abc import Sequence

@@ -1,7 +1,8 @@
-"""The AWS world: the agent has a terminal with `aws`, a goal, and so many moves.
+"""The AWS environment: the agent has a terminal with `aws`, a goal, and so many moves.
 
 A move is one line: `aws …`, `hint`, or `answer …` where the task asks a question. After a move that may have changed something the
-world is looked at, and the reward is the change of its worth (`grading.py`). The episode ends when the goal is reached, an answer
+environment is looked at, and the reward is the change of its worth (`grading.py`). The episode ends when the goal is reached, an
+answer
 was given, or the moves are used up. A failed set-up or a dead cloud ends it with an error that nobody scores.
 """
 
@@ -25,8 +26,8 @@ from rollbook.envs.builtin.awscli.pool import MiniStackPool, open_ministack_pool
 from rollbook.envs.builtin.awscli.setting import prepare
 from rollbook.envs.builtin.awscli.task_bank import AwsTask, parse_task, task_bank
 from rollbook.envs.builtin.awscli.worker import CommandResult
-from rollbook.envs.environment import WorldEnvironment
-from rollbook.envs.pools.environment_pool import PoolHealth, WorldPool, WorldsExhaustedError
+from rollbook.envs.environment import EnvironmentAdapter
+from rollbook.envs.pools.environment_pool import EnvironmentPool, EnvironmentsExhaustedError, PoolHealth
 from rollbook.envs.sandboxes.pool import PoolExhaustedError
 from rollbook.envs.sandboxes.sandbox import SandboxDiedError
 from rollbook.telemetry.events import EventLog
@@ -39,7 +40,7 @@ ANSWER_RULE = "When you know the answer, reply with the line `answer VALUE`. You
 GiveBack = Callable[[bool], None]
 
 
-class AwsCliWorld:
+class AwsCliEnvironment:
     """`reset` with a task, `step` with what the agent said. Without a lent cloud it starts one of its own at the first reset."""
 
     def __init__(self, *, cloud: Backend | None = None, give_back: GiveBack | None = None, **args: Any) -> None:
@@ -53,18 +54,20 @@ class AwsCliWorld:
 
     @classmethod
     @asynccontextmanager
-    async def open_pool(cls, *, size: int | None, log: EventLog, args: Mapping[str, Any]) -> AsyncIterator[WorldPool]:
-        """Satisfies `PooledWorld`: worlds that each hold one slot of a `MiniStackPool` while they are open."""
+    async def open_pool(
+        cls, *, size: int | None, log: EventLog, args: Mapping[str, Any]
+    ) -> AsyncIterator[EnvironmentPool]:
+        """Satisfies `BringsItsPool`: environments that each hold one slot of a `MiniStackPool` while they are open."""
         config = AwsCliConfig.read(args, environ=os.environ, size=size)
         if config.backend == "aws":
             account = await AccountCloud.start(config)
             try:
-                yield AccountWorlds(account, args)
+                yield AwsAccountPool(account, args)
             finally:
                 await account.remove()
             return
         async with open_ministack_pool(config, log=log) as pool:
-            yield AwsWorlds(pool, args)
+            yield AwsCliPool(pool, args)
 
     async def reset(self, task: Mapping[str, Any]) -> Observation:
         """Row: `id` of the bank (or a whole task), and optionally `seed` and `chaos_scale`."""
@@ -136,7 +139,7 @@ class AwsCliWorld:
     async def _clean_cloud(self) -> Backend:
         if self._cloud is None:
             if not self._is_own:
-                raise EpisodeError("env aws: reset after close; open a new world")
+                raise EpisodeError("env aws: reset after close; open a new environment")
             config = self._config
             self._cloud = (
                 await AccountCloud.start(config)
@@ -184,8 +187,8 @@ def shown(result: CommandResult, *, skipped: int, max_chars: int) -> str:
     return "\n".join([text[:max_chars], *remarks])
 
 
-class AwsWorlds:
-    """Worlds over a pool of simulators. Satisfies `WorldPool`."""
+class AwsCliPool:
+    """Environments over a pool of simulators. Satisfies `EnvironmentPool`."""
 
     def __init__(self, pool: MiniStackPool, args: Mapping[str, Any]) -> None:
         self._pool = pool
@@ -203,18 +206,18 @@ class AwsWorlds:
         try:
             lease = await self._pool.acquire(deadline)
         except PoolExhaustedError as error:
-            raise WorldsExhaustedError(str(error)) from error
-        world = AwsCliWorld(
+            raise EnvironmentsExhaustedError(str(error)) from error
+        env = AwsCliEnvironment(
             cloud=lease.sandbox, give_back=lambda is_suspect: lease.release(is_suspect=is_suspect), **self._args
         )
-        return WorldEnvironment(world, name="aws")
+        return EnvironmentAdapter(env, name="aws")
 
     def health(self) -> PoolHealth:
         return PoolHealth(capacity=self._pool.capacity, busy=self._pool.lent, replaced=self._pool.replaced)
 
 
-class AccountWorlds:
-    """The one real account, one session at a time. Satisfies `WorldPool`."""
+class AwsAccountPool:
+    """The one real account, one session at a time. Satisfies `EnvironmentPool`."""
 
     def __init__(self, account: AccountCloud, args: Mapping[str, Any]) -> None:
         self._account = account
@@ -227,10 +230,14 @@ class AccountWorlds:
 
     async def acquire(self, deadline: Deadline) -> Environment:
         if self._is_busy:
-            raise WorldsExhaustedError(f"{self._account.name} is in use; a real account serves one session at a time")
+            raise EnvironmentsExhaustedError(
+                f"{self._account.name} is in use; a real account serves one session at a time"
+            )
         deadline.require()
         self._is_busy = True
-        return WorldEnvironment(AwsCliWorld(cloud=self._account, give_back=self._given_back, **self._args), name="aws")
+        return EnvironmentAdapter(
+            AwsCliEnvironment(cloud=self._account, give_back=self._given_back, **self._args), name="aws"
+        )
 
     def health(self) -> PoolHealth:
         return PoolHealth(capacity=1, busy=int(self._is_busy))

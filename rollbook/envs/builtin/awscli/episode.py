@@ -1,4 +1,4 @@
-"""One episode's account: moves, hints, how the world stands, and what each change was worth."""
+"""One episode's account: moves, hints, how the environment stands, and what each change was worth."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ ANSWERED = Standing(goals=(True,))
 
 
 class AwsEpisode:
-    """Counts and values; the world around it acts."""
+    """Counts and values; the environment around it acts."""
 
     def __init__(self, setting: Setting, *, rule: GradingRule, chaos_scale: float) -> None:
         self.setting = setting
@@ -52,7 +52,7 @@ class AwsEpisode:
         return fault
 
     async def look(self) -> None:
-        """See how the world stands now. A question's world may change as it likes."""
+        """See how the environment stands now. A question's environment may change as it likes."""
         if self.setting.task.answer is None:
             self._standing = await self.setting.standing()
 

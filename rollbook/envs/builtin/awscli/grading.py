@@ -5,7 +5,8 @@
     reward           = value after the move - value before it
 
 Rewards telescope: an episode returns the value of the state it ends in, whatever the way there. Breaking and mending again earns
-nothing, waiting earns nothing, and a read earns nothing. An untouched world is worth 0, a solved one 1 (times the hints' price).
+nothing, waiting earns nothing, and a read earns nothing. An untouched environment is worth 0, a solved one 1 (times the hints'
+price).
 """
 
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ class Standing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradingRule:
-    """`partial`: what a world that is almost right is worth at most. `hint_price`: the factor for each hint."""
+    """`partial`: what an environment that is almost right is worth at most. `hint_price`: the factor for each hint."""
 
     partial: float
     hint_price: float
@@ -54,7 +55,7 @@ def potential(standing: Standing, *, start: Standing) -> float:
 def flaw_at_start(
     start: Standing, goals: Sequence[str], keeps: Sequence[str], *, must_be_open: Sequence[bool]
 ) -> str | None:
-    """Why this world is no fair start: already solved, a fault that is not one, or something to keep that is not there."""
+    """Why this environment is no fair start: already solved, a fault that is not one, or something to keep that is not there."""
     if start.goals and all(start.goals):
         return "the task is solved before the agent did anything"
     healed = [

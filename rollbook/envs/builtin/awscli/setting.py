@@ -1,4 +1,6 @@
-"""Set the stage: a clean cloud becomes the world of one task and seed, or the reset fails and says which command did not work."""
+"""Set the stage: a clean cloud becomes the environment of one task and seed, or the reset fails and says which command did not
+work.
+"""
 
 import json
 import shlex
@@ -22,12 +24,12 @@ NOT_THERE = "not-there-not-there-not-there"
 
 
 class SetupError(EpisodeError):
-    """The world of a task could not be set up. The task or the simulator is wrong, never the agent."""
+    """The environment of a task could not be set up. The task or the simulator is wrong, never the agent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One world, ready to play: the task with its names filled in, the faults that were applied, and how it stands."""
+    """One environment, ready to play: the task with its names filled in, the faults that were applied, and how it stands."""
 
     task: AwsTask
     seed: int
@@ -50,7 +52,7 @@ class Setting:
 
     @property
     def solution(self) -> list[Step]:
-        """The reference for this world: the task's own steps, then the repair of each fault."""
+        """The reference for this environment: the task's own steps, then the repair of each fault."""
         return [*self.task.solution, *(step for fault in self.faults for step in fault.repair)]
 
     async def standing(self) -> Standing:

@@ -13,7 +13,7 @@ from rollbook.envs.builtin.awscli.setting import kept
 from rollbook.envs.builtin.awscli.task_bank import Step
 from rollbook.envs.builtin.awscli.verification import filled
 
-# Remarks that the world puts under a command's output stand in parentheses on lines of their own.
+# Remarks that the environment puts under a command's output stand in parentheses on lines of their own.
 REMARK = re.compile(r"\n+(?:\([^\n]*\)|The task is solved\.|The episode is over[^\n]*)\s*$")
 
 
@@ -45,7 +45,7 @@ class ReferencePolicy:
 
 
 def output_of(text: str) -> str:
-    """A command's own output, without the world's remarks under it."""
+    """A command's own output, without the environment's remarks under it."""
     while (remark := REMARK.search(text)) is not None and not _is_json(text):
         text = text[: remark.start()]
     return text
@@ -59,13 +59,13 @@ def _is_json(text: str) -> bool:
     return True
 
 
-async def play_reference(world: Environment, row: Mapping[str, Any], *, seed: int = 0) -> list[Observation]:
+async def play_reference(env: Environment, row: Mapping[str, Any], *, seed: int = 0) -> list[Observation]:
     """Reset and play to the end. The observations, the first one included."""
     policy = ReferencePolicy(row, seed=seed)
-    seen = [await world.reset({**row, "seed": row.get("seed", seed)})]
+    seen = [await env.reset({**row, "seed": row.get("seed", seed)})]
     while not seen[-1].done:
         line = policy.next_line(seen[-1])
         if line is None:
             break
-        seen.append(await world.step(line))
+        seen.append(await env.step(line))
     return seen

@@ -60,7 +60,7 @@ class Question(_Words):
     """Parameters of the call."""
 
     region: str | None = None
-    """Another region than the world's own."""
+    """Another region than the environment's own."""
 
     query: str = "@"
     """JMESPath into the answer."""
@@ -70,7 +70,7 @@ class Question(_Words):
 
 
 class Check(Question):
-    """A fact about the world. Exactly one expectation; without any, the call must succeed and the value be something."""
+    """A fact about the environment. Exactly one expectation; without any, the call must succeed and the value be something."""
 
     says: str = Field(min_length=1)
     """The fact in words, for the viewer."""
@@ -99,7 +99,7 @@ class Check(Question):
 
 
 class Fault(_Words):
-    """One thing that can be wrong in a world that drifted: how it breaks, how one sees that, how it is repaired."""
+    """One thing that can be wrong in an environment that drifted: how it breaks, how one sees that, how it is repaired."""
 
     name: str = Field(min_length=1)
     breaks: list[Step] = Field(min_length=1)
@@ -140,7 +140,7 @@ class AwsTask(_Words):
     """What is true at the start and must stay so."""
 
     answer: Question | None = None
-    """A question about the world: the agent replies with `answer VALUE`, and the truth is read from the world then."""
+    """A question about the environment: the agent replies with `answer VALUE`, and the truth is read from the environment then."""
 
     drift: list[Fault] = Field(default_factory=list)
     """Faults of which the seed applies some."""
@@ -232,7 +232,7 @@ def task_bank() -> Mapping[str, AwsTask]:
 
 
 def aws_tasks(*, split: Split | str | None = None, tiers: Iterable[Tier | str] | None = None) -> list[dict[str, Any]]:
-    """Rows for a dataset: id, tier, services, split. The world finds the rest by the id."""
+    """Rows for a dataset: id, tier, services, split. The environment finds the rest by the id."""
     wanted = set(Tier) if tiers is None else {Tier(tier) for tier in tiers}
     return [
         {"id": task.id, "tier": task.tier.value, "services": list(task.services), "split": task.split.value}

@@ -5,7 +5,6 @@ The communicator is vLLM's, so the trainer's environment needs vLLM, too. Tensor
 """
 
 import asyncio
-import importlib
 import socket
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.errors import RunError, TransientError
+from rollbook.contracts.plugin import load_on_demand
 from rollbook.contracts.policy import Publication
 from rollbook.inference.weights.transport import WayPlace, message
 from rollbook.inference.weights.transports.packing import heads_of
@@ -25,8 +25,8 @@ def open_way(_name: str, place: WayPlace) -> "NcclWay":
     if not torch.cuda.is_available():
         raise RunError("transfer = 'nccl' needs a CUDA GPU in the trainer; use 'directory' or 'gloo'")
     try:
-        communicators = importlib.import_module("vllm.distributed.device_communicators.pynccl")
-        groups = importlib.import_module("vllm.distributed.utils")
+        communicators = load_on_demand("vllm.distributed.device_communicators.pynccl")
+        groups = load_on_demand("vllm.distributed.utils")
     except ImportError as error:
         raise RunError(f"transfer = 'nccl' needs vLLM in the trainer's environment, too: {error}") from error
     return NcclWay(host=place.host, communicator=communicators.PyNcclCommunicator, group=groups.StatelessProcessGroup)

@@ -1,4 +1,4 @@
-"""The small worlds: what pays, what does not, and what is refused."""
+"""The small environments: what pays, what does not, and what is refused."""
 
 from contextlib import suppress
 from typing import Any
@@ -19,24 +19,24 @@ GSM8K = {"question": "How many clips?", "answer": "In May 48/2 = <<48/2=24>>24.\
 
 @pytest.mark.parametrize("task", arithmetic_tasks(20, seed=3, signs="+-*"), ids=lambda task: task["id"])
 def test_the_right_number_pays_and_any_other_does_not(task: dict[str, Any]) -> None:
-    world, answer = Arithmetic(), SIGNS[task["sign"]](task["left"], task["right"])
-    assert world.reset(task).text == f"{task['left']} {task['sign']} {task['right']} ="
-    right = world.step(f"Let me think: it is {answer}.")
+    env, answer = Arithmetic(), SIGNS[task["sign"]](task["left"], task["right"])
+    assert env.reset(task).text == f"{task['left']} {task['sign']} {task['right']} ="
+    right = env.step(f"Let me think: it is {answer}.")
     assert (right.reward, right.done, right.solved) == (1.0, True, True)
-    world.reset(task)
-    assert world.step(str(answer + 1)).reward == 0.0
+    env.reset(task)
+    assert env.step(str(answer + 1)).reward == 0.0
 
 
 def test_arithmetic_takes_one_answer_and_needs_a_number() -> None:
-    world = Arithmetic()
-    world.reset({"left": 1, "sign": "+", "right": 1})
-    assert world.step("two").text == "there is no number in this answer"
+    env = Arithmetic()
+    env.reset({"left": 1, "sign": "+", "right": 1})
+    assert env.step("two").text == "there is no number in this answer"
     with pytest.raises(RuntimeError, match="reset first"):
-        world.step("2")
+        env.step("2")
     with pytest.raises(ValueError, match="lacks right"):
-        world.reset({"left": 1, "sign": "+"})
+        env.reset({"left": 1, "sign": "+"})
     with pytest.raises(ValueError, match="no sign"):
-        world.reset({"left": 1, "sign": "/", "right": 1})
+        env.reset({"left": 1, "sign": "/", "right": 1})
 
 
 def test_the_same_seed_gives_the_same_rows() -> None:
@@ -91,17 +91,17 @@ def test_no_text_breaks_the_reading_of_answers(text: str) -> None:
 
 
 def test_a_retry_pays_less_and_an_unsolved_problem_pays_nothing() -> None:
-    world = Maths(max_turns=3, retry_discount=0.5)
-    assert world.reset(GSM8K).text.startswith("How many clips?")
-    assert world.step("71").text == "Not correct. 2 tries left."
-    assert "no answer in this" in world.step("I do not know").text
-    last = world.step("#### 72")
+    env = Maths(max_turns=3, retry_discount=0.5)
+    assert env.reset(GSM8K).text.startswith("How many clips?")
+    assert env.step("71").text == "Not correct. 2 tries left."
+    assert "no answer in this" in env.step("I do not know").text
+    last = env.step("#### 72")
     assert (last.text, last.reward, last.done, last.solved) == ("Correct.", 0.25, True, True)
-    world.reset(GSM8K)
-    rewards = [world.step("1").reward for _ in range(3)]
+    env.reset(GSM8K)
+    rewards = [env.step("1").reward for _ in range(3)]
     assert rewards == [0.0, 0.0, 0.0]
     with pytest.raises(RuntimeError, match="reset first"):
-        world.step("72")
+        env.step("72")
 
 
 @pytest.mark.parametrize("settings", [{"max_turns": 0}, {"retry_discount": 0.0}, {"retry_discount": 1.5}])
@@ -117,13 +117,13 @@ def test_a_row_without_an_answer_is_refused() -> None:
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task["id"])
 def test_every_terminal_task_is_solved_by_its_solution_and_by_nothing_less(task: dict[str, Any]) -> None:
-    world = Terminal()
-    assert task["goal"] in world.reset(task).text
-    seen = [world.step(line) for line in task["solution"]]
+    env = Terminal()
+    assert task["goal"] in env.reset(task).text
+    seen = [env.step(line) for line in task["solution"]]
     assert [answer.reward for answer in seen] == [0.0] * (len(seen) - 1) + [1.0]
     assert (seen[-1].done, seen[-1].solved) == (True, True)
-    world.reset(task)
-    idle = [world.step("pwd") for _ in range(12)]
+    env.reset(task)
+    idle = [env.step("pwd") for _ in range(12)]
     assert (sum(answer.reward for answer in idle), idle[-1].done, idle[-1].solved) == (0.0, True, False)
 
 
@@ -163,9 +163,9 @@ def test_substitutions_are_only_text() -> None:
 
 
 def test_the_terminal_bounds_its_output_its_disk_and_its_input() -> None:
-    world = Terminal()
-    world.reset({"goal": "g", "files": {"big": "x" * 50_000}, "expect": {"a": "b"}})
-    assert len(world.step("cat big").text) < MAX_OUTPUT_CHARS + 60
+    env = Terminal()
+    env.reset({"goal": "g", "files": {"big": "x" * 50_000}, "expect": {"a": "b"}})
+    assert len(env.step("cat big").text) < MAX_OUTPUT_CHARS + 60
     tree = FileTree()
     tree.write("a", "x" * (MAX_BYTES // 2))
     with pytest.raises(CommandError, match="No space left"):

@@ -26,7 +26,7 @@ def common_steps(one: Chain, other: Chain) -> int:
 
 
 @dataclass
-class World:
+class SimulatedRun:
     desk: Desk
     budget: int
     chain: Chain = INITIAL

@@ -1,4 +1,4 @@
-"""Intervals of spans: their union and how many ran at once."""
+"""Intervals of spans: union, clipping and concurrency."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.dashboard.timeline import Intervals, read_intervals
+from rollbook.dashboard.intervals import Intervals, read_intervals
 from tests.parts.dashboard.run_dir import append_rows, write_run
 
 spans = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)).map(lambda p: (p[0], p[0] + p[1])), max_size=30)
@@ -18,7 +18,7 @@ def intervals(pairs: list[tuple[int, int]]) -> Intervals:
 
 
 def covered(pairs: list[tuple[int, int]]) -> set[int]:
-    """Unit cells of time that some span covers: the slow and obvious way."""
+    """Unit cells of time that some span covers, computed naively."""
     return {cell for a, b in pairs for cell in range(a, b)}
 
 
@@ -30,13 +30,15 @@ def test_the_union_covers_the_same_time_without_overlap(pairs: list[tuple[int, i
 
 
 @given(pairs=spans)
-def test_how_many_run_is_counted_cell_by_cell(pairs: list[tuple[int, int]]) -> None:
-    running = intervals(pairs).running(np.arange(0.0, 91.0))
+def test_concurrency_equals_a_count_of_each_cell(pairs: list[tuple[int, int]]) -> None:
+    running = intervals(pairs).mean_concurrency(np.arange(0.0, 91.0))
     assert running == pytest.approx([sum(a <= cell < b for a, b in pairs) for cell in range(90)])
 
 
 @given(pairs=spans, begin=st.integers(0, 80), width=st.integers(1, 40))
-def test_a_window_shows_exactly_its_part(pairs: list[tuple[int, int]], begin: int, width: int) -> None:
+def test_clipping_keeps_exactly_the_time_inside_the_window(
+    pairs: list[tuple[int, int]], begin: int, width: int
+) -> None:
     inside = intervals(pairs).union().within(begin, begin + width)
     assert inside.seconds() == pytest.approx(len(covered(pairs) & set(range(begin, begin + width))))
 
@@ -45,7 +47,7 @@ def test_gaps_too_thin_to_draw_are_closed() -> None:
     assert len(intervals([(0, 1), (2, 3), (9, 10)]).union(gap_s=1.5)) == 2
 
 
-def test_spans_of_all_processes_are_found_by_name_and_broken_rows_passed_over(tmp_path: Path) -> None:
+def test_spans_of_all_processes_are_found_by_name_and_broken_rows_skipped(tmp_path: Path) -> None:
     write_run(tmp_path, steps=5)
     append_rows(
         tmp_path / "spans" / "worker-1.jsonl",
@@ -54,6 +56,6 @@ def test_spans_of_all_processes_are_found_by_name_and_broken_rows_passed_over(tm
         {"name": ["trainer.train"], "start": 1.0, "end": 2.0},
         {"name": "trainer.train", "start": 1.0, "end": 2.0},
     )
-    found = read_intervals(tmp_path, ["trainer.train", "nobody.did_this"])
+    found = read_intervals(tmp_path, ["trainer.train", "never.recorded"])
     assert len(found["trainer.train"]) == 6
-    assert len(found["nobody.did_this"]) == 0
+    assert len(found["never.recorded"]) == 0

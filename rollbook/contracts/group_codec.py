@@ -1,12 +1,14 @@
-"""A prompt group as bytes: MessagePack, arrays as raw little-endian bytes, never through Python lists.
+"""The one binary form of a prompt group: a MessagePack frame whose arrays are raw little-endian bytes.
 
-What a producer encodes is stored as it came and handed to the trainer unchanged; the digest is of those very bytes.
+The rollout worker encodes a finished group once. Dispatcher, ledger client, service and store pass the frame on unchanged, and the
+trainer decodes it once. The digest covers exactly these bytes.
 """
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -18,19 +20,32 @@ from rollbook.contracts.group import GroupId, PromptGroup
 from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import EndReason, RolloutSample, TokenRow, TurnMark
-from rollbook.ledger.atropos.codec import is_atropos_json, transcode
 
-NAMELESS = GroupId("atropos@0")
 FORMAT = 2
 RUN_FIELDS = 3
 RUN_BYTES = 4 * RUN_FIELDS
 
+PayloadDecoder: TypeAlias = Callable[[bytes, GroupId], PromptGroup]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedGroup:
+    """A group as one frame, with the fields that are needed without decoding it."""
+
+    id: GroupId
+    task_id: TaskId
+    draw: int
+    publications: tuple[int, ...]
+    """Publications that sampled the trained tokens, sorted."""
+    payload: bytes
+    digest: str
+
 
 class RowFrame(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """One sequence: ids as int32, logprobs as float32, and what is trained and who sampled it as runs of equal tokens.
+    """One sequence: token ids as int32, logprobs as float32, versions and loss mask as runs of equal tokens.
 
-    A run is three int32: how many tokens, their version, 1 where they are trained. A sequence has a few runs where it has thousands
-    of tokens, so that this part, a third of the plain arrays, costs next to nothing on the wire, in the hash and on the disk.
+    A run is three int32: number of tokens, version, 1 if trained. A sequence of thousands of tokens has a few runs, so versions and
+    mask take almost no space; as plain arrays they would be two fifths of the frame.
     """
 
     token_ids: bytes
@@ -45,11 +60,11 @@ class RowFrame(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
             runs=_runs_of(row.versions, row.loss_mask),
         )
 
-    def contract(self) -> TokenRow:
+    def to_contract(self) -> TokenRow:
         token_ids = np.frombuffer(self.token_ids, "<i4").astype(np.int32)
         runs = np.frombuffer(self.runs, "<i4").astype(np.int32).reshape(-1, RUN_FIELDS)
         lengths = runs[:, 0]
-        # Checked before anything is made of it: a damaged length could ask for all the memory there is.
+        # Checked before `np.repeat`: a damaged length could allocate all memory.
         if len(runs) == 0 or lengths.min() < 1 or int(lengths.sum(dtype=np.int64)) != len(token_ids):
             raise ValueError(f"the runs of a sequence do not cover its {len(token_ids)} tokens")
         return TokenRow(
@@ -58,19 +73,6 @@ class RowFrame(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
             loss_mask=np.repeat(runs[:, 2] == 1, lengths),
             versions=np.repeat(runs[:, 1], lengths),
         )
-
-
-RowView = tuple[memoryview, memoryview, memoryview]
-"""The same, as views into the payload: enough to see whether the parts belong together, as far as lengths tell."""
-_READERS: dict[int, Callable[[memoryview], Sequence[int]]] = {
-    RUN_BYTES * num: struct.Struct("<" + "i8x" * num).unpack for num in range(1, 33)
-}
-"""Read the lengths of a few runs, by their size, and skip what else they say."""
-
-
-def _lengths(runs: memoryview) -> Sequence[int]:
-    """The lengths of many runs."""
-    return [0] if not runs or len(runs) % RUN_BYTES else runs.cast("i")[::RUN_FIELDS].tolist()
 
 
 class SampleFrame(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
@@ -90,19 +92,20 @@ class SampleFrame(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True
         return cls(
             sequences=tuple(RowFrame.of(row) for row in sample.sequences),
             sampling=sample.sampling,
-            reward=sample.reward,
+            # Rollout functions also return bools and numpy numbers; a decoder accepts only floats here.
+            reward=None if sample.reward is None else float(sample.reward),
             finish_reason=sample.finish_reason,
             invalid_cause=sample.invalid_cause,
             solved=sample.solved,
             messages=None if sample.messages is None else tuple(dict(message) for message in sample.messages),
-            metrics=dict(sample.metrics),
+            metrics={name: float(value) for name, value in sample.metrics.items()},
             turns=sample.turns,
             facts=dict(sample.facts),
         )
 
-    def contract(self) -> RolloutSample:
+    def to_contract(self) -> RolloutSample:
         return RolloutSample(
-            sequences=tuple(row.contract() for row in self.sequences),
+            sequences=tuple(row.to_contract() for row in self.sequences),
             sampling=self.sampling,
             reward=self.reward,
             finish_reason=self.finish_reason,
@@ -123,22 +126,20 @@ class GroupFrame(msgspec.Struct, forbid_unknown_fields=True):
     samples: tuple[SampleFrame, ...]
 
 
+RowView: TypeAlias = tuple[memoryview, memoryview, memoryview]
+"""A `RowFrame` as views into the payload, for `check_frame`."""
+
+
 class SampleView(SampleFrame):
     sequences: tuple[RowView, ...]  # type: ignore[assignment]
-    sampling: msgspec.Raw  # type: ignore[assignment]  # the same for all samples of a run, nearly always
-
-
-@lru_cache(maxsize=1024)
-def _check_sampling(told: bytes) -> None:
-    """Once for each that is seen: a record with its own checks, made for every sample, would be most of the work here."""
-    msgspec.msgpack.decode(told, type=SamplingParams)
+    sampling: msgspec.Raw  # type: ignore[assignment]  # nearly always the same bytes in all samples of a run
 
 
 class GroupView(GroupFrame):
     samples: tuple[SampleView, ...]
 
 
-def encode_group(group: PromptGroup) -> bytes:
+def encode_group(group: PromptGroup) -> EncodedGroup:
     frame = GroupFrame(
         format=FORMAT,
         group_id=group.id,
@@ -147,33 +148,50 @@ def encode_group(group: PromptGroup) -> bytes:
         samples=tuple(SampleFrame.of(sample) for sample in group.samples),
     )
     try:
-        return _ENCODER.encode(frame)
+        payload = _ENCODER.encode(frame)
     except (TypeError, ValueError, OverflowError) as error:
         raise RunError(
-            f"group {group.id} cannot be written: {error}. Messages, metrics and facts of a sample must be plain JSON values"
+            f"group {group.id} cannot be encoded: {error}. Messages, metrics and facts of a sample must be plain JSON values"
         ) from error
+    return EncodedGroup(
+        id=group.id,
+        task_id=group.task_id,
+        draw=group.draw,
+        publications=tuple(sorted(group.trained_publications())),
+        payload=payload,
+        digest=payload_digest(payload),
+    )
 
 
-def decode_group(payload: bytes, group_id: GroupId | None = None) -> PromptGroup:
-    """A stored group, in whichever dialect it came. A native one knows its id; one that was posted as JSON is told."""
-    if is_atropos_json(payload):
-        return transcode(payload, group_id or NAMELESS)
+def decode_group(payload: bytes) -> PromptGroup:
+    """Decode one frame."""
     try:
         frame = _DECODER.decode(payload)
         return PromptGroup(
             id=GroupId(frame.group_id),
             task_id=TaskId(frame.task_id),
             draw=frame.draw,
-            samples=tuple(sample.contract() for sample in frame.samples),
+            samples=tuple(sample.to_contract() for sample in frame.samples),
         )
     except (msgspec.MsgspecError, ValueError) as error:
-        raise RunError(f"a stored group of {len(payload)} bytes cannot be read: {error}") from error
+        raise RunError(f"a stored group of {len(payload)} bytes cannot be decoded: {error}") from error
+
+
+def register_payload_decoder(first_byte: bytes, decode: PayloadDecoder) -> None:
+    """Decode stored payloads that begin with `first_byte` by `decode`. A frame begins with 0x80 to 0x8f (a MessagePack map)."""
+    _FOREIGN_DECODERS[first_byte] = decode
+
+
+def decode_payload(payload: bytes, group_id: GroupId) -> PromptGroup:
+    """Decode a stored payload: a frame, or the form of a registered dialect, which does not contain the group's id."""
+    decode = _FOREIGN_DECODERS.get(payload[:1])
+    return decode_group(payload) if decode is None else decode(payload, group_id)
 
 
 def check_frame(payload: bytes | memoryview, *, group_id: str) -> None:
-    """Refuse a payload that no trainer could read, before it is stored: its form, its id, and arrays that belong together.
+    """Raise `RunError` for a payload that a trainer could not decode: wrong structure, wrong id, arrays of unequal length.
 
-    The tokens stay bytes: this costs microseconds, whatever the length of the sequences.
+    Token arrays are not copied: the cost is microseconds, independent of the length of the sequences.
     """
     try:
         frame = _CHECKER.decode(payload)
@@ -182,7 +200,7 @@ def check_frame(payload: bytes | memoryview, *, group_id: str) -> None:
     except (msgspec.MsgspecError, ValueError) as error:
         raise RunError(f"group {group_id}: its payload is not a group: {error}") from error
     if frame.format != FORMAT:
-        raise RunError(f"group {group_id}: its payload has format {frame.format}, this ledger reads {FORMAT}")
+        raise RunError(f"group {group_id}: its payload has format {frame.format}; supported is {FORMAT}")
     if frame.group_id != group_id:
         raise RunError(f"group {group_id}: its payload is that of group {frame.group_id}")
     if not frame.samples:
@@ -190,14 +208,30 @@ def check_frame(payload: bytes | memoryview, *, group_id: str) -> None:
     for at, sample in enumerate(frame.samples):
         for token_ids, logprobs, runs in sample.sequences:
             size = len(token_ids)
-            lengths = _READERS.get(len(runs), _lengths)(runs)
+            lengths = _RUN_LENGTH_READERS.get(len(runs), _run_lengths)(runs)
             if not size or len(logprobs) != size or 4 * sum(lengths) != size or min(lengths) < 1:
                 raise RunError(f"group {group_id}: the arrays of sample {at} are empty or of unequal length")
 
 
 def payload_digest(payload: bytes | memoryview) -> str:
-    """128 bits of XXH3: tells damage, at a twentieth of what a cryptographic digest costs. It keeps nobody from forging."""
+    """XXH3 with 128 bits. Detects damage at a twentieth of the cost of a cryptographic digest; does not prevent forgery."""
     return xxhash.xxh3_128_hexdigest(payload)
+
+
+@lru_cache(maxsize=1024)
+def _check_sampling(encoded: bytes) -> None:
+    """Cached, because decoding the parameters of every sample would be most of the cost of `check_frame`."""
+    msgspec.msgpack.decode(encoded, type=SamplingParams)
+
+
+_RUN_LENGTH_READERS: dict[int, Callable[[memoryview], Sequence[int]]] = {
+    RUN_BYTES * num: struct.Struct("<" + "i8x" * num).unpack for num in range(1, 33)
+}
+"""By size in bytes: reads only the lengths of up to 32 runs."""
+
+
+def _run_lengths(runs: memoryview) -> Sequence[int]:
+    return [0] if not runs or len(runs) % RUN_BYTES else runs.cast("i")[::RUN_FIELDS].tolist()
 
 
 def _raw(array: NDArray[Any], dtype: str) -> bytes:
@@ -215,16 +249,17 @@ def _runs_of(versions: NDArray[np.int32], loss_mask: NDArray[np.bool_]) -> bytes
 
 
 def _plain(value: object) -> object:
-    """What environments put into facts and metrics beside plain values: numbers of numpy, mappings that are no dicts."""
+    """Environments also put numpy values and mappings that are not dicts into messages and facts."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray):
         return value.tolist()
     if isinstance(value, Mapping):
         return dict(value)
-    raise TypeError(f"a value of type {type(value).__name__} has no place in a payload")
+    raise TypeError(f"a value of type {type(value).__name__} is not supported")
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
 _DECODER = msgspec.msgpack.Decoder(GroupFrame)
 _CHECKER = msgspec.msgpack.Decoder(GroupView)
+_FOREIGN_DECODERS: dict[bytes, PayloadDecoder] = {}

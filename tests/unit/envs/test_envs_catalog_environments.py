@@ -1,4 +1,4 @@
-"""Every small world of the catalog is one class with the same three methods, and plays through the same adapter."""
+"""Every small environment of the catalog is one class with the same three methods, and plays through the same adapter."""
 
 from typing import Any
 
@@ -22,9 +22,9 @@ EPISODES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
 async def test_a_solved_episode_ends_with_its_reward(name: str) -> None:
     args, task, actions = EPISODES[name]
     source = EnvironmentSource(EnvConfig(name=name, args=args))
-    async with source.open() as world:
-        assert not (await world.reset(task)).done
-        seen = [await world.step(action) for action in actions]
+    async with source.open() as env:
+        assert not (await env.reset(task)).done
+        seen = [await env.step(action) for action in actions]
     source.close()
     assert [answer.done for answer in seen] == [False] * (len(seen) - 1) + [True]
     assert seen[-1].solved
@@ -32,11 +32,11 @@ async def test_a_solved_episode_ends_with_its_reward(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(CATALOG))
-async def test_a_world_begins_afresh_with_every_reset(name: str) -> None:
+async def test_a_environment_begins_afresh_with_every_reset(name: str) -> None:
     args, task, actions = EPISODES[name]
     source = EnvironmentSource(EnvConfig(name=name, args=args))
-    async with source.open() as world:
-        first = [await world.reset(task), *[await world.step(action) for action in actions]]
-        again = [await world.reset(task), *[await world.step(action) for action in actions]]
+    async with source.open() as env:
+        first = [await env.reset(task), *[await env.step(action) for action in actions]]
+        again = [await env.reset(task), *[await env.step(action) for action in actions]]
     source.close()
     assert first == again

@@ -7,10 +7,10 @@ import pytest
 
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import PromptGroup, group_id
+from rollbook.contracts.group_codec import decode_group, encode_group
 from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import EndReason, RolloutSample, TokenRow, TurnMark
-from rollbook.ledger.group_frame import decode_group, encode_group, payload_digest
 from tests.parts.ledger.groups import group_of, token_row
 
 
@@ -41,7 +41,7 @@ def assert_same_row(left: TokenRow, right: TokenRow) -> None:
 
 def test_a_group_survives_its_way_through_bytes_exactly() -> None:
     group = rich_group()
-    back = decode_group(encode_group(group))
+    back = decode_group(encode_group(group).payload)
     assert (back.id, back.task_id, back.draw, len(back.samples)) == (group.id, group.task_id, group.draw, 2)
     for one, other in zip(group.samples, back.samples, strict=True):
         for left, right in zip(one.sequences, other.sequences, strict=True):
@@ -61,17 +61,17 @@ def test_logprobs_keep_every_bit_also_where_they_are_unknown() -> None:
     )
     sample = RolloutSample(sequences=(row,), sampling=SamplingParams(), reward=1.0)
     group = PromptGroup(id=group_id(TaskId("t"), 0), task_id=TaskId("t"), draw=0, samples=(sample,))
-    assert_same_row(decode_group(encode_group(group)).samples[0].sequences[0], row)
+    assert_same_row(decode_group(encode_group(group).payload).samples[0].sequences[0], row)
 
 
 def test_arrays_that_come_back_can_be_written_to() -> None:
-    row = decode_group(encode_group(group_of("a"))).samples[0].sequences[0]
+    row = decode_group(encode_group(group_of("a")).payload).samples[0].sequences[0]
     assert all(getattr(row, name).flags.writeable for name in ("token_ids", "logprobs", "loss_mask", "versions"))
 
 
 def test_equal_groups_have_equal_bytes_and_digests() -> None:
     assert encode_group(rich_group()) == encode_group(rich_group())
-    assert payload_digest(encode_group(group_of("a"))) != payload_digest(encode_group(group_of("b")))
+    assert encode_group(group_of("a")).digest != encode_group(group_of("b")).digest
 
 
 def test_numbers_of_numpy_and_other_mappings_are_written_as_plain_values() -> None:
@@ -83,7 +83,7 @@ def test_numbers_of_numpy_and_other_mappings_are_written_as_plain_values() -> No
         facts={"n": np.int64(3), "m": MappingProxyType({"x": 1}), "v": np.array([1, 2])},
     )
     group = PromptGroup(id=group_id(TaskId("t"), 0), task_id=TaskId("t"), draw=0, samples=(sample,))
-    back = decode_group(encode_group(group)).samples[0]
+    back = decode_group(encode_group(group).payload).samples[0]
     assert back.metrics == {"a": 0.5}
     assert back.facts == {"n": 3, "m": {"x": 1}, "v": [1, 2]}
 
@@ -91,12 +91,12 @@ def test_numbers_of_numpy_and_other_mappings_are_written_as_plain_values() -> No
 def test_a_value_that_has_no_place_in_a_payload_is_named_with_its_group() -> None:
     sample = RolloutSample(sequences=(token_row([0]),), sampling=SamplingParams(), reward=1.0, facts={"what": object()})
     group = PromptGroup(id=group_id(TaskId("t"), 0), task_id=TaskId("t"), draw=0, samples=(sample,))
-    with pytest.raises(RunError, match=r"t@0 cannot be written: a value of type object"):
+    with pytest.raises(RunError, match=r"t@0 cannot be encoded: a value of type object"):
         encode_group(group)
 
 
 def test_bytes_that_are_no_group_are_refused() -> None:
-    with pytest.raises(RunError, match="cannot be read"):
+    with pytest.raises(RunError, match="cannot be decoded"):
         decode_group(b"\x93\x01\x02\x03")
-    with pytest.raises(RunError, match="cannot be read"):
-        decode_group(encode_group(group_of("a"))[:-10])
+    with pytest.raises(RunError, match="cannot be decoded"):
+        decode_group(encode_group(group_of("a")).payload[:-10])

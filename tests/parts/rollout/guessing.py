@@ -85,7 +85,7 @@ def completion(ids: Sequence[int], *, version: int = 7, is_cut: bool = False) ->
     )
 
 
-class GuessingWorld:
+class GuessingEnvironment:
     def __init__(self) -> None:
         self._secret = 0
         self._hangs_at: int | None = None
@@ -112,8 +112,8 @@ class GuessingWorld:
 
 
 @asynccontextmanager
-async def open_world() -> AsyncIterator[GuessingWorld]:
-    yield GuessingWorld()
+async def open_guessing() -> AsyncIterator[GuessingEnvironment]:
+    yield GuessingEnvironment()
 
 
 def setup_of(
@@ -131,7 +131,7 @@ def setup_of(
         tokenizer=tokenizer,
         sampling=sampling,
         limits=limits or EpisodeLimits(max_turns=4),
-        open_environment=open_world,
+        open_environment=open_guessing,
         log=EventLog("test"),
         settings=settings or {},
     )
@@ -139,15 +139,15 @@ def setup_of(
 
 
 @asynccontextmanager
-async def open_never() -> AsyncIterator[GuessingWorld]:
+async def open_never() -> AsyncIterator[GuessingEnvironment]:
     """A sandbox that never becomes ready."""
     await asyncio.sleep(3600)
-    yield GuessingWorld()
+    yield GuessingEnvironment()
 
 
 @asynccontextmanager
 async def build(settings: dict[str, Any]) -> AsyncIterator[RolloutSetup]:
-    """The builder that workers under test are given: `tests.parts.rollout.world:build`."""
+    """The builder that workers under test are given: `tests.parts.rollout.guessing:build`."""
     if cause := settings.get("fail_setup"):
         raise RuntimeError(cause)
     setup, _ = setup_of(

@@ -1,4 +1,4 @@
-"""Worlds with one bad habit each, and a server around them."""
+"""Environments with one bad habit each, and a server around them."""
 
 import asyncio
 import threading
@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from rollbook.contracts.environment import Observation
 from rollbook.envs.config import EnvConfig, EnvServerConfig
-from rollbook.envs.server.run import RunningServer, serve_worlds
+from rollbook.envs.server.run import RunningServer, serve_environments
 
 # Simulators on any free ports: other tests may run at the same time.
 AWS_ARGS = {"base_port": 0}
@@ -51,7 +51,7 @@ class Sleeper:
 
 
 class Waiter:
-    """Waits without blocking, and tells when a step was cancelled and when a world was closed."""
+    """Waits without blocking, and tells when a step was cancelled and when an environment was closed."""
 
     events: ClassVar[list[str]] = []
 
@@ -140,11 +140,11 @@ class FailsOneReset:
 
 @asynccontextmanager
 async def served(
-    world: type | str, *, size: int | None = 8, args: Mapping[str, Any] | None = None, **settings: Any
+    env: type | str, *, size: int | None = 8, args: Mapping[str, Any] | None = None, **settings: Any
 ) -> AsyncIterator[RunningServer]:
     """A real server on a port of its own, around a class of this module or a name of the catalog."""
-    name = world if isinstance(world, str) else f"{world.__module__}:{world.__qualname__}"
-    async with serve_worlds(
+    name = env if isinstance(env, str) else f"{env.__module__}:{env.__qualname__}"
+    async with serve_environments(
         EnvConfig(name=name, args=dict(args or {})), EnvServerConfig(**settings), size=size
     ) as server:
         yield server
