@@ -27,7 +27,7 @@ from rollbook.rollout.groups.player import GroupOrder
 from rollbook.rollout.metrics import reward_names
 from rollbook.rollout.workers.messages import Finished
 from rollbook.rollout.workers.pool import WorkerPool
-from rollbook.rollout.workers.spec import WorkerRecipe
+from rollbook.rollout.workers.spec import WorkerSpec
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import MetricRecorder
 from rollbook.telemetry.spans import SpanRecorder
@@ -76,7 +76,7 @@ class Dispatcher:
         name: str,
         tasks: TaskSource,
         sink: GroupSink,
-        recipe: WorkerRecipe,
+        spec: WorkerSpec,
         config: RolloutConfig,
         rule: FreshnessRule,
         log: EventLog,
@@ -102,7 +102,7 @@ class Dispatcher:
             rewards=reward_names(config),
         )
         self._steering = Steering(config, self._controller, metrics=metrics, log=log, clock=self._clock)
-        self._pool = WorkerPool(recipe, config, listener=self, log=log, clock=self._clock)
+        self._pool = WorkerPool(spec, listener=self, log=log, clock=self._clock)
         self._flights: dict[tuple[str, int], _Flight] = {}
         # A flight lands once and keeps its slot until the ledger has it, so there are never more landings than slots.
         self._landings: asyncio.Queue[_Landing] = asyncio.Queue(maxsize=config.slots)

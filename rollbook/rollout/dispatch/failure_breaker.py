@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 
 from rollbook.contracts.errors import RunError
-from rollbook.rollout.settings.groups import tell_causes
+from rollbook.rollout.groups.failures import describe_causes
 
 MOST_CONSECUTIVE = 5
 WINDOW = 20
@@ -52,7 +52,9 @@ class CircuitBreaker:
                 self._causes.clear()
         verdict = self._verdict()
         if verdict is not None:
-            told = tell_causes(self._causes, most=5) if self._causes else "the function returned None for every sample"
+            told = (
+                describe_causes(self._causes, most=5) if self._causes else "the function returned None for every sample"
+            )
             if len(self._causes) > 1:
                 # What came first is often what brought the rest about.
                 told += f". The first was: {next(iter(self._causes))}"

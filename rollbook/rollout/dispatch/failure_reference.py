@@ -4,7 +4,7 @@ import sys
 
 from rollbook.rollout.dispatch.failure_breaker import MOST_CONSECUTIVE, MOST_SHARE, WINDOW
 from rollbook.rollout.groups.failures import FAILURES, OUTCOMES, Action
-from rollbook.rollout.workers.pool import MOST_BARREN_DEATHS
+from rollbook.rollout.workers.pool import MAX_BARREN_DEATHS
 
 MEANINGS = {
     Action.DROP_SAMPLE: "the sample stays in its group as unscorable, or is missing from it; it is not played again, has no "
@@ -73,7 +73,7 @@ def page() -> str:
             "## The circuit breaker",
             "",
             f"{MOST_CONSECUTIVE} groups in a row that failed, or {MOST_SHARE:.0%} of the last {WINDOW}, stop the run with the",
-            f"commonest causes. {MOST_BARREN_DEATHS + 1} deaths of workers without a finished group in between stop it with",
+            f"commonest causes. {MAX_BARREN_DEATHS + 1} deaths of workers without a finished group in between stop it with",
             "their last words.",
             "",
             "## Every wait has an end",

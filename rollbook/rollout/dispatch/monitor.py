@@ -8,7 +8,7 @@ from rollbook.contracts.admission import Grant, LedgerStatus
 from rollbook.contracts.group import DropKind
 from rollbook.contracts.ports import GroupSink
 from rollbook.rollout.config import RolloutConfig
-from rollbook.rollout.dispatch.concurrency import ConcurrencyController, RoundMeter
+from rollbook.rollout.dispatch.concurrency import AdaptiveRules, ConcurrencyController, RoundMeter
 from rollbook.rollout.dispatch.selection_bias import MEASURES, SelectionAudit
 from rollbook.rollout.dispatch.slots import StalenessController
 from rollbook.rollout.workers.messages import Finished
@@ -40,7 +40,9 @@ class Steering:
         self._rounds = RoundMeter(least_s=config.adaptive.interval_s)
         self._seeker: ConcurrencyController | None = None
         if config.adaptive.enabled:
-            self._seeker = ConcurrencyController(config.adaptive.rules(most=controller.limit))
+            most = controller.limit
+            least = min(config.adaptive.least_groups, most)
+            self._seeker = ConcurrencyController(AdaptiveRules(least=least, most=most))
             controller.set_limit(self._seeker.limit)
 
     def finished(self, grant: Grant, result: Finished, *, seconds: float) -> None:
