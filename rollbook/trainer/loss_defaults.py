@@ -1,6 +1,6 @@
-"""What each loss reads, and which values it has of its own: the part of the table of losses that needs no tensors.
+"""The settings each loss reads, with its default values. Needs no torch.
 
-A loss is one function (`losses/`), one line in `losses/table.py` and one line here.
+A loss is one function in `losses/`, one line in `losses/registry.py` and one line here.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from typing import Any
 
 CLIPPED: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
 
-OWN_SETTINGS: dict[str, dict[str, Any]] = {
+LOSS_DEFAULTS: dict[str, dict[str, Any]] = {
     "grpo": CLIPPED,
     "dr_grpo": {**CLIPPED, "advantage": "dr_grpo", "reduction": "fixed_length"},
     "dapo": {**CLIPPED, "clip_high": 0.28, "dual_clip": 3.0},
@@ -20,12 +20,12 @@ OWN_SETTINGS: dict[str, dict[str, Any]] = {
     "decoupled": {**CLIPPED, "behaviour_cap": None},
     "dro": {"dro_beta": 0.1},
 }
-"""Name of a loss to what it reads, with its own value (None: without). Settings that are not named here are refused."""
+"""Name of a loss to the settings it reads, with their defaults (None: off). Settings not listed here are rejected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What a step computes: `trainer.*` with nothing left open. None where the loss does without."""
+    """The effective loss settings of a step. None: the loss does not use it."""
 
     loss: str
     clip_low: float | None

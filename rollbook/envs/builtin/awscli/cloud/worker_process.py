@@ -1,6 +1,6 @@
 """The worker's own process: the AWS CLI kept warm, one command after the other, never a shell.
 
-Its parent runs it as `python -m rollbook.envs.builtin.awscli.worker_process SETTINGS` and speaks JSON lines on stdin
+Its parent runs it as `python -m rollbook.envs.builtin.awscli.cloud.worker_process SETTINGS` and speaks JSON lines on stdin
 and stdout. Two verbs:
 `run` plays one command line of the agent; `calls` asks the API. Plain operations are played here, the rest in a fork that is killed
 when its time is over. Both are confined to the scratch directory and the one endpoint. When the parent is gone, all end.
@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from rollbook.concurrency.parent_watch import die_with_parent
-from rollbook.envs.builtin.awscli.api import Api
-from rollbook.envs.builtin.awscli.terminal import Terminal
+from rollbook.envs.builtin.awscli.cloud.api import Api
+from rollbook.envs.builtin.awscli.cloud.warm_cli import WarmCli
 from rollbook.envs.sandboxes.confinement import Reach, confine, interpreter_roots, limit
 
 MEMORY_BYTES = 4 * 2**30
@@ -99,8 +99,8 @@ def main() -> None:
     scratch = Path(settings["scratch"])
     os.chdir(scratch)
     tempfile.tempdir = str(scratch)
-    terminal = Terminal(endpoint=endpoint, max_output_bytes=int(settings["max_output_bytes"]), read_s=command_s)
-    api = Api(endpoint=endpoint, loader=terminal.loader)
+    cli = WarmCli(endpoint=endpoint, max_output_bytes=int(settings["max_output_bytes"]), read_s=command_s)
+    api = Api(endpoint=endpoint, loader=cli.loader)
     commands, replies = sys.stdin.buffer, sys.stdout.buffer
     # What a command reads from its stdin is empty; the channel is ours alone.
     sys.stdin = io.TextIOWrapper(io.BytesIO())
@@ -119,15 +119,15 @@ def main() -> None:
         confine(reach)
 
     def run(argv: list[str]) -> dict[str, Any]:
-        return terminal.play(argv) or play_in_fork(
-            lambda: terminal.play_once(argv), within_s=command_s, quit_fd=commands.fileno(), prepare=prepare
+        return cli.run(argv) or play_in_fork(
+            lambda: cli.run_once(argv), within_s=command_s, quit_fd=commands.fileno(), prepare=prepare
         )
 
     def say(message: Any) -> None:
         replies.write(json.dumps(message).encode() + b"\n")
         replies.flush()
 
-    terminal.rehearse()
+    cli.warm_up()
     confine(replace(reach, may_fork=True))
     # The collector takes a third of a command's time to look at service descriptions that live for ever. It works between commands.
     gc.collect()

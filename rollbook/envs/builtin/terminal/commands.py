@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from pathlib import PurePosixPath
 
-from rollbook.envs.builtin.terminal_files import CommandError, FileTree
+from rollbook.envs.builtin.terminal.files import CommandError, FileTree
 
 MAX_COMMAND_CHARS = 4_000
 Command = Callable[[FileTree, list[str], str], str]

@@ -1,4 +1,4 @@
-"""Questions to the API, asked in the worker's own process for set-up checks and grading, where no agent can listen."""
+"""API calls made in the worker process for set-up checks and grading. The agent cannot observe them."""
 
 import base64
 import datetime
@@ -15,12 +15,12 @@ from botocore.exceptions import (  # type: ignore[import-untyped]
 from botocore.exceptions import ConnectionError as NoConnectionError
 from botocore.session import Session  # type: ignore[import-untyped]
 
-# A body that grading looks at is a small file; more of it is not read.
+# Grading reads only small files; the rest of a longer body is not read.
 BODY_BYTES = 2**18
 
 
 class Api:
-    """Warm clients, one for each service and region."""
+    """Cached clients, one for each service and region."""
 
     def __init__(self, *, endpoint: str | None, loader: Any) -> None:
         self._endpoint = endpoint
@@ -29,17 +29,17 @@ class Api:
         self._clients: dict[tuple[str, str | None], Any] = {}
 
     def ask(self, calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The answers, in order: a result, the code of a refusal, or why there is none."""
+        """The answers, in order: a result, an error code, or the reason why there is no answer."""
         return [self._call(**call) for call in calls]
 
     def client(self, service: str, region: str | None = None) -> Any:
-        known = self._clients.get((service, region))
-        if known is None:
+        client = self._clients.get((service, region))
+        if client is None:
             config = Config(retries={"max_attempts": 0}, connect_timeout=5, read_timeout=15)
-            known = self._clients[service, region] = self._session.create_client(
+            client = self._clients[service, region] = self._session.create_client(
                 service, region_name=region, endpoint_url=self._endpoint, config=config
             )
-        return known
+        return client
 
     def _call(
         self, *, service: str, operation: str, params: dict[str, Any], region: str | None = None
@@ -55,7 +55,7 @@ class Api:
 
 
 def plain(value: Any) -> Any:
-    """What the API answered, as JSON can say it."""
+    """An API response as JSON values."""
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items() if key != "ResponseMetadata"}
     if isinstance(value, list | tuple):

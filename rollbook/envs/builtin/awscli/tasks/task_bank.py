@@ -1,7 +1,7 @@
-"""The tasks: what a task file may say, and the bank that reads `bank/*.yaml`.
+"""The schema of a task, and the reader of `bank/*.yaml`.
 
-A task is graded by what exists afterwards (`checks`, `keeps`), never by what was typed. Its `solution` is a reference that a test
-plays for real. Names come from `variants`, one of which the seed picks, so that a policy cannot learn a name by heart.
+A task is graded by the resulting state (`checks`, `keeps`), never by the commands. Its `solution` is a reference that a test runs.
+Names come from `variants`, one of which the seed picks, so that a policy cannot memorise names.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from rollbook.contracts.errors import RunError
 
 BANK = Path(__file__).parent / "bank"
 NUM_HINTS = 3
-# Of a hundred parts, by a digest of the task's id: the same for ever, whatever tasks are added.
+# Percent of all tasks, chosen by a digest of the task's id: adding tasks does not change the split of others.
 SPLIT_PARTS = {"test": 12, "validation": 12}
 
 
@@ -39,19 +39,19 @@ class Split(StrEnum):
 MAX_STEPS = {Tier.WARM_UP: 6, Tier.BEGINNER: 8, Tier.INTERMEDIATE: 12, Tier.ADVANCED: 20, Tier.EXPERT: 24}
 
 
-class _Words(BaseModel, frozen=True, extra="forbid", populate_by_name=True):
+class _Model(BaseModel, frozen=True, extra="forbid", populate_by_name=True):
     pass
 
 
-class Step(_Words):
-    """One command of a set-up or a solution. `keep` names parts of its JSON output (JMESPath) for later use as `${name}`."""
+class Step(_Model):
+    """One command of a set-up or a solution. `keep` maps names to JMESPath queries into its JSON output, for use as `${name}`."""
 
     run: str
     keep: dict[str, str] = Field(default_factory=dict)
 
 
-class Question(_Words):
-    """One call of the API and the part of its answer that matters."""
+class Question(_Model):
+    """One API call and a query into its answer."""
 
     call: str = Field(pattern=r"^[a-z0-9-]+\.[a-z0-9_]+$")
     """Service and operation as botocore names them: `s3.get_bucket_versioning`."""
@@ -60,20 +60,22 @@ class Question(_Words):
     """Parameters of the call."""
 
     region: str | None = None
-    """Another region than the environment's own."""
+    """A region other than the default."""
 
     query: str = "@"
     """JMESPath into the answer."""
 
     parse: str | None = None
-    """Where the value is a string that holds JSON: JMESPath into that."""
+    """If the value is a string that contains JSON: JMESPath into it."""
 
 
 class Check(Question):
-    """A fact about the environment. Exactly one expectation; without any, the call must succeed and the value be something."""
+    """A statement about the cloud, with at most one expectation. Without one, the call must succeed and the value must not be
+    empty.
+    """
 
     says: str = Field(min_length=1)
-    """The fact in words, for the viewer."""
+    """The statement in words, for the viewer."""
 
     equals: Any = None
     """The value is exactly this."""
@@ -82,13 +84,13 @@ class Check(Question):
     """The value is a list with this item, a mapping with at least these entries, or a text with this part."""
 
     count: int | None = None
-    """The value is a list of this length; what is not there has length 0."""
+    """The value is a list of this length; a missing value has length 0."""
 
     matches: str | None = None
-    """The value is a text in which this regular expression is found."""
+    """The value is a text that contains a match of this regular expression."""
 
     absent: bool | None = None
-    """The value is empty or null, or the API says there is no such thing."""
+    """The value is empty or null, or the API reports that the resource does not exist."""
 
     @model_validator(mode="after")
     def _one_expectation(self) -> "Check":
@@ -98,8 +100,8 @@ class Check(Question):
         return self
 
 
-class Fault(_Words):
-    """One thing that can be wrong in an environment that drifted: how it breaks, how one sees that, how it is repaired."""
+class Fault(_Model):
+    """One drift fault: the commands that cause it, the checks that detect it, the commands that repair it."""
 
     name: str = Field(min_length=1)
     breaks: list[Step] = Field(min_length=1)
@@ -112,53 +114,51 @@ class Fault(_Words):
         return _steps(value)
 
 
-class AwsTask(_Words):
-    """One task."""
-
+class AwsTask(_Model):
     id: str = Field(pattern=r"^[a-z0-9-]+$")
     tier: Tier
     services: list[str] = Field(min_length=1)
     goal: str = Field(min_length=10)
-    """What the agent is told. `${names}` come from the variant and from what the set-up kept."""
+    """The agent's instruction. `${names}` come from the variant and from values the set-up kept."""
 
     variants: tuple[dict[str, str | int], ...] = Field(default=({},), min_length=1)
-    """Names and numbers; the seed picks one set."""
+    """Sets of names and numbers; the seed picks one set."""
 
     files: dict[str, str | dict[str, str]] = Field(default_factory=dict)
     """Local files in the agent's working directory: texts, or a mapping of texts for a zip archive."""
 
     setup: list[Step] = Field(default_factory=list)
-    """Run before the agent starts. A command that fails here aborts the reset."""
+    """Commands that run before the agent starts. If one fails, the reset fails."""
 
     lookups: dict[str, Question] = Field(default_factory=dict)
-    """Ids that the cloud makes up, asked for before the checks, in order; each may use the ones above it as `${name}`."""
+    """Ids assigned by the cloud, looked up in order before the checks; each may use earlier ones as `${name}`."""
 
     checks: list[Check] = Field(default_factory=list)
-    """What must be true at the end."""
+    """Must hold at the end."""
 
     keeps: list[Check] = Field(default_factory=list)
-    """What is true at the start and must stay so."""
+    """Hold at the start and must hold at the end."""
 
     answer: Question | None = None
-    """A question about the environment: the agent replies with `answer VALUE`, and the truth is read from the environment then."""
+    """A question: the agent replies with `answer VALUE`, which is compared with the state of the cloud at that moment."""
 
     drift: list[Fault] = Field(default_factory=list)
-    """Faults of which the seed applies some."""
+    """Faults; the seed selects which are applied."""
 
     drift_count: tuple[int, int] = (2, 3)
-    """Fewest and most faults that are applied at the same time."""
+    """The minimum and maximum number of applied faults."""
 
     chaos: list[Step] = Field(default_factory=list)
-    """Commands by which somebody else undoes part of the work, when chaos strikes."""
+    """Commands that undo part of the work, run as chaos faults."""
 
     solution: list[Step] = Field(min_length=1)
-    """The reference. With drift, the repairs of the applied faults follow."""
+    """The reference solution. With drift, the repairs of the applied faults follow it."""
 
     hints: list[str] = Field(min_length=NUM_HINTS, max_length=NUM_HINTS)
-    """From a nudge to almost the command."""
+    """From a vague hint to almost the full command."""
 
     max_steps: int | None = Field(default=None, ge=1)
-    """Moves the agent has; None: by tier."""
+    """The number of moves; None: the default of the tier."""
 
     @field_validator("setup", "solution", "chaos", mode="before")
     @classmethod
@@ -168,9 +168,9 @@ class AwsTask(_Words):
     @model_validator(mode="after")
     def _can_be_graded(self) -> "AwsTask":
         if not (self.checks or self.drift or self.answer):
-            raise ValueError("nothing to grade: a task has checks, drift or an answer")
+            raise ValueError("nothing to grade: a task needs checks, drift or an answer")
         if self.answer is not None and (self.checks or self.drift):
-            raise ValueError("a task asks for an answer or for a state, not for both")
+            raise ValueError("a task has an answer, or checks and drift, not both")
         low, high = self.drift_count
         if self.drift and not 1 <= low <= high <= len(self.drift):
             raise ValueError(f"drift_count {low} to {high} does not fit {len(self.drift)} faults")
@@ -192,12 +192,12 @@ class AwsTask(_Words):
 
 
 def _steps(value: Any) -> Any:
-    """A plain line is a step that keeps nothing."""
+    """A plain string is a step that keeps no values."""
     return [{"run": item} if isinstance(item, str) else item for item in value] if isinstance(value, list) else value
 
 
 def read_tasks(paths: Iterable[Path]) -> dict[str, AwsTask]:
-    """Tasks by id. Raises `RunError` that names file, task and field."""
+    """Tasks by id. Raises `RunError` with the file, task and field."""
     tasks: dict[str, AwsTask] = {}
     for path in sorted(paths):
         try:
@@ -208,7 +208,9 @@ def read_tasks(paths: Iterable[Path]) -> dict[str, AwsTask]:
             raise RunError(f"task bank: {path.name} must be a list of tasks")
         for row in rows:
             if not isinstance(row, dict):
-                raise RunError(f"task bank: {path.name}: {row!r} is no task; each is a mapping with id, tier, goal …")
+                raise RunError(
+                    f"task bank: {path.name}: {row!r} is not a task; a task is a mapping with id, tier, goal …"
+                )
             task = parse_task(row, where=path.name)
             if task.id in tasks:
                 raise RunError(f"task bank: {path.name}: the id {task.id!r} is used twice")
@@ -227,12 +229,26 @@ def parse_task(row: Mapping[str, Any], *, where: str) -> AwsTask:
 
 @cache
 def task_bank() -> Mapping[str, AwsTask]:
-    """The tasks that come with the package, read once."""
+    """The tasks shipped with the package, read once."""
     return read_tasks(BANK.glob("*.yaml"))
 
 
+def find_task(row: Mapping[str, Any]) -> AwsTask:
+    """The task of the bank with the row's id, or the whole task contained in the row."""
+    if "goal" in row:
+        return parse_task(
+            {key: value for key, value in row.items() if key not in {"seed", "split", "chaos_scale"}}, where="row"
+        )
+    task = task_bank().get(str(row.get("id")))
+    if task is None:
+        raise ValueError(
+            f"the bank of {len(task_bank())} tasks has no task {row.get('id')!r}; a row needs the id of one, or a goal"
+        )
+    return task
+
+
 def aws_tasks(*, split: Split | str | None = None, tiers: Iterable[Tier | str] | None = None) -> list[dict[str, Any]]:
-    """Rows for a dataset: id, tier, services, split. The environment finds the rest by the id."""
+    """Rows for a dataset: id, tier, services, split. The environment looks up the rest by id."""
     wanted = set(Tier) if tiers is None else {Tier(tier) for tier in tiers}
     return [
         {"id": task.id, "tier": task.tier.value, "services": list(task.services), "split": task.split.value}

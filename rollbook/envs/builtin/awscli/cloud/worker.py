@@ -11,7 +11,7 @@ from rollbook.concurrency.deadline import Deadline, DeadlineExceededError
 from rollbook.envs.sandboxes.process import Child, ChildSpec, private_directory, remove_directory
 from rollbook.envs.sandboxes.sandbox import SandboxDiedError, SandboxStartError
 
-MODULE = "rollbook.envs.builtin.awscli.worker_process"
+MODULE = "rollbook.envs.builtin.awscli.cloud.worker_process"
 # A command that hit its limit is reported with the code that `timeout` uses.
 TIMED_OUT = 124
 START_S = 60.0

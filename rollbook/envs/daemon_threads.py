@@ -1,8 +1,7 @@
-"""Threads for environments that block, which nobody waits for when the process ends.
+"""A thread pool for blocking environments whose threads do not delay the end of the process.
 
-The standard pool joins its threads at the interpreter's end: one environment that never returns would then keep a server from
-stopping.
-These are daemons. They start with the first call that needs one, and end when the pool is shut down.
+The executor of the standard library joins its threads at interpreter exit, so one environment that never returns would keep a
+server from stopping. These threads are daemons. They start with the first call that needs one and end at `shutdown`.
 """
 
 import queue
@@ -17,14 +16,14 @@ _Work = tuple["Future[Any]", Callable[[], Any]]
 
 
 class DaemonThreads(Executor):
-    """At most `max_threads` calls at a time, in the order they came."""
+    """Runs at most `max_threads` calls at a time, in FIFO order."""
 
     def __init__(self, max_threads: int, *, name: str) -> None:
         if max_threads < 1:
-            raise ValueError(f"{max_threads} threads do nothing; there must be at least one")
+            raise ValueError(f"max_threads is {max_threads}; it must be at least 1")
         self._max_threads = max_threads
         self._name = name
-        # No bound of its own: every call in it belongs to a session, and sessions are bounded.
+        # Unbounded: each call belongs to a session, and the number of sessions is bounded.
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._num_threads = 0
@@ -35,10 +34,10 @@ class DaemonThreads(Executor):
         future: Future[T] = Future()
         with self._lock:
             if self._is_shut_down:
-                raise RuntimeError(f"the threads {self._name} are shut down")
+                raise RuntimeError(f"the thread pool {self._name} is shut down")
             self._work.put((future, lambda: fn(*args, **kwargs)))
             if self._num_idle > 0:
-                self._num_idle -= 1  # it is as good as taken
+                self._num_idle -= 1  # one idle thread will take this call
             elif self._num_threads < self._max_threads:
                 self._num_threads += 1
                 name = f"{self._name}-{self._num_threads}"
@@ -46,7 +45,7 @@ class DaemonThreads(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Let idle threads end, and busy ones after their call. Never waits: `wait` is there for the signature's sake."""
+        """End idle threads now and busy ones after their call. Never waits; `wait` is part of the inherited signature."""
         with self._lock:
             self._is_shut_down = True
             while cancel_futures and not self._work.empty():
@@ -62,8 +61,8 @@ class DaemonThreads(Executor):
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(call())
-                except BaseException as error:  # whatever it is, it belongs to the caller
+                except BaseException as error:  # any exception belongs to the caller
                     future.set_exception(error)
-            del future, call, item  # a waiting thread must not keep the last environment alive
+            del future, call, item  # an idle thread must not keep the last environment alive
             with self._lock:
                 self._num_idle += 1

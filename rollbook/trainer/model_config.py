@@ -1,18 +1,15 @@
-"""Which model is trained, as an operator names it."""
+"""Settings of the model that is trained."""
 
 from typing import Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
-"""Ids 0 to 3 of a tokenizer that is built on the spot, in this order."""
+"""Ids 0 to 3 of a built tokenizer, in this order."""
 
 
 class ModelBuildConfig(BaseModel, frozen=True, extra="forbid"):
-    """A small model made on the spot: seeded random weights and a tokenizer whose tokens are whole words."""
-
-    family: Literal["llama"] = "llama"
-    """Architecture."""
+    """A small Llama built for the run: seeded random weights and a tokenizer of whole words or of bytes."""
 
     hidden_size: int = Field(default=128, ge=8)
     """Width of the residual stream."""
@@ -36,13 +33,13 @@ class ModelBuildConfig(BaseModel, frozen=True, extra="forbid"):
     """Use one matrix for the input and the output embedding."""
 
     initializer_range: float = Field(default=0.02, gt=0)
-    """Standard deviation of the initial weights. Very small models start to learn sooner with more."""
+    """Standard deviation of the initial weights. Very small models start to learn sooner with a larger value."""
 
     tokenizer: Literal["words", "bytes"] = "words"
-    """`words`: one token for each word of the vocabulary. `bytes`: one token for each byte, so that any text can be said."""
+    """`words`: one token per word of the vocabulary. `bytes`: one token per byte, for any text."""
 
     vocabulary: tuple[str, ...] = ()
-    """Words of the tokenizer, without spaces; the special tokens <pad> <bos> <eos> <unk> come before them."""
+    """Words of the tokenizer, without spaces; the special tokens <pad> <bos> <eos> <unk> are added before them."""
 
     chat_template: str | None = None
     """Jinja template that renders messages; None for a tokenizer without one."""
@@ -54,13 +51,13 @@ class ModelBuildConfig(BaseModel, frozen=True, extra="forbid"):
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads {self.kv_heads} does not divide heads {self.heads}")
         if self.tokenizer == "words" and not self.vocabulary:
-            raise ValueError("vocabulary is empty: name the words, or set tokenizer = 'bytes'")
+            raise ValueError("vocabulary is empty: list the words, or set tokenizer = 'bytes'")
         if self.tokenizer == "bytes" and self.vocabulary:
-            raise ValueError("vocabulary is read by tokenizer = 'words' only; a byte is a token of its own")
+            raise ValueError("vocabulary is read by tokenizer = 'words' only: remove it")
         words = (*SPECIAL_TOKENS, *self.vocabulary)
-        twice = sorted({word for word in words if words.count(word) > 1})
-        if twice:
-            raise ValueError(f"vocabulary names {', '.join(twice)} more than once (the special tokens are included)")
+        duplicates = sorted({word for word in words if words.count(word) > 1})
+        if duplicates:
+            raise ValueError(f"vocabulary lists {', '.join(duplicates)} more than once (special tokens included)")
         broken = [word for word in self.vocabulary if not word or word.split() != [word]]
         if broken:
             raise ValueError(f"vocabulary words must not be empty or contain spaces: {broken!r}")
@@ -72,18 +69,18 @@ class ModelBuildConfig(BaseModel, frozen=True, extra="forbid"):
 
 
 class ModelConfig(BaseModel, frozen=True, extra="forbid"):
-    """Which model is trained: one that exists (`path`) or one that is made on the spot (`build`)."""
+    """The model to train: an existing one (`path`) or a small one built for the run (`build`)."""
 
     path: str | None = None
     """Hugging Face model: a directory, or a name on the hub."""
 
     build: ModelBuildConfig | None = None
-    """Make a small model instead."""
+    """Build a small model instead."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if (self.path is None) == (self.build is None):
             raise ValueError(
-                "name exactly one of `path` (a model that exists) and `build` (a small one made on the spot)"
+                "set exactly one of `path` (an existing model) and `build` (a small model built for the run)"
             )
         return self

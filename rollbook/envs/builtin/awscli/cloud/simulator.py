@@ -10,7 +10,7 @@ from rollbook.concurrency.deadline import Deadline, DeadlineExceededError
 from rollbook.envs.sandboxes.process import Child, ChildSpec, private_directory, remove_directory
 from rollbook.envs.sandboxes.sandbox import SandboxDiedError, SandboxStartError
 
-MODULE = "rollbook.envs.builtin.awscli.simulator_process"
+MODULE = "rollbook.envs.builtin.awscli.cloud.simulator_process"
 HOST = "127.0.0.1"
 START_S = 60.0
 # Long enough for a machine with far more to do than cores: replacing a healthy simulator would only add to the load.

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollbook.contracts.environment import Observation
-from rollbook.envs.builtin.terminal_commands import COMMANDS, run_line
-from rollbook.envs.builtin.terminal_files import CommandError, FileTree
+from rollbook.envs.builtin.terminal.commands import COMMANDS, run_line
+from rollbook.envs.builtin.terminal.files import CommandError, FileTree
 
 MAX_OUTPUT_CHARS = 4_000
 

@@ -1,6 +1,6 @@
 """The simulator's own process: MiniStack on a socket that its parent bound, confined to its private directory.
 
-Its parent runs it as `python -m rollbook.envs.builtin.awscli.simulator_process SETTINGS`. Besides `LAMBDA_STRICT=1`,
+Its parent runs it as `python -m rollbook.envs.builtin.awscli.cloud.simulator_process SETTINGS`. Besides `LAMBDA_STRICT=1`,
 which keeps the code
 of functions from being executed on this machine, the confinement refuses every program start and every outgoing connection: a
 subscription to `http://127.0.0.1:<a neighbour's port>/` reaches nobody.

@@ -1,7 +1,7 @@
-"""Ground truth: what really exists now. Builds the calls of a task's checks and judges the answers; asks nobody itself.
+"""Builds the API calls of a task's checks and evaluates the answers. It makes no calls itself.
 
-A refusal of the API ("no such bucket") is an answer: the fact does not hold. An API that cannot be reached is no answer; whoever
-asks raises then, and nothing is judged.
+A refusal of the API ("no such bucket") is an answer: the check does not hold. If the API cannot be reached, the caller raises, and
+no check is evaluated.
 """
 
 import json
@@ -12,23 +12,23 @@ from typing import Any
 
 import jmespath  # type: ignore[import-untyped]  # the package ships no types
 
-from rollbook.envs.builtin.awscli.task_bank import Check, Question
-from rollbook.envs.builtin.awscli.worker import ApiAnswer, ApiCall
+from rollbook.envs.builtin.awscli.cloud.worker import ApiAnswer, ApiCall
+from rollbook.envs.builtin.awscli.tasks.task_bank import Check, Question
 
 Variables = Mapping[str, str]
 
 
-def filled(value: Any, variables: Variables) -> Any:
-    """Put variables into every text of a structure. A `${name}` that nobody knows is a mistake in the task and is told."""
+def fill(value: Any, variables: Variables) -> Any:
+    """Substitute variables in every text of a structure. Raises `ValueError` for an unknown `${name}`: the task is wrong."""
     if isinstance(value, str):
         text = Template(value).safe_substitute(variables)
         if (unknown := re.search(r"\$\{(\w+)\}", text)) is not None:
             raise ValueError(f"{value!r} uses ${{{unknown[1]}}}, which neither the variant nor the set-up provides")
         return text
     if isinstance(value, Mapping):
-        return {filled(key, variables): filled(item, variables) for key, item in value.items()}
+        return {fill(key, variables): fill(item, variables) for key, item in value.items()}
     if isinstance(value, list):
-        return [filled(item, variables) for item in value]
+        return [fill(item, variables) for item in value]
     return value
 
 
@@ -37,27 +37,27 @@ def call_of(question: Question, variables: Variables) -> ApiCall:
     return ApiCall(
         service=service,
         operation=operation,
-        params=filled(question.params, variables),
-        region=question.region and filled(question.region, variables),
+        params=fill(question.params, variables),
+        region=question.region and fill(question.region, variables),
     )
 
 
 def value_of(question: Question, answer: ApiAnswer, variables: Variables) -> Any:
-    """The part of the answer that the question is about; None when the API refused or there is no such part."""
+    """The value the question selects from the answer; None if the API refused the call or the value does not exist."""
     if answer.code is not None:
         return None
-    value = jmespath.search(filled(question.query, variables), answer.result)
+    value = jmespath.search(fill(question.query, variables), answer.result)
     if question.parse is None or value is None:
         return value
     try:
         parsed = json.loads(value) if isinstance(value, str) else value
     except json.JSONDecodeError:
         return None
-    return jmespath.search(filled(question.parse, variables), parsed)
+    return jmespath.search(fill(question.parse, variables), parsed)
 
 
 def holds(check: Check, answer: ApiAnswer, variables: Variables) -> bool:
-    """Is the fact true?"""
+    """Whether the check holds."""
     value = value_of(check, answer, variables)
     named = check.model_fields_set
     if "absent" in named:
@@ -67,28 +67,28 @@ def holds(check: Check, answer: ApiAnswer, variables: Variables) -> bool:
     if answer.code is not None:
         return False
     if "equals" in named:
-        return _same(value, filled(check.equals, variables))
+        return _same(value, fill(check.equals, variables))
     if "contains" in named:
-        return _contains(value, filled(check.contains, variables))
+        return _contains(value, fill(check.contains, variables))
     if "matches" in named:
-        return isinstance(value, str) and re.search(filled(check.matches, variables), value) is not None
+        return isinstance(value, str) and re.search(fill(check.matches, variables), value) is not None
     return value is not None and value not in ([], {}, "", False)
 
 
 def is_right(question: Question, answer: ApiAnswer, variables: Variables, reply: str) -> bool:
-    """Did the agent answer what is true? Case, quotes and surrounding blanks do not matter; a list may come in any order."""
+    """Whether the agent's reply is the true value. Case, quotes, outer whitespace and the order of a list do not matter."""
     truth = value_of(question, answer, variables)
     if truth is None:
         return False
-    said = reply.strip().strip("\"'`.").strip()
+    given = reply.strip().strip("\"'`.").strip()
     if isinstance(truth, list):
-        items = [item.strip().strip("\"'`[]").lower() for item in re.split(r"[,\s]+", said) if item.strip("\"'`[], ")]
+        items = [item.strip().strip("\"'`[]").lower() for item in re.split(r"[,\s]+", given) if item.strip("\"'`[], ")]
         return sorted(items) == sorted(str(item).lower() for item in truth)
-    return said.lower() == _text(truth).lower()
+    return given.lower() == _text(truth).lower()
 
 
 def _same(value: Any, expected: Any) -> bool:
-    """Equal; a number may be written as a text and the other way round, since variables are texts."""
+    """Equality that accepts a number in place of its text, since variables are texts."""
     if isinstance(value, list) and isinstance(expected, list):
         return len(value) == len(expected) and all(_same(a, b) for a, b in zip(value, expected, strict=True))
     if isinstance(value, dict) and isinstance(expected, dict):

@@ -1,22 +1,30 @@
-"""The cloud behind the command line: a simulator of its own for each session, or a real account. One interface.
+"""The cloud behind the command line: one simulator for each session, or a real account, with one interface.
 
-Whatever goes wrong *in* the cloud is an answer to the agent; whatever goes wrong *with* it is a `SandboxDiedError`, which nobody
-scores.
+An error *inside* the cloud is part of the agent's observation. A failure *of* the cloud raises `SandboxDiedError`, and the episode
+is not scored.
+
+    async with open_ministack_pool(AwsCliConfig(pool_size=8), log=log) as pool:
+        lease = await pool.acquire(Deadline(30.0, "session"))
+        await lease.sandbox.run(["s3api", "create-bucket", "--bucket", "mine"])
+        lease.release()                                     # wiped, checked, lent again
 """
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Protocol
 
 from rollbook.contracts.errors import RunError
+from rollbook.envs.builtin.awscli.cloud.simulator import Simulator
+from rollbook.envs.builtin.awscli.cloud.worker import ApiAnswer, ApiCall, AwsWorker, CommandResult, WorkerSettings
 from rollbook.envs.builtin.awscli.config import AwsCliConfig
-from rollbook.envs.builtin.awscli.simulator import Simulator
-from rollbook.envs.builtin.awscli.worker import ApiAnswer, ApiCall, AwsWorker, CommandResult, WorkerSettings
+from rollbook.envs.sandboxes.pool import PoolLimits, SandboxPool
 from rollbook.envs.sandboxes.sandbox import SandboxDiedError
+from rollbook.telemetry.events import EventLog
 
-# The CLI must find no configuration, no credentials and no instance metadata but what stands here, and must not retry by itself.
+# The CLI must use no configuration, credentials or instance metadata except these, and must not retry.
 SEALED = {
     "AWS_CONFIG_FILE": "/dev/null",
     "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
@@ -26,24 +34,21 @@ SEALED = {
     "PYTHONWARNINGS": "ignore",
 }
 CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
-# Signs in a failed command that the cloud itself may be gone; then it is asked.
+# Error texts of a command after which the health of the simulator is checked.
 UNREACHABLE = ("Could not connect to the endpoint URL", "Connection was closed", "Read timeout", "Connection reset")
 
 
 class Backend(Protocol):
-    """What the environment needs of a cloud."""
-
-    @property
-    def name(self) -> str: ...
+    """The operations of a cloud that the environment uses."""
 
     @property
     def scratch(self) -> Path:
         """The working directory of commands."""
 
     async def run(self, argv: Sequence[str]) -> CommandResult:
-        """Play one command. Raises `SandboxDiedError` when the cloud is gone."""
+        """Run one command. Raises `SandboxDiedError` if the cloud is down."""
 
-    async def ask(self, calls: Sequence[ApiCall]) -> list[ApiAnswer]: ...
+    async def call_api(self, calls: Sequence[ApiCall]) -> list[ApiAnswer]: ...
 
     async def clean(self) -> None: ...
 
@@ -61,7 +66,7 @@ class SimulatedCloud:
     async def start(cls, config: AwsCliConfig, *, port: int) -> "SimulatedCloud":
         simulator = await Simulator.start(port)
         try:
-            # The simulator takes a 12-digit key id for the number of the account.
+            # The simulator uses a 12-digit key id as the account number.
             credentials = {"AWS_ACCESS_KEY_ID": config.account, "AWS_SECRET_ACCESS_KEY": "simulated"}
             worker = await AwsWorker.start(
                 _worker_settings(
@@ -83,7 +88,7 @@ class SimulatedCloud:
 
     @property
     def pids(self) -> tuple[int, int]:
-        """The simulator's process and the command line's."""
+        """The process ids of the simulator and of the command line."""
         return self._simulator.pid, self._worker.pid
 
     @property
@@ -102,14 +107,14 @@ class SimulatedCloud:
 
     async def run(self, argv: Sequence[str]) -> CommandResult:
         result = await self._worker.run(argv)
-        is_doubtful = result.is_timeout or (result.rc != 0 and any(sign in result.stderr for sign in UNREACHABLE))
+        is_doubtful = result.is_timeout or (result.rc != 0 and any(text in result.stderr for text in UNREACHABLE))
         if not self._simulator.is_alive or (is_doubtful and not await self._simulator.is_well()):
             raise SandboxDiedError(
                 f"{self.name} died while it ran `aws {' '.join(argv[:2])}`; this episode is not scored"
             )
         return result
 
-    async def ask(self, calls: Sequence[ApiCall]) -> list[ApiAnswer]:
+    async def call_api(self, calls: Sequence[ApiCall]) -> list[ApiAnswer]:
         return await self._worker.ask(calls)
 
     async def clean(self) -> None:
@@ -131,35 +136,61 @@ class SimulatedCloud:
         await self._simulator.stop()
 
 
+class MiniStackPool(SandboxPool[SimulatedCloud]):
+    """A `SandboxPool` whose slot `i` listens on `base_port + i`. Raises `RuntimeError("MiniStack pool exhausted…")` if all are
+    lent.
+    """
+
+    def __init__(self, config: AwsCliConfig, *, log: EventLog) -> None:
+        async def start(slot: int) -> SimulatedCloud:
+            return await SimulatedCloud.start(config, port=config.base_port and config.base_port + slot)
+
+        super().__init__(
+            name="MiniStack",
+            limits=PoolLimits(size=config.pool_size, spares=config.spares, max_memory_bytes=config.max_memory_mb << 20),
+            start=start,
+            log=log,
+        )
+
+
+@asynccontextmanager
+async def open_ministack_pool(config: AwsCliConfig, *, log: EventLog) -> AsyncIterator[MiniStackPool]:
+    """The pool with every simulator started. All processes and directories are removed at the end."""
+    pool = MiniStackPool(config, log=log)
+    async with pool.open():
+        yield pool
+
+
 class AccountCloud:
-    """A real account. There is one, it is never wiped, and only the confirmed one is touched. Satisfies `Backend`."""
+    """A real account. It is never wiped, and only the confirmed account is used. Satisfies `Backend`."""
 
     def __init__(self, worker: AwsWorker, account: str) -> None:
         self._worker = worker
-        self._account = account
+        self.name = f"aws:{account}"
 
     @classmethod
     async def start(cls, config: AwsCliConfig) -> "AccountCloud":
         credentials = {name: os.environ[name] for name in CREDENTIALS if name in os.environ}
         if "AWS_ACCESS_KEY_ID" not in credentials:
-            raise RunError(f"backend `aws` needs credentials in the environment: {', '.join(CREDENTIALS)}")
+            raise RunError(f"backend `aws` needs credentials in the environment variables {', '.join(CREDENTIALS)}")
         worker = await AwsWorker.start(_worker_settings(config, name="aws-account", endpoint=None, extra=credentials))
         try:
-            (identity,) = await _who_am_i(worker)
+            try:
+                (identity,) = await worker.ask([ApiCall(service="sts", operation="get_caller_identity")])
+            except SandboxDiedError as error:
+                raise RunError(
+                    f"backend `aws`: get-caller-identity failed, so nothing was changed in the account: {error}"
+                ) from error
             found = (identity.result or {}).get("Account")
             if found != config.confirm_account:
                 raise RunError(
-                    f"the credentials belong to account {found or 'unknown'} and confirm_account says {config.confirm_account}: "
-                    f"nothing was touched. {identity.message}"
+                    f"the credentials belong to account {found or 'unknown'}, but confirm_account is {config.confirm_account}; "
+                    f"nothing was changed. {identity.message}"
                 )
         except BaseException:
             await worker.stop()
             raise
         return cls(worker, str(found))
-
-    @property
-    def name(self) -> str:
-        return f"aws:{self._account}"
 
     @property
     def scratch(self) -> Path:
@@ -168,24 +199,15 @@ class AccountCloud:
     async def run(self, argv: Sequence[str]) -> CommandResult:
         return await self._worker.run(argv)
 
-    async def ask(self, calls: Sequence[ApiCall]) -> list[ApiAnswer]:
+    async def call_api(self, calls: Sequence[ApiCall]) -> list[ApiAnswer]:
         return await self._worker.ask(calls)
 
     async def clean(self) -> None:
-        """Local files only: what agents did to the account stays."""
+        """Remove local files only. Changes to the account stay."""
         await self._worker.clean()
 
     async def remove(self) -> None:
         await self._worker.stop()
-
-
-async def _who_am_i(worker: AwsWorker) -> list[ApiAnswer]:
-    try:
-        return await worker.ask([ApiCall(service="sts", operation="get_caller_identity")])
-    except SandboxDiedError as error:
-        raise RunError(
-            f"backend `aws`: the account cannot be asked who it is, so nothing was touched: {error}"
-        ) from error
 
 
 def _worker_settings(config: AwsCliConfig, *, name: str, endpoint: str | None, extra: dict[str, str]) -> WorkerSettings:
@@ -194,6 +216,6 @@ def _worker_settings(config: AwsCliConfig, *, name: str, endpoint: str | None, e
         endpoint=endpoint,
         environment={**SEALED, "AWS_DEFAULT_REGION": config.region, **extra},
         command_s=config.command_s,
-        # Cut by characters later, with a remark; four bytes are the most a character takes.
+        # The observation is later cut to max_output_chars; a character takes at most four bytes.
         max_output_bytes=4 * config.max_output_chars,
     )
