@@ -318,7 +318,7 @@ class AuditView(Message, frozen=True, kw_only=True):
     dropped: dict[str, int]
     steps: int
     max_lag: int | None
-    lag_budget: int
+    max_head_offpolicy_versions: int
     violations: tuple[str, ...]
 
 

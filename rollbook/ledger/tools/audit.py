@@ -33,7 +33,7 @@ class AuditReport:
     steps: int
     """Trained steps."""
     max_lag: int | None
-    lag_budget: int
+    max_head_offpolicy_versions: int
     violations: tuple[str, ...] = ()
     """Each a sentence. Empty: the record adds up."""
 
@@ -85,7 +85,7 @@ class _Findings:
             dropped=dict(sorted(self.dropped.items())),
             steps=self.run.last_acknowledged,
             max_lag=self.max_lag,
-            lag_budget=self.run.settings.rule.budget,
+            max_head_offpolicy_versions=self.run.settings.rule.budget,
             violations=tuple(self.violations),
         )
 
