@@ -25,7 +25,7 @@ from rollbook.contracts.adapter import AdapterKind
 from rollbook.contracts.batch import TrainingBatch
 from rollbook.contracts.errors import RunError
 from rollbook.trainer.checkpoints.checkpoints import Checkpoint, Checkpoints
-from rollbook.trainer.step import LearnerCopy, StepReport, TrainStep
+from rollbook.trainer.step import LearnerSnapshot, StepReport, TrainStep
 
 COLLECTIVE_S = 600.0
 """How long a rank waits for the others within a step."""
@@ -79,9 +79,9 @@ class Team:
         self._send("snapshot")
         return self._learner.snapshot()
 
-    def copied(self, weights: Mapping[str, Tensor]) -> LearnerCopy:
-        self._send("copied")
-        return self._learner.copied(weights)
+    def state_snapshot(self, weights: Mapping[str, Tensor]) -> LearnerSnapshot:
+        self._send("state_snapshot")
+        return self._learner.state_snapshot(weights)
 
     def close(self) -> None:
         _stop(self._followers)
@@ -131,8 +131,8 @@ def follow(channel_fd: int, rank: int, size: int, port: int, device: str) -> Non
                 learner.run(batch)
             case ("snapshot", _):
                 learner.snapshot()
-            case ("copied", _):
-                learner.copied({})
+            case ("state_snapshot", _):
+                learner.state_snapshot({})
             case _:
                 dist.destroy_process_group()
                 return

@@ -16,18 +16,20 @@ import pytest
 
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId
+from rollbook.contracts.group_codec import decode_group
 from rollbook.contracts.task import TaskId
-from rollbook.rollout.groups.player import GroupOrder, GroupResult
+from rollbook.rollout.groups.player import GroupOrder
 from rollbook.rollout.workers.handle import AsyncRolloutWorker, WorkerDiedError, open_worker
+from rollbook.rollout.workers.messages import Finished
 from rollbook.telemetry.events import EventLog
-from tests.parts.rollout.dispatching import REPOSITORY, config_of, recipe_of
+from tests.parts.rollout.dispatching import REPOSITORY, config_of, spec_of
 
 
 @asynccontextmanager
 async def worker_of(*, stop_s: float = 0.5, **settings: Any) -> AsyncIterator[AsyncRolloutWorker]:
-    recipe = recipe_of(config_of(), **settings)
+    spec = spec_of(config_of(), **settings)
     log = EventLog("test", echo=io.StringIO())
-    async with open_worker(recipe, log=log, start_s=60, silence_s=60, stop_s=stop_s) as worker:
+    async with open_worker(spec, log=log, start_s=60, silence_s=60, stop_s=stop_s) as worker:
         yield worker
 
 
@@ -43,8 +45,8 @@ def order(number: int, **row: Any) -> GroupOrder:
     )
 
 
-async def results_of(worker: AsyncRolloutWorker, count: int) -> dict[str, GroupResult]:
-    found: dict[str, GroupResult] = {}
+async def results_of(worker: AsyncRolloutWorker, count: int) -> dict[str, Finished]:
+    found: dict[str, Finished] = {}
     async for done, result in worker.results():
         found[done.group_id] = result
         if len(found) == count:
@@ -59,7 +61,7 @@ async def test_a_worker_plays_many_groups_at_once_and_is_gone_after_its_block() 
             worker.play(order(number))
         results = await results_of(worker, 20)
         assert worker.in_flight == {}
-    assert {len(result.group.samples) for result in results.values() if result.group} == {4}
+    assert {len(decode_group(result.group.payload).samples) for result in results.values() if result.group} == {4}
     assert not psutil.pid_exists(worker.pid)
 
 
@@ -108,7 +110,7 @@ async def test_a_builder_that_fails_is_reported_with_its_cause() -> None:
             pass
 
 
-async def test_a_recipe_that_cannot_be_sent_is_refused_before_anything_is_spawned() -> None:
+async def test_a_spec_that_cannot_be_sent_is_refused_before_anything_is_spawned() -> None:
     with pytest.raises(RunError, match=r"settings\['lock'\]"):
         async with worker_of(lock=lambda: 0):
             pass

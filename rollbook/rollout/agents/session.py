@@ -16,12 +16,11 @@ from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
 from rollbook.contracts.trajectory import EndReason, RolloutSample
 from rollbook.rollout.agents.history import Answered, ChatHistory
 from rollbook.rollout.agents.messages import normalised
-from rollbook.rollout.agents.tool_calls import Said, ToolParser, parse_nothing
-from rollbook.rollout.assemblers.linear import TrajectoryAssembler
-from rollbook.rollout.assemblers.registry import build_assembler
+from rollbook.rollout.agents.tool_calls import ParsedText, ToolParser
+from rollbook.rollout.assemblers.tokens import TrajectoryAssembler, build_assembler
 from rollbook.rollout.contract import Message, Tokenizer
-from rollbook.rollout.episodes.policy import EpisodePolicy, EpisodeTimeUpError, current_episode, enter_episode
-from rollbook.rollout.settings.limits import EpisodeLimits
+from rollbook.rollout.policy import EpisodePolicy, EpisodeTimeUpError, current_episode, enter_episode
+from rollbook.rollout.settings import EpisodeLimits
 
 
 class EpisodeOverError(EpisodeError):
@@ -42,7 +41,7 @@ class ChatRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatAnswer:
-    said: Said
+    said: ParsedText
     text: str
     """As sampled, tool calls included."""
     finish_reason: str
@@ -160,7 +159,7 @@ class ProxySession:
         if prompt.rewrite is not None:
             self._rewrites.append(f"before turn {self.num_turns}: {prompt.rewrite}")
         self._overridden.update(request.overridden)
-        said = (self._parser if request.tools else parse_nothing)(text)
+        said = (self._parser if request.tools else ParsedText)(text)
         self._messages = (*messages, _as_message(said))
         self._history.add(
             normalised(self._messages),
@@ -219,7 +218,7 @@ class ProxySession:
         )
         return text[: min(places)], cut, ""
 
-    def _finish(self, completion: Completion, said: Said) -> str:
+    def _finish(self, completion: Completion, said: ParsedText) -> str:
         if said.calls:
             return "tool_calls"
         if completion.finish_reason is FinishReason.LENGTH:
@@ -258,7 +257,7 @@ class ProxySession:
         )
 
 
-def _as_message(said: Said) -> Message:
+def _as_message(said: ParsedText) -> Message:
     """The answer as agents send it back."""
     message: dict[str, Any] = {"role": "assistant", "content": said.content}
     if said.calls:

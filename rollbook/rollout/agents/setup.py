@@ -8,8 +8,8 @@ from rollbook.rollout.agents.server import open_proxy
 from rollbook.rollout.agents.session import ProxySession
 from rollbook.rollout.agents.tool_calls import load_parser
 from rollbook.rollout.contract import OpenChatSession, Tokenizer
-from rollbook.rollout.episodes.policy import EpisodePolicy
-from rollbook.rollout.settings.limits import EpisodeLimits
+from rollbook.rollout.policy import EpisodePolicy
+from rollbook.rollout.settings import EpisodeLimits
 
 
 @asynccontextmanager

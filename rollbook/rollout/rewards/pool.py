@@ -27,7 +27,7 @@ from rollbook.rollout.rewards.messages import (
     encode,
     from_child,
 )
-from rollbook.rollout.settings.rewards import RewardRules, Score
+from rollbook.rollout.settings import RewardRules, Score
 from rollbook.telemetry.events import EventLog
 
 CANCEL_S = 1.0

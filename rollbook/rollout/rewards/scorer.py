@@ -16,18 +16,10 @@ import msgspec
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.rollout.rewards.messages import RewardCase
 from rollbook.rollout.rewards.pool import RewardPool, open_reward_pool
-from rollbook.rollout.settings.rewards import TO_BE_SCORED, RewardRules, Score, combine
+from rollbook.rollout.settings import SECONDS_KEY, TO_BE_SCORED, RewardRules, Score, combine, score_key
 from rollbook.telemetry.events import EventLog
 
-__all__ = ["TO_BE_SCORED", "RewardCase", "Scorer", "open_scorer", "score_key"]
-
-SECONDS_KEY = "reward_seconds"
-"""Metric of a sample: the duration of its slowest reward function."""
-
-
-def score_key(name: str) -> str:
-    """Metric name of one function's score, of the run and of each sample (absent if it could not score)."""
-    return f"reward/{name}"
+__all__ = ["TO_BE_SCORED", "RewardCase", "Scorer", "open_scorer"]
 
 
 class Scorer:

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from rollbook.concurrency.child_process.process import ChildEndedError, ChildProcess, ChildSpec, python_path
 from rollbook.concurrency.shield import finish
 from rollbook.contracts.errors import RunError, WorkerError
-from rollbook.rollout.groups.player import GroupOrder, GroupResult
+from rollbook.rollout.groups.player import GroupOrder
 from rollbook.rollout.workers.messages import (
     Beat,
     Cancel,
@@ -26,7 +26,7 @@ from rollbook.rollout.workers.messages import (
     encode,
     from_worker,
 )
-from rollbook.rollout.workers.spec import WorkerRecipe
+from rollbook.rollout.workers.spec import WorkerSpec
 from rollbook.telemetry.events import EventLog
 
 FORCED_STOP_S = 10.0
@@ -67,7 +67,7 @@ class AsyncRolloutWorker:
         if self.in_flight.pop((group_id, attempt), None) is not None:
             self._child.send(encode(Cancel(group_id=group_id, attempt=attempt, is_late=is_late)))
 
-    async def results(self) -> AsyncIterator[tuple[GroupOrder, GroupResult]]:
+    async def results(self) -> AsyncIterator[tuple[GroupOrder, Finished]]:
         """Finished groups, one by one. Raises `WorkerDiedError` when the process is gone or silent, `RunError` if it reports so."""
         while True:
             message = await self._receive(self._silence_s, "sent no heartbeat")
@@ -75,7 +75,7 @@ class AsyncRolloutWorker:
                 case Finished(group_id=group_id, attempt=attempt):
                     # A cancellation may cross the result; then it is ignored.
                     if (order := self.in_flight.pop((group_id, attempt), None)) is not None:
-                        yield order, message.to_contract()
+                        yield order, message
                 case Beat(loop_lag_s=lag_s, continued=continued):
                     self.loop_lag_s = lag_s
                     self.continued = continued
@@ -124,16 +124,16 @@ class AsyncRolloutWorker:
 
 @asynccontextmanager
 async def open_worker(
-    recipe: WorkerRecipe, *, log: EventLog, start_s: float, silence_s: float, stop_s: float
+    spec: WorkerSpec, *, log: EventLog, start_s: float, silence_s: float, stop_s: float
 ) -> AsyncIterator[AsyncRolloutWorker]:
     """Start a worker and wait until it is ready; stop it at the end of the block, also after an error."""
-    pickled = recipe.pickled()
-    spec = ChildSpec(
+    pickled = spec.pickled()
+    command = ChildSpec(
         module="rollbook.rollout.workers.main",
         environment={**os.environ, "PYTHONPATH": python_path(), "PYTHONUNBUFFERED": "1"},
         output=lambda pid, line: log.info("rollout.worker_output", pid=pid, line=line),
     )
-    child = await ChildProcess.start(spec)
+    child = await ChildProcess.start(command)
     worker = AsyncRolloutWorker(child, silence_s=silence_s, log=log)
     try:
         child.send(pickled)
