@@ -15,9 +15,9 @@ from rollbook.contracts.adapter import AdapterKind
 from rollbook.contracts.errors import EpisodeError
 from rollbook.contracts.policy import Completion, FinishReason, Publication, SamplingParams
 from rollbook.inference.client.client import PolicyClient, open_policy_client
-from rollbook.inference.client.server_protocol import Dialect, OwnDialect
-from rollbook.inference.client.vllm import VllmDialect, VllmVerbs
-from rollbook.inference.client.vllm_adapters import VllmAdapterDialect, VllmAdapterVerbs, names_in_use
+from rollbook.inference.client.server_protocol import ServerProtocol, RollbookProtocol
+from rollbook.inference.client.vllm import VllmProtocol, VllmVerbs
+from rollbook.inference.client.vllm_adapters import VllmAdapterProtocol, VllmAdapterVerbs, names_in_use
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engine import open_engine
 from rollbook.inference.server.app import build_app, serve
@@ -138,7 +138,7 @@ async def rig(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> Asyn
     # On a CPU, reloading a directory leaves vLLM's copy of a tied output embedding as it was; our plug-in renews it.
     models: Models = request.getfixturevalue("untied" if kind == "vllm-reload" else "tied")
     async with AsyncExitStack() as stack:
-        dialect: Dialect = OwnDialect()
+        dialect: ServerProtocol = RollbookProtocol()
         verbs: WeightVerbs = OwnVerbs()
         if kind.startswith("own"):
             config = InferenceConfig(max_model_len=512, max_running=32)
@@ -146,11 +146,11 @@ async def rig(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> Asyn
             url = await stack.enter_async_context(serve(build_app(engine, config)))
         else:
             url = request.getfixturevalue(VLLM_URLS[kind])
-            dialect = VllmDialect(model_name="policy")
+            dialect = VllmProtocol(model_name="policy")
             verbs = VllmVerbs("reload" if kind == "vllm-reload" else "plugin")
             if kind == "vllm-adapter":
-                dialect, verbs = VllmAdapterDialect(model_name="policy"), VllmAdapterVerbs()
-        client = await stack.enter_async_context(open_policy_client(url, request_s=REQUEST_S, dialect=dialect))
+                dialect, verbs = VllmAdapterProtocol(model_name="policy"), VllmAdapterVerbs()
+        client = await stack.enter_async_context(open_policy_client(url, request_s=REQUEST_S, protocol=dialect))
         way = open_way("directory", WayPlace(directory=str(tmp_path / "weights")))
         weights = await stack.enter_async_context(
             WeightTransferClient([url], request_s=REQUEST_S, way=way, verbs=verbs)

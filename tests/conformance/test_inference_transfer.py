@@ -16,7 +16,7 @@ from rollbook.contracts.policy import Publication, SamplingParams
 from rollbook.inference.config import UpdateSequence
 from rollbook.inference.engine import Engine
 from rollbook.inference.server.app import build_app, serve
-from rollbook.inference.server.routes.replies import Handler
+from rollbook.inference.server.routes.responses import Handler
 from rollbook.inference.weights.client import WeightTransferClient
 from rollbook.inference.weights.server_api import OwnVerbs
 from rollbook.inference.weights.transport import WayPlace, open_way

@@ -20,7 +20,7 @@ from rollbook.inference.client.client import BUNDLE_MAX_TOKENS, PolicyClient, op
 from rollbook.inference.config import ScriptedConfig
 from rollbook.inference.engine import Engine
 from rollbook.inference.server.app import build_app, serve
-from rollbook.inference.server.routes.replies import Handler, json_response
+from rollbook.inference.server.routes.responses import Handler, json_response
 from rollbook.inference.weights.client import WeightTransferClient
 from tests.parts.inference.engines import Workshop, engine_config, until
 from tests.parts.inference.models import VOCAB, plain_logprobs, publication

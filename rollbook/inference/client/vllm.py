@@ -11,7 +11,7 @@ import msgspec
 
 from rollbook.contracts.errors import TransientError
 from rollbook.contracts.policy import Completion, Publication, PublicationId
-from rollbook.inference.client.server_protocol import Question, Sighting
+from rollbook.inference.client.server_protocol import CompletionRequest, ReplicaStatus
 from rollbook.inference.connection import PolicyConnection, ReplicaBusyError, plain_decoder
 from rollbook.inference.wire.generate import GenerateBody, GenerateChoice, GenerateParams, GenerateReply
 from rollbook.inference.wire.weights import UNPUBLISHED, InitInfo, UpdateInfo
@@ -46,8 +46,8 @@ class _Load(msgspec.Struct):
     server_load: int = 0
 
 
-class VllmDialect:
-    """Satisfies `dialect.Dialect`. One question a request: vLLM batches by itself, and each answer has its own versions."""
+class VllmProtocol:
+    """Satisfies `dialect.ServerProtocol`. One request a request: vLLM batches by itself, and each answer has its own versions."""
 
     bundle_size = 1
 
@@ -57,20 +57,20 @@ class VllmDialect:
         self._version = msgspec.json.Decoder(_Version)
         self._load = msgspec.json.Decoder(_Load)
 
-    async def ask(self, connection: PolicyConnection, questions: Sequence[Question]) -> list[Completion]:
-        return [await self._ask(connection, question) for question in questions]
+    async def complete(self, connection: PolicyConnection, requests: Sequence[CompletionRequest]) -> list[Completion]:
+        return [await self._complete(connection, request) for request in requests]
 
-    async def _ask(self, connection: PolicyConnection, question: Question) -> Completion:
-        return await self._answer(connection, question, model=self._model)
+    async def _complete(self, connection: PolicyConnection, request: CompletionRequest) -> Completion:
+        return await self._generate(connection, request, model=self._model)
 
     def _stamp(self, choice: GenerateChoice, model: str) -> None:
         """Versions as publications."""
         for span in choice.weight_versions or ():
             span.version = publication_of(str(span.version))
 
-    async def _answer(self, connection: PolicyConnection, question: Question, *, model: str) -> Completion:
+    async def _generate(self, connection: PolicyConnection, request: CompletionRequest, *, model: str) -> Completion:
         body = GenerateBody(
-            model=model, token_ids=question.prompt, sampling_params=GenerateParams.of(question.sampling)
+            model=model, token_ids=request.prompt, sampling_params=GenerateParams.of(request.sampling)
         )
         reply = await connection.post("/inference/v1/generate", msgspec.json.encode(body), self._reply)
         try:
@@ -79,18 +79,18 @@ class VllmDialect:
             completion = choice.to_contract()
         except ValueError as error:
             raise TransientError(f"{connection.url} gave an answer that does not fit: {error}") from error
-        oldest = int(completion.versions.min()) if len(completion.versions) else question.min_publication
-        if oldest < question.min_publication:
+        oldest = int(completion.versions.min()) if len(completion.versions) else request.min_publication
+        if oldest < request.min_publication:
             raise ReplicaBusyError(
-                f"{connection.url} sampled from publication {oldest}, and {question.min_publication} or newer was asked for",
+                f"{connection.url} sampled from publication {oldest}, and {request.min_publication} or newer was asked for",
                 retry_after_s=RETRY_STALE_S,
             )
         return completion
 
-    async def look(self, connection: PolicyConnection) -> Sighting:
+    async def status(self, connection: PolicyConnection) -> ReplicaStatus:
         version = await connection.get("/weight_info", self._version)
         load = await connection.get("/load", self._load)
-        return Sighting(publication=publication_of(version.weight_version), load=load.server_load)
+        return ReplicaStatus(publication=publication_of(version.weight_version), load=load.server_load)
 
 
 class VllmVerbs:

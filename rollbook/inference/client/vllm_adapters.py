@@ -16,9 +16,9 @@ import msgspec
 from rollbook.contracts.adapter import adapter_name, named_publication
 from rollbook.contracts.errors import TransientError
 from rollbook.contracts.policy import Completion, Publication, PublicationId
-from rollbook.inference.client.server_protocol import Question, Sighting
-from rollbook.inference.client.vllm import RETRY_STALE_S, UNKNOWN, VllmDialect, VllmVerbs
-from rollbook.inference.connection import NotThereError, PolicyConnection, ReplicaBusyError
+from rollbook.inference.client.server_protocol import CompletionRequest, ReplicaStatus
+from rollbook.inference.client.vllm import RETRY_STALE_S, UNKNOWN, VllmProtocol, VllmVerbs
+from rollbook.inference.connection import NotFoundError, PolicyConnection, ReplicaBusyError
 from rollbook.inference.weights.safetensors import read_published_weights
 from rollbook.inference.wire.completions import VersionSpan
 from rollbook.inference.wire.generate import GenerateChoice
@@ -44,7 +44,7 @@ class _Seen:
     at: float
 
 
-class VllmAdapterDialect(VllmDialect):
+class VllmAdapterProtocol(VllmProtocol):
     """Asks for the newest adapter that the server has."""
 
     def __init__(self, *, model_name: str) -> None:
@@ -53,11 +53,11 @@ class VllmAdapterDialect(VllmDialect):
         self._seen: dict[str, _Seen] = {}
         self._looking: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
-    async def _ask(self, connection: PolicyConnection, question: Question) -> Completion:
-        publication = await self._newest(connection, question.min_publication)
+    async def _complete(self, connection: PolicyConnection, request: CompletionRequest) -> Completion:
+        publication = await self._newest(connection, request.min_publication)
         try:
-            return await self._answer(connection, question, model=adapter_name(PublicationId(publication)))
-        except NotThereError as error:
+            return await self._generate(connection, request, model=adapter_name(PublicationId(publication)))
+        except NotFoundError as error:
             # Unloaded since we looked: there is a newer one.
             self._seen.pop(connection.url, None)
             raise ReplicaBusyError(str(error), retry_after_s=RETRY_STALE_S) from error
@@ -71,9 +71,9 @@ class VllmAdapterDialect(VllmDialect):
             else []
         )
 
-    async def look(self, connection: PolicyConnection) -> Sighting:
-        seen = await super().look(connection)
-        return Sighting(publication=await self._listed(connection), load=seen.load)
+    async def status(self, connection: PolicyConnection) -> ReplicaStatus:
+        seen = await super().status(connection)
+        return ReplicaStatus(publication=await self._listed(connection), load=seen.load)
 
     async def _newest(self, connection: PolicyConnection, at_least: int) -> int:
         async with self._looking[connection.url]:

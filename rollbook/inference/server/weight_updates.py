@@ -35,7 +35,7 @@ RECEIVERS: dict[str, str] = {
 }
 
 
-class WeightIntake:
+class WeightUpdates:
     """One of it a server. Updates are taken one at a time."""
 
     def __init__(self, engine: Engine) -> None:
@@ -59,7 +59,7 @@ class WeightIntake:
         if receiver is not None:
             await receiver.close()
 
-    async def take(self, info: UpdateInfo) -> None:
+    async def apply(self, info: UpdateInfo) -> None:
         """Raises `OutdatedUpdateError` before anything is moved where the update is outdated."""
         publication = info.to_contract()
         if info.backend in ("directory", "shared_memory"):

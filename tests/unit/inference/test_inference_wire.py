@@ -8,7 +8,7 @@ import pytest
 
 from rollbook.contracts.errors import EpisodeError, FencedError, RunError, TransientError
 from rollbook.contracts.policy import Completion, FinishReason
-from rollbook.inference.connection import verdict
+from rollbook.inference.connection import error_of
 from rollbook.inference.request import BadRequestError, seeded_uniform
 from rollbook.inference.server.generation import Generated
 from rollbook.inference.server.routes.completions import choice_of
@@ -89,7 +89,7 @@ def test_a_prompt_is_text_or_ids_or_lists_of_them_and_no_mixture() -> None:
 )
 def test_the_status_decides_who_must_act(status: int, kind: str, expected: type[Exception]) -> None:
     body = msgspec.json.encode({"error": {"message": "m", "type": kind, "code": status}})
-    error = verdict(status, body, "0.25", where="http://there")
+    error = error_of(status, body, "0.25", where="http://there")
     assert isinstance(error, expected)
     assert "http://there" in str(error)
     if isinstance(error, TransientError):
@@ -97,7 +97,7 @@ def test_the_status_decides_who_must_act(status: int, kind: str, expected: type[
 
 
 def test_an_error_that_is_not_json_is_quoted() -> None:
-    assert "bad gateway" in str(verdict(502, b"<html>bad gateway", "soon", where="x"))
+    assert "bad gateway" in str(error_of(502, b"<html>bad gateway", "soon", where="x"))
 
 
 def test_errors_cross_process_edges() -> None:
