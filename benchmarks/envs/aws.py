@@ -22,9 +22,9 @@ from typing import Any
 import psutil
 
 from rollbook.concurrency.deadline import Deadline
+from rollbook.envs.builtin.awscli.cloud.backend import open_ministack_pool
 from rollbook.envs.builtin.awscli.config import AwsCliConfig
 from rollbook.envs.builtin.awscli.environment import AwsCliEnvironment, AwsCliPool
-from rollbook.envs.builtin.awscli.pool import open_ministack_pool
 from rollbook.telemetry.events import EventLog
 
 REPETITIONS = 4
@@ -62,7 +62,7 @@ async def measure_steps() -> dict[str, Any]:
         assert isinstance(environments, AwsCliPool)
         environment = await environments.acquire(Deadline(60.0, "benchmark"))
         await environment.reset(TASK)
-        cloud = environments.pool.sandboxes[0]
+        cloud = environments.simulators.sandboxes[0]
         for command in COMMANDS:  # a session's first command of a service reads its description, once
             await environment.step(command.format(n=0))
         ours_ms: list[float] = []

@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 import uvloop
 
-from rollbook.envs.builtin.awscli.task_bank import task_bank
+from rollbook.envs.builtin.awscli.tasks.task_bank import task_bank
 from rollbook.envs.client.pools import EnvSession, GrpoPool
 from rollbook.envs.config import EnvConfig
 from rollbook.envs.server.run import serve_environments

@@ -15,7 +15,7 @@ from typing import Any
 from rollbook.contracts.errors import EpisodeError
 from rollbook.contracts.policy import FinishReason
 from rollbook.contracts.trajectory import EndReason, RolloutSample
-from rollbook.envs.builtin.awscli.task_bank import AwsTask, task_bank
+from rollbook.envs.builtin.awscli.tasks.task_bank import AwsTask, task_bank
 from rollbook.rollout.assemblers.chat import MessageTrajectoryAssembler
 from rollbook.rollout.contract import RolloutFn, RolloutSetup
 

@@ -9,13 +9,12 @@ from rollbook.concurrency.shield import finish
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.plugin import load_plugin
 from rollbook.envs.builtin.arithmetic import Arithmetic
-from rollbook.envs.builtin.delayed import DelayedNumberGuessing
 from rollbook.envs.builtin.maths import Maths
-from rollbook.envs.builtin.number_guessing import NumberGuessing
-from rollbook.envs.builtin.terminal import Terminal
+from rollbook.envs.builtin.number_guessing import DelayedNumberGuessing, NumberGuessing
+from rollbook.envs.builtin.terminal.environment import Terminal
 from rollbook.envs.config import EnvConfig
+from rollbook.envs.daemon_threads import DaemonThreads
 from rollbook.envs.environment import EnvironmentAdapter
-from rollbook.envs.pools.daemon_threads import DaemonThreads
 
 CATALOG: dict[str, type] = {
     "arithmetic": Arithmetic,

@@ -6,7 +6,7 @@ owner of the deadline retries.
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import aiohttp
 import msgspec
@@ -114,8 +114,3 @@ def _seconds(retry_after: str | None) -> float | None:
         return float(retry_after) if retry_after is not None else None
     except ValueError:
         return None
-
-
-def plain_decoder() -> msgspec.json.Decoder[Any]:
-    """For responses whose content is not needed."""
-    return msgspec.json.Decoder()

@@ -26,10 +26,10 @@ from rollbook.contracts.admission import (
 from rollbook.contracts.batch import AckReceipt, BatchManifest, EndOfRun, TrainerRole, TrainingBatch
 from rollbook.contracts.errors import RollbookError, RunError
 from rollbook.contracts.group import DropReason, GroupId, GroupOutcome, GroupState, PromptGroup
+from rollbook.contracts.group_codec import EncodedGroup, decode_payload
 from rollbook.contracts.policy import Publication
 from rollbook.contracts.task import Draw
 from rollbook.ledger.config import LedgerConfig
-from rollbook.ledger.group_frame import decode_group, encode_group, payload_digest
 from rollbook.ledger.lease_expiry import Timekeeper
 from rollbook.ledger.notifier import Bell
 from rollbook.ledger.records import GroupRecord, MoveRecord, ProducerRecord, PublicationRecord, StepRecord
@@ -125,22 +125,21 @@ class Ledger:
     async def submit(
         self,
         run_id: RunId,
-        group: PromptGroup,
+        group: EncodedGroup,
         outcome: GroupOutcome,
         *,
         attempt: int,
         drop: DropReason | None = None,
     ) -> Receipt:
-        payload = encode_group(group)
         submission = Submission(
             group_id=group.id,
             task_id=group.task_id,
             draw=group.draw,
             attempt=attempt,
-            publications=tuple(sorted(group.trained_publications())),
+            publications=group.publications,
             outcome=outcome,
-            payload=payload,
-            payload_digest=payload_digest(payload),
+            payload=group.payload,
+            payload_digest=group.digest,
             drop=drop,
         )
         return await self.submit_encoded(run_id, submission)
@@ -225,7 +224,7 @@ class Ledger:
         if not isinstance(decided, BatchManifest):
             return decided
         payloads = [payload async for payload in self.payloads(run_id, decided)]
-        stored = (decode_group(body, entry.group_id) for entry, body in zip(decided.entries, payloads, strict=True))
+        stored = (decode_payload(body, entry.group_id) for entry, body in zip(decided.entries, payloads, strict=True))
         return TrainingBatch(manifest=decided, groups=tuple(stored))
 
     async def acknowledge(self, run_id: RunId, step: int, weights_digest: str, *, epoch: int) -> AckReceipt:
@@ -267,7 +266,7 @@ class Ledger:
         )
         if record is None:
             raise RunError(f"run {run_id}: there is no group {group_id}")
-        return record, None if payload is None else decode_group(payload, group_id)
+        return record, None if payload is None else decode_payload(payload, group_id)
 
     async def history(self, run_id: RunId, group_id: GroupId) -> list[MoveRecord]:
         return await self._look(run_id, lambda tx: tx.moves(run_id, group_id))

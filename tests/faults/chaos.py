@@ -185,7 +185,7 @@ class Chaos:
             return []
         for process in family:
             try:
-                if "rollbook.envs.builtin.awscli.simulator_process" in process.cmdline():
+                if "rollbook.envs.builtin.awscli.cloud.simulator_process" in process.cmdline():
                     found.append(process)
             except psutil.NoSuchProcess:
                 continue

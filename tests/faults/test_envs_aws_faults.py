@@ -16,7 +16,7 @@ import pytest
 
 from rollbook.concurrency.deadline import Deadline
 from rollbook.contracts.errors import EpisodeError
-from rollbook.envs.builtin.awscli.worker import ApiCall
+from rollbook.envs.builtin.awscli.cloud.worker import ApiCall
 from rollbook.envs.sandboxes.orphans import sweep_orphans
 from rollbook.envs.sandboxes.process import DIRECTORY_PREFIX
 from rollbook.envs.sandboxes.sandbox import SandboxDiedError
@@ -61,7 +61,7 @@ async def test_a_simulator_killed_mid_episode_gives_up_the_episode_and_is_replac
     async with aws_pool(1, tmp_path / "log.jsonl") as environments:
         async with one_environment(environments) as env:
             await play(env, bucket_task(), ["aws s3 ls"])
-            os.kill(environments.pool.sandboxes[0].pids[0], signal.SIGKILL)
+            os.kill(environments.simulators.sandboxes[0].pids[0], signal.SIGKILL)
             with pytest.raises(EpisodeError, match=r"died|cannot be reached"):
                 await env.step("aws s3 mb s3://wanted")
         async with one_environment(environments) as env:
@@ -74,17 +74,17 @@ async def test_a_simulator_killed_mid_episode_gives_up_the_episode_and_is_replac
 async def test_a_simulator_killed_before_the_environment_is_looked_at_is_no_verdict_on_the_agent() -> None:
     async with ministack_pool(pool_size=1) as pool:
         lease = await pool.acquire_now()
-        assert (await lease.sandbox.ask([ApiCall(service="s3", operation="list_buckets")]))[0].code is None
+        assert (await lease.sandbox.call_api([ApiCall(service="s3", operation="list_buckets")]))[0].code is None
         os.kill(lease.sandbox.pids[0], signal.SIGKILL)
         with pytest.raises(SandboxDiedError, match="cannot be reached"):
-            await lease.sandbox.ask([ApiCall(service="s3", operation="list_buckets")])
+            await lease.sandbox.call_api([ApiCall(service="s3", operation="list_buckets")])
 
 
 async def test_a_command_line_killed_mid_episode_gives_up_the_episode_and_is_replaced() -> None:
     async with aws_pool(1) as environments:
         async with one_environment(environments) as env:
             await play(env, bucket_task(), ["aws s3 ls"])
-            os.kill(environments.pool.sandboxes[0].pids[1], signal.SIGKILL)
+            os.kill(environments.simulators.sandboxes[0].pids[1], signal.SIGKILL)
             with pytest.raises(EpisodeError, match="CLI worker died"):
                 await env.step("aws s3 mb s3://wanted")
         async with one_environment(environments) as env:

@@ -11,12 +11,13 @@ import pytest_asyncio
 
 from rollbook.concurrency.deadline import Deadline
 from rollbook.contracts.errors import EpisodeError, RunError
-from rollbook.envs.builtin.awscli.backend import CREDENTIALS
+from rollbook.envs.builtin.awscli.cloud.backend import CREDENTIALS
 from rollbook.envs.builtin.awscli.environment import AwsCliEnvironment, AwsCliPool
 from rollbook.envs.builtin.awscli.solution import play_reference
-from rollbook.envs.builtin.awscli.task_bank import task_bank
+from rollbook.envs.builtin.awscli.tasks.task_bank import task_bank
 from rollbook.envs.config import EnvConfig
-from rollbook.envs.pools.environment_pool import EnvironmentsExhaustedError, open_environment_pool
+from rollbook.envs.environment import EnvironmentsExhaustedError
+from rollbook.envs.pools.environment_pool import open_environment_pool
 from tests.parts.envs.aws import aws_pool, bucket_task, ministack_pool, one_environment, play, quiet_log
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -141,7 +142,7 @@ async def test_one_command_leaves_no_trace_in_the_next(environments: AwsCliPool)
 ATTACKS: dict[str, tuple[str, str]] = {
     "reading a host file by upload": ("aws s3 cp /etc/passwd s3://wanted-not/x", "working directory"),
     "reading a host file as a body": ("aws s3api put-object --bucket stage --key x --body /etc/passwd", "out of reach|Blob"),
-    "reading a host file as a parameter": ("aws sqs create-queue --queue-name file:///etc/passwd", "out of reach"),
+    "reading a host file as a parameter": ("aws sqs create-queue --queue-name file:///etc/passwd", "cannot be read from files"),
     "writing a host file": ("aws s3api get-object --bucket stage --key k /tmp/rollbook-escape", "out of reach"),
     "climbing out": ("aws s3api get-object --bucket stage --key k ../../rollbook-escape", "out of reach"),
     "a shell": ("aws s3 ls; touch /tmp/rollbook-escape", "no shell"),
@@ -253,7 +254,7 @@ async def test_a_environment_alone_brings_its_own_simulator_and_takes_it_away() 
 
 async def test_a_full_pool_is_told_with_its_size(environments: AwsCliPool) -> None:
     async with one_environment(environments), one_environment(environments):
-        assert environments.health().free == 0
+        assert environments.health().busy == environments.capacity == 2
         with pytest.raises(EnvironmentsExhaustedError, match=r"MiniStack pool exhausted: 2 of 2"):
             await environments.acquire(Deadline(0.05, "impatient"))
 
@@ -269,7 +270,7 @@ async def test_a_real_account_is_not_touched_before_it_said_that_it_is_the_confi
             pytest.fail("there are no credentials")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAIOSFODNN7EXAMPLE")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-a-key")
-    with pytest.raises(RunError, match=r"nothing was touched"):
+    with pytest.raises(RunError, match=r"nothing was changed"):
         async with AwsCliEnvironment.open_pool(size=1, log=quiet_log(), args=args):
             pytest.fail("nobody confirmed this account")
 

@@ -6,7 +6,7 @@ import pytest
 
 from rollbook.envs.builtin.awscli.environment import AwsCliPool
 from rollbook.envs.builtin.awscli.solution import play_reference
-from rollbook.envs.builtin.awscli.task_bank import BANK, AwsTask, read_tasks
+from rollbook.envs.builtin.awscli.tasks.task_bank import BANK, AwsTask, read_tasks
 from tests.parts.envs.aws import aws_pool, one_environment, play
 
 SEEDS = (0, 1, 2)

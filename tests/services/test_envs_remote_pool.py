@@ -11,7 +11,7 @@ from rollbook.envs.catalog import EnvironmentSource
 from rollbook.envs.client.remote import open_environments, open_remote_pool
 from rollbook.envs.client.session import ClientOptions
 from rollbook.envs.config import EnvConfig
-from rollbook.envs.pools.environment_pool import EnvironmentsExhaustedError
+from rollbook.envs.environment import EnvironmentsExhaustedError
 from tests.parts.envs.environments import GAME, Notebook, served
 
 

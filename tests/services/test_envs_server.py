@@ -22,7 +22,8 @@ from rollbook.envs.client.session import (
     open_session,
 )
 from rollbook.envs.config import EnvConfig, EnvServerConfig
-from rollbook.envs.pools.environment_pool import EnvironmentPool, PoolHealth, open_environment_pool
+from rollbook.envs.environment import EnvironmentPool, PoolHealth
+from rollbook.envs.pools.environment_pool import open_environment_pool
 from rollbook.envs.server.app import EnvironmentInfo, build_app
 from rollbook.envs.server.run import serve_environments
 from rollbook.envs.server.sessions import session_capacity
@@ -126,7 +127,7 @@ async def test_a_client_that_is_already_in_hears_capacity_reached_when_no_enviro
         url = "http://{}:{}".format(*runner.addresses[0][:2])
         try:
             first = await now(url)
-            with pytest.raises(ServerFullError, match="all 1 environments are taken") as refusal:
+            with pytest.raises(ServerFullError, match="all 1 environments are in use") as refusal:
                 await now(url)
             assert refusal.value.capacity == 2
             await first.close()

@@ -17,7 +17,7 @@ pytest.importorskip("ministack")
 pytest.importorskip("awscli")
 
 from rollbook.envs.builtin.awscli.solution import ReferencePolicy
-from rollbook.envs.builtin.awscli.task_bank import Tier, task_bank
+from rollbook.envs.builtin.awscli.tasks.task_bank import Tier, task_bank
 
 GROUP = 8
 NUM_GROUPS = 4

@@ -17,7 +17,7 @@ from rollbook.inference.client.client import PolicyClient, open_policy_client
 from rollbook.inference.client.fleet import Fleet
 from rollbook.inference.server.app import SERVICE, build_app, serve
 from rollbook.inference.weights.client import WeightTransferClient
-from rollbook.inference.weights.transport import WayPlace, open_way
+from rollbook.inference.weights.transport import TransportOptions, open_transport
 from rollbook.trainer.model.weights import digest_of, named_weights
 from tests.parts.inference.engines import Workshop, engine_config, until
 from tests.parts.inference.models import publication
@@ -55,7 +55,7 @@ async def test_all_requests_are_answered_when_one_of_two_replicas_is_killed_unde
             await weights.receive(published, str(path))
             client = await stack.enter_async_context(open_policy_client(urls, request_s=60, watch_s=0.1))
             asking = [asyncio.create_task(client.complete([n % 30, n % 7], LONG if n % 2 else ONE)) for n in range(120)]
-            await until(lambda: all(replica.answered for replica in client.fleet.replicas))
+            await until(lambda: all(replica.completed for replica in client.fleet.replicas))
             os.kill(first.pid, signal.SIGKILL)
             first.wait()
             asking += [asyncio.create_task(client.complete([n % 30, 3], LONG)) for n in range(60)]
@@ -79,9 +79,9 @@ async def test_weights_cross_processes_over_gloo_and_a_member_that_died_is_left_
         start_server(tmp_path / "a"), start_server(tmp_path / "b")
     )
     try:
-        way = open_way("gloo", WayPlace(directory=str(tmp_path), timeout_s=60))
+        transport = open_transport("gloo", TransportOptions(directory=str(tmp_path), timeout_s=60))
         urls = [first_url, second_url]
-        async with WeightTransferClient(urls, request_s=120, confirm_s=120, way=way) as client:
+        async with WeightTransferClient(urls, request_s=120, confirm_s=120, transport=transport) as client:
             for number in (1, 2):
                 weights = named_weights(workshop.model(number))
                 published = publication(number, digest_of(weights))
@@ -115,7 +115,7 @@ async def two_replicas(
 
 
 def answered(fleet: Fleet) -> list[int]:
-    return [replica.answered for replica in fleet.replicas]
+    return [replica.completed for replica in fleet.replicas]
 
 
 async def test_the_turns_of_a_session_go_to_one_replica_and_sessions_to_all(workshop: Workshop) -> None:

@@ -22,7 +22,7 @@ from rollbook.envs.catalog import EnvironmentSource
 from rollbook.envs.client.group import drop_ticket, take_ticket
 from rollbook.envs.client.session import DEFAULTS, ClientOptions, EnvSession, ServerFullError, connect, new_http
 from rollbook.envs.config import EnvConfig
-from rollbook.envs.pools.environment_pool import EnvironmentsExhaustedError, PooledEnvironment, PoolHealth
+from rollbook.envs.environment import EnvironmentsExhaustedError, PooledEnvironment, PoolHealth
 from rollbook.envs.server.protocol import HEALTH_PATH
 
 OpenEnvironment: TypeAlias = Callable[[], AbstractAsyncContextManager[Environment]]

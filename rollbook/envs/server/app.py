@@ -21,7 +21,8 @@ from aiohttp import WSCloseCode, WSMsgType, web
 from rollbook.concurrency.clock import Clock, SystemClock
 from rollbook.contracts.errors import RollbookError
 from rollbook.envs.config import EnvServerConfig
-from rollbook.envs.pools.environment_pool import EnvironmentPool
+from rollbook.envs.environment import EnvironmentPool
+from rollbook.envs.pools.reservations import TicketId
 from rollbook.envs.server.auth import error_message, refuse_strangers, tell_refusals, token_needed
 from rollbook.envs.server.mcp import answer_mcp
 from rollbook.envs.server.playground import mount_playground
@@ -43,7 +44,6 @@ from rollbook.envs.server.protocol import (
     read_request,
     result_data,
 )
-from rollbook.envs.server.seats import TicketId
 from rollbook.envs.server.sessions import Session, SessionEndedError, SessionKeeper
 from rollbook.telemetry.events import EventLog
 

@@ -9,8 +9,8 @@ from aiohttp.typedefs import Middleware
 
 from rollbook.contracts.errors import RollbookError, RunError
 from rollbook.envs.config import EnvServerConfig
+from rollbook.envs.pools.reservations import CapacityReachedError, PoolTooSmallError, UnknownTicketError
 from rollbook.envs.server.protocol import HEALTH_PATH, ErrorCode, ReplyKind, WireError, encode
-from rollbook.envs.server.seats import CapacityReachedError, PoolTooSmallError, UnknownTicketError
 from rollbook.envs.server.sessions import EnvironmentStartError, SessionEndedError
 
 # Every client of a full server asks again after this; a place is free as soon as an environment is tidied up.

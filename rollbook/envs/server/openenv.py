@@ -20,8 +20,8 @@ from rollbook.contracts.environment import Observation
 from rollbook.contracts.errors import EpisodeError, RunError, fenced
 from rollbook.contracts.plugin import load_plugin
 from rollbook.contracts.ports import Environment
-from rollbook.envs.pools.daemon_threads import DaemonThreads
-from rollbook.envs.pools.environment_pool import EnvironmentsExhaustedError, PoolHealth
+from rollbook.envs.daemon_threads import DaemonThreads
+from rollbook.envs.environment import EnvironmentsExhaustedError, PoolHealth
 from rollbook.envs.server.protocol import EpisodeState, ErrorCode, WireError
 
 OBSERVED, STATE = "observed", "state"

@@ -13,7 +13,8 @@ from aiohttp import web
 from rollbook.contracts.errors import RunError
 from rollbook.envs.catalog import environment_class
 from rollbook.envs.config import EnvConfig, EnvServerConfig
-from rollbook.envs.pools.environment_pool import EnvironmentPool, open_environment_pool
+from rollbook.envs.environment import EnvironmentPool
+from rollbook.envs.pools.environment_pool import open_environment_pool
 from rollbook.envs.server.app import EnvironmentInfo, build_app
 from rollbook.envs.server.auth import check_exposure
 from rollbook.envs.server.openenv import OpenEnvPool

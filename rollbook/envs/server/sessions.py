@@ -19,10 +19,10 @@ from rollbook.contracts.environment import Observation
 from rollbook.contracts.errors import EpisodeError, RollbookError, RunError, fenced
 from rollbook.contracts.ports import Environment
 from rollbook.envs.config import EnvServerConfig
-from rollbook.envs.pools.environment_pool import EnvironmentPool, EnvironmentsExhaustedError
+from rollbook.envs.environment import EnvironmentPool, EnvironmentsExhaustedError
+from rollbook.envs.pools.reservations import CapacityReachedError, Place, TicketId, Tickets
 from rollbook.envs.sandboxes.sandbox import SandboxDiedError
 from rollbook.envs.server.protocol import EpisodeState
-from rollbook.envs.server.seats import CapacityReachedError, Place, TicketId, Tickets
 from rollbook.telemetry.events import EventLog
 
 # Environments that are plain objects cost little, but each session still holds a connection.

@@ -89,9 +89,7 @@ class Fleet:
             return 0
         now = self._clock.now()
         views = [replica.view(now) for replica in self.replicas]
-        return choose_replica(
-            views, session=session, min_publication=min_publication, avoid=avoid, spread=self._spread
-        )
+        return choose_replica(views, session=session, min_publication=min_publication, avoid=avoid, spread=self._spread)
 
     @contextmanager
     def request(self, at: int) -> Iterator[PolicyConnection]:

@@ -1,7 +1,7 @@
 """Chooses the replica for a request. Pure: no socket and no clock.
 
-A session has a home replica, which holds the KV cache of its earlier turns. Rendezvous hashing assigns homes, so a replica that leaves
-moves only its own sessions. A home that is much busier than another replica is passed over.
+A session has a home replica, which holds the KV cache of its earlier turns. Rendezvous hashing assigns homes, so a replica that
+leaves moves only its own sessions. A home that is much busier than another replica is skipped.
 """
 
 from collections.abc import Collection, Sequence

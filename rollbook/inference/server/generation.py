@@ -77,11 +77,13 @@ class Generation:
     async def pieces(self) -> AsyncIterator[Piece]:
         """A piece whenever there is new text. The last piece may be empty."""
         text, chunks = "", list[TokenChunk]()
-        while self._stops.matched is None and (chunk := await self._chunks.get()) is not None:
+        while (chunk := await self._chunks.get()) is not None:
             new_text, used = self._decode(chunk)
             text += new_text
             chunks.append(used)
-            if self._stops.matched is None and (text or self._tokenizer is None):
+            if self._stops.matched is not None:
+                break
+            if text or self._tokenizer is None:
                 yield self._piece(text, chunks)
                 text, chunks = "", []
         completion = await self._final_completion(chunks)

@@ -95,7 +95,7 @@ class PolicyService:
         try:
             # Append one by one: if the engine rejects a request, the generations started before it are abandoned below.
             for prompt, sampling in requests:
-                started.append(  # noqa: PERF401
+                started.append(
                     Generation(
                         self.engine,
                         prompt,

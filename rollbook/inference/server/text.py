@@ -10,7 +10,7 @@ REPLACEMENT = "\ufffd"
 
 
 class Tokenizer(Protocol):
-    """What the server needs of a tokenizer. The caller of `build_app` provides one, so this package imports no tokenizer library."""
+    """What the server needs of a tokenizer. The caller of `build_app` provides it, so no tokenizer library is imported here."""
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...

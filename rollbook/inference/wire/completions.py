@@ -1,7 +1,7 @@
 """Messages of `POST /v1/completions` in the format of OpenAI and vLLM, with a few extensions.
 
-Extensions of requests: `min_publication` requires weights at least that new, `seeds` sets one seed per prompt, `detokenize: false` omits
-all text. Extension of responses: `weight_versions` names the publication that sampled each span of tokens. A client that
+Extensions of requests: `min_publication` requires weights at least that new, `seeds` sets one seed per prompt, `detokenize: false`
+omits all text. Extension of responses: `weight_versions` names the publication that sampled each span of tokens. A client that
 accepts `application/msgpack` receives `TokenReply` instead of JSON: raw arrays, which need no conversion on either side.
 """
 

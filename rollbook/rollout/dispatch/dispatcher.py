@@ -23,8 +23,9 @@ from rollbook.rollout.dispatch.failure_breaker import CircuitBreaker
 from rollbook.rollout.dispatch.monitor import Steering
 from rollbook.rollout.dispatch.reporter import GroupTeller
 from rollbook.rollout.dispatch.slots import StalenessController
-from rollbook.rollout.groups.player import GroupOrder, GroupResult
+from rollbook.rollout.groups.player import GroupOrder
 from rollbook.rollout.metrics import reward_names
+from rollbook.rollout.workers.messages import Finished
 from rollbook.rollout.workers.pool import WorkerPool
 from rollbook.rollout.workers.spec import WorkerRecipe
 from rollbook.telemetry.events import EventLog
@@ -64,7 +65,7 @@ class _Landing:
     """What became of a flight: a result, or the cause why there is none."""
 
     flight: _Flight
-    result: GroupResult | None = None
+    result: Finished | None = None
     cause: str = ""
 
 
@@ -212,7 +213,7 @@ class Dispatcher:
             )
         )
 
-    def group_finished(self, order: GroupOrder, result: GroupResult) -> None:
+    def group_finished(self, order: GroupOrder, result: Finished) -> None:
         self._begin_landing(order.group_id, order.attempt, result=result)
 
     def group_lost(self, order: GroupOrder, cause: str) -> None:
@@ -225,9 +226,7 @@ class Dispatcher:
         self._pool.cancel(grant.group_id, grant.attempt, is_late=True)
         self._begin_landing(grant.group_id, grant.attempt, cause="deadline")
 
-    def _begin_landing(
-        self, group: GroupId, attempt: int, *, result: GroupResult | None = None, cause: str = ""
-    ) -> None:
+    def _begin_landing(self, group: GroupId, attempt: int, *, result: Finished | None = None, cause: str = "") -> None:
         flight = self._flights.get((group, attempt))
         if flight is not None and not flight.is_landing:
             flight.is_landing = True
@@ -249,7 +248,7 @@ class Dispatcher:
             finally:
                 self._landings.task_done()
 
-    async def _settle(self, flight: _Flight, result: GroupResult | None, cause: str) -> None:
+    async def _settle(self, flight: _Flight, result: Finished | None, cause: str) -> None:
         grant = flight.grant
         if result is None:
             await self._give_back(grant, cause)
@@ -276,7 +275,7 @@ class Dispatcher:
         self._log.info("rollout.group_released", group_id=grant.group_id, attempt=grant.attempt, cause=cause)
         await self._sink.release(grant.group_id, attempt=grant.attempt, cause=cause)
 
-    async def _store(self, grant: Grant, result: GroupResult) -> None:
+    async def _store(self, grant: Grant, result: Finished) -> None:
         group, drop = result.group, result.drop
         if group is not None:
             receipt = await self._sink.submit(group, result.outcome, attempt=grant.attempt, drop=drop)

@@ -11,7 +11,7 @@ from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.dispatch.concurrency import ConcurrencyController, RoundMeter
 from rollbook.rollout.dispatch.selection_bias import MEASURES, SelectionAudit
 from rollbook.rollout.dispatch.slots import StalenessController
-from rollbook.rollout.groups.player import GroupResult
+from rollbook.rollout.workers.messages import Finished
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import MetricRecorder
 
@@ -43,7 +43,7 @@ class Steering:
             self._seeker = ConcurrencyController(config.adaptive.rules(most=controller.limit))
             controller.set_limit(self._seeker.limit)
 
-    def finished(self, grant: Grant, result: GroupResult, *, seconds: float) -> None:
+    def finished(self, grant: Grant, result: Finished, *, seconds: float) -> None:
         """A group was stored. Call it before its place is free."""
         outcome = result.outcome
         self._audit.landed(

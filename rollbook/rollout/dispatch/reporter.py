@@ -6,8 +6,8 @@ from rollbook.contracts.admission import Grant
 from rollbook.contracts.group import DropKind, GroupId
 from rollbook.rollout.dispatch.failure_breaker import CircuitBreaker, GroupEnd
 from rollbook.rollout.dispatch.filter_alert import FilterWatch
-from rollbook.rollout.groups.player import GroupResult
 from rollbook.rollout.metrics import record_group, record_rewards
+from rollbook.rollout.workers.messages import Finished
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import MetricRecorder
 from rollbook.telemetry.spans import SpanRecorder
@@ -34,12 +34,12 @@ class GroupTeller:
         self._told_causes: set[str] = set()
         self._filters = FilterWatch()
 
-    def tell(self, grant: Grant, result: GroupResult, *, started_wall: float, seconds: float) -> None:
+    def tell(self, grant: Grant, result: Finished, *, started_wall: float, seconds: float) -> None:
         """Raises `RolloutsFailingError` when this was one failure too many."""
         outcome, drop = result.outcome, result.drop
         record_group(self._metrics, outcome, drop)
-        if result.group is not None and self._rewards:
-            record_rewards(self._metrics, result.group, self._rewards)
+        if self._rewards:
+            record_rewards(self._metrics, result.scores, self._rewards)
         self._spans.record(
             "rollout.group",
             started_wall,
@@ -59,7 +59,7 @@ class GroupTeller:
             )
         self._breaker.record(end_of(result), outcome.invalid_causes)
 
-    def _explain(self, group: GroupId, result: GroupResult) -> None:
+    def _explain(self, group: GroupId, result: Finished) -> None:
         """Every failure is an event; the first of its kind is also a warning on the terminal."""
         fields = {
             "group_id": group,
@@ -77,7 +77,7 @@ class GroupTeller:
             self._log.info(event, **fields)
 
 
-def end_of(result: GroupResult) -> GroupEnd:
+def end_of(result: Finished) -> GroupEnd:
     """How the breaker sees a group."""
     if result.drop is not None and result.drop.kind is DropKind.INVALID:
         return GroupEnd.FAILED

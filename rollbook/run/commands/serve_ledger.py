@@ -119,7 +119,7 @@ def audit_elsewhere(url: str) -> list[AuditReport]:
             dropped=seen.dropped,
             steps=seen.steps,
             max_lag=seen.max_lag,
-            lag_budget=seen.lag_budget,
+            max_head_offpolicy_versions=seen.max_head_offpolicy_versions,
             violations=seen.violations,
         )
         for seen in audit_at(url, token=os.environ.get("ROLLBOOK_VIEWER_TOKENS"))

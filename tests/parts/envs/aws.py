@@ -10,9 +10,9 @@ from typing import Any
 from rollbook.concurrency.deadline import Deadline
 from rollbook.contracts.environment import Observation
 from rollbook.contracts.ports import Environment
+from rollbook.envs.builtin.awscli.cloud.backend import MiniStackPool, open_ministack_pool
 from rollbook.envs.builtin.awscli.config import AwsCliConfig
 from rollbook.envs.builtin.awscli.environment import AwsCliEnvironment, AwsCliPool
-from rollbook.envs.builtin.awscli.pool import MiniStackPool, open_ministack_pool
 from rollbook.envs.sandboxes.sandbox import SandboxDiedError, SandboxStartError
 from rollbook.telemetry.events import EventLog
 

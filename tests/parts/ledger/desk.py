@@ -9,9 +9,9 @@ from typing import Protocol, TypeVar
 from rollbook.contracts.admission import LedgerStatus, OpenReply, OwnerId, Receipt, RunId, RunSettings
 from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainerRole
 from rollbook.contracts.group import DropReason, GroupId
+from rollbook.contracts.group_codec import encode_group
 from rollbook.contracts.policy import Publication
 from rollbook.contracts.task import Draw
-from rollbook.ledger.group_frame import encode_group, payload_digest
 from rollbook.ledger.records import GroupRecord, RunRecord
 from rollbook.ledger.rules import batches, gate, groups, lineage, runs, trainer
 from rollbook.ledger.rules.batches import Decision
@@ -116,16 +116,16 @@ class Desk:
         samples: int = 2,
     ) -> Receipt:
         group = group_of(task, publications, samples=samples)
-        payload = encode_group(group)
+        encoded = encode_group(group)
         submission = Submission(
             group_id=group.id,
             task_id=group.task_id,
             draw=0,
             attempt=attempt,
-            publications=tuple(sorted(group.trained_publications())),
+            publications=encoded.publications,
             outcome=outcome_of(group),
-            payload=payload,
-            payload_digest=payload_digest(payload),
+            payload=encoded.payload,
+            payload_digest=encoded.digest,
             drop=drop,
         )
         return self.rule(lambda book: groups.submit(book, submission, max_queued=max_queued))

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from rollbook.envs.builtin.arithmetic import SIGNS, Arithmetic, arithmetic_tasks
 from rollbook.envs.builtin.maths import Maths
 from rollbook.envs.builtin.maths_answers import as_number, final_answer, is_same_answer
-from rollbook.envs.builtin.terminal import MAX_OUTPUT_CHARS, TASKS, Terminal, command_of
-from rollbook.envs.builtin.terminal_commands import run_line
-from rollbook.envs.builtin.terminal_files import MAX_BYTES, CommandError, FileTree
+from rollbook.envs.builtin.terminal.commands import run_line
+from rollbook.envs.builtin.terminal.environment import MAX_OUTPUT_CHARS, TASKS, Terminal, command_of
+from rollbook.envs.builtin.terminal.files import MAX_BYTES, CommandError, FileTree
 
 GSM8K = {"question": "How many clips?", "answer": "In May 48/2 = <<48/2=24>>24.\n#### 72"}
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rollbook.envs.builtin.terminal import TASKS
+from rollbook.envs.builtin.terminal.environment import TASKS
 from rollbook.envs.catalog import CATALOG, EnvironmentSource
 from rollbook.envs.config import EnvConfig
 

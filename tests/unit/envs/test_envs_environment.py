@@ -135,7 +135,7 @@ async def test_what_a_environment_raises_names_environment_and_method() -> None:
 async def test_an_answer_that_is_no_observation_is_refused(answer: object) -> None:
     environment = EnvironmentAdapter(Broken(answer), name="my_environment")
     with pytest.raises(
-        EpisodeError, match=f"my_environment: reset returned {type(answer).__name__} where an Observation"
+        EpisodeError, match=f"my_environment: reset returned {type(answer).__name__} instead of an Observation"
     ):
         await environment.reset({})
 

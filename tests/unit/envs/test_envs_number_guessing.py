@@ -105,7 +105,7 @@ def test_the_viewer_sees_the_secret_and_the_guesses_and_the_agent_does_not() -> 
 
 
 @pytest.mark.parametrize(
-    ("broken", "complaint"), [({"secret": 3}, "lacks low, high"), (task(20), "20 does not lie in 0 to 15")]
+    ("broken", "complaint"), [({"secret": 3}, "lacks low, high"), (task(20), "20 is not between 0 and 15")]
 )
 def test_a_task_that_is_no_game_is_refused_with_the_reason(broken: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):

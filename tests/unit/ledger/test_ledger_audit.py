@@ -50,7 +50,12 @@ def test_a_sound_record_adds_up(tmp_path: Path) -> None:
     assert report.ok
     assert report.opened == 9
     assert report.law == {"dispatched": 1, "queued": 1, "batched": 2, "trained": 2, "durable": 2, "dropped": 1}
-    assert (report.dropped, report.steps, report.max_lag, report.lag_budget) == ({"filtered": 1}, 2, 0, 2)
+    assert (report.dropped, report.steps, report.max_lag, report.max_head_offpolicy_versions) == (
+        {"filtered": 1},
+        2,
+        0,
+        2,
+    )
 
 
 @pytest.mark.parametrize(

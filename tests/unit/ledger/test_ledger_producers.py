@@ -7,7 +7,7 @@ import pytest
 from rollbook.contracts.admission import Receipt
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId
-from rollbook.ledger.group_frame import encode_group, payload_digest
+from rollbook.contracts.group_codec import encode_group
 from rollbook.ledger.records import ProducerRecord
 from rollbook.ledger.rules import groups, producers
 from rollbook.ledger.rules.groups import QueueFullError, Submission
@@ -23,7 +23,7 @@ def send(
     desk: Desk, task: str, producer: str | None, *, max_bytes: int | None = None, max_queued: int = 100
 ) -> Receipt:
     group = group_of(task, (-1,))
-    payload = encode_group(group)
+    encoded = encode_group(group)
     submission = Submission(
         group_id=group.id,
         task_id=group.task_id,
@@ -31,8 +31,8 @@ def send(
         attempt=1,
         publications=(-1,),
         outcome=outcome_of(group),
-        payload=payload,
-        payload_digest=payload_digest(payload),
+        payload=encoded.payload,
+        payload_digest=encoded.digest,
         producer=producer,
     )
     return desk.rule(lambda book: groups.submit(book, submission, max_queued=max_queued, max_queued_bytes=max_bytes))

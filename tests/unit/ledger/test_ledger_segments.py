@@ -12,6 +12,7 @@ import pytest
 
 from rollbook.concurrency.clock import ManualClock
 from rollbook.contracts.group import DropKind, GroupId, GroupState
+from rollbook.contracts.group_codec import encode_group
 from rollbook.ledger.config import Durability, LedgerConfig
 from rollbook.ledger.service import ledger_on
 from rollbook.ledger.store import StoreFaultError, Transaction
@@ -269,7 +270,7 @@ async def crashed_with_groups(directory: Path, names: list[str]) -> None:
             await ledger.create_run(RUN, settings())
             for name in names:
                 group = group_of(name, (-1,))
-                await ledger.submit(RUN, group, outcome_of(group), attempt=1)
+                await ledger.submit(RUN, encode_group(group), outcome_of(group), attempt=1)
         die(store)
 
 

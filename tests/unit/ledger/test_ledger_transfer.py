@@ -13,8 +13,8 @@ from rollbook.contracts.admission import RunId
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.freshness import BatchPolicy
 from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupState
+from rollbook.contracts.group_codec import encode_group
 from rollbook.ledger.atropos.records import AtroposRecord, EnvRecord, ShelvedGroup
-from rollbook.ledger.group_frame import encode_group
 from rollbook.ledger.records import RunRecord
 from rollbook.ledger.store import Transaction
 from rollbook.ledger.stores.memory import MemoryStore
@@ -250,5 +250,5 @@ async def test_a_ledger_without_a_run_can_be_compacted(tmp_path: Path) -> None:
 
 
 def test_big_groups_can_be_spelt_out() -> None:
-    samples = plain_samples(encode_group(big_group("big")))
+    samples = plain_samples(encode_group(big_group("big")).payload)
     assert [len(sample.sequences[0].token_ids) for sample in samples] == [1024] * 8

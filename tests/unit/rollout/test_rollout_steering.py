@@ -14,8 +14,8 @@ from rollbook.contracts.task import TaskId
 from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.dispatch.monitor import Steering
 from rollbook.rollout.dispatch.slots import StalenessController
-from rollbook.rollout.groups.player import GroupResult
 from rollbook.rollout.metrics import rollout_metrics
+from rollbook.rollout.workers.messages import Finished
 from rollbook.telemetry.events import EventLog, read_events
 from rollbook.telemetry.metrics import MetricRecorder, read_metrics
 from tests.parts.rollout.sink import MemorySink
@@ -53,7 +53,7 @@ def grant(number: int) -> Grant:
     )
 
 
-def result(tokens: float = 10.0) -> GroupResult:
+def result(tokens: float = 10.0) -> Finished:
     outcome = GroupOutcome(
         num_samples=4,
         num_scorable=4,
@@ -65,7 +65,7 @@ def result(tokens: float = 10.0) -> GroupResult:
         mean_response_tokens=tokens,
         seconds=1.0,
     )
-    return GroupResult(outcome=outcome, drop=DropReason(DropKind.INVALID, "only its outcome matters here"))
+    return Finished(group_id="t@0", attempt=1, outcome=outcome, drop=DropReason(DropKind.INVALID, "no samples"))
 
 
 @contextmanager

@@ -58,7 +58,7 @@ class ChatRoutes:
             reply_id, created = self._service.new_id("chatcmpl"), int(time.time())
             if body.stream:
                 head = ChatChunk(id=reply_id, created=created, model=model, choices=[])
-                return await _stream(EventStream(request), generations, body, head, prompt, tokenizer)
+                return await _stream(EventStream(request), generations, body, head, prompt=prompt, tokenizer=tokenizer)
             results = [await generation.result() for generation in generations]
         reply = ChatReply(
             id=reply_id,
@@ -78,9 +78,7 @@ def _prompt(body: ChatBody, tokenizer: Tokenizer) -> list[int]:
         raise BadRequestError("messages: is empty; at least one message is required", param="messages")
     messages = [_template_message(message, at) for at, message in enumerate(body.messages)]
     tools = body.rendered_tools() or None
-    return tokenizer.encode(
-        tokenizer.render(messages, add_generation_prompt=body.add_generation_prompt, tools=tools)
-    )
+    return tokenizer.encode(tokenizer.render(messages, add_generation_prompt=body.add_generation_prompt, tools=tools))
 
 
 def _template_message(message: dict[str, Any], at: int) -> dict[str, Any]:
@@ -171,6 +169,7 @@ async def _stream(
     generations: list[Generation],
     body: ChatBody,
     head: ChatChunk,
+    *,
     prompt: list[int],
     tokenizer: Tokenizer,
 ) -> web.StreamResponse:
@@ -214,9 +213,7 @@ class _StreamedChoice:
             finish_reason = "tool_calls" if calls else result.completion.finish_reason.value
         return ChunkChoice(
             index=index,
-            delta=Delta(
-                content=content or None, tool_calls=_tool_call_parts(calls, has_index=True) if calls else None
-            ),
+            delta=Delta(content=content or None, tool_calls=_tool_call_parts(calls, has_index=True) if calls else None),
             finish_reason=finish_reason,
             logprobs=_logprobs(tokens.token_ids, tokens.logprobs, tokens.tops, self._tokenizer)
             if self._body.logprobs

@@ -1,4 +1,4 @@
-"""Engine status and control: GET /health, /ping, /version, /v1/models, /metrics, /is_paused; POST /pause, /resume, /abort_requests, /drain."""
+"""Engine status (/health, /ping, /version, /v1/models, /metrics, /is_paused) and control (/pause, /resume, /abort_requests, /drain)."""
 
 from collections.abc import Mapping
 

@@ -1,7 +1,7 @@
 """Weight updates and LoRA adapters, in vLLM's format.
 
-An update names its publication. An old epoch is refused; a repeated update has no effect. The adapter routes are for operators: they
-are refused once a trainer has published. The engine holds one adapter; loading another one replaces it.
+An update names its publication. An old epoch is refused; a repeated update has no effect. The adapter routes are for operators:
+they are refused once a trainer has published. The engine holds one adapter; loading another one replaces it.
 """
 
 import asyncio
