@@ -225,5 +225,5 @@ async def test_who_asks_by_name_finds_the_newest_adapter_and_stamps_its_tokens_w
             completion = await client.complete([1, 2], SamplingParams(max_tokens=3), min_publication=number - 1)
             assert set(completion.versions.tolist()) == {number}
         assert set((await waiting).versions.tolist()) <= {4, 5, 6}
-        with pytest.raises(TransientError, match="7 or newer was asked for"):
+        with pytest.raises(TransientError, match="required is 7 or newer"):
             await client.complete([1], SamplingParams(max_tokens=1), min_publication=7, timeout_s=0.5)

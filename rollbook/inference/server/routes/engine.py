@@ -1,4 +1,4 @@
-"""Engine status (/health, /ping, /version, /v1/models, /metrics, /is_paused) and control (/pause, /resume, /abort_requests, /drain)."""
+"""Engine status (/health, /version, /v1/models, /metrics, /is_paused) and control (/pause, /resume, /abort_requests, /drain)."""
 
 from collections.abc import Mapping
 
