@@ -40,7 +40,7 @@ async def main(context: RoleContext) -> str:
             metrics=MetricRecorder("rollout", rollout_metrics(config.rollout), context.directory.metrics_file),
             spans=context.spans,
             max_attempts=config.gate.max_attempts,
-            look_at=f"the events rollout.group_failed in {context.directory.log_file(context.role)}",
+            log_hint=f"the events rollout.group_failed in {context.directory.log_file(context.role)}",
         )
         context.channel.ready("playing")
         return await _run_until_drained(dispatcher.run(), context)

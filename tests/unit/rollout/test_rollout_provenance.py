@@ -11,7 +11,7 @@ from rollbook.rollout.chat.provenance import spans_of
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
 from tests.parts.rollout.agents import agent_setup, in_turn, word_tokenizer
 from tests.parts.rollout.guessing import completion
-from tests.services.test_rollout_proxy import CALL, WEATHER
+from tests.services.test_rollout_agents_server import CALL, WEATHER
 
 
 def told(sample: RolloutSample, sequence: int, tokenizer: ModelTokenizer) -> list[tuple[str, str]]:
