@@ -18,8 +18,8 @@ from rollbook.contracts.plugin import PluginError, load_plugin
 from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.ports import Environment
 from rollbook.contracts.trajectory import EndReason, RolloutSample
-from rollbook.rollout.episodes.policy import EpisodePolicy
-from rollbook.rollout.settings.limits import EpisodeLimits
+from rollbook.rollout.policy import EpisodePolicy
+from rollbook.rollout.settings import EpisodeLimits
 from rollbook.telemetry.events import EventLog
 
 SettingsModel = TypeVar("SettingsModel", bound=BaseModel)

@@ -18,7 +18,7 @@ from rollbook.contracts.group import GroupId
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.rollout.agents import rollout as proxied
 from rollbook.rollout.contract import RolloutFn, RolloutSetup
-from rollbook.rollout.episodes.policy import EpisodeContext, enter_episode
+from rollbook.rollout.policy import EpisodeContext, enter_episode
 from rollbook.rollout.remote import client as service_client
 from rollbook.rollout.remote.protocol import RolloutReply, RolloutRequest, TokenizerMismatchError, reply_of
 from rollbook.rollout.remote.server import FunctionService, rollout_app, serve_rollouts

@@ -12,8 +12,8 @@ from rollbook.contracts.policy import Completion, SamplingParams
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.rollout.agents.session import ChatRequest, ProxySession
 from rollbook.rollout.agents.tool_calls import parse_hermes
-from rollbook.rollout.episodes.policy import EpisodePolicy
-from rollbook.rollout.settings.limits import EpisodeLimits
+from rollbook.rollout.policy import EpisodePolicy
+from rollbook.rollout.settings import EpisodeLimits
 from tests.parts.rollout.agents import FORGETS_THINKING, TOOLS_TEMPLATE, byte_by_byte, word_tokenizer
 from tests.parts.rollout.guessing import completion
 

@@ -12,9 +12,8 @@ from rollbook.contracts.errors import EpisodeError, RunError, TransientError
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.trajectory import EndReason, RolloutSample
 from rollbook.rollout.agents.rollout import make_rollout
-from rollbook.rollout.episodes.policy import EpisodeContext, enter_episode
-from rollbook.rollout.settings.limits import EpisodeLimits
-from rollbook.rollout.settings.rewards import TO_BE_SCORED
+from rollbook.rollout.policy import EpisodeContext, enter_episode
+from rollbook.rollout.settings import TO_BE_SCORED, EpisodeLimits
 from tests.parts.rollout.agents import EngineRecord, agent_setup, assert_is_what_the_engine_saw
 
 PROGRAMS = "tests.parts.rollout.agent_programs"

@@ -14,8 +14,8 @@ from rollbook.contracts.errors import TransientError
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.trajectory import EndReason
 from rollbook.rollout.contract import ChatSession
-from rollbook.rollout.episodes.policy import EpisodeContext, enter_episode
-from rollbook.rollout.settings.limits import EpisodeLimits
+from rollbook.rollout.policy import EpisodeContext, enter_episode
+from rollbook.rollout.settings import EpisodeLimits
 from tests.parts.rollout.agents import (
     FORGETS_THINKING,
     agent_setup,

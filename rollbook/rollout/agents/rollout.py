@@ -24,7 +24,7 @@ from rollbook.contracts.plugin import load_plugin
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.rollout.agents.program import AgentError, Program, command_program, function_program, run_in_thread
 from rollbook.rollout.contract import ChatSession, RolloutFn, RolloutSetup
-from rollbook.rollout.settings.rewards import TO_BE_SCORED
+from rollbook.rollout.settings import TO_BE_SCORED
 
 RUN_REWARDS = "rollout.rewards"
 

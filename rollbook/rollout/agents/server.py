@@ -20,8 +20,8 @@ from rollbook.rollout.agents.responses import responses_events, responses_reply,
 from rollbook.rollout.agents.session import EpisodeOverError, ProxySession
 from rollbook.rollout.agents.tool_calls import load_parser
 from rollbook.rollout.contract import OpenChatSession, Tokenizer
-from rollbook.rollout.episodes.policy import EpisodePolicy
-from rollbook.rollout.settings.limits import EpisodeLimits
+from rollbook.rollout.policy import EpisodePolicy
+from rollbook.rollout.settings import EpisodeLimits
 
 MAX_BODY_BYTES = 64 * 2**20
 SESSION_HEADER = "X-Rollbook-Session"

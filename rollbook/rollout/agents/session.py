@@ -16,11 +16,10 @@ from rollbook.contracts.trajectory import EndReason, RolloutSample
 from rollbook.rollout.agents.history import ChatHistory, PlayedTurn
 from rollbook.rollout.agents.messages import normalised
 from rollbook.rollout.agents.tool_calls import ParsedText, ToolParser
-from rollbook.rollout.assemblers.linear import TrajectoryAssembler
-from rollbook.rollout.assemblers.registry import build_assembler
+from rollbook.rollout.assemblers.tokens import TrajectoryAssembler, build_assembler
 from rollbook.rollout.contract import Message, Tokenizer
-from rollbook.rollout.episodes.policy import EpisodePolicy, EpisodeTimeUpError, current_episode, enter_episode
-from rollbook.rollout.settings.limits import EpisodeLimits
+from rollbook.rollout.policy import EpisodePolicy, EpisodeTimeUpError, current_episode, enter_episode
+from rollbook.rollout.settings import EpisodeLimits
 
 
 class EpisodeOverError(EpisodeError):

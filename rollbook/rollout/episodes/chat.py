@@ -17,8 +17,8 @@ from rollbook.contracts.trajectory import EndReason, RolloutSample
 from rollbook.rollout.assemblers.chat import MessageTrajectoryAssembler
 from rollbook.rollout.config import EpisodeSettings
 from rollbook.rollout.contract import RolloutFn, RolloutSetup
-from rollbook.rollout.episodes.policy import EpisodeTimeUpError, current_episode
-from rollbook.rollout.episodes.stopwatch import EpisodeTime
+from rollbook.rollout.policy import EpisodeTimeUpError, current_episode
+from rollbook.rollout.stopwatch import EpisodeTime
 
 
 def make_rollout(setup: RolloutSetup) -> RolloutFn:

@@ -22,7 +22,7 @@ from pydantic import BaseModel, Field
 from rollbook.contracts.errors import EpisodeError, RunError, TransientError
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.rollout.contract import RolloutFn, RolloutSetup
-from rollbook.rollout.episodes.policy import current_episode
+from rollbook.rollout.policy import current_episode
 from rollbook.rollout.remote.protocol import (
     TOKENIZER_MISMATCH,
     BadReplyError,

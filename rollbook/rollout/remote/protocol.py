@@ -15,8 +15,8 @@ from rollbook.contracts.errors import EpisodeError, RunError
 from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
 from rollbook.contracts.trajectory import EndReason, RolloutSample
 from rollbook.rollout.assemblers.assembler import AssemblyError, require_same_sampling
-from rollbook.rollout.assemblers.registry import build_assembler
-from rollbook.rollout.settings.limits import EpisodeLimits
+from rollbook.rollout.assemblers.tokens import build_assembler
+from rollbook.rollout.settings import EpisodeLimits
 
 TOKENIZER_MISMATCH = "tokenizer_mismatch"
 

@@ -20,7 +20,7 @@ from aiohttp import web
 from rollbook.contracts.errors import RollbookError, TransientError
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.trajectory import RolloutSample
-from rollbook.rollout.episodes.policy import EpisodeContext, enter_episode
+from rollbook.rollout.policy import EpisodeContext, enter_episode
 from rollbook.rollout.remote.protocol import (
     TOKENIZER_MISMATCH,
     RolloutReply,

@@ -21,9 +21,9 @@ from rollbook.rollout.agents.server import ProxyServer
 from rollbook.rollout.agents.session import ProxySession
 from rollbook.rollout.agents.tool_calls import load_parser
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
-from rollbook.rollout.episodes.policy import EpisodePolicy
+from rollbook.rollout.policy import EpisodePolicy
 from rollbook.rollout.remote.protocol import reply_of
-from rollbook.rollout.settings.limits import EpisodeLimits
+from rollbook.rollout.settings import EpisodeLimits
 
 NOT_SCORED = "no reward was given"
 

@@ -13,7 +13,7 @@ from rollbook.rollout.agents.server import open_proxy_sessions
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
 from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.contract import RolloutSetup
-from rollbook.rollout.episodes.policy import EpisodePolicy
+from rollbook.rollout.policy import EpisodePolicy
 from rollbook.run.policy_clients import open_policy, policy_urls
 from rollbook.telemetry.events import EventLog
 

@@ -22,8 +22,8 @@ from rollbook.inference.server.app import build_app, serve
 from rollbook.rollout.agents.server import open_proxy_sessions
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
 from rollbook.rollout.contract import RolloutSetup
-from rollbook.rollout.episodes.policy import EpisodePolicy
-from rollbook.rollout.settings.limits import EpisodeLimits
+from rollbook.rollout.policy import EpisodePolicy
+from rollbook.rollout.settings import EpisodeLimits
 from rollbook.telemetry.events import EventLog
 from tests.parts.inference.models import publish
 from tests.parts.rollout.guessing import open_guessing
