@@ -14,7 +14,7 @@ from rollbook.inference.config import InferenceConfig
 from rollbook.inference.weights.client import WeightTransferClient
 from rollbook.inference.weights.server_api import RollbookServerApi, WeightServerApi
 from rollbook.inference.weights.transport import TransportOptions, WeightTransport, open_transport
-from rollbook.rollout.episodes.policy import current_episode
+from rollbook.rollout.policy import current_episode
 from rollbook.telemetry.events import EventLog
 
 SHARED_MEMORY = Path("/dev/shm")

@@ -93,7 +93,7 @@ async def test_a_verdict_on_the_run_from_user_code_stops_it(tmp_path: Path) -> N
 async def test_workers_that_die_again_and_again_stop_the_run_with_their_last_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollbook.rollout.workers.pool.MOST_BARREN_DEATHS", 1)
+    monkeypatch.setattr("rollbook.rollout.workers.pool.MAX_BARREN_DEATHS", 1)
     play = dispatching(tmp_path, [{"deed": "die"}])
     with pytest.raises(WorkersDyingError, match=r"(?s)2 rollout workers died.*status 9.*last words of the worker"):
         await play.run()

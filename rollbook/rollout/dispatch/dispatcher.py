@@ -27,7 +27,7 @@ from rollbook.rollout.groups.player import GroupOrder
 from rollbook.rollout.metrics import reward_names
 from rollbook.rollout.workers.messages import Finished
 from rollbook.rollout.workers.pool import WorkerPool
-from rollbook.rollout.workers.spec import WorkerRecipe
+from rollbook.rollout.workers.spec import WorkerSpec
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import MetricRecorder
 from rollbook.telemetry.spans import SpanRecorder
@@ -76,7 +76,7 @@ class Dispatcher:
         name: str,
         tasks: TaskSource,
         sink: GroupSink,
-        recipe: WorkerRecipe,
+        spec: WorkerSpec,
         config: RolloutConfig,
         rule: FreshnessRule,
         log: EventLog,
@@ -102,7 +102,7 @@ class Dispatcher:
             rewards=reward_names(config),
         )
         self._monitor = DispatchMonitor(config, self._slots, metrics=metrics, log=log, clock=self._clock)
-        self._pool = WorkerPool(recipe, config, listener=self, log=log, clock=self._clock)
+        self._pool = WorkerPool(spec, listener=self, log=log, clock=self._clock)
         self._attempts: dict[tuple[str, int], _Attempt] = {}
         # An attempt ends once and keeps its slot until the ledger has settled it, so the queue never exceeds the slots.
         self._ended: asyncio.Queue[_EndedAttempt] = asyncio.Queue(maxsize=config.slots)
