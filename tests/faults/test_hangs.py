@@ -62,7 +62,7 @@ async def test_an_engine_that_accepts_and_never_answers_stops_the_run_with_its_a
         play = dispatching(tmp_path, [{}] * 8, worker=worker, max_seconds=0.3)
         with pytest.raises(RolloutsFailingError, match="5 groups in a row failed") as stopped:
             await play.run()
-    assert f"policy request to {url} was not answered within 0.3 s" in str(stopped.value)
+    assert f"policy request to {url} was not completed within 0.3 s" in str(stopped.value)
     assert exit_code_after(stopped.value) == EXIT_STOP_RUN
 
 
@@ -92,7 +92,7 @@ async def test_a_full_queue_is_waited_for_within_the_requests_budget_and_then_na
             long = SamplingParams(max_tokens=2000)
             stuck = [asyncio.create_task(client.complete([1], long)) for _ in range(2)]
             await asyncio.sleep(0.2)
-            with pytest.raises(TransientError, match=r"answered 503 \(queue_full\)"):
+            with pytest.raises(TransientError, match=r"returned 503 \(queue_full\)"):
                 await client.complete([1], long, timeout_s=1.0)
             for task in stuck:
                 task.cancel()
@@ -198,6 +198,6 @@ def test_a_run_whose_engine_never_answers_stops_with_exit_code_1_and_the_cause(t
     try:
         summary = run.start().wait(LONG_S)
         assert (summary["exit_code"], summary["end"]) == (1, "failed")
-        assert "was not answered within 2 s" in summary["told"]
+        assert "was not completed within 2 s" in summary["told"]
     finally:
         run.stop()
