@@ -1,4 +1,4 @@
-"""Low-rank adapters as a publication: small matrices beside a base model that stands still."""
+"""LoRA adapters as publications: small matrices that are added to an unchanged base model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,19 +11,19 @@ PREFIX = "policy-v"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """What says how the tensors of an adapter are meant. The tensors themselves travel as weights do, under PEFT's names."""
+    """The description of an adapter. Its tensors are transferred like weights, under PEFT's names."""
 
     name: str
-    """Versioned: another adapter has another name, so that no cache can mistake one for the other."""
+    """Unique for each version, so that caches cannot confuse two adapters."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """What PEFT keeps in `adapter_config.json`."""
+    """The content of PEFT's `adapter_config.json`."""
     base_digest: str | None = None
-    """Of the weights it was trained beside. None: whoever made it did not say."""
+    """Digest of the base weights that it was trained on. None: unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterKind:
-    """What all adapters of one trainer have in common."""
+    """Common to all adapters of one trainer."""
 
     settings: Mapping[str, Any]
     base_digest: str
@@ -34,11 +34,11 @@ class AdapterKind:
 
 
 def adapter_name(publication: PublicationId) -> str:
-    """The name of a published adapter. Publication ids are never reused, so neither are names."""
+    """Unique, because publication ids are never reused."""
     return f"{PREFIX}{publication}"
 
 
 def named_publication(name: str) -> int | None:
-    """The publication behind a name; None for a name that nobody published under."""
+    """The publication id in an adapter's name; None for other names."""
     number = name.removeprefix(PREFIX)
     return int(number) if number != name and number.isascii() and number.isdigit() else None

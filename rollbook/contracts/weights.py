@@ -1,4 +1,4 @@
-"""The digest of a set of weights, computed the same way by whoever publishes and whoever receives."""
+"""The digest of a set of weights, shared by trainer and replicas."""
 
 from collections.abc import Iterable
 from typing import Protocol
@@ -20,13 +20,13 @@ class RawTensor(Protocol):
 
 
 def weights_digest(tensors: Iterable[RawTensor]) -> str:
-    """Covers names, dtypes, shapes and bytes, whatever order they come in. `dtype` as safetensors spells it (`F32`, `BF16`).
+    """Covers names, dtypes, shapes and bytes, independent of the order. `dtype` as safetensors spells it (`F32`, `BF16`).
 
-    It tells weights apart, it does not keep out forgers: a hash at the speed of memory, because every step is digested.
+    A fast hash, not a cryptographic one, because the weights of every step are digested.
     """
-    whole = xxhash.xxh3_128()
+    digest = xxhash.xxh3_128()
     for tensor in sorted(tensors, key=lambda t: t.name):
-        head = f"{tensor.name}|{tensor.dtype}|{','.join(map(str, tensor.shape))}|"
-        whole.update(head.encode())
-        whole.update(tensor.data)
-    return whole.hexdigest()
+        header = f"{tensor.name}|{tensor.dtype}|{','.join(map(str, tensor.shape))}|"
+        digest.update(header.encode())
+        digest.update(tensor.data)
+    return digest.hexdigest()
