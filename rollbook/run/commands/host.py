@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rollbook.concurrency.parent_watch import die_with_parent
+from rollbook.concurrency.child_process.child import die_with_parent
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.errors import RunError, TransientError
 from rollbook.ledger.client.client import open_ledger_client
