@@ -1,7 +1,7 @@
 """TRL's AsyncGRPOTrainer with its own rollout worker, for comparison: counts the samples that it drops as stale.
 
-Run in the virtual environment of TRL. TRL's worker uses Rollbook's policy server instead of vLLM. A middleware removes the model name
-and one unsupported field with a neutral value. The last line of the output is JSON.
+Run in the virtual environment of TRL. TRL's worker uses Rollbook's policy server instead of vLLM. A middleware removes the model
+name and one unsupported field with a neutral value. The last line of the output is JSON.
 """
 
 import asyncio
