@@ -19,7 +19,7 @@ from rollbook.inference.config import UpdateSequence
 from rollbook.inference.connection import open_connection
 from rollbook.inference.engine import Engine
 from rollbook.inference.server.app import build_app, serve
-from rollbook.inference.server.routes.replies import Handler
+from rollbook.inference.server.routes.responses import Handler
 from rollbook.inference.weights.client import WeightTransferClient
 from rollbook.inference.weights.server_api import RollbookServerApi
 from rollbook.inference.weights.transport import TransportOptions, WeightTransport, open_transport

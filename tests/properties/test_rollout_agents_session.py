@@ -72,8 +72,8 @@ async def play(template: str, moves: list[tuple[str, str, str]]) -> tuple[Rollou
                 messages = [{"role": "user", "content": remark or "?"}]
         policy.says = says
         answer = await session.complete(ChatRequest(messages=messages, tools=TOOLS))
-        calls = [call.to_openai() for call in answer.said.calls]
-        reply: dict[str, Any] = {"role": "assistant", "content": answer.said.content or None}
+        calls = [call.to_openai() for call in answer.parsed.calls]
+        reply: dict[str, Any] = {"role": "assistant", "content": answer.parsed.content or None}
         messages.append({**reply, "tool_calls": calls} if calls else reply)
         if calls:
             messages.append({"role": "tool", "tool_call_id": calls[0]["id"], "content": remark})

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from rollbook.contracts.errors import FencedError, RunError, TransientError
 from rollbook.contracts.policy import Publication, SamplingParams
 from rollbook.inference.client.client import open_policy_client
-from rollbook.inference.client.vllm_adapters import VllmAdapterDialect
+from rollbook.inference.client.vllm_adapters import VllmAdapterProtocol
 from rollbook.inference.engine import Engine
 from rollbook.inference.server.app import build_app, serve
-from rollbook.inference.server.routes.replies import Handler
+from rollbook.inference.server.routes.responses import Handler
 from rollbook.inference.weights.client import WeightTransferClient
 from rollbook.inference.weights.lora import CONFIG_FILE
 from rollbook.inference.weights.transport import TransportOptions, open_transport
@@ -215,7 +215,7 @@ async def test_who_asks_by_name_finds_the_newest_adapter_and_stamps_its_tokens_w
     """vLLM's dialect, at our own server: it lists adapters and answers to their names as vLLM does."""
     async with (
         served(workshop, "transformers", published=None) as server,
-        open_policy_client(server.url, request_s=20, dialect=VllmAdapterDialect(model_name="policy")) as client,
+        open_policy_client(server.url, request_s=20, protocol=VllmAdapterProtocol(model_name="policy")) as client,
     ):
         waiting = asyncio.create_task(client.complete([1, 2], SamplingParams(max_tokens=3)))
         for number, directory in ((4, adapters[0]), (5, adapters[1]), (6, adapters[0])):
@@ -225,5 +225,5 @@ async def test_who_asks_by_name_finds_the_newest_adapter_and_stamps_its_tokens_w
             completion = await client.complete([1, 2], SamplingParams(max_tokens=3), min_publication=number - 1)
             assert set(completion.versions.tolist()) == {number}
         assert set((await waiting).versions.tolist()) <= {4, 5, 6}
-        with pytest.raises(TransientError, match="7 or newer was asked for"):
+        with pytest.raises(TransientError, match="required is 7 or newer"):
             await client.complete([1], SamplingParams(max_tokens=1), min_publication=7, timeout_s=0.5)

@@ -11,17 +11,20 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 from aiohttp import web
 
 from rollbook.contracts.errors import EpisodeError, FencedError, RunError, TransientError
-from rollbook.contracts.policy import Completion, SamplingParams
+from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
 from rollbook.inference.client.client import BUNDLE_MAX_TOKENS, PolicyClient, open_policy_client
 from rollbook.inference.config import ScriptedConfig
 from rollbook.inference.engine import Engine
 from rollbook.inference.server.app import build_app, serve
-from rollbook.inference.server.routes.replies import Handler, json_response
+from rollbook.inference.server.routes.responses import Handler, json_response
 from rollbook.inference.weights.client import WeightTransferClient
+from rollbook.inference.wire.completions import MSGPACK, TokenCompletion, TokenReply
 from tests.parts.inference.engines import Workshop, engine_config, until
 from tests.parts.inference.models import VOCAB, plain_logprobs, publication
 
@@ -79,6 +82,8 @@ async def answering(*answers: Any) -> AsyncIterator[tuple[str, list[Any]]]:
             assert request.transport is not None
             request.transport.close()
             return response
+        if isinstance(answer, TokenReply):
+            return web.Response(body=msgspec.msgpack.encode(answer), content_type=MSGPACK)
         status, body = answer
         return json_response(body, status=status)
 
@@ -88,16 +93,14 @@ async def answering(*answers: Any) -> AsyncIterator[tuple[str, list[Any]]]:
         yield url, asked
 
 
-def reply(*tokens: int) -> tuple[int, dict[str, Any]]:
-    choice = {
-        "index": 0,
-        "finish_reason": "length",
-        "token_ids": list(tokens),
-        "logprobs": {"token_logprobs": [-1.0] * len(tokens)},
-        "weight_versions": [{"version": "3", "start": 0, "end": len(tokens)}],
-    }
-    usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-    return 200, {"id": "x", "created": 0, "model": "m", "choices": [choice], "usage": usage}
+def reply(*tokens: int) -> TokenReply:
+    completion = Completion(
+        token_ids=np.array(tokens, np.int32),
+        logprobs=np.full(len(tokens), -1.0, np.float32),
+        versions=np.full(len(tokens), 3, np.int32),
+        finish_reason=FinishReason.LENGTH,
+    )
+    return TokenReply(completions=[TokenCompletion.of(completion)])
 
 
 async def test_a_completion_arrives_as_the_engine_made_it(workshop: Workshop) -> None:
@@ -150,9 +153,9 @@ async def test_a_fault_of_ours_is_never_retried(status: int, expected: type[Exce
 
 
 async def test_an_answer_for_other_tokens_than_its_stamps_is_not_believed() -> None:
-    status, broken = reply(4, 5)
-    broken["choices"][0]["weight_versions"][0]["end"] = 1
-    async with answering((status, broken), reply(6)) as (url, _), open_policy_client(url, request_s=20) as client:
+    broken = reply(4, 5)
+    broken.completions[0].versions = np.array([3], np.int32).data
+    async with answering(broken, reply(6)) as (url, _), open_policy_client(url, request_s=20) as client:
         assert (await client.complete([1], ONE)).token_ids.tolist() == [6]
 
 
@@ -162,7 +165,7 @@ async def test_the_deadline_ends_it_and_tells_the_last_trouble(sampling: Samplin
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
         async with open_policy_client(url, request_s=0.3) as client:
-            with pytest.raises(TransientError, match="could not be reached"):
+            with pytest.raises(TransientError, match="is unreachable"):
                 await client.complete([1], sampling)
 
 

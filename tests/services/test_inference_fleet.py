@@ -55,7 +55,7 @@ async def test_all_requests_are_answered_when_one_of_two_replicas_is_killed_unde
             await weights.receive(published, str(path))
             client = await stack.enter_async_context(open_policy_client(urls, request_s=60, watch_s=0.1))
             asking = [asyncio.create_task(client.complete([n % 30, n % 7], LONG if n % 2 else ONE)) for n in range(120)]
-            await until(lambda: all(replica.answered for replica in client.fleet.replicas))
+            await until(lambda: all(replica.completed for replica in client.fleet.replicas))
             os.kill(first.pid, signal.SIGKILL)
             first.wait()
             asking += [asyncio.create_task(client.complete([n % 30, 3], LONG)) for n in range(60)]
@@ -115,7 +115,7 @@ async def two_replicas(
 
 
 def answered(fleet: Fleet) -> list[int]:
-    return [replica.answered for replica in fleet.replicas]
+    return [replica.completed for replica in fleet.replicas]
 
 
 async def test_the_turns_of_a_session_go_to_one_replica_and_sessions_to_all(workshop: Workshop) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from rollbook.inference.engine import Engine
 from rollbook.inference.server.app import build_app, serve
-from rollbook.inference.server.service import MAX_CHOICES
+from rollbook.inference.wire.completions import MAX_CHOICES
 from tests.parts.inference.engines import Workshop, engine_config, until
 from tests.parts.inference.models import MAX_LEN, VOCAB, plain_logprobs
 

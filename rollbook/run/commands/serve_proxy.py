@@ -53,7 +53,7 @@ class RecordingProxy(ProxyServer):
         self._tokenizer = tokenizer
         self._sampling = sampling
 
-    def unknown(self, name: str) -> ProxySession:
+    def unknown_session(self, name: str) -> ProxySession:
         session = self._make(assembler=self._wishes.assembler, tool_parser=self._wishes.tool_parser)
         self._sessions[name] = session
         return session

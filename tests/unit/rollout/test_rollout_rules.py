@@ -5,6 +5,7 @@ import asyncio
 import pytest
 from pydantic import ValidationError
 
+from rollbook.concurrency.child_process.frames import frame, read_frame
 from rollbook.contracts.admission import GateState, LedgerStatus, OpenReply, RunId
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.freshness import FreshnessRule, GateCounts
@@ -16,7 +17,7 @@ from rollbook.rollout.dispatch.slots import StalenessController
 from rollbook.rollout.episodes.chat import make_rollout
 from rollbook.rollout.groups.player import GroupAssembler, GroupOrder
 from rollbook.rollout.settings import EpisodeLimits
-from rollbook.rollout.workers.messages import Finished, Play, frame, from_worker, read_frame, to_worker
+from rollbook.rollout.workers.messages import Finished, Play, encode, from_worker, to_worker
 from tests.parts.rollout.guessing import setup_of
 
 USEFUL, DECLINED, FAILED = GroupEnd.USEFUL, GroupEnd.DECLINED, GroupEnd.FAILED
@@ -133,7 +134,7 @@ async def test_an_order_and_its_result_cross_the_process_edge_unchanged() -> Non
         deadline_s=60,
     )
     reader = asyncio.StreamReader()
-    reader.feed_data(frame(Play.of(order)))
+    reader.feed_data(frame(encode(Play.of(order))))
     payload = await read_frame(reader)
     assert payload is not None
     play = to_worker.decode(payload)
@@ -141,7 +142,7 @@ async def test_an_order_and_its_result_cross_the_process_edge_unchanged() -> Non
     assert play.to_contract() == order
 
     result = await GroupAssembler(make_rollout(setup), config).play(order)
-    reader.feed_data(frame(Finished.of(order, result)))
+    reader.feed_data(frame(encode(Finished.of(order, result))))
     payload = await read_frame(reader)
     assert payload is not None
     finished = from_worker.decode(payload)
