@@ -95,7 +95,7 @@ async def test_an_adapter_for_another_base_is_refused_and_the_same_base_accepted
     offered, path, adapter = published_adapter(directory, 1)
     base = digest_of(named_weights(build_model("llama", seed=0)))
     async with open_engine(InferenceConfig(), workshop.model_dir) as engine:
-        with pytest.raises(WeightsError, match="was trained beside weights with digest other"):
+        with pytest.raises(WeightsError, match="was trained on weights with digest other"):
             await engine.load_weights(offered, path, adapter=replace(adapter, base_digest="other"))
         assert engine.publication is None
         await engine.load_weights(offered, path, adapter=replace(adapter, base_digest=base))
@@ -128,7 +128,7 @@ async def test_a_damaged_matrix_is_seen_in_the_digest(workshop: Workshop, tmp_pa
         def damage() -> None:
             weights._targets["model.layers.0.self_attn.q_proj.weight"][0, 0] += 0.5
 
-        await engine.order(damage)
+        await engine.thread.between_rounds(damage)
         assert await engine.weights_digest() != offered.digest
 
 
@@ -198,7 +198,7 @@ async def test_a_peft_directory_is_served_as_one_model(workshop: Workshop, tmp_p
     directory = make_adapter(tmp_path / "adapter", workshop.model_dir)
     async with open_engine(InferenceConfig(), directory) as engine:
         await engine.adopt(Publication(id=PublicationId(0), epoch=0, step=0, digest=await engine.weights_digest()))
-        assert any("lean" in way for way in engine.parts.ways)
+        assert any("llama" in choice for choice in engine.parts.choices)
         assert await deviation(engine, peft_model(workshop.model_dir, directory)) < 1e-4
         # The trainer's reading of it is the same weights.
         assert await engine.weights_digest() == PolicyModel.load(directory).digest()
@@ -245,7 +245,7 @@ def test_products_by_groups_are_those_one_by_one(workshop: Workshop, tmp_path: P
     directory = make_adapter(tmp_path / "adapter", shop.model_dir, rank_pattern={"(q_proj|c_attn)": 2})
     settings, tensors = read_adapter(directory)
     weights = LiveWeights(build_model(kind, seed=0), torch.device("cpu"))
-    beside = weights.plan_adapter(Adapter(name="a", settings=settings), tensors).beside
+    beside = weights.plan_adapter(Adapter(name="a", settings=settings), tensors).merge
     assert beside is not None
     singly, together = beside.merged_one_by_one(), beside.merged_by_groups()
     assert singly.keys() == together.keys()

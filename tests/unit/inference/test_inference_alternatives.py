@@ -31,7 +31,7 @@ async def test_alternatives_are_the_models_own_whatever_happens_between_two_step
     asked = [SamplingParams(max_tokens=60, seed=n, top_logprobs=k) for n, k in enumerate((0, 1, 5, 20, 3, 0))]
     async with embedded(workshop, **way) as engine:
         answers = await asyncio.gather(*map(engine.generate, prompts, asked))
-        assert (engine.parts.stepper.preemptions > 0) is ("kv_memory_mb" in way)
+        assert (engine.parts.scheduler.preemptions > 0) is ("kv_memory_mb" in way)
     model = workshop.model(1)
     for prompt, sampling, answer in zip(prompts, asked, answers, strict=True):
         if not sampling.top_logprobs:

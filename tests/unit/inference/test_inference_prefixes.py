@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollbook.contracts.policy import Completion, SamplingParams
-from rollbook.inference.engines.embedded.cache.prefix_cache import PrefixStore
-from rollbook.inference.engines.embedded.cache.slot_cache import LayerShape, SlotCache
 from rollbook.inference.engines.embedded.engine import TransformersEngine
+from rollbook.inference.engines.embedded.prefix_cache import PrefixCache
+from rollbook.inference.engines.embedded.slot_cache import LayerShape, SlotCache
 from tests.parts.inference.engines import Workshop, until
 from tests.parts.inference.models import MAX_LEN, VOCAB, plain_logprobs
 from tests.unit.inference.test_inference_stepping import BYTES_A_TOKEN, assert_faithful, embedded, some_prompts
@@ -128,8 +128,8 @@ async def test_siblings_branch_from_one_beginning_and_a_full_cache_preempts_as_b
         asked = [prompt for prompt in prompts for _ in range(3)]
         answers = await asyncio.gather(*(engine.generate(p, SamplingParams(max_tokens=100)) for p in asked))
         one = await asyncio.gather(*(engine.generate(p, SamplingParams(max_tokens=1)) for p in asked))
-        assert engine.parts.stepper.preemptions > 0
-        assert engine.parts.stepper.prefixes.num_tokens <= MAX_LEN + 6 * 64
+        assert engine.parts.scheduler.preemptions > 0
+        assert engine.parts.scheduler.prefixes.num_tokens <= MAX_LEN + 6 * 64
     for prompt, answer in zip([*asked, *asked], [*answers, *one], strict=True):
         assert_faithful(workshop, prompt, answer)
     assert sum(answer.cached_tokens >= len(system) for answer in answers) >= 3
@@ -141,20 +141,20 @@ def test_the_store_gives_back_exactly_what_was_kept_within_its_bound(data: st.Da
     """Rows hold their own tokens as numbers, so that what is given back can be read."""
     slots = SlotCache([LayerShape(1, 1, 1)], dtype=torch.float32, device=torch.device("cpu"))
     slots.resize(2, 128)
-    store = PrefixStore(slots, max_tokens=200, least=8)
+    store = PrefixCache(slots, max_tokens=200, min_length=8)
     words = st.lists(st.integers(0, 1), min_size=9, max_size=90)
     for _ in range(data.draw(st.integers(1, 12))):
         tokens = data.draw(words)
         if data.draw(st.booleans()):
             slots.pairs[0][0][0, 0, : len(tokens), 0] = torch.tensor(tokens, dtype=torch.float32)
-            kept = store.take_out(0, len(tokens), mark=store.mark)
+            kept = store.copy_out(0, len(tokens), weights_generation=store.weights_generation)
             if kept is not None:
-                store.keep(tokens, kept, mark=store.mark)
+                store.add(tokens, kept, weights_generation=store.weights_generation)
             assert store.num_tokens <= 200
         elif (hit := store.find(tokens)) is not None:
             assert 8 <= hit.length < len(tokens)
-            slots.wipe([1])
-            store.put_in(hit, 1)
+            slots.zero_rows([1])
+            store.copy_in(hit, 1)
             found = slots.pairs[0][0][1, 0, : hit.length, 0].to(torch.int64).tolist()
             assert found == tokens[: hit.length]
     store.weights_changed()

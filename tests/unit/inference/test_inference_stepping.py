@@ -90,7 +90,7 @@ async def test_a_full_cache_preempts_the_youngest_and_loses_none_of_its_tokens(r
             for at, prompt in enumerate(prompts)
         ]
         completions = await asyncio.gather(*answers)
-        assert engine.parts.stepper.preemptions > 0
+        assert engine.parts.scheduler.preemptions > 0
         assert engine.stats().running == engine.stats().queued == 0
     async with embedded(workshop) as roomy:
         alone = await asyncio.gather(
@@ -245,9 +245,9 @@ async def test_recomputing_after_an_update_reaches_prompts_that_were_half_read(r
 
 async def test_the_engine_says_which_way_it_took_and_why(root: Path) -> None:
     async with embedded(Workshop(root=root, kind="gpt2")) as engine:
-        assert "because models of kind gpt2 run through their own module" in engine.parts.ways[0]
+        assert "because model type gpt2 is not supported" in engine.parts.choices[0]
     async with embedded(Workshop(root=root), forward="module") as engine:
-        assert "because the config asks for it" in engine.parts.ways[0]
+        assert "because the config requires it" in engine.parts.choices[0]
         completion = await engine.generate([1, 2], SamplingParams(max_tokens=10))
     assert_faithful(Workshop(root=root), [1, 2], completion)
 
