@@ -1,4 +1,4 @@
-"""LoRA adapters as publications: small matrices that are added to an unchanged base model."""
+"""Low-rank adapters as publications: only the adapter's matrices are published, the base model does not change."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,19 +11,19 @@ PREFIX = "policy-v"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """The description of an adapter. Its tensors are transferred like weights, under PEFT's names."""
+    """Metadata of an adapter. Its tensors are transferred like weights, under PEFT's names."""
 
     name: str
-    """Unique for each version, so that caches cannot confuse two adapters."""
+    """Contains the publication id, so no cache can confuse two adapters."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The content of PEFT's `adapter_config.json`."""
     base_digest: str | None = None
-    """Digest of the base weights that it was trained on. None: unknown."""
+    """Digest of the base weights it was trained with; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterKind:
-    """Common to all adapters of one trainer."""
+    """The part that all adapters of one trainer share."""
 
     settings: Mapping[str, Any]
     base_digest: str
@@ -34,11 +34,11 @@ class AdapterKind:
 
 
 def adapter_name(publication: PublicationId) -> str:
-    """Unique, because publication ids are never reused."""
+    """The name of a published adapter. Unique, because publication ids are never reused."""
     return f"{PREFIX}{publication}"
 
 
 def named_publication(name: str) -> int | None:
-    """The publication id in an adapter's name; None for other names."""
+    """The publication id in an adapter's name; None if it is not such a name."""
     number = name.removeprefix(PREFIX)
     return int(number) if number != name and number.isascii() and number.isdigit() else None

@@ -1,4 +1,4 @@
-"""The digest of a set of weights, shared by trainer and replicas."""
+"""The digest of a set of weights, used by publisher and receiver."""
 
 from collections.abc import Iterable
 from typing import Protocol
@@ -20,9 +20,9 @@ class RawTensor(Protocol):
 
 
 def weights_digest(tensors: Iterable[RawTensor]) -> str:
-    """Covers names, dtypes, shapes and bytes, independent of the order. `dtype` as safetensors spells it (`F32`, `BF16`).
+    """Covers names, dtypes (safetensors names such as `F32`, `BF16`), shapes and bytes, independent of the order.
 
-    A fast hash, not a cryptographic one, because the weights of every step are digested.
+    A fast hash, because every step is digested; it does not protect against forgery.
     """
     digest = xxhash.xxh3_128()
     for tensor in sorted(tensors, key=lambda t: t.name):

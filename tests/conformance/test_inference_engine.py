@@ -14,7 +14,7 @@ from rollbook.inference.pause import OutdatedUpdateError, PauseMode
 from rollbook.inference.request import BadRequestError
 from rollbook.inference.weights.safetensors import read_weights
 from rollbook.telemetry.spans import SpanRecorder, read_spans
-from tests.parts.inference.engines import Workshop, until
+from tests.parts.inference.engines import TinyModel, until
 from tests.parts.inference.models import MAX_LEN, VOCAB, publication
 
 LONG = SamplingParams(max_tokens=200)
@@ -26,12 +26,12 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    return Workshop(root=tmp_path_factory.mktemp("workshop"))
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return TinyModel(root=tmp_path_factory.mktemp("tiny"))
 
 
-async def test_a_completion_has_as_many_tokens_as_requested(workshop: Workshop, name: str) -> None:
-    async with workshop.engine(name) as engine:
+async def test_a_completion_has_as_many_tokens_as_requested(tiny: TinyModel, name: str) -> None:
+    async with tiny.engine(name) as engine:
         completion = await engine.generate([1, 2, 3], SamplingParams(max_tokens=5))
         assert completion.finish_reason is FinishReason.LENGTH
         assert len(completion.token_ids) == 5
@@ -40,16 +40,16 @@ async def test_a_completion_has_as_many_tokens_as_requested(workshop: Workshop, 
         assert completion.versions.tolist() == [1] * 5
 
 
-async def test_a_stop_token_ends_a_completion_and_is_part_of_it(workshop: Workshop, name: str) -> None:
-    async with workshop.engine(name) as engine:
+async def test_a_stop_token_ends_a_completion_and_is_part_of_it(tiny: TinyModel, name: str) -> None:
+    async with tiny.engine(name) as engine:
         every_token = tuple(range(VOCAB))
         completion = await engine.generate([1], SamplingParams(max_tokens=9, stop_token_ids=every_token))
         assert completion.finish_reason is FinishReason.STOP
         assert len(completion.token_ids) == 1
 
 
-async def test_a_completion_ends_where_the_models_length_ends(workshop: Workshop, name: str) -> None:
-    async with workshop.engine(name, max_model_len=10) as engine:
+async def test_a_completion_ends_where_the_models_length_ends(tiny: TinyModel, name: str) -> None:
+    async with tiny.engine(name, max_model_len=10) as engine:
         completion = await engine.generate([1] * 7, SamplingParams(max_tokens=50))
         assert completion.finish_reason is FinishReason.LENGTH
         assert len(completion.token_ids) == 3
@@ -60,24 +60,24 @@ async def test_a_completion_ends_where_the_models_length_ends(workshop: Workshop
     [([], "empty"), ([1] * MAX_LEN, "max_model_len"), ([1, VOCAB], "position 1"), ([-1], "vocabulary")],
 )
 async def test_an_invalid_prompt_is_refused_at_once(
-    workshop: Workshop, name: str, prompt: list[int], message: str
+    tiny: TinyModel, name: str, prompt: list[int], message: str
 ) -> None:
-    async with workshop.engine(name) as engine:
+    async with tiny.engine(name) as engine:
         with pytest.raises(BadRequestError, match=message):
             await engine.generate(prompt, SamplingParams())
         assert len((await engine.generate([1], SamplingParams(max_tokens=1))).token_ids) == 1
 
 
-async def test_requests_are_refused_before_weights_are_published(workshop: Workshop, name: str) -> None:
-    async with workshop.engine(name, published=None) as engine:
+async def test_requests_are_refused_before_weights_are_published(tiny: TinyModel, name: str) -> None:
+    async with tiny.engine(name, published=None) as engine:
         assert engine.publication is None
         with pytest.raises(UnpublishedError):
             engine.submit([1], SamplingParams())
 
 
-async def test_the_same_seed_gives_the_same_tokens_in_any_batch(workshop: Workshop, name: str) -> None:
+async def test_the_same_seed_gives_the_same_tokens_in_any_batch(tiny: TinyModel, name: str) -> None:
     seeded = SamplingParams(max_tokens=20, seed=7)
-    async with workshop.engine(name) as engine:
+    async with tiny.engine(name) as engine:
         alone = await engine.generate([3, 4], seeded)
         await engine.pause(PauseMode.KEEP)
         others = [engine.submit([number % VOCAB] * (number + 1), SamplingParams(max_tokens=9)) for number in range(12)]
@@ -90,8 +90,8 @@ async def test_the_same_seed_gives_the_same_tokens_in_any_batch(workshop: Worksh
     assert other.token_ids.tolist() != alone.token_ids.tolist()
 
 
-async def test_new_requests_join_a_running_batch(workshop: Workshop, name: str) -> None:
-    async with workshop.engine(name) as engine:
+async def test_new_requests_join_a_running_batch(tiny: TinyModel, name: str) -> None:
+    async with tiny.engine(name) as engine:
         long = engine.submit([1, 2], LONG)
         await until(lambda: engine.stats().tokens >= 1)
         await engine.pause(PauseMode.KEEP)
@@ -110,8 +110,8 @@ async def test_new_requests_join_a_running_batch(workshop: Workshop, name: str) 
         assert engine.stats().tokens == 230
 
 
-async def test_no_more_requests_run_than_slots_and_the_others_follow_in_order(workshop: Workshop, name: str) -> None:
-    async with workshop.engine(name, max_running=2) as engine:
+async def test_no_more_requests_run_than_slots_and_the_others_follow_in_order(tiny: TinyModel, name: str) -> None:
+    async with tiny.engine(name, max_running=2) as engine:
         await engine.pause(PauseMode.KEEP)
         order: list[int] = []
         futures = [engine.submit([number], SamplingParams(max_tokens=4)) for number in range(7)]
@@ -124,8 +124,8 @@ async def test_no_more_requests_run_than_slots_and_the_others_follow_in_order(wo
         assert engine.stats().steps >= 28 // 2
 
 
-async def test_cancelling_frees_the_slot(workshop: Workshop, name: str) -> None:
-    async with workshop.engine(name, max_running=1) as engine:
+async def test_cancelling_frees_the_slot(tiny: TinyModel, name: str) -> None:
+    async with tiny.engine(name, max_running=1) as engine:
         long = engine.submit([1], LONG)
         await until(lambda: engine.stats().tokens >= 2)
         await engine.pause(PauseMode.KEEP)
@@ -138,8 +138,8 @@ async def test_cancelling_frees_the_slot(workshop: Workshop, name: str) -> None:
         assert engine.stats().tokens == sampled + 2
 
 
-async def test_cancelling_a_waiting_request_removes_it_from_the_queue(workshop: Workshop, name: str) -> None:
-    async with workshop.engine(name) as engine:
+async def test_cancelling_a_waiting_request_removes_it_from_the_queue(tiny: TinyModel, name: str) -> None:
+    async with tiny.engine(name) as engine:
         await engine.pause(PauseMode.KEEP)
         waiting = engine.submit([1], LONG)
         waiting.cancel()
@@ -149,8 +149,8 @@ async def test_cancelling_a_waiting_request_removes_it_from_the_queue(workshop: 
         assert engine.stats().queued == 0
 
 
-async def test_weights_loaded_during_a_request_stamp_the_tokens_after_them(workshop: Workshop, name: str) -> None:
-    async with workshop.engine(name) as engine:
+async def test_weights_loaded_during_a_request_stamp_the_tokens_after_them(tiny: TinyModel, name: str) -> None:
+    async with tiny.engine(name) as engine:
         numbers = itertools.count(2)
         has_update_inside = False
         async with asyncio.timeout(60):
@@ -158,22 +158,22 @@ async def test_weights_loaded_during_a_request_stamp_the_tokens_after_them(works
                 number = next(numbers)
                 running = engine.submit([1, 2, 3], LONG)
                 await until(lambda: engine.stats().running == 1)
-                await engine.load_weights(*workshop.weights(number))
+                await engine.load_weights(*tiny.weights(number))
                 versions = (await running).versions
                 assert (np.diff(versions) >= 0).all()
                 assert set(versions.tolist()) <= {number - 1, number}
                 has_update_inside = len(set(versions.tolist())) == 2
 
 
-async def test_pause_keep_suspends_running_requests_and_resume_lets_them_finish(workshop: Workshop, name: str) -> None:
-    async with workshop.engine(name) as engine:
+async def test_pause_keep_suspends_running_requests_and_resume_lets_them_finish(tiny: TinyModel, name: str) -> None:
+    async with tiny.engine(name) as engine:
         running = engine.submit([1, 2], LONG)
         await until(lambda: engine.stats().tokens >= 2)
         await engine.pause(PauseMode.KEEP)
         assert engine.is_paused
         sampled = engine.stats().tokens
         new = engine.submit([5], SamplingParams(max_tokens=1))
-        await engine.load_weights(*workshop.weights(2))
+        await engine.load_weights(*tiny.weights(2))
         assert engine.stats().tokens == sampled < 200
         assert not running.done()
         assert not new.done()
@@ -183,8 +183,8 @@ async def test_pause_keep_suspends_running_requests_and_resume_lets_them_finish(
         assert (await new).versions.tolist() == [2]
 
 
-async def test_pause_wait_lets_running_requests_finish_and_starts_none(workshop: Workshop, name: str) -> None:
-    async with workshop.engine(name) as engine:
+async def test_pause_wait_lets_running_requests_finish_and_starts_none(tiny: TinyModel, name: str) -> None:
+    async with tiny.engine(name) as engine:
         running = engine.submit([1, 2], SamplingParams(max_tokens=60))
         await until(lambda: engine.stats().tokens >= 2)
         pausing = asyncio.create_task(engine.pause(PauseMode.WAIT))
@@ -198,8 +198,8 @@ async def test_pause_wait_lets_running_requests_finish_and_starts_none(workshop:
         assert len((await new).token_ids) == 1
 
 
-async def test_pause_abort_ends_running_requests_with_their_tokens_so_far(workshop: Workshop, name: str) -> None:
-    async with workshop.engine(name) as engine:
+async def test_pause_abort_ends_running_requests_with_their_tokens_so_far(tiny: TinyModel, name: str) -> None:
+    async with tiny.engine(name) as engine:
         running = engine.submit([1, 2], LONG)
         await until(lambda: engine.stats().tokens >= 2)
         await engine.pause(PauseMode.ABORT)
@@ -210,8 +210,8 @@ async def test_pause_abort_ends_running_requests_with_their_tokens_so_far(worksh
         assert len((await engine.generate([1], SamplingParams(max_tokens=1))).token_ids) == 1
 
 
-async def test_pausing_twice_and_resuming_without_a_pause_are_harmless(workshop: Workshop, name: str) -> None:
-    async with workshop.engine(name) as engine:
+async def test_pausing_twice_and_resuming_without_a_pause_are_harmless(tiny: TinyModel, name: str) -> None:
+    async with tiny.engine(name) as engine:
         await engine.resume()
         await engine.pause(PauseMode.WAIT)
         await engine.pause(PauseMode.KEEP)
@@ -219,8 +219,8 @@ async def test_pausing_twice_and_resuming_without_a_pause_are_harmless(workshop:
         assert len((await engine.generate([1], SamplingParams(max_tokens=2))).token_ids) == 2
 
 
-async def test_resume_ends_a_pause_that_still_waits(workshop: Workshop, name: str) -> None:
-    async with workshop.engine(name) as engine:
+async def test_resume_ends_a_pause_that_still_waits(tiny: TinyModel, name: str) -> None:
+    async with tiny.engine(name) as engine:
         running = engine.submit([1, 2], LONG)
         await until(lambda: engine.stats().tokens >= 2)
         pausing = asyncio.create_task(engine.pause(PauseMode.WAIT))
@@ -230,9 +230,9 @@ async def test_resume_ends_a_pause_that_still_waits(workshop: Workshop, name: st
         assert len((await running).token_ids) == 200
 
 
-async def test_weights_whose_digest_differs_are_refused_and_nothing_changes(workshop: Workshop, name: str) -> None:
-    async with workshop.engine(name) as engine:
-        _, path = workshop.weights(2)
+async def test_weights_whose_digest_differs_are_refused_and_nothing_changes(tiny: TinyModel, name: str) -> None:
+    async with tiny.engine(name) as engine:
+        _, path = tiny.weights(2)
         with pytest.raises(WeightsError, match="digest"):
             await engine.load_weights(publication(2, "0" * 32), path)
         with pytest.raises(RunError, match="cannot be read"):
@@ -242,21 +242,21 @@ async def test_weights_whose_digest_differs_are_refused_and_nothing_changes(work
         assert (await engine.generate([1], SamplingParams(max_tokens=1))).versions.tolist() == [1]
 
 
-async def test_outdated_updates_are_refused_and_a_repeated_one_is_harmless(workshop: Workshop, name: str) -> None:
-    async with workshop.engine(name, published=None) as engine:
-        await engine.load_weights(*workshop.weights(5, epoch=3))
-        await engine.load_weights(*workshop.weights(5, epoch=3))
+async def test_outdated_updates_are_refused_and_a_repeated_one_is_harmless(tiny: TinyModel, name: str) -> None:
+    async with tiny.engine(name, published=None) as engine:
+        await engine.load_weights(*tiny.weights(5, epoch=3))
+        await engine.load_weights(*tiny.weights(5, epoch=3))
         with pytest.raises(OutdatedUpdateError, match="epoch 3"):
-            await engine.load_weights(*workshop.weights(6, epoch=2))
+            await engine.load_weights(*tiny.weights(6, epoch=2))
         with pytest.raises(OutdatedUpdateError, match="newer publication 5"):
-            await engine.load_weights(*workshop.weights(4, epoch=3))
-        await engine.load_weights(*workshop.weights(6, epoch=4))
+            await engine.load_weights(*tiny.weights(4, epoch=3))
+        await engine.load_weights(*tiny.weights(6, epoch=4))
         assert engine.publication is not None
         assert engine.publication.id == 6
 
 
-async def test_a_full_queue_refuses_requests_until_it_is_emptied(workshop: Workshop, name: str) -> None:
-    async with workshop.engine(name, max_queued=3) as engine:
+async def test_a_full_queue_refuses_requests_until_it_is_emptied(tiny: TinyModel, name: str) -> None:
+    async with tiny.engine(name, max_queued=3) as engine:
         await engine.pause(PauseMode.KEEP)
         waiting = [engine.submit([1], SamplingParams(max_tokens=1)) for _ in range(3)]
         with pytest.raises(QueueFullError) as caught:
@@ -268,8 +268,8 @@ async def test_a_full_queue_refuses_requests_until_it_is_emptied(workshop: Works
         await engine.generate([1], SamplingParams(max_tokens=1))
 
 
-async def test_requests_in_a_closing_engine_fail(workshop: Workshop, name: str) -> None:
-    async with workshop.engine(name) as engine:
+async def test_requests_in_a_closing_engine_fail(tiny: TinyModel, name: str) -> None:
+    async with tiny.engine(name) as engine:
         running = engine.submit([1], LONG)
         await until(lambda: engine.stats().tokens >= 1)
         await engine.pause(PauseMode.KEEP)
@@ -280,11 +280,11 @@ async def test_requests_in_a_closing_engine_fail(workshop: Workshop, name: str) 
         await waiting
 
 
-async def test_busy_periods_and_updates_are_recorded_as_spans(workshop: Workshop, name: str, tmp_path: Path) -> None:
+async def test_busy_periods_and_updates_are_recorded_as_spans(tiny: TinyModel, name: str, tmp_path: Path) -> None:
     spans = SpanRecorder("policy", tmp_path / "spans.jsonl")
-    async with workshop.engine(name, spans=spans) as engine:
+    async with tiny.engine(name, spans=spans) as engine:
         await asyncio.gather(*(engine.generate([n], SamplingParams(max_tokens=3)) for n in range(4)))
-        await engine.load_weights(*workshop.weights(2))
+        await engine.load_weights(*tiny.weights(2))
         await engine.generate([9], SamplingParams(max_tokens=5))
     recorded = read_spans(tmp_path / "spans.jsonl")
     spans.close()
@@ -295,10 +295,10 @@ async def test_busy_periods_and_updates_are_recorded_as_spans(workshop: Workshop
     assert [s.fields["publication"] for s in recorded if s.name == "policy.update_weights"] == [1, 2]
 
 
-async def test_a_stream_gets_every_token_once_and_before_the_completion(workshop: Workshop, name: str) -> None:
+async def test_a_stream_gets_every_token_once_and_before_the_completion(tiny: TinyModel, name: str) -> None:
     chunks: list[TokenChunk] = []
     streamed_at_completion: list[int] = []
-    async with workshop.engine(name) as engine:
+    async with tiny.engine(name) as engine:
         future = engine.submit([1, 2], SamplingParams(max_tokens=30), on_tokens=chunks.append)
         future.add_done_callback(lambda _: streamed_at_completion.append(sum(len(chunk.token_ids) for chunk in chunks)))
         not_streamed = engine.submit([2], SamplingParams(max_tokens=30))
@@ -311,9 +311,9 @@ async def test_a_stream_gets_every_token_once_and_before_the_completion(workshop
     assert np.concatenate([chunk.versions for chunk in chunks]).tolist() == completion.versions.tolist()
 
 
-async def test_tensors_in_memory_are_loaded_like_a_file_and_have_the_same_digest(workshop: Workshop, name: str) -> None:
-    async with workshop.engine(name) as engine:
-        published, path = workshop.weights(2)
+async def test_tensors_in_memory_are_loaded_like_a_file_and_have_the_same_digest(tiny: TinyModel, name: str) -> None:
+    async with tiny.engine(name) as engine:
+        published, path = tiny.weights(2)
         await engine.load_tensors(published, read_weights(path))
         assert engine.publication == published
         assert await engine.weights_digest() == published.digest
@@ -321,20 +321,18 @@ async def test_tensors_in_memory_are_loaded_like_a_file_and_have_the_same_digest
         assert completion.versions.tolist() == [2] * 3
 
 
-async def test_tensors_in_memory_that_are_not_the_published_ones_are_refused(workshop: Workshop, name: str) -> None:
-    async with workshop.engine(name) as engine:
-        published, _ = workshop.weights(3)
-        _, other_path = workshop.weights(2)
+async def test_tensors_in_memory_that_are_not_the_published_ones_are_refused(tiny: TinyModel, name: str) -> None:
+    async with tiny.engine(name) as engine:
+        published, _ = tiny.weights(3)
+        _, other_path = tiny.weights(2)
         with pytest.raises(WeightsError, match="announced with"):
             await engine.load_tensors(published, read_weights(other_path))
         assert engine.publication is not None
         assert engine.publication.id == 1
 
 
-async def test_abort_all_ends_running_and_waiting_requests_with_their_tokens_so_far(
-    workshop: Workshop, name: str
-) -> None:
-    async with workshop.engine(name, max_running=1) as engine:
+async def test_abort_all_ends_running_and_waiting_requests_with_their_tokens_so_far(tiny: TinyModel, name: str) -> None:
+    async with tiny.engine(name, max_running=1) as engine:
         running, waiting = engine.submit([1], LONG), engine.submit([2], LONG)
         await until(lambda: engine.stats().tokens >= 3)
         assert await engine.abort_all() == 2
@@ -347,7 +345,7 @@ async def test_abort_all_ends_running_and_waiting_requests_with_their_tokens_so_
         assert len((await engine.generate([1], SamplingParams(max_tokens=2))).token_ids) == 2
 
 
-async def test_the_stats_say_how_an_update_affects_the_cache(workshop: Workshop, name: str) -> None:
+async def test_the_stats_say_how_an_update_affects_the_cache(tiny: TinyModel, name: str) -> None:
     for setting in ("keep", "recompute"):
-        async with workshop.engine(name, kv_after_update=setting) as engine:
+        async with tiny.engine(name, kv_after_update=setting) as engine:
             assert engine.stats().kv_after_update == setting

@@ -28,7 +28,7 @@ from rollbook.rollout.dispatch.failure_breaker import RolloutsFailingError
 from rollbook.run.supervision.channel import Channel
 from rollbook.run.supervision.child_main import EXIT_CRASHED, EXIT_STOP_RUN, exit_code_of
 from rollbook.telemetry.events import EventLog, read_events
-from tests.parts.inference.engines import Workshop
+from tests.parts.inference.engines import TinyModel
 from tests.parts.rollout.dispatching import dispatching
 from tests.parts.rollout.sink import MemorySink
 from tests.parts.run.silent_server import silent_server
@@ -87,7 +87,7 @@ async def test_a_full_queue_is_waited_for_within_the_requests_budget_and_then_na
         engine="scripted", max_running=1, max_queued=1, scripted=ScriptedConfig(token_s=0.05, max_model_len=4096)
     )
     async with open_engine(config, None) as engine, serve(build_app(engine, config)) as url:
-        await engine.load_weights(*Workshop(root=tmp_path).weights(1))
+        await engine.load_weights(*TinyModel(root=tmp_path).weights(1))
         async with open_policy_client(url, request_s=30.0) as client:
             long = SamplingParams(max_tokens=2000)
             stuck = [asyncio.create_task(client.complete([1], long)) for _ in range(2)]
