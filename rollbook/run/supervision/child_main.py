@@ -22,7 +22,7 @@ import uvloop
 from rollbook.concurrency.parent_watch import die_with_parent
 from rollbook.contracts.errors import FencedError, RunError
 from rollbook.contracts.plugin import extend_search_path, load_on_demand
-from rollbook.run.config.run import LoadedConfig, load_config
+from rollbook.run.config.run import LoadedConfig, load_resolved_config
 from rollbook.run.directory import RunDirectory
 from rollbook.run.supervision.channel import Channel
 from rollbook.run.supervision.roles import ROLES
@@ -78,7 +78,8 @@ def main(argv: list[str] | None = None) -> int:
     spans = SpanRecorder(args.name, directory.span_file(args.name))
     log.info("process.started", pid=os.getpid(), role=args.role)
     try:
-        loaded = load_config(directory.config_file, source_dir=Path(directory.read_manifest()["source_dir"]))
+        source_dir = Path(directory.read_manifest()["source_dir"])
+        loaded = load_resolved_config(directory.config_file, source_dir=source_dir)
         extend_search_path([loaded.source_dir])
         context = RoleContext(
             role=args.role,
