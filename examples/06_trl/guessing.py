@@ -6,7 +6,7 @@ The rollout contract is the same whoever trains: `make_rollout(setup)` gives the
 from typing import Any
 
 from rollbook.contracts.trajectory import RolloutSample
-from rollbook.rollout.assemblers.linear import TrajectoryAssembler
+from rollbook.rollout.assemblers.tokens import TrajectoryAssembler
 from rollbook.rollout.contract import RolloutFn, RolloutSetup
 
 

@@ -20,7 +20,7 @@ from rollbook.run.policy_clients import policy_urls
 from rollbook.run.supervision.child_main import RoleContext
 from rollbook.run.supervision.process import TERM_GRACE_S, ManagedProcess
 from rollbook.run.supervision.sockets import listening_socket, url_of
-from rollbook.run.worker_spec import worker_recipe
+from rollbook.run.worker_spec import worker_spec
 from rollbook.tasks.dataset import load_tasks
 from rollbook.trainer.model.policy_model import PolicyModel
 from rollbook.trainer.model.weights import write_weights
@@ -122,28 +122,30 @@ async def open_evaluation(
 @asynccontextmanager
 async def _workers(context: RoleContext) -> AsyncIterator[Evaluator]:
     config, settings = context.loaded.config, context.loaded.config.evaluation
-    recipe = worker_recipe(context)
-    recipe = dataclasses.replace(
-        recipe,
-        rules=dataclasses.replace(
-            recipe.rules,
-            completions_per_prompt=settings.episodes,
-            min_samples=1,
+    rollout = config.rollout.model_copy(
+        update={
+            "workers": settings.workers,
+            "groups_per_worker": -(-settings.concurrency // settings.workers),
+            "completions_per_prompt": settings.episodes,
+            "min_samples": 1,
             # An evaluation counts every episode, not those that finish first.
-            oversample=0,
-            drop_constant_reward=False,
-            filter=None,
-        ),
+            "oversample": 0,
+            "drop_constant_reward": False,
+            "filter": None,
+        }
+    )
+    spec = worker_spec(context)
+    spec = dataclasses.replace(
+        spec,
+        config=rollout,
         settings={
-            **recipe.settings,
+            **spec.settings,
             "is_greedy": settings.greedy,
             "log_file": str(context.directory.log_file("evaluation-worker")),
         },
     )
-    per_worker = -(-settings.concurrency // settings.workers)
-    rollout = config.rollout.model_copy(update={"workers": settings.workers, "groups_per_worker": per_worker})
     async with open_evaluator(
-        recipe, rollout, concurrency=settings.concurrency, label_field=settings.label_field, log=context.log
+        spec, concurrency=settings.concurrency, label_field=settings.label_field, log=context.log
     ) as evaluator:
         yield evaluator
 

@@ -2,18 +2,16 @@
 
 from typing import Any
 
-from rollbook.rollout.workers.spec import WorkerRecipe
+from rollbook.rollout.workers.spec import WorkerSpec
 from rollbook.run.supervision.child_main import RoleContext
 
 
-def worker_recipe(context: RoleContext) -> WorkerRecipe:
+def worker_spec(context: RoleContext) -> WorkerSpec:
     """What the worker processes of this run are built from."""
     config = context.loaded.config
-    return WorkerRecipe(
+    return WorkerSpec(
         builder="rollbook.run.processes.rollout_worker:build_setup",
-        rollout=config.rollout.function,
-        rules=config.rollout.group_rules,
-        rewards=config.rollout.rewards.rules,
+        config=config.rollout,
         settings={
             "policy_url": context.addresses["policy"],
             "model_dir": str(context.directory.initial_model),

@@ -11,9 +11,6 @@ SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 class ModelBuildConfig(BaseModel, frozen=True, extra="forbid"):
     """A small Llama built for the run: seeded random weights and a tokenizer of whole words or of bytes."""
 
-    family: Literal["llama"] = "llama"
-    """Architecture."""
-
     hidden_size: int = Field(default=128, ge=8)
     """Width of the residual stream."""
 

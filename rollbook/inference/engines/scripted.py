@@ -36,8 +36,7 @@ from rollbook.inference.engines.busy import BusyPeriods
 from rollbook.inference.pause import Gate, PauseMode, needs_loading, require_unpublished
 from rollbook.inference.request import Request, checked_request, seeded_uniform
 from rollbook.inference.weights.lora import checked_settings
-from rollbook.inference.weights.safetensors import read_published_weights
-from rollbook.inference.weights.verify import require_published
+from rollbook.inference.weights.safetensors import read_published_weights, require_published
 from rollbook.telemetry.spans import SpanRecorder
 
 ROUND_TOKENS = 16_384

@@ -29,7 +29,7 @@ from rollbook.rollout.rewards.messages import (
     encode,
     from_child,
 )
-from rollbook.rollout.settings.rewards import RewardRules, Score
+from rollbook.rollout.settings import RewardRules, Score
 from rollbook.rollout.workers.messages import frame, read_frame
 from rollbook.telemetry.events import EventLog
 

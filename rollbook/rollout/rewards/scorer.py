@@ -16,7 +16,7 @@ import msgspec
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.rollout.rewards.messages import RewardCase
 from rollbook.rollout.rewards.pool import RewardPool, open_reward_pool
-from rollbook.rollout.settings.rewards import SECONDS_KEY, TO_BE_SCORED, RewardRules, Score, combine, score_key
+from rollbook.rollout.settings import SECONDS_KEY, TO_BE_SCORED, RewardRules, Score, combine, score_key
 from rollbook.telemetry.events import EventLog
 
 __all__ = ["TO_BE_SCORED", "RewardCase", "Scorer", "open_scorer"]

@@ -34,7 +34,7 @@ from rollbook.rollout.workers.messages import (
     from_worker,
     read_frame,
 )
-from rollbook.rollout.workers.spec import WorkerRecipe
+from rollbook.rollout.workers.spec import WorkerSpec
 from rollbook.telemetry.events import EventLog
 
 STDERR_LINES = 40
@@ -179,10 +179,10 @@ class AsyncRolloutWorker:
 
 @asynccontextmanager
 async def open_worker(
-    recipe: WorkerRecipe, *, log: EventLog, start_s: float, silence_s: float, stop_s: float
+    spec: WorkerSpec, *, log: EventLog, start_s: float, silence_s: float, stop_s: float
 ) -> AsyncIterator[AsyncRolloutWorker]:
     """Spawn a worker and wait until it is ready; stop it at the end of the block, whatever happened inside."""
-    pickled = recipe.pickled()
+    pickled = spec.pickled()
     ours, theirs = socket.socketpair()
     # The child reads from the pipe and nobody writes: it ends when we do, whatever killed us.
     watch_read, watch_write = os.pipe()

@@ -27,7 +27,7 @@ from rollbook.contracts.plugin import extend_search_path, load_plugin
 from rollbook.rollout.contract import RolloutSetup, build_rollout, load_rollout
 from rollbook.rollout.episodes.env_calls import watched
 from rollbook.rollout.groups.filters import load_filters
-from rollbook.rollout.groups.player import GroupAssembler, GroupOrder, sample_name
+from rollbook.rollout.groups.player import GroupAssembler, GroupOrder, episode_task_name
 from rollbook.rollout.rewards.scorer import open_scorer
 from rollbook.rollout.workers.messages import (
     Beat,
@@ -43,7 +43,7 @@ from rollbook.rollout.workers.messages import (
     read_frame,
     to_worker,
 )
-from rollbook.rollout.workers.spec import WorkerRecipe
+from rollbook.rollout.workers.spec import WorkerSpec
 
 BEAT_S = 1.0
 EXIT_FAILED = 3
@@ -105,7 +105,9 @@ class WorkerLoop:
         await self._tell(Finished.of(order, result))
 
     def _stalled(self, group_id: str, attempt: int) -> Stalled:
-        episodes = [task for task in asyncio.all_tasks() if task.get_name().startswith(f"{sample_name(group_id)}.")]
+        episodes = [
+            task for task in asyncio.all_tasks() if task.get_name().startswith(f"{episode_task_name(group_id)}.")
+        ]
         age_s = asyncio.get_running_loop().time() - self._began.get((group_id, attempt), 0.0)
         stack = tell_tasks(sorted(episodes, key=asyncio.Task.get_name))
         return Stalled(group_id=group_id, attempt=attempt, age_s=round(age_s, 2), stack=stack)
@@ -151,36 +153,35 @@ async def work(socket_fd: int) -> int:
     return 0
 
 
-async def _serve(recipe: WorkerRecipe, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    extend_search_path(recipe.search_path)
-    make = load_rollout(recipe.rollout)
-    filters = load_filters(recipe.rules.filter, drop_constant_reward=recipe.rules.drop_constant_reward)
-    builder: Builder = load_plugin(recipe.builder, setting="worker builder")
+async def _serve(spec: WorkerSpec, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    config, rewards = spec.config, spec.config.rewards.rules
+    extend_search_path(spec.search_path)
+    make = load_rollout(config.function)
+    filters = load_filters(config.filter, drop_constant_reward=config.drop_constant_reward)
+    builder: Builder = load_plugin(spec.builder, setting="worker builder")
     async with AsyncExitStack() as stack:
-        setup = await stack.enter_async_context(builder(dict(recipe.settings)))
+        setup = await stack.enter_async_context(builder(dict(spec.settings)))
         setup = dataclasses.replace(
             setup,
-            open_environment=watched(setup.open_environment, step_s=recipe.rules.step_s, open_s=recipe.rules.open_s),
+            open_environment=watched(setup.open_environment, step_s=config.step_s, open_s=config.open_s),
         )
-        rollout = build_rollout(make, setup, path=recipe.rollout)
+        rollout = build_rollout(make, setup, path=config.function)
         score = None
-        if recipe.rewards is not None:
-            scorer = open_scorer(
-                recipe.rewards, decode=setup.tokenizer.decode, search_path=recipe.search_path, log=setup.log
-            )
+        if rewards is not None:
+            scorer = open_scorer(rewards, decode=setup.tokenizer.decode, search_path=spec.search_path, log=setup.log)
             score = (await stack.enter_async_context(scorer)).score
         writer.write(frame(Ready(pid=os.getpid())))
-        assembler = GroupAssembler(rollout, recipe.rules, filters=filters, score=score)
+        assembler = GroupAssembler(rollout, config, filters=filters, score=score)
         await WorkerLoop(assembler, reader, writer, continued=lambda: setup.policy.continued).run()
 
 
-def _unpickled(payload: bytes) -> WorkerRecipe:
+def _unpickled(payload: bytes) -> WorkerSpec:
     try:
-        recipe = pickle.loads(payload)
+        spec = pickle.loads(payload)
     except Exception as error:
-        raise RunError(f"the worker's recipe cannot be read in its process: {type(error).__name__}: {error}") from error
-    assert isinstance(recipe, WorkerRecipe)
-    return recipe
+        raise RunError(f"the worker spec cannot be unpickled: {type(error).__name__}: {error}") from error
+    assert isinstance(spec, WorkerSpec)
+    return spec
 
 
 def _told(error: Exception) -> Failed:

@@ -11,7 +11,7 @@ from rollbook.dashboard.run_files import summarise
 from rollbook.ledger.records import GroupRecord
 from rollbook.rollout.chat.provenance import Span, spans_of
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
-from rollbook.rollout.dispatch.selection_bias import compare, played_of
+from rollbook.rollout.dispatch.selection_bias import PlayedGroup, compare
 from rollbook.run.record import RunRecordReader
 
 BIAS_WINDOW_GROUPS = 2000
@@ -40,7 +40,9 @@ def _selection_bias(run: RunRecordReader) -> str:
     first = max(0, run.status().opened - BIAS_WINDOW_GROUPS)
     rows = run.groups(state=None, limit=BIAS_WINDOW_GROUPS, offset=first)
     report = compare(
-        played_of(json.loads(row.outcome) if row.outcome else {}, state=row.state, drop_reason=row.drop_reason)
+        PlayedGroup.from_ledger(
+            json.loads(row.outcome) if row.outcome else {}, state=row.state, drop_reason=row.drop_reason
+        )
         for row in rows
     )
     if not report.biases:

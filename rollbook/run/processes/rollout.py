@@ -10,7 +10,7 @@ from rollbook.rollout.dispatch.dispatcher import Dispatcher
 from rollbook.rollout.metrics import rollout_metrics
 from rollbook.run.atropos_feed import AtroposFeed
 from rollbook.run.supervision.child_main import RoleContext
-from rollbook.run.worker_spec import worker_recipe
+from rollbook.run.worker_spec import worker_spec
 from rollbook.tasks.dataset import load_tasks
 from rollbook.tasks.source import build_source
 from rollbook.telemetry.metrics import MetricRecorder
@@ -32,14 +32,14 @@ async def main(context: RoleContext) -> str:
             name="dispatcher-0",
             tasks=tasks,
             sink=ledger,
-            recipe=worker_recipe(context),
+            spec=worker_spec(context),
             config=config.rollout,
             rule=config.gate.settings(max_steps=config.trainer.max_steps).rule,
             log=context.log,
             metrics=MetricRecorder("rollout", rollout_metrics(config.rollout), context.directory.metrics_file),
             spans=context.spans,
             max_attempts=config.gate.max_attempts,
-            look_at=f"the events rollout.group_failed in {context.directory.log_file(context.role)}",
+            log_hint=f"the events rollout.group_failed in {context.directory.log_file(context.role)}",
         )
         context.channel.ready("playing")
         return await _run_until_drained(dispatcher.run(), context)

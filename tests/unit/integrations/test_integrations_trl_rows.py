@@ -12,8 +12,7 @@ from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.integrations.trl_rows import FILLER, rows_of
-from rollbook.rollout.assemblers.branching import BranchingAssembler
-from rollbook.rollout.assemblers.linear import TrajectoryAssembler
+from rollbook.rollout.assemblers.tokens import BranchingAssembler, TrajectoryAssembler
 from tests.parts.rollout.guessing import completion
 
 

@@ -19,7 +19,7 @@ from rollbook.contracts.errors import EpisodeError, TransientError
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
 from rollbook.contracts.ports import Policy
-from rollbook.rollout.episodes.stopwatch import EpisodeTime
+from rollbook.rollout.stopwatch import EpisodeTime
 
 MOST_BARREN_ABORTS = 20
 """Aborts of one request in a row that gave no token. A server that pauses lets it wait; one that only aborts is broken."""
@@ -116,7 +116,7 @@ class EpisodePolicy:
             # A seed counts from the first token of a request: the same one again would repeat its chances.
             seed = None if params.seed is None else params.seed + len(answer.token_ids)
             rest = await self._ask(
-                [*prompt_ids, *map(int, answer.token_ids)], dataclasses.replace(params, max_tokens=left, seed=seed)
+                [*prompt_ids, *answer.token_ids.tolist()], dataclasses.replace(params, max_tokens=left, seed=seed)
             )
             barren = barren + 1 if len(rest.token_ids) == 0 else 0
             answer = _joined(answer, rest)

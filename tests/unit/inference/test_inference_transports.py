@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.weights import weights_digest
-from rollbook.inference.client.vllm import VllmVerbs, publication_of
+from rollbook.inference.client.vllm import VllmServerApi, publication_of
 from rollbook.inference.engine import WeightsError
-from rollbook.inference.weights.transport import WayPlace, open_way
+from rollbook.inference.weights.transport import TransportOptions, open_transport
 from rollbook.inference.weights.transports.cuda_ipc import decode_handle, encode_handle
-from rollbook.inference.weights.transports.nccl import NcclWay
-from rollbook.inference.weights.transports.packing import heads_of, pack, unpack_bytes, unpack_views
+from rollbook.inference.weights.transports.nccl import NcclTransport
+from rollbook.inference.weights.transports.packing import headers_of, pack, unpack_bytes, unpack_views
 from rollbook.trainer.model.weights import digest_of
 from tests.parts.inference.models import publication
 
@@ -28,7 +28,7 @@ def test_packed_tensors_come_out_as_they_went_in(shapes: list[tuple[torch.dtype,
         f"layer.{at}": torch.arange(int(torch.Size(shape).numel())).to(dtype).reshape(shape)
         for at, (dtype, shape) in enumerate(shapes)
     }
-    heads, packed = heads_of(weights), pack(weights)
+    heads, packed = headers_of(weights), pack(weights)
     for name, tensor in unpack_views(packed, heads).items():
         assert torch.equal(tensor, weights[name])
         assert tensor.dtype == weights[name].dtype
@@ -37,8 +37,8 @@ def test_packed_tensors_come_out_as_they_went_in(shapes: list[tuple[torch.dtype,
 
 def test_bytes_that_do_not_fit_the_shapes_are_refused() -> None:
     weights = {"a": torch.zeros(3)}
-    with pytest.raises(WeightsError, match="bytes arrived"):
-        unpack_bytes(torch.zeros(5, dtype=torch.uint8), heads_of(weights))
+    with pytest.raises(WeightsError, match="received 5 bytes"):
+        unpack_bytes(torch.zeros(5, dtype=torch.uint8), headers_of(weights))
     with pytest.raises(WeightsError, match="dtype"):
         unpack_views(pack(weights), [("a", "F4", (3,))])
 
@@ -59,10 +59,10 @@ def test_a_handle_that_leads_nowhere_is_refused(handle: dict[str, Any]) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
-@pytest.mark.parametrize("way", ["cuda_ipc", "nccl"])
-def test_a_way_that_needs_a_gpu_says_so_before_anything_runs(way: str) -> None:
+@pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"])
+def test_a_way_that_needs_a_gpu_says_so_before_anything_runs(transport: str) -> None:
     with pytest.raises(RunError, match="CUDA"):
-        open_way(way, WayPlace(directory="unused"))
+        open_transport(transport, TransportOptions(directory="unused"))
 
 
 class Wire:
@@ -87,23 +87,22 @@ async def test_nccl_invites_and_sends_as_vllms_receiver_expects(monkeypatch: pyt
             return settings
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    way = NcclWay(host="127.0.0.1", communicator=Wire, group=Group)
+    transport = NcclTransport(host="127.0.0.1", communicator=Wire, group=Group)
     weights = {"b": torch.ones(2, 3, dtype=torch.bfloat16), "a": torch.zeros(4)}
     offered = publication(5, "d")
-    location = await way.put(offered, weights)
-    first, second = way.invitations([2, 1])
+    location = await transport.put(offered, weights)
+    first, second = transport.invitations([2, 1])
     assert (first.rank_offset, second.rank_offset, first.world_size) == (1, 3, 4)
-    assert not first.packed
-    await way.assemble(4)
-    joined = way._joined
+    await transport.assemble(4)
+    joined = transport._joined
     assert joined.group == {"host": "127.0.0.1", "port": first.master_port, "rank": 0, "world_size": 4}
-    info = VllmVerbs("nccl")._update_info(way.update_info(offered, location))
+    info = VllmServerApi("nccl")._update_info(transport.update_info(offered, location))
     assert info == {"names": ["b", "a"], "dtype_names": ["bfloat16", "float32"], "shapes": [[2, 3], [4]]}
     weights["a"].fill_(9)
-    await way.send(location)
+    await transport.send(location)
     assert [(tuple(tensor.shape), src) for tensor, src in joined.sent] == [((2, 3), 0), ((4,), 0)]
     assert joined.sent[1][0].sum() == 0, "what the trainer learns meanwhile must not be sent"
-    await way.close()
+    await transport.close()
     assert joined.is_gone
 
 

@@ -1,4 +1,4 @@
-"""What waits at the same moment travels together, and each hears its own answer."""
+"""Items that are sent at the same time share a request, and each caller receives its own result."""
 
 import asyncio
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from rollbook.contracts.errors import RollbookError, RunError, TransientError
-from rollbook.ledger.client import bundles as bundling
+from rollbook.ledger.client import bundles as bundles_module
 from rollbook.ledger.client.bundles import Bundles
 
 
@@ -23,7 +23,7 @@ class Sender:
         if self.down is not None:
             raise self.down
         if "poison" in items and len(items) > 1:
-            raise RunError("the whole request was refused")
+            raise RunError("the whole request was rejected")
         return [RunError("poison") if item == "poison" else len(item) for item in items]
 
 
@@ -31,7 +31,7 @@ def bundles(sender: Sender) -> Bundles[str, int]:
     return Bundles(sender, size_of=len)
 
 
-async def test_one_alone_leaves_at_once_and_what_comes_meanwhile_goes_together() -> None:
+async def test_a_single_item_is_sent_at_once_and_later_items_share_the_next_request() -> None:
     sender = Sender()
     sender.is_open.clear()
     found = bundles(sender)
@@ -46,8 +46,8 @@ async def test_one_alone_leaves_at_once_and_what_comes_meanwhile_goes_together()
 
 
 async def test_bundles_are_bounded_in_number_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bundling, "MOST_TOGETHER", 3)
-    monkeypatch.setattr(bundling, "MOST_BYTES", 10)
+    monkeypatch.setattr(bundles_module, "MAX_ITEMS", 3)
+    monkeypatch.setattr(bundles_module, "MAX_BYTES", 10)
     sender = Sender()
     found = bundles(sender)
     items = ["a", "b", "c", "d", "e" * 9, "f" * 30, "g"]
@@ -55,16 +55,16 @@ async def test_bundles_are_bounded_in_number_and_bytes(monkeypatch: pytest.Monke
     assert sender.sent == [["a", "b", "c"], ["d", "e" * 9], ["f" * 30], ["g"]]
 
 
-async def test_a_request_that_is_refused_as_a_whole_is_judged_one_by_one() -> None:
+async def test_the_items_of_a_rejected_request_are_sent_one_by_one() -> None:
     sender = Sender()
     found = bundles(sender)
     answers = await asyncio.gather(*map(found.send, ["a", "poison", "cc"]), return_exceptions=True)
     assert [str(answer) for answer in answers] == ["1", "poison", "2"]
 
 
-async def test_when_the_other_side_cannot_be_reached_everybody_hears_it_and_the_next_try_goes_out() -> None:
+async def test_a_failed_request_fails_for_all_its_callers_and_the_next_one_is_sent() -> None:
     sender = Sender()
-    sender.down = TransientError("nobody there")
+    sender.down = TransientError("unreachable")
     found = bundles(sender)
     answers = await asyncio.gather(*map(found.send, ["a", "b"]), return_exceptions=True)
     assert [type(answer) for answer in answers] == [TransientError] * 2
@@ -72,7 +72,7 @@ async def test_when_the_other_side_cannot_be_reached_everybody_hears_it_and_the_
     assert await found.send("ccc") == 3
 
 
-async def test_callers_that_leave_are_not_sent_and_closing_ends_those_that_wait() -> None:
+async def test_items_of_cancelled_callers_are_not_sent_and_close_cancels_the_others() -> None:
     sender = Sender()
     sender.is_open.clear()
     found = bundles(sender)

@@ -1,6 +1,5 @@
-"""The doors of the native service: forms, sizes, tokens. Whatever comes in, the answer is clear and the service lives."""
+"""Requests to the native API that must be rejected: content types, sizes, fields, tokens."""
 
-import asyncio
 import gzip
 import sys
 from collections.abc import AsyncIterator
@@ -11,16 +10,13 @@ import aiohttp
 import msgspec
 import pytest
 
-from rollbook.concurrency.clock import SystemClock
 from rollbook.contracts.errors import RunError
 from rollbook.ledger.config import LedgerConfig, LedgerServerConfig
 from rollbook.ledger.http import wire
-from rollbook.ledger.http.auth import Keys, Role, is_loopback, refuse_open_doors
+from rollbook.ledger.http.auth import Keys, Role, is_loopback, require_tokens
 from rollbook.ledger.http.compression import compress
-from rollbook.ledger.http.fast_path import answering
-from rollbook.ledger.http.handlers import build_app
-from rollbook.ledger.serve import BACKLOG, keys_of, listening_socket, url_of
-from rollbook.ledger.service import open_ledger
+from rollbook.ledger.serve import keys_of, listening_socket, open_ledger_service, url_of
+from rollbook.ledger.stores.registry import sqlite_url
 from rollbook.telemetry.events import EventLog
 from tests.parts.ledger.groups import RUN, settings
 from tests.parts.ledger.http import Caller, submission
@@ -31,12 +27,14 @@ CONFIG = LedgerConfig(max_body_mb=0.5, max_receiving_mb=0.6, body_s=0.5, max_que
 
 async def serve(tmp_path: Path, keys: Keys | None = None) -> AsyncIterator[Caller]:
     log = EventLog("ledger", echo=sys.stdout)
-    async with open_ledger(CONFIG, directory=tmp_path, clock=SystemClock(), log=log) as ledger:
-        await ledger.create_run(RUN, settings())
-        with listening_socket("127.0.0.1", 0) as sock:
-            app = build_app(ledger, CONFIG, keys=keys)
-            async with answering(app, sock.dup(), drain_s=1, backlog=BACKLOG), aiohttp.ClientSession() as session:
-                yield Caller(session, url_of(sock))
+    with listening_socket("127.0.0.1", 0) as sock:
+        async with (
+            open_ledger_service(sqlite_url(tmp_path), CONFIG, log=log, keys=keys) as service,
+            service.serving(sock.dup(), drain_s=1),
+            aiohttp.ClientSession() as session,
+        ):
+            await service.ledger.create_run(RUN, settings())
+            yield Caller(session, url_of(sock))
 
 
 @pytest.fixture
@@ -46,7 +44,7 @@ async def caller(tmp_path: Path) -> AsyncIterator[Caller]:
 
 
 @pytest.fixture
-async def guarded(tmp_path: Path) -> AsyncIterator[Caller]:
+async def with_tokens(tmp_path: Path) -> AsyncIterator[Caller]:
     async for found in serve(tmp_path, Keys({role: [token] for role, token in TOKENS.items()})):
         yield found
 
@@ -54,7 +52,7 @@ async def guarded(tmp_path: Path) -> AsyncIterator[Caller]:
 @pytest.mark.parametrize(
     "content_type", [None, "text/plain", "application/octet-stream", "application/x-www-form-urlencoded"]
 )
-async def test_a_body_of_another_content_type_is_refused(caller: Caller, content_type: str | None) -> None:
+async def test_a_body_of_another_content_type_is_rejected(caller: Caller, content_type: str | None) -> None:
     answer = await caller.call("POST", "/submit", submission("a"), content_type=content_type)
     assert answer.status == 415
     assert "application/msgpack" in answer.told["message"]
@@ -75,7 +73,7 @@ async def test_a_body_of_another_content_type_is_refused(caller: Caller, content
     ],
     ids=["empty", "never used", "cut off", "huge map", "no value", "bad text", "deep", "json", "nil"],
 )
-async def test_malformed_messagepack_is_refused(caller: Caller, raw: bytes) -> None:
+async def test_malformed_messagepack_is_rejected(caller: Caller, raw: bytes) -> None:
     answer = await caller.call("POST", "/submit", raw=raw)
     assert answer.status in (400, 422)
     assert answer.told["message"]
@@ -106,14 +104,14 @@ async def test_malformed_messagepack_is_refused(caller: Caller, raw: bytes) -> N
         ("surprise", 1),
     ],
 )
-async def test_a_field_that_cannot_be_is_refused_and_nothing_is_stored(caller: Caller, field: str, value: Any) -> None:
+async def test_a_submission_with_an_invalid_field_is_not_stored(caller: Caller, field: str, value: Any) -> None:
     answer = await caller.call("POST", "/submit", submission("a", **{field: value}))
     assert answer.status == 422, answer.told
     assert (await caller.call("GET", "/status")).told["opened"] == 0
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), 2**70 * 1.0 * 10**300])
-async def test_numbers_that_are_none_are_refused_in_an_outcome(caller: Caller, number: float) -> None:
+async def test_an_outcome_with_a_number_that_is_not_finite_is_rejected(caller: Caller, number: float) -> None:
     sent = submission("a")
     sent["outcome"]["seconds"] = number
     answer = await caller.call("POST", "/submit", sent)
@@ -121,23 +119,23 @@ async def test_numbers_that_are_none_are_refused_in_an_outcome(caller: Caller, n
 
 
 @pytest.mark.parametrize("wait_s", [float("nan"), float("inf"), -1.0])
-async def test_a_wait_that_is_no_time_is_refused(caller: Caller, wait_s: float) -> None:
+async def test_an_invalid_wait_time_is_rejected(caller: Caller, wait_s: float) -> None:
     answer = await caller.call("POST", "/batch", {"step": 1, "epoch": 0, "wait_s": wait_s})
     assert answer.status == 422
 
 
-@pytest.mark.parametrize("packed", [compress, gzip.compress])
-async def test_packed_bodies_are_read(caller: Caller, packed: Any) -> None:
-    encoding = "gzip" if packed is gzip.compress else "zstd"
-    raw = packed(msgspec.msgpack.encode(submission("a")))
+@pytest.mark.parametrize("compressor", [compress, gzip.compress])
+async def test_a_compressed_body_is_accepted(caller: Caller, compressor: Any) -> None:
+    encoding = "gzip" if compressor is gzip.compress else "zstd"
+    raw = compressor(msgspec.msgpack.encode(submission("a")))
     answer = await caller.call("POST", "/submit", raw=raw, headers={"Content-Encoding": encoding})
     assert (answer.status, answer.told) == (200, {"receipt": "stored"})
 
 
-@pytest.mark.parametrize("packed", [compress, gzip.compress])
-async def test_a_body_that_unpacks_to_more_than_is_taken_is_refused(caller: Caller, packed: Any) -> None:
-    encoding = "gzip" if packed is gzip.compress else "zstd"
-    bomb = packed(bytes(200_000_000))
+@pytest.mark.parametrize("compressor", [compress, gzip.compress])
+async def test_a_body_that_is_too_large_after_decompression_is_rejected(caller: Caller, compressor: Any) -> None:
+    encoding = "gzip" if compressor is gzip.compress else "zstd"
+    bomb = compressor(bytes(200_000_000))
     assert len(bomb) < 500_000
     answer = await caller.call("POST", "/submit", raw=bomb, headers={"Content-Encoding": encoding})
     assert answer.status == 413
@@ -145,88 +143,60 @@ async def test_a_body_that_unpacks_to_more_than_is_taken_is_refused(caller: Call
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "zstd", "deflate"])
-async def test_a_packed_body_that_is_damaged_is_refused(caller: Caller, encoding: str) -> None:
-    answer = await caller.call("POST", "/submit", raw=b"not packed at all", headers={"Content-Encoding": encoding})
+async def test_a_damaged_compressed_body_is_rejected(caller: Caller, encoding: str) -> None:
+    answer = await caller.call("POST", "/submit", raw=b"not compressed at all", headers={"Content-Encoding": encoding})
     assert answer.status == 400
     assert (await caller.call("GET", "//health")).status == 200
 
 
-@pytest.mark.parametrize("packed", [compress, gzip.compress])
-async def test_a_packed_body_that_breaks_off_is_refused(caller: Caller, packed: Any) -> None:
-    encoding = "gzip" if packed is gzip.compress else "zstd"
-    raw = packed(msgspec.msgpack.encode(submission("a")))[:-20]
+@pytest.mark.parametrize("compressor", [compress, gzip.compress])
+async def test_a_truncated_compressed_body_is_rejected(caller: Caller, compressor: Any) -> None:
+    encoding = "gzip" if compressor is gzip.compress else "zstd"
+    raw = compressor(msgspec.msgpack.encode(submission("a")))[:-20]
     answer = await caller.call("POST", "/submit", raw=raw, headers={"Content-Encoding": encoding})
     assert answer.status == 400
 
 
-async def test_an_unknown_packing_is_refused(caller: Caller) -> None:
+async def test_an_unknown_content_encoding_is_rejected(caller: Caller) -> None:
     answer = await caller.call("POST", "/submit", raw=b"x", headers={"Content-Encoding": "snappy"})
     assert answer.status == 415
 
 
-async def test_a_body_that_is_too_large_is_refused_before_it_is_read(caller: Caller) -> None:
+async def test_a_body_that_is_too_large_is_rejected(caller: Caller) -> None:
     answer = await caller.call("POST", "/submit", raw=bytes(600_000))
     assert answer.status == 413
     assert "500000" in answer.told["message"]
 
 
-async def test_a_body_that_does_not_arrive_is_given_up(caller: Caller) -> None:
-    host, port = caller.url.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(
-        b"POST /v1/runs/run-1/submit HTTP/1.1\r\nHost: x\r\nContent-Type: application/msgpack\r\n"
-        b"Content-Length: 1000\r\n\r\nhalf"
-    )
-    assert (await reader.readline()).startswith(b"HTTP/1.1 408")
-    writer.close()
-
-
-async def test_bodies_that_are_arriving_are_bounded_together(caller: Caller) -> None:
-    host, port = caller.url.removeprefix("http://").split(":")
-    _, writer = await asyncio.open_connection(host, int(port))
-    writer.write(
-        b"POST /v1/runs/run-1/submit HTTP/1.1\r\nHost: x\r\nContent-Type: application/msgpack\r\n"
-        b"Content-Length: 400000\r\n\r\nhalf"
-    )
-    await writer.drain()
-    await asyncio.sleep(0.1)
-    answer = await caller.call("POST", "/submit", raw=bytes(300_000))
-    assert answer.status == 503
-    assert float(answer.headers["Retry-After"]) > 0
-    writer.close()
-    await asyncio.sleep(0.6)
-    assert (await caller.call("POST", "/submit", submission("a"))).status == 200
-
-
-async def test_json_is_read_and_answered_for_people(caller: Caller) -> None:
+async def test_json_is_accepted_and_returned(caller: Caller) -> None:
     raw = msgspec.json.encode({"owner_name": "me", "nonce": "n"})
     answer = await caller.call("POST", "/join", raw=raw, content_type="application/json")
     assert answer.told == {"owner": "me#0"}
 
 
 @pytest.mark.parametrize("path", ["/groups?limit=-1", "/groups?limit=x", "/groups?limit=9999", "/groups?state=odd"])
-async def test_queries_that_cannot_be_are_refused(caller: Caller, path: str) -> None:
+async def test_invalid_query_parameters_are_rejected(caller: Caller, path: str) -> None:
     assert (await caller.call("GET", path)).status == 422
 
 
 @pytest.mark.parametrize(
     "path", ["/groups/none", "/groups/none/payload", "/batches/7", "//v1/runs/other/status", "//v2"]
 )
-async def test_what_is_not_there_is_not_found(caller: Caller, path: str) -> None:
+async def test_unknown_objects_are_not_found(caller: Caller, path: str) -> None:
     assert (await caller.call("GET", path)).status == 404
 
 
-async def test_without_a_token_nothing_but_health_and_the_interface_is_told(guarded: Caller) -> None:
-    assert (await guarded.call("GET", "//health")).status == 200
-    assert (await guarded.call("GET", "//openapi.json")).status == 200
+async def test_only_health_and_the_openapi_document_need_no_token(with_tokens: Caller) -> None:
+    assert (await with_tokens.call("GET", "//health")).status == 200
+    assert (await with_tokens.call("GET", "//openapi.json")).status == 200
     for method, path in (("GET", "/status"), ("POST", "/submit"), ("GET", "//metrics"), ("POST", "/take_role")):
-        answer = await guarded.call(method, path)
+        answer = await with_tokens.call(method, path)
         assert (answer.status, answer.headers["WWW-Authenticate"]) == (401, "Bearer")
 
 
 @pytest.mark.parametrize("header", ["Bearer wrong", "Bearer ", "Basic abc", TOKENS[Role.VIEWER], "Bearer \xfcmlaut"])
-async def test_a_wrong_token_is_refused(guarded: Caller, header: str) -> None:
-    answer = await guarded.call("GET", "/status", headers={"Authorization": header})
+async def test_a_wrong_token_is_rejected(with_tokens: Caller, header: str) -> None:
+    answer = await with_tokens.call("GET", "/status", headers={"Authorization": header})
     assert answer.status == 401
     assert "wrong" not in answer.told["message"]
 
@@ -241,25 +211,25 @@ async def test_a_wrong_token_is_refused(guarded: Caller, header: str) -> None:
         (Role.TRAINER, "/take_role", {"restored_step": 0}, 200),
     ],
 )
-async def test_a_role_may_do_its_own_work_only(
-    guarded: Caller, role: Role, path: str, body: dict[str, Any], status: int
+async def test_a_role_may_only_call_its_own_verbs(
+    with_tokens: Caller, role: Role, path: str, body: dict[str, Any], status: int
 ) -> None:
     headers = {"Authorization": f"Bearer {TOKENS[role]}"}
-    assert (await guarded.call("POST", path, body, headers=headers)).status == status
-    assert (await guarded.call("GET", "/status", headers=headers)).status == 200
+    assert (await with_tokens.call("POST", path, body, headers=headers)).status == status
+    assert (await with_tokens.call("GET", "/status", headers=headers)).status == 200
 
 
-def test_off_loopback_each_role_needs_a_token() -> None:
+def test_every_role_needs_a_token_off_loopback() -> None:
     some = Keys({Role.PRODUCER: ["p" * 20]})
-    refuse_open_doors("127.0.0.1", some)
-    refuse_open_doors("::1", some)
-    with pytest.raises(RunError, match=r"reachable by others on 0\.0\.0\.0, and there is no token for trainer, viewer"):
-        refuse_open_doors("0.0.0.0", some)
-    refuse_open_doors("0.0.0.0", Keys({role: [token] for role, token in TOKENS.items()}))
+    require_tokens("127.0.0.1", some)
+    require_tokens("::1", some)
+    with pytest.raises(RunError, match=r"on 0\.0\.0\.0 without a token for trainer, viewer"):
+        require_tokens("0.0.0.0", some)
+    require_tokens("0.0.0.0", Keys({role: [token] for role, token in TOKENS.items()}))
     assert not is_loopback("ledger.example")
 
 
-def test_tokens_are_long_and_never_shown() -> None:
+def test_short_tokens_are_rejected_and_tokens_are_never_shown() -> None:
     with pytest.raises(RunError, match="fewer than 16"):
         Keys({Role.VIEWER: ["short"]})
     config = LedgerServerConfig(viewer_tokens=("secret-viewer-token",))
@@ -268,6 +238,6 @@ def test_tokens_are_long_and_never_shown() -> None:
     assert keys_of(config).roles_of("secret-viewer-token") == {Role.VIEWER}
 
 
-def test_a_struct_of_the_wire_refuses_what_it_does_not_know() -> None:
+def test_a_message_with_an_unknown_field_is_rejected() -> None:
     with pytest.raises(msgspec.ValidationError, match="unknown field"):
         msgspec.convert({"step": 1, "epoch": 1, "wait": 2.0}, wire.Batch)

@@ -1,4 +1,4 @@
-"""What a dispatcher learns from its groups: told as metrics, warned about once, and obeyed."""
+"""The dispatcher's monitor: selection bias is reported, and the number of groups in flight adapts."""
 
 import io
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupOutcome
 from rollbook.contracts.policy import PublicationId
 from rollbook.contracts.task import TaskId
 from rollbook.rollout.config import RolloutConfig
-from rollbook.rollout.dispatch.monitor import Steering
+from rollbook.rollout.dispatch.monitor import DispatchMonitor
 from rollbook.rollout.dispatch.slots import StalenessController
 from rollbook.rollout.metrics import rollout_metrics
 from rollbook.rollout.workers.messages import Finished
@@ -21,7 +21,7 @@ from rollbook.telemetry.metrics import MetricRecorder, read_metrics
 from tests.parts.rollout.sink import MemorySink
 
 
-class Settled(MemorySink):
+class FastGroupsSink(MemorySink):
     """A ledger that trained the fast groups and dropped the slow ones."""
 
     async def outcomes(self, *, after: int, limit: int) -> list[PastDraw]:
@@ -69,28 +69,28 @@ def result(tokens: float = 10.0) -> Finished:
 
 
 @contextmanager
-def steering(
+def open_monitor(
     directory: Path, clock: ManualClock, *, slots: int = 64, adaptive: bool = False
-) -> Iterator[tuple[Steering, StalenessController, MetricRecorder]]:
+) -> Iterator[tuple[DispatchMonitor, StalenessController, MetricRecorder]]:
     config = RolloutConfig.model_validate({"adaptive": {"enabled": adaptive, "interval_s": 1.0}})
     controller = StalenessController(FreshnessRule(groups_per_step=8, max_in_flight=slots, budget=1), slots=slots)
     metrics = MetricRecorder("rollout", rollout_metrics(config), directory / "metrics.jsonl")
     log = EventLog("rollout", directory / "events.jsonl", echo=io.StringIO())
-    yield Steering(config, controller, metrics=metrics, log=log, clock=clock), controller, metrics
+    yield DispatchMonitor(config, controller, metrics=metrics, log=log, clock=clock), controller, metrics
     log.close()
 
 
-async def test_a_selection_that_is_biased_is_a_metric_and_a_warning_once(tmp_path: Path) -> None:
+async def test_selection_bias_is_a_metric_and_one_warning(tmp_path: Path) -> None:
     clock = ManualClock()
-    sink = Settled(capacity=8)
-    with steering(tmp_path, clock) as (steer, _, metrics):
+    sink = FastGroupsSink(capacity=8)
+    with open_monitor(tmp_path, clock) as (monitor, _, metrics):
         for number in range(100):
-            steer.finished(grant(number), result(), seconds=1.0 if number % 2 else 9.0)
-        await steer.look(sink, await sink.status())
-        assert read_events(tmp_path / "events.jsonl") == [], "not yet time"
+            monitor.group_settled(grant(number), result(), seconds=1.0 if number % 2 else 9.0)
+        await monitor.audit_selection(sink, await sink.status())
+        assert read_events(tmp_path / "events.jsonl") == [], "too early"
         for _ in range(3):
             clock.jump(31)
-            await steer.look(sink, await sink.status())
+            await monitor.audit_selection(sink, await sink.status())
         metrics.tick()
     (warning,) = read_events(tmp_path / "events.jsonl")
     assert (warning["event"], warning["measure"], warning["level"]) == (
@@ -107,23 +107,25 @@ async def test_a_selection_that_is_biased_is_a_metric_and_a_warning_once(tmp_pat
 
 
 def play_rounds(
-    clock: ManualClock, steer: Steering, controller: StalenessController, *, knee: int, groups: int
+    clock: ManualClock, monitor: DispatchMonitor, controller: StalenessController, *, knee: int, groups: int
 ) -> None:
-    """An engine that serves `knee` groups at a time: each takes a second there, the others wait."""
+    """An engine that serves `knee` groups at a time, each in one second; the others wait."""
     for number in range(groups):
         controller.running = controller.limit
         clock.jump(1.0 / min(knee, controller.limit))
-        steer.finished(grant(number), result(), seconds=1.0)
+        monitor.group_settled(grant(number), result(), seconds=1.0)
 
 
-def test_the_number_in_flight_is_sought_when_asked_for_and_fixed_otherwise(tmp_path: Path) -> None:
+def test_the_number_of_groups_in_flight_adapts_only_when_enabled(tmp_path: Path) -> None:
     clock = ManualClock()
-    with steering(tmp_path / "fixed", clock) as (steer, controller, _):
-        play_rounds(clock, steer, controller, knee=12, groups=500)
+    with open_monitor(tmp_path / "fixed", clock) as (monitor, controller, _):
+        play_rounds(clock, monitor, controller, knee=12, groups=500)
         assert controller.limit == 64
-    with steering(tmp_path / "sought", clock, adaptive=True) as (steer, controller, _):
-        play_rounds(clock, steer, controller, knee=12, groups=3000)
+    with open_monitor(tmp_path / "adaptive", clock, adaptive=True) as (monitor, controller, _):
+        play_rounds(clock, monitor, controller, knee=12, groups=3000)
         assert 8 <= controller.limit <= 20
-    moves = [e for e in read_events(tmp_path / "sought" / "events.jsonl") if e["event"] == "rollout.concurrency_moved"]
-    assert len(moves) > 5
-    assert controller.to_propose == 0, "what runs already counts"
+    changes = [
+        e for e in read_events(tmp_path / "adaptive" / "events.jsonl") if e["event"] == "rollout.concurrency_changed"
+    ]
+    assert len(changes) > 5
+    assert controller.to_propose == 0, "running groups count"
