@@ -100,5 +100,5 @@ def test_another_loss_begins_with_its_own_settings_and_only_the_trainer_can_be_c
     assert (other.loss, other.clip_low, other.lr) == ("reinforce", None, 1e-3)
     with pytest.raises(RunError, match="only settings of"):
         changed_settings(recorded, None, ["gate.groups_per_step=3"])
-    with pytest.raises(RunError, match="there is no loss 'nothing'"):
+    with pytest.raises(RunError, match="unknown loss 'nothing'"):
         changed_settings(recorded, "nothing", [])

@@ -66,7 +66,7 @@ def test_asking_again_changes_nothing_and_tells_the_same(converted: Path) -> Non
     before = {path.name: path.stat().st_mtime_ns for path in converted.iterdir()}
     result, told = get(converted, None)
     assert not result["is_new"]
-    assert "is there already" in told
+    assert "already exists" in told
     assert {path.name: path.stat().st_mtime_ns for path in converted.iterdir()} == before
 
 

@@ -150,7 +150,7 @@ def test_a_directory_begun_with_other_settings_is_refused(home: Path) -> None:
 def test_settings_that_a_warm_start_would_ignore_are_refused_with_their_paths(home: Path) -> None:
     done = rollbook("sft", str(home / "sft.toml"), "--set", "trainer.clip_low=0.1", "--set", "sft.data=nothing.jsonl")
     assert done.returncode == 2
-    assert "trainer.clip_low: is not read by a warm start" in done.stderr
+    assert "trainer.clip_low: is not read by `rollbook sft`" in done.stderr
     assert "sft.data: no such file" in done.stderr
 
 

@@ -20,7 +20,6 @@ from rollbook.run.config.run import override_table
 from rollbook.run.directory import RunDirectory, write_json
 from rollbook.run.record import open_run
 from rollbook.trainer.config import TrainerConfig
-from rollbook.trainer.loss_defaults import LOSS_DEFAULTS
 from rollbook.trainer.replay import CounterfactualStep, replay, retrain
 
 LOSS_SETTINGS = (
@@ -115,8 +114,7 @@ def changed_settings(recorded: TrainerConfig, loss: str | None, overrides: Seque
     try:
         config = TrainerConfig.model_validate(table["trainer"])
     except ValidationError as error:
-        known = f" (losses: {', '.join(LOSS_DEFAULTS)})"
-        faults += [f"trainer.{'.'.join(map(str, e['loc']))}: {e['msg']}{known}" for e in error.errors()]
+        faults += [f"{'.'.join(['trainer', *map(str, e['loc'])])}: {e['msg']}" for e in error.errors()]
         raise RunError("; ".join(faults)) from error
     if faults:
         raise RunError("; ".join(faults))
