@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from rollbook.concurrency.exception_groups import first_error
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.group_codec import decode_group
@@ -209,11 +210,8 @@ async def open_evaluator(
             await pool.ready.wait()
             yield evaluator
             keeping.cancel()
-    except BaseExceptionGroup as escaped:
-        first: BaseException = escaped
-        while isinstance(first, BaseExceptionGroup):
-            first = first.exceptions[0]
-        raise first from escaped
+    except BaseExceptionGroup as errors:
+        raise first_error(errors) from errors
 
 
 def _played(task: Task, label: str, result: Finished) -> PlayedTask:

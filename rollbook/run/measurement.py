@@ -18,7 +18,7 @@ from rollbook.rollout.evaluation import Evaluator, LabelResult, by_label, open_e
 from rollbook.run.config.run import RunConfig
 from rollbook.run.policy_clients import policy_urls
 from rollbook.run.supervision.child_main import RoleContext
-from rollbook.run.supervision.process import TERM_GRACE_S, ManagedProcess
+from rollbook.run.supervision.process import SupervisedProcess
 from rollbook.run.supervision.sockets import listening_socket, url_of
 from rollbook.run.worker_spec import worker_spec
 from rollbook.tasks.dataset import load_tasks
@@ -155,7 +155,7 @@ async def _served(context: RoleContext, role: str) -> AsyncIterator[str]:
     """A server process of the evaluation. It is not restarted: an evaluation that loses its policy fails."""
     config = context.loaded.config
     sock = listening_socket("127.0.0.1", 0)
-    process = ManagedProcess(
+    process = SupervisedProcess(
         f"evaluation-{role}",
         role,
         context.directory,
@@ -163,19 +163,17 @@ async def _served(context: RoleContext, role: str) -> AsyncIterator[str]:
         listening=sock,
         env={"OMP_NUM_THREADS": str(config.inference.threads), "TOKENIZERS_PARALLELISM": "false"},
     )
-    living = asyncio.create_task(process.live(), name=f"evaluation.{role}")
+    living = asyncio.create_task(process.run(), name=f"evaluation.{role}")
     try:
         ready = asyncio.create_task(process.ready.wait(), name=f"evaluation.{role}.ready")
         await asyncio.wait({living, ready}, timeout=READY_S, return_when=asyncio.FIRST_COMPLETED)
         ready.cancel()
         if not process.ready.is_set():
-            raise RunError(f"the evaluation's {role} server did not start: {process.fault or process.last_words()}")
+            raise RunError(f"the evaluation's {role} server did not start: {process.fault or process.last_output()}")
         yield url_of(sock)
     finally:
-        process.ask_to_stop()
-        await asyncio.wait({living}, timeout=TERM_GRACE_S)
-        process.kill()
-        await asyncio.wait({living}, timeout=TERM_GRACE_S)
+        await process.stop()
+        living.cancel()
         sock.close()
 
 

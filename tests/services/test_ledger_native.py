@@ -254,8 +254,8 @@ async def test_the_life_of_a_group_is_told_in_sentences(url: str) -> None:
         )
         assert any("sampled by version 0 (publication 0)" in sentence for sentence in trained)
         assert trained[-1] == (
-            "Batch 1 took it because it was the oldest admitted group that was ready and its lag of 0 was within the budget "
-            "of 1; step 1 was trained, and no checkpoint covers it yet."
+            "Batch 1 took it because it was the oldest admitted group that was ready and its lag of 0 was within the "
+            "staleness bound of 1; step 1 was trained, and no checkpoint covers it yet."
         )
         assert (await client.explain(grants[2].group_id)).sentences[-1] == "It waits for another attempt."
         dropped = await client.explain(grants[3].group_id)

@@ -161,7 +161,7 @@ async def test_a_worker_whose_loop_is_blocked_is_replaced(tmp_path: Path) -> Non
     sink = MemorySink(capacity=8, max_attempts=1)
     play = dispatching(tmp_path, [{"deed": "block"}], sink=sink, worker_silence_s=2.5, worker_stop_s=0.2)
     await play.run()
-    assert "gave no sign of life" in sink.released[0][2]
+    assert "sent no heartbeat" in sink.released[0][2]
 
 
 async def test_the_end_of_the_run_stops_what_still_plays(tmp_path: Path) -> None:

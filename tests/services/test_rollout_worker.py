@@ -69,7 +69,7 @@ async def test_an_idle_worker_ends_by_itself_when_asked() -> None:
     async with worker_of(stop_s=30.0) as worker:
         process = psutil.Process(worker.pid)
     assert not process.is_running()
-    assert worker.exit_status == 0, "asked, and neither terminated nor killed"
+    assert worker.exit_code == 0, "asked, and neither terminated nor killed"
 
 
 async def test_sigint_is_the_parents_business() -> None:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from rollbook.concurrency.clock import Clock, SystemClock
+from rollbook.concurrency.exception_groups import first_error
 from rollbook.contracts.admission import GateState, Grant, OpenReply, OwnerId, Receipt
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.freshness import FreshnessRule
@@ -136,7 +137,8 @@ class Dispatcher:
                 for task in background:
                     task.cancel()
         except BaseExceptionGroup as errors:
-            raise _most_important(errors) from errors
+            # A `RunError` ends the run, so it is the error to report.
+            raise first_error(errors, prefer=RunError) from errors
         finally:
             for attempt in self._attempts.values():
                 attempt.timer.cancel()
@@ -328,16 +330,3 @@ class Dispatcher:
         ):
             self._metrics.add(name, value)
         self._metrics.tick()
-
-
-def _most_important(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """A `RunError` before any other: it says what a person must do."""
-    flat: list[BaseException] = []
-    pending: list[BaseException] = [errors]
-    while pending:
-        error = pending.pop(0)
-        if isinstance(error, BaseExceptionGroup):
-            pending.extend(error.exceptions)
-        else:
-            flat.append(error)
-    return next((error for error in flat if isinstance(error, RunError)), flat[0])

@@ -13,8 +13,9 @@ from typing import Any, TypeAlias
 import msgspec
 
 from rollbook.concurrency.clock import Clock, SystemClock
-from rollbook.concurrency.exception_groups import where_cancelled
+from rollbook.concurrency.exception_groups import first_error
 from rollbook.concurrency.retry import backoff
+from rollbook.concurrency.stacks import where_cancelled
 from rollbook.contracts.errors import RollbookError, WorkerError
 from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupOutcome, PromptGroup
 from rollbook.contracts.task import Task, TaskId
@@ -128,8 +129,8 @@ class GroupAssembler:
                 ]
                 if self._config.oversample:
                     group.create_task(_cancel_surplus(tally, episodes), name=f"rollout.surplus.{order.group_id}")
-        except BaseExceptionGroup as escaped:
-            raise escaped.exceptions[0] from escaped
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from errors
         found = [sample for one in episodes if not one.cancelled() and (sample := one.result()) is not None]
         samples = _select(found, self._config.completions_per_prompt)
         surplus = len(found) - len(samples) + sum(one.cancelled() for one in episodes)

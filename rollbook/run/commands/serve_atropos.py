@@ -14,7 +14,7 @@ import time
 
 import uvloop
 
-from rollbook.concurrency.parent_watch import die_with_parent
+from rollbook.concurrency.child_process.child import die_with_parent
 from rollbook.contracts.errors import RollbookError
 from rollbook.ledger.atropos.config import AtroposConfig
 from rollbook.ledger.atropos.routes import atropos_dialect

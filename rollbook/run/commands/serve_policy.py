@@ -110,7 +110,7 @@ async def _serve(
         if tokenizer is None:
             say("no tokenizer.json: the server accepts token ids only, no text and no chat")
         names = tuple(options.served_model_name) or ((options.model,) if options.model else ("policy",))
-        app = build_app(engine, config, texts=tokenizer, model_names=names, api_key=key)
+        app = build_app(engine, config, tokenizer=tokenizer, model_names=names, api_key=key)
         async with serving(app, sock) as url:
             say(f"serving {', '.join(names)} at {url}/v1 (context of {engine.max_model_len} tokens)")
             if options.ready_file is not None:

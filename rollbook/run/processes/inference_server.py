@@ -14,7 +14,7 @@ async def main(context: RoleContext) -> str:
     async with (
         open_engine(config.inference, context.directory.initial_model, spans=context.spans) as engine,
         serving(
-            app := build_app(engine, config.inference, texts=load_tokenizer(context.directory.initial_model)),
+            app := build_app(engine, config.inference, tokenizer=load_tokenizer(context.directory.initial_model)),
             context.listening(),
         ) as url,
     ):

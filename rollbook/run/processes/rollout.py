@@ -11,8 +11,7 @@ from rollbook.rollout.metrics import rollout_metrics
 from rollbook.run.atropos_feed import AtroposFeed
 from rollbook.run.supervision.child_main import RoleContext
 from rollbook.run.worker_spec import worker_spec
-from rollbook.tasks.dataset import load_tasks
-from rollbook.tasks.source import build_source
+from rollbook.tasks.dataset import build_source, load_tasks
 from rollbook.telemetry.metrics import MetricRecorder
 
 
