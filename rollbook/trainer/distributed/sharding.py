@@ -1,5 +1,7 @@
-"""A model sharded over ranks (FSDP2): each rank holds a shard of every weight, gradient and optimizer state, and layers are gathered
-only while they compute."""
+"""A model sharded over ranks (FSDP2): each rank holds a shard of every weight, gradient and optimizer state.
+
+Layers are gathered only while they compute.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,7 +25,7 @@ def shard(network: nn.Module, *, device: str, is_mixed: bool) -> None:
     fully_shard(network, **options)
 
 
-def whole(value: Tensor) -> Tensor:
+def gathered(value: Tensor) -> Tensor:
     """A tensor that may be sharded, as a plain one. A collective: all ranks must call it."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
