@@ -66,7 +66,7 @@ async def test_an_engine_that_accepts_and_never_answers_stops_the_run_with_its_a
     assert exit_code_after(stopped.value) == EXIT_STOP_RUN
 
 
-async def test_a_environment_that_stops_in_mid_step_is_named_and_survived(tmp_path: Path) -> None:
+async def test_an_environment_that_stops_in_mid_step_is_named_and_survived(tmp_path: Path) -> None:
     play = dispatching(tmp_path, [{"hangs_at": 1}, {}, {}], step_s=0.3)
     await play.run()
     dropped = play.sink.rows[GroupId("t0@0")]
