@@ -55,5 +55,5 @@ def test_equal_or_lonely_rewards_teach_nothing(kind: str, rewards: list[float]) 
 
 
 def test_arrays_out_of_step_are_refused() -> None:
-    with pytest.raises(ValueError, match="2 rewards for 1 group numbers"):
+    with pytest.raises(ValueError, match="2 rewards, but 1 group numbers"):
         advantages(np.array([1.0, 2.0]), np.array([0]), kind="group")

@@ -11,7 +11,7 @@ from rollbook.dashboard.run_files import summarise
 from rollbook.ledger.records import GroupRecord
 from rollbook.rollout.chat.provenance import Span, spans_of
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
-from rollbook.rollout.dispatch.selection_bias import compare, played_of
+from rollbook.rollout.dispatch.selection_bias import PlayedGroup, compare
 from rollbook.run.model_location import model_location
 from rollbook.run.record import RunRecordReader
 
@@ -40,7 +40,9 @@ def _fairness(run: RunRecordReader) -> str:
     """Whether the trained groups are like all that were dispatched, over the last ones."""
     rows = run.groups(state=None, limit=LOOKED_BACK, offset=max(0, run.status().opened - LOOKED_BACK))
     report = compare(
-        played_of(json.loads(row.outcome) if row.outcome else {}, state=row.state, drop_reason=row.drop_reason)
+        PlayedGroup.from_ledger(
+            json.loads(row.outcome) if row.outcome else {}, state=row.state, drop_reason=row.drop_reason
+        )
         for row in rows
     )
     if not report.biases:

@@ -23,7 +23,7 @@ def verdict_row(report: TrainReport) -> dict[str, Any]:
         "solved_first": _rounded(figures.solved_first),
         "solved_last": _rounded(figures.solved_last),
         "max_lag": figures.max_lag,
-        "lag_budget": report.config.gate.max_head_offpolicy_versions,
+        "max_head_offpolicy_versions": report.config.gate.max_head_offpolicy_versions,
         "trainer_utilisation": _rounded(figures.trainer_utilisation),
         "restarts": report.outcome.restarts,
         "audit": "none" if report.audit is None else "ok" if report.audit.ok else "violated",

@@ -1,4 +1,4 @@
-"""The Atropos dialect on a real server in this process, and the little that its clients say."""
+"""The Atropos API on a server in this process, and a client for it."""
 
 import json
 import sys
@@ -9,15 +9,13 @@ from typing import Any
 
 from aiohttp import ClientSession
 
-from rollbook.concurrency.clock import Clock, SystemClock
+from rollbook.concurrency.clock import Clock
 from rollbook.contracts.admission import RunId
 from rollbook.ledger.atropos.config import AtroposConfig
-from rollbook.ledger.atropos.routes import add_atropos
+from rollbook.ledger.atropos.routes import atropos_dialect
 from rollbook.ledger.config import LedgerConfig
-from rollbook.ledger.http.fast_path import answering
-from rollbook.ledger.http.handlers import build_app
-from rollbook.ledger.serve import BACKLOG, listening_socket, url_of
-from rollbook.ledger.service import Ledger, ledger_on
+from rollbook.ledger.serve import ledger_service_on, listening_socket, url_of
+from rollbook.ledger.service import Ledger
 from rollbook.ledger.store import Store
 from rollbook.ledger.stores.sqlite.store import open_sqlite_store
 from rollbook.ledger.tools.audit import audit_run
@@ -27,7 +25,7 @@ RUN = RunId("atropos")
 
 
 class Client:
-    """Speaks as Atropos clients do."""
+    """Sends requests as Atropos clients do."""
 
     def __init__(self, session: ClientSession, url: str, ledger: Ledger) -> None:
         self.session = session
@@ -53,7 +51,7 @@ class Client:
         assert isinstance(answer["uuid"], int)
 
     async def start(self, batch_size: int) -> None:
-        """Register and ask once, so that environments may come."""
+        """Register and request one batch, so that environments may register."""
         await self.register(batch_size)
         assert (await self.get("/batch"))["batch"] is None
 
@@ -90,7 +88,7 @@ def registration(batch_size: int, *, starting_step: int = 0) -> dict[str, Any]:
 
 
 def scored(name: int | str, size: int = 2, *, env_id: int | None = None, **more: Any) -> dict[str, Any]:
-    """A group that carries its name in its first token."""
+    """A group whose name is its first token."""
     tokens = [[int(name), at, 7] for at in range(size)]
     masks = [[-100, *row[1:]] for row in tokens]
     return {"tokens": tokens, "masks": masks, "scores": [float(at) for at in range(size)], "env_id": env_id, **more}
@@ -104,13 +102,14 @@ def name_of(group: dict[str, Any]) -> str:
 async def dialect_on(
     store: Store, *, config: AtroposConfig | None = None, limits: LedgerConfig | None = None, clock: Clock | None = None
 ) -> AsyncIterator[Client]:
-    limits, clock, log = limits or LedgerConfig(), clock or SystemClock(), EventLog("atropos", echo=sys.stdout)
-    async with ledger_on(store, limits, clock=clock, log=log) as ledger:
-        app = build_app(ledger, limits)
-        add_atropos(app, store=store, config=config or AtroposConfig(), limits=limits, clock=clock, log=log)
-        with listening_socket("127.0.0.1", 0) as sock:
-            async with answering(app, sock.dup(), drain_s=5, backlog=BACKLOG), ClientSession() as session:
-                yield Client(session, url_of(sock), ledger)
+    log, dialects = EventLog("atropos", echo=sys.stdout), [atropos_dialect(config or AtroposConfig())]
+    with listening_socket("127.0.0.1", 0) as sock:
+        async with (
+            ledger_service_on(store, limits or LedgerConfig(), log=log, clock=clock, dialects=dialects) as service,
+            service.serving(sock.dup(), drain_s=5),
+            ClientSession() as session,
+        ):
+            yield Client(session, url_of(sock), service.ledger)
 
 
 @asynccontextmanager

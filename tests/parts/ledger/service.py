@@ -1,4 +1,4 @@
-"""A ledger behind a real server on loopback, in this process or in a child that can be killed."""
+"""A ledger service on loopback, in this process or in a child process that can be killed."""
 
 import asyncio
 import os
@@ -10,12 +10,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from rollbook.concurrency.clock import Clock, SystemClock
+from rollbook.concurrency.clock import Clock
 from rollbook.ledger.config import LedgerConfig
-from rollbook.ledger.http.fast_path import answering
-from rollbook.ledger.http.handlers import build_app
-from rollbook.ledger.serve import BACKLOG, listening_socket, url_of
-from rollbook.ledger.service import Ledger, open_ledger
+from rollbook.ledger.serve import listening_socket, open_ledger_service, url_of
+from rollbook.ledger.service import Ledger
+from rollbook.ledger.stores.registry import sqlite_url
 from rollbook.telemetry.events import EventLog
 
 ROOT = Path(__file__).parents[3]
@@ -25,17 +24,17 @@ ROOT = Path(__file__).parents[3]
 async def serving(
     directory: Path, *, config: LedgerConfig | None = None, clock: Clock | None = None, port: int = 0
 ) -> AsyncIterator[tuple[str, Ledger]]:
-    config = config or LedgerConfig()
-    async with open_ledger(
-        config, directory=directory, clock=clock or SystemClock(), log=EventLog("ledger", echo=sys.stdout)
-    ) as ledger:
-        with listening_socket("127.0.0.1", port) as sock:
-            async with answering(build_app(ledger, config), sock.dup(), drain_s=5, backlog=BACKLOG):
-                yield url_of(sock), ledger
+    log = EventLog("ledger", echo=sys.stdout)
+    with listening_socket("127.0.0.1", port) as sock:
+        async with (
+            open_ledger_service(sqlite_url(directory), config or LedgerConfig(), log=log, clock=clock) as service,
+            service.serving(sock.dup(), drain_s=5),
+        ):
+            yield url_of(sock), service.ledger
 
 
 class LedgerChild:
-    """A ledger in a process of its own, on a port that stays the same over restarts."""
+    """A ledger in its own process, with the same port after each restart."""
 
     def __init__(self, directory: Path, port: int) -> None:
         self.directory = directory
@@ -62,11 +61,11 @@ class LedgerChild:
             self._process = None
 
 
-async def _serve_for_ever(directory: Path, port: int) -> None:
+async def _serve_forever(directory: Path, port: int) -> None:
     async with serving(directory, port=port):
         (directory / "ready").touch()
         await asyncio.Event().wait()
 
 
 if __name__ == "__main__":
-    asyncio.run(_serve_for_ever(Path(sys.argv[1]), int(sys.argv[2])))
+    asyncio.run(_serve_forever(Path(sys.argv[1]), int(sys.argv[2])))

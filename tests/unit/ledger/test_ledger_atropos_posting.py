@@ -10,7 +10,7 @@ import pytest
 from rollbook.concurrency.clock import SystemClock
 from rollbook.contracts.admission import RunId
 from rollbook.ledger.atropos.config import AtroposConfig
-from rollbook.ledger.atropos.models import Refusal
+from rollbook.ledger.atropos.models import InvalidBodyError
 from rollbook.ledger.atropos.posts import Incoming, Post
 from rollbook.ledger.atropos.scored_data import read_group
 from rollbook.ledger.atropos.service import AtroposDesk
@@ -73,7 +73,7 @@ def test_what_cannot_be_read_is_refused_as_often_as_it_is_taken() -> None:
     incoming = Incoming(reader_of(b"[1, 2"))
     incoming.look()
     for _ in range(2):
-        with pytest.raises(Refusal):
+        with pytest.raises(InvalidBodyError):
             incoming.take()
 
 
@@ -86,7 +86,7 @@ async def test_one_that_cannot_be_read_harms_none_of_those_that_are_stored_with_
     reads = [reader_of(body_of(1)), reader_of(b"{"), broken, reader_of(body_of(2))]
     answers = await asyncio.gather(*(post(desk, Incoming(read)) for read in reads), return_exceptions=True)
     assert answers[0] == answers[3] == {"status": "received"}
-    assert isinstance(answers[1], Refusal)
+    assert isinstance(answers[1], InvalidBodyError)
     assert isinstance(answers[2], MemoryError)
     assert num_queued(store) == 2
 

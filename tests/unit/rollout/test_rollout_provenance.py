@@ -6,12 +6,12 @@ from openai import AsyncOpenAI
 
 from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.trajectory import RolloutSample
-from rollbook.rollout.assemblers.linear import TrajectoryAssembler
+from rollbook.rollout.assemblers.tokens import TrajectoryAssembler
 from rollbook.rollout.chat.provenance import spans_of
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
 from tests.parts.rollout.agents import agent_setup, in_turn, word_tokenizer
 from tests.parts.rollout.guessing import completion
-from tests.services.test_rollout_proxy import CALL, WEATHER
+from tests.services.test_rollout_agents_server import CALL, WEATHER
 
 
 def told(sample: RolloutSample, sequence: int, tokenizer: ModelTokenizer) -> list[tuple[str, str]]:
