@@ -1,4 +1,4 @@
-"""What an agent sees of an environment."""
+"""The observation that an environment returns."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """The answer to a reset or a step. `reward` is this step's; `facts` are for the viewer, never for the agent."""
+    """The result of a reset or a step. `reward` is the reward of this step; `facts` are for the viewer, never for the agent."""
 
     text: str
     reward: float = 0.0

@@ -62,7 +62,7 @@ class Ledger:
     # ------------------------------------------------------------------ runs
 
     async def create_run(self, run_id: RunId, settings: RunSettings) -> None:
-        """Create a run, or go on with it under new settings. Steps, policy and budget of a run never change."""
+        """Create a run, or go on with it under new settings. Groups per step, policy and staleness bound of a run never change."""
         if settings.rule.groups_per_step > self._config.max_queued_groups:
             raise RunError(
                 f"run {run_id}: a step takes {settings.rule.groups_per_step} groups, but max_queued_groups is "

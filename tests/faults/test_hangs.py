@@ -28,7 +28,7 @@ from rollbook.rollout.dispatch.failure_breaker import RolloutsFailingError
 from rollbook.run.supervision.channel import Channel
 from rollbook.run.supervision.child_main import EXIT_CRASHED, EXIT_STOP_RUN, exit_code_of
 from rollbook.telemetry.events import EventLog, read_events
-from tests.parts.inference.engines import Workshop, until
+from tests.parts.inference.engines import TinyModel, until
 from tests.parts.rollout.dispatching import dispatching
 from tests.parts.rollout.sink import MemorySink
 from tests.parts.run.silent_server import silent_server
@@ -66,7 +66,7 @@ async def test_an_engine_that_never_responds_stops_the_run_with_its_address(tmp_
     assert exit_code_after(stopped.value) == EXIT_STOP_RUN
 
 
-async def test_a_environment_that_stops_in_mid_step_is_named_and_survived(tmp_path: Path) -> None:
+async def test_an_environment_that_stops_in_mid_step_is_named_and_survived(tmp_path: Path) -> None:
     play = dispatching(tmp_path, [{"hangs_at": 1}, {}, {}], step_s=0.3)
     await play.run()
     dropped = play.sink.rows[GroupId("t0@0")]
@@ -89,7 +89,7 @@ async def test_a_request_to_a_full_queue_fails_with_the_cause_after_its_budget_a
         engine="scripted", max_running=1, max_queued=1, scripted=ScriptedConfig(token_s=0.05, max_model_len=4096)
     )
     async with open_engine(config, None) as engine, serve(build_app(engine, config)) as url:
-        await engine.load_weights(*Workshop(root=tmp_path).weights(1))
+        await engine.load_weights(*TinyModel(root=tmp_path).weights(1))
         async with open_policy_client(url, request_s=30.0) as client:
             long = SamplingParams(max_tokens=2000)
             stuck = [asyncio.create_task(client.complete([1], long)) for _ in range(2)]

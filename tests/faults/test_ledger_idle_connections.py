@@ -52,12 +52,12 @@ async def idle(url: str, count: int, pid: int) -> None:
         created = await caller.call(
             "PUT",
             "",
-            {"settings": {"rule": {"groups_per_step": 2, "max_in_flight": 2, "budget": 1}}},
+            {"settings": {"rule": {"groups_per_step": 2, "max_in_flight": 2, "max_head_offpolicy_versions": 1}}},
         )
         assert created.status == 200
         for at in range(20):
             assert (await caller.call("POST", "/submit", submission(f"t{at}"))).status == 200
-        assert (await caller.call("GET", "/audit")).told["ok"]
+        assert (await caller.call("GET", "/audit")).json["ok"]
         grown = psutil.Process(pid).memory_info().rss - before
         assert grown < MOST_BYTES_EACH * count
         for writer in writers:
@@ -86,7 +86,7 @@ def test_a_second_signal_ends_the_ledger_at_once(tmp_path: Path) -> None:
         # A body that never arrives keeps the first signal's drain busy.
         async with aiohttp.ClientSession() as session:
             caller = Caller(session, url)
-            rule = {"groups_per_step": 2, "max_in_flight": 2, "budget": 1}
+            rule = {"groups_per_step": 2, "max_in_flight": 2, "max_head_offpolicy_versions": 1}
             await caller.call("PUT", "", {"settings": {"rule": rule}})
             host, port = url.removeprefix("http://").split(":")
             _, writer = await asyncio.open_connection(host, int(port))

@@ -77,7 +77,9 @@ class CreateRun(Message, frozen=True, kw_only=True):
         settings, rule = self.settings, self.settings.rule
         spans = (settings.group_deadline_s, settings.owner_ttl_s)
         _reject_unstorable("settings", *spans, settings.max_attempts)
-        _reject_unstorable("settings", rule.groups_per_step, rule.max_in_flight, rule.budget, rule.max_steps)
+        _reject_unstorable(
+            "settings", rule.groups_per_step, rule.max_in_flight, rule.max_head_offpolicy_versions, rule.max_steps
+        )
         if min(spans) <= 0 or settings.max_attempts < 1:
             raise ValueError("settings: group_deadline_s and owner_ttl_s must be > 0, max_attempts must be >= 1")
         if rule.max_steps is not None and rule.max_steps < 0:

@@ -97,7 +97,7 @@ def dispatching(
         sink=sink,
         spec=spec_of(settings, **(worker or {})),
         config=settings,
-        rule=FreshnessRule(groups_per_step=4, max_in_flight=8, budget=1),
+        rule=FreshnessRule(groups_per_step=4, max_in_flight=8, max_head_offpolicy_versions=1),
         log=log,
         metrics=MetricRecorder("rollout", rollout_metrics(settings), directory / "metrics.jsonl"),
         spans=recorder,

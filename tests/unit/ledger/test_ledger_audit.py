@@ -18,7 +18,7 @@ from tests.parts.ledger.groups import RUN, draws, settings
 def write_a_run(directory: Path) -> None:
     """Two steps trained, one durable; one group batched, queued, leased, dropped each. A short batch ends it."""
     file = SqlFile(directory / FILE_NAME)
-    desk = Desk(file).create(settings(budget=2))
+    desk = Desk(file).create(settings(staleness_bound=2))
     desk.take_role()
     live = desk.publish(0)
     owner = desk.join()
@@ -73,7 +73,7 @@ def test_a_sound_record_adds_up(tmp_path: Path) -> None:
         ("UPDATE drops SET kind = 'stale'", "dropped groups by kind"),
         ("DELETE FROM payloads WHERE group_id = 'task8@0'", "task8@0 is queued and its payload is missing"),
         ("UPDATE payloads SET body = x'00' WHERE group_id = 'task5@0'", "task5@0: its payload does not match"),
-        ("UPDATE batch_entries SET oldest_version = -3 WHERE step = 1", "has lag 3 in batch 1, the budget is 2"),
+        ("UPDATE batch_entries SET oldest_version = -3 WHERE step = 1", "has lag 3 in batch 1, the bound is 2"),
         ("UPDATE batch_entries SET group_id = 'x' WHERE step = 1 AND place = 0", "batch 1: digest"),
         ("DELETE FROM batch_entries WHERE step = 3 AND place = 1", "batch 3: groups: 1, expected 2"),
         ("DELETE FROM batches WHERE step = 2", "not contiguous"),

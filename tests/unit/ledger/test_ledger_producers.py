@@ -39,7 +39,7 @@ def send(
 
 
 def training(per_step: int = 4) -> Desk:
-    desk = Desk().create(settings(per_step=per_step, in_flight=8, budget=1))
+    desk = Desk().create(settings(per_step=per_step, in_flight=8, staleness_bound=1))
     desk.take_role()
     desk.publish(0)
     return desk

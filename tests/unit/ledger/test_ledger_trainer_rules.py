@@ -12,9 +12,11 @@ from tests.parts.ledger.desk import Desk
 from tests.parts.ledger.groups import RUN, draws, settings
 
 
-def trained(steps: int, *, keep_payloads: bool = True, budget: int = 2) -> tuple[Desk, OwnerId]:
+def trained(steps: int, *, keep_payloads: bool = True, staleness_bound: int = 2) -> tuple[Desk, OwnerId]:
     """A run with one group a step that trained and published so many steps."""
-    desk = Desk().create(settings(per_step=1, budget=budget, policy=BatchPolicy.DROP, keep_payloads=keep_payloads))
+    desk = Desk().create(
+        settings(per_step=1, staleness_bound=staleness_bound, policy=BatchPolicy.DROP, keep_payloads=keep_payloads)
+    )
     desk.take_role()
     live = desk.publish(0)
     owner = desk.join()

@@ -35,7 +35,7 @@ OTHER = RunId("other")
 
 def write_a_bit_of_everything(desk: Desk) -> None:
     """Trained, durable, batched, queued, dropped, leased, waiting and external groups; an Atropos desk beside them."""
-    desk.create(settings(per_step=2, in_flight=12, budget=6, policy=BatchPolicy.DROP, keep_payloads=True))
+    desk.create(settings(per_step=2, in_flight=12, staleness_bound=6, policy=BatchPolicy.DROP, keep_payloads=True))
     desk.take_role()
     desk.publish(0)
     owner = desk.join("rollout")

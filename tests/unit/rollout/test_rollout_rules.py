@@ -68,7 +68,7 @@ def reply(grants: int, capacity: int) -> OpenReply:
 
 
 def test_the_controller_asks_for_what_it_can_play_and_counts_what_became_of_it() -> None:
-    rule = FreshnessRule(groups_per_step=4, max_in_flight=10, budget=1)
+    rule = FreshnessRule(groups_per_step=4, max_in_flight=10, max_head_offpolicy_versions=1)
     controller = StalenessController(rule, slots=64)
     assert controller.to_propose == 10, "more than C would never be granted"
     controller.opened(reply(7, capacity=1))
@@ -84,7 +84,7 @@ def test_the_controller_asks_for_what_it_can_play_and_counts_what_became_of_it()
 
 
 def test_the_controllers_capacity_is_the_gates_formula() -> None:
-    rule = FreshnessRule(groups_per_step=4, max_in_flight=10, budget=1)
+    rule = FreshnessRule(groups_per_step=4, max_in_flight=10, max_head_offpolicy_versions=1)
     controller = StalenessController(rule, slots=64)
     counts = GateCounts(leased=3, queued=2, batches_decided=2)
     status = LedgerStatus(run_id=RunId("r"), gate=GateState.OPEN, capacity=99, counts=counts, opened=13, version=2)

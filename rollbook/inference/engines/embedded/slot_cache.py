@@ -1,7 +1,7 @@
-"""Keys and values of running requests, one row a slot, rows at different positions, all slots equally long.
+"""The keys and values of running requests: one slot for each row, all slots equally long, rows at different positions.
 
-The tensors grow and shrink with what is in use, within a budget. One slot more than asked for is kept as scratch: padding of
-bucketed forwards is written there. `generation` changes whenever memory moves, so that whoever captured addresses captures again.
+The tensors grow and shrink with use, within a memory budget. There is one extra slot as scratch space, into which padding of
+bucketed forwards is written. `generation` changes whenever the memory moves, so that captured graphs are captured again.
 """
 
 # L layers, S slots, H key/value heads, T positions, D head size, N rows of this forward
@@ -15,32 +15,30 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Of the keys and values of one position of one layer."""
+    """Of the keys and values of one position in one layer."""
 
     heads: int
     key_size: int
     value_size: int
 
     @property
-    def numbers(self) -> int:
+    def elements(self) -> int:
         return self.heads * (self.key_size + self.value_size)
 
 
-def settled(host: Tensor, device: torch.device) -> Tensor:
-    """A copy in host memory that a device may take when it gets there, while the original changes."""
+def host_copy(host: Tensor, device: torch.device) -> Tensor:
+    """A copy in host memory that does not change while an asynchronous transfer reads it."""
     return host.pin_memory() if device.type == "cuda" else host.clone()
 
 
-def on_device(host: Tensor, device: torch.device) -> Tensor:
-    """The same on the device. A GPU is only asked for it: waiting here would stop everything that was launched ahead."""
+def to_device(host: Tensor, device: torch.device) -> Tensor:
+    """Transfers to a GPU are asynchronous: a wait here would stall the rounds that were launched ahead."""
     if device.type == "cuda":
         return host.pin_memory().to(device, non_blocking=True)
     return host if device.type == "cpu" else host.to(device)
 
 
 class SlotCache:
-    """Row i belongs to whoever the engine has put there."""
-
     def __init__(self, shapes: Sequence[LayerShape], *, dtype: torch.dtype, device: torch.device) -> None:
         self._shapes = list(shapes)
         self._dtype, self._device = dtype, device
@@ -50,7 +48,7 @@ class SlotCache:
         self.pairs: list[tuple[Tensor, Tensor]] = []
         """Keys and values of each layer, (S + 1, H, T, D) each."""
         self.joint: list[Tensor] = []
-        """The same memory as one tensor (2, S + 1, H, T, D) a layer; empty where keys and values differ in size."""
+        """The same memory as one tensor (2, S + 1, H, T, D) for each layer; empty if keys and values differ in size."""
         self.resize(0, 0)
 
     @property
@@ -59,21 +57,21 @@ class SlotCache:
 
     @staticmethod
     def bytes_per_token(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
-        return sum(shape.numbers for shape in shapes) * dtype.itemsize
+        return sum(shape.elements for shape in shapes) * dtype.itemsize
 
     def resize(self, rows: int, length: int) -> None:
-        """Have `rows` slots of `length` positions; what fits stays. One layer at a time, so that little is held twice."""
+        """Change to `rows` slots of `length` positions and keep what fits. Layer by layer, to limit the extra memory."""
         if self.generation and (rows, length) == (self.rows, self.length):
             return
         keep_rows, keep_length = min(rows, self.rows), min(length, self.length)
         is_joint = all(shape.key_size == shape.value_size for shape in self._shapes)
-        for at, shape in enumerate(self._shapes):
-            old = self.pairs[at] if at < len(self.pairs) else None
-            # Zeros, not empty memory: a masked position still takes part as 0 x value, and 0 x NaN is NaN.
+        for index, shape in enumerate(self._shapes):
+            old = self.pairs[index] if index < len(self.pairs) else None
+            # Zeros, not uninitialised memory: a masked position contributes 0 x value, and 0 x NaN is NaN.
             if is_joint:
                 joint = self._zeros(2, rows + 1, shape.heads, length, shape.key_size)
                 pair = (joint[0], joint[1])
-                self.joint[at : at + 1] = [joint]
+                self.joint[index : index + 1] = [joint]
             else:
                 pair = (
                     self._zeros(rows + 1, shape.heads, length, shape.key_size),
@@ -82,7 +80,7 @@ class SlotCache:
             if old is not None:
                 for new_SHTD, old_SHTD in zip(pair, old, strict=True):
                     new_SHTD[:keep_rows, :, :keep_length] = old_SHTD[:keep_rows, :, :keep_length]
-            self.pairs[at : at + 1] = [pair]
+            self.pairs[index : index + 1] = [pair]
             del old
         self.rows, self.length = rows, length
         self.generation += 1
@@ -90,21 +88,21 @@ class SlotCache:
             torch.cuda.empty_cache()
 
     def copy_rows(self, sources: Sequence[int], targets: Sequence[int], *, length: int) -> None:
-        """Copy row to row, the first `length` positions. No target may be a source."""
-        sources_N = on_device(torch.tensor(sources), self._device)
-        targets_N = on_device(torch.tensor(targets), self._device)
+        """Copy the first `length` positions from row to row. No target may be a source."""
+        sources_N = to_device(torch.tensor(sources), self._device)
+        targets_N = to_device(torch.tensor(targets), self._device)
         for pair in self.pairs:
             for slots_SHTD in pair:
                 slots_SHTD[targets_N, :, :length] = slots_SHTD[sources_N, :, :length]
 
-    def row_copy(self, row: int, length: int) -> list[Tensor]:
-        """The first positions of a row, in memory of their own."""
+    def copy_out(self, row: int, length: int) -> list[Tensor]:
+        """A copy of the first `length` positions of a row."""
         if self.joint:
             return [joint[:, row, :, :length].clone() for joint in self.joint]
         return [slots_SHTD[row, :, :length].clone() for pair in self.pairs for slots_SHTD in pair]
 
-    def row_paste(self, row: int, copied: Sequence[Tensor], length: int) -> None:
-        """The first positions of what `row_copy` gave, into a row."""
+    def copy_in(self, row: int, copied: Sequence[Tensor], length: int) -> None:
+        """Write the first `length` positions of a copy by `copy_out` into a row."""
         if self.joint:
             for joint, layer in zip(self.joint, copied, strict=True):
                 joint[:, row, :, :length] = layer[:, :, :length]
@@ -113,9 +111,8 @@ class SlotCache:
         for slots_SHTD, layer in zip(slots, copied, strict=True):
             slots_SHTD[row, :, :length] = layer[:, :length]
 
-    def wipe(self, rows: Sequence[int]) -> None:
-        """Forget rows completely."""
-        rows_N = on_device(torch.tensor(rows), self._device)
+    def zero_rows(self, rows: Sequence[int]) -> None:
+        rows_N = to_device(torch.tensor(rows), self._device)
         for pair in self.pairs:
             for slots_SHTD in pair:
                 slots_SHTD[rows_N] = 0

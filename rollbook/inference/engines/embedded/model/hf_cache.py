@@ -1,7 +1,7 @@
-"""Our slots behind transformers' cache interface, for models that run through their own Hugging Face module.
+"""The slots behind the cache interface of transformers, for models that run through their Hugging Face module.
 
-`PrefillCache` writes what a forward of several tokens a row computes; `DecodeCache` writes one token a row and shows the rows'
-whole past as views: the rows lie packed at the front, so nothing is gathered.
+`PrefillCache` writes several tokens per row. `DecodeCache` writes one token per row and returns the rows' past as views: the rows
+are packed at the front, so nothing is gathered.
 """
 
 # S slots, H key/value heads, T positions, D head size, N rows of this forward, C tokens a row
@@ -9,8 +9,8 @@ whole past as views: the rows lie packed at the front, so nothing is gathered.
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from rollbook.inference.engines.embedded.cache.slot_cache import LayerShape, SlotCache
-from rollbook.inference.engines.embedded.model.forward import PrefillPlaces
+from rollbook.inference.engines.embedded.model.forward import PrefillPositions
+from rollbook.inference.engines.embedded.slot_cache import LayerShape, SlotCache
 
 Pair = tuple[Tensor, Tensor]
 
@@ -29,7 +29,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers 
 
 
 class _ProbeLayer(_Layer):  # type: ignore[no-untyped-call]  # transformers leaves it untyped
-    """Hands keys and values through, and remembers their shape."""
+    """Returns keys and values unchanged, and records their shape."""
 
     shape: LayerShape
 
@@ -45,7 +45,7 @@ class _ProbeLayer(_Layer):  # type: ignore[no-untyped-call]  # transformers leav
 
 
 class ProbeCache(Cache):
-    """Finds out what a model keeps of a position."""
+    """Finds the shapes of a model's keys and values."""
 
     def __init__(self, num_layers: int) -> None:
         self.probes = [_ProbeLayer() for _ in range(num_layers)]
@@ -53,32 +53,32 @@ class ProbeCache(Cache):
 
 
 class _PrefillLayer(_Layer):  # type: ignore[no-untyped-call]  # transformers leaves it untyped
-    def __init__(self, pair: Pair, places: PrefillPlaces) -> None:
+    def __init__(self, pair: Pair, positions: PrefillPositions) -> None:
         super().__init__()
         self._pair = pair
-        self._places = places
+        self._positions = positions
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Pair:
         for slots_SHTD, new_NHCD in zip(self._pair, (key_states, value_states), strict=True):
-            slots_SHTD[self._places.write_rows_NC, :, self._places.write_at_NC] = new_NHCD.transpose(1, 2)
-        if self._places.is_fresh:
+            slots_SHTD[self._positions.write_rows_NC, :, self._positions.write_at_NC] = new_NHCD.transpose(1, 2)
+        if self._positions.is_fresh:
             return key_states, value_states
         keys_SHTD, values_SHTD = self._pair
-        rows_N, reach = self._places.rows_N, self._places.reach
-        return keys_SHTD[rows_N, :, :reach], values_SHTD[rows_N, :, :reach]
+        rows_N, attention_length = self._positions.rows_N, self._positions.attention_length
+        return keys_SHTD[rows_N, :, :attention_length], values_SHTD[rows_N, :, :attention_length]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return (query_length, 0) if self._places.is_fresh else (self._places.reach, 0)
+        return (query_length, 0) if self._positions.is_fresh else (self._positions.attention_length, 0)
 
     def get_seq_length(self) -> int:
-        return 0 if self._places.is_fresh else self._places.reach
+        return 0 if self._positions.is_fresh else self._positions.attention_length
 
 
 class PrefillCache(Cache):
-    """For one forward of C tokens in each of some rows."""
+    """For one forward of C tokens per row."""
 
-    def __init__(self, slots: SlotCache, places: PrefillPlaces) -> None:
-        super().__init__(layers=[_PrefillLayer(pair, places) for pair in slots.pairs])
+    def __init__(self, slots: SlotCache, positions: PrefillPositions) -> None:
+        super().__init__(layers=[_PrefillLayer(pair, positions) for pair in slots.pairs])
 
 
 class _DecodeLayer(_Layer):  # type: ignore[no-untyped-call]  # transformers leaves it untyped
