@@ -22,7 +22,7 @@ from rollbook.ledger.http.errors import KNOWN, refusal
 from rollbook.ledger.http.fast_path import HOT_ROUTES, answering
 from rollbook.ledger.http.handlers import Handler, build_app
 from rollbook.ledger.http.routes import EITHER
-from rollbook.ledger.service import Ledger, ledger_on
+from rollbook.ledger.service import Ledger, open_ledger
 from rollbook.ledger.store import Store
 from rollbook.ledger.stores.registry import open_store
 from rollbook.telemetry.events import EventLog
@@ -100,7 +100,7 @@ async def serve_ledger(
         async with (
             _stopped_by_signals(stop) as stopping,
             open_store(config.store, durability=config.ledger.durability) as store,
-            ledger_on(store, config.ledger, clock=clock or SystemClock(), log=log) as ledger,
+            open_ledger(store, config.ledger, clock=clock or SystemClock(), log=log) as ledger,
         ):
             app = build_app(ledger, config.ledger, keys=keys)
             if mount is not None:

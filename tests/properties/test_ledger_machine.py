@@ -21,7 +21,7 @@ from rollbook.contracts.errors import FencedError
 from rollbook.contracts.freshness import BatchPolicy
 from rollbook.contracts.group import DropKind, DropReason, GroupState
 from rollbook.ledger.rules import gate
-from tests.parts.ledger.desk import Desk, SqlFile
+from tests.parts.ledger.desk import Desk, SqliteNow
 from tests.parts.ledger.groups import draws
 from tests.parts.ledger.groups import settings as run_settings
 from tests.parts.ledger.world import World
@@ -205,7 +205,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def time_passes(self, seconds: float, alive: set[str]) -> None:
         self.desk.now += seconds
         for name in alive & set(self.owners):
-            self.desk.rule(lambda book, name=name: gate.heartbeat(book, self.owners[name]))  # type: ignore[misc]
+            self.desk.rule(lambda run_tx, name=name: gate.heartbeat(run_tx, self.owners[name]))  # type: ignore[misc]
         self.desk.expire()
 
     # ------------------------------------------------------------------ trainer
@@ -300,13 +300,13 @@ class LedgerMachine(RuleBasedStateMachine):
 class SqlLedgerMachine(LedgerMachine):
     def make_desk(self) -> Desk:
         self.directory = tempfile.TemporaryDirectory()
-        self.file = SqlFile(Path(self.directory.name) / "ledger.sqlite")
+        self.file = SqliteNow(Path(self.directory.name) / "ledger.sqlite")
         return Desk(self.file)
 
     @rule()
     def ledger_restarts(self) -> None:
         self.file.close()
-        self.file = SqlFile(self.file.path)
+        self.file = SqliteNow(self.file.path)
         self.desk.store = self.file
         self.desk.now += 5
         self.desk.rule(gate.grace)

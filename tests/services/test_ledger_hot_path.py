@@ -24,7 +24,7 @@ from rollbook.ledger.http.bodies import BodyReader
 from rollbook.ledger.http.fast_path import HOT_ROUTES, MOST_AHEAD, answering
 from rollbook.ledger.http.handlers import build_app
 from rollbook.ledger.serve import BACKLOG, listening_socket
-from rollbook.ledger.service import Ledger, ledger_on
+from rollbook.ledger.service import Ledger, open_ledger
 from rollbook.ledger.stores.sqlite.store import open_sqlite_store
 from rollbook.telemetry.events import EventLog
 from tests.parts.ledger.groups import RUN, settings
@@ -89,7 +89,7 @@ async def server(tmp_path: Path) -> AsyncIterator[Server]:
 
 async def serve(directory: Path, keys: Keys | None) -> AsyncIterator[Server]:
     log, clock = EventLog("ledger", echo=sys.stdout), SystemClock()
-    async with open_sqlite_store(directory) as store, ledger_on(store, CONFIG, clock=clock, log=log) as ledger:
+    async with open_sqlite_store(directory) as store, open_ledger(store, CONFIG, clock=clock, log=log) as ledger:
         await ledger.create_run(RUN, settings())
         app = build_app(ledger, CONFIG, keys=keys)
         add_atropos(app, store=store, config=AtroposConfig(body_s=1.0), limits=CONFIG, clock=clock, log=log)

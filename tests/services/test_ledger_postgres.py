@@ -18,7 +18,7 @@ from rollbook.contracts.batch import BatchManifest
 from rollbook.contracts.errors import RunError, TransientError
 from rollbook.contracts.group import GroupId
 from rollbook.ledger.config import LedgerConfig
-from rollbook.ledger.service import Ledger, ledger_on
+from rollbook.ledger.service import Ledger, open_ledger
 from rollbook.ledger.store import StoreFaultError, Transaction
 from rollbook.ledger.stores.postgres import writer as postgres_writer
 from rollbook.ledger.stores.postgres.store import open_postgres_store
@@ -46,7 +46,7 @@ def server() -> Iterator[PostgresServer]:
 
 @asynccontextmanager
 async def replica(url: str) -> AsyncIterator[Ledger]:
-    async with open_store(url) as store, ledger_on(store, LedgerConfig(), clock=SystemClock(), log=LOG) as ledger:
+    async with open_store(url) as store, open_ledger(store, LedgerConfig(), clock=SystemClock(), log=LOG) as ledger:
         yield ledger
 
 
@@ -158,10 +158,10 @@ async def test_a_database_that_stays_away_is_told_as_try_again(
         monkeypatch.setattr(postgres_writer, "PATIENCE_S", 0.3)
         server.stop()
         with pytest.raises(TransientError, match="cannot be reached"):
-            await store.write(lambda tx: tx.put_payload(RUN, GroupId("a"), b"body"))
+            await store.write(lambda tx: tx.payloads.put(RUN, GroupId("a"), b"body"))
         server.start()
-        await store.write(lambda tx: tx.put_payload(RUN, GroupId("a"), b"body"))
-        assert await store.read(lambda tx: tx.payload(RUN, GroupId("a"))) == b"body"
+        await store.write(lambda tx: tx.payloads.put(RUN, GroupId("a"), b"body"))
+        assert await store.read(lambda tx: tx.payloads.get(RUN, GroupId("a"))) == b"body"
 
 
 class CuttingProxy:
@@ -221,11 +221,11 @@ async def test_a_commit_whose_answer_was_lost_is_done_once_and_answered_truly(ur
     port = shared_server().port
     with cutting_proxy(port, lets_it_through=lets_it_through) as proxy:
         async with open_postgres_store(url.replace(str(port), str(proxy.port), 1)) as store:
-            await store.write(lambda tx: tx.count_drop(RUN, "stale"))
+            await store.write(lambda tx: tx.runs.count_drop(RUN, "stale"))
             proxy.is_armed = True
-            await store.write(lambda tx: tx.count_drop(RUN, "stale"))
+            await store.write(lambda tx: tx.runs.count_drop(RUN, "stale"))
             assert proxy.num_cut == 1
-            assert await store.read(lambda tx: tx.drops(RUN)) == {"stale": 2}
+            assert await store.read(lambda tx: tx.runs.drops(RUN)) == {"stale": 2}
 
 
 async def test_a_commit_that_a_crash_took_is_not_mistaken_for_one_that_came_after(server: PostgresServer) -> None:
@@ -235,7 +235,7 @@ async def test_a_commit_that_a_crash_took_is_not_mistaken_for_one_that_came_afte
         async with open_postgres_store(url.replace(str(server.port), str(proxy.port), 1)) as store:
             proxy.lets_in.clear()
             proxy.is_armed = True
-            writing = asyncio.ensure_future(store.write(lambda tx: tx.count_drop(RUN, "stale")))
+            writing = asyncio.ensure_future(store.write(lambda tx: tx.runs.count_drop(RUN, "stale")))
             while not proxy.num_cut:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             server.kill()
@@ -245,7 +245,7 @@ async def test_a_commit_that_a_crash_took_is_not_mistaken_for_one_that_came_afte
                     db.execute("INSERT INTO drops (run_id, kind, num) VALUES ('other', %s, 1)", (f"kind{number}",))
             proxy.lets_in.set()
             await writing
-            assert await store.read(lambda tx: tx.drops(RUN)) == {"stale": 1}
+            assert await store.read(lambda tx: tx.runs.drops(RUN)) == {"stale": 1}
 
 
 async def test_a_replica_that_stands_still_does_not_stop_the_others(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,17 +253,17 @@ async def test_a_replica_that_stands_still_does_not_stop_the_others(url: str, mo
     naps = iter([1.0])
 
     def work(tx: Transaction) -> str:
-        tx.count_drop(RUN, "stale")
+        tx.runs.count_drop(RUN, "stale")
         time.sleep(next(naps, 0.0))
         return "done"
 
     async with open_postgres_store(url) as one, open_postgres_store(url) as other:
         still = asyncio.ensure_future(one.write(work))
         await asyncio.sleep(0.05)
-        await other.write(lambda tx: tx.count_drop(RUN, "reset"))
+        await other.write(lambda tx: tx.runs.count_drop(RUN, "reset"))
         assert not still.done()
         assert await still == "done"
-        assert await other.read(lambda tx: tx.drops(RUN)) == {"stale": 1, "reset": 1}
+        assert await other.read(lambda tx: tx.runs.drops(RUN)) == {"stale": 1, "reset": 1}
 
 
 async def test_a_database_of_a_newer_release_is_refused(url: str) -> None:

@@ -39,11 +39,11 @@ from rollbook.ledger.atropos.posts import Incoming, Post
 from rollbook.ledger.atropos.refusals import KNOWN, error_answer
 from rollbook.ledger.atropos.rules import NoTrainerError, UnknownEnvError
 from rollbook.ledger.atropos.scored_data import PostedGroup, read_group, read_groups, read_message, refused
-from rollbook.ledger.atropos.service import AtroposDesk, open_desk
+from rollbook.ledger.atropos.service import AtroposService, open_atropos_service
 from rollbook.ledger.config import LedgerConfig
 from rollbook.ledger.http.bodies import BodyReader
 from rollbook.ledger.http.fast_path import HOT_ROUTES, Asked, HotConnection, HotReply, HotRoute
-from rollbook.ledger.rules.book import UnknownRunError
+from rollbook.ledger.rules.run_transaction import UnknownRunError
 from rollbook.ledger.store import Store
 from rollbook.telemetry.events import EventLog
 
@@ -91,7 +91,7 @@ class _Desks:
         self.limits = limits
         self._clock = clock
         self._log = log
-        self._open: dict[RunId, AtroposDesk] = {}
+        self._open: dict[RunId, AtroposService] = {}
         self._stack = AsyncExitStack()
 
     async def opened(self, _: web.Application) -> AsyncIterator[None]:
@@ -99,14 +99,14 @@ class _Desks:
             await self.at(RunId(self.config.run))
             yield
 
-    async def of(self, request: web.Request) -> AtroposDesk:
+    async def of(self, request: web.Request) -> AtroposService:
         return await self.at(RunId(request.match_info.get("run", self.config.run)))
 
-    async def at(self, run_id: RunId) -> AtroposDesk:
+    async def at(self, run_id: RunId) -> AtroposService:
         desk = self._open.get(run_id)
         if desk is None:
             desk = await self._stack.enter_async_context(
-                open_desk(
+                open_atropos_service(
                     run_id,
                     store=self._store,
                     config=self.config,

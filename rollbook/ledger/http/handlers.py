@@ -158,8 +158,8 @@ class NativeRoutes:
         run_id, group_id = _run(request), GroupId(request.match_info["group"])
         group, moves, sentences = await self._ledger.read(
             lambda tx: (
-                tx.group(run_id, group_id),
-                tx.moves(run_id, group_id),
+                tx.groups.get(run_id, group_id),
+                tx.history.of_group(run_id, group_id),
                 explain_group(tx, run_id, group_id),
             )
         )
@@ -170,7 +170,7 @@ class NativeRoutes:
     async def payload(self, request: web.Request) -> web.Response:
         run_id, group_id = _run(request), GroupId(request.match_info["group"])
         await self._ledger.status(run_id)
-        found = await self._ledger.read(lambda tx: tx.payload(run_id, group_id))
+        found = await self._ledger.read(lambda tx: tx.payloads.get(run_id, group_id))
         if found is None:
             raise NotFoundError(f"run {run_id}: there is no payload of group {group_id}, or not any more")
         return web.Response(body=found, content_type="application/octet-stream")

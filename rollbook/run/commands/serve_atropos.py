@@ -24,7 +24,7 @@ from rollbook.ledger.config import Durability, LedgerConfig
 from rollbook.ledger.http.fast_path import answering
 from rollbook.ledger.http.handlers import build_app
 from rollbook.ledger.http.malloc import keep_memory_for_bodies
-from rollbook.ledger.service import ledger_on
+from rollbook.ledger.service import open_ledger
 from rollbook.ledger.stores.registry import open_store
 from rollbook.run.supervision.sockets import BACKLOG, DRAIN_S, listening_socket, url_of
 from rollbook.telemetry.events import EventLog
@@ -125,7 +125,7 @@ async def _answer(args: argparse.Namespace, listening: socket.socket, log: Event
     clock = SystemClock()
     async with (
         open_store(args.store, durability=limits.durability) as store,
-        ledger_on(store, limits, clock=clock, log=log) as ledger,
+        open_ledger(store, limits, clock=clock, log=log) as ledger,
     ):
         app = build_app(ledger, limits)
         add_atropos(app, store=store, config=AtroposConfig(run=args.run), limits=limits, clock=clock, log=log)

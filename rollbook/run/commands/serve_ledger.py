@@ -25,7 +25,7 @@ from rollbook.ledger.http.malloc import keep_memory_for_bodies
 from rollbook.ledger.serve import serve_ledger
 from rollbook.ledger.service import Ledger
 from rollbook.ledger.store import Store
-from rollbook.ledger.stores.registry import open_reader, open_store, sqlite_url
+from rollbook.ledger.stores.registry import open_reader, open_store, reclaim, sqlite_url
 from rollbook.ledger.tools.audit import AuditReport
 from rollbook.ledger.tools.compaction import compact
 from rollbook.ledger.tools.explain import explain
@@ -69,10 +69,14 @@ def serve(
 
 
 def shrink(store: str, *, run: str | None, up_to_step: int | None) -> dict[str, Any]:
-    report = asyncio.run(
-        compact(store, now=time.time(), run_id=None if run is None else RunId(run), up_to_step=up_to_step)
-    )
-    return asdict(report)
+    async def delete_payloads() -> tuple[int, int]:
+        async with open_store(store) as opened:
+            run_id = None if run is None else RunId(run)
+            return await compact(opened, now=time.time(), run_id=run_id, up_to_step=up_to_step)
+
+    num_payloads, num_bytes = asyncio.run(delete_payloads())
+    before, after = reclaim(store)
+    return {"payloads": num_payloads, "payload_bytes": num_bytes, "bytes_before": before, "bytes_after": after}
 
 
 def write_out(store: str, run: str, target: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from rollbook.ledger.atropos.config import AtroposConfig
 from rollbook.ledger.atropos.routes import add_atropos
 from rollbook.ledger.http.fast_path import answering
 from rollbook.ledger.http.handlers import build_app
-from rollbook.ledger.service import ledger_on
+from rollbook.ledger.service import open_ledger
 from rollbook.ledger.stores.sqlite.store import open_sqlite_store
 from rollbook.run.atropos_feed import posts_run
 from rollbook.run.supervision.child_main import RoleContext
@@ -18,7 +18,7 @@ async def main(context: RoleContext) -> str:
     settings = config.gate.settings(max_steps=config.trainer.max_steps, keep_payloads=config.ledger.keep_payloads)
     async with (
         open_sqlite_store(context.directory.ledger, durability=config.ledger.durability) as store,
-        ledger_on(store, config.ledger, clock=clock, log=context.log) as ledger,
+        open_ledger(store, config.ledger, clock=clock, log=context.log) as ledger,
     ):
         await ledger.create_run(RunId(config.run.name), settings)
         app = build_app(ledger, config.ledger)

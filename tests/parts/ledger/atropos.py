@@ -17,7 +17,7 @@ from rollbook.ledger.config import LedgerConfig
 from rollbook.ledger.http.fast_path import answering
 from rollbook.ledger.http.handlers import build_app
 from rollbook.ledger.serve import BACKLOG, listening_socket, url_of
-from rollbook.ledger.service import Ledger, ledger_on
+from rollbook.ledger.service import Ledger, open_ledger
 from rollbook.ledger.store import Store
 from rollbook.ledger.stores.sqlite.store import open_sqlite_store
 from rollbook.ledger.tools.audit import audit_run
@@ -105,7 +105,7 @@ async def dialect_on(
     store: Store, *, config: AtroposConfig | None = None, limits: LedgerConfig | None = None, clock: Clock | None = None
 ) -> AsyncIterator[Client]:
     limits, clock, log = limits or LedgerConfig(), clock or SystemClock(), EventLog("atropos", echo=sys.stdout)
-    async with ledger_on(store, limits, clock=clock, log=log) as ledger:
+    async with open_ledger(store, limits, clock=clock, log=log) as ledger:
         app = build_app(ledger, limits)
         add_atropos(app, store=store, config=config or AtroposConfig(), limits=limits, clock=clock, log=log)
         with listening_socket("127.0.0.1", 0) as sock:

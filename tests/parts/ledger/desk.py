@@ -13,15 +13,14 @@ from rollbook.contracts.policy import Publication
 from rollbook.contracts.task import Draw
 from rollbook.ledger.group_frame import encode_group, payload_digest
 from rollbook.ledger.records import GroupRecord, RunRecord
-from rollbook.ledger.rules import batches, gate, groups, lineage, runs, trainer
+from rollbook.ledger.rules import batches, gate, groups, publications, runs, trainer
 from rollbook.ledger.rules.batches import Decision
-from rollbook.ledger.rules.book import RunBook, opened_book
+from rollbook.ledger.rules.run_transaction import RunTransaction, run_transaction
 from rollbook.ledger.rules.groups import Submission
 from rollbook.ledger.store import Transaction
-from rollbook.ledger.stores.memory import MemoryStore
 from rollbook.ledger.stores.sql.transaction import SqlTransaction
-from rollbook.ledger.stores.sql.write_buffer import WriteBehind
-from rollbook.ledger.stores.sqlite.migrations import migrate
+from rollbook.ledger.stores.sql.write_buffer import SqlSession
+from rollbook.ledger.stores.sqlite.file import MEMORY, create_tables
 from rollbook.ledger.tools.audit import AuditReport, audit_run
 from tests.parts.ledger.groups import RUN, group_of, outcome_of
 
@@ -35,30 +34,31 @@ class NowStore(Protocol):
     def read_now(self, work: Callable[[Transaction], T]) -> T: ...
 
 
-class SqlFile:
-    """The SQL of the real store on a real file, without its threads."""
+class SqliteNow:
+    """The SQL of the real store on a database in memory or in a file, without its threads."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path = MEMORY) -> None:
         self.path = path
         self._runs: dict[RunId, RunRecord] = {}
         self._db = sqlite3.connect(path, isolation_level=None)
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute("PRAGMA synchronous = OFF")
-        migrate(self._db, path)
+        create_tables(self._db, path)
 
     def write_now(self, work: Callable[[Transaction], T]) -> T:
         with self._transaction("COMMIT"):
-            tx = WriteBehind(self._db, self._runs)
+            session = SqlSession(self._db, cached_runs=self._runs)
+            tx = SqlTransaction(session, str(self.path))
             tx.begin()
             result = work(tx)
             tx.end()
-            tx.finish()
-        self._runs.update(tx.runs_written)
+            session.flush()
+        self._runs.update(session.runs_written)
         return result
 
     def read_now(self, work: Callable[[Transaction], T]) -> T:
         with self._transaction("ROLLBACK"):
-            return work(SqlTransaction(self._db))
+            return work(SqlTransaction(SqlSession(self._db), str(self.path)))
 
     @contextmanager
     def _transaction(self, end: str) -> Iterator[None]:
@@ -79,15 +79,15 @@ class Desk:
     """One run and the verbs on it. `now` moves by hand."""
 
     def __init__(self, store: NowStore | None = None) -> None:
-        self.store = store or MemoryStore()
+        self.store = store or SqliteNow()
         self.now = 1_000.0
         self.epoch = 0
         self._requests = 0
 
-    def rule(self, work: Callable[[RunBook], T]) -> T:
+    def rule(self, work: Callable[[RunTransaction], T]) -> T:
         def run(tx: Transaction) -> T:
-            with opened_book(tx, RUN, self.now) as book:
-                return work(book)
+            with run_transaction(tx, RUN, self.now) as run_tx:
+                return work(run_tx)
 
         return self.store.write_now(run)
 
@@ -98,12 +98,12 @@ class Desk:
     def join(self, name: str = "worker", nonce: str | None = None) -> OwnerId:
         self._requests += 1
         nonce = nonce or f"nonce{self._requests}"
-        return self.rule(lambda book: gate.join(book, name, nonce))
+        return self.rule(lambda run_tx: gate.join(run_tx, name, nonce))
 
     def open(self, owner: OwnerId, draws: list[Draw], *, limit: int = 100, request: str | None = None) -> OpenReply:
         self._requests += 1
         request = request or f"request{self._requests}"
-        return self.rule(lambda book: gate.open_groups(book, owner, draws, limit=limit, request_id=request))
+        return self.rule(lambda run_tx: gate.open_groups(run_tx, owner, draws, limit=limit, request_id=request))
 
     def submit(
         self,
@@ -128,47 +128,47 @@ class Desk:
             payload_digest=payload_digest(payload),
             drop=drop,
         )
-        return self.rule(lambda book: groups.submit(book, submission, max_queued=max_queued))
+        return self.rule(lambda run_tx: groups.submit(run_tx, submission, max_queued=max_queued))
 
     def close(self, task: str, reason: DropReason) -> Receipt:
-        return self.rule(lambda book: groups.close(book, GroupId(f"{task}@0"), reason, outcome=None))
+        return self.rule(lambda run_tx: groups.close(run_tx, GroupId(f"{task}@0"), reason, outcome=None))
 
     def release(self, task: str, attempt: int, cause: str = "worker died") -> None:
-        self.rule(lambda book: groups.release(book, GroupId(f"{task}@0"), attempt=attempt, cause=cause))
+        self.rule(lambda run_tx: groups.release(run_tx, GroupId(f"{task}@0"), attempt=attempt, cause=cause))
 
     def exhausted(self) -> None:
-        self.rule(groups.exhausted)
+        self.rule(groups.mark_exhausted)
 
     def expire(self) -> int:
         return self.rule(gate.expire)
 
     def take_role(self, restored_step: int = 0) -> TrainerRole:
-        role = self.rule(lambda book: trainer.take_role(book, restored_step=restored_step))
+        role = self.rule(lambda run_tx: trainer.take_role(run_tx, restored_step=restored_step))
         self.epoch = role.epoch
         return role
 
     def decide(self, step: int, *, epoch: int | None = None) -> Decision:
         epoch = self.epoch if epoch is None else epoch
-        return self.rule(lambda book: batches.decide(book, step, epoch=epoch))
+        return self.rule(lambda run_tx: batches.decide(run_tx, step, epoch=epoch))
 
     def acknowledge(self, step: int, digest: str | None = None, *, epoch: int | None = None) -> AckReceipt:
         epoch = self.epoch if epoch is None else epoch
-        return self.rule(lambda book: trainer.acknowledge(book, step, digest or f"weights{step}", epoch=epoch))
+        return self.rule(lambda run_tx: trainer.acknowledge(run_tx, step, digest or f"weights{step}", epoch=epoch))
 
     def register(self, step: int, digest: str | None = None) -> Publication:
-        return self.rule(lambda book: lineage.register(book, step, digest or f"weights{step}", epoch=self.epoch))
+        return self.rule(lambda run_tx: publications.register(run_tx, step, digest or f"weights{step}", epoch=self.epoch))
 
     def publish(self, step: int, digest: str | None = None) -> Publication:
         publication = self.register(step, digest)
-        self.rule(lambda book: lineage.confirm(book, publication, epoch=self.epoch))
+        self.rule(lambda run_tx: publications.confirm(run_tx, publication, epoch=self.epoch))
         return publication
 
     def checkpointed(self, step: int, *, oldest_kept: int | None = None) -> int:
         kept = step if oldest_kept is None else oldest_kept
-        return self.rule(lambda book: trainer.checkpointed(book, step, oldest_kept=kept, epoch=self.epoch))
+        return self.rule(lambda run_tx: trainer.checkpointed(run_tx, step, oldest_kept=kept, epoch=self.epoch))
 
     def finish(self, reason: EndOfRun) -> None:
-        self.rule(lambda book: trainer.finish(book, reason, epoch=self.epoch))
+        self.rule(lambda run_tx: trainer.finish(run_tx, reason, epoch=self.epoch))
 
     def status(self) -> LedgerStatus:
         return self.store.read_now(lambda tx: runs.status(tx, RUN))
@@ -177,10 +177,10 @@ class Desk:
         return self.store.read_now(lambda tx: audit_run(tx, RUN))
 
     def group(self, task: str) -> GroupRecord:
-        record = self.store.read_now(lambda tx: tx.group(RUN, GroupId(f"{task}@0")))
+        record = self.store.read_now(lambda tx: tx.groups.get(RUN, GroupId(f"{task}@0")))
         assert record is not None
         return record
 
     def notes(self, task: str) -> list[str]:
-        moves = self.store.read_now(lambda tx: tx.moves(RUN, GroupId(f"{task}@0")))
+        moves = self.store.read_now(lambda tx: tx.history.of_group(RUN, GroupId(f"{task}@0")))
         return [f"{move.to_state}: {move.note}" for move in moves]

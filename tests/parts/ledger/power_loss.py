@@ -19,7 +19,7 @@ from pathlib import Path
 from rollbook.concurrency.clock import SystemClock
 from rollbook.contracts.batch import BatchManifest
 from rollbook.ledger.config import Durability, LedgerConfig
-from rollbook.ledger.service import Ledger, ledger_on
+from rollbook.ledger.service import Ledger, open_ledger
 from rollbook.ledger.stores.sqlite.segments import DIRECTORY as SEGMENTS
 from rollbook.ledger.stores.sqlite.store import open_sqlite_store
 from rollbook.telemetry.events import EventLog
@@ -174,7 +174,7 @@ async def _load(disk: Path, durability: Durability) -> None:
     async with open_sqlite_store(disk / LEDGER, durability=durability) as store:
         # Small logs, so that they are taken over into the file many times.
         await store.write(lambda tx: tx._db.execute("PRAGMA wal_autocheckpoint = 60"))  # type: ignore[attr-defined]
-        async with ledger_on(store, LedgerConfig(), clock=SystemClock(), log=log) as ledger:
+        async with open_ledger(store, LedgerConfig(), clock=SystemClock(), log=log) as ledger:
             await _work(ledger, answers)
 
 

@@ -13,7 +13,7 @@ from rollbook.ledger.atropos.config import AtroposConfig
 from rollbook.ledger.atropos.models import Refusal
 from rollbook.ledger.atropos.posts import Incoming, Post
 from rollbook.ledger.atropos.scored_data import read_group
-from rollbook.ledger.atropos.service import AtroposDesk
+from rollbook.ledger.atropos.service import AtroposService
 from rollbook.ledger.config import LedgerConfig
 from rollbook.ledger.stores.memory import MemoryStore
 from rollbook.telemetry.events import EventLog
@@ -33,20 +33,20 @@ def reader_of(body: bytes) -> Callable[[], Post]:
     return read
 
 
-def desk_on(store: MemoryStore, **limits: Any) -> AtroposDesk:
+def desk_on(store: MemoryStore, **limits: Any) -> AtroposService:
     config = AtroposConfig(hold_s=0.05)
-    return AtroposDesk(
+    return AtroposService(
         RUN, store=store, config=config, limits=LedgerConfig(**limits), clock=SystemClock(), log=EventLog("test")
     )
 
 
-async def post(desk: AtroposDesk, incoming: Incoming) -> dict[str, Any]:
+async def post(desk: AtroposService, incoming: Incoming) -> dict[str, Any]:
     async with desk.posted(incoming) as answer:
         return answer
 
 
 def num_queued(store: MemoryStore) -> int:
-    return store.read_now(lambda tx: len(tx.queued(RUN)))
+    return store.read_now(lambda tx: len(tx.groups.queued(RUN)))
 
 
 def test_a_post_is_read_when_it_is_taken_and_not_kept_afterwards() -> None:

@@ -11,13 +11,13 @@ from rollbook.ledger.store import StoreFaultError
 from rollbook.ledger.stores.sqlite.file import FILE_NAME
 from rollbook.ledger.stores.sqlite.store import open_readonly
 from rollbook.ledger.tools.audit import audit
-from tests.parts.ledger.desk import Desk, SqlFile
+from tests.parts.ledger.desk import Desk, SqliteNow
 from tests.parts.ledger.groups import RUN, draws, settings
 
 
 def write_a_run(directory: Path) -> None:
     """Two steps trained, one durable; one group batched, queued, leased, dropped each. A short batch ends it."""
-    file = SqlFile(directory / FILE_NAME)
+    file = SqliteNow(directory / FILE_NAME)
     desk = Desk(file).create(settings(budget=2))
     desk.take_role()
     live = desk.publish(0)
@@ -96,7 +96,7 @@ def test_a_file_is_read_where_nothing_may_be_written(tmp_path: Path) -> None:
 
 
 def test_a_live_file_is_read_beside_its_writer(tmp_path: Path) -> None:
-    file = SqlFile(tmp_path / FILE_NAME)
+    file = SqliteNow(tmp_path / FILE_NAME)
     desk = Desk(file).create(settings())
     with open_readonly(tmp_path) as reader:
         assert audit(reader, RUN).opened == 0

@@ -120,7 +120,7 @@ def test_a_heartbeat_keeps_an_owner_alive(desk: Desk) -> None:
     desk.open(owner, draws(0, 2))
     for _ in range(5):
         desk.now += 6
-        desk.rule(lambda book: gate.heartbeat(book, owner))
+        desk.rule(lambda run_tx: gate.heartbeat(run_tx, owner))
         assert desk.expire() == 0
 
 
@@ -204,7 +204,7 @@ def test_progress_tells_the_opened_and_the_settled_prefix(desk: Desk) -> None:
     progress = desk.store.read_now(lambda tx: runs.progress(tx, RUN))
     assert (progress.opened_below, progress.settled_below) == (4, 4)
     assert (progress.opened_beyond, progress.settled_beyond) == ((), ())
-    assert desk.store.read_now(lambda tx: tx.positions(RUN)) == []
+    assert desk.store.read_now(lambda tx: tx.positions.all(RUN)) == []
 
 
 def test_no_group_is_admitted_that_no_batch_could_take() -> None:

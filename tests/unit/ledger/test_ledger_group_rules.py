@@ -41,7 +41,7 @@ def test_a_late_submit_does_not_resurrect_a_settled_group(desk: Desk) -> None:
     desk.close("task0", DropReason(DropKind.TIMEOUT))
     assert desk.submit("task0") is Receipt.ALREADY_SETTLED
     assert desk.group("task0").state is GroupState.DROPPED
-    assert desk.store.read_now(lambda tx: tx.payload(RUN, desk.group("task0").group_id)) is None
+    assert desk.store.read_now(lambda tx: tx.payloads.get(RUN, desk.group("task0").group_id)) is None
 
 
 def test_a_late_submit_of_an_old_attempt_is_taken_if_it_comes_first(desk: Desk) -> None:

@@ -16,7 +16,7 @@ from tests.parts.ledger.groups import RUN, draws, group_of, outcome_of, settings
 
 
 def register(desk: Desk, name: str, *, weight: float = 1.0, min_share: float = 0.0) -> ProducerRecord:
-    return desk.rule(lambda book: producers.register_producer(book, name, weight=weight, min_share=min_share))
+    return desk.rule(lambda run_tx: producers.register_producer(run_tx, name, weight=weight, min_share=min_share))
 
 
 def send(
@@ -35,7 +35,7 @@ def send(
         payload_digest=payload_digest(payload),
         producer=producer,
     )
-    return desk.rule(lambda book: groups.submit(book, submission, max_queued=max_queued, max_queued_bytes=max_bytes))
+    return desk.rule(lambda run_tx: groups.submit(run_tx, submission, max_queued=max_queued, max_queued_bytes=max_bytes))
 
 
 def training(per_step: int = 4) -> Desk:
@@ -48,7 +48,7 @@ def training(per_step: int = 4) -> Desk:
 def producers_of(desk: Desk, step: int) -> Counter[str | None]:
     manifest = desk.decide(step).manifest
     assert manifest is not None
-    known = desk.store.read_now(lambda tx: [tx.group(RUN, entry.group_id) for entry in manifest.entries])
+    known = desk.store.read_now(lambda tx: [tx.groups.get(RUN, entry.group_id) for entry in manifest.entries])
     return Counter(group.producer for group in known if group is not None)
 
 
@@ -115,7 +115,7 @@ def test_what_a_batch_gave_is_remembered_and_asking_again_costs_nothing() -> Non
     send(desk, "b0", "b")
     desk.decide(1)
     desk.decide(1)
-    by_name = {p.name: p.num_batched for p in desk.store.read_now(lambda tx: tx.producers(RUN))}
+    by_name = {p.name: p.num_batched for p in desk.store.read_now(lambda tx: tx.producers.all(RUN))}
     assert by_name == {"a": 1, "b": 1}
 
 

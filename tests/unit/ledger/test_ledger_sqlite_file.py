@@ -16,15 +16,15 @@ from rollbook.ledger.stores.sql.transaction import SqlTransaction
 from rollbook.ledger.stores.sqlite import file as sqlite_file
 from rollbook.ledger.stores.sqlite.file import FILE_NAME
 from rollbook.ledger.stores.sqlite.store import open_sqlite_store
-from tests.parts.ledger.desk import Desk, SqlFile
+from tests.parts.ledger.desk import Desk, SqliteNow
 from tests.parts.ledger.groups import RUN, settings
 
 
 async def test_what_was_written_is_there_when_the_file_is_opened_again(tmp_path: Path) -> None:
     async with open_sqlite_store(tmp_path) as store:
-        await store.write(lambda tx: tx.put_payload(RUN, GroupId("a"), b"body"))
+        await store.write(lambda tx: tx.payloads.put(RUN, GroupId("a"), b"body"))
     async with open_sqlite_store(tmp_path) as store:
-        assert await store.read(lambda tx: tx.payload(RUN, GroupId("a"))) == b"body"
+        assert await store.read(lambda tx: tx.payloads.get(RUN, GroupId("a"))) == b"body"
 
 
 async def test_a_file_from_a_newer_release_is_refused(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ async def test_a_file_that_is_no_ledger_is_a_fault_with_advice(tmp_path: Path) -
 
 
 async def test_a_damaged_table_is_refused_before_anything_is_answered(tmp_path: Path) -> None:
-    desk = Desk(SqlFile(tmp_path / FILE_NAME)).create(settings())
+    desk = Desk(SqliteNow(tmp_path / FILE_NAME)).create(settings())
     for number in range(200):
         desk.submit(f"task{number}", (-1,))
     desk.store.close()  # type: ignore[attr-defined]
@@ -72,13 +72,13 @@ async def test_a_directory_that_cannot_be_made_is_a_fault(tmp_path: Path) -> Non
 
 async def test_a_full_disk_is_a_fault_and_nothing_that_was_answered_is_lost(tmp_path: Path) -> None:
     async with open_sqlite_store(tmp_path) as store:
-        await store.write(lambda tx: tx.put_payload(RUN, GroupId("kept"), b"body"))
+        await store.write(lambda tx: tx.payloads.put(RUN, GroupId("kept"), b"body"))
 
         def fill(tx: Transaction) -> None:
             # As many pages as there are now, and no more: what a full disk looks like to SQLite.
             tx._db.execute("PRAGMA max_page_count = 1")  # type: ignore[attr-defined]
-            tx.put_payload(RUN, GroupId("lost"), b"x" * 10_000_000)
-            tx.put_owner(
+            tx.payloads.put(RUN, GroupId("lost"), b"x" * 10_000_000)
+            tx.owners.put(
                 OwnerRecord(
                     run_id=RUN,
                     owner_id=OwnerId("o"),
@@ -96,8 +96,8 @@ async def test_a_full_disk_is_a_fault_and_nothing_that_was_answered_is_lost(tmp_
             tx._db.execute("PRAGMA max_page_count = 1000000")  # type: ignore[attr-defined]
 
         await store.write(room)
-        await store.write(lambda tx: tx.put_payload(RUN, GroupId("after"), b"body"))
-        found = await store.read(lambda tx: [tx.payload(RUN, GroupId(n)) for n in ("kept", "lost", "after")])
+        await store.write(lambda tx: tx.payloads.put(RUN, GroupId("after"), b"body"))
+        found = await store.read(lambda tx: [tx.payloads.get(RUN, GroupId(n)) for n in ("kept", "lost", "after")])
     assert found == [b"body", None, b"body"]
 
 
@@ -109,10 +109,10 @@ async def test_another_process_that_holds_the_file_is_a_fault_with_advice(
         other = sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
         with pytest.raises(StoreFaultError, match="another process holds it"):
-            await store.write(lambda tx: tx.put_payload(RUN, GroupId("a"), b"body"))
+            await store.write(lambda tx: tx.payloads.put(RUN, GroupId("a"), b"body"))
         other.execute("ROLLBACK")
         other.close()
-        await store.write(lambda tx: tx.put_payload(RUN, GroupId("a"), b"body"))
+        await store.write(lambda tx: tx.payloads.put(RUN, GroupId("a"), b"body"))
 
 
 async def test_decided_batches_are_synced_where_other_commits_are_not(
@@ -123,10 +123,10 @@ async def test_decided_batches_are_synced_where_other_commits_are_not(
     monkeypatch.setattr(os, "fsync", synced.append)
     monkeypatch.setattr(os, "fdatasync", synced_data.append)
     async with open_sqlite_store(tmp_path, durability=Durability.PROCESS_CRASH) as store:
-        await store.write(lambda tx: tx.put_payload(RUN, GroupId("a"), b"body"))
+        await store.write(lambda tx: tx.payloads.put(RUN, GroupId("a"), b"body"))
         # The names of a new segment and its directory are on the disk at once, its bytes are not.
         before = len(synced)
-        await store.write(lambda tx: tx.put_payload(RUN, GroupId("b"), b"body"))
+        await store.write(lambda tx: tx.payloads.put(RUN, GroupId("b"), b"body"))
         assert (len(synced), len(synced_data)) == (before, 0)
         await store.write(lambda tx: tx.sync_to_disk())
         assert (len(synced), len(synced_data)) == (before + 1, 1)
@@ -151,16 +151,16 @@ async def test_searches_on_the_hot_path_use_the_indexes_of_what_is_open(tmp_path
     tx = SqlTransaction(db)
     asked: list[str] = []
     db.set_trace_callback(asked.append)
-    tx.leased_by(RUN, OwnerId("w"))
-    tx.leases_ending_by(RUN, 5.0)
-    tx.waiting(RUN, 5)
-    tx.oldest_running(RUN)
-    tx.dispatched(RUN)
-    tx.queued_by_sequence(RUN, 5)
-    tx.queued_by_sequence(RUN, 5, producer="p")
-    tx.queued_by_arrival(RUN, 5)
-    tx.queued_below(RUN, 5)
-    tx.releasable(RUN, 5, dropped_only=True)
+    tx.groups.leased_by(RUN, OwnerId("w"))
+    tx.groups.leases_ending_by(RUN, 5.0)
+    tx.groups.waiting(RUN, 5)
+    tx.groups.oldest_dispatched(RUN)
+    tx.groups.dispatched(RUN)
+    tx.groups.queued_by_sequence(RUN, 5)
+    tx.groups.queued_by_sequence(RUN, 5, producer="p")
+    tx.groups.queued_by_arrival(RUN, 5)
+    tx.groups.queued_below(RUN, 5)
+    tx.groups.releasable(RUN, 5, dropped_only=True)
     db.set_trace_callback(None)
     plans = [db.execute(f"EXPLAIN QUERY PLAN {sql}").fetchone()[3] for sql in asked]
     db.close()

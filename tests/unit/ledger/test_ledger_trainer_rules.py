@@ -28,7 +28,7 @@ def trained(steps: int, *, keep_payloads: bool = True, budget: int = 2) -> tuple
 
 
 def effective(desk: Desk) -> list[int]:
-    return [p.effective_step for p in desk.store.read_now(lambda tx: tx.publications(RUN))]
+    return [p.effective_step for p in desk.store.read_now(lambda tx: tx.publications.all(RUN))]
 
 
 def test_a_role_tells_where_the_ledger_stands() -> None:
@@ -204,7 +204,7 @@ def test_a_publication_is_confirmed_by_the_trainer_that_registered_it() -> None:
     publication = desk.register(1)
     desk.take_role(1)
     with pytest.raises(RunError, match="cannot confirm"):
-        desk.rule(lambda book: lineage.confirm(book, publication, epoch=2))
+        desk.rule(lambda run_tx: lineage.confirm(run_tx, publication, epoch=2))
 
 
 def test_the_version_of_the_gate_is_the_last_confirmed_one() -> None:

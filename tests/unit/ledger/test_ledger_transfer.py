@@ -26,7 +26,7 @@ from rollbook.ledger.tools.export import export_jsonl
 from rollbook.ledger.tools.import_run import import_jsonl
 from rollbook.ledger.tools.parquet import export_parquet
 from rollbook.ledger.tools.plain_payload import plain_samples
-from tests.parts.ledger.desk import Desk, SqlFile
+from tests.parts.ledger.desk import Desk, SqliteNow
 from tests.parts.ledger.groups import RUN, big_group, draws, settings
 from tests.parts.ledger.postgres import shared_server
 
@@ -81,7 +81,7 @@ def write_a_bit_of_everything(desk: Desk) -> None:
 def source(tmp_path: Path) -> Path:
     directory = tmp_path / "source"
     directory.mkdir()
-    with closing(SqlFile(directory / FILE_NAME)) as file:
+    with closing(SqliteNow(directory / FILE_NAME)) as file:
         write_a_bit_of_everything(Desk(file))
     return directory
 
@@ -111,8 +111,8 @@ async def test_a_run_goes_from_store_to_store_byte_for_byte(exported: Path, tmp_
 async def test_an_imported_run_goes_on_where_it_was(exported: Path) -> None:
     store = MemoryStore()
     await import_jsonl(store, exported, as_run=OTHER)
-    assert await store.read(lambda tx: tx.runs()) == [OTHER]
-    assert await store.read(lambda tx: tx.payload(OTHER, GroupId("task0@0"))) is not None
+    assert await store.read(lambda tx: tx.runs.ids()) == [OTHER]
+    assert await store.read(lambda tx: tx.payloads.get(OTHER, GroupId("task0@0"))) is not None
     store = MemoryStore()
     await import_jsonl(store, exported)
     desk = Desk(store)
@@ -173,7 +173,7 @@ async def test_a_file_that_is_not_whole_is_refused_and_leaves_no_trace(
     store = MemoryStore()
     with pytest.raises(RunError, match=message):
         await import_jsonl(store, exported)
-    assert await store.read(lambda tx: tx.runs()) == []
+    assert await store.read(lambda tx: tx.runs.ids()) == []
 
 
 async def test_a_run_that_is_there_is_not_written_over(exported: Path, source: Path) -> None:
@@ -181,7 +181,7 @@ async def test_a_run_that_is_there_is_not_written_over(exported: Path, source: P
         with pytest.raises(RunError, match="has a run 'run-1' already"):
             await import_jsonl(store, exported)
         await import_jsonl(store, exported, as_run=OTHER)
-        assert sorted(await store.read(lambda tx: tx.runs())) == [OTHER, RUN]
+        assert sorted(await store.read(lambda tx: tx.runs.ids())) == [OTHER, RUN]
     with open_reader(sqlite_url(source)) as reader:
         with pytest.raises(RunError, match="nothing is written over"):
             export_jsonl(reader, RUN, exported)
@@ -222,8 +222,8 @@ async def test_compacting_lets_tokens_go_and_keeps_what_is_needed_to_resume(tmp_
         async with open_store(url) as opened:
             await import_jsonl(opened, target)
             # Something to give back.
-            await opened.write(lambda tx: tx.put_payload(OTHER, GroupId("left behind"), random.randbytes(3_000_000)))
-            await opened.write(lambda tx: tx.delete_payload(OTHER, GroupId("left behind")))
+            await opened.write(lambda tx: tx.payloads.put(OTHER, GroupId("left behind"), random.randbytes(3_000_000)))
+            await opened.write(lambda tx: tx.payloads.delete(OTHER, GroupId("left behind")))
         with pytest.raises(RunError, match="the last durable checkpoint is of step 1"):
             await compact(url, now=1.0, run_id=RUN, up_to_step=2)
         report = await compact(url, now=1.0, run_id=RUN, up_to_step=1)
@@ -231,10 +231,10 @@ async def test_compacting_lets_tokens_go_and_keeps_what_is_needed_to_resume(tmp_
         assert report.bytes_after < report.bytes_before - 2_000_000
         with open_reader(url) as reader:
             assert audit(reader, RUN).violations == ()
-            run = reader.read_now(lambda tx: tx.run(RUN))
+            run = reader.read_now(lambda tx: tx.runs.get(RUN))
             assert run is not None
             assert run.payload_floor == 1
-            kept = reader.read_now(lambda tx: [g.state for g in tx.each_group(RUN) if g.has_payload])
+            kept = reader.read_now(lambda tx: [g.state for g in tx.groups.each(RUN) if g.has_payload])
         assert GroupState.DURABLE not in kept
         assert len(kept) == 5
 
@@ -244,7 +244,7 @@ async def test_a_ledger_without_a_run_can_be_compacted(tmp_path: Path) -> None:
     assert report.payloads_gone == 0
     run = RunRecord(run_id=RUN, settings=settings(), created_at=1.0)
     async with open_store(sqlite_url(tmp_path)) as store:
-        await store.write(lambda tx: tx.put_run(run))
+        await store.write(lambda tx: tx.runs.put(run))
     with pytest.raises(RunError, match="Name one"):
         await compact(sqlite_url(tmp_path), now=1.0, up_to_step=1)
 
