@@ -91,7 +91,7 @@ test-openenv: $(STAMP) ## against the openenv package, in a virtual environment 
 
 test-agents: $(STAMP) ## a real agent framework, unchanged, through our proxy, in a virtual environment of its own
 	PYTHON=$(PYTHON) sh scripts/agents_venv.sh
-	$(BIN)/python -m pytest tests/services/test_rollout_agent_framework.py tests/services/test_rollout_proxy.py tests/services/test_run_agent_proxy.py
+	$(BIN)/python -m pytest tests/services/test_rollout_agents_framework.py tests/services/test_rollout_agents_server.py tests/services/test_run_agent_proxy.py
 
 test-trl: $(STAMP) ## the real TRL on our workers, gate and ledger, in a virtual environment of its own
 	PYTHON=$(PYTHON) sh scripts/trl_venv.sh

@@ -1,8 +1,8 @@
 """`make bench-envs`: both benchmarks of the envs room, with the figures that have a floor as the last line.
 
-parallel_over_serial   8 sessions × 6 turns in a world whose step takes 50 ms: played at once against one after the other
+parallel_over_serial   8 sessions × 6 turns in an environment whose step takes 50 ms: played at once against one after the other
 step_cpu               the framework's own cost of a step, client and server together, against the 1 ms it may cost
-aws_step               a command in the AWS world against a subprocess of the AWS command line, medians
+aws_step               a command in the AWS environment against a subprocess of the AWS command line, medians
 crowd_step             CPU of a step with 256 sessions on one server against 8
 """
 
@@ -26,7 +26,7 @@ def run(module: str) -> dict[str, Any]:
 
 def main() -> int:
     light, aws = run("benchmarks.envs.sessions"), run("benchmarks.envs.aws")
-    waiting, crowd, steps = light["eight_sessions_waiting_world"], light["crowd"], aws["steps"]
+    waiting, crowd, steps = light["eight_sessions_waiting_environment"], light["crowd"], aws["steps"]
     few, many = (crowd[size]["cpu_ms_per_step"]["median"] for size in ("few", "many"))
     figures = [
         Figure(
@@ -48,7 +48,9 @@ def main() -> int:
         ),
         Figure(name="crowd_step", ours=many, peer=few, unit="ms", ratio=few / many),
     ]
-    return print_figures(figures, aws_world=light["eight_sessions_aws_world"], pools=aws["pools"], crowd=crowd)
+    return print_figures(
+        figures, aws_environment=light["eight_sessions_aws_environment"], pools=aws["pools"], crowd=crowd
+    )
 
 
 if __name__ == "__main__":

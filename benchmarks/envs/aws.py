@@ -1,9 +1,9 @@
-"""What the AWS world costs: a step against the naive way, one `aws` process for each command; and pools of 8 and 32.
+"""What the AWS environment costs: a step against the naive way, one `aws` process for each command; and pools of 8 and 32.
 
     python -m benchmarks.envs.aws            prints one JSON object as its last line
 
 Ours and the naive way take turns, command by command, on the same simulator, so both meet the same load. Ours includes the look at
-the world that grading needs; the naive figure does not. Memory is proportional set size: shared pages are counted once.
+the environment that grading needs; the naive figure does not. Memory is proportional set size: shared pages are counted once.
 """
 
 import asyncio
@@ -22,9 +22,9 @@ from typing import Any
 import psutil
 
 from rollbook.concurrency.deadline import Deadline
+from rollbook.envs.builtin.awscli.cloud.backend import open_ministack_pool
 from rollbook.envs.builtin.awscli.config import AwsCliConfig
-from rollbook.envs.builtin.awscli.environment import AwsCliWorld, AwsWorlds
-from rollbook.envs.builtin.awscli.pool import open_ministack_pool
+from rollbook.envs.builtin.awscli.environment import AwsCliEnvironment, AwsCliPool
 from rollbook.telemetry.events import EventLog
 
 REPETITIONS = 4
@@ -58,13 +58,13 @@ TASK = {
 async def measure_steps() -> dict[str, Any]:
     """Median wall and processor time of a step, ours and the naive way's, and their ratio."""
     args = {"base_port": 0}
-    async with AwsCliWorld.open_pool(size=1, log=EventLog("bench"), args=args) as worlds:
-        assert isinstance(worlds, AwsWorlds)
-        world = await worlds.acquire(Deadline(60.0, "benchmark"))
-        await world.reset(TASK)
-        cloud = worlds.pool.sandboxes[0]
+    async with AwsCliEnvironment.open_pool(size=1, log=EventLog("bench"), args=args) as environments:
+        assert isinstance(environments, AwsCliPool)
+        environment = await environments.acquire(Deadline(60.0, "benchmark"))
+        await environment.reset(TASK)
+        cloud = environments.simulators.sandboxes[0]
         for command in COMMANDS:  # a session's first command of a service reads its description, once
-            await world.step(command.format(n=0))
+            await environment.step(command.format(n=0))
         ours_ms: list[float] = []
         naive_ms: list[float] = []
         ours_cpu_s = naive_cpu_s = 0.0
@@ -72,7 +72,7 @@ async def measure_steps() -> dict[str, Any]:
             for command in COMMANDS:
                 line = command.format(n=n)
                 cpu, start = tree_cpu_s(), time.perf_counter()
-                observation = await world.step(line)
+                observation = await environment.step(line)
                 ours_ms.append((time.perf_counter() - start) * 1e3)
                 ours_cpu_s += tree_cpu_s() - cpu
                 if "exit code" in observation.text:
@@ -81,7 +81,7 @@ async def measure_steps() -> dict[str, Any]:
                 await asyncio.to_thread(naive, line.replace(f"-{n}", f"-naive-{n}"), cloud.port)
                 naive_ms.append((time.perf_counter() - start) * 1e3)
                 naive_cpu_s += children_cpu_s() - cpu
-        await world.close()
+        await environment.close()
     return {
         "aws_step": round(statistics.median(naive_ms) / statistics.median(ours_ms), 1),
         "aws_step_cpu": round(naive_cpu_s / max(ours_cpu_s, 1e-9), 1),

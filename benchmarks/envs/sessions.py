@@ -23,10 +23,10 @@ from typing import Any
 import psutil
 import uvloop
 
-from rollbook.envs.builtin.awscli.task_bank import task_bank
+from rollbook.envs.builtin.awscli.tasks.task_bank import task_bank
 from rollbook.envs.client.pools import EnvSession, GrpoPool
 from rollbook.envs.config import EnvConfig
-from rollbook.envs.server.run import serve_worlds
+from rollbook.envs.server.run import serve_environments
 
 ROOT = Path(__file__).parents[2]
 TURNS = 6
@@ -44,7 +44,7 @@ class Server:
     process: psutil.Process
 
     def cpu_s(self) -> float:
-        """Processor seconds of the server and of the processes its worlds own."""
+        """Processor seconds of the server and of the processes its environments own."""
         everybody = [self.process, *self.process.children(recursive=True)]
         return sum(sum(part.cpu_times()[:2]) for part in everybody)
 
@@ -60,13 +60,13 @@ def server(name: str, size: int, **args: Any) -> Iterator[Server]:
             raise RuntimeError(f"the server of {name} ended with {child.wait()} before it was ready")
         yield Server(url=url, process=psutil.Process(child.pid))
     finally:
-        child.send_signal(signal.SIGINT)  # so that its worlds are closed and not only orphaned
+        child.send_signal(signal.SIGINT)  # so that its environments are closed and not only orphaned
         child.wait(30)
         child.stdout.close()
 
 
 async def serve(name: str, size: int, args: dict[str, Any]) -> None:
-    async with serve_worlds(EnvConfig(name=name, args=args), size=size) as running:
+    async with serve_environments(EnvConfig(name=name, args=args), size=size) as running:
         print(running.url, flush=True)
         await asyncio.Event().wait()
 
@@ -110,7 +110,7 @@ async def serial_and_parallel(url: str, task: dict[str, Any], act: Callable[[int
 
 
 async def light_steps(running: Server, *, sessions: int, episodes: int) -> dict[str, Any]:
-    """Steps of a world that costs nothing: what is left is ours. Wall time of a step, and processor time of both ends."""
+    """Steps of an environment that costs nothing: what is left is ours. Wall time of a step, and processor time of both ends."""
 
     async def play(session: EnvSession) -> int:
         for _ in range(TURNS):
@@ -143,12 +143,12 @@ async def light_steps(running: Server, *, sessions: int, episodes: int) -> dict[
     }
 
 
-async def waiting_world() -> dict[str, Any]:
+async def waiting_environment() -> dict[str, Any]:
     with server("delayed_number_guessing", GROUP, step_s=STEP_S) as running:
         return {"step_ms": 1000 * STEP_S, **await serial_and_parallel(running.url, GAME, lambda _: "0")}
 
 
-async def aws_world() -> dict[str, Any]:
+async def aws_environment() -> dict[str, Any]:
     """Six reads of a fresh cloud in each session."""
     reads = (
         "aws s3 ls",
@@ -182,8 +182,8 @@ async def crowded() -> dict[str, Any]:
 
 async def measure() -> dict[str, Any]:
     parts: dict[str, Callable[[], Awaitable[dict[str, Any]]]] = {
-        "eight_sessions_waiting_world": waiting_world,
-        "eight_sessions_aws_world": aws_world,
+        "eight_sessions_waiting_environment": waiting_environment,
+        "eight_sessions_aws_environment": aws_environment,
         "crowd": crowded,
     }
     figures: dict[str, Any] = {}
@@ -205,7 +205,7 @@ def main() -> None:
         json.dumps(
             {
                 "benchmark": "envs",
-                "parallel_over_serial": figures["eight_sessions_waiting_world"]["parallel_over_serial"],
+                "parallel_over_serial": figures["eight_sessions_waiting_environment"]["parallel_over_serial"],
                 "cpu_ms_per_step": figures["crowd"]["few"]["cpu_ms_per_step"]["median"],
                 "machine": machine,
                 **figures,

@@ -7,10 +7,10 @@ import random
 import numpy as np
 
 from rollbook.contracts.group import PromptGroup, group_id
+from rollbook.contracts.group_codec import encode_group
 from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import RolloutSample, TokenRow
-from rollbook.ledger.group_frame import encode_group, payload_digest
 from rollbook.ledger.http import wire
 
 SEQUENCES, TOKENS, PROMPT = 8, 1024, 200
@@ -62,7 +62,7 @@ def native_group(number: int) -> wire.Submit:
 
 
 def submission(group: PromptGroup) -> wire.Submit:
-    payload = encode_group(group)
+    encoded = encode_group(group)
     return wire.Submit(
         group_id=group.id,
         task_id=group.task_id,
@@ -70,6 +70,6 @@ def submission(group: PromptGroup) -> wire.Submit:
         attempt=1,
         publications=(-1,),
         outcome=group.outcome(seconds=1.0),
-        payload=payload,
-        payload_digest=payload_digest(payload),
+        payload=encoded.payload,
+        payload_digest=encoded.digest,
     )

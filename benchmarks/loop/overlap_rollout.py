@@ -19,9 +19,9 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
         assembler.add_prompt(story)
         answer = await setup.policy.complete(assembler.prompt_ids)
         assembler.add_completion(answer)
-        async with setup.open_environment() as world:
-            await world.reset(row)
-            seen = await world.step(setup.tokenizer.decode(answer.token_ids[:1].tolist()))
+        async with setup.open_environment() as env:
+            await env.reset(row)
+            seen = await env.step(setup.tokenizer.decode(answer.token_ids[:1].tolist()))
         return assembler.build(reward=float(answer.token_ids.sum() % 7), solved=seen.solved)
 
     return rollout

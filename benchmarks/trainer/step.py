@@ -276,7 +276,9 @@ def check_the_kernel(case: Case, device: str, batch: TrainingBatch) -> None:
         digest_of(kept[-1])
         digested = time.perf_counter() - copied_at
         tell(f"{case.name}: weights copied to main memory in {copied_at - started:.3f} s, digested in {digested:.3f} s")
-    tell(f"{case.name}: is packed: {model.is_packed}, attends by: {model.way}; varlen is there: {HAS_VARLEN}")
+    tell(
+        f"{case.name}: is packed: {model.is_packed}, attends by: {model.attention_kernel}; varlen is there: {HAS_VARLEN}"
+    )
 
 
 def profile(step: Callable[[], float]) -> None:

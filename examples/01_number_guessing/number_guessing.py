@@ -5,11 +5,13 @@ function that plays one episode:
 
     async def rollout(row: dict) -> RolloutSample | None
 
-The setup hands over everything an episode needs: the policy, the tokenizer, a world, the limits. What the policy samples and what
-the world answers goes into an assembler in the order it happened, and never through text and back: the tokens that are trained are
+The setup hands over everything an episode needs: the policy, the tokenizer, an environment, the limits. What the policy samples
+and what
+the environment answers goes into an assembler in the order it happened, and never through text and back: the tokens that are
+trained are
 exactly those that were sampled.
 
-In this game every guess is one token of the policy, and every answer of the world (higher, lower, invalid) is one token too:
+In this game every guess is one token of the policy, and every answer of the environment (higher, lower, invalid) is one token too:
 
     <bos> 7 higher 11 lower 9
           ^        ^        ^   trained: the policy sampled these
@@ -32,8 +34,8 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
         began = time.monotonic()
         assembler = TrajectoryAssembler(setup.sampling)
         assembler.add_prompt(opening)
-        async with setup.open_environment() as world:
-            seen = await world.reset(row)
+        async with setup.open_environment() as env:
+            seen = await env.reset(row)
             while not seen.done:
                 limit = setup.limits.before_turn(
                     turns=assembler.num_turns, num_tokens=assembler.num_tokens, seconds=time.monotonic() - began
@@ -43,7 +45,7 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
                     return assembler.build(reward=0.0, solved=False, finish_reason=limit, facts=seen.facts)
                 guess = await setup.policy.complete(assembler.prompt_ids, max_tokens=1)
                 assembler.add_completion(guess)
-                seen = await world.step(setup.tokenizer.decode(guess.token_ids.tolist()))
+                seen = await env.step(setup.tokenizer.decode(guess.token_ids.tolist()))
                 if not seen.done:
                     assembler.add_observation(setup.tokenizer.encode(seen.text))
         return assembler.build(reward=seen.reward, solved=seen.solved, facts=seen.facts)

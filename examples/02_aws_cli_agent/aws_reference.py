@@ -1,4 +1,4 @@
-"""A policy that knows the solutions: for trying the AWS world through the whole loop without a model that could learn it.
+"""A policy that knows the solutions: for trying the AWS environment through the whole loop without a model that could learn it.
 
 `inference.scripted.script` names `make_script`. The script is given nothing but the tokens of the conversation so far, as any
 policy is: it reads the task from the first message, plays its reference solution along the observations, and says the next line.
@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from rollbook.contracts.environment import Observation
-from rollbook.envs.builtin.awscli.drift import chosen_variant
 from rollbook.envs.builtin.awscli.solution import ReferencePolicy
-from rollbook.envs.builtin.awscli.task_bank import aws_tasks, task_bank
-from rollbook.envs.builtin.awscli.verification import filled
+from rollbook.envs.builtin.awscli.tasks.checks import fill
+from rollbook.envs.builtin.awscli.tasks.faults import chosen_variant
+from rollbook.envs.builtin.awscli.tasks.task_bank import aws_tasks, task_bank
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
 
 SEED = 7
@@ -50,4 +50,4 @@ def make_script(model_dir: Path) -> Callable[[Sequence[int]], list[int]]:
 
 def _goal(row: dict[str, Any]) -> str:
     task = task_bank()[row["id"]]
-    return str(filled(task.goal, chosen_variant(task, SEED)))
+    return str(fill(task.goal, chosen_variant(task, SEED)))

@@ -27,7 +27,7 @@ from tokenizers.trainers import BpeTrainer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rollbook.concurrency.deadline import Deadline
-from rollbook.envs.builtin.awscli.environment import AwsCliWorld
+from rollbook.envs.builtin.awscli.environment import AwsCliEnvironment
 from rollbook.envs.builtin.awscli.solution import ReferencePolicy
 from rollbook.telemetry.events import EventLog
 
@@ -80,16 +80,16 @@ async def play(rows: Sequence[dict[str, Any]], clouds: int) -> list[Chat]:
     chats: list[Chat] = []
     rng = random.Random(len(rows))
     waiting = [(row, rng.sample(FLAWS, 2) if rng.random() < CARELESS_SHARE else []) for row in rows]
-    async with AwsCliWorld.open_pool(size=clouds, log=EventLog("prepare"), args={"base_port": 0}) as pool:
+    async with AwsCliEnvironment.open_pool(size=clouds, log=EventLog("prepare"), args={"base_port": 0}) as pool:
 
         async def work() -> None:
             while waiting:
                 row, flaws = waiting.pop()
-                world = await pool.acquire(Deadline(120, "a cloud"))
+                env = await pool.acquire(Deadline(120, "a cloud"))
                 try:
-                    chat = await _one(world, row, flaws)
+                    chat = await _one(env, row, flaws)
                 finally:
-                    await world.close()
+                    await env.close()
                 if chat is not None:
                     chats.append(chat)
                 if len(chats) % 50 == 0:
@@ -101,15 +101,15 @@ async def play(rows: Sequence[dict[str, Any]], clouds: int) -> list[Chat]:
     return chats
 
 
-async def _one(world: Any, row: dict[str, Any], flaws: Sequence[Flaw]) -> Chat | None:
+async def _one(env: Any, row: dict[str, Any], flaws: Sequence[Flaw]) -> Chat | None:
     """One episode of the operator. The reference solution, if he is careful; else each move with another flaw in it."""
     policy = ReferencePolicy(row)
-    seen = await world.reset(row)
+    seen = await env.reset(row)
     right = policy.next_line(seen)
     chat = [{"role": "user", "content": small_aws.goal_of(seen.text)}]
     for flaw in flaws:
         chat.append({"role": "assistant", "content": flaw(str(right))})
-        seen = await world.step(chat[-1]["content"])
+        seen = await env.step(chat[-1]["content"])
         if seen.done:
             return None if seen.solved else chat
         chat.append({"role": "user", "content": small_aws.seen_by_agent(seen.text)})
@@ -117,7 +117,7 @@ async def _one(world: Any, row: dict[str, Any], flaws: Sequence[Flaw]) -> Chat |
         return chat[:-1]
     while right is not None:
         chat.append({"role": "assistant", "content": right})
-        seen = await world.step(right)
+        seen = await env.step(right)
         if seen.done:
             return chat if seen.solved else None
         chat.append({"role": "user", "content": small_aws.seen_by_agent(seen.text)})

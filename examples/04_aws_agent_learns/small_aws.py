@@ -15,7 +15,7 @@ from typing import Any
 from rollbook.contracts.errors import EpisodeError
 from rollbook.contracts.policy import FinishReason
 from rollbook.contracts.trajectory import EndReason, RolloutSample
-from rollbook.envs.builtin.awscli.task_bank import AwsTask, task_bank
+from rollbook.envs.builtin.awscli.tasks.task_bank import AwsTask, task_bank
 from rollbook.rollout.assemblers.chat import MessageTrajectoryAssembler
 from rollbook.rollout.contract import RolloutFn, RolloutSetup
 
@@ -238,8 +238,8 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
     async def rollout(row: dict[str, Any]) -> RolloutSample | None:
         chat = MessageTrajectoryAssembler(setup.tokenizer, setup.sampling)
         end, reward = EndReason.MAX_TURNS, 0.0
-        async with setup.open_environment() as world:
-            seen = await world.reset(row)
+        async with setup.open_environment() as env:
+            seen = await env.reset(row)
             chat.add_message("user", goal_of(seen.text))
             while chat.num_turns < setup.limits.max_turns:
                 prompt = chat.next_prompt()
@@ -250,7 +250,7 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
                 reply = await setup.policy.complete(prompt, max_tokens=room)
                 if reply.finish_reason is FinishReason.ABORT:
                     raise EpisodeError(f"the policy server aborted turn {chat.num_turns + 1}")
-                seen = await world.step(chat.add_completion(reply))
+                seen = await env.step(chat.add_completion(reply))
                 reward += seen.reward
                 if seen.done:
                     end = EndReason.DONE

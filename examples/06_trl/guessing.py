@@ -1,4 +1,4 @@
-"""Number guessing, token by token: each guess of the policy is one token, and so is each answer of the world.
+"""Number guessing, token by token: each guess of the policy is one token, and so is each answer of the environment.
 
 The rollout contract is the same whoever trains: `make_rollout(setup)` gives the function that plays one episode.
 """
@@ -16,12 +16,12 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
     async def rollout(row: dict[str, Any]) -> RolloutSample | None:
         assembler = TrajectoryAssembler(setup.sampling)
         assembler.add_prompt(opening)
-        async with setup.open_environment() as world:
-            seen = await world.reset(row)
+        async with setup.open_environment() as env:
+            seen = await env.reset(row)
             while not seen.done:
                 guess = await setup.policy.complete(assembler.prompt_ids, max_tokens=1)
                 assembler.add_completion(guess)
-                seen = await world.step(setup.tokenizer.decode(guess.token_ids.tolist()))
+                seen = await env.step(setup.tokenizer.decode(guess.token_ids.tolist()))
                 if not seen.done:
                     assembler.add_observation(setup.tokenizer.encode(seen.text))
         return assembler.build(reward=seen.reward, solved=seen.solved, facts=seen.facts)

@@ -55,7 +55,7 @@ def main() -> None:
             per_device_train_batch_size=run.facts.rows_per_step,
             token_budget=0,  # a step is a number of rows, not of tokens
             num_generations=run.facts.completions_per_prompt,
-            max_staleness=run.facts.lag_budget,
+            max_staleness=run.facts.max_head_offpolicy_versions,
             temperature=run.facts.temperature,
             learning_rate=1e-3,
             save_steps=2,

@@ -1,4 +1,4 @@
-"""One turn, tokens in and tokens out: the shortest rollout function there is. No chat template, no world.
+"""One turn, tokens in and tokens out: the shortest rollout function there is. No chat template, no environment.
 
 A row brings its prompt as token ids (`prompt_ids`), made once when the data was prepared: nothing is tokenised while the policy
 plays, and what the trainer sees is exactly what the engine consumed. The reward compares tokens too.

@@ -30,7 +30,9 @@ def _tell(report: AuditReport, *, as_json: bool) -> None:
         result_json({**asdict(report), "ok": report.ok})
     else:
         result(f"run {report.run_id}: {law_text(report)}")
-        result(f"steps trained: {report.steps}; lag at most {report.max_lag} of {report.lag_budget} allowed")
+        result(
+            f"steps trained: {report.steps}; lag at most {report.max_lag} of {report.max_head_offpolicy_versions} allowed"
+        )
         result("audit: ok" if report.ok else f"audit: {len(report.violations)} violations")
     for violation in report.violations:
         people().print(f"  {violation}", markup=False, style="red", soft_wrap=True)

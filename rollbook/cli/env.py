@@ -12,7 +12,7 @@ from rollbook.run.errors import RunError
 
 env_app = typer.Typer(help="Serve worlds over the OpenEnv wire, or play one by hand.", no_args_is_help=True)
 
-World = Annotated[str, typer.Option("--env", help="A name of the catalog, or module:Class for one of your own.")]
+EnvName = Annotated[str, typer.Option("--env", help="A name of the catalog, or module:Class for one of your own.")]
 Arguments = Annotated[str, typer.Option("--args", help="Keyword arguments of the world, as a JSON object.")]
 Host = Annotated[str, typer.Option("--host", help="Off loopback a token is demanded (--token).")]
 Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="0 lets the kernel choose.")]
@@ -21,7 +21,7 @@ ReadyFile = Annotated[Path | None, typer.Option("--ready-file", help="Written wi
 
 @env_app.command()
 def serve(  # noqa: PLR0917 - a command line is a list of flags
-    env: World = "number_guessing",
+    env: EnvName = "number_guessing",
     pool_size: Annotated[
         int | None, typer.Option("--pool-size", min=1, help="Worlds, and so sessions at a time.")
     ] = None,
@@ -52,7 +52,7 @@ def serve(  # noqa: PLR0917 - a command line is a list of flags
 
 @env_app.command()
 def play(
-    env: World = "number_guessing",
+    env: EnvName = "number_guessing",
     host: Host = "127.0.0.1",
     port: Port = 8000,
     args: Arguments = "{}",

@@ -4,6 +4,7 @@ Text for people goes to stderr, results to stdout; `--json` makes results a mach
 """
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -26,6 +27,7 @@ from rollbook.cli.sft import sft
 from rollbook.cli.speaking import EXIT_MISUSED, say_error
 from rollbook.cli.tokens import tokens_app
 from rollbook.cli.train import train
+from rollbook.contracts.plugin import extend_search_path
 from rollbook.run.errors import ConfigError, RollbookError, RunDirectoryError
 
 app = typer.Typer(
@@ -66,6 +68,8 @@ def root(
     ] = False,
 ) -> None:
     """Global flags."""
+    # Commands without a run file find user modules in the current directory.
+    extend_search_path([Path.cwd()])
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What an agent sees of a world."""
+"""What an agent sees of an environment."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,52 +1,143 @@
-"""Things users name in the config by dotted path: `module` or `module:attribute`."""
+"""Loads objects by `module:attribute`: user code that the configuration names, and our own modules behind optional libraries."""
 
+import ast
 import importlib
 import sys
-from collections.abc import Sequence
-from types import ModuleType
+from collections.abc import Iterable, Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 from typing import Any
 
 from rollbook.contracts.errors import RunError
 
 
-class DottedPathError(RunError):
-    """What the config names cannot be found or is not what it must be."""
+class PluginError(RunError):
+    """User code that the configuration names cannot be found, imported or used."""
 
 
-def extend_search_path(search_path: Sequence[str]) -> None:
-    """Let user modules beside the config be imported. For good: such a module may import others later."""
-    for place in reversed(search_path):
-        if place not in sys.path:
-            sys.path.insert(0, place)
+_search_path: list[str] = []
+"""Directories added by `extend_search_path`. Only for error messages: imports use `sys.path`."""
 
 
-def load_attribute(path: str, search_path: Sequence[str], *, default: str | None, role: str) -> Any:
-    """The object at `module:attribute`, or the `default` attribute of `module`. `role` says what the path is for."""
+def extend_search_path(directories: Iterable[str | Path]) -> None:
+    """Make user modules in these directories importable. Permanent, because such a module may import others later."""
+    for directory in reversed([str(directory) for directory in directories]):
+        if directory not in _search_path:
+            _search_path.insert(0, directory)
+        if directory not in sys.path:
+            sys.path.insert(0, directory)
+
+
+def load_plugin(path: str, *, setting: str, default: str | None = None) -> Any:
+    """The callable at `module:attribute`, or the attribute `default` of `module`. `setting` names it in error messages."""
+    module_name, attribute = _split(path, setting, default)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if module_name == missing or module_name.startswith(f"{missing}."):
+            raise PluginError(_no_module(path, setting, module_name, _search_path)) from error
+        raise PluginError(f"{setting} = {path!r}: {module_name} imports {missing!r}, which is not installed") from error
+    except Exception as error:  # User code: its import can raise anything.
+        raise PluginError(f"{setting} = {path!r}: importing it raised {type(error).__name__}: {error}") from error
+    found = getattr(module, attribute, None)
+    if found is None:
+        own = [name for name, value in vars(module).items() if getattr(value, "__module__", None) == module_name]
+        raise PluginError(_no_attribute(path, setting, module_name, attribute, own))
+    if not callable(found):
+        raise PluginError(f"{setting} = {path!r}: {attribute} is not callable, it is of type {type(found).__name__}")
+    return found
+
+
+def plugin_fault(
+    path: str, *, setting: str, search_path: Sequence[str | Path], default: str | None = None
+) -> str | None:
+    """Why `load_plugin` would not find this path, or None. Reads source files and imports nothing."""
+    try:
+        module_name, attribute = _split(path, setting, default)
+    except PluginError as error:
+        return str(error)
+    directories = [str(directory) for directory in search_path]
+    spec = _find_spec(module_name, directories)
+    if spec is None:
+        return _no_module(path, setting, module_name, directories)
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        return None
+    try:
+        names = _top_level_names(Path(spec.origin).read_bytes())
+    except (OSError, SyntaxError) as error:
+        return f"{setting} = {path!r}: {spec.origin} cannot be read as Python: {error}"
+    if names is None or attribute in names:
+        return None
+    return _no_attribute(path, setting, module_name, attribute, names)
+
+
+def load_on_demand(path: str) -> Any:
+    """A module of our own, or `module:attribute`. Raises `ImportError` where an optional library is not installed.
+
+    For modules that import a heavy or optional library: only the process that was configured to use it imports it.
+    """
+    module_name, _, attribute = path.partition(":")
+    module = importlib.import_module(module_name)
+    return getattr(module, attribute) if attribute else module
+
+
+def _split(path: str, setting: str, default: str | None) -> tuple[str, str]:
     module_name, colon, attribute = path.partition(":")
     if not colon and default is not None:
         attribute = default
     if not module_name or not attribute:
-        raise DottedPathError(f"{role} {path!r} is not a dotted path; write it as module:attribute")
-    module = _import(module_name, path, search_path, role)
-    found = getattr(module, attribute, None)
-    if found is None:
-        raise DottedPathError(
-            f"{role} {path!r}: module {module_name} has no {attribute!r}; define it, or change the path in the config"
-        )
-    if not callable(found):
-        raise DottedPathError(f"{role} {path!r}: {attribute} is a {type(found).__name__}, not something to call")
-    return found
+        raise PluginError(f"{setting} = {path!r} does not have the form module:attribute")
+    return module_name, attribute
 
 
-def _import(module_name: str, path: str, search_path: Sequence[str], role: str) -> ModuleType:
-    extend_search_path(search_path)
+def _no_module(path: str, setting: str, module_name: str, directories: Sequence[str]) -> str:
+    places = " or ".join([*directories, "the installed packages"])
+    return f"{setting} = {path!r}: no module {module_name!r} in {places}; create it, or correct the path"
+
+
+def _no_attribute(path: str, setting: str, module_name: str, attribute: str, names: Iterable[str]) -> str:
+    public = ", ".join(sorted(name for name in names if not name.startswith("_"))) or "nothing"
+    return (
+        f"{setting} = {path!r}: module {module_name} has no {attribute!r} (it defines {public}); "
+        "define it, or correct the path"
+    )
+
+
+def _find_spec(module_name: str, directories: Sequence[str]) -> ModuleSpec | None:
+    """As `importlib.util.find_spec`, which would import the parent packages."""
+    parts = module_name.split(".")
+    saved = list(sys.path)
+    sys.path[:0] = directories
     try:
-        return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        missing = error.name or ""
-        if module_name == missing or module_name.startswith(f"{missing}."):
-            looked = ", ".join(search_path) or "the installed packages"
-            raise DottedPathError(f"{role} {path!r}: no module {module_name!r}; looked in {looked}") from error
-        raise DottedPathError(f"{role} {path!r}: {module_name} imports {missing!r}, which is not installed") from error
-    except Exception as error:
-        raise DottedPathError(f"{role} {path!r}: importing it raised {type(error).__name__}: {error}") from error
+        spec: ModuleSpec | None = None
+        places: Sequence[str] | None = None
+        for count in range(1, len(parts) + 1):
+            name = ".".join(parts[:count])
+            specs = (finder.find_spec(name, places) for finder in sys.meta_path)
+            spec = next((found for found in specs if found is not None), None)
+            if spec is None:
+                return None
+            # A plain module has no places, so nothing is found inside it.
+            places = list(spec.submodule_search_locations or ())
+        return spec
+    finally:
+        sys.path[:] = saved
+
+
+def _top_level_names(source: bytes) -> set[str] | None:
+    """Names that a module binds at its top level; None where only running it would tell."""
+    names: set[str] = set()
+    pending: list[ast.AST] = [ast.parse(source)]
+    while pending:
+        node = pending.pop()
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+                continue
+            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+                names.update(alias.asname or alias.name.partition(".")[0] for alias in aliases)
+            case ast.Name(id=name) if name == "globals" or isinstance(node.ctx, ast.Store):
+                names.add(name)
+        pending.extend(ast.iter_child_nodes(node))
+    return None if names & {"*", "globals", "__getattr__"} else names

@@ -11,7 +11,8 @@ from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.admission import DrawProgress, LedgerStatus, OpenReply, OwnerId, PastDraw, Receipt
 from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainerRole, TrainingBatch
 from rollbook.contracts.environment import Observation
-from rollbook.contracts.group import DropReason, GroupId, GroupOutcome, PromptGroup
+from rollbook.contracts.group import DropReason, GroupId, GroupOutcome
+from rollbook.contracts.group_codec import EncodedGroup
 from rollbook.contracts.policy import Completion, Publication, SamplingParams
 from rollbook.contracts.task import Draw, Task, TaskId
 
@@ -85,7 +86,7 @@ class GroupSink(Protocol):
     async def heartbeat(self, owner: OwnerId) -> None: ...
 
     async def submit(
-        self, group: PromptGroup, outcome: GroupOutcome, *, attempt: int, drop: DropReason | None = None
+        self, group: EncodedGroup, outcome: GroupOutcome, *, attempt: int, drop: DropReason | None = None
     ) -> Receipt:
         """Store a finished group. Idempotent by group id. With `drop` it is kept as dropped, with its outcome (filters)."""
 

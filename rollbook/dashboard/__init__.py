@@ -1,1 +1,1 @@
-"""LOOKING: what a person sees of a run: terminal, plots, later the page."""
+"""Shows a run to a person: live terminal view and plots."""

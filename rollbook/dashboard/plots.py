@@ -1,4 +1,4 @@
-"""The pictures of a run: reward and solve rate, lag against its budget, the timeline, mastery. The only door to matplotlib."""
+"""Plots of a run: reward and solve rate, lag, timeline, mastery. The only module that imports matplotlib."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,14 +9,13 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from rollbook.dashboard.figures import StepFigures, overlap_ratio, smoothed
-from rollbook.dashboard.mastery import MasteryPoint, read_mastery
-from rollbook.dashboard.queries import read_steps
-from rollbook.dashboard.timeline import Intervals, read_intervals
+from rollbook.dashboard.intervals import Intervals, read_intervals
+from rollbook.dashboard.run_files import MasteryPoint, read_mastery, read_steps
+from rollbook.dashboard.run_metrics import StepMetrics, moving_average, trainer_utilisation
 
 INK, GRID = "#2b2b2b", "#dddddd"
 REWARD, SOLVED, LIMIT = "#3b6ea8", "#2f8f5b", "#b3382c"
-# One lane a row of the timeline, top to bottom: label, span, colour.
+# The rows of the timeline, top to bottom: label, span, colour.
 LANES = (
     ("generating", "policy.generate", "#2f8f5b"),
     ("training", "trainer.train", "#3b6ea8"),
@@ -24,32 +23,32 @@ LANES = (
     ("weight sync", "trainer.publish", "#7d5ba6"),
 )
 GROUPS_SPAN = "rollout.group"
-# Tiers from the easiest on; more than these begin again.
+# Colours of tiers, easiest first, and of compared lines. Used cyclically.
 TIERS = ("#2f8f5b", "#3b6ea8", "#d9a441", "#b3382c", "#7d5ba6")
-# The timeline is about 1,400 pixels wide: what is closer than one of them is drawn as one.
+# The timeline is about 1,400 pixels wide. Gaps thinner than a pixel are not drawn.
 TIMELINE_PIXELS = 1400
-# Below the whole run, this part of it from its middle: there single steps can be told apart.
+# The second panel shows this many steps from the middle of the run, so that single steps are visible.
 CLOSE_UP_STEPS = 12
 
 
-def draw_plots(run_dir: Path, out: Path, *, lag_budget: int) -> list[Path]:
-    """Draw every picture of the run in `run_dir` into the folder `out`. A run without steps gives empty, labelled axes.
+def draw_plots(run_dir: Path, out: Path, *, max_head_offpolicy_versions: int) -> list[Path]:
+    """Draw all plots of a run into the folder `out`. A run without steps gives empty, labelled axes.
 
-    Mastery is drawn when there is some: a run without a curriculum has none.
+    Mastery is plotted for runs with a curriculum only.
     """
     out.mkdir(parents=True, exist_ok=True)
     steps = read_steps(run_dir)
     mastery = read_mastery(run_dir)
     return [
         _save(_reward_and_solved(steps), out / "reward_and_solved.png"),
-        _save(_lag(steps, lag_budget), out / "lag.png"),
+        _save(_lag(steps, max_head_offpolicy_versions), out / "lag.png"),
         _save(_timeline(run_dir, steps), out / "timeline.png"),
         *([_save(_mastery(mastery), out / "mastery.png")] if mastery else []),
     ]
 
 
 def draw_comparison(path: Path, title: str, panels: Mapping[str, Mapping[str, Sequence[float | None]]]) -> Path:
-    """Several measures one above the other, in each one line for every way of training; all begin with step 1."""
+    """One panel for each measure, and in it one line for each named series. Series start at step 1."""
     figure, axes = _canvas(title, heights=[1.2] * len(panels))
     for one, (measure, lines) in zip(axes, panels.items(), strict=True):
         for at, (name, values) in enumerate(lines.items()):
@@ -61,7 +60,7 @@ def draw_comparison(path: Path, title: str, panels: Mapping[str, Mapping[str, Se
     return _save(figure, path)
 
 
-def _reward_and_solved(steps: Sequence[StepFigures]) -> Figure:
+def _reward_and_solved(steps: Sequence[StepMetrics]) -> Figure:
     figure, (axes,) = _canvas("Reward and solve rate", heights=(1.0,))
     width = max(1, len(steps) // 25)
     for name, colour, values in (
@@ -71,7 +70,7 @@ def _reward_and_solved(steps: Sequence[StepFigures]) -> Figure:
         numbers = [step.step for step in steps]
         axes.plot(numbers, _nan(values), color=colour, alpha=0.25, linewidth=1)
         label = name if width == 1 else f"{name}, mean of {width} steps"
-        axes.plot(numbers, _nan(smoothed(values, width)), color=colour, linewidth=2, label=label)
+        axes.plot(numbers, _nan(moving_average(values, width)), color=colour, linewidth=2, label=label)
     axes.set_xlabel("step")
     known = [v for step in steps for v in (step.reward, step.solved) if v is not None]
     axes.set_ylim(min(0.0, *known) if len(known) > 1 else 0.0, max(1.02, *known) if len(known) > 1 else 1.02)
@@ -79,16 +78,16 @@ def _reward_and_solved(steps: Sequence[StepFigures]) -> Figure:
     return figure
 
 
-def _lag(steps: Sequence[StepFigures], budget: int) -> Figure:
+def _lag(steps: Sequence[StepMetrics], bound: int) -> Figure:
     figure, (axes,) = _canvas("Lag: policy versions between sampling and training", heights=(1.0,))
     numbers = [step.step for step in steps]
-    most = [step.lag_max for step in steps]
-    axes.step(numbers, _nan(most), where="mid", color=REWARD, linewidth=1.4, label="oldest token of the batch")
+    maximum = [step.lag_max for step in steps]
+    axes.step(numbers, _nan(maximum), where="mid", color=REWARD, linewidth=1.4, label="oldest token of the batch")
     axes.plot(numbers, _nan([step.lag_mean for step in steps]), color=SOLVED, linewidth=1.8, label="mean of the batch")
-    axes.axhline(budget, color=LIMIT, linewidth=4, alpha=0.35, zorder=1, label=f"budget ({budget})")
+    axes.axhline(bound, color=LIMIT, linewidth=4, alpha=0.35, zorder=1, label=f"staleness bound ({bound})")
     axes.set_xlabel("step")
     axes.set_ylabel("versions")
-    top = max([float(budget), *(lag for lag in most if lag is not None)])
+    top = max([float(bound), *(lag for lag in maximum if lag is not None)])
     axes.set_ylim(-0.1, top * 1.25 + 0.5)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(loc="upper right", frameon=False, ncols=3)
@@ -106,7 +105,7 @@ def _mastery(tiers: Mapping[str, Sequence[MasteryPoint]]) -> Figure:
         opened = next((point.draws for point in points if point.is_open), None)
         if at > 0 and opened is not None:
             rates.axvline(opened, color=colour, linewidth=1, linestyle=":")
-    rates.set_title("success rate of the drawn tasks (dotted: the tier opens)", loc="left", fontsize=9, color=INK)
+    rates.set_title("success rate of the drawn tasks (dotted line: the tier opens)", loc="left", fontsize=9, color=INK)
     graduated.set_title("graduated tasks", loc="left", fontsize=9, color=INK)
     graduated.set_xlabel("draws")
     for axes in (rates, graduated):
@@ -115,21 +114,21 @@ def _mastery(tiers: Mapping[str, Sequence[MasteryPoint]]) -> Figure:
     return figure
 
 
-def _timeline(run_dir: Path, steps: Sequence[StepFigures]) -> Figure:
+def _timeline(run_dir: Path, steps: Sequence[StepMetrics]) -> Figure:
     spans = read_intervals(run_dir, [GROUPS_SPAN, *(name for _, name, _ in LANES)])
     recorded = [found for found in spans.values() if len(found)]
     begin = min((float(found.starts.min()) for found in recorded), default=0.0)
     end = max((float(found.ends.max()) for found in recorded), default=begin + 1.0)
     figure, (whole, close, groups) = _canvas("Timeline: generation against training", heights=(2.0, 2.0, 1.0))
     _draw_lanes(whole, spans, begin, end, origin=begin)
-    ratio = overlap_ratio(sum(s.wait_s for s in steps), sum(s.train_s for s in steps))
-    told = "" if ratio is None else f"; the trainer worked {ratio:.0%} of its time"
-    whole.set_title(f"the whole run{told}", loc="left", fontsize=9, color=INK)
+    utilisation = trainer_utilisation(sum(s.wait_s for s in steps), sum(s.train_s for s in steps))
+    busy = "" if utilisation is None else f"; trainer busy {utilisation:.0%} of the time"
+    whole.set_title(f"the whole run{busy}", loc="left", fontsize=9, color=INK)
     zoom_begin, zoom_end = _close_up(spans["trainer.train"], begin, end)
     _draw_lanes(close, spans, zoom_begin, zoom_end, origin=begin)
     close.set_title(f"{zoom_end - zoom_begin:.1f} s from its middle", loc="left", fontsize=9, color=INK)
     edges = np.linspace(begin, max(end, begin + 1e-3), 401)
-    groups.stairs(spans[GROUPS_SPAN].running(edges), edges - begin, fill=True, color="#9aa7b5")
+    groups.stairs(spans[GROUPS_SPAN].mean_concurrency(edges), edges - begin, fill=True, color="#9aa7b5")
     groups.set_title("groups being played", loc="left", fontsize=9, color=INK)
     groups.set_xlabel("seconds")
     groups.set_xlim(0, max(end - begin, 1e-3))
@@ -138,7 +137,7 @@ def _timeline(run_dir: Path, steps: Sequence[StepFigures]) -> Figure:
 
 
 def _close_up(training: Intervals, begin: float, end: float) -> tuple[float, float]:
-    """The time of a dozen steps around the middle of the run."""
+    """The time window of `CLOSE_UP_STEPS` steps in the middle of the run."""
     if len(training) <= CLOSE_UP_STEPS:
         return begin, end
     starts = np.sort(training.starts)
@@ -158,7 +157,7 @@ def _draw_lanes(axes: Axes, spans: dict[str, Intervals], begin: float, end: floa
 
 
 def _canvas(title: str, *, heights: Sequence[float]) -> tuple[Figure, list[Axes]]:
-    """A figure of our own, outside pyplot: nothing global, nothing to close, usable from any thread."""
+    """A figure without pyplot: no global state, usable from any thread."""
     figure = Figure(figsize=(10.0, 2.2 + 1.4 * sum(heights)), dpi=130, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=12, color=INK, fontweight="bold")
@@ -174,7 +173,7 @@ def _canvas(title: str, *, heights: Sequence[float]) -> tuple[Figure, list[Axes]
 
 
 def _nan(values: Sequence[float | None]) -> list[float]:
-    """Gaps in a line where nothing was measured."""
+    """Missing values as NaN, which leave gaps in a line."""
     return [float("nan") if value is None else value for value in values]
 
 

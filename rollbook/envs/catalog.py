@@ -1,6 +1,5 @@
-"""Name to environment: one explicit table, and `module:Class` for worlds of your own."""
+"""Name to environment: one explicit table, and `module:Class` for environments of your own."""
 
-import importlib
 import inspect
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -8,14 +7,14 @@ from typing import Any
 
 from rollbook.concurrency.shield import finish
 from rollbook.contracts.errors import RunError
+from rollbook.contracts.plugin import load_plugin
 from rollbook.envs.builtin.arithmetic import Arithmetic
-from rollbook.envs.builtin.delayed import DelayedNumberGuessing
 from rollbook.envs.builtin.maths import Maths
-from rollbook.envs.builtin.number_guessing import NumberGuessing
-from rollbook.envs.builtin.terminal import Terminal
+from rollbook.envs.builtin.number_guessing import DelayedNumberGuessing, NumberGuessing
+from rollbook.envs.builtin.terminal.environment import Terminal
 from rollbook.envs.config import EnvConfig
-from rollbook.envs.environment import WorldEnvironment
-from rollbook.envs.pools.daemon_threads import DaemonThreads
+from rollbook.envs.daemon_threads import DaemonThreads
+from rollbook.envs.environment import EnvironmentAdapter
 
 CATALOG: dict[str, type] = {
     "arithmetic": Arithmetic,
@@ -24,12 +23,12 @@ CATALOG: dict[str, type] = {
     "number_guessing": NumberGuessing,
     "terminal": Terminal,
 }
-# Worlds that need an extra: named here, imported when they are chosen.
+# Environments that need an extra: named here, imported when they are chosen.
 ON_DEMAND = {
-    "aws": "rollbook.envs.builtin.awscli.environment:AwsCliWorld",
+    "aws": "rollbook.envs.builtin.awscli.environment:AwsCliEnvironment",
     "reasoning_gym": "rollbook.envs.builtin.reasoning_gym_maths:ReasoningGymMaths",
 }
-# A world that gives back a container or a connection may take seconds; one that takes longer hangs.
+# An environment that gives back a container or a connection may take seconds; one that takes longer hangs.
 CLOSE_WITHIN_S = 20.0
 METHODS = ("reset", "step", "close")
 
@@ -40,25 +39,25 @@ class EnvironmentSource:
     def __init__(self, config: EnvConfig) -> None:
         if config.url is not None:
             raise RunError(
-                f"env.url names the server {config.url}; no world is made here (rollbook.envs.client.remote opens it)"
+                f"env.url names the server {config.url}; no environment is made here (rollbook.envs.client.remote opens it)"
             )
         self._config = config
-        self._kind = world_class(config.name)
+        self._kind = environment_class(config.name)
         check_arguments(config.name, self._kind, config.args)
-        # Threads start with the first call that needs one: quick and async worlds cost none.
+        # Threads start with the first call that needs one: quick and async environments cost none.
         self._threads = DaemonThreads(config.max_threads, name=f"env-{config.name}")
 
-    def __call__(self) -> WorldEnvironment:
-        return WorldEnvironment(self._kind(**self._config.args), name=self._config.name, executor=self._threads)
+    def __call__(self) -> EnvironmentAdapter:
+        return EnvironmentAdapter(self._kind(**self._config.args), name=self._config.name, executor=self._threads)
 
     @asynccontextmanager
-    async def open(self) -> AsyncIterator[WorldEnvironment]:
+    async def open(self) -> AsyncIterator[EnvironmentAdapter]:
         """A fresh environment for one episode, closed at its end however it ends."""
         environment = self()
         try:
             yield environment
         finally:
-            # A world that hangs or breaks while closing must not cost the episode that was played in it.
+            # An environment that hangs or breaks while closing must not cost the episode that was played in it.
             await finish(environment.close(), within_s=CLOSE_WITHIN_S, name=f"env {self._config.name}.close")
 
     def close(self) -> None:
@@ -66,7 +65,7 @@ class EnvironmentSource:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-def world_class(name: str) -> Callable[..., Any]:
+def environment_class(name: str) -> Callable[..., Any]:
     """The class behind a name of the catalog or a dotted path. Raises `RunError` that lists what is known."""
     if name in CATALOG:
         return CATALOG[name]
@@ -76,17 +75,9 @@ def world_class(name: str) -> Callable[..., Any]:
             f"env.name: there is no environment {name!r}; known are {', '.join(sorted([*CATALOG, *ON_DEMAND]))}, "
             "and 'module:Class' for one of your own"
         )
-    module_name, _, class_name = name.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # foreign code: its import can raise anything, and the operator must read what
-        raise RunError(f"env.name: importing {module_name!r} failed: {type(error).__name__}: {error}") from error
-    kind = getattr(module, class_name, None)
+    kind = load_plugin(name, setting="env.name")
     if not isinstance(kind, type):
-        classes = sorted(n for n, v in vars(module).items() if isinstance(v, type) and v.__module__ == module.__name__)
-        raise RunError(
-            f"env.name: {module_name!r} has no class {class_name!r}; it defines {', '.join(classes) or 'no classes'}"
-        )
+        raise RunError(f"env.name = {name!r} is not a class")
     missing = [method for method in METHODS if not callable(getattr(kind, method, None))]
     if missing:
         raise RunError(f"env.name: {name} lacks {', '.join(missing)}; an environment has reset, step and close")
@@ -94,7 +85,7 @@ def world_class(name: str) -> Callable[..., Any]:
 
 
 def check_arguments(name: str, kind: Callable[..., Any], args: dict[str, Any]) -> None:
-    """Build one world and throw it away: a wrong argument is told before anything starts."""
+    """Build one environment and throw it away: a wrong argument is told before anything starts."""
     try:
         kind(**args)
     except Exception as error:  # foreign code again, at start-up

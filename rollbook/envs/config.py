@@ -1,4 +1,4 @@
-"""What an operator may set about the world and the server that lends it."""
+"""What an operator may set about the environment and the server that lends it."""
 
 from typing import Any
 
@@ -9,25 +9,27 @@ class EnvConfig(BaseModel, frozen=True, extra="forbid"):
     """The section `[env]` of a run."""
 
     name: str = Field(default="number_guessing", min_length=1)
-    """Which world: a name of the catalog, or `module:Class` for one of your own."""
+    """Which environment: a name of the catalog, or `module:Class` for one of your own."""
 
     args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the world's class, the same for every episode. What differs by episode belongs into the task."""
+    """Keyword arguments of the environment's class, the same for every episode. What differs by episode belongs into the task."""
 
     max_threads: int = Field(default=64, ge=1)
-    """Threads for worlds with plain (not async) methods: how many of their calls can run at the same time."""
+    """Threads for environments with plain (not async) methods: how many of their calls can run at the same time."""
 
     pool_size: int | None = Field(default=None, ge=1)
-    """Serve this many worlds from a process of the run's own, isolated from the workers. Unset: each worker makes its worlds."""
+    """Serve this many environments from a process of the run's own, isolated from the workers. Unset: each worker makes its
+    environments.
+    """
 
     url: str | None = Field(default=None, pattern=r"^https?://")
-    """Play in the worlds of this environment server. Unset: every rollout process makes its own."""
+    """Play in the environments of this environment server. Unset: every rollout process makes its own."""
 
     token: SecretStr | None = None
     """What the server at `url` asks for."""
 
     @model_validator(mode="after")
-    def _a_server_has_its_own_world(self) -> "EnvConfig":
+    def _a_server_has_its_own_environment(self) -> "EnvConfig":
         strays = sorted({"name", "args", "max_threads", "pool_size"} & self.model_fields_set)
         if self.url is not None and strays:
             raise ValueError(f"{', '.join(strays)}: the server at url decides that; set it there, or remove url")
@@ -37,13 +39,15 @@ class EnvConfig(BaseModel, frozen=True, extra="forbid"):
 
 
 class EnvServerConfig(BaseModel, frozen=True, extra="forbid"):
-    """A server of worlds: how many sessions, how long each thing may take, who may come in."""
+    """A server of environments: how many sessions, how long each thing may take, who may come in."""
 
     max_sessions: int | None = Field(default=None, ge=1)
-    """Sessions at the same time. Unset: as many as the pool has worlds, or 1024 where worlds cost nothing."""
+    """Sessions at the same time. Unset: as many as the pool has environments, or 1024 where environments cost nothing."""
 
     connect_wait_s: float = Field(default=2.0, ge=0)
-    """How long a connection waits for a place before it is refused with 503. It bridges the moment a world is tidied up in."""
+    """How long a connection waits for a place before it is refused with 503. It bridges the moment an environment is tidied up
+    in.
+    """
 
     max_ticket_wait_s: float = Field(default=600.0, gt=0)
     """The longest wait for a ticket that a client may ask for."""
@@ -52,31 +56,31 @@ class EnvServerConfig(BaseModel, frozen=True, extra="forbid"):
     """How long places that were granted to a group stay reserved for connections that do not come."""
 
     acquire_s: float = Field(default=60.0, gt=0)
-    """How long a session may wait for its world once it has a place: a simulator may have to be started anew."""
+    """How long a session may wait for its environment once it has a place: a simulator may have to be started anew."""
 
     reset_s: float = Field(default=120.0, gt=0)
-    """The longest reset. A session that takes longer is ended, and its world given back."""
+    """The longest reset. A session that takes longer is ended, and its environment given back."""
 
     step_s: float = Field(default=120.0, gt=0)
-    """The longest step. A session that takes longer is ended, and its world given back."""
+    """The longest step. A session that takes longer is ended, and its environment given back."""
 
     close_s: float = Field(default=20.0, gt=0)
-    """The longest tidying up of a world. One that takes longer is left to its pool."""
+    """The longest tidying up of an environment. One that takes longer is left to its pool."""
 
     idle_s: float = Field(default=1800.0, gt=0)
     """A session without a message for this long is ended. Keep it above the longest generation of the policy."""
 
     max_steps: int | None = Field(default=None, ge=1)
-    """Steps after which the server ends an episode. Unset: the world decides alone."""
+    """Steps after which the server ends an episode. Unset: the environment decides alone."""
 
     max_message_bytes: int = Field(default=4 * 1024 * 1024, ge=1024)
     """The longest message a client may send."""
 
     send_facts: bool = True
-    """Whether observations carry the world's facts, which are for viewers and may tell the solution."""
+    """Whether observations carry the environment's facts, which are for viewers and may tell the solution."""
 
     playground: bool = False
-    """Serve a page to play by hand. Only with a single world: a visitor would take one from the training."""
+    """Serve a page to play by hand. Only with a single environment: a visitor would take one from the training."""
 
     token: SecretStr | None = None
     """Who connects must show it (`Authorization: Bearer …`). Needed wherever the server can be reached from other machines."""

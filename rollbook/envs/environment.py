@@ -1,30 +1,35 @@
-"""What an environment author writes, and the adapter that makes the `Environment` port of it.
+"""The interface an environment author implements, its adapter to the `Environment` port, and the pool interface.
 
 An author writes a class with three methods, plain or async:
 
     class Coin:
         is_quick = True                                     # optional: never blocks, may run in the event loop
 
-        def reset(self, task): ...                          # -> Observation: what the agent sees first
-        def step(self, action: str): ...                    # -> Observation: the world's answer, with reward and done
-        def close(self): ...                                # give everything back
+        def reset(self, task): ...                          # -> Observation: the agent's first observation
+        def step(self, action: str): ...                    # -> Observation: the response, with reward and done
+        def close(self): ...                                # release all resources
 
-One object serves one episode. What an author's code raises never reaches the framework as it is: it becomes an `EpisodeError` that
-names world and method, so that a broken episode is data and not a crash.
+One object serves one episode. Exceptions of the author's code become an `EpisodeError` that names environment and method: the
+episode fails, the process continues.
 """
 
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Executor
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rollbook.concurrency.deadline import Deadline
 from rollbook.contracts.environment import Observation
-from rollbook.contracts.errors import EpisodeError, fenced
+from rollbook.contracts.errors import EpisodeError, TransientError, fenced
+from rollbook.contracts.ports import Environment
+from rollbook.telemetry.events import EventLog
 
 
-class World(Protocol):
-    """The shape of an author's class. Methods may be plain or `async def`."""
+class UserEnvironment(Protocol):
+    """The interface of an author's class. Methods may be plain or `async def`."""
 
     def reset(self, task: Mapping[str, Any]) -> Observation | Awaitable[Observation]: ...
 
@@ -33,64 +38,121 @@ class World(Protocol):
     def close(self) -> Awaitable[None] | None: ...
 
 
-class WorldEnvironment:
-    """One world for one episode. Satisfies `Environment`.
+class EnvironmentAdapter:
+    """One author's environment for one episode. Satisfies `Environment`.
 
-    Plain methods run in a thread, since they may block; a world that declares `is_quick = True` runs in the event loop, which
-    saves the hop. Calls to one world never overlap, not even when a caller was cancelled while a thread was still at work.
+    Plain methods run in a thread, since they may block. If the class sets `is_quick = True`, they run in the event loop, which is
+    faster. Calls to one environment never overlap, even if a caller was cancelled while its thread was still running.
     """
 
-    def __init__(self, world: World, *, name: str, executor: Executor | None = None) -> None:
-        self._world = world
+    def __init__(self, env: UserEnvironment, *, name: str, executor: Executor | None = None) -> None:
+        self._env = env
         self._name = name
         self._executor = executor
-        self._is_quick = bool(getattr(world, "is_quick", False))
-        self._working: asyncio.Future[Any] | None = None
+        self._is_quick = bool(getattr(env, "is_quick", False))
+        self._running: asyncio.Future[Any] | None = None
         self._is_closed = False
 
     async def reset(self, task: Mapping[str, Any]) -> Observation:
-        return self._checked("reset", await self._call("reset", self._world.reset, task))
+        return self._checked("reset", await self._call("reset", self._env.reset, task))
 
     async def step(self, action: str) -> Observation:
-        return self._checked("step", await self._call("step", self._world.step, action))
+        return self._checked("step", await self._call("step", self._env.step, action))
 
     async def close(self) -> None:
-        """Close the world once; closing again does nothing."""
+        """Close the environment. Further calls do nothing."""
         if self._is_closed:
             return
         self._is_closed = True
-        await self._call("close", self._world.close, is_closing=True)
+        await self._call("close", self._env.close, is_closing=True)
 
     async def _call(self, method: str, function: Callable[..., Any], *args: Any, is_closing: bool = False) -> Any:
         if self._is_closed and not is_closing:
-            raise EpisodeError(f"env {self._name}: {method} was called after close; this episode is given up")
-        if self._working is not None and not self._working.done():
-            # The thread of a cancelled call cannot be stopped; a second one beside it would see a world in mid-move.
-            await asyncio.wait({self._working})
+            raise EpisodeError(f"env {self._name}: {method} was called after close; this episode is dropped")
+        if self._running is not None and not self._running.done():
+            # The thread of a cancelled call cannot be stopped. A concurrent second call would see a half-changed environment.
+            await asyncio.wait({self._running})
         with fenced(f"env {self._name}.{method}"):
             if inspect.iscoroutinefunction(function):
                 return await function(*args)
             if self._is_quick:
-                return await _settled(function(*args))
-            self._working = asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
-            self._working.add_done_callback(_retrieve)
-            return await _settled(await asyncio.shield(self._working))
+                result = function(*args)
+            else:
+                self._running = asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
+                self._running.add_done_callback(_retrieve_error)
+                result = await asyncio.shield(self._running)
+            # A plain method may still return an awaitable (a decorator, a lambda around a coroutine).
+            return await result if inspect.isawaitable(result) else result
 
-    def _checked(self, method: str, answer: Any) -> Observation:
-        if not isinstance(answer, Observation):
+    def _checked(self, method: str, result: Any) -> Observation:
+        if not isinstance(result, Observation):
             raise EpisodeError(
-                f"env {self._name}: {method} returned {type(answer).__name__} where an Observation is due; "
-                "this episode is given up"
+                f"env {self._name}: {method} returned {type(result).__name__} instead of an Observation; "
+                "this episode is dropped"
             )
-        return answer
+        return result
 
 
-async def _settled(answer: Any) -> Any:
-    """A plain method may still hand back something to await (a decorator, a lambda around a coroutine)."""
-    return await answer if inspect.isawaitable(answer) else answer
+def _retrieve_error(call: asyncio.Future[Any]) -> None:
+    """Read the exception of a call whose caller was cancelled, so that asyncio does not report it as never retrieved."""
+    if not call.cancelled():
+        call.exception()
 
 
-def _retrieve(work: asyncio.Future[Any]) -> None:
-    """Look at the error of a call whose caller is gone, so that the loop does not complain about it at exit."""
-    if not work.cancelled():
-        work.exception()
+class EnvironmentsExhaustedError(TransientError):
+    """All environments of a pool are in use, and none was returned before the deadline."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolHealth:
+    """The state of a pool. `replaced` counts the slots that died or leaked memory and were recreated since the pool opened."""
+
+    capacity: int | None
+    busy: int
+    replaced: int = 0
+    is_ready: bool = True
+
+
+class EnvironmentPool(Protocol):
+    """Owns environments and lends each to one session at a time."""
+
+    @property
+    def capacity(self) -> int | None:
+        """The number of environments that can be in use at the same time; None if the pool sets no limit."""
+
+    async def acquire(self, deadline: Deadline) -> Environment:
+        """An environment for exclusive use; `close()` returns it. Raises `EnvironmentsExhaustedError` at the deadline."""
+
+    def health(self) -> PoolHealth:
+        """Never waits: every health check of the server calls it."""
+
+
+class OpensItsPool(Protocol):
+    """An environment class with its own kind of pool, for environments that own a process. `args` is `env.args` of the config."""
+
+    @classmethod
+    def open_pool(
+        cls, *, size: int | None, log: EventLog, args: Mapping[str, Any]
+    ) -> AbstractAsyncContextManager[EnvironmentPool]: ...
+
+
+class PooledEnvironment:
+    """An environment that notifies its pool once, when it is closed. Satisfies `Environment`."""
+
+    def __init__(self, env: Environment, on_close: Callable[[], None]) -> None:
+        self._env = env
+        self._on_close: Callable[[], None] | None = on_close
+
+    async def reset(self, task: Mapping[str, Any]) -> Observation:
+        return await self._env.reset(task)
+
+    async def step(self, action: str) -> Observation:
+        return await self._env.step(action)
+
+    async def close(self) -> None:
+        on_close, self._on_close = self._on_close, None
+        try:
+            await self._env.close()
+        finally:
+            if on_close is not None:
+                on_close()

@@ -97,7 +97,8 @@ class InferenceConfig(BaseModel, frozen=True, extra="forbid"):
     """How long a publication waits for one of several replicas, before that replica goes into quarantine."""
 
     check_digest: bool = True
-    """After every transfer, have each replica digest the weights it uses, and compare. Where dtypes differ it is left out."""
+    """After every `cuda_ipc` transfer, compare the digest of the weights that each replica uses with the published one, where the
+    dtypes are equal. The other transports check the digest before weights are loaded."""
 
     device: str = "cpu"
     """Where the model lives, as torch names it: `cpu`, `cuda`, `cuda:1`, `mps`."""

@@ -6,18 +6,18 @@ forward that produced its logits. Cancelling a request, or the future of `submit
 """
 
 import asyncio
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.errors import EpisodeError, RunError, TransientError
+from rollbook.contracts.plugin import load_on_demand
 from rollbook.contracts.policy import Completion, Publication, SamplingParams, TopLogprobs
 from rollbook.contracts.weights import RawTensor
 from rollbook.inference.config import InferenceConfig, KvAfterUpdate
@@ -164,24 +164,17 @@ class Engine(Protocol):
     async def resume(self) -> None: ...
 
 
-class OpenEngine(Protocol):
-    """What every module in `ENGINES` offers as `open_engine`."""
-
-    def __call__(
-        self, config: InferenceConfig, model_dir: Path | None, *, spans: SpanRecorder | None
-    ) -> AbstractAsyncContextManager[Engine]: ...
-
-
-# One line an engine. Each is imported only where it was chosen, so that a scripted server starts without torch.
+# Each engine is imported only where it is configured, so that a scripted server starts without torch.
 ENGINES: dict[str, str] = {
-    "transformers": "rollbook.inference.engines.embedded.engine",
-    "scripted": "rollbook.inference.engines.scripted",
+    "transformers": "rollbook.inference.engines.embedded.engine:open_engine",
+    "scripted": "rollbook.inference.engines.scripted:open_engine",
 }
 
 
 def open_engine(
     config: InferenceConfig, model_dir: Path | None, *, spans: SpanRecorder | None = None
 ) -> AbstractAsyncContextManager[Engine]:
-    """The engine the config names. `model_dir`: a Hugging Face directory with config and weights; scripted needs none."""
-    opener = cast(OpenEngine, importlib.import_module(ENGINES[config.engine]).open_engine)
-    return opener(config, model_dir, spans=spans)
+    """The configured engine. `model_dir`: a Hugging Face directory with config and weights; the scripted engine needs none."""
+    opener = load_on_demand(ENGINES[config.engine])
+    engine: AbstractAsyncContextManager[Engine] = opener(config, model_dir, spans=spans)
+    return engine

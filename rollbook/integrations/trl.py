@@ -155,8 +155,10 @@ def faults_of(args: Any, facts: HostFacts) -> list[str]:
         faults.append(f"weight_sync_steps is {args.weight_sync_steps}; every step is a version here, set it to 1")
     if args.temperature != facts.temperature:
         faults.append(f"temperature is {args.temperature}, but the run samples at {facts.temperature}")
-    if args.max_staleness < facts.lag_budget:
-        faults.append(f"max_staleness is {args.max_staleness}, the run's lag budget {facts.lag_budget}")
+    if args.max_staleness < facts.max_head_offpolicy_versions:
+        faults.append(
+            f"max_staleness is {args.max_staleness}, the run's lag budget {facts.max_head_offpolicy_versions}"
+        )
     if args.max_steps <= 0:
         faults.append("max_steps is not set")
     if facts.max_steps is not None and args.max_steps > facts.max_steps:

@@ -49,7 +49,7 @@ class HostFacts:
     model_dir: str
     groups_per_step: int
     completions_per_prompt: int
-    lag_budget: int
+    max_head_offpolicy_versions: int
     max_steps: int | None
     temperature: float
     request_s: float

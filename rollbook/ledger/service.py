@@ -1,6 +1,6 @@
 """The ledger service: every operation of a run as one transaction of the rules, without HTTP and SQL.
 
-Any number of tasks may call it. Waiting calls (`open`, `batch`) check their condition again after each commit that changed their run.
+Any number of tasks may call it. Waiting calls (`open`, `batch`) check again after each commit that changed their run.
 Time-driven changes are in `lease_expiry`.
 """
 
@@ -25,16 +25,16 @@ from rollbook.contracts.admission import (
 from rollbook.contracts.batch import AckReceipt, BatchManifest, EndOfRun, TrainerRole, TrainingBatch
 from rollbook.contracts.errors import RollbookError, RunError
 from rollbook.contracts.group import DropReason, GroupId, GroupOutcome, GroupState, PromptGroup
+from rollbook.contracts.group_codec import EncodedGroup, decode_payload
 from rollbook.contracts.policy import Publication
 from rollbook.contracts.task import Draw
 from rollbook.ledger.config import LedgerConfig
-from rollbook.ledger.group_frame import decode_group, encode_group, payload_digest
 from rollbook.ledger.lease_expiry import LeaseExpiry
 from rollbook.ledger.notifier import RunNotifier
 from rollbook.ledger.records import GroupRecord, MoveRecord, ProducerRecord, PublicationRecord, StepRecord
 from rollbook.ledger.rules import batches, gate, groups, publications, runs, trainer
-from rollbook.ledger.rules.run_transaction import RunTransaction, find_run, run_transaction
 from rollbook.ledger.rules.groups import Submission
+from rollbook.ledger.rules.run_transaction import RunTransaction, find_run, run_transaction
 from rollbook.ledger.store import Store, Transaction
 from rollbook.telemetry.events import EventLog
 
@@ -123,22 +123,21 @@ class Ledger:
     async def submit(
         self,
         run_id: RunId,
-        group: PromptGroup,
+        group: EncodedGroup,
         outcome: GroupOutcome,
         *,
         attempt: int,
         drop: DropReason | None = None,
     ) -> Receipt:
-        payload = encode_group(group)
         submission = Submission(
             group_id=group.id,
             task_id=group.task_id,
             draw=group.draw,
             attempt=attempt,
-            publications=tuple(sorted(group.trained_publications())),
+            publications=group.publications,
             outcome=outcome,
-            payload=payload,
-            payload_digest=payload_digest(payload),
+            payload=group.payload,
+            payload_digest=group.digest,
             drop=drop,
         )
         return await self.submit_encoded(run_id, submission)
@@ -223,11 +222,13 @@ class Ledger:
         if not isinstance(decided, BatchManifest):
             return decided
         payloads = [payload async for payload in self.payloads(run_id, decided)]
-        stored = (decode_group(body, entry.group_id) for entry, body in zip(decided.entries, payloads, strict=True))
+        stored = (decode_payload(body, entry.group_id) for entry, body in zip(decided.entries, payloads, strict=True))
         return TrainingBatch(manifest=decided, groups=tuple(stored))
 
     async def acknowledge(self, run_id: RunId, step: int, weights_digest: str, *, epoch: int) -> AckReceipt:
-        receipt = await self._write(run_id, lambda run_tx: trainer.acknowledge(run_tx, step, weights_digest, epoch=epoch))
+        receipt = await self._write(
+            run_id, lambda run_tx: trainer.acknowledge(run_tx, step, weights_digest, epoch=epoch)
+        )
         if receipt is AckReceipt.DIVERGED:
             self._log.warning("ledger.diverged", run=run_id, step=step, epoch=epoch, digest=weights_digest)
         else:
@@ -235,7 +236,9 @@ class Ledger:
         return receipt
 
     async def register(self, run_id: RunId, step: int, weights_digest: str, *, epoch: int) -> Publication:
-        return await self._write(run_id, lambda run_tx: publications.register(run_tx, step, weights_digest, epoch=epoch))
+        return await self._write(
+            run_id, lambda run_tx: publications.register(run_tx, step, weights_digest, epoch=epoch)
+        )
 
     async def confirm(self, run_id: RunId, publication: Publication, *, epoch: int) -> None:
         await self._write(run_id, lambda run_tx: publications.confirm(run_tx, publication, epoch=epoch))
@@ -245,7 +248,9 @@ class Ledger:
         num_deleted = await self._write(
             run_id, lambda run_tx: trainer.checkpointed(run_tx, step, oldest_kept=oldest_kept, epoch=epoch)
         )
-        self._log.info("ledger.checkpointed", run=run_id, step=step, oldest_kept=oldest_kept, payloads_deleted=num_deleted)
+        self._log.info(
+            "ledger.checkpointed", run=run_id, step=step, oldest_kept=oldest_kept, payloads_deleted=num_deleted
+        )
 
     async def finish(self, run_id: RunId, reason: EndOfRun, *, epoch: int) -> None:
         await self._write(run_id, lambda run_tx: trainer.finish(run_tx, reason, epoch=epoch))
@@ -265,7 +270,7 @@ class Ledger:
         )
         if record is None:
             raise RunError(f"run {run_id}: there is no group {group_id}")
-        return record, None if payload is None else decode_group(payload, group_id)
+        return record, None if payload is None else decode_payload(payload, group_id)
 
     async def history(self, run_id: RunId, group_id: GroupId) -> list[MoveRecord]:
         return await self._read(run_id, lambda tx: tx.history.of_group(run_id, group_id))
@@ -325,7 +330,9 @@ class Ledger:
         left = until - self._clock.now()
         if left <= 0 or not self._is_waiting_allowed:
             return False
-        await self._notifier.wait(change, at_most_s=left if at_most_s is None else min(left, at_most_s), clock=self._clock)
+        await self._notifier.wait(
+            change, at_most_s=left if at_most_s is None else min(left, at_most_s), clock=self._clock
+        )
         return True
 
 

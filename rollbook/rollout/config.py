@@ -5,7 +5,6 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, model_validator
 
 from rollbook.contracts.policy import SamplingParams
-from rollbook.rollout.dispatch.concurrency import AdaptiveRules
 from rollbook.rollout.settings.groups import GroupRules
 from rollbook.rollout.settings.limits import EpisodeLimits
 from rollbook.rollout.settings.rewards import Missing, RewardFunction, RewardRules
@@ -120,9 +119,6 @@ class AdaptiveConfig(BaseModel, frozen=True, extra="forbid"):
 
     interval_s: float = Field(default=10.0, gt=0)
     """Seconds over which throughput is measured before the number moves, at least."""
-
-    def rules(self, *, most: int) -> AdaptiveRules:
-        return AdaptiveRules(least=min(self.least_groups, most), most=most)
 
 
 class RolloutConfig(BaseModel, frozen=True, extra="forbid"):

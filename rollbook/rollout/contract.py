@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from rollbook.contracts.errors import RollbookError, RunError
-from rollbook.contracts.plugin import DottedPathError, load_attribute
+from rollbook.contracts.plugin import PluginError, load_plugin
 from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.ports import Environment
 from rollbook.contracts.trajectory import EndReason, RolloutSample
@@ -123,12 +123,12 @@ class RolloutSetup:
 MakeRollout: TypeAlias = Callable[[RolloutSetup], RolloutFn]
 
 
-def load_rollout(path: str, search_path: Sequence[str] = ()) -> MakeRollout:
+def load_rollout(path: str) -> MakeRollout:
     """Find `make_rollout` by `module` (that attribute of it) or `module:attribute`."""
-    make: MakeRollout = load_attribute(path, search_path, default="make_rollout", role="rollout function")
+    make: MakeRollout = load_plugin(path, setting="rollout.function", default="make_rollout")
     if inspect.iscoroutinefunction(make):
-        raise DottedPathError(
-            f"rollout function {path!r}: make_rollout is async; it must be a plain function that returns the async one"
+        raise PluginError(
+            f"rollout.function = {path!r}: make_rollout is async; it must be a plain function that returns the async one"
         )
     return make
 
@@ -137,16 +137,16 @@ def build_rollout(make: MakeRollout, setup: RolloutSetup, *, path: str) -> Rollo
     """Call `make_rollout` and check what it returned, before anything is played with it."""
     try:
         rollout = make(setup)
-    except DottedPathError:
+    except PluginError:
         raise
     except Exception as error:
-        raise DottedPathError(
-            f"rollout function {path!r}: make_rollout raised {type(error).__name__}: {error}"
+        raise PluginError(
+            f"rollout.function = {path!r}: make_rollout raised {type(error).__name__}: {error}"
         ) from error
     call = getattr(rollout, "__call__", None)  # noqa: B004 - an object with an async __call__ is welcome
     if not (inspect.iscoroutinefunction(rollout) or inspect.iscoroutinefunction(call)):
-        raise DottedPathError(
-            f"rollout function {path!r}: make_rollout returned a {type(rollout).__name__}; it must return an async function "
+        raise PluginError(
+            f"rollout.function = {path!r}: make_rollout returned a {type(rollout).__name__}; it must return an async function "
             f"that takes a row and returns a RolloutSample or None"
         )
     return rollout

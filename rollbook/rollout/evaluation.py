@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 
 from rollbook.contracts.errors import RunError
-from rollbook.contracts.group import GroupId, PromptGroup
+from rollbook.contracts.group import GroupId
+from rollbook.contracts.group_codec import decode_group
 from rollbook.contracts.task import Task
 from rollbook.rollout.config import RolloutConfig
-from rollbook.rollout.groups.player import GroupOrder, GroupResult
+from rollbook.rollout.groups.player import GroupOrder
+from rollbook.rollout.workers.messages import Finished
 from rollbook.rollout.workers.pool import WorkerPool
 from rollbook.rollout.workers.spec import WorkerRecipe
 from rollbook.telemetry.events import EventLog
@@ -133,7 +135,7 @@ class Evaluator:
         self._deadline_s = ATTEMPTS * max_seconds + 30.0
         # Its own budget: however many tasks there are, the policy server never sees more of them at a time.
         self._places = asyncio.Semaphore(concurrency)
-        self._waiting: dict[tuple[str, int], asyncio.Future[GroupResult | str]] = {}
+        self._waiting: dict[tuple[str, int], asyncio.Future[Finished | str]] = {}
         self._pool: WorkerPool | None = None
         self._passes = 0
 
@@ -154,11 +156,11 @@ class Evaluator:
         async with self._places:
             for attempt in range(1, ATTEMPTS + 1):
                 result = await self._attempt(task, attempt, min_publication)
-                if isinstance(result, GroupResult):
+                if isinstance(result, Finished):
                     return _played(task, label, result)
         raise RunError(f"evaluation: task {task.id} lost its worker {ATTEMPTS} times; the last time: {result}")
 
-    async def _attempt(self, task: Task, attempt: int, min_publication: int) -> GroupResult | str:
+    async def _attempt(self, task: Task, attempt: int, min_publication: int) -> Finished | str:
         assert self._pool is not None
         order = GroupOrder(
             group_id=GroupId(f"evaluation/{task.id}@{self._passes}"),
@@ -169,7 +171,7 @@ class Evaluator:
             min_publication=min_publication,
             deadline_s=self._deadline_s,
         )
-        answer: asyncio.Future[GroupResult | str] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Finished | str] = asyncio.get_running_loop().create_future()
         self._waiting[order.group_id, attempt] = answer
         try:
             self._pool.play(order)
@@ -179,7 +181,7 @@ class Evaluator:
             if answer.cancelled():
                 self._pool.cancel(order.group_id, attempt)
 
-    def group_finished(self, order: GroupOrder, result: GroupResult) -> None:
+    def group_finished(self, order: GroupOrder, result: Finished) -> None:
         self._answer(order, result)
 
     def group_lost(self, order: GroupOrder, cause: str) -> None:
@@ -188,7 +190,7 @@ class Evaluator:
     def worker_died(self, cause: str) -> None:
         """The pool replaces it; its groups are told one by one."""
 
-    def _answer(self, order: GroupOrder, answer: GroupResult | str) -> None:
+    def _answer(self, order: GroupOrder, answer: Finished | str) -> None:
         waiting = self._waiting.get((order.group_id, order.attempt))
         if waiting is not None and not waiting.done():
             waiting.set_result(answer)
@@ -215,9 +217,9 @@ async def open_evaluator(
         raise first from escaped
 
 
-def _played(task: Task, label: str, result: GroupResult) -> PlayedTask:
+def _played(task: Task, label: str, result: Finished) -> PlayedTask:
     """A filter's verdict does not matter here: what all siblings solved is measured too."""
-    group: PromptGroup | None = result.group
+    group = None if result.group is None else decode_group(result.group.payload)
     scorable = () if group is None else group.scorable
     return PlayedTask(
         task_id=task.id,

@@ -1,10 +1,10 @@
 """The metrics of this room, and how a finished group becomes values of them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rollbook.contracts.group import DropKind, DropReason, GroupOutcome, PromptGroup
 from rollbook.rollout.config import RolloutConfig
-from rollbook.rollout.rewards.scorer import SECONDS_KEY, score_key
+from rollbook.rollout.settings.rewards import SECONDS_KEY, score_key
 from rollbook.telemetry.metrics import Metric, MetricRecorder, Reduction
 
 ROLLOUT_METRICS: tuple[Metric, ...] = (
@@ -63,17 +63,25 @@ def reward_names(config: RolloutConfig) -> list[str]:
     return [*config.rewards.functions, *(["environment"] if config.rewards.functions else [])]
 
 
-def record_rewards(metrics: MetricRecorder, group: PromptGroup, names: Sequence[str]) -> None:
-    """What each function said of each sample that was played to its end."""
-    for sample in group.samples:
-        if SECONDS_KEY not in sample.metrics:
-            continue
+def reported_scores(group: PromptGroup) -> tuple[dict[str, float], ...]:
+    """The metrics that the reward functions added to each sample they scored."""
+    scored = [sample.metrics for sample in group.samples if SECONDS_KEY in sample.metrics]
+    prefix = score_key("")
+    return tuple(
+        {key: float(value) for key, value in metrics.items() if key == SECONDS_KEY or key.startswith(prefix)}
+        for metrics in scored
+    )
+
+
+def record_rewards(metrics: MetricRecorder, scores: Sequence[Mapping[str, float]], names: Sequence[str]) -> None:
+    """Record `reported_scores` of a group."""
+    for sample in scores:
         for name in names:
-            value = sample.metrics.get(score_key(name))
+            value = sample.get(score_key(name))
             metrics.add(score_key(name), value)
             metrics.add(f"{score_key(name)}_unscored", value is None)
-        metrics.add("reward/seconds", sample.metrics[SECONDS_KEY])
-        metrics.add("reward/seconds_max", sample.metrics[SECONDS_KEY])
+        metrics.add("reward/seconds", sample[SECONDS_KEY])
+        metrics.add("reward/seconds_max", sample[SECONDS_KEY])
 
 
 def record_group(metrics: MetricRecorder, outcome: GroupOutcome, drop: DropReason | None) -> None:

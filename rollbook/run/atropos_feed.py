@@ -15,8 +15,9 @@ from rollbook.concurrency.deadline import Deadline
 from rollbook.concurrency.retry import retry
 from rollbook.contracts.errors import RunError, TransientError
 from rollbook.contracts.group import GroupId, group_id
+from rollbook.contracts.group_codec import encode_group
 from rollbook.contracts.task import TaskId
-from rollbook.ledger.atropos.codec import transcode
+from rollbook.ledger.atropos.codec import decode_scored_data
 from rollbook.ledger.client.client import LedgerClient
 from rollbook.tasks.config import AtroposSourceConfig
 from rollbook.telemetry.events import EventLog
@@ -116,12 +117,12 @@ class AtroposSource:
         for place, posted in enumerate(groups):
             found = self._id_of(number, place, posted)
             try:
-                group = transcode(msgspec.json.encode(posted), found)
+                group = decode_scored_data(msgspec.json.encode(posted), found)
             except RunError as error:
                 # One environment's mistake; it stays readable in the run it was posted to.
                 self._log.warning("atropos.group_refused", group=found, cause=str(error))
                 continue
-            receipt = await self._ledger.submit(group, group.outcome(seconds=0.0), attempt=1)
+            receipt = await self._ledger.submit(encode_group(group), group.outcome(seconds=0.0), attempt=1)
             self._log.debug("atropos.group_taken_over", group=found, receipt=receipt)
 
     def _id_of(self, number: int, place: int, posted: dict[str, Any]) -> GroupId:

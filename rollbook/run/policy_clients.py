@@ -8,12 +8,12 @@ from pathlib import Path
 from rollbook.contracts.errors import RunError
 from rollbook.inference.client.client import PolicyClient, open_policy_client
 from rollbook.inference.client.server_protocol import Dialect, OwnDialect
-from rollbook.inference.client.vllm import VllmDialect, VllmVerbs
-from rollbook.inference.client.vllm_adapters import VllmAdapterDialect, VllmAdapterVerbs
+from rollbook.inference.client.vllm import VllmDialect, VllmServerApi
+from rollbook.inference.client.vllm_adapters import VllmAdapterDialect, VllmAdapterServerApi
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.weights.client import WeightTransferClient
-from rollbook.inference.weights.server_api import OwnVerbs, WeightVerbs
-from rollbook.inference.weights.transport import TransferWay, WayPlace, open_way
+from rollbook.inference.weights.server_api import RollbookServerApi, WeightServerApi
+from rollbook.inference.weights.transport import TransportOptions, WeightTransport, open_transport
 from rollbook.rollout.episodes.policy import current_episode
 from rollbook.telemetry.events import EventLog
 
@@ -59,13 +59,13 @@ def episode_session() -> str | None:
 def open_weights(
     config: InferenceConfig, address: str, *, directory: Path, trainer_device: str, log: EventLog | None
 ) -> WeightTransferClient:
-    """The publishing side, by the way that the config chose. `directory`: where files of weights may lie."""
+    """The publishing side, over the transport that the config chooses. `directory`: for weight files."""
     return WeightTransferClient(
         policy_urls(address),
         request_s=config.request_s,
         confirm_s=config.confirm_s if len(policy_urls(address)) > 1 else None,
-        way=_way(config, directory, trainer_device),
-        verbs=_verbs(config),
+        transport=_transport(config, directory, trainer_device),
+        server_api=_server_api(config),
         sequence=config.update_sequence,
         check_digest=config.check_digest,
         api_key=api_key(config),
@@ -96,9 +96,9 @@ def chosen_transfer(config: InferenceConfig, trainer_device: str) -> str:
     return "shared_memory" if room.f_bavail * room.f_frsize >= LEAST_SHARED_BYTES else "directory"
 
 
-def _way(config: InferenceConfig, directory: Path, trainer_device: str) -> TransferWay:
-    place = WayPlace(directory=str(directory), host=config.transfer_host, timeout_s=config.confirm_s)
-    return open_way(chosen_transfer(config, trainer_device), place)
+def _transport(config: InferenceConfig, directory: Path, trainer_device: str) -> WeightTransport:
+    options = TransportOptions(directory=str(directory), host=config.transfer_host, timeout_s=config.confirm_s)
+    return open_transport(chosen_transfer(config, trainer_device), options)
 
 
 def _dialect(config: InferenceConfig) -> Dialect:
@@ -108,9 +108,9 @@ def _dialect(config: InferenceConfig) -> Dialect:
     return kind(model_name=config.vllm.model_name)
 
 
-def _verbs(config: InferenceConfig) -> WeightVerbs:
+def _server_api(config: InferenceConfig) -> WeightServerApi:
     if config.engine != "vllm":
-        return OwnVerbs()
+        return RollbookServerApi()
     if config.publish == "adapter":
-        return VllmAdapterVerbs()
-    return VllmVerbs("nccl" if config.transfer == "nccl" else config.vllm.update)
+        return VllmAdapterServerApi()
+    return VllmServerApi("nccl" if config.transfer == "nccl" else config.vllm.update)

@@ -9,7 +9,7 @@ from rollbook.contracts.admission import LedgerStatus, RunId
 from rollbook.contracts.batch import TrainingBatch
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId, GroupState, PromptGroup
-from rollbook.ledger.group_frame import decode_group
+from rollbook.contracts.group_codec import decode_payload
 from rollbook.ledger.records import GroupRecord, MoveRecord, StepRecord
 from rollbook.ledger.rules.runs import status
 from rollbook.ledger.store import Reader, Transaction
@@ -52,7 +52,11 @@ class RunRecordReader:
                     f"run {self.run_id} has no group {group_id!r}; `rollbook inspect RUN --groups` lists them"
                 )
             body = tx.payloads.get(self.run_id, group_id)
-            return record, None if body is None else decode_group(body, group_id), tx.history.of_group(self.run_id, group_id)
+            return (
+                record,
+                None if body is None else decode_payload(body, group_id),
+                tx.history.of_group(self.run_id, group_id),
+            )
 
         return self.reader.read_now(look)
 
@@ -76,7 +80,7 @@ class RunRecordReader:
         return TrainingBatch(
             manifest=record.manifest,
             groups=tuple(
-                decode_group(body, entry.group_id)
+                decode_payload(body, entry.group_id)
                 for entry, body in zip(record.manifest.entries, bodies, strict=True)
                 if body is not None
             ),

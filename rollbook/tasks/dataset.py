@@ -5,15 +5,14 @@ Faults of a source stop the run before anything is played, and name the row.
 """
 
 import hashlib
-import importlib
 import json
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from rollbook.contracts.errors import RunError
+from rollbook.contracts.plugin import extend_search_path, load_plugin
 from rollbook.contracts.task import Task, TaskId
 from rollbook.tasks.config import TasksConfig
 
@@ -111,22 +110,8 @@ def _rows_of_file(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _rows_of_function(source: str, args: Mapping[str, Any], base_dir: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    module_name, _, function_name = source.partition(":")
-    here = str(base_dir.resolve())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        raise DatasetError(
-            f"tasks: cannot import {module_name!r} for source {source!r}: {type(error).__name__}: {error}. "
-            f"It must be installed or lie in {here}"
-        ) from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise DatasetError(
-            f"tasks: module {module_name!r} has no function {function_name!r}; define it or change `source`"
-        )
+    extend_search_path([base_dir.resolve()])
+    function = load_plugin(source, setting="tasks.source")
     try:
         for number, row in enumerate(function(**args)):
             yield f"{source}, row {number}", _plain(row, f"{source}, row {number}")

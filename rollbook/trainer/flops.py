@@ -1,13 +1,17 @@
-"""How much arithmetic a step asks for, and what part of the device's peak that is (MFU)."""
+"""The floating-point operations of a training step, the peak rate of the devices (for MFU), and their peak memory."""
 
+import resource
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
+from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.data.minibatches import Microbatch
 
-# Dense bfloat16 operations per second, as their makers state them. Longest name first: "H100" is part of "H100 PCIe".
+# Dense bfloat16 operations per second, from the vendors' data sheets. Longest name first: "H100" is part of "H100 PCIe".
 PEAK_FLOPS = {
     "B200": 2250e12,
     "GH200": 989e12,
@@ -24,19 +28,19 @@ PEAK_FLOPS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What of a model decides its arithmetic."""
+    """The dimensions of a model that decide its number of operations."""
 
     body_parameters: int
-    """Those every token goes through: all but the embeddings."""
+    """Parameters used by every token: all but the embeddings."""
     head_parameters: int
-    """The output embedding, which trained tokens alone go through."""
+    """The output embedding, used by trained tokens only."""
     layers: int
     attention_width: int
-    """Heads times the width of a head."""
+    """Number of heads times head width."""
 
 
 def training_flops(passes: Sequence[Microbatch], shape: ModelShape) -> float:
-    """Forward and backward: 6 operations for a parameter and a token; causal attention 6 for a pair of tokens and a width."""
+    """Forward and backward: 6 operations per parameter and token; causal attention 6 per pair of tokens and channel."""
     total = 0.0
     for micro in passes:
         lengths = np.array(
@@ -49,5 +53,22 @@ def training_flops(passes: Sequence[Microbatch], shape: ModelShape) -> float:
 
 
 def peak_flops(device_name: str) -> float | None:
-    """None where the peak is not known (a CPU, another card): then no share of it is told."""
+    """None where the peak is unknown (a CPU, an unlisted GPU); then no utilisation is reported."""
     return next((peak for name, peak in PEAK_FLOPS.items() if name in device_name), None)
+
+
+def devices_peak_flops(config: TrainerConfig) -> float | None:
+    """Sum over the training devices; None where the peak is unknown for the device or the precision."""
+    if config.device != "cuda" or config.compute_dtype != "bfloat16":
+        return None
+    one = peak_flops(torch.cuda.get_device_name())
+    return None if one is None else one * config.ranks
+
+
+def peak_memory_gb(device: str) -> float:
+    """Peak memory of tensors on a GPU, or of this process on a CPU."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated() / 1e9
+    # Kilobytes everywhere but on macOS.
+    unit = 1.0 if sys.platform == "darwin" else 1024.0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9

@@ -1,11 +1,11 @@
-"""The trainer's life: restore, replay what was decided, publish, then batch after batch until the run ends.
+"""The training loop: restore, replay the decided batches, publish, then train batch after batch until the run ends.
 
-The ledger is the write-ahead log of the optimizer: killed at any moment, the next trainer restores the last checkpoint and trains
-the recorded batches again. So the order is fixed: train s, acknowledge s, publish s, and only then acknowledge s+1.
+The ledger is the write-ahead log of the optimizer. After a crash the next trainer restores the last checkpoint and trains the
+recorded batches again, so the order is fixed: train s, acknowledge s, publish s, and only then acknowledge s+1.
 
-What need not wait does not. While batch s trains, batch s+1 is fetched; while that one trains, version s is pushed and a checkpoint
-of s is written, both from copies of the weights. Nothing ever waits for batch s+1 before the publication of s has begun: with a lag
-budget of 0 nobody could play for it.
+Batch s+1 is fetched while batch s trains. Version s is pushed, and its checkpoint written, while batch s+1 trains, both from copies
+of the weights. The loop never waits for batch s+1 before the publication of s has begun: with a staleness bound of 0, no episode of
+batch s+1 can start without version s.
 """
 
 import asyncio
@@ -28,37 +28,37 @@ from rollbook.telemetry.spans import SpanRecorder
 from rollbook.trainer.checkpoints.checkpoints import Checkpoint, Checkpoints
 from rollbook.trainer.checkpoints.settings_history import check_and_record
 from rollbook.trainer.config import TrainerConfig
-from rollbook.trainer.distributed.device import devices_peak_flops, peak_memory_gb
+from rollbook.trainer.flops import devices_peak_flops, peak_memory_gb
 from rollbook.trainer.interruption import first_error, unless
 from rollbook.trainer.metrics import batch_metrics, time_metrics
 from rollbook.trainer.model.weights import digest_of
 from rollbook.trainer.publish import Publisher
 from rollbook.trainer.staleness import LagReport, check_lag
-from rollbook.trainer.step import LearnerCopy, StepReport, TrainStep
+from rollbook.trainer.step import LearnerSnapshot, StepReport, TrainStep
 from rollbook.trainer.team import Team
 
 Learner = TrainStep | Team
 
 LONG_POLL_S = 20.0
-"""How long the ledger may hold a request for a batch before it says "not yet"."""
+"""How long the ledger may hold a request for a batch before it responds that there is none yet."""
 
 
 class LoopEnd(StrEnum):
     ENDED = "ended"
-    """There is no further batch: the ledger was told that the run is over."""
+    """There is no further batch, and the ledger recorded the end of the run."""
     STOPPED = "stopped"
-    """Asked to stop: a checkpoint was written, and the run can be resumed."""
+    """A stop was requested: a checkpoint was written, and the run can be resumed."""
     FENCED = "fenced"
-    """A newer trainer took over: nothing more was touched."""
+    """A newer trainer took over. This one wrote nothing after that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopOutcome:
     end: LoopEnd
     step: int
-    """Batches learned from."""
+    """Batches trained."""
     digest: str | None
-    """Of the weights at that step; None when fenced before any were loaded."""
+    """Digest of the weights at that step; None when fenced before any were loaded."""
     reason: EndOfRun | None = None
 
 
@@ -73,7 +73,7 @@ class TrainerLoop:
         config: TrainerConfig,
         model_dir: Path,
         directory: Path,
-        lag_budget: int,
+        max_head_offpolicy_versions: int,
         metrics: MetricRecorder,
         spans: SpanRecorder,
         log: EventLog,
@@ -81,12 +81,12 @@ class TrainerLoop:
         stage: WeightStage | None = None,
         publishes_adapters: bool = False,
     ) -> None:
-        """`publishes_adapters`: with LoRA, push the adapters alone; the replicas have the base."""
+        """`publishes_adapters`: with LoRA, push the adapters only; the replicas already have the base model."""
         self._source = source
         self._publishes_adapters = publishes_adapters
         self._adapter_kind: AdapterKind | None = None
         self._config = config
-        self._lag_budget = lag_budget
+        self._max_head_offpolicy_versions = max_head_offpolicy_versions
         self._metrics = metrics
         self._spans = spans
         self._log = log
@@ -109,27 +109,27 @@ class TrainerLoop:
         self._digest: str | None = None
         self._learner: Learner | None = None
         self._weights: Mapping[str, Tensor] = {}
-        """Of the last step, copied: what is published and saved while the model learns on."""
+        """A copy of the last step's weights: published and saved while the next step trains."""
         self._fetching: Background
         self._publishing: Background
         self._checkpointing: Background
 
     @property
     def step(self) -> int:
-        """Batches learned from so far."""
+        """Batches trained so far."""
         return self._step
 
     def stop_after_step(self) -> None:
-        """Finish the step in hand, write a checkpoint and return. A wait for a batch or for replicas is broken off."""
+        """Finish the current step, write a checkpoint and return. Waits for a batch or for replicas are cancelled."""
         self._stopping.set()
 
     async def run(self) -> LoopOutcome:
         """Train to the end of the run.
 
         Takes:  batches, from the ledger.
-        Gives:  versions of the policy to the replicas, acknowledgements and checkpoint marks to the ledger.
-        Waits:  for the next batch; for replicas to confirm a version; for a peer that is away, within its budget.
-        Ends:   when the ledger says so, on `stop_after_step`, when a newer trainer took over, or with an error a person must see.
+        Gives:  policy versions to the replicas; acknowledgements and checkpoint marks to the ledger.
+        Waits:  for the next batch; for replicas to confirm a version; for an unreachable peer, within its retry budget.
+        Ends:   at the end of the run, on `stop_after_step`, when a newer trainer took over, or with an error.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -137,7 +137,7 @@ class TrainerLoop:
                 self._fetching = Background(group, "trainer.fetch_batch")
                 self._publishing = Background(group, "trainer.publish")
                 self._checkpointing = Background(group, "trainer.checkpoint")
-                outcome = await self._train_to_the_end()
+                outcome = await self._train_until_end()
                 watch.cancel()
         except BaseExceptionGroup as failures:
             first = first_error(failures)
@@ -151,7 +151,7 @@ class TrainerLoop:
         self._log.info("trainer.done", end=outcome.end, step=outcome.step, reason=outcome.reason, digest=outcome.digest)
         return outcome
 
-    async def _train_to_the_end(self) -> LoopOutcome:
+    async def _train_until_end(self) -> LoopOutcome:
         learner = await self._restore()
         role = await self._take_role(learner)
         await self._replay(learner, role)
@@ -181,7 +181,7 @@ class TrainerLoop:
     async def _restore(self) -> Learner:
         with self._spans.span("trainer.restore") as fields:
             checkpoint = await asyncio.to_thread(self._checkpoints.latest)
-            learner = await asyncio.to_thread(self._assembled, checkpoint)
+            learner = await asyncio.to_thread(self._load_learner, checkpoint)
             self._learner = learner
             if self._publishes_adapters:
                 self._adapter_kind = await asyncio.to_thread(learner.publish_adapters)
@@ -196,14 +196,14 @@ class TrainerLoop:
         )
         return learner
 
-    def _assembled(self, checkpoint: Checkpoint | None) -> Learner:
-        """One process, or several that share the model."""
+    def _load_learner(self, checkpoint: Checkpoint | None) -> Learner:
+        """A learner in this process, or a team of ranks that shard the model."""
         if self._config.ranks == 1:
             return self._checkpoints.restore(checkpoint)
         return Team.assemble(self._checkpoints, checkpoint, size=self._config.ranks, device=self._config.device)
 
     async def _take_role(self, learner: Learner) -> TrainerRole:
-        """Become the trainer, and refuse to go on where the ledger and the disk tell different stories."""
+        """Become the trainer. Raises `RunError` when the checkpoint and the ledger contradict each other."""
         restored = learner.step
         role = await self._source.take_role(restored_step=restored)
         self._log.info(
@@ -216,7 +216,7 @@ class TrainerLoop:
         )
         if restored > role.last_acknowledged:
             raise RunError(
-                f"the checkpoint of step {restored} is ahead of the ledger, which knows {role.last_acknowledged} trained steps."
+                f"the checkpoint of step {restored} is ahead of the ledger, which has {role.last_acknowledged} acknowledged steps."
                 " They belong to different runs, or the ledger lost data: restore the ledger or remove the checkpoint."
             )
         check_and_record(
@@ -227,12 +227,12 @@ class TrainerLoop:
             weights_digest=str(self._digest),
         )
         self._durable_step = role.durable_step
-        # The last trainer may have died between writing the checkpoint and saying so.
+        # The previous trainer may have died after writing the checkpoint and before reporting it.
         await self._mark_durable(restored)
         return role
 
     async def _replay(self, learner: Learner, role: TrainerRole) -> None:
-        """Train the decided batches again. Nothing is published meanwhile: the replicas may be ahead of the restored weights."""
+        """Train the decided batches again. Nothing is published during replay: replicas may be ahead of the restored weights."""
         if learner.step < role.last_decided:
             self._log.info("trainer.replaying", first=learner.step + 1, last=role.last_decided)
             await self._fetching.start(self._next_batch(learner.step + 1))
@@ -241,7 +241,7 @@ class TrainerLoop:
             step = learner.step + 1
             batch = await self._fetching.settle()
             if isinstance(batch, EndOfRun):
-                raise RunError(f"the ledger decided batch {step} and now answers {batch}; it cannot be replayed")
+                raise RunError(f"batch {step} cannot be replayed: the ledger decided it, but now returns {batch}")
             if batch is None:
                 return
             if step < role.last_decided:
@@ -254,7 +254,7 @@ class TrainerLoop:
     # One step ----------------------------------------------------------------------------------------------------------------
 
     async def _next_batch(self, step: int) -> TrainingBatch | EndOfRun | None:
-        """The batch of `step`, or why there is none; None when asked to stop while waiting."""
+        """The batch of `step`, or why there is none; None when a stop was requested during the wait."""
         if self._config.max_steps is not None and step > self._config.max_steps:
             return EndOfRun.MAX_STEPS
         with self._spans.span("trainer.wait_batch", step=step):
@@ -269,47 +269,48 @@ class TrainerLoop:
     async def _train(self, learner: Learner, batch: TrainingBatch, *, started: float) -> None:
         """Train and acknowledge."""
         waited = self._clock.now() - started
-        lags = check_lag(batch.manifest, budget=self._lag_budget)
+        lags = check_lag(batch.manifest, max_head_offpolicy_versions=self._max_head_offpolicy_versions)
         began = self._clock.now()
         with self._spans.span("trainer.train", step=batch.step, groups=len(batch.groups)):
-            # In a thread: everything that goes on beside the step is served meanwhile.
+            # In a thread, so that fetching, publishing and checkpointing continue during the step.
             report, weights, digest = await asyncio.to_thread(_train_and_copy, learner, batch)
         trained = self._clock.now() - began
-        await self._published()
+        await self._wait_for_publication()
         self._step, self._weights, self._digest = learner.step, weights, digest
         receipt = await self._source.acknowledge(batch.step, digest)
         self._measure(batch, lags, report, receipt, waited=waited, trained=trained)
 
-    async def _published(self) -> None:
-        """Wait until the version before is everywhere. Whoever is asked to stop does not wait for replicas that are gone."""
+    async def _wait_for_publication(self) -> None:
+        """Wait until all replicas serve the previous version. A requested stop ends the wait."""
         began = self._clock.now()
         await unless(self._stopping, self._publishing.settle())
         self._metrics.add("perf/publish_wait_time", self._clock.now() - began)
 
     async def _publish(self, step: int, weights: Mapping[str, Tensor]) -> None:
-        """Make the copied weights the policy."""
+        """Push the copied weights to all replicas."""
         began = self._clock.now()
         await self._publisher.publish(weights, step=step, digest=str(self._digest), kind=self._adapter_kind)
         self._metrics.add("perf/weight_sync_time", self._clock.now() - began)
 
     async def _checkpoint(self, learner: Learner) -> None:
-        """Copy now, write beside the next step. The checkpoint before must be whole first: they never run in parallel."""
+        """Copy the state now and write it during the next step. One checkpoint is written at a time."""
         began = self._clock.now()
         await self._checkpointing.settle()
-        copied = await asyncio.to_thread(learner.copied, self._weights)
+        snapshot = await asyncio.to_thread(learner.state_snapshot, self._weights)
         self._metrics.add("perf/checkpoint_wait_time", self._clock.now() - began)
-        await self._checkpointing.start(self._write_checkpoint(copied, str(self._digest)))
+        await self._checkpointing.start(self._write_checkpoint(snapshot, str(self._digest)))
 
-    async def _write_checkpoint(self, copied: LearnerCopy, digest: str) -> None:
+    async def _write_checkpoint(self, snapshot: LearnerSnapshot, digest: str) -> None:
         began = self._clock.now()
-        with self._spans.span("trainer.checkpoint", step=copied.step):
-            saved = await asyncio.to_thread(self._checkpoints.write, copied, weights_digest=digest)
+        with self._spans.span("trainer.checkpoint", step=snapshot.step):
+            saved = await asyncio.to_thread(self._checkpoints.write, snapshot, weights_digest=digest)
             await self._mark_durable(saved.step)
         self._metrics.add("perf/checkpoint_time", self._clock.now() - began)
         self._log.info("trainer.checkpointed", step=saved.step, path=saved.path.name, digest=saved.weights_digest)
 
     async def _mark_durable(self, step: int) -> None:
-        """Tell the ledger, unless it knows. Older checkpoints are gone from disk before it may forget what they would need."""
+        """Report the checkpoint to the ledger, once. Older checkpoints are removed before: the ledger may then delete their
+        batches."""
         if step <= self._durable_step:
             return
         kept = await asyncio.to_thread(self._checkpoints.steps)
@@ -320,7 +321,7 @@ class TrainerLoop:
     # End ---------------------------------------------------------------------------------------------------------------------
 
     async def _ended(self, learner: Learner, reason: EndOfRun) -> LoopOutcome:
-        await self._published()
+        await self._wait_for_publication()
         await self._last_checkpoint(learner)
         await self._source.finish(reason)
         return LoopOutcome(end=LoopEnd.ENDED, step=learner.step, digest=self._digest, reason=reason)
@@ -335,7 +336,7 @@ class TrainerLoop:
         await self._checkpoint(learner)
         await self._checkpointing.settle()
 
-    # Telling -----------------------------------------------------------------------------------------------------------------
+    # Metrics -----------------------------------------------------------------------------------------------------------------
 
     def _measure(
         self,
@@ -384,6 +385,6 @@ def _train_and_copy(learner: Learner, batch: TrainingBatch) -> tuple[StepReport,
 
 
 def _copied_weights(learner: Learner) -> tuple[dict[str, Tensor], str]:
-    """One copy a step serves the digest, the publication and the checkpoint."""
+    """One copy per step, used for the digest, the publication and the checkpoint."""
     weights = learner.snapshot()
     return weights, digest_of(weights)

@@ -1,4 +1,4 @@
-"""The trainer's metrics: the table, and what is measured of a batch itself. Names are those that users of such systems know."""
+"""The trainer's metrics: the table, and the values computed from a batch. Names follow what users of other RL trainers know."""
 
 from collections.abc import Sequence
 
@@ -12,59 +12,59 @@ TRAINER_METRICS: tuple[Metric, ...] = (
     Metric("train/optimizer_steps", "steps", "optimizer steps taken", Reduction.SUM),
     Metric("train/skipped_steps", "steps", "minibatches skipped because their gradient was not finite", Reduction.SUM),
     Metric("train/ppo_kl", "nats", "drift within the step: mean of exp(d) - d - 1, d = log current - log old"),
-    Metric("train/ppo_clip_frac", "", "part of the trained tokens whose gradient was clipped away"),
+    Metric("train/ppo_clip_frac", "", "fraction of the trained tokens whose gradient was clipped"),
     Metric("train/ratio_mean", "", "mean of current / old over trained tokens"),
     Metric("train/entropy", "nats", "entropy of the policy at trained tokens, at their temperature"),
     Metric(
         "train/mean_kl", "nats", "mismatch of sampler and trainer: mean of exp(m) - m - 1, m = log old - log sampled"
     ),
     Metric("train/mismatch_weight_mean", "", "mean of old / sampled over trained tokens"),
-    Metric("train/ess", "", "effective sample size of old / sampled, as a part of the tokens"),
+    Metric("train/ess", "", "effective sample size of old / sampled, as a fraction of the tokens"),
     Metric("train/correction_mean", "", "mean of the correction's weights over trained tokens"),
-    Metric("train/correction_clip_frac", "", "part of the trained tokens whose correction weight was cut"),
-    Metric("train/correction_ess", "", "effective sample size of the correction's weights, as a part of the tokens"),
+    Metric("train/correction_clip_frac", "", "fraction of the trained tokens whose correction weight was clipped"),
+    Metric(
+        "train/correction_ess", "", "effective sample size of the correction's weights, as a fraction of the tokens"
+    ),
     Metric("train/reference_kl", "nats", "divergence from the initial policy, mean over trained tokens"),
     Metric("train/unknown_logprob_tokens", "tokens", "trained tokens without a sampling logprob", Reduction.SUM),
     Metric("train/tokens", "tokens", "trained tokens", Reduction.SUM),
     Metric("train/sequences", "sequences", "trained sequences", Reduction.SUM),
     Metric("train/passes", "passes", "forward and backward passes through the model", Reduction.SUM),
-    Metric("train/padding_share", "", "part of the computed tokens that was padding"),
+    Metric("train/padding_share", "", "fraction of the computed tokens that was padding"),
     Metric("train/computed_tokens", "tokens", "tokens that went through the model, padding included", Reduction.SUM),
     Metric(
         "train/diverged_steps", "steps", "replayed steps whose weights differ from those acknowledged", Reduction.SUM
     ),
     Metric("perf/sample_wait_time", "s", "waited for the batch", Reduction.SUM),
     Metric("perf/train_time", "s", "trained on the batch, digest included", Reduction.SUM),
-    Metric("perf/weight_sync_time", "s", "published the weights, beside training", Reduction.SUM),
+    Metric("perf/weight_sync_time", "s", "time to publish the weights, concurrent with training", Reduction.SUM),
+    Metric("perf/publish_wait_time", "s", "training waited for the previous publication to complete", Reduction.SUM),
+    Metric("perf/checkpoint_time", "s", "time to write a checkpoint, concurrent with training", Reduction.SUM),
     Metric(
-        "perf/publish_wait_time", "s", "stood still because the version before was not everywhere yet", Reduction.SUM
+        "perf/checkpoint_wait_time", "s", "training waited for the copy of its state for a checkpoint", Reduction.SUM
     ),
-    Metric("perf/checkpoint_time", "s", "wrote a checkpoint, beside training", Reduction.SUM),
-    Metric("perf/checkpoint_wait_time", "s", "stood still to copy for a checkpoint", Reduction.SUM),
     Metric("perf/step_time", "s", "whole step, waiting included", Reduction.SUM),
     Metric("perf/wait_time_ratio", "", "wait / (wait + train)"),
-    Metric("perf/overlap_ratio", "", "1 - wait / (wait + train)"),
+    Metric("perf/overlap_ratio", "", "the trainer's utilisation: train / (wait + train)"),
     Metric("perf/tokens_per_s", "tokens/s", "trained tokens per second of training"),
     Metric(
         "perf/mfu",
         "",
-        "arithmetic that the batch asked for, as a part of the devices' peak; null where that is not known",
+        "model FLOPs utilisation: the batch's operations per second over the devices' peak; null where the peak is unknown",
     ),
-    Metric("perf/memory_gb", "GB", "most memory held so far: of the device, or of the process on a CPU", Reduction.MAX),
+    Metric("perf/memory_gb", "GB", "peak memory so far: of the device, or of the process on a CPU", Reduction.MAX),
     Metric("async/version_offset_mean", "steps", "lag of the batch's groups, mean"),
     Metric("async/version_offset_max", "steps", "lag of the batch's oldest group", Reduction.MAX),
     Metric("async/version_offset_min", "steps", "lag of the batch's newest group", Reduction.MIN),
-    Metric(
-        "async/unknown_version_groups", "groups", "groups that do not say which version sampled them", Reduction.SUM
-    ),
+    Metric("async/unknown_version_groups", "groups", "groups whose sampling version is unknown", Reduction.SUM),
     Metric(
         "async/unscorable_samples", "samples", "samples without a reward: advantage 0, never reward 0", Reduction.SUM
     ),
     Metric("rollout/reward", "", "mean reward of the batch's scorable samples"),
     Metric("rollout/accuracy", "", "solved samples, as a part of those whose world says whether they are"),
-    Metric("rollout/response_len", "tokens", "trained tokens a sample, mean"),
+    Metric("rollout/response_len", "tokens", "trained tokens per sample, mean"),
     Metric("rollout/truncated_ratio", "", "samples that ended by a limit"),
-    Metric("rollout/turns", "turns", "turns a sample, mean"),
+    Metric("rollout/turns", "turns", "turns per sample, mean"),
     Metric("rollout/groups", "groups", "groups in the batch", Reduction.SUM),
     Metric("rollout/samples", "samples", "samples in the batch", Reduction.SUM),
 )

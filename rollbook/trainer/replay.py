@@ -1,6 +1,6 @@
-"""Train again from the record and say which weights come out. Reads batches, writes nothing.
+"""Train recorded batches again and return the weight digests. Writes nothing.
 
-On a CPU with the recorded thread count the digests are those of the run that was recorded, however often it was killed.
+On a CPU with the recorded thread count, the digests equal those of the recorded run, however often it was killed.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ async def replay(
 ) -> ReplayResult:
     """Train the recorded batches in order from the initial weights in `model_dir`, up to step `until`.
 
-    `publishes_adapters`: the run published adapters alone, so its digests are theirs.
+    `publishes_adapters`: the run published adapters only, so its digests are digests of the adapters.
     """
     learner = await asyncio.to_thread(initial_learner, model_dir, config)
     if publishes_adapters:
@@ -47,7 +47,7 @@ async def replay(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CounterfactualStep:
-    """One recorded batch under another recipe. `gain` is measured before the batch is learned from."""
+    """One recorded batch under other settings. `gain` is measured before the batch is trained."""
 
     step: int
     gain: float | None
@@ -57,9 +57,9 @@ class CounterfactualStep:
 async def retrain(
     batches: Iterable[TrainingBatch], *, model_dir: Path, config: TrainerConfig, judged_by: TrainerConfig
 ) -> tuple[list[CounterfactualStep], str]:
-    """Learn from a recorded stream with the settings of `config`; nothing is generated. Also the digest of what came out.
+    """Train a recorded stream with the settings of `config`, without generation. Returns the steps and the final digest.
 
-    Every recipe is judged by the advantages of one (`judged_by`), on batches it has not learned from yet: so they can be compared.
+    Gains use the advantages of `judged_by`, on batches not trained yet, so that runs with different settings can be compared.
     """
     learner = await asyncio.to_thread(initial_learner, model_dir, config)
     steps: list[CounterfactualStep] = []

@@ -1,7 +1,7 @@
-"""Warm start from demonstrations, through the same step and the same checkpoints as reinforcement learning.
+"""Supervised fine-tuning on demonstrations, with the same training step and checkpoints as reinforcement learning.
 
-A demonstration is a row whose assistant tokens are trained with advantage 1: the loss is their mean negative log-probability. Which
-rows make step s is a function of (seed, s) alone, so a run that is killed and started again trains what it would have trained.
+A demonstration is a row whose assistant tokens are trained with advantage 1, so the loss is their mean negative log-probability.
+The rows of step s depend on (seed, s) only, so a killed and restarted run trains the same rows.
 """
 
 import math
@@ -40,7 +40,7 @@ SFT_METRICS = (
 class SftOutcome:
     steps: int
     is_finished: bool
-    """False: asked to stop; a checkpoint was written and the same command goes on."""
+    """False: stopped on request. A checkpoint was written, and the same command resumes."""
     checkpoint: Checkpoint
     first_loss: float | None
     """Mean over the first tenth of the steps trained by this process; None when it had none to train."""
@@ -50,7 +50,7 @@ class SftOutcome:
 
 
 def demonstration_row(row: TokenRow, number: int) -> TrainRow:
-    """A chat as the step takes it. Nobody sampled these tokens: their sampling log-probability is unknown, and not needed."""
+    """A chat as a training row. The tokens were not sampled by a policy, so they have no sampling log-probability."""
     trained = np.flatnonzero(row.loss_mask)
     return TrainRow(
         group_id=GroupId(f"demonstration-{number}"),
@@ -65,15 +65,15 @@ def demonstration_row(row: TokenRow, number: int) -> TrainRow:
 
 
 def steps_of(num_demonstrations: int, config: SftConfig, *, max_steps: int | None) -> int:
-    """Optimizer steps of the whole warm start."""
+    """Optimizer steps of the whole run."""
     by_epochs = config.epochs * math.ceil(num_demonstrations / config.examples_per_step)
     return by_epochs if max_steps is None else min(by_epochs, max_steps)
 
 
 def numbers_of_step(step: int, num_demonstrations: int, config: SftConfig, *, seed: int) -> list[int]:
-    """Which demonstrations make step `step` (1, 2, …): the epochs are shuffled one by one, the last step of each may be short."""
-    a_epoch = math.ceil(num_demonstrations / config.examples_per_step)
-    epoch, at = divmod(step - 1, a_epoch)
+    """The demonstrations of step `step` (1, 2, …). Each epoch is shuffled separately, and its last step may be short."""
+    steps_per_epoch = math.ceil(num_demonstrations / config.examples_per_step)
+    epoch, at = divmod(step - 1, steps_per_epoch)
     order = np.random.default_rng((seed, epoch)).permutation(num_demonstrations)
     return [int(n) for n in order[at * config.examples_per_step : (at + 1) * config.examples_per_step]]
 
@@ -92,18 +92,18 @@ class SftLoop:
         validation: Sequence[TokenRow],
         metrics: MetricRecorder,
         log: EventLog,
-        told: Callable[[dict[str, Any]], None] = lambda row: None,
+        on_metrics: Callable[[dict[str, Any]], None] = lambda row: None,
     ) -> None:
         self._config = config
         self._total = steps_of(len(demonstrations), config, max_steps=trainer.max_steps)
-        # Schedules that fall to 0 must know where they end, also when the epochs say it.
+        # Schedules that decay to 0 need the last step, also when it follows from the epochs.
         self._trainer = sft_trainer(trainer.model_copy(update={"max_steps": self._total}))
         self._checkpoints = Checkpoints(directory / "checkpoints", model_dir=model_dir, config=self._trainer)
         self._rows = [demonstration_row(row, number) for number, row in enumerate(demonstrations)]
         self._validation = [demonstration_row(row, number) for number, row in enumerate(validation)]
         self._metrics = metrics
         self._log = log
-        self._told = told
+        self._on_metrics = on_metrics
         self._is_stopping = False
 
     @property
@@ -111,7 +111,7 @@ class SftLoop:
         return self._total
 
     def stop_after_step(self) -> None:
-        """Finish the step in hand, write a checkpoint and return. May be called from a signal handler."""
+        """Finish the current step, write a checkpoint and return. May be called from a signal handler."""
         self._is_stopping = True
 
     def run(self) -> SftOutcome:
@@ -144,7 +144,7 @@ class SftLoop:
         )
 
     def _is_finished(self, step: int, measured: float | None) -> bool:
-        """Judged only at steps where every run measures, so that one that was killed ends where one that was left alone does."""
+        """Checked only at evaluation steps, so that a killed and resumed run ends at the same step as an uninterrupted one."""
         if step >= self._total:
             return True
         enough, is_judged = self._config.enough_loss, step % self._config.evaluate_every == 0
@@ -154,7 +154,7 @@ class SftLoop:
         step = learner.step + 1
         began = time.perf_counter()
         numbers = numbers_of_step(step, len(self._rows), self._config, seed=self._trainer.seed)
-        report = learner.learn([self._rows[number] for number in numbers], step=step)
+        report = learner.train_rows([self._rows[number] for number in numbers], step=step)
         seconds = time.perf_counter() - began
         loss = report.metrics["train/loss"]
         for name in ("train/loss", "train/grad_norm", "train/lr", "train/entropy", "train/tokens"):
@@ -165,7 +165,7 @@ class SftLoop:
         return float("nan") if loss is None else loss
 
     def _measure(self, learner: TrainStep) -> float | None:
-        """The validation loss, without learning from it."""
+        """The validation loss."""
         if not self._validation:
             return None
         loss = -learner.mean_logprob(self._validation)
@@ -179,4 +179,4 @@ class SftLoop:
         return saved
 
     def _tick(self, step: int) -> None:
-        self._told(self._metrics.tick(step=step))
+        self._on_metrics(self._metrics.tick(step=step))

@@ -1,10 +1,10 @@
-"""Batch in, updated model and metrics out. Same weights, same optimizer state, same batch: same bits (on CPU, with fixed threads).
+"""One training step: a batch in, an updated model and metrics out. Deterministic to the bit on a CPU with a fixed thread count.
 
-The policy at the start of the step, pi_old, is what the ratio is taken to. Until the first optimizer step of a batch it *is* the
-current policy, so the first minibatch takes its own log-probabilities, detached: the ratio is exactly 1 by construction, and with
-one minibatch a step no second pass is made. For the other minibatches pi_old is computed before anything moves.
+The importance ratio is taken against pi_old, the policy at the start of the step. Until the first optimizer step of a batch that is
+the current policy, so the first minibatch uses its own detached log-probabilities: the ratio is exactly 1, and one minibatch per
+step needs no second pass. For the other minibatches pi_old is computed before the first optimizer step.
 
-With `old_logprobs = "engine"` the ratio is taken to the policy that sampled the tokens instead, whose logprobs came with them.
+With `old_logprobs = "engine"` the ratio is taken against the policy that sampled the tokens, whose logprobs came with them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,50 +25,48 @@ from rollbook.trainer.distributed.ranks import Ranks
 from rollbook.trainer.distributed.sharding import spread_state, whole
 from rollbook.trainer.files.random_states import random_states
 from rollbook.trainer.flops import training_flops
-from rollbook.trainer.losses.corrections import correction
-from rollbook.trainer.losses.defaults import Recipe
+from rollbook.trainer.loss_defaults import Recipe
+from rollbook.trainer.losses.corrections import correction, k3_divergence
 from rollbook.trainer.losses.inputs import LossInputs, LossSettings
-from rollbook.trainer.losses.kl import k3_divergence
 from rollbook.trainer.losses.registry import loss_named
 from rollbook.trainer.losses.statistics import TokenStatistics
 from rollbook.trainer.model.policy_model import PolicyModel
 from rollbook.trainer.model.weights import tree_to_host
-from rollbook.trainer.optimizer.gradient_guard import GradientGuard
-from rollbook.trainer.optimizer.schedule import learning_rate
+from rollbook.trainer.optimizer import GradientGuard, learning_rate
 
 OPTIMIZER_SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What one batch did to the model."""
+    """The result of training one batch."""
 
     step: int
     optimizer_steps: int
     skipped_steps: int
-    """Minibatches whose gradient was not finite, or above the limit: they changed nothing."""
+    """Minibatches without an optimizer step: their gradient was not finite, or its norm was above the limit."""
     num_tokens: int
     """Trained tokens."""
     flops: float = 0.0
-    """Floating-point operations that the batch asked for, padding and recomputation left out."""
+    """Floating-point operations of the batch, without padding and recomputation."""
     metrics: dict[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LearnerCopy:
-    """Everything a checkpoint holds, copied at one step to main memory: it stays as it is while training goes on."""
+class LearnerSnapshot:
+    """Everything a checkpoint holds, copied to main memory at one step. Training does not change it."""
 
     step: int
     model: PolicyModel
-    """Knows how its weights are written; they are not read from it."""
+    """Writes `weights` in its format. Its own weights are not read."""
     weights: Mapping[str, Tensor]
     state: dict[str, Any]
-    """Of the optimizer, the random generators and the guard."""
+    """State of the optimizer, the random generators and the gradient guard."""
 
 
 @dataclass(slots=True)
 class _Tally:
-    """What adds up over the minibatches of one step."""
+    """Sums over the minibatches of one step."""
 
     statistics: TokenStatistics = field(default_factory=TokenStatistics)
     loss: float = 0.0
@@ -77,7 +75,7 @@ class _Tally:
 
 
 class TrainStep:
-    """The model with its optimizer. `step` counts the batches it has learned from."""
+    """The model with its optimizer. `step` counts the batches it was trained on."""
 
     def __init__(
         self,
@@ -91,7 +89,7 @@ class TrainStep:
         self.model = model
         self.step = step
         self.ranks = ranks or Ranks.here(config.ranks)
-        self.guard = GradientGuard(most_in_a_row=config.max_skipped_steps, norm_above=config.skip_grad_norm_above)
+        self.guard = GradientGuard(max_in_a_row=config.max_skipped_steps, max_norm=config.skip_grad_norm_above)
         self._config = config
         self._recipe = config.recipe
         self._reference = reference
@@ -112,7 +110,7 @@ class TrainStep:
         )
 
     def load_optimizer(self, state: dict[str, Any]) -> None:
-        """Running means from a checkpoint; rates and decays stay those of the settings, which may have changed since."""
+        """Load the running means of a checkpoint. Rates and decays stay those of the settings, which may have changed since."""
         ours = [{key: group[key] for key in OPTIMIZER_SETTINGS} for group in self.optimizer.param_groups]
         spread = spread_state(state["state"], [p for group in self.optimizer.param_groups for p in group["params"]])
         self.optimizer.load_state_dict({**state, "state": spread})
@@ -124,50 +122,50 @@ class TrainStep:
         return self.model.num_parameters
 
     def snapshot(self) -> dict[str, Tensor]:
-        """A copy of the weights that stays as it is while training goes on."""
+        """A copy of the weights. Training does not change it."""
         return self.model.snapshot()
 
     def publish_adapters(self) -> AdapterKind:
-        """From now on snapshots are of the adapters alone."""
+        """From now on, snapshots hold the adapters only."""
         return self.model.publish_adapters()
 
     def close(self) -> None:
-        """Nothing to let go: a team has."""
+        """Nothing to close; a `Team` has processes."""
 
-    def copied(self, weights: Mapping[str, Tensor]) -> LearnerCopy:
-        """A copy of everything that the next step depends on; of the weights it was made already."""
+    def state_snapshot(self, weights: Mapping[str, Tensor]) -> LearnerSnapshot:
+        """A copy of everything the next step depends on, with the copy of the weights that `snapshot` made."""
         state = {
             "optimizer": tree_to_host(self.optimizer.state_dict()),
             "random": random_states(),
             "skipped_in_a_row": self.guard.skipped_in_a_row,
         }
-        return LearnerCopy(step=self.step, model=self.model, weights=self.model.saved_weights(weights), state=state)
+        return LearnerSnapshot(
+            step=self.step, model=self.model, weights=self.model.checkpoint_weights(weights), state=state
+        )
 
     def run(self, batch: TrainingBatch) -> StepReport:
-        """Learn from the batch of the next step. Blocks for as long as it takes: call it in a thread."""
-        return self.learn(flatten(batch, self._config), step=batch.step)
+        """Train the batch of the next step. Blocks: call it in a thread."""
+        return self.train_rows(flatten(batch, self._config), step=batch.step)
 
-    def learn(self, rows: Sequence[TrainRow], *, step: int) -> StepReport:
-        """Learn from rows wherever they come from, as step `step`."""
+    def train_rows(self, rows: Sequence[TrainRow], *, step: int) -> StepReport:
+        """Train these rows as step `step`."""
         if step != self.step + 1:
-            raise RunError(
-                f"the model has learned from {self.step} batches and was given batch {step}; batches go in order"
-            )
-        # In the thread that computes: the setting is not inherited everywhere, and it decides the last bits of sums.
+            raise RunError(f"the model is at step {self.step} and received batch {step}; batches are trained in order")
+        # Set in the computing thread: other threads do not inherit it, and it decides the last bits of sums.
         torch.set_num_threads(self._config.threads)
-        self._refuse_unusable(rows, step)
+        self._check_rows(rows, step)
         rate = learning_rate(self._config, step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         minibatches = plan(rows, self._config, step=step, is_packed=self.model.is_packed)
         tally = _Tally()
         for minibatch, old in zip(minibatches, self._old_logprobs(minibatches), strict=True):
-            self._learn(minibatch, old, tally, step=step)
+            self._train_minibatch(minibatch, old, tally, step=step)
         self.step = step
         return self._report(step, rate, minibatches, tally)
 
     def mean_logprob(self, rows: Sequence[TrainRow]) -> float:
-        """Mean log-probability of the rows' trained tokens under the current weights. Nothing is learned from them."""
+        """Mean log-probability of the rows' trained tokens under the current weights, without training."""
         torch.set_num_threads(self._config.threads)
         minibatch = plan_minibatch(rows, self._config, is_packed=self.model.is_packed)
         total = torch.zeros((), dtype=torch.float64)
@@ -177,10 +175,10 @@ class TrainStep:
         return float(total) / minibatch.num_trained
 
     def gain(self, rows: Sequence[TrainRow]) -> float | None:
-        """How much the current weights prefer what earned more: the mean over trained tokens of A (log pi - log mu).
+        """Mean over trained tokens of A (log pi - log mu): how much the current weights prefer samples with higher rewards.
 
-        To first order it is how much better than the sampler's this policy's reward is, in units of advantage. None where no
-        token says with which log-probability it was sampled.
+        To first order, this policy's reward exceeds the sampler's by this much, in units of advantage. None where no token has a
+        sampling logprob.
         """
         torch.set_num_threads(self._config.threads)
         total, count = 0.0, 0
@@ -193,7 +191,7 @@ class TrainStep:
         return total / count if count else None
 
     def _old_logprobs(self, minibatches: Sequence[Minibatch]) -> list[list[Tensor] | None]:
-        """Log-probabilities at the start of the step, of every minibatch but the first (which computes its own as it learns)."""
+        """Log-probabilities at the start of the step, for every minibatch but the first, which uses its own."""
         if self._config.old_logprobs == "engine":
             return [None for _ in minibatches]
         old: list[list[Tensor] | None] = [None for _ in minibatches[:1]]
@@ -204,7 +202,7 @@ class TrainStep:
             )
         return old
 
-    def _learn(self, minibatch: Minibatch, old: list[Tensor] | None, tally: _Tally, *, step: int) -> None:
+    def _train_minibatch(self, minibatch: Minibatch, old: list[Tensor] | None, tally: _Tally, *, step: int) -> None:
         """One optimizer step."""
         self.optimizer.zero_grad(set_to_none=True)
         losses: list[Tensor] = []
@@ -212,16 +210,16 @@ class TrainStep:
             current, entropy = self.model.token_logprobs(micro, is_entropy_trained=self._config.entropy_bonus > 0)
             starting = current.detach() if old is None else old[number]
             reduced = self._loss_of(micro, current, starting, entropy, tally if counts else None)
-            # Gradients are averaged over ranks, and the weights of tokens say already what part of the minibatch each is.
+            # Gradients are averaged over ranks, but the token weights are already fractions of the whole minibatch.
             (reduced * self.ranks.size).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             losses.append(reduced.detach().double())
         clipped_norm = torch.nn.utils.clip_grad_norm_(self._trained, self._config.max_grad_norm, foreach=True)
         total = self.ranks.sum(torch.stack(losses).sum())
-        # The one moment at which Python waits for the device.
+        # The only place in a step where Python waits for the device.
         norm, loss = torch.stack([whole(clipped_norm).double(), total]).tolist()
-        if self.guard.lets_pass(norm=norm, loss=loss, step=step):
+        if self.guard.allows(norm=norm, loss=loss, step=step):
             self.optimizer.step()
-            self.model.weights_moved()
+            self.model.update_shadow()
             tally.loss += loss
             tally.grad_norms.append(norm)
         else:
@@ -231,7 +229,7 @@ class TrainStep:
     def _loss_of(
         self, micro: Microbatch, current: Tensor, starting: Tensor, entropy: Tensor, tally: _Tally | None
     ) -> Tensor:
-        """The weighted sum of the token losses of one pass; what is told of them goes into the tally."""
+        """The weighted sum of the token losses of one pass. Adds its statistics to the tally."""
         inputs, is_known = self._loss_inputs(micro, current, starting)
         terms = self._loss(inputs, self._settings)
         loss_N = terms.loss_N
@@ -264,16 +262,16 @@ class TrainStep:
 
     @torch.no_grad()
     def _reference_logprobs(self, micro: Microbatch) -> Tensor:
-        """Under the initial policy: a frozen copy, or the model without its adapters."""
+        """Log-probabilities under the initial policy: a frozen copy, or the model with its adapters disabled."""
         model = self._reference or self.model
         with self.model.adapters_off() if self._reference is None else nullcontext():
             return model.token_logprobs(micro)[0]
 
     def _loss_inputs(self, micro: Microbatch, current: Tensor, starting: Tensor) -> tuple[LossInputs, Tensor]:
         tensor = self.model.tensor
-        told = tensor(micro.sampled_logprobs_N)
-        is_known = ~torch.isnan(told)
-        sampled = torch.where(is_known, told, starting)
+        recorded = tensor(micro.sampled_logprobs_N)
+        is_known = ~torch.isnan(recorded)
+        sampled = torch.where(is_known, recorded, starting)
         inputs = LossInputs(
             current_N=current,
             old_N=sampled if self._config.old_logprobs == "engine" else starting,
@@ -284,8 +282,8 @@ class TrainStep:
         )
         return inputs, is_known
 
-    def _refuse_unusable(self, rows: Sequence[TrainRow], step: int) -> None:
-        """Faults that a person must see, before anything is computed from them."""
+    def _check_rows(self, rows: Sequence[TrainRow], step: int) -> None:
+        """Raise `RunError` for rows that cannot be trained, before the step changes anything."""
         vocabulary = self.model.vocabulary_size
         for row in rows:
             if row.temperature <= 0:
@@ -296,7 +294,7 @@ class TrainStep:
             highest = max(int(row.inputs.max(initial=0)), int(row.targets.max(initial=0)))
             if highest >= vocabulary:
                 raise RunError(
-                    f"batch {step}: group {row.group_id} has token id {highest}, but the model knows {vocabulary} tokens."
+                    f"batch {step}: group {row.group_id} has token id {highest}, but the vocabulary has {vocabulary} tokens."
                     " Rollout and trainer must use the same model and tokenizer."
                 )
             if self._config.missing_logprobs == "refuse" and np.isnan(row.sampled_logprobs).any():
@@ -336,7 +334,7 @@ class TrainStep:
 
 
 def loss_settings(recipe: Recipe) -> LossSettings:
-    """What the loss is told: numbers only, endless ones where there is no bound."""
+    """The loss's settings as numbers; unset bounds keep the infinite defaults of `LossSettings`."""
     named = {
         "clip_low": recipe.clip_low,
         "clip_high": recipe.clip_high,

@@ -23,7 +23,7 @@ from rollbook.contracts.adapter import AdapterKind
 from rollbook.contracts.batch import TrainingBatch
 from rollbook.contracts.errors import RunError
 from rollbook.trainer.checkpoints.checkpoints import Checkpoint, Checkpoints
-from rollbook.trainer.step import LearnerCopy, StepReport, TrainStep
+from rollbook.trainer.step import LearnerSnapshot, StepReport, TrainStep
 
 EXCHANGE_S = 600.0
 """How long a rank waits for the others within a step."""
@@ -94,9 +94,9 @@ class Team:
         self._tell("snapshot", None)
         return self._learner.snapshot()
 
-    def copied(self, weights: Mapping[str, Tensor]) -> LearnerCopy:
+    def state_snapshot(self, weights: Mapping[str, Tensor]) -> LearnerSnapshot:
         self._tell("copied", None)
-        return self._learner.copied(weights)
+        return self._learner.state_snapshot(weights)
 
     def close(self) -> None:
         _dismiss(self._followers)
@@ -142,7 +142,7 @@ def _follow(pipe: Connection, place: _Place, checkpoints: Checkpoints, checkpoin
         elif what == "snapshot":
             learner.snapshot()
         elif what == "copied":
-            learner.copied({})
+            learner.state_snapshot({})
         else:
             dist.destroy_process_group()
             return

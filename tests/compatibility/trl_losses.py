@@ -115,7 +115,7 @@ def ours(model_dir: Path, settings: dict[str, Any], rows: list[TrainRow], refere
     )
     frozen = PolicyModel(copy.deepcopy(reference), config).frozen() if config.kl_coef else None
     learner = TrainStep(PolicyModel.load(model_dir, config), config, reference=frozen)
-    report = learner.learn(rows, step=1)
+    report = learner.train_rows(rows, step=1)
     means = {
         name: learner.optimizer.state[parameter]["exp_avg"] / (1 - config.betas[0])
         for name, parameter in learner.model.module.named_parameters()

@@ -16,14 +16,14 @@ from rollbook.contracts.errors import EpisodeError
 from rollbook.contracts.policy import Completion, FinishReason, Publication, SamplingParams
 from rollbook.inference.client.client import PolicyClient, open_policy_client
 from rollbook.inference.client.server_protocol import Dialect, OwnDialect
-from rollbook.inference.client.vllm import VllmDialect, VllmVerbs
-from rollbook.inference.client.vllm_adapters import VllmAdapterDialect, VllmAdapterVerbs, names_in_use
+from rollbook.inference.client.vllm import VllmDialect, VllmServerApi
+from rollbook.inference.client.vllm_adapters import VllmAdapterDialect, VllmAdapterServerApi, names_in_use
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engine import open_engine
 from rollbook.inference.server.app import build_app, serve
 from rollbook.inference.weights.client import WeightTransferClient
-from rollbook.inference.weights.server_api import OwnVerbs, WeightVerbs
-from rollbook.inference.weights.transport import WayPlace, open_way
+from rollbook.inference.weights.server_api import RollbookServerApi, WeightServerApi
+from rollbook.inference.weights.transport import TransportOptions, open_transport
 from rollbook.trainer.config import LoraSettings, TrainerConfig
 from rollbook.trainer.model.policy_model import PolicyModel
 from tests.parts.inference.chat_model import chat_model
@@ -139,7 +139,7 @@ async def rig(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> Asyn
     models: Models = request.getfixturevalue("untied" if kind == "vllm-reload" else "tied")
     async with AsyncExitStack() as stack:
         dialect: Dialect = OwnDialect()
-        verbs: WeightVerbs = OwnVerbs()
+        server_api: WeightServerApi = RollbookServerApi()
         if kind.startswith("own"):
             config = InferenceConfig(max_model_len=512, max_running=32)
             engine = await stack.enter_async_context(open_engine(config, models.directory(1)))
@@ -147,13 +147,13 @@ async def rig(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> Asyn
         else:
             url = request.getfixturevalue(VLLM_URLS[kind])
             dialect = VllmDialect(model_name="policy")
-            verbs = VllmVerbs("reload" if kind == "vllm-reload" else "plugin")
+            server_api = VllmServerApi("reload" if kind == "vllm-reload" else "plugin")
             if kind == "vllm-adapter":
-                dialect, verbs = VllmAdapterDialect(model_name="policy"), VllmAdapterVerbs()
+                dialect, server_api = VllmAdapterDialect(model_name="policy"), VllmAdapterServerApi()
         client = await stack.enter_async_context(open_policy_client(url, request_s=REQUEST_S, dialect=dialect))
-        way = open_way("directory", WayPlace(directory=str(tmp_path / "weights")))
+        transport = open_transport("directory", TransportOptions(directory=str(tmp_path / "weights")))
         weights = await stack.enter_async_context(
-            WeightTransferClient([url], request_s=REQUEST_S, way=way, verbs=verbs)
+            WeightTransferClient([url], request_s=REQUEST_S, transport=transport, server_api=server_api)
         )
         yield Rig(
             client=client,

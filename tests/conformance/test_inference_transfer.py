@@ -1,6 +1,8 @@
-"""What every way of moving weights promises: all replicas get exactly what was published, in flight; old epochs are refused."""
+"""Every transport delivers exactly the published weights to all replicas, in flight, and refuses old epochs."""
 
 import asyncio
+import itertools
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -11,15 +13,16 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from rollbook.contracts.errors import FencedError, TransientError
+from rollbook.contracts.errors import FencedError, RunError, TransientError
 from rollbook.contracts.policy import Publication, SamplingParams
 from rollbook.inference.config import UpdateSequence
+from rollbook.inference.connection import open_connection
 from rollbook.inference.engine import Engine
 from rollbook.inference.server.app import build_app, serve
 from rollbook.inference.server.routes.replies import Handler
 from rollbook.inference.weights.client import WeightTransferClient
-from rollbook.inference.weights.server_api import OwnVerbs
-from rollbook.inference.weights.transport import WayPlace, open_way
+from rollbook.inference.weights.server_api import RollbookServerApi
+from rollbook.inference.weights.transport import TransportOptions, WeightTransport, open_transport
 from rollbook.trainer.model.weights import digest_of, named_weights
 from tests.parts.inference.engines import Workshop, engine_config, until
 from tests.parts.inference.models import publication
@@ -33,19 +36,22 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 
 @pytest.fixture(params=["directory", "shared_memory", "gloo"])
-def way(request: pytest.FixtureRequest) -> str:
+def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench:
-    """Two replicas, a trainer's end, and switches that make the second replica, or both, unreachable."""
+class Setup:
+    """Two replicas, the trainer's client, and a set of replicas that respond with an error."""
 
     client: WeightTransferClient
+    transport: WeightTransport
     engines: list[Engine]
+    urls: list[str]
     workshop: Workshop
-    cut: set[int]
-    verbs: list[str]
+    unreachable: set[int]
+    requests: list[tuple[int, str]]
+    """Replica and path of every request."""
 
     def published(self, number: int, *, epoch: int = 1) -> tuple[Publication, dict[str, Any]]:
         weights = named_weights(self.workshop.model(number))
@@ -58,181 +64,219 @@ class Bench:
 
 
 @asynccontextmanager
-async def bench(
-    workshop: Workshop, way: str, tmp_path: Path, *, engine: str = "transformers", **settings: Any
-) -> AsyncIterator[Bench]:
-    cut, verbs = set[int](), list[str]()
+async def two_replicas(
+    workshop: Workshop, name: str, tmp_path: Path, *, engine: str = "transformers", **settings: Any
+) -> AsyncIterator[Setup]:
+    unreachable, requests = set[int](), list[tuple[int, str]]()
     async with AsyncExitStack() as stack:
         engines, urls = [], []
         for number in range(2):
 
             @web.middleware
-            async def note(request: web.Request, handler: Handler, number: int = number) -> web.StreamResponse:
-                verbs.append(f"{number}{request.path}")
-                if number in cut:
+            async def record(request: web.Request, handler: Handler, number: int = number) -> web.StreamResponse:
+                requests.append((number, request.path))
+                if number in unreachable:
                     return web.Response(status=502)
                 return await handler(request)
 
             opened = await stack.enter_async_context(workshop.engine(engine, published=None))
             app = build_app(opened, engine_config(engine))
-            app.middlewares.append(note)
+            app.middlewares.append(record)
             engines.append(opened)
             urls.append(await stack.enter_async_context(serve(app)))
-        place = WayPlace(directory=str(tmp_path / "weights"), timeout_s=20)
+        transport = open_transport(name, TransportOptions(directory=str(tmp_path / "weights"), timeout_s=20))
         client = await stack.enter_async_context(
-            WeightTransferClient(urls, **{"request_s": 30, "way": open_way(way, place), **settings})
+            WeightTransferClient(urls, **{"request_s": 30, "transport": transport, **settings})
         )
-        yield Bench(client=client, engines=engines, workshop=workshop, cut=cut, verbs=verbs)
+        yield Setup(
+            client=client,
+            transport=transport,
+            engines=engines,
+            urls=urls,
+            workshop=workshop,
+            unreachable=unreachable,
+            requests=requests,
+        )
 
 
-async def test_every_replica_uses_exactly_the_published_bytes(workshop: Workshop, way: str, tmp_path: Path) -> None:
-    async with bench(workshop, way, tmp_path) as b:
+async def test_every_replica_uses_exactly_the_published_bytes(workshop: Workshop, name: str, tmp_path: Path) -> None:
+    async with two_replicas(workshop, name, tmp_path) as setup:
         for number in (1, 2):
-            published = await b.push(number)
-            assert [engine.publication for engine in b.engines] == [published, published]
-            assert [await engine.weights_digest() for engine in b.engines] == [published.digest] * 2
-            assert list(await b.client.reported()) == [published, published]
+            published = await setup.push(number)
+            assert [engine.publication for engine in setup.engines] == [published, published]
+            assert [await engine.weights_digest() for engine in setup.engines] == [published.digest] * 2
+            assert list(await setup.client.reported()) == [published, published]
 
 
 async def test_pushing_again_changes_nothing_and_an_old_epoch_is_refused(
-    workshop: Workshop, way: str, tmp_path: Path
+    workshop: Workshop, name: str, tmp_path: Path
 ) -> None:
-    async with bench(workshop, way, tmp_path) as b:
-        newest = await b.push(3, epoch=2)
-        assert await b.push(3, epoch=2) == newest
+    async with two_replicas(workshop, name, tmp_path) as setup:
+        newest = await setup.push(3, epoch=2)
+        assert await setup.push(3, epoch=2) == newest
         with pytest.raises(FencedError):
-            await b.push(4, epoch=1)
-        assert list(await b.client.reported()) == [newest, newest]
-        assert (await b.push(5, epoch=2)).id == 5
+            await setup.push(4, epoch=1)
+        assert list(await setup.client.reported()) == [newest, newest]
+        assert (await setup.push(5, epoch=2)).id == 5
 
 
-async def test_weights_move_while_requests_run_and_each_token_is_stamped(
-    workshop: Workshop, way: str, tmp_path: Path
+async def test_weights_are_updated_during_running_requests_and_each_token_is_stamped(
+    workshop: Workshop, name: str, tmp_path: Path
 ) -> None:
-    async with bench(workshop, way, tmp_path) as b:
-        await b.push(1)
-        for number in range(2, 14):
-            running = [engine.submit([1, 2, 3], LONG) for engine in b.engines]
-            await until(lambda: all(engine.stats().running for engine in b.engines))
-            await b.push(number)
-            versions = [(await answer).versions for answer in running]
-            assert all((np.diff(stamps) >= 0).all() for stamps in versions)
-            if any(set(stamps.tolist()) == {number - 1, number} for stamps in versions):
-                return
-        raise AssertionError("no update ever arrived while a request was running")
+    async with two_replicas(workshop, name, tmp_path) as setup:
+        await setup.push(1)
+        numbers = itertools.count(2)
+        has_update_inside = False
+        async with asyncio.timeout(60):
+            while not has_update_inside:
+                number = next(numbers)
+                running = [engine.submit([1, 2, 3], LONG) for engine in setup.engines]
+                await until(lambda: all(engine.stats().running for engine in setup.engines))
+                await setup.push(number)
+                versions = [(await future).versions for future in running]
+                assert all((np.diff(stamps) >= 0).all() for stamps in versions)
+                assert all(set(stamps.tolist()) <= {number - 1, number} for stamps in versions)
+                has_update_inside = any(len(set(stamps.tolist())) == 2 for stamps in versions)
 
 
-async def test_the_paused_sequence_holds_every_replica_until_all_have_the_weights(
-    workshop: Workshop, way: str, tmp_path: Path
+async def test_the_paused_sequence_pauses_every_replica_until_all_have_the_weights(
+    workshop: Workshop, name: str, tmp_path: Path
 ) -> None:
-    async with bench(workshop, way, tmp_path, engine="scripted", sequence=UpdateSequence.PAUSED) as b:
-        await b.push(1)
-        del b.verbs[:]
-        await b.push(2)
-        order = [verb[1:] for verb in b.verbs if verb[1:] in ("/pause", "/update_weights", "/resume")]
+    async with two_replicas(workshop, name, tmp_path, engine="scripted", sequence=UpdateSequence.PAUSED) as setup:
+        await setup.push(1)
+        setup.requests.clear()
+        await setup.push(2)
+        order = [path for _, path in setup.requests if path in ("/pause", "/update_weights", "/resume")]
         assert order == ["/pause"] * 2 + ["/update_weights"] * 2 + ["/resume"] * 2
-        assert not any(engine.is_paused for engine in b.engines)
+        assert not any(engine.is_paused for engine in setup.engines)
         with pytest.raises(FencedError):
-            await b.push(1)
-        assert not any(engine.is_paused for engine in b.engines)
+            await setup.push(1)
+        assert not any(engine.is_paused for engine in setup.engines)
 
 
-async def test_a_replica_that_cannot_be_reached_is_quarantined_and_brought_up_to_date(
-    workshop: Workshop, way: str, tmp_path: Path
+async def test_a_replica_that_cannot_be_reached_is_quarantined_and_updated_later(
+    workshop: Workshop, name: str, tmp_path: Path
 ) -> None:
-    async with bench(workshop, way, tmp_path, engine="scripted", confirm_s=3.0) as b:
-        await b.push(1)
-        b.cut.add(1)
-        second = await b.push(2)
-        assert b.client.quarantined
-        assert [engine.publication.id for engine in b.engines if engine.publication] == [2, 1]
-        assert list(await b.client.reported()) == [second]
-        # While it is away it holds nobody up.
-        third = await b.push(3)
-        b.cut.clear()
-        told = await b.client.reported()
-        assert [None if p is None else p.id for p in told] == [3, 1]
-        assert not b.client.quarantined
-        await b.push(3)
-        assert list(await b.client.reported()) == [third, third]
+    async with two_replicas(workshop, name, tmp_path, engine="scripted", confirm_s=3.0) as setup:
+        await setup.push(1)
+        setup.unreachable.add(1)
+        second = await setup.push(2)
+        assert list(setup.client.quarantined) == [setup.urls[1]]
+        assert [engine.publication.id for engine in setup.engines if engine.publication] == [2, 1]
+        assert list(await setup.client.reported()) == [second]
+        third = await setup.push(3)
+        setup.unreachable.clear()
+        reported = await setup.client.reported()
+        assert [None if p is None else p.id for p in reported] == [3, 1]
+        assert setup.client.quarantined == ()
+        await setup.push(3)
+        assert list(await setup.client.reported()) == [third, third]
 
 
-async def test_when_no_replica_can_be_reached_nothing_is_quarantined_and_the_trainer_is_told(
-    workshop: Workshop, way: str, tmp_path: Path
+async def test_if_no_replica_can_be_reached_the_push_fails_and_none_is_quarantined(
+    workshop: Workshop, name: str, tmp_path: Path
 ) -> None:
-    async with bench(workshop, way, tmp_path, engine="scripted") as b:
-        await b.push(1)
-        place = WayPlace(directory=str(tmp_path / "elsewhere"), timeout_s=5)
-        gone = "http://127.0.0.1:9"
-        async with WeightTransferClient([gone], request_s=0.4, way=open_way(way, place)) as client:
-            offered, weights = b.published(2)
+    async with two_replicas(workshop, name, tmp_path, engine="scripted") as setup:
+        await setup.push(1)
+        transport = open_transport(name, TransportOptions(directory=str(tmp_path / "elsewhere"), timeout_s=5))
+        closed_port = "http://127.0.0.1:9"
+        async with WeightTransferClient([closed_port], request_s=0.4, transport=transport) as client:
+            offered, weights = setup.published(2)
             with pytest.raises(TransientError):
                 await client.receive(offered, await client.put(offered, weights))
             assert client.quarantined == ()
 
 
-async def test_while_no_replica_can_take_weights_none_is_blamed_and_the_push_goes_on_within_its_budget(
+async def test_while_no_replica_accepts_weights_none_is_quarantined_and_the_push_is_retried_within_its_budget(
     workshop: Workshop, tmp_path: Path
 ) -> None:
-    async with bench(workshop, "directory", tmp_path, engine="scripted", confirm_s=4.0) as b:
-        await b.push(1)
-        b.cut.update({0, 1})
-        offered, weights = b.published(2)
-        location = await b.client.put(offered, weights)
-        pushing = asyncio.create_task(b.client.receive(offered, location, within_s=60))
-        await asyncio.sleep(4.5)  # longer than a single one of them would have been waited for
+    async with two_replicas(workshop, "directory", tmp_path, engine="scripted", confirm_s=2.5) as setup:
+        await setup.push(1)
+        setup.unreachable.update({0, 1})
+        setup.requests.clear()
+        offered, weights = setup.published(2)
+        location = await setup.client.put(offered, weights)
+        pushing = asyncio.create_task(setup.client.receive(offered, location, within_s=120))
+        # The shortest backoff before the ninth attempt is 3.5 s in all: longer than `confirm_s`.
+        await until(
+            lambda: min(Counter(number for number, _ in setup.requests).get(n, 0) for n in (0, 1)) >= 9, within_s=60
+        )
         assert not pushing.done()
-        b.cut.clear()
+        setup.unreachable.clear()
         await pushing
-        assert b.client.quarantined == ()
-        assert [engine.publication for engine in b.engines] == [offered, offered]
+        assert setup.client.quarantined == ()
+        assert [engine.publication for engine in setup.engines] == [offered, offered]
 
 
-async def test_replicas_that_know_no_epochs_get_nothing_from_a_trainer_that_was_replaced(
+async def test_replicas_that_do_not_know_epochs_get_no_weights_from_a_replaced_trainer(
     workshop: Workshop, tmp_path: Path
 ) -> None:
-    class Trusting(OwnVerbs):
+    class WithoutEpochs(RollbookServerApi):
         refuses_old_epochs = False
 
-    asked = []
+    fence_checks = []
 
     async def fence() -> None:
-        asked.append("ledger")
+        fence_checks.append("ledger")
         raise FencedError("a newer trainer has the role")
 
-    async with bench(workshop, "directory", tmp_path, engine="scripted", verbs=Trusting()) as b:
-        first = await b.push(1)
-        offered, weights = b.published(2)
+    async with two_replicas(workshop, "directory", tmp_path, engine="scripted", server_api=WithoutEpochs()) as setup:
+        first = await setup.push(1)
+        offered, weights = setup.published(2)
         with pytest.raises(FencedError, match="newer trainer"):
-            await b.client.receive(offered, await b.client.put(offered, weights), within_s=30, fence=fence)
-        assert asked
-        assert [engine.publication for engine in b.engines] == [first, first]
+            await setup.client.receive(offered, await setup.client.put(offered, weights), within_s=30, fence=fence)
+        assert fence_checks
+        assert [engine.publication for engine in setup.engines] == [first, first]
 
 
-async def test_what_is_no_longer_needed_is_let_go(workshop: Workshop, way: str, tmp_path: Path) -> None:
-    async with bench(workshop, way, tmp_path, engine="scripted") as b:
-        offered, weights = b.published(1)
-        first = await b.client.put(offered, weights)
-        offered, weights = b.published(2)
-        second = await b.client.put(offered, weights)
-        await b.client.keep_only([second])
-        await b.client.receive(offered, second)
-        assert way == "gloo" or (not Path(first).exists() and Path(second).exists())
-    assert way != "shared_memory" or not Path(second).parent.parent.exists()
+async def test_weights_that_are_no_longer_needed_are_freed(workshop: Workshop, name: str, tmp_path: Path) -> None:
+    async with two_replicas(workshop, name, tmp_path, engine="scripted") as setup:
+        first, first_weights = setup.published(1)
+        old = await setup.client.put(first, first_weights)
+        offered, weights = setup.published(2)
+        new = await setup.client.put(offered, weights)
+        await setup.client.keep_only([new])
+        await setup.client.receive(offered, new)
+        if name == "gloo":
+            with pytest.raises(KeyError):
+                setup.transport.update_info(first, old)
+        else:
+            assert Path(new).exists()
+            assert not Path(old).exists()
+    if name != "gloo":
+        assert Path(new).parent.parent.exists() is (name == "directory")
 
 
-async def test_a_transfer_that_changed_a_byte_is_noticed(workshop: Workshop, way: str, tmp_path: Path) -> None:
-    """The digest of the weights in use is compared with the published one, after every transfer."""
-    async with bench(workshop, way, tmp_path, confirm_s=2.0, request_s=2.0) as b:
-        await b.push(1)
-        model: Any = b.engines[0]
-        digest = model.weights_digest
+async def test_weights_that_were_damaged_on_their_path_are_refused(
+    workshop: Workshop, name: str, tmp_path: Path
+) -> None:
+    async with two_replicas(workshop, name, tmp_path) as setup:
+        first = await setup.push(1)
+        offered, weights = setup.published(2)
+        location = await setup.client.put(offered, weights)
+        if name == "gloo":
+            packed: Any = setup.transport._stored[location][1]  # type: ignore[attr-defined]  # the bytes on the wire
+            packed[0] ^= 1
+        else:
+            damaged = bytearray(Path(location).read_bytes())
+            damaged[-1] ^= 1
+            Path(location).write_bytes(damaged)
+        with pytest.raises(RunError, match="announced with"):
+            await setup.client.receive(offered, location)
+        assert [engine.publication for engine in setup.engines] == [first, first]
+        assert [await engine.weights_digest() for engine in setup.engines] == [first.digest] * 2
 
-        async def wrong() -> str:
-            await digest()
-            return "0" * 32
 
-        model.weights_digest = wrong
-        offered = await b.push(2)
-        assert b.client.quarantined != ()
-        assert b.engines[1].publication == offered
+async def test_weights_that_changed_in_a_replicas_memory_are_noticed_by_their_digest(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    async with two_replicas(workshop, "directory", tmp_path) as setup:
+        published = await setup.push(1)
+        server_api = RollbookServerApi()
+        async with open_connection(setup.urls[0], max_connections=1) as replica:
+            await server_api.require(replica, published, dtype="float32")
+            damaged: Any = setup.engines[0]
+            next(iter(damaged.parts.weights._targets.values())).add_(1.0)
+            await server_api.require(replica, published, dtype=None)
+            with pytest.raises(TransientError, match="uses weights with digest"):
+                await server_api.require(replica, published, dtype="float32")

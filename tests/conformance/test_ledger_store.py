@@ -26,9 +26,8 @@ from rollbook.ledger.records import (
     StepRecord,
 )
 from rollbook.ledger.store import Store, Transaction
-from rollbook.ledger.stores.memory import MemoryStore
 from rollbook.ledger.stores.postgres.store import open_postgres_store
-from rollbook.ledger.stores.sqlite.store import open_sqlite_store
+from rollbook.ledger.stores.sqlite.store import open_memory_store, open_sqlite_store
 from tests.parts.ledger.groups import RUN, settings
 from tests.parts.ledger.postgres import shared_server
 
@@ -38,7 +37,8 @@ Opener = Callable[[Path], AbstractAsyncContextManager[Store]]
 
 @asynccontextmanager
 async def memory(_: Path) -> AsyncIterator[Store]:
-    yield MemoryStore()
+    async with open_memory_store() as store:
+        yield store
 
 
 @asynccontextmanager

@@ -22,7 +22,7 @@ from rollbook.rollout.episodes.policy import EpisodeContext, enter_episode
 from rollbook.rollout.remote import client as service_client
 from rollbook.rollout.remote.protocol import RolloutReply, RolloutRequest, TokenizerMismatchError, reply_of
 from rollbook.rollout.remote.server import FunctionService, rollout_app, serve_rollouts
-from tests.parts.rollout.agents import EngineRecord, agent_world, assert_is_what_the_engine_saw
+from tests.parts.rollout.agents import EngineRecord, agent_setup, assert_is_what_the_engine_saw
 
 AGENT = {"agent": "tests.parts.rollout.agent_programs:converse", "reward": "tests.parts.rollout.agent_programs:reward"}
 ROW: dict[str, Any] = {"questions": ["one?", "two?"], "answer": "two"}
@@ -37,7 +37,7 @@ async def both(
     tmp_path: Path, *, tokenizer_id: str | None = None, play: Callable[..., Any] | None = None, **settings: Any
 ) -> AsyncIterator[tuple[RolloutFn, RolloutFn, RolloutSetup, EngineRecord]]:
     """The same agent here and behind HTTP, over one policy server."""
-    async with agent_world(tmp_path, answers, settings=AGENT) as (setup, record):
+    async with agent_setup(tmp_path, answers, settings=AGENT) as (setup, record):
         local = proxied.make_rollout(setup)
 
         async def played(request: RolloutRequest) -> RolloutSample | None:
@@ -241,7 +241,7 @@ async def test_a_lost_connection_is_tried_once_more_and_joins_the_same_episode(
 
 
 async def test_a_service_off_loopback_demands_a_token_and_says_who_may_not(tmp_path: Path) -> None:
-    async with agent_world(tmp_path, answers) as (setup, _):
+    async with agent_setup(tmp_path, answers) as (setup, _):
         service = FunctionService(setup.tokenizer.identity, lambda _: asyncio.sleep(0, None))
         with pytest.raises(ValueError, match="set a token"):
             async with serve_rollouts(service, host="0.0.0.0"):

@@ -37,7 +37,7 @@ SETTINGS = [
     "rollout.max_seconds=60.0",
     "gate.group_deadline_s=120.0",
 ]
-WORLDS: dict[str, list[str]] = {
+ENVIRONMENTS: dict[str, list[str]] = {
     "guessing": [*SETTINGS, "env.pool_size=32", "env.args.step_s=0.05", "inference.max_queued=64"],
     "aws": [*SETTINGS, "env.pool_size=4", "rollout.completions_per_prompt=2", "rollout.max_turns=6"],
 }
@@ -107,16 +107,16 @@ class Report:
 
 
 class Chaos:
-    def __init__(self, directory: Path, *, seed: int, kills: int, world: str, say: Any = lambda text: None) -> None:
+    def __init__(self, directory: Path, *, seed: int, kills: int, env: str, say: Any = lambda text: None) -> None:
         self._rng = random.Random(seed)
         self._kills = kills
-        self._roles = (*ROLES, "simulator") if world == "aws" else ROLES
+        self._roles = (*ROLES, "simulator") if env == "aws" else ROLES
         self._pool_size = 4
         self._say = say
         self.report = Report()
-        config = (AWS / "run.toml").read_text(encoding="utf-8") if world == "aws" else CONFIG
-        self.run = SmallRun(directory, WORLDS[world], config=config)
-        if world == "aws":
+        config = (AWS / "run.toml").read_text(encoding="utf-8") if env == "aws" else CONFIG
+        self.run = SmallRun(directory, ENVIRONMENTS[env], config=config)
+        if env == "aws":
             (directory / "aws_reference.py").write_text(
                 (AWS / "aws_reference.py").read_text(encoding="utf-8"), encoding="utf-8"
             )
@@ -185,7 +185,7 @@ class Chaos:
             return []
         for process in family:
             try:
-                if "rollbook.envs.builtin.awscli.simulator_process" in process.cmdline():
+                if "rollbook.envs.builtin.awscli.cloud.simulator_process" in process.cmdline():
                     found.append(process)
             except psutil.NoSuchProcess:
                 continue
@@ -235,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="chaos")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--world", choices=sorted(WORLDS), default="aws")
+    parser.add_argument("--env", choices=sorted(ENVIRONMENTS), default="aws")
     args = parser.parse_args(argv)
 
     def say(text: str) -> None:
@@ -243,7 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
 
     with tempfile.TemporaryDirectory(prefix="rollbook-chaos-") as directory:
-        report = Chaos(Path(directory), seed=args.seed, kills=args.kills, world=args.world, say=say).go()
+        report = Chaos(Path(directory), seed=args.seed, kills=args.kills, env=args.env, say=say).go()
     say(report.table())
     say(json.dumps(report.row()))
     return 0 if report.ok else 1

@@ -25,6 +25,7 @@ from rollbook.contracts.admission import OwnerId, Receipt
 from rollbook.contracts.batch import BatchManifest, EndOfRun, TrainingBatch
 from rollbook.contracts.freshness import BatchPolicy
 from rollbook.contracts.group import GroupId, GroupState
+from rollbook.contracts.group_codec import encode_group
 from rollbook.ledger.client.client import LedgerClient, open_ledger_client
 from rollbook.ledger.config import Durability
 from rollbook.ledger.stores.registry import open_reader, sqlite_url
@@ -130,7 +131,7 @@ class Crash:
         while self.is_loading:
             group = group_of(f"lane{lane}-{number}", (-1,))
             number += 1
-            self._noted(group.id, await client.submit(group, outcome_of(group), attempt=1))
+            self._noted(group.id, await client.submit(encode_group(group), outcome_of(group), attempt=1))
             # No faster than it is trained, or the queue, and with it every audit, grows with the number of kills.
             while self._is_ahead():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -146,7 +147,9 @@ class Crash:
             at += reply.taken
             for grant in reply.grants:
                 group = group_of(grant.task_id, (grant.admission_publication,))
-                self._noted(group.id, await client.submit(group, outcome_of(group), attempt=grant.attempt))
+                self._noted(
+                    group.id, await client.submit(encode_group(group), outcome_of(group), attempt=grant.attempt)
+                )
 
     def _noted(self, group_id: GroupId, receipt: Receipt) -> None:
         if receipt is not Receipt.ALREADY_SETTLED:

@@ -7,8 +7,8 @@ import pytest
 from tests.faults.chaos import Chaos
 
 
-def require_ok(directory: Path, *, seed: int, kills: int, world: str) -> None:
-    report = Chaos(directory, seed=seed, kills=kills, world=world).go()
+def require_ok(directory: Path, *, seed: int, kills: int, env: str) -> None:
+    report = Chaos(directory, seed=seed, kills=kills, env=env).go()
     assert report.ok, report.table()
     assert len(report.kills) == kills
     assert all(kill.healed_s is not None for kill in report.kills)
@@ -18,11 +18,11 @@ def require_ok(directory: Path, *, seed: int, kills: int, world: str) -> None:
 
 @pytest.mark.timeout(900)
 def test_twenty_random_kills_lose_nothing(tmp_path: Path) -> None:
-    require_ok(tmp_path, seed=7, kills=20, world="guessing")
+    require_ok(tmp_path, seed=7, kills=20, env="guessing")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_twenty_random_kills_of_a_run_in_the_cloud_world_lose_nothing(tmp_path: Path) -> None:
+def test_twenty_random_kills_of_a_run_in_the_cloud_environment_lose_nothing(tmp_path: Path) -> None:
     pytest.importorskip("ministack")
-    require_ok(tmp_path, seed=3, kills=20, world="aws")
+    require_ok(tmp_path, seed=3, kills=20, env="aws")

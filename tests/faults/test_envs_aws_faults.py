@@ -1,4 +1,6 @@
-"""Kill the parts of the AWS world, and the process that owns them: nothing is blamed on the agent, and nothing is left behind."""
+"""Kill the parts of the AWS environment, and the process that owns them: nothing is blamed on the agent, and nothing is left
+behind.
+"""
 
 import asyncio
 import os
@@ -14,12 +16,12 @@ import pytest
 
 from rollbook.concurrency.deadline import Deadline
 from rollbook.contracts.errors import EpisodeError
-from rollbook.envs.builtin.awscli.worker import ApiCall
+from rollbook.envs.builtin.awscli.cloud.worker import ApiCall
 from rollbook.envs.sandboxes.orphans import sweep_orphans
 from rollbook.envs.sandboxes.process import DIRECTORY_PREFIX
 from rollbook.envs.sandboxes.sandbox import SandboxDiedError
 from rollbook.telemetry.events import read_events
-from tests.parts.envs.aws import LONG_S, aws_worlds, bucket_task, ministack_pool, one_world, play
+from tests.parts.envs.aws import LONG_S, aws_pool, bucket_task, ministack_pool, one_environment, play
 
 ROOT = Path(__file__).parents[2]
 OWNER = """
@@ -56,37 +58,37 @@ def wait_until_gone(pids: list[int], *, within_s: float = 20.0) -> list[int]:
 
 
 async def test_a_simulator_killed_mid_episode_gives_up_the_episode_and_is_replaced(tmp_path: Path) -> None:
-    async with aws_worlds(1, tmp_path / "log.jsonl") as worlds:
-        async with one_world(worlds) as world:
-            await play(world, bucket_task(), ["aws s3 ls"])
-            os.kill(worlds.pool.sandboxes[0].pids[0], signal.SIGKILL)
+    async with aws_pool(1, tmp_path / "log.jsonl") as environments:
+        async with one_environment(environments) as env:
+            await play(env, bucket_task(), ["aws s3 ls"])
+            os.kill(environments.simulators.sandboxes[0].pids[0], signal.SIGKILL)
             with pytest.raises(EpisodeError, match=r"died|cannot be reached"):
-                await world.step("aws s3 mb s3://wanted")
-        async with one_world(worlds) as world:
-            seen = await play(world, bucket_task(), ["aws s3 mb s3://wanted"])
+                await env.step("aws s3 mb s3://wanted")
+        async with one_environment(environments) as env:
+            seen = await play(env, bucket_task(), ["aws s3 mb s3://wanted"])
         assert seen[-1].solved
-        assert worlds.health().replaced == 1
+        assert environments.health().replaced == 1
     assert [event["event"] for event in read_events(tmp_path / "log.jsonl")] == ["envs.sandbox_replaced"]
 
 
-async def test_a_simulator_killed_before_the_world_is_looked_at_is_no_verdict_on_the_agent() -> None:
+async def test_a_simulator_killed_before_the_environment_is_looked_at_is_no_verdict_on_the_agent() -> None:
     async with ministack_pool(pool_size=1) as pool:
         lease = await pool.acquire_now()
-        assert (await lease.sandbox.ask([ApiCall(service="s3", operation="list_buckets")]))[0].code is None
+        assert (await lease.sandbox.call_api([ApiCall(service="s3", operation="list_buckets")]))[0].code is None
         os.kill(lease.sandbox.pids[0], signal.SIGKILL)
         with pytest.raises(SandboxDiedError, match="cannot be reached"):
-            await lease.sandbox.ask([ApiCall(service="s3", operation="list_buckets")])
+            await lease.sandbox.call_api([ApiCall(service="s3", operation="list_buckets")])
 
 
 async def test_a_command_line_killed_mid_episode_gives_up_the_episode_and_is_replaced() -> None:
-    async with aws_worlds(1) as worlds:
-        async with one_world(worlds) as world:
-            await play(world, bucket_task(), ["aws s3 ls"])
-            os.kill(worlds.pool.sandboxes[0].pids[1], signal.SIGKILL)
+    async with aws_pool(1) as environments:
+        async with one_environment(environments) as env:
+            await play(env, bucket_task(), ["aws s3 ls"])
+            os.kill(environments.simulators.sandboxes[0].pids[1], signal.SIGKILL)
             with pytest.raises(EpisodeError, match="CLI worker died"):
-                await world.step("aws s3 mb s3://wanted")
-        async with one_world(worlds) as world:
-            assert (await play(world, bucket_task(), ["aws s3 mb s3://wanted"]))[-1].solved
+                await env.step("aws s3 mb s3://wanted")
+        async with one_environment(environments) as env:
+            assert (await play(env, bucket_task(), ["aws s3 mb s3://wanted"]))[-1].solved
 
 
 async def test_a_simulator_that_stands_still_is_not_lent() -> None:
@@ -114,16 +116,16 @@ async def test_a_simulator_that_dies_idle_is_replaced_without_being_asked() -> N
 
 
 async def test_a_player_who_leaves_in_the_middle_of_a_command_leaves_a_clean_slot() -> None:
-    async with aws_worlds(1) as worlds:
-        world = await worlds.acquire(Deadline(LONG_S, "test"))
-        await play(world, bucket_task(), ["aws s3 mb s3://left-over"])
-        move = asyncio.create_task(world.step("aws cloudformation wait stack-create-complete --stack-name x"))
+    async with aws_pool(1) as environments:
+        env = await environments.acquire(Deadline(LONG_S, "test"))
+        await play(env, bucket_task(), ["aws s3 mb s3://left-over"])
+        move = asyncio.create_task(env.step("aws cloudformation wait stack-create-complete --stack-name x"))
         await asyncio.sleep(0.3)
         move.cancel()
         await asyncio.gather(move, return_exceptions=True)
-        await world.close()
-        async with one_world(worlds) as next_world:
-            assert "left-over" not in (await play(next_world, bucket_task(), ["aws s3 ls"]))[-1].text
+        await env.close()
+        async with one_environment(environments) as next_env:
+            assert "left-over" not in (await play(next_env, bucket_task(), ["aws s3 ls"]))[-1].text
 
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM])
@@ -185,11 +187,11 @@ async def test_two_hundred_sessions_leak_no_process_port_file_or_memory() -> Non
 
 
 async def test_a_storm_of_fifty_on_a_pool_of_two_is_served_completely() -> None:
-    async with aws_worlds(2) as worlds:
+    async with aws_pool(2) as environments:
 
         async def visitor() -> bool | None:
-            async with one_world(worlds) as world:
-                return (await play(world, bucket_task(), ["aws s3api create-bucket --bucket wanted"]))[-1].solved
+            async with one_environment(environments) as env:
+                return (await play(env, bucket_task(), ["aws s3api create-bucket --bucket wanted"]))[-1].solved
 
         assert await asyncio.gather(*(visitor() for _ in range(50))) == [True] * 50
-        assert worlds.health().busy == 0
+        assert environments.health().busy == 0

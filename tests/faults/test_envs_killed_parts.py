@@ -1,4 +1,4 @@
-"""Clients and servers of worlds die, storm and come back. A world is never lost, and nobody waits for ever."""
+"""Clients and servers of environments die, storm and come back. An environment is never lost, and nobody waits for ever."""
 
 import asyncio
 from contextlib import ExitStack
@@ -12,25 +12,25 @@ from rollbook.envs.client.session import (
     ClientOptions,
     EnvSession,
     ServerFullError,
-    WorldLostError,
+    SessionLostError,
     connect,
     new_http,
     open_session,
 )
+from tests.parts.envs.environments import GAME, Notebook, Sleeper, Waiter, served, until
 from tests.parts.envs.server_process import process
-from tests.parts.envs.worlds import GAME, Notebook, Sleeper, Waiter, served, until
 
 
-async def test_the_worlds_of_a_killed_client_return_to_the_pool_at_once() -> None:
+async def test_the_environments_of_a_killed_client_return_to_the_pool_at_once() -> None:
     """Attacks: a dead client's slot returns at once, even in the middle of a step."""
     async with served(Waiter, size=4) as server:
         for _ in range(2):
             with ExitStack() as stack:
                 # In a thread: the client waits for answers of this very process.
                 client, _ = await asyncio.to_thread(stack.enter_context, process("hold", server.url, "4"))
-                assert server.worlds.health().busy == 4
+                assert server.pool.health().busy == 4
                 client.kill()
-                await until(lambda: server.worlds.health().busy == 0)
+                await until(lambda: server.pool.health().busy == 0)
         async with GrpoPool(server.url, size=4, first_task={}) as pool:
             assert len(pool.sessions) == 4
 
@@ -54,36 +54,36 @@ async def test_a_killed_server_is_an_episode_error_and_the_pool_connects_to_its_
 
 
 async def test_a_server_that_dies_while_a_step_runs_ends_the_wait() -> None:
-    with process("serve", "tests.parts.envs.worlds:Waiter", "1", "0") as (server, url):
-        async with open_session(url, ClientOptions(close_s=1)) as world:
-            await world.reset({})
-            step = asyncio.ensure_future(world.step("600"))
+    with process("serve", "tests.parts.envs.environments:Waiter", "1", "0") as (server, url):
+        async with open_session(url, ClientOptions(close_s=1)) as env:
+            await env.reset({})
+            step = asyncio.ensure_future(env.step("600"))
             await asyncio.sleep(0.1)
             server.kill()
-            with pytest.raises(WorldLostError):
+            with pytest.raises(SessionLostError):
                 await step
 
 
 async def test_fifty_clients_storm_eight_places_and_every_one_is_served_or_refused() -> None:
-    """Attacks: never more sessions than worlds, nobody half in, everybody answered."""
+    """Attacks: never more sessions than environments, nobody half in, everybody answered."""
     most = 0
 
     async def play() -> str:
         nonlocal most
         async with new_http() as connections:
             try:
-                world = await connect(connections, server.url, deadline=Deadline(30, "storm"))
+                env = await connect(connections, server.url, deadline=Deadline(30, "storm"))
             except ServerFullError:
                 return "refused"
-            await world.reset({"owner": "w"})
-            most = max(most, server.worlds.health().busy)
-            text = (await world.step("end")).text
-            await world.close()
+            await env.reset({"owner": "w"})
+            most = max(most, server.pool.health().busy)
+            text = (await env.step("end")).text
+            await env.close()
             return text
 
     async with served(Notebook, size=8, connect_wait_s=0.0) as server:
         outcomes = await asyncio.gather(*(play() for _ in range(50)))
-        assert server.worlds.health().busy == 0
+        assert server.pool.health().busy == 0
         assert set(outcomes) <= {"refused", "w|end"}
         assert outcomes.count("w|end") >= 8
     assert most <= 8
@@ -93,8 +93,8 @@ async def test_fifty_clients_storm_eight_places_and_every_one_is_served_or_refus
     assert most <= 8
 
 
-async def test_a_stuck_world_costs_its_own_session_only() -> None:
-    """Attacks: blocking worlds never block the loop; a world that never returns is given up."""
+async def test_a_stuck_environment_costs_its_own_session_only() -> None:
+    """Attacks: blocking environments never block the loop; an environment that never returns is given up."""
     Sleeper.let_go.clear()
     try:
         async with served(Sleeper, size=3, step_s=0.2, close_s=0.2) as server, GrpoPool(server.url, size=3) as pool:
@@ -124,7 +124,7 @@ async def test_two_hundred_connections_leave_no_descriptor_and_no_memory_behind(
         await cycle(25)  # 25 groups of 8: 200 sessions
         async with new_http() as http, http.get(f"{url}/health") as reply:
             health = await reply.json()
-        assert (health["active"], health["reserved"], health["worlds_busy"]) == (0, 0, 0)
+        assert (health["active"], health["reserved"], health["environments_busy"]) == (0, 0, 0)
         await until(lambda: server.num_fds() <= descriptors + 1)  # the health check above may linger
         assert server.num_threads() <= threads
         assert server.memory_info().rss - memory < 8 * 2**20

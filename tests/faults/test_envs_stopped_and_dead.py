@@ -11,9 +11,9 @@ import pytest
 from rollbook.contracts.environment import Observation
 from rollbook.contracts.errors import EpisodeError
 from rollbook.envs.client.pools import GrpoPool, MultiTurnEnvPool
-from rollbook.envs.client.session import ClientOptions, EnvSession, WorldLostError
+from rollbook.envs.client.session import ClientOptions, EnvSession, SessionLostError
+from tests.parts.envs.environments import AWS_ARGS, GAME, served, until
 from tests.parts.envs.server_process import process
-from tests.parts.envs.worlds import AWS_ARGS, GAME, served, until
 
 IMPATIENT = ClientOptions(request_s=0.5, close_s=0.3, connect_s=5)
 
@@ -29,7 +29,7 @@ async def test_closing_a_pool_of_a_server_that_stands_still_ends() -> None:
         try:
             async with asyncio.timeout(30):
                 outcomes = await pool.try_group(lambda session: session.step("5"))
-                assert all(isinstance(outcome, WorldLostError) for outcome in outcomes)
+                assert all(isinstance(outcome, SessionLostError) for outcome in outcomes)
                 await pool.close()
                 await asyncio.to_thread(blocking.close)
         finally:
@@ -57,7 +57,7 @@ async def test_closing_a_blocking_pool_whose_loop_somebody_blocks_ends_too(
         assert "something blocks its event loop" in caplog.text
         released.set()
         await asyncio.gather(playing, return_exceptions=True)
-        await until(lambda: server.worlds.health().busy == 0)
+        await until(lambda: server.pool.health().busy == 0)
 
 
 async def test_a_simulator_that_is_killed_in_the_middle_of_an_episode_is_replaced_and_scores_nothing() -> None:
@@ -76,12 +76,12 @@ async def test_a_simulator_that_is_killed_in_the_middle_of_an_episode_is_replace
                 for child in psutil.Process().children(recursive=True)
                 if child.pid not in before and "simulator_process" in " ".join(child.cmdline())
             ]
-            for simulator in simulators:  # both worlds and every spare
+            for simulator in simulators:  # both environments and every spare
                 simulator.kill()
             outcomes = await pool.try_group(lambda session: session.step("aws s3api list-buckets"))
-            assert [type(outcome) for outcome in outcomes] == [WorldLostError] * 2
+            assert [type(outcome) for outcome in outcomes] == [SessionLostError] * 2
             assert all(isinstance(outcome, EpisodeError) for outcome in outcomes)
             await pool.reset_group(task)
             seen = await pool.run_group_step(["aws s3api list-buckets --query Buckets[].Name"] * 2)
             assert [answer.text.strip() for answer in seen] == ["[]", "[]"]
-        assert server.worlds.health().replaced >= 2
+        assert server.pool.health().replaced >= 2

@@ -66,17 +66,19 @@ async def test_an_engine_that_accepts_and_never_answers_stops_the_run_with_its_a
     assert exit_code_after(stopped.value) == EXIT_STOP_RUN
 
 
-async def test_a_world_that_stops_in_mid_step_is_named_and_survived(tmp_path: Path) -> None:
+async def test_a_environment_that_stops_in_mid_step_is_named_and_survived(tmp_path: Path) -> None:
     play = dispatching(tmp_path, [{"hangs_at": 1}, {}, {}], step_s=0.3)
     await play.run()
     dropped = play.sink.rows[GroupId("t0@0")]
-    assert "step 1 of the world GuessingWorld was not answered within 0.3 s (rollout.step_s)" in str(dropped.drop)
+    assert "step 1 of the environment GuessingEnvironment was not answered within 0.3 s (rollout.step_s)" in str(
+        dropped.drop
+    )
     assert play.sink.rows[GroupId("t1@0")].state == "queued"
 
 
 async def test_a_sandbox_that_never_becomes_ready_is_named_and_stops_the_run(tmp_path: Path) -> None:
     play = dispatching(tmp_path, [{}] * 8, worker={"sandbox": "never_ready"}, open_s=0.3)
-    with pytest.raises(RolloutsFailingError, match=r"no world was ready within 0.3 s \(rollout.open_s\)"):
+    with pytest.raises(RolloutsFailingError, match=r"no environment was ready within 0.3 s \(rollout.open_s\)"):
         await play.run()
 
 

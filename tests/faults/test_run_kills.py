@@ -24,7 +24,7 @@ def require_whole(run: SmallRun, *, steps: int = STEPS) -> None:
     """The audit holds, steps 1..N were trained once each, and a replay of the record gives the recorded weights, bit for bit."""
     audit = json.loads(rollbook("audit", str(run.directory), "--json").stdout)
     assert audit["ok"], audit["violations"]
-    assert audit["max_lag"] <= audit["lag_budget"]
+    assert audit["max_lag"] <= audit["max_head_offpolicy_versions"]
     with open_run(run.directory) as record:
         trained = [step.step for step in record.steps() if step.receipt == "acknowledged"]
         batched = [group.id for batch in record.batches(steps) for group in batch.groups]

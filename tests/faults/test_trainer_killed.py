@@ -11,6 +11,7 @@ import pytest
 
 from rollbook.contracts.batch import TrainingBatch
 from rollbook.contracts.group import PromptGroup
+from rollbook.contracts.group_codec import encode_group
 from rollbook.contracts.policy import NOT_SAMPLED
 from rollbook.ledger.service import Ledger
 from rollbook.trainer.replay import replay
@@ -36,7 +37,7 @@ async def filled(ledger: Ledger, *, steps: int) -> None:
     for step in range(1, steps + 1):
         for group in recorded_batch(step, groups=GROUPS).groups:
             plain = unversioned(group)
-            await ledger.submit(RUN, plain, plain.outcome(seconds=1.0), attempt=1)
+            await ledger.submit(RUN, encode_group(plain), plain.outcome(seconds=1.0), attempt=1)
 
 
 async def recorded(ledger: Ledger, steps: int) -> list[TrainingBatch]:

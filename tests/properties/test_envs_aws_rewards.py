@@ -6,35 +6,35 @@ import shlex
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.envs.builtin.awscli.commands import Refusal, split, understand
-from rollbook.envs.builtin.awscli.grading import GradingRule, Standing
+from rollbook.envs.builtin.awscli.commands import Refusal, parse_move, split
+from rollbook.envs.builtin.awscli.tasks.grading import CheckResults, GradingRule
 
 RULE = GradingRule(partial=0.5, hint_price=0.85)
 
 
 @st.composite
-def episodes(draw: st.DrawFn) -> tuple[Standing, list[tuple[Standing, int]]]:
+def episodes(draw: st.DrawFn) -> tuple[CheckResults, list[tuple[CheckResults, int]]]:
     """A start that is not solved, and the standings after each move, with the hints used by then."""
     goals, keeps = draw(st.integers(1, 5)), draw(st.integers(0, 2))
     start_goals = draw(st.lists(st.booleans(), min_size=goals, max_size=goals).filter(lambda held: not all(held)))
-    start = Standing(goals=tuple(start_goals), keeps=(True,) * keeps)
+    start = CheckResults(goals=tuple(start_goals), keeps=(True,) * keeps)
     moves, hints = [], 0
     for _ in range(draw(st.integers(0, 12))):
         hints = min(3, hints + draw(st.integers(0, 1)))
         held = draw(st.lists(st.booleans(), min_size=goals, max_size=goals))
         kept = draw(st.lists(st.booleans(), min_size=keeps, max_size=keeps))
-        moves.append((Standing(goals=tuple(held), keeps=tuple(kept)), hints))
+        moves.append((CheckResults(goals=tuple(held), keeps=tuple(kept)), hints))
     return start, moves
 
 
-def rewards(start: Standing, moves: list[tuple[Standing, int]]) -> list[float]:
+def rewards(start: CheckResults, moves: list[tuple[CheckResults, int]]) -> list[float]:
     values = [0.0, *(RULE.value(standing, start=start, hints_used=hints) for standing, hints in moves)]
     return [after - before for before, after in itertools.pairwise(values)]
 
 
 @given(episodes())
 def test_the_return_is_the_value_of_the_last_state_whatever_the_way(
-    episode: tuple[Standing, list[tuple[Standing, int]]],
+    episode: tuple[CheckResults, list[tuple[CheckResults, int]]],
 ) -> None:
     start, moves = episode
     last = RULE.value(moves[-1][0], start=start, hints_used=moves[-1][1]) if moves else 0.0
@@ -43,15 +43,15 @@ def test_the_return_is_the_value_of_the_last_state_whatever_the_way(
 
 
 @given(episodes())
-def test_waiting_longer_never_pays(episode: tuple[Standing, list[tuple[Standing, int]]]) -> None:
+def test_waiting_longer_never_pays(episode: tuple[CheckResults, list[tuple[CheckResults, int]]]) -> None:
     start, moves = episode
     if moves:
         assert abs(sum(rewards(start, [*moves, moves[-1]])) - sum(rewards(start, moves))) < 1e-9
 
 
 @given(episodes())
-def test_only_a_solved_world_is_worth_more_than_partial_credit(
-    episode: tuple[Standing, list[tuple[Standing, int]]],
+def test_only_a_solved_environment_is_worth_more_than_partial_credit(
+    episode: tuple[CheckResults, list[tuple[CheckResults, int]]],
 ) -> None:
     start, moves = episode
     for standing, hints in moves:
@@ -70,5 +70,5 @@ def test_quoted_words_are_read_back_as_they_were(words: list[str]) -> None:
 
 @given(st.text(max_size=300))
 def test_whatever_an_agent_says_there_is_an_answer(text: str) -> None:
-    move = understand(text)
+    move = parse_move(text)
     assert isinstance(move, Refusal) or move.text

@@ -7,7 +7,7 @@ import aiohttp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.parts.envs.worlds import GAME, served
+from tests.parts.envs.environments import GAME, served
 
 anything = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False) | st.text(max_size=20),

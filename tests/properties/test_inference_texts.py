@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollbook.contracts.tool_calls import parse_tool_calls
 from rollbook.inference.server.detokenizer import REPLACEMENT, IncrementalText
 from rollbook.inference.server.stop_strings import StopStrings
-from rollbook.inference.server.tool_calls import ToolCallText, parse_tool_calls
+from rollbook.inference.server.tool_calls import ToolCallText
 
 TEXT = st.text(alphabet="abc ", max_size=40)
 

@@ -13,7 +13,7 @@ from rollbook.rollout.assemblers.branching import BranchingAssembler
 from rollbook.rollout.assemblers.chat import MessageTrajectoryAssembler
 from rollbook.rollout.assemblers.linear import TrajectoryAssembler
 from rollbook.rollout.assemblers.registry import build_assembler
-from tests.parts.rollout.world import CHARACTERS, FORGETFUL, letter_tokenizer
+from tests.parts.rollout.guessing import CHARACTERS, FORGETFUL, letter_tokenizer
 
 TOKENIZERS = {"error": letter_tokenizer(), "fork": letter_tokenizer(FORGETFUL)}
 IDS = st.lists(st.integers(0, 48), max_size=6)

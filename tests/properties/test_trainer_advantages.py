@@ -40,7 +40,7 @@ def test_each_group_is_judged_by_its_own_scorable_samples(kind: str, members: li
         np.testing.assert_allclose(found[at], expected, rtol=1e-6, atol=1e-6)
 
 
-def test_a_failed_world_never_lowers_its_siblings() -> None:
+def test_a_failed_environment_never_lowers_its_siblings() -> None:
     group = np.zeros(3, dtype=np.int64)
     with_failure = advantages(np.array([1.0, 0.0, math.nan]), group, kind="group")
     without = advantages(np.array([1.0, 0.0]), group[:2], kind="group")
@@ -55,5 +55,5 @@ def test_equal_or_lonely_rewards_teach_nothing(kind: str, rewards: list[float]) 
 
 
 def test_arrays_out_of_step_are_refused() -> None:
-    with pytest.raises(ValueError, match="2 rewards for 1 group numbers"):
+    with pytest.raises(ValueError, match="2 rewards, but 1 group numbers"):
         advantages(np.array([1.0, 2.0]), np.array([0]), kind="group")

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from rollbook.trainer.config import TrainerConfig
-from rollbook.trainer.losses.corrections import correction
-from rollbook.trainer.losses.defaults import OWN_SETTINGS
+from rollbook.trainer.loss_defaults import LOSS_DEFAULTS
+from rollbook.trainer.losses.corrections import correction, k3_divergence
 from rollbook.trainer.losses.inputs import LossInputs, LossSettings, LossTerms
-from rollbook.trainer.losses.kl import k3_divergence
 from rollbook.trainer.losses.registry import LOSSES
 from rollbook.trainer.step import loss_settings
 
@@ -153,7 +152,7 @@ def test_a_loss_reads_the_settings_that_are_its_own_and_no_others(name: str) -> 
     values = np.linspace(-1, -0.1, 4)
     t = Tokens(values, values, values, np.ones(4), np.zeros(4, dtype=np.int64))
     LOSSES[name](t.inputs(), Watched())  # type: ignore[arg-type]  # it answers like the settings
-    assert read == OWN_SETTINGS[name].keys() & {field.name for field in fields(LossSettings)}
+    assert read == LOSS_DEFAULTS[name].keys() & {field.name for field in fields(LossSettings)}
 
 
 def test_only_tokens_beyond_the_clip_in_the_wanted_direction_count_as_clipped() -> None:

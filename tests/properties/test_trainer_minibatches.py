@@ -16,7 +16,7 @@ from rollbook.trainer.data.minibatches import (
     TrainRow,
     flatten,
     packed_passes,
-    passes,
+    padded_passes,
     plan,
     shared_prefixes,
     split,
@@ -150,7 +150,7 @@ def test_minibatches_keep_samples_whole_and_are_balanced_by_tokens(
 def test_a_pass_stays_within_its_tokens_and_pads_less_than_another_pass_would_cost(
     lengths: list[int], max_tokens: int, cost: int
 ) -> None:
-    chosen = list(passes(lengths, [1] * len(lengths), max_tokens=max_tokens, pass_cost=cost))
+    chosen = list(padded_passes(lengths, [1] * len(lengths), max_tokens=max_tokens, pass_cost=cost))
     assert sorted(number for numbers in chosen for number in numbers) == list(range(len(lengths)))
     for numbers in chosen:
         padded = len(numbers) * max(lengths[n] for n in numbers)

@@ -14,26 +14,26 @@ from rollbook.contracts.environment import Observation
 from rollbook.contracts.errors import EpisodeError, RunError, TransientError
 from rollbook.envs.client.pools import BlockingSession, GroupResult, GroupTooLargeError, GrpoPool, MultiTurnEnvPool
 from rollbook.envs.client.session import ClientOptions, EnvSession
-from tests.parts.envs.worlds import GAME, FailsOneReset, Notebook, Waiter, served, until
+from tests.parts.envs.environments import GAME, FailsOneReset, Notebook, Waiter, served, until
 
 
-async def halve(world: EnvSession) -> float:
+async def halve(env: EnvSession) -> float:
     """Play number guessing as well as it can be played."""
     low, high = 0, 15
     while True:
         guess = (low + high) // 2
-        seen = await world.step(str(guess))
+        seen = await env.step(str(guess))
         if seen.done:
             return seen.reward
         low, high = (guess + 1, high) if seen.text == "higher" else (low, guess - 1)
 
 
-def halve_blocking(world: BlockingSession, first: Observation) -> float:
+def halve_blocking(env: BlockingSession, first: Observation) -> float:
     assert first.text == "guess a number from 0 to 15"
     low, high = 0, 15
     while True:
         guess = (low + high) // 2
-        seen = world.step(str(guess))
+        seen = env.step(str(guess))
         if seen.done:
             return seen.reward
         low, high = (guess + 1, high) if seen.text == "higher" else (low, guess - 1)
@@ -55,8 +55,8 @@ async def test_a_group_plays_the_same_task_at_the_same_time() -> None:
                 assert [first.text for first in seen] == ["guess a number from 0 to 15"] * 8
                 rewards = await pool.run_group(halve)
                 pool.record_group_result(GAME, rewards)
-            assert server.worlds.health().busy == 8
-        assert server.worlds.health().busy == 0
+            assert server.pool.health().busy == 8
+        assert server.pool.health().busy == 0
     assert [result.mean for result in told] == pytest.approx([0.84] * 3)
 
 
@@ -80,7 +80,7 @@ async def test_more_sessions_than_the_server_has_is_an_error_that_names_both_num
             await GrpoPool(server.url, size=5).connect()
         with pytest.raises(GroupTooLargeError, match=r"5 sessions .* has 4"):
             await asyncio.to_thread(MultiTurnEnvPool, server.url, 5)
-        assert server.worlds.health().busy == 0
+        assert server.pool.health().busy == 0
 
 
 @pytest.mark.parametrize("failing", [1, 3, 8])
@@ -92,7 +92,7 @@ async def test_a_connect_whose_first_reset_fails_leaves_nothing_behind(failing: 
         with pytest.raises(EpisodeError, match=f"reset {failing} failed"):
             await pool.connect()
         assert pool.sessions == ()
-        await until(lambda: server.worlds.health().busy == 0)
+        await until(lambda: server.pool.health().busy == 0)
         async with GrpoPool(server.url, size=8, first_task={}) as again:  # every place is free
             assert len(again.sessions) == 8
 
@@ -105,14 +105,14 @@ async def test_a_group_reset_that_fails_closes_the_group_and_the_next_one_connec
         with pytest.raises(EpisodeError, match="reset 6 failed"):
             await pool.reset_group({})
         assert pool.sessions == ()
-        await until(lambda: server.worlds.health().busy == 0)
+        await until(lambda: server.pool.health().busy == 0)
         assert [seen.text for seen in await pool.reset_group({})] == ["ready"] * 4
 
 
 async def test_a_lost_session_is_replaced_before_the_next_group() -> None:
     async with served(Waiter, size=3, step_s=0.05) as server, GrpoPool(server.url, size=3) as pool:
         await pool.reset_group({})
-        outcomes = await pool.try_group(lambda world: world.step("30" if world is pool.sessions[1] else "0"))
+        outcomes = await pool.try_group(lambda env: env.step("30" if env is pool.sessions[1] else "0"))
         assert [isinstance(outcome, EpisodeError) for outcome in outcomes] == [False, True, False]
         before = pool.sessions
         assert len(await pool.reset_group({})) == 3
@@ -122,9 +122,9 @@ async def test_a_lost_session_is_replaced_before_the_next_group() -> None:
 async def test_a_failed_sibling_does_not_end_the_others() -> None:
     finished: list[str] = []
 
-    async def play(world: EnvSession) -> str:
-        owner = (await world.state())["episode_id"]
-        if world is pool.sessions[0]:
+    async def play(env: EnvSession) -> str:
+        owner = (await env.state())["episode_id"]
+        if env is pool.sessions[0]:
             raise ZeroDivisionError("my own bug")
         finished.append(owner)
         return str(owner)
@@ -145,7 +145,7 @@ async def test_groups_that_need_more_than_half_each_all_get_their_turn() -> None
     async with served("number_guessing", size=8) as server:
         earned = await asyncio.gather(*(play(GrpoPool(server.url, size=6)) for _ in range(5)))
         assert earned == pytest.approx([6 * 0.84] * 5)
-        assert server.worlds.health().busy == 0
+        assert server.pool.health().busy == 0
 
 
 async def test_rewards_that_do_not_exist_are_not_zeros() -> None:
@@ -191,8 +191,8 @@ async def test_a_server_without_tickets_that_refuses_after_accepting_is_found_ou
 
 
 async def test_a_synchronous_trainer_plays_groups_with_plain_and_with_async_rollouts() -> None:
-    async def play(world: EnvSession, first: Observation) -> float:
-        return await halve(world)
+    async def play(env: EnvSession, first: Observation) -> float:
+        return await halve(env)
 
     def train(url: str) -> None:
         told: list[GroupResult] = []
@@ -210,7 +210,7 @@ async def test_a_synchronous_trainer_plays_groups_with_plain_and_with_async_roll
 
     async with served("number_guessing", size=8) as server:
         await asyncio.to_thread(train, server.url)
-        assert server.worlds.health().busy == 0
+        assert server.pool.health().busy == 0
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("env-")]
 
 
@@ -220,7 +220,7 @@ async def test_a_blocking_pool_that_fails_to_connect_leaves_no_thread_and_no_ses
     async with served(FailsOneReset, size=4) as server:
         with pytest.raises(EpisodeError, match="reset 3 failed"):
             await asyncio.to_thread(MultiTurnEnvPool, server.url, 4, first_task={})
-        await until(lambda: server.worlds.health().busy == 0)
+        await until(lambda: server.pool.health().busy == 0)
         assert not [thread for thread in threading.enumerate() if thread.name == "env-pool"]
 
 
@@ -228,7 +228,7 @@ async def test_calling_the_pool_from_its_own_loop_is_refused_instead_of_hanging(
     def train(url: str) -> None:
         with MultiTurnEnvPool(url, size=1) as pool:
 
-            async def wrong(world: EnvSession, first: Observation) -> None:
+            async def wrong(env: EnvSession, first: Observation) -> None:
                 pool.reset_group(GAME)
 
             with pytest.raises(RunError, match="await the session"):
@@ -243,9 +243,9 @@ async def test_closing_a_blocking_pool_ends_a_rollout_that_still_waits() -> None
         pool = MultiTurnEnvPool(url, size=1, options=ClientOptions(close_s=0.5))
         waiting = threading.Event()
 
-        def play(world: BlockingSession, first: Observation) -> None:
+        def play(env: BlockingSession, first: Observation) -> None:
             waiting.set()
-            world.step("600")
+            env.step("600")
 
         outcome: list[BaseException] = []
 
@@ -264,8 +264,8 @@ async def test_closing_a_blocking_pool_ends_a_rollout_that_still_waits() -> None
         return type(outcome[0]).__name__
 
     async with served(Waiter, size=1) as server:
-        assert await asyncio.to_thread(train, server.url) in {"RunError", "WorldLostError"}
-        await until(lambda: server.worlds.health().busy == 0)
+        assert await asyncio.to_thread(train, server.url) in {"RunError", "SessionLostError"}
+        await until(lambda: server.pool.health().busy == 0)
 
 
 async def test_tickets_that_make_no_sense_are_refused() -> None:

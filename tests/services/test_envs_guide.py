@@ -19,8 +19,8 @@ def blocks(language: str) -> list[str]:
 
 
 def test_a_reader_who_types_the_guide_gets_what_it_shows(tmp_path: Path) -> None:
-    world, *rest = blocks("python")
-    (tmp_path / "lock.py").write_text(world)
+    environment, *rest = blocks("python")
+    (tmp_path / "lock.py").write_text(environment)
     (tmp_path / "session.py").write_text("\n".join(rest))
     code = [sys.executable, "-W", "error", "session.py"]
     done = subprocess.run(

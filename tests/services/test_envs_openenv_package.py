@@ -13,7 +13,7 @@ import pytest
 from rollbook.contracts.errors import EpisodeError, RunError
 from rollbook.envs.client.pools import GroupTooLargeError, GrpoPool
 from rollbook.envs.client.session import ClientOptions, open_session
-from tests.parts.envs.worlds import served
+from tests.parts.envs.environments import served
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("ROLLBOOK_OPENENV_PYTHON", ROOT / ".venvs/openenv/bin/python"))
@@ -67,7 +67,7 @@ async def until_it_answers(url: str) -> None:
 async def test_its_client_plays_an_episode_against_our_server() -> None:
     async with served("number_guessing", size=1) as server:
         episode = await told("play", server.url)
-        assert server.worlds.health().busy == 0
+        assert server.pool.health().busy == 0
     assert episode["texts"] == ["guess a number from 0 to 15", "lower", "higher", "correct"]
     assert (episode["reward"], episode["solved"], episode["again"]) == (0.84, True, "guess a number from 0 to 15")
     assert isinstance(episode["state"], dict)
@@ -79,7 +79,7 @@ async def test_its_client_plays_an_episode_against_our_server() -> None:
 async def test_its_clients_are_refused_cleanly_when_we_are_full() -> None:
     async with served("number_guessing", size=2, connect_wait_s=0.1) as server:
         crowd = await told("crowd", server.url, "4")
-        assert server.worlds.health().busy == 0
+        assert server.pool.health().busy == 0
     assert crowd["connected"] == 2
     assert "503" in str(crowd["refused"])
 
@@ -88,15 +88,15 @@ async def test_its_clients_are_refused_cleanly_when_we_are_full() -> None:
 async def test_our_client_plays_its_environment_on_its_server_and_on_ours(verb: str) -> None:
     with peer(verb) as url:
         await until_it_answers(url)
-        async with open_session(url, COUNTER) as world:
-            first = await world.reset({"target": 5}, episode_id="mine")
-            middle = await world.step({"amount": 2})
-            with pytest.raises(EpisodeError, match="thirteen breaks this world"):
-                await world.step({"amount": 13})
+        async with open_session(url, COUNTER) as environment:
+            first = await environment.reset({"target": 5}, episode_id="mine")
+            middle = await environment.step({"amount": 2})
+            with pytest.raises(EpisodeError, match="thirteen breaks this environment"):
+                await environment.step({"amount": 13})
             with pytest.raises(EpisodeError, match="VALIDATION_ERROR"):
-                await world.step({"amount": "many"})
-            last = await world.step({"amount": 3})
-            state = await world.state()
+                await environment.step({"amount": "many"})
+            last = await environment.step({"amount": 3})
+            state = await environment.state()
         assert json.loads(first.text) == {"total": 0}
         assert (json.loads(middle.text), middle.done) == ({"total": 2}, False)
         assert (json.loads(last.text), last.reward, last.done) == ({"total": 5}, 1.0, True)
@@ -107,7 +107,9 @@ async def test_our_client_plays_its_environment_on_its_server_and_on_ours(verb: 
 async def test_our_group_is_whole_on_its_server_too(verb: str) -> None:
     with peer(verb) as url:
         await until_it_answers(url)
-        for _ in range(3):  # its places come back while its worlds are still closing: connects wait instead of failing
+        for _ in range(
+            3
+        ):  # its places come back while its environments are still closing: connects wait instead of failing
             async with GrpoPool(url, size=4, first_task={"target": 3}, options=COUNTER) as pool:
                 seen = await pool.run_group_step([{"amount": n} for n in (1, 2, 3, 4)])
                 assert [json.loads(answer.text)["total"] for answer in seen] == [1, 2, 3, 4]
@@ -119,9 +121,9 @@ async def test_our_group_is_whole_on_its_server_too(verb: str) -> None:
 
 def test_a_class_that_cannot_be_hosted_is_refused_with_a_reason() -> None:
     code = (
-        "from rollbook.envs.server.openenv import HostedWorlds\n"
+        "from rollbook.envs.server.openenv import OpenEnvPool\n"
         "for path in ('nowhere', 'no.such.module:Env', 'json:JSONDecoder'):\n"
-        "    try: HostedWorlds(path, {}, size=1)\n"
+        "    try: OpenEnvPool(path, {}, size=1)\n"
         "    except Exception as error: print(type(error).__name__, error)\n"
     )
     out = subprocess.run(

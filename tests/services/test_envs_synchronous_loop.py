@@ -1,4 +1,4 @@
-"""A trainer that cannot await plays groups of the AWS world with a policy that knows the solutions, drawn by a curriculum."""
+"""A trainer that cannot await plays groups of the AWS environment with a policy that knows the solutions, drawn by a curriculum."""
 
 import asyncio
 from collections.abc import Mapping
@@ -11,13 +11,13 @@ from rollbook.contracts.group import GroupOutcome
 from rollbook.contracts.task import Task, TaskId
 from rollbook.envs.client.pools import BlockingSession, GroupResult, MultiTurnEnvPool
 from rollbook.tasks.curriculum import Curriculum
-from tests.parts.envs.worlds import AWS_ARGS, served
+from tests.parts.envs.environments import AWS_ARGS, served
 
 pytest.importorskip("ministack")
 pytest.importorskip("awscli")
 
 from rollbook.envs.builtin.awscli.solution import ReferencePolicy
-from rollbook.envs.builtin.awscli.task_bank import Tier, task_bank
+from rollbook.envs.builtin.awscli.tasks.task_bank import Tier, task_bank
 
 GROUP = 8
 NUM_GROUPS = 4
@@ -64,7 +64,7 @@ async def test_a_synchronous_loop_solves_its_tasks_and_the_curriculum_hears_what
 
     async with served("aws", size=GROUP, args=AWS_ARGS) as server:
         await asyncio.to_thread(train, server.url)
-        assert server.worlds.health().busy == 0
+        assert server.pool.health().busy == 0
     assert [result.rewards for result in recorded] == [pytest.approx((1.0,) * GROUP)] * NUM_GROUPS
     played = {TaskId(result.task["id"]) for result in recorded}
     assert len(played) == NUM_GROUPS  # what is new comes before what was solved

@@ -20,7 +20,7 @@ from rollbook.inference.server.app import build_app, serve
 from rollbook.inference.server.routes.replies import Handler
 from rollbook.inference.weights.client import WeightTransferClient
 from rollbook.inference.weights.lora import CONFIG_FILE
-from rollbook.inference.weights.transport import WayPlace, open_way
+from rollbook.inference.weights.transport import TransportOptions, open_transport
 from tests.parts.inference.adapters import make_adapter, peft_model, published_adapter
 from tests.parts.inference.engines import Workshop, engine_config, until
 from tests.parts.inference.models import plain_logprobs
@@ -122,7 +122,9 @@ class Bench:
 
 
 @asynccontextmanager
-async def bench(workshop: Workshop, tmp_path: Path, way: str = "directory", **settings: Any) -> AsyncIterator[Bench]:
+async def bench(
+    workshop: Workshop, tmp_path: Path, transport: str = "directory", **settings: Any
+) -> AsyncIterator[Bench]:
     cut = [False]
     async with AsyncExitStack() as stack:
         engines, urls = [], []
@@ -139,24 +141,24 @@ async def bench(workshop: Workshop, tmp_path: Path, way: str = "directory", **se
             app.middlewares.append(stand_in)
             engines.append(engine)
             urls.append(await stack.enter_async_context(serve(app)))
-        place = WayPlace(directory=str(tmp_path / "weights"), timeout_s=20)
+        place = TransportOptions(directory=str(tmp_path / "weights"), timeout_s=20)
         client = await stack.enter_async_context(
-            WeightTransferClient(urls, **{"request_s": 30, "way": open_way(way, place), **settings})
+            WeightTransferClient(urls, **{"request_s": 30, "transport": open_transport(transport, place), **settings})
         )
         yield Bench(client=client, engines=engines, cut=cut)
 
 
-@pytest.mark.parametrize("way", ["directory", "shared_memory", "gloo"])
+@pytest.mark.parametrize("transport", ["directory", "shared_memory", "gloo"])
 async def test_a_published_adapter_is_live_everywhere_and_its_digest_is_checked(
-    workshop: Workshop, adapters: list[Path], tmp_path: Path, way: str
+    workshop: Workshop, adapters: list[Path], tmp_path: Path, transport: str
 ) -> None:
-    async with bench(workshop, tmp_path, way) as b:
+    async with bench(workshop, tmp_path, transport) as b:
         for number, directory in enumerate(adapters, start=1):
             offered, location = await b.push(directory, number)
             assert b.live == [f"policy-v{number}"] * 2
             assert list(await b.client.reported()) == [offered] * 2
             assert [await engine.weights_digest() for engine in b.engines] == [offered.digest] * 2
-            if way != "gloo":
+            if transport != "gloo":
                 # What lies there is a directory that PEFT reads: an adapter, and small.
                 assert (Path(location).parent / CONFIG_FILE).is_file()
                 completion = await b.engines[0].generate([1, 2], SamplingParams(max_tokens=6))

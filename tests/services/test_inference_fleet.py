@@ -17,7 +17,7 @@ from rollbook.inference.client.client import PolicyClient, open_policy_client
 from rollbook.inference.client.fleet import Fleet
 from rollbook.inference.server.app import SERVICE, build_app, serve
 from rollbook.inference.weights.client import WeightTransferClient
-from rollbook.inference.weights.transport import WayPlace, open_way
+from rollbook.inference.weights.transport import TransportOptions, open_transport
 from rollbook.trainer.model.weights import digest_of, named_weights
 from tests.parts.inference.engines import Workshop, engine_config, until
 from tests.parts.inference.models import publication
@@ -79,9 +79,9 @@ async def test_weights_cross_processes_over_gloo_and_a_member_that_died_is_left_
         start_server(tmp_path / "a"), start_server(tmp_path / "b")
     )
     try:
-        way = open_way("gloo", WayPlace(directory=str(tmp_path), timeout_s=60))
+        transport = open_transport("gloo", TransportOptions(directory=str(tmp_path), timeout_s=60))
         urls = [first_url, second_url]
-        async with WeightTransferClient(urls, request_s=120, confirm_s=120, way=way) as client:
+        async with WeightTransferClient(urls, request_s=120, confirm_s=120, transport=transport) as client:
             for number in (1, 2):
                 weights = named_weights(workshop.model(number))
                 published = publication(number, digest_of(weights))

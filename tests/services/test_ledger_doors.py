@@ -2,7 +2,6 @@
 
 import asyncio
 import gzip
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import aiohttp
 import msgspec
 import pytest
 
-from rollbook.concurrency.clock import SystemClock
 from rollbook.contracts.errors import RunError
 from rollbook.ledger.config import LedgerConfig, LedgerServerConfig
 from rollbook.ledger.http import wire
@@ -20,18 +18,16 @@ from rollbook.ledger.http.compression import compress
 from rollbook.ledger.http.fast_path import answering
 from rollbook.ledger.http.handlers import build_app
 from rollbook.ledger.serve import BACKLOG, keys_of, listening_socket, url_of
-from rollbook.ledger.service import open_ledger
-from rollbook.telemetry.events import EventLog
 from tests.parts.ledger.groups import RUN, settings
 from tests.parts.ledger.http import Caller, submission
+from tests.parts.ledger.service import open_sqlite_ledger
 
 TOKENS = {role: f"{role}-token-of-some-length" for role in Role}
 CONFIG = LedgerConfig(max_body_mb=0.5, max_receiving_mb=0.6, body_s=0.5, max_queued_groups=1000)
 
 
 async def serve(tmp_path: Path, keys: Keys | None = None) -> AsyncIterator[Caller]:
-    log = EventLog("ledger", echo=sys.stdout)
-    async with open_ledger(CONFIG, directory=tmp_path, clock=SystemClock(), log=log) as ledger:
+    async with open_sqlite_ledger(tmp_path, config=CONFIG) as ledger:
         await ledger.create_run(RUN, settings())
         with listening_socket("127.0.0.1", 0) as sock:
             app = build_app(ledger, CONFIG, keys=keys)

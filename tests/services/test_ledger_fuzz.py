@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rollbook.contracts.group_codec import encode_group
 from rollbook.ledger.config import LedgerConfig
-from rollbook.ledger.group_frame import encode_group, payload_digest
 from rollbook.ledger.http import wire
 from rollbook.ledger.service import Ledger
 from rollbook.ledger.tools.audit import audit_run
@@ -24,14 +24,14 @@ from tests.parts.ledger.groups import settings as run_settings
 from tests.parts.ledger.http import Answer, Caller, submission
 from tests.parts.ledger.service import serving
 
-PAYLOAD = encode_group(group_of("a", (-1,)))
+ENCODED = encode_group(group_of("a", (-1,)))
 KNOWN: dict[str, list[Any]] = {
     "group_id": ["a@0", "b@0"],
     "task_id": ["a", "b"],
     "owner": ["w#0"],
     "owner_name": ["w"],
-    "payload": [PAYLOAD],
-    "payload_digest": [payload_digest(PAYLOAD)],
+    "payload": [ENCODED.payload],
+    "payload_digest": [ENCODED.digest],
     "publications": [[-1], [0]],
     "epoch": [0, 1],
     "step": [0, 1],

@@ -12,6 +12,7 @@ from rollbook.contracts.admission import Receipt
 from rollbook.contracts.batch import TrainingBatch
 from rollbook.contracts.errors import TransientError
 from rollbook.contracts.group import GroupId
+from rollbook.contracts.group_codec import encode_group
 from rollbook.ledger.client.client import open_ledger_client
 from rollbook.ledger.stores.sqlite.store import open_readonly
 from rollbook.ledger.tools.audit import audit
@@ -44,7 +45,7 @@ async def test_nothing_that_was_acknowledged_is_lost_when_the_ledger_is_killed(c
             for number in range(1_000):
                 group = group_of(f"lane{lane}-{number}", (-1,))
                 try:
-                    assert await client.submit(group, outcome_of(group), attempt=1) is Receipt.STORED
+                    assert await client.submit(encode_group(group), outcome_of(group), attempt=1) is Receipt.STORED
                 except TransientError:
                     return
                 answered.append(group.id)
@@ -81,7 +82,7 @@ async def test_clients_do_not_notice_a_ledger_that_is_killed_and_comes_back(chil
                 at += reply.taken
                 for grant in reply.grants:
                     group = group_of(grant.task_id, (grant.admission_publication,))
-                    await dispatcher.submit(group, outcome_of(group), attempt=grant.attempt)
+                    await dispatcher.submit(encode_group(group), outcome_of(group), attempt=grant.attempt)
 
         async def train() -> list[str]:
             digests = []

@@ -16,6 +16,7 @@ from rollbook.contracts.admission import LedgerStatus, Receipt, RunId
 from rollbook.contracts.batch import AckReceipt, TrainingBatch
 from rollbook.contracts.errors import FencedError, RunError, TransientError
 from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupState
+from rollbook.contracts.group_codec import encode_group
 from rollbook.ledger.client.blocking import SyncLedgerClient, open_sync_ledger_client
 from rollbook.ledger.client.client import LedgerClient, open_ledger_client
 from rollbook.ledger.client.queries import audit_at, explain_at
@@ -70,7 +71,7 @@ async def started(client: LedgerClient, *, per_step: int = 2) -> None:
 
 async def send(client: LedgerClient, task: str, producer: str | None = None) -> Receipt:
     group = group_of(task, (-1,))
-    return await client.submit(group, outcome_of(group), attempt=1, producer=producer)
+    return await client.submit(encode_group(group), outcome_of(group), attempt=1, producer=producer)
 
 
 async def test_who_calls_while_the_store_opens_waits_and_is_answered(tmp_path: Path) -> None:
@@ -185,7 +186,7 @@ async def test_bodies_travel_packed_both_ways_and_come_out_the_same(url: str) ->
         await started(packed)
         for task in ("a", "b"):
             group = big_group(task, publication=-1)
-            assert await packed.submit(group, outcome_of(group), attempt=1) is Receipt.STORED
+            assert await packed.submit(encode_group(group), outcome_of(group), attempt=1) is Receipt.STORED
         batch = await packed.batch(1, wait_s=5)
         assert isinstance(batch, TrainingBatch)
         assert (
@@ -243,7 +244,7 @@ async def test_the_life_of_a_group_is_told_in_sentences(url: str) -> None:
         assert len(grants) == 4
         for grant in grants[:2]:
             group = group_of(grant.task_id, (0,))
-            await client.submit(group, outcome_of(group), attempt=1)
+            await client.submit(encode_group(group), outcome_of(group), attempt=1)
         await client.release(grants[2].group_id, attempt=1, cause="worker died")
         await client.close(grants[3].group_id, DropReason(DropKind.FILTERED, "all equal"))
         assert isinstance(await client.batch(1, wait_s=5), TrainingBatch)
@@ -331,7 +332,7 @@ async def test_a_large_answer_to_a_slow_reader_holds_up_nobody(url: str) -> None
         await started(client, per_step=16)
         for at in range(16):
             group = big_group(f"t{at:02}", publication=-1)
-            await client.submit(group, outcome_of(group), attempt=1)
+            await client.submit(encode_group(group), outcome_of(group), attempt=1)
         await client.batch(1, wait_s=5)
         host, port = url.removeprefix("http://").split(":")
         body = msgspec.msgpack.encode({"step": 1, "epoch": 1})

@@ -11,6 +11,7 @@ import pytest
 from rollbook.contracts.admission import OwnerId
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupState
+from rollbook.contracts.group_codec import encode_group
 from rollbook.contracts.task import Draw
 from rollbook.ledger.client.client import LedgerClient, open_ledger_client
 from rollbook.ledger.service import Ledger
@@ -46,11 +47,11 @@ async def test_past_draws_come_page_by_page_with_what_came_of_them(place: Place)
     owner = await client.join("worker")
     await client.open(owner, draws(0, 4), limit=4)
     group = group_of("task1")
-    await client.submit(group, outcome_of(group), attempt=1)
+    await client.submit(encode_group(group), outcome_of(group), attempt=1)
     await client.close(GroupId("task2@0"), DropReason(DropKind.FILTERED, "all alike"), outcome=outcome(1.0))
     await client.close(GroupId("task3@0"), DropReason(DropKind.INVALID, "env"))
     foreign = group_of("elsewhere")
-    await client.submit(foreign, outcome_of(foreign), attempt=1)
+    await client.submit(encode_group(foreign), outcome_of(foreign), attempt=1)
 
     pages = [await client.outcomes(after=after, limit=3) for after in (-1, 2, 4)]
     assert [len(page) for page in pages] == [3, 2, 0]

@@ -15,16 +15,16 @@ from rollbook.contracts.admission import GateState, Receipt, RunId
 from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainingBatch
 from rollbook.contracts.errors import FencedError, RunError, TransientError
 from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupState
+from rollbook.contracts.group_codec import encode_group
 from rollbook.contracts.ports import BatchSource, GroupSink
 from rollbook.ledger.client.client import LedgerClient, open_ledger_client
 from rollbook.ledger.config import LedgerConfig
-from rollbook.ledger.group_frame import encode_group, payload_digest
 from rollbook.ledger.http import wire
-from rollbook.ledger.service import Ledger, open_ledger
+from rollbook.ledger.service import Ledger
 from rollbook.ledger.tools.audit import audit_run
 from rollbook.telemetry.events import EventLog
 from tests.parts.ledger.groups import RUN, big_group, draws, group_of, outcome_of, settings
-from tests.parts.ledger.service import serving
+from tests.parts.ledger.service import open_sqlite_ledger, serving
 
 
 class Place:
@@ -51,7 +51,7 @@ async def place(tmp_path: Path) -> AsyncIterator[Place]:
 
 async def submit(client: LedgerClient, task: str, publication: int = 0) -> Receipt:
     group = group_of(task, (publication,))
-    return await client.submit(group, outcome_of(group), attempt=1)
+    return await client.submit(encode_group(group), outcome_of(group), attempt=1)
 
 
 async def test_a_run_goes_through_the_wire_from_the_first_draw_to_the_end(place: Place) -> None:
@@ -66,7 +66,7 @@ async def test_a_run_goes_through_the_wire_from_the_first_draw_to_the_end(place:
     assert (len(opened.grants), opened.taken, opened.gate) == (3, 3, GateState.OPEN)
     for grant in opened.grants:
         group = group_of(grant.task_id, (grant.admission_publication,))
-        assert await sink.submit(group, outcome_of(group), attempt=grant.attempt) is Receipt.STORED
+        assert await sink.submit(encode_group(group), outcome_of(group), attempt=grant.attempt) is Receipt.STORED
     await sink.exhausted()
     batch = await source.batch(1, wait_s=5)
     assert isinstance(batch, TrainingBatch)
@@ -170,7 +170,7 @@ async def test_a_body_that_is_too_large_is_refused(place: Place) -> None:
     client = await place.client()
     group = big_group("big", samples=64, tokens=4_000, publication=-1)
     with pytest.raises(RunError, match="413"):
-        await client.submit(group, outcome_of(group), attempt=1)
+        await client.submit(encode_group(group), outcome_of(group), attempt=1)
 
 
 async def test_concurrent_producers_and_big_groups_arrive_whole(tmp_path: Path) -> None:
@@ -180,7 +180,10 @@ async def test_concurrent_producers_and_big_groups_arrive_whole(tmp_path: Path) 
         await ledger.create_run(RUN, settings(per_step=32))
         async with open_ledger_client(url, RUN, request_s=30, log=log) as client:
             receipts = await asyncio.gather(
-                *(client.submit(g, outcome_of(g), attempt=1) for g in [*groups.values(), *groups.values()])
+                *(
+                    client.submit(encode_group(g), outcome_of(g), attempt=1)
+                    for g in [*groups.values(), *groups.values()]
+                )
             )
             assert sorted(receipts) == [Receipt.ALREADY_STORED] * 32 + [Receipt.STORED] * 32
             await client.take_role(restored_step=0)
@@ -210,7 +213,7 @@ async def test_bad_bodies_are_refused_with_the_field_that_is_wrong(place: Place)
 
 async def test_a_payload_that_was_damaged_on_the_way_is_refused(place: Place) -> None:
     group = group_of("a", (-1,))
-    payload = encode_group(group)
+    encoded = encode_group(group)
     asked = wire.Submit(
         group_id=group.id,
         task_id=group.task_id,
@@ -219,8 +222,8 @@ async def test_a_payload_that_was_damaged_on_the_way_is_refused(place: Place) ->
         publications=(-1,),
         outcome=outcome_of(group),
         drop=None,
-        payload=payload[:-1] + b"\x7f",
-        payload_digest=payload_digest(payload),
+        payload=encoded.payload[:-1] + b"\x7f",
+        payload_digest=encoded.digest,
     )
     status, told = await post(f"{place.url}/v1/runs/{RUN}/submit", msgspec.msgpack.encode(asked))
     assert status == 422
@@ -245,7 +248,7 @@ async def test_filtered_and_closed_groups_keep_their_reason_over_the_wire(place:
     await dispatcher.open(owner, draws(0, 3), limit=3)
     group = group_of("task0")
     filtered = DropReason(DropKind.FILTERED, "constant reward: 1.0")
-    await dispatcher.submit(group, outcome_of(group), attempt=1, drop=filtered)
+    await dispatcher.submit(encode_group(group), outcome_of(group), attempt=1, drop=filtered)
     await dispatcher.close(GroupId("task1@0"), DropReason(DropKind.INVALID, "8 of 8"), outcome=outcome_of(group))
     await dispatcher.release(GroupId("task2@0"), attempt=1, cause="worker died")
     dropped = await place.ledger.groups(RUN, GroupState.DROPPED)
@@ -270,8 +273,7 @@ async def test_a_service_that_closes_answers_those_who_wait(tmp_path: Path) -> N
 
 async def test_leases_and_silent_dispatchers_expire_by_the_clock(tmp_path: Path) -> None:
     clock = ManualClock()
-    log = EventLog("test", echo=sys.stdout)
-    async with open_ledger(LedgerConfig(), directory=tmp_path, clock=clock, log=log) as ledger:
+    async with open_sqlite_ledger(tmp_path, clock=clock) as ledger:
         await ledger.create_run(RUN, settings(ttl_s=10))
         role = await ledger.take_role(RUN, restored_step=0)
         publication = await ledger.register(RUN, 0, "w0", epoch=role.epoch)
@@ -282,4 +284,4 @@ async def test_leases_and_silent_dispatchers_expire_by_the_clock(tmp_path: Path)
             await clock.advance(0.5)
             await asyncio.sleep(0.01)
         history = await ledger.history(RUN, GroupId("task0@0"))
-        assert history[-1].note == "dispatcher rollout#0 fell silent"
+        assert history[-1].note == "dispatcher rollout#0 timed out"

@@ -14,6 +14,7 @@ from rollbook.contracts.admission import Receipt
 from rollbook.contracts.batch import TrainingBatch
 from rollbook.contracts.errors import RunError, TransientError
 from rollbook.contracts.group import DropKind, DropReason, GroupState
+from rollbook.contracts.group_codec import encode_group
 from rollbook.ledger.client.client import LedgerClient, open_ledger_client
 from rollbook.ledger.config import LedgerConfig
 from rollbook.ledger.http import wire
@@ -97,7 +98,7 @@ async def test_groups_that_wait_at_the_same_moment_travel_together(tmp_path: Pat
         groups = [group_of(f"t{number}", (-1,)) for number in range(40)]
 
         async def play(group: Any) -> Receipt:
-            return await client.submit(group, outcome_of(group), attempt=1)
+            return await client.submit(encode_group(group), outcome_of(group), attempt=1)
 
         receipts = await asyncio.gather(*map(play, groups), *map(play, groups))
         assert receipts == [Receipt.STORED] * 40 + [Receipt.ALREADY_STORED] * 40
@@ -122,7 +123,7 @@ async def test_each_caller_hears_the_verdict_on_its_own_group(served: tuple[str,
         async def play(name: str, *publications: int, **more: Any) -> Any:
             group = group_of(name, publications or (-1,))
             try:
-                return await client.submit(group, outcome_of(group), attempt=1, **more)
+                return await client.submit(encode_group(group), outcome_of(group), attempt=1, **more)
             except (RunError, TransientError) as error:
                 return error
 
@@ -146,7 +147,7 @@ async def test_a_bundle_that_is_too_large_for_the_ledger_goes_one_by_one(served:
     url, ledger = served
     async with open_ledger_client(url, RUN, request_s=30, log=LOG) as client:
         groups = [group_of(f"t{number}", (-1,) * 15_000) for number in range(4)]
-        await asyncio.gather(*(client.submit(group, outcome_of(group), attempt=1) for group in groups))
+        await asyncio.gather(*(client.submit(encode_group(group), outcome_of(group), attempt=1) for group in groups))
         assert (await ledger.status(RUN)).by_state[GroupState.QUEUED] == 4
 
 
@@ -165,4 +166,4 @@ async def test_a_caller_that_gives_up_takes_nobody_with_it(served: tuple[str, Le
 
 async def submit(client: LedgerClient, name: str) -> Receipt:
     group = group_of(name, (-1,))
-    return await client.submit(group, outcome_of(group), attempt=1)
+    return await client.submit(encode_group(group), outcome_of(group), attempt=1)

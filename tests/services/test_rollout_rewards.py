@@ -113,9 +113,9 @@ async def test_waiting_for_a_free_process_is_not_the_functions_time() -> None:
 @pytest.mark.parametrize(
     ("path", "told"),
     [
-        ("no_such_module:right", "reward function bad 'no_such_module:right': no module"),
+        ("no_such_module:right", "rollout.rewards.functions.bad.path = 'no_such_module:right': no module"),
         (f"{PARTS}:absent", "has no 'absent'"),
-        (f"{PARTS}:BAIT", "not something to call"),
+        (f"{PARTS}:BAIT", "BAIT is not callable"),
     ],
 )
 async def test_a_function_that_cannot_be_found_stops_the_run_before_it_begins(path: str, told: str) -> None:

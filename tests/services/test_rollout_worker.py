@@ -16,9 +16,11 @@ import pytest
 
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId
+from rollbook.contracts.group_codec import decode_group
 from rollbook.contracts.task import TaskId
-from rollbook.rollout.groups.player import GroupOrder, GroupResult
+from rollbook.rollout.groups.player import GroupOrder
 from rollbook.rollout.workers.handle import AsyncRolloutWorker, WorkerDiedError, open_worker
+from rollbook.rollout.workers.messages import Finished
 from rollbook.telemetry.events import EventLog
 from tests.parts.rollout.dispatching import REPOSITORY, config_of, recipe_of
 
@@ -43,8 +45,8 @@ def order(number: int, **row: Any) -> GroupOrder:
     )
 
 
-async def results_of(worker: AsyncRolloutWorker, count: int) -> dict[str, GroupResult]:
-    found: dict[str, GroupResult] = {}
+async def results_of(worker: AsyncRolloutWorker, count: int) -> dict[str, Finished]:
+    found: dict[str, Finished] = {}
     async for done, result in worker.results():
         found[done.group_id] = result
         if len(found) == count:
@@ -59,7 +61,7 @@ async def test_a_worker_plays_many_groups_at_once_and_is_gone_after_its_block() 
             worker.play(order(number))
         results = await results_of(worker, 20)
         assert worker.in_flight == {}
-    assert {len(result.group.samples) for result in results.values() if result.group} == {4}
+    assert {len(decode_group(result.group.payload).samples) for result in results.values() if result.group} == {4}
     assert not psutil.pid_exists(worker.pid)
 
 

@@ -4,7 +4,7 @@ import sqlite3
 from collections import defaultdict
 from pathlib import Path
 
-from rollbook.dashboard.mastery import read_mastery
+from rollbook.dashboard.run_files import read_mastery
 from tests.parts.run.small import CONFIG, SmallRun
 
 CURRICULUM = """

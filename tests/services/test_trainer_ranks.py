@@ -36,7 +36,7 @@ def learned(tmp_path: Path, name: str, *, steps: int, ranks: int) -> tuple[dict[
             learner.run(recorded_batch(learner.step + 1))
             digests[learner.step] = digest_of(learner.snapshot())
         weights = learner.snapshot()
-        checkpoints.write(learner.copied(weights), weights_digest=digest_of(weights))
+        checkpoints.write(learner.state_snapshot(weights), weights_digest=digest_of(weights))
         return copy.deepcopy(weights), digests
     finally:
         learner.close()

@@ -1,9 +1,9 @@
-"""Arithmetic: the smallest complete world. One question, one answer, one reward.
+"""Arithmetic: the smallest complete environment. One question, one answer, one reward.
 
     reset({"left": 17, "sign": "-", "right": 5})     ->  "17 - 5 ="
     step("12")                                       ->  "correct", reward 1, done
 
-Read it first when you write a world of your own (docs/writing-an-environment.md walks through it).
+Read it first when you write an environment of your own (docs/writing-an-environment.md walks through it).
 """
 
 import random

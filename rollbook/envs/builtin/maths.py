@@ -58,7 +58,7 @@ class Maths:
         self._task = None
 
     def score(self, given: str, task: Mapping[str, Any]) -> float:
-        """1 for the right answer, else 0. A world with partial credit overrides this."""
+        """1 for the right answer, else 0. An environment with partial credit overrides this."""
         expected = final_answer(str(task["answer"])) if "####" in str(task["answer"]) else str(task["answer"])
         return 1.0 if is_same_answer(given, expected or "") else 0.0
 

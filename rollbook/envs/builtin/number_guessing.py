@@ -1,9 +1,10 @@
-"""Number guessing: the smallest world with turns. The agent guesses, hears higher or lower, and has six guesses.
+"""Number guessing: the smallest environment with several turns. The agent has six guesses; each response is higher or lower.
 
-The reward is paid once, at the end, and falls with every guess used: halving the interval is the best way to play. A game that was
-not solved earns nothing. An answer that is not one number within the bounds is `invalid` and costs a guess like any other.
+The reward is paid once, at the end, and falls with the number of guesses: bisection is optimal. An unsolved game earns 0. An action
+that is not one number within the bounds is `invalid` and costs a guess.
 """
 
+import asyncio
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any
 
 from rollbook.contracts.environment import Observation
 
-# More digits than any bound has: such a text is no guess, and parsing a number of megabytes would hold the loop.
+# Longer than any bound: longer digit strings are not parsed, since that would block the event loop.
 NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
 
 
@@ -25,7 +26,7 @@ class Reply(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Game:
-    """One task: the secret and the bounds it lies in, both inclusive."""
+    """One task: the secret and its inclusive bounds."""
 
     secret: int
     low: int
@@ -33,7 +34,7 @@ class Game:
 
     def __post_init__(self) -> None:
         if not self.low <= self.secret <= self.high:
-            raise ValueError(f"the secret {self.secret} does not lie in {self.low} to {self.high}")
+            raise ValueError(f"the secret {self.secret} is not between {self.low} and {self.high}")
 
     @classmethod
     def from_task(cls, task: Mapping[str, Any]) -> "Game":
@@ -51,20 +52,20 @@ class Game:
 
 
 def parse_guess(action: str) -> int | None:
-    """The one number of the text (`7`, `I say 7!`), None when there is none or more than one."""
+    """The only number in the text (`7`, `I say 7!`); None if there is none or more than one."""
     numbers = NUMBER.findall(action)
     return int(numbers[0]) if len(numbers) == 1 else None
 
 
 def reward_for(*, solved_on_turn: int | None, max_turns: int, turn_price: float) -> float:
-    """1 on the first guess, less by the same amount for each further one, 1 - turn_price on the last; unsolved earns 0."""
+    """1 on the first guess, falling linearly to 1 - turn_price on the last; 0 if unsolved."""
     if solved_on_turn is None:
         return 0.0
     return 1.0 - turn_price * (solved_on_turn - 1) / max(1, max_turns - 1)
 
 
 class NumberGuessing:
-    """The world: `reset` with a game, `step` with guesses."""
+    """`reset` with a game, `step` with guesses."""
 
     is_quick = True
 
@@ -72,7 +73,9 @@ class NumberGuessing:
         if max_turns < 1:
             raise ValueError(f"max_turns is {max_turns}; a game needs at least one guess")
         if not 0 <= turn_price < 1:
-            raise ValueError(f"turn_price is {turn_price}; it must lie in [0, 1) so that solving always pays")
+            raise ValueError(
+                f"turn_price is {turn_price}; it must be in [0, 1), so that a solved game always earns more than 0"
+            )
         self._max_turns = max_turns
         self._turn_price = turn_price
         self._game: Game | None = None
@@ -114,8 +117,28 @@ class NumberGuessing:
         return {"secret": self._game.secret if self._game else None, "guesses": list(self._guesses)}
 
 
+class DelayedNumberGuessing:
+    """The same game with `step_s` seconds of asynchronous delay in each step, to measure how waiting overlaps with work."""
+
+    def __init__(self, *, step_s: float, **game: Any) -> None:
+        if step_s < 0:
+            raise ValueError(f"step_s is {step_s}; it must not be negative")
+        self._step_s = step_s
+        self._game = NumberGuessing(**game)
+
+    async def reset(self, task: Mapping[str, Any]) -> Observation:
+        return self._game.reset(task)
+
+    async def step(self, action: str) -> Observation:
+        await asyncio.sleep(self._step_s)
+        return self._game.step(action)
+
+    async def close(self) -> None:
+        self._game.close()
+
+
 def number_guessing_tasks(low: int = 0, high: int = 15, copies: int = 1) -> list[dict[str, Any]]:
-    """A row for each secret, `copies` times; plain dicts, each with an id of its own."""
+    """A row for each secret, `copies` times, each with a unique id."""
     return [
         {"id": f"guess-{secret}-{copy}", "secret": secret, "low": low, "high": high}
         for copy in range(copies)

@@ -1,4 +1,4 @@
-"""Problems of reasoning-gym with its own scorers: `--env reasoning_gym`. Only who chose this world needs the package."""
+"""Problems of reasoning-gym with its own scorers: `--env reasoning_gym`. Only who chose this environment needs the package."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +19,7 @@ class ReasoningGymMaths(Maths):
         source = metadata.get("source_dataset") if isinstance(metadata, Mapping) else None
         if not isinstance(source, str):
             raise ValueError(
-                "the row names no metadata.source_dataset; make it with reasoning_gym, or use the world 'maths'"
+                "the row names no metadata.source_dataset; make it with reasoning_gym, or use the environment 'maths'"
             )
         return float(get_score_answer_fn(source)(given, dict(task)))
 

@@ -187,7 +187,7 @@ class GrpoPool:
         return self._sessions
 
     async def _mend(self) -> None:
-        """Replace sessions whose world or connection was lost. A pool that a failure has closed is connected again."""
+        """Replace sessions whose environment or connection was lost. A pool that a failure has closed is connected again."""
         if not self._sessions:
             await self.connect()
         lost = [index for index, session in enumerate(self._sessions) if session.is_lost]

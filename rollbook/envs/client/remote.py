@@ -1,8 +1,9 @@
-"""Worlds of a server elsewhere, one connection for each episode: what a rollout process uses in place of worlds of its own.
+"""Environments of a server elsewhere, one connection for each episode: what a rollout process uses in place of environments of
+its own.
 
-    async with open_remote_worlds("http://env-server:8000") as worlds:
-        async with worlds.open() as world:                  # waits for a place in the server's queue
-            seen = await world.reset(row)
+    async with open_remote_pool("http://env-server:8000") as environments:
+        async with environments.open() as environment:                  # waits for a place in the server's queue
+            seen = await environment.reset(row)
 
 Each episode holds one session and asks for no second, so episodes of different groups never wait for each other in a circle.
 """
@@ -21,29 +22,29 @@ from rollbook.envs.catalog import EnvironmentSource
 from rollbook.envs.client.group import drop_ticket, take_ticket
 from rollbook.envs.client.session import DEFAULTS, ClientOptions, EnvSession, ServerFullError, connect, new_http
 from rollbook.envs.config import EnvConfig
-from rollbook.envs.pools.environment_pool import LentWorld, PoolHealth, WorldsExhaustedError
+from rollbook.envs.environment import EnvironmentsExhaustedError, PooledEnvironment, PoolHealth
 from rollbook.envs.server.protocol import HEALTH_PATH
 
 OpenEnvironment: TypeAlias = Callable[[], AbstractAsyncContextManager[Environment]]
 
 
 @asynccontextmanager
-async def open_remote_worlds(url: str, options: ClientOptions = DEFAULTS) -> AsyncIterator["RemoteWorlds"]:
+async def open_remote_pool(url: str, options: ClientOptions = DEFAULTS) -> AsyncIterator["RemotePool"]:
     """Connect to a server that is up. Raises `TransientError` when it does not answer within `connect_s`."""
     url = url.rstrip("/")
     async with new_http(options) as http:
         deadline = Deadline(options.connect_s, f"asking {url} for its capacity")
         capacity = await retry(lambda: ask_capacity(http, url, deadline=deadline), on=TransientError, deadline=deadline)
-        yield RemoteWorlds(http, url, options, capacity=capacity)
+        yield RemotePool(http, url, options, capacity=capacity)
 
 
 @asynccontextmanager
 async def open_environments(config: EnvConfig) -> AsyncIterator[OpenEnvironment]:
-    """How a rollout process opens a world for an episode: of the server at `url`, or one of its own."""
+    """How a rollout process opens an environment for an episode: of the server at `url`, or one of its own."""
     if config.url is not None:
         token = None if config.token is None else config.token.get_secret_value()
-        async with open_remote_worlds(config.url, ClientOptions(token=token)) as worlds:
-            yield worlds.open
+        async with open_remote_pool(config.url, ClientOptions(token=token)) as environments:
+            yield environments.open
         return
     source = EnvironmentSource(config)
     try:
@@ -67,8 +68,8 @@ async def ask_capacity(http: ClientSession, url: str, *, deadline: Deadline) -> 
     return capacity if isinstance(capacity, int) else None
 
 
-class RemoteWorlds:
-    """Satisfies `WorldPool`; `open` is the way rollouts open an environment."""
+class RemotePool:
+    """Satisfies `EnvironmentPool`; `open` is the way rollouts open an environment."""
 
     def __init__(self, http: ClientSession, url: str, options: ClientOptions, *, capacity: int | None) -> None:
         self._http = http
@@ -81,23 +82,23 @@ class RemoteWorlds:
     def capacity(self) -> int | None:
         return self._capacity
 
-    async def acquire(self, deadline: Deadline) -> LentWorld:
-        """A session of its own. Raises `WorldsExhaustedError` when no place came free in time."""
+    async def acquire(self, deadline: Deadline) -> PooledEnvironment:
+        """A session of its own. Raises `EnvironmentsExhaustedError` when no place came free in time."""
         try:
             session = await retry(lambda: self._connect(deadline), on=ServerFullError, deadline=deadline)
         except ServerFullError as error:
-            raise WorldsExhaustedError(str(error)) from error
+            raise EnvironmentsExhaustedError(str(error)) from error
         self._busy += 1
-        return LentWorld(session, self._given_back)
+        return PooledEnvironment(session, self._given_back)
 
     @asynccontextmanager
-    async def open(self) -> AsyncIterator[LentWorld]:
-        """A world for one episode, given back at its end however it ends."""
-        world = await self.acquire(Deadline(self._options.connect_s, f"a session of {self._url}"))
+    async def open(self) -> AsyncIterator[PooledEnvironment]:
+        """An environment for one episode, given back at its end however it ends."""
+        env = await self.acquire(Deadline(self._options.connect_s, f"a session of {self._url}"))
         try:
-            yield world
+            yield env
         finally:
-            await world.close()
+            await env.close()
 
     def health(self) -> PoolHealth:
         return PoolHealth(capacity=self._capacity, busy=self._busy)

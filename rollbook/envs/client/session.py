@@ -1,10 +1,11 @@
-"""A client of an OpenEnv server over a plain WebSocket: one session, one world. Satisfies `Environment`.
+"""A client of an OpenEnv server over a plain WebSocket: one session, one environment. Satisfies `Environment`.
 
-    async with open_session("http://localhost:8000") as world:
-        seen = await world.reset({"secret": 7, "low": 0, "high": 15})
-        seen = await world.step("7")
+    async with open_session("http://localhost:8000") as environment:
+        seen = await environment.reset({"secret": 7, "low": 0, "high": 15})
+        seen = await environment.step("7")
 
-It imports nothing heavy, and it speaks to servers of the `openenv` package as well. A lost connection, a dead world and a late
+It imports nothing heavy, and it speaks to servers of the `openenv` package as well. A lost connection, a dead environment and a
+late
 answer are `EpisodeError`s: the episode is given up and never scored.
 """
 
@@ -58,7 +59,7 @@ def _revive_full(message: str, capacity: int | None, retry_after_s: float | None
     return ServerFullError(message, capacity=capacity, retry_after_s=retry_after_s)
 
 
-class WorldLostError(EpisodeError):
+class SessionLostError(EpisodeError):
     """The session is gone or out of step; its episode cannot go on."""
 
 
@@ -92,7 +93,7 @@ def new_http(options: ClientOptions = DEFAULTS) -> ClientSession:
 
 @asynccontextmanager
 async def open_session(url: str, options: ClientOptions = DEFAULTS) -> AsyncIterator["EnvSession"]:
-    """A session with a world of its own, closed at the end. A full server is asked again until `connect_s` is over."""
+    """A session with an environment of its own, closed at the end. A full server is asked again until `connect_s` is over."""
     async with new_http(options) as http:
         deadline = Deadline(options.connect_s, f"connecting to {url}")
         session = await retry(
@@ -211,21 +212,21 @@ class EnvSession:
     async def _ask(self, verb: Verb, data: Mapping[str, Any] | None = None) -> Reply:
         async with self._lock:
             if self._lost is not None:
-                raise WorldLostError(f"{verb}: the session with {self._address} is over ({self._lost})")
+                raise SessionLostError(f"{verb}: the session with {self._address} is over ({self._lost})")
             finished = False
             try:
                 async with asyncio.timeout(self._options.request_s):
                     await self._socket.send_str(encode(verb, data))
                     message = await self._socket.receive()
                 if message.type not in (WSMsgType.TEXT, WSMsgType.BINARY):
-                    raise WorldLostError(f"{verb}: {self._address} closed the connection; this episode is given up")
+                    raise SessionLostError(f"{verb}: {self._address} closed the connection; this episode is given up")
                 reply = read_reply(message.data)
                 finished = True
             except TimeoutError:
                 late = f"no answer within {self._options.request_s:g} s"
-                raise WorldLostError(f"{verb}: {late} from {self._address}; this episode is given up") from None
+                raise SessionLostError(f"{verb}: {late} from {self._address}; this episode is given up") from None
             except (ClientError, ConnectionError) as error:
-                raise WorldLostError(f"{verb}: the connection to {self._address} broke: {error}") from error
+                raise SessionLostError(f"{verb}: the connection to {self._address} broke: {error}") from error
             except WireError as error:
                 raise EpisodeError(f"{verb}: {self._address}: {error}") from error
             finally:
@@ -246,7 +247,7 @@ class EnvSession:
             return ServerFullError(message, capacity=capacity if isinstance(capacity, int) else None)
         if code in (ErrorCode.SESSION_ERROR, ErrorCode.FACTORY_ERROR):
             self._lost = str(data.get("message"))
-            return WorldLostError(message)
+            return SessionLostError(message)
         return EpisodeError(message)
 
     def _observation(self, reply: Reply) -> Observation:

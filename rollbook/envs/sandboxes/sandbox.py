@@ -1,7 +1,7 @@
 """What a pool needs to know of a sandbox: is it well, how big is it, make it clean, take it away.
 
 A sandbox is anything that serves one session at a time and costs something to start: a simulator process, a container, a machine.
-What can be *done* in it is the business of the world that uses it.
+What can be *done* in it is the business of the environment that uses it.
 """
 
 from typing import Protocol

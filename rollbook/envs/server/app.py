@@ -2,10 +2,11 @@
 
     GET  /ws          one session: reset, step, state, close, mcp    503 before the upgrade when there is no place
     POST /tickets     N places at once, or a wait for them           DELETE /tickets/{id} gives back what is left of one
-    GET  /health  /metadata  /schema  /state                         no world is touched
+    GET  /health  /metadata  /schema  /state                         no environment is touched
     POST /reset  /step  /mcp                                         without a session: a first observation, and where to go
 
-Nothing that blocks runs in the event loop: plain worlds work in threads, and a dead client is noticed while its step still runs.
+Nothing that blocks runs in the event loop: plain environments work in threads, and a dead client is noticed while its step still
+runs.
 """
 
 import asyncio
@@ -20,7 +21,8 @@ from aiohttp import WSCloseCode, WSMsgType, web
 from rollbook.concurrency.clock import Clock, SystemClock
 from rollbook.contracts.errors import RollbookError
 from rollbook.envs.config import EnvServerConfig
-from rollbook.envs.pools.environment_pool import WorldPool
+from rollbook.envs.environment import EnvironmentPool
+from rollbook.envs.pools.reservations import TicketId
 from rollbook.envs.server.auth import error_message, refuse_strangers, tell_refusals, token_needed
 from rollbook.envs.server.mcp import answer_mcp
 from rollbook.envs.server.playground import mount_playground
@@ -42,7 +44,6 @@ from rollbook.envs.server.protocol import (
     read_request,
     result_data,
 )
-from rollbook.envs.server.seats import TicketId
 from rollbook.envs.server.sessions import Session, SessionEndedError, SessionKeeper
 from rollbook.telemetry.events import EventLog
 
@@ -53,8 +54,8 @@ GOODBYE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServedWorld:
-    """What the server says about the world behind it, without touching one."""
+class EnvironmentInfo:
+    """What the server says about the environment behind it, without touching one."""
 
     name: str
     description: str = ""
@@ -67,18 +68,18 @@ class TicketRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def build_app(
-    worlds: WorldPool,
+    pool: EnvironmentPool,
     config: EnvServerConfig,
     *,
-    world: ServedWorld,
+    info: EnvironmentInfo,
     dialect: Dialect | None = None,
     clock: Clock | None = None,
     log: EventLog | None = None,
 ) -> web.Application:
     """The application over a pool that is ready. Raises `RunError` for settings that cannot work together."""
     log = log or EventLog("env-server")
-    keeper = SessionKeeper(worlds, config, clock=clock or SystemClock(), log=log)
-    server = _Server(worlds, keeper, config, world=world, dialect=dialect or TextDialect(), log=log)
+    keeper = SessionKeeper(pool, config, clock=clock or SystemClock(), log=log)
+    server = _Server(pool, keeper, config, info=info, dialect=dialect or TextDialect(), log=log)
     app = web.Application(
         middlewares=[refuse_strangers, token_needed(config), tell_refusals], client_max_size=config.max_message_bytes
     )
@@ -93,7 +94,7 @@ def build_app(
     app.router.add_post("/step", server.step)
     app.router.add_post("/mcp", server.mcp)
     if config.playground:
-        mount_playground(app, capacity=keeper.capacity, name=world.name)
+        mount_playground(app, capacity=keeper.capacity, name=info.name)
     app.cleanup_ctx.append(server.sweeping)
     app.on_shutdown.append(server.stop)
     return app
@@ -102,18 +103,18 @@ def build_app(
 class _Server:
     def __init__(
         self,
-        worlds: WorldPool,
+        pool: EnvironmentPool,
         keeper: SessionKeeper,
         config: EnvServerConfig,
         *,
-        world: ServedWorld,
+        info: EnvironmentInfo,
         dialect: Dialect,
         log: EventLog,
     ) -> None:
-        self._worlds = worlds
+        self._pool = pool
         self._keeper = keeper
         self._config = config
-        self._world = world
+        self._info = info
         self._dialect = dialect
         self._log = log
         self._sockets: set[web.WebSocketResponse] = set()
@@ -164,7 +165,7 @@ class _Server:
         return socket
 
     async def _converse(self, session: Session, socket: web.WebSocketResponse) -> None:
-        """Read on while the world works: a client that leaves or dies in the middle of a step is noticed at once."""
+        """Read on while the environment works: a client that leaves or dies in the middle of a step is noticed at once."""
         inbox: asyncio.Queue[str | bytes] = asyncio.Queue(INBOX_SIZE)
         ended = asyncio.Event()
         session.on_end = ended.set
@@ -204,7 +205,7 @@ class _Server:
                 answer = await session.step(self._dialect.action_of(request.data))
             case Verb.MCP:
                 return encode(
-                    ReplyKind.MCP, await answer_mcp(request.data, session, self._dialect, name=self._world.name)
+                    ReplyKind.MCP, await answer_mcp(request.data, session, self._dialect, name=self._info.name)
                 )
             case _:
                 return encode(ReplyKind.STATE, self._dialect.state(session.episode))
@@ -229,24 +230,24 @@ class _Server:
         self._keeper.tickets.drop(TicketId(request.match_info["ticket"]))
         return web.json_response({"dropped": True})
 
-    # --- questions that touch no world ---
+    # --- questions that touch no environment ---
 
     async def health(self, _: web.Request) -> web.Response:
-        pool, book = self._worlds.health(), self._keeper.tickets.book
+        state, book = self._pool.health(), self._keeper.tickets.book
         body = {
-            "status": "healthy" if pool.is_ready else "unhealthy",
+            "status": "healthy" if state.is_ready else "unhealthy",
             "capacity": self._keeper.capacity,
             "active": book.taken,
             "reserved": book.reserved,
             "waiting": book.num_waiting,
-            "worlds_busy": pool.busy,
-            "worlds_replaced": pool.replaced,
+            "environments_busy": state.busy,
+            "environments_replaced": state.replaced,
         }
-        return web.json_response(body, status=200 if pool.is_ready else 503)
+        return web.json_response(body, status=200 if state.is_ready else 503)
 
     async def metadata(self, _: web.Request) -> web.Response:
-        world = self._world
-        body = {"name": world.name, "description": world.description or world.name, "version": world.version}
+        info = self._info
+        body = {"name": info.name, "description": info.description or info.name, "version": info.version}
         return web.json_response({**body, "max_sessions": self._keeper.capacity})
 
     async def schema(self, _: web.Request) -> web.Response:
@@ -259,7 +260,7 @@ class _Server:
     # --- without a session ---
 
     async def reset(self, request: web.Request) -> web.Response:
-        """The first observation of a task, in a world that is given back at once."""
+        """The first observation of a task, in an environment that is given back at once."""
         data = await _object(request)
         session = await self._keeper.open(await self._keeper.take_place(None))
         try:
@@ -279,7 +280,7 @@ class _Server:
         )
 
     async def mcp(self, request: web.Request) -> web.Response:
-        answer = await answer_mcp(await _object(request), None, self._dialect, name=self._world.name)
+        answer = await answer_mcp(await _object(request), None, self._dialect, name=self._info.name)
         return web.json_response(answer)
 
 

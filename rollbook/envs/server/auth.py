@@ -9,11 +9,11 @@ from aiohttp.typedefs import Middleware
 
 from rollbook.contracts.errors import RollbookError, RunError
 from rollbook.envs.config import EnvServerConfig
+from rollbook.envs.pools.reservations import CapacityReachedError, PoolTooSmallError, UnknownTicketError
 from rollbook.envs.server.protocol import HEALTH_PATH, ErrorCode, ReplyKind, WireError, encode
-from rollbook.envs.server.seats import CapacityReachedError, PoolTooSmallError, UnknownTicketError
-from rollbook.envs.server.sessions import SessionEndedError, WorldNotMadeError
+from rollbook.envs.server.sessions import EnvironmentStartError, SessionEndedError
 
-# Every client of a full server asks again after this; a place is free as soon as a world is tidied up.
+# Every client of a full server asks again after this; a place is free as soon as an environment is tidied up.
 RETRY_AFTER_S = 1
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 HTTP_STATUS: dict[type[Exception], int] = {
@@ -26,7 +26,9 @@ Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def check_exposure(host: str, config: EnvServerConfig) -> None:
-    """A server that other machines reach lends worlds (and, in a terminal world, a keyboard) to whoever asks: it needs a token."""
+    """A server that other machines reach lends environments (and, in a terminal environment, a keyboard) to whoever asks: it
+    needs a token.
+    """
     if host not in LOOPBACK and config.token is None:
         raise RunError(
             f"the environment server on {host} can be reached from other machines; set a token, or use 127.0.0.1"
@@ -47,7 +49,7 @@ def error_message(error: Exception) -> str:
             }
         case PoolTooSmallError() | UnknownTicketError() | SessionEndedError():
             data["code"] = ErrorCode.SESSION_ERROR
-        case WorldNotMadeError():
+        case EnvironmentStartError():
             data["code"] = ErrorCode.FACTORY_ERROR
     return encode(ReplyKind.ERROR, data)
 

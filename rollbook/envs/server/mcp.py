@@ -1,6 +1,7 @@
-"""The two verbs of MCP that a world needs, for agents that know tools and not steps: `tools/list` and `tools/call`.
+"""The two verbs of MCP that an environment needs, for agents that know tools and not steps: `tools/list` and `tools/call`.
 
-A world has one tool, `act`; calling it is a step of the session's episode. Its result is what the agent sees; reward and end stand
+An environment has one tool, `act`; calling it is a step of the session's episode. Its result is what the agent sees; reward and
+end stand
 beside it, as structured content.
 """
 
@@ -27,7 +28,7 @@ async def answer_mcp(
             )
         case "tools/list":
             schema = dialect.schema()["action"]
-            tool = {"name": TOOL, "description": f"Act in the world {name}: one step.", "inputSchema": schema}
+            tool = {"name": TOOL, "description": f"Act in the environment {name}: one step.", "inputSchema": schema}
             return _result(call_id, {"tools": [tool]})
         case "tools/call":
             return await _call(call_id, request.get("params"), session, dialect)

@@ -1,12 +1,12 @@
 """Host an environment written for the `openenv` package: `rollbook env serve --openenv module:Class`.
 
 Such a class has its own objects for actions and observations (pydantic models) and plain, possibly blocking methods. Its module
-brings the package along; nothing is imported from it here. Each world gets one thread of its own for its whole life, since many of
+brings the package along; nothing is imported from it here. Each environment gets one thread of its own for its whole life, since
+many of
 these classes hold things that belong to one thread (a browser, a database connection).
 """
 
 import asyncio
-import importlib
 import inspect
 import json
 import typing
@@ -18,9 +18,10 @@ from pydantic import BaseModel, ValidationError
 from rollbook.concurrency.deadline import Deadline, DeadlineExceededError
 from rollbook.contracts.environment import Observation
 from rollbook.contracts.errors import EpisodeError, RunError, fenced
+from rollbook.contracts.plugin import load_plugin
 from rollbook.contracts.ports import Environment
-from rollbook.envs.pools.daemon_threads import DaemonThreads
-from rollbook.envs.pools.environment_pool import PoolHealth, WorldsExhaustedError
+from rollbook.envs.daemon_threads import DaemonThreads
+from rollbook.envs.environment import EnvironmentsExhaustedError, PoolHealth
 from rollbook.envs.server.protocol import EpisodeState, ErrorCode, WireError
 
 OBSERVED, STATE = "observed", "state"
@@ -28,8 +29,8 @@ OBSERVED, STATE = "observed", "state"
 BESIDE = {"reward", "done"}
 
 
-class HostedWorlds:
-    """Worlds of one OpenEnv class. Satisfies `WorldPool`."""
+class OpenEnvPool:
+    """Environments of one OpenEnv class. Satisfies `EnvironmentPool`."""
 
     def __init__(self, path: str, args: Mapping[str, Any], *, size: int) -> None:
         kind = openenv_class(path)
@@ -55,10 +56,10 @@ class HostedWorlds:
 
     async def acquire(self, deadline: Deadline) -> Environment:
         try:
-            async with deadline.limit("waiting for a free world"):
+            async with deadline.limit("waiting for a free environment"):
                 await self._places.acquire()
         except DeadlineExceededError as error:
-            raise WorldsExhaustedError(f"all {self._size} worlds are taken: {error}") from error
+            raise EnvironmentsExhaustedError(f"all {self._size} environments are taken: {error}") from error
         self._busy += 1
         thread = DaemonThreads(1, name=f"openenv-{self.name}")
         self._threads.add(thread)
@@ -68,7 +69,9 @@ class HostedWorlds:
         except BaseException:
             self._given_back(thread)
             raise
-        return HostedWorld(env, self._action, name=self.name, thread=thread, give_back=lambda: self._given_back(thread))
+        return HostedEnvironment(
+            env, self._action, name=self.name, thread=thread, give_back=lambda: self._given_back(thread)
+        )
 
     def health(self) -> PoolHealth:
         return PoolHealth(capacity=self._size, busy=self._busy)
@@ -84,7 +87,7 @@ class HostedWorlds:
         self._places.release()
 
 
-class HostedWorld:
+class HostedEnvironment:
     """One OpenEnv environment in its thread. Satisfies `Environment`; actions are the JSON of the model it declares."""
 
     def __init__(
@@ -200,17 +203,7 @@ class ModelDialect:
 
 def openenv_class(path: str) -> type[Any]:
     """The class behind `module:Class`. Raises `RunError` that says what is missing."""
-    module_name, _, class_name = path.partition(":")
-    if not module_name or not class_name:
-        raise RunError(f"--openenv {path!r}: give it as module:Class")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # foreign code: its import can raise anything, and the operator must read what
-        raise RunError(
-            f"--openenv {path}: importing {module_name!r} failed: {type(error).__name__}: {error}; "
-            "is the openenv package installed in this environment?"
-        ) from error
-    kind = getattr(module, class_name, None)
+    kind = load_plugin(path, setting="--openenv")
     missing = [name for name in ("reset", "step", "state") if not hasattr(kind, name)]
     if not isinstance(kind, type) or missing:
         raise RunError(

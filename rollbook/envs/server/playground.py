@@ -1,6 +1,7 @@
-"""A page to play one world by hand: `rollbook env play`. It speaks the same wire as every client.
+"""A page to play one environment by hand: `rollbook env play`. It speaks the same wire as every client.
 
-It is served only where there is a single world: on a training server each visitor would hold a world that episodes wait for.
+It is served only where there is a single environment: on a training server each visitor would hold an environment that episodes
+wait for.
 """
 
 import html
@@ -15,10 +16,10 @@ PATH = "/web"
 def mount_playground(app: web.Application, *, capacity: int, name: str) -> None:
     if capacity > 1:
         raise RunError(
-            f"the playground is for a single world, and this server has {capacity} sessions; "
+            f"the playground is for a single environment, and this server has {capacity} sessions; "
             "serve it with a pool of 1, or without the playground"
         )
-    page = PAGE.replace("WORLD", html.escape(name))
+    page = PAGE.replace("ENVIRONMENT", html.escape(name))
 
     async def show(_: web.Request) -> web.Response:
         return web.Response(text=page, content_type="text/html")
@@ -31,7 +32,7 @@ def mount_playground(app: web.Application, *, capacity: int, name: str) -> None:
 
 
 PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>WORLD: playground</title>
+<html lang="en"><head><meta charset="utf-8"><title>ENVIRONMENT: playground</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <style>
   :root { color-scheme: light dark; --line: #8884; --soft: #8882; --good: #2a8; --bad: #c54 }
@@ -44,7 +45,7 @@ PAGE = """<!doctype html>
   font: 14px/1.5 ui-monospace, monospace; overflow-wrap: anywhere }
   .you { opacity: .7 } .you::before { content: "> " } .error { color: var(--bad) } .paid { color: var(--good) }
 </style></head><body>
-<h1>WORLD</h1>
+<h1>ENVIRONMENT</h1>
 <label for="task">Task (a JSON object)</label>
 <textarea id="task" rows="3">{}</textarea>
 <div class="row"><span id="status">connecting</span><button id="reset">Reset</button></div>

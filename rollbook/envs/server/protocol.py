@@ -1,4 +1,4 @@
-"""The OpenEnv wire: what a client and a server of worlds say to each other, as JSON texts over one WebSocket.
+"""The OpenEnv wire: what a client and a server of environments say to each other, as JSON texts over one WebSocket.
 
     {"type": "reset", "data": {"task": {…}, "seed": 1}}
     {"type": "step", "data": {"action": "7"}}
@@ -9,7 +9,8 @@
     and, whenever something is wrong:
         {"type": "error", "data": {"message": "…", "code": "EXECUTION_ERROR"}}
 
-Both ends live here, so that they cannot disagree. Worlds of ours hear and say text; `Dialect` is the seam for a world whose actions
+Both ends live here, so that they cannot disagree. Environments of ours hear and say text; `Dialect` is the seam for an
+environment whose actions
 and observations are objects of its own (`openenv_host.py`).
 """
 
@@ -71,7 +72,7 @@ class _Message(msgspec.Struct):
 
 
 _decode = msgspec.json.Decoder(_Message).decode
-# Facts may hold anything a world's author put there; what JSON has no word for is told as text.
+# Facts may hold anything an environment's author put there; what JSON has no word for is told as text.
 _encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
@@ -173,7 +174,7 @@ def described(fields: Mapping[str, Any]) -> str:
 def result_data(dialect: "Dialect", answer: Observation, *, with_facts: bool) -> dict[str, Any]:
     """The data of an observation message. Facts stand beside what the agent sees, never in it."""
     if not math.isfinite(answer.reward):
-        raise WireError(ErrorCode.EXECUTION_ERROR, f"the world paid {answer.reward}; a reward is a finite number")
+        raise WireError(ErrorCode.EXECUTION_ERROR, f"the environment paid {answer.reward}; a reward is a finite number")
     data: dict[str, Any] = {
         "observation": dialect.observed(answer),
         "reward": float(answer.reward),
@@ -217,7 +218,7 @@ class EpisodeState:
 
 
 class Dialect(Protocol):
-    """How the tasks, actions and observations of a world look on the wire."""
+    """How the tasks, actions and observations of an environment look on the wire."""
 
     def task_of(self, data: Mapping[str, Any]) -> Mapping[str, Any]: ...
 
@@ -233,7 +234,7 @@ class Dialect(Protocol):
 
 
 class TextDialect:
-    """Worlds of ours: a text in, a text out."""
+    """Environments of ours: a text in, a text out."""
 
     def task_of(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
         return task_of(data)

@@ -1,7 +1,8 @@
-"""Sessions: one world for each connection, from the moment it has a place until the world is given back.
+"""Sessions: one environment for each connection, from the moment it has a place until the environment is given back.
 
-The promise: a world serves one session at a time, a session ends for good (idle, too slow, closed, its client dead), and its place
-is free again only when its world is back in the pool. What a world raises ends the call, never the server.
+The promise: an environment serves one session at a time, a session ends for good (idle, too slow, closed, its client dead), and
+its place
+is free again only when its environment is back in the pool. What an environment raises ends the call, never the server.
 """
 
 import asyncio
@@ -18,13 +19,13 @@ from rollbook.contracts.environment import Observation
 from rollbook.contracts.errors import EpisodeError, RollbookError, RunError, fenced
 from rollbook.contracts.ports import Environment
 from rollbook.envs.config import EnvServerConfig
-from rollbook.envs.pools.environment_pool import WorldPool, WorldsExhaustedError
+from rollbook.envs.environment import EnvironmentPool, EnvironmentsExhaustedError
+from rollbook.envs.pools.reservations import CapacityReachedError, Place, TicketId, Tickets
 from rollbook.envs.sandboxes.sandbox import SandboxDiedError
 from rollbook.envs.server.protocol import EpisodeState
-from rollbook.envs.server.seats import CapacityReachedError, Place, TicketId, Tickets
 from rollbook.telemetry.events import EventLog
 
-# Worlds that are plain objects cost little, but each session still holds a connection.
+# Environments that are plain objects cost little, but each session still holds a connection.
 LIGHT_SESSIONS = 1024
 # How often idle sessions and unclaimed tickets are looked for: a fraction of the shortest budget, within sense.
 SWEEPS_PER_BUDGET = 4
@@ -50,23 +51,21 @@ class SessionEndedError(EpisodeError):
     """The session is over for good; what follows needs a new one."""
 
 
-class WorldNotMadeError(EpisodeError):
-    """The pool had a place, but no world could be made."""
+class EnvironmentStartError(EpisodeError):
+    """The pool had a place, but no environment could be made."""
 
 
 class Session:
-    """One world in use. Calls come one after the other; `close` may come at any moment, and more than once."""
+    """One environment in use. Calls come one after the other; `close` may come at any moment, and more than once."""
 
-    def __init__(
-        self, world: Environment, place: Place, config: EnvServerConfig, *, clock: Clock, log: EventLog
-    ) -> None:
+    def __init__(self, env: Environment, place: Place, config: EnvServerConfig, *, clock: Clock, log: EventLog) -> None:
         self.id = uuid.uuid4().hex
         self.state = SessionState.OPEN
         self.episode = EpisodeState()
         self.end_reason: str | None = None
         self.on_end: Callable[[], None] | None = None
         """Told once, when the session is ended from inside the server; the connection then says so to its client."""
-        self._world = world
+        self._env = env
         self._place = place
         self._config = config
         self._clock = clock
@@ -76,7 +75,7 @@ class Session:
         self._closed = asyncio.Event()
 
     async def reset(self, task: Mapping[str, Any], *, episode_id: str | None = None) -> Observation:
-        answer = await self._work("reset", self._config.reset_s, lambda: self._world.reset(task))
+        answer = await self._work("reset", self._config.reset_s, lambda: self._env.reset(task))
         self._has_begun = True
         self.episode = EpisodeState(episode_id=episode_id or uuid.uuid4().hex, done=answer.done, last=answer)
         return answer
@@ -88,7 +87,7 @@ class Session:
             raise EpisodeError(
                 f"step after the end: the episode was over after {self.episode.step_count} steps; send a reset first"
             )
-        answer = await self._work("step", self._config.step_s, lambda: self._world.step(action))
+        answer = await self._work("step", self._config.step_s, lambda: self._env.step(action))
         count = self.episode.step_count + 1
         if self._config.max_steps is not None and count >= self._config.max_steps and not answer.done:
             answer = replace(answer, done=True, facts={**answer.facts, "cut_after_steps": count})
@@ -96,14 +95,14 @@ class Session:
         return answer
 
     def idle_s(self) -> float:
-        """Seconds since the last message; nothing while the world is at work."""
+        """Seconds since the last message; nothing while the environment is at work."""
         return 0.0 if self.state is not SessionState.OPEN else self._clock.now() - self._last_used
 
     def touch(self) -> None:
         self._last_used = self._clock.now()
 
     async def close(self, reason: str) -> None:
-        """Give the world back, then the place. The first reason counts; whoever comes later waits for the same end."""
+        """Give the environment back, then the place. The first reason counts; whoever comes later waits for the same end."""
         if self.state in (SessionState.CLOSING, SessionState.CLOSED):
             await self._closed.wait()
             return
@@ -112,19 +111,19 @@ class Session:
         if self.on_end is not None:
             self.on_end()
         try:
-            in_time = await finish(self._close_world(), within_s=self._config.close_s, name=f"session {self.id}")
+            in_time = await finish(self._close_environment(), within_s=self._config.close_s, name=f"session {self.id}")
             if not in_time:
                 self._log.warning(
-                    "envs.world_not_closed", session=self.id, within_s=self._config.close_s, reason=reason
+                    "envs.environment_not_closed", session=self.id, within_s=self._config.close_s, reason=reason
                 )
         finally:
             self._place.release()
             self._move(SessionState.CLOSED)
             self._closed.set()
 
-    async def _close_world(self) -> None:
-        with fenced("closing the world"):
-            await self._world.close()
+    async def _close_environment(self) -> None:
+        with fenced("closing the environment"):
+            await self._env.close()
 
     async def _work(self, what: str, within_s: float, call: Callable[[], Any]) -> Observation:
         if self.state is not SessionState.OPEN:
@@ -141,7 +140,7 @@ class Session:
             # The pool replaces what died, and only a new session gets the replacement.
             raise SessionEndedError(f"{error}; this session is ended, connect again") from error
         except TimeoutError:
-            # The world may still be at work: nobody may use it again, so the session is over.
+            # The environment may still be at work: nobody may use it again, so the session is over.
             raise SessionEndedError(
                 f"{what} took longer than {within_s:g} s; this session is ended, connect again"
             ) from None
@@ -162,10 +161,10 @@ class Session:
 class SessionKeeper:
     """Opens sessions within the capacity, ends the idle ones, and ends all of them when the server stops."""
 
-    def __init__(self, worlds: WorldPool, config: EnvServerConfig, *, clock: Clock, log: EventLog) -> None:
-        self.capacity = session_capacity(worlds.capacity, config.max_sessions)
+    def __init__(self, pool: EnvironmentPool, config: EnvServerConfig, *, clock: Clock, log: EventLog) -> None:
+        self.capacity = session_capacity(pool.capacity, config.max_sessions)
         self.tickets = Tickets(self.capacity, hold_s=config.ticket_hold_s, clock=clock)
-        self._worlds = worlds
+        self._pool = pool
         self._config = config
         self._clock = clock
         self._log = log
@@ -182,20 +181,20 @@ class SessionKeeper:
         return await self.tickets.place(wait_s=self._config.connect_wait_s)
 
     async def open(self, place: Place) -> Session:
-        """A world for a place. On any failure the place is free again."""
+        """An environment for a place. On any failure the place is free again."""
         try:
-            with fenced("making a world"):
-                world = await self._worlds.acquire(Deadline(self._config.acquire_s, "session start"))
-        except WorldsExhaustedError as error:
+            with fenced("making an environment"):
+                env = await self._pool.acquire(Deadline(self._config.acquire_s, "session start"))
+        except EnvironmentsExhaustedError as error:
             place.release()
             raise CapacityReachedError(str(error), active=self.num_active, capacity=self.capacity) from error
         except RollbookError as error:
             place.release()
-            raise WorldNotMadeError(str(error)) from error
+            raise EnvironmentStartError(str(error)) from error
         except BaseException:
             place.release()
             raise
-        session = Session(world, place, self._config, clock=self._clock, log=self._log)
+        session = Session(env, place, self._config, clock=self._clock, log=self._log)
         self._sessions[session.id] = session
         self._log.info("envs.session_opened", session=session.id, active=self.num_active)
         return session
@@ -239,12 +238,12 @@ class SessionKeeper:
 
 
 def session_capacity(pool_capacity: int | None, max_sessions: int | None) -> int:
-    """How many sessions at once. More than there are worlds is a mistake of the operator, told before anything starts."""
+    """How many sessions at once. More than there are environments is a mistake of the operator, told before anything starts."""
     if pool_capacity is None:
         return max_sessions or LIGHT_SESSIONS
     if max_sessions is not None and max_sessions > pool_capacity:
         raise RunError(
-            f"max_sessions is {max_sessions}, but the pool has {pool_capacity} worlds; "
-            f"lower it to {pool_capacity}, or give the pool {max_sessions} worlds"
+            f"max_sessions is {max_sessions}, but the pool has {pool_capacity} environments; "
+            f"lower it to {pool_capacity}, or give the pool {max_sessions} environments"
         )
     return max_sessions or pool_capacity

@@ -93,8 +93,8 @@ class VllmDialect:
         return Sighting(publication=publication_of(version.weight_version), load=load.server_load)
 
 
-class VllmVerbs:
-    """Satisfies `weight_verbs.WeightVerbs`.
+class VllmServerApi:
+    """Satisfies `server_api.WeightServerApi`.
 
     `reload`: vLLM reads a directory again; it needs no set-up. `plugin`: our back end in `integrations/vllm_plugin.py` checks the
     digest before anything is loaded. `nccl`: vLLM's own back end. In each case the engine is held while weights and version
@@ -121,7 +121,7 @@ class VllmVerbs:
                 "master_port": info.master_port,
                 "rank_offset": info.rank_offset,
                 "world_size": info.world_size,
-                "packed": info.packed,
+                "packed": False,
             },
         )
 

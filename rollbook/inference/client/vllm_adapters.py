@@ -17,9 +17,8 @@ from rollbook.contracts.adapter import adapter_name, named_publication
 from rollbook.contracts.errors import TransientError
 from rollbook.contracts.policy import Completion, Publication, PublicationId
 from rollbook.inference.client.server_protocol import Question, Sighting
-from rollbook.inference.client.vllm import RETRY_STALE_S, UNKNOWN, VllmDialect, VllmVerbs
+from rollbook.inference.client.vllm import RETRY_STALE_S, UNKNOWN, VllmDialect, VllmServerApi
 from rollbook.inference.connection import NotThereError, PolicyConnection, ReplicaBusyError
-from rollbook.inference.weights.safetensors import read_published_weights
 from rollbook.inference.wire.completions import VersionSpan
 from rollbook.inference.wire.generate import GenerateChoice
 from rollbook.inference.wire.weights import UpdateInfo
@@ -92,7 +91,7 @@ class VllmAdapterDialect(VllmDialect):
         return max(await _loaded(connection, self._models), default=UNKNOWN)
 
 
-class VllmAdapterVerbs(VllmVerbs):
+class VllmAdapterServerApi(VllmServerApi):
     """Loads every publication under its own name. Nothing is paused: who runs goes on with the adapter it began with."""
 
     def __init__(self) -> None:
@@ -102,8 +101,6 @@ class VllmAdapterVerbs(VllmVerbs):
     async def update(self, replica: PolicyConnection, info: UpdateInfo) -> None:
         if info.adapter is None or info.path is None:
             raise ValueError("adapter: whole weights cannot be loaded as one; set inference.publish = 'full'")
-        # vLLM takes what it reads: that the bytes are those that were published is seen to here.
-        await asyncio.to_thread(read_published_weights, Path(info.path), info.to_contract())
         loaded = await _loaded(replica, self._models)
         if info.publication not in loaded:
             body = {"lora_name": info.adapter.name, "lora_path": str(Path(info.path).parent)}

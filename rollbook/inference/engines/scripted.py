@@ -6,7 +6,6 @@ vocabulary.
 """
 
 import asyncio
-import importlib
 import math
 import random
 import time
@@ -20,6 +19,7 @@ import numpy as np
 from rollbook.concurrency.clock import Clock, SystemClock
 from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.errors import RunError
+from rollbook.contracts.plugin import load_plugin
 from rollbook.contracts.policy import Completion, FinishReason, Publication, SamplingParams
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engine import (
@@ -36,8 +36,7 @@ from rollbook.inference.engines.busy import BusyPeriods
 from rollbook.inference.pause import Gate, PauseMode, needs_loading, require_unpublished
 from rollbook.inference.request import Request, checked_request, seeded_uniform
 from rollbook.inference.weights.lora import checked_settings
-from rollbook.inference.weights.safetensors import read_published_weights
-from rollbook.inference.weights.verify import require_published
+from rollbook.inference.weights.safetensors import read_published_weights, require_published
 from rollbook.telemetry.spans import SpanRecorder
 
 ROUND_TOKENS = 16_384
@@ -72,9 +71,8 @@ async def open_engine(
 
 def load_script(path: str, model_dir: Path | None) -> Script:
     """Find the function that makes the script, and let it make it."""
-    module, _, attribute = path.partition(":")
+    make = load_plugin(path, setting="inference.scripted.script")
     try:
-        make = getattr(importlib.import_module(module), attribute)
         script: Script = make(model_dir)
     except Exception as error:  # foreign code: its import can raise anything, and the operator must read what
         raise RunError(

@@ -1,12 +1,12 @@
 """The receiving end of weight transfer: one way a line. A way that needs a tensor library is imported only when it is used."""
 
 import asyncio
-import importlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Protocol
 
 from rollbook.contracts.errors import TransientError
+from rollbook.contracts.plugin import load_on_demand
 from rollbook.contracts.policy import Publication
 from rollbook.inference.engine import Engine, TensorSource
 from rollbook.inference.pause import needs_loading
@@ -23,15 +23,9 @@ class Receiver(Protocol):
     async def close(self) -> None: ...
 
 
-class OpenReceiver(Protocol):
-    """What every module in `RECEIVERS` offers as `open_receiver`."""
-
-    def __call__(self, info: InitInfo) -> Receiver: ...
-
-
 RECEIVERS: dict[str, str] = {
-    "gloo": "rollbook.inference.weights.transports.gloo",
-    "cuda_ipc": "rollbook.inference.weights.transports.cuda_ipc",
+    "gloo": "rollbook.inference.weights.transports.gloo:open_receiver",
+    "cuda_ipc": "rollbook.inference.weights.transports.cuda_ipc:open_receiver",
 }
 
 
@@ -48,9 +42,8 @@ class WeightIntake:
         """Prepare for a way. Joining again replaces the former group, also while an update of it waits for a member that died."""
         await self.leave()
         if info.backend in RECEIVERS:
-            opener = cast(OpenReceiver, importlib.import_module(RECEIVERS[info.backend]).open_receiver)
             # In a thread: joining a group waits for its other members.
-            self._receiver = await asyncio.to_thread(opener, info)
+            self._receiver = await asyncio.to_thread(_open_receiver, info)
         self._backend = info.backend
 
     async def leave(self) -> None:
@@ -67,7 +60,7 @@ class WeightIntake:
                 raise BadRequestError("path: an update from a file must name it", param="path")
             await self._engine.load_weights(publication, Path(info.path), adapter=info.adapter_contract())
             return
-        info.tensor_heads()
+        info.tensor_headers()
         async with self._turn:
             await self._take_tensors(info, publication)
 
@@ -78,8 +71,7 @@ class WeightIntake:
                 raise BadRequestError(
                     f"backend: {info.backend} needs /init_weight_transfer_engine first", param="backend"
                 )
-            opener = cast(OpenReceiver, importlib.import_module(RECEIVERS[info.backend]).open_receiver)
-            self._receiver, self._backend = opener(InitInfo(backend="cuda_ipc")), "cuda_ipc"
+            self._receiver, self._backend = _open_receiver(InitInfo(backend="cuda_ipc")), "cuda_ipc"
         receiver = self._receiver
         # A group's sender counts on every member: also one that has these weights already takes its share.
         tensors = await receiver.take(info)
@@ -89,3 +81,8 @@ class WeightIntake:
             )
         if is_needed:
             await self._engine.load_tensors(publication, tensors, adapter=info.adapter_contract())
+
+
+def _open_receiver(info: InitInfo) -> Receiver:
+    receiver: Receiver = load_on_demand(RECEIVERS[info.backend])(info)
+    return receiver

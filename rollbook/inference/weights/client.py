@@ -1,8 +1,8 @@
 """Pushes published weights to every replica of the policy; satisfies `ports.WeightReceiver` and `ports.WeightStage`.
 
-A publication is live when every replica in service reports it, digest included. A replica that could not take it in time is put in
-quarantine: it no longer holds up the others, and it is brought up to date as soon as it answers again. Updates are keyed by
-publication: repeating one is harmless.
+A publication is live when every replica in service reports it. A replica that does not accept it in time is quarantined: it no
+longer delays the others, and it is updated as soon as it responds again. Updates are keyed by publication, so repeating one is
+harmless.
 """
 
 import asyncio
@@ -20,18 +20,19 @@ from rollbook.contracts.ports import Fence
 from rollbook.inference.config import UpdateSequence
 from rollbook.inference.connection import PolicyConnection, open_connection
 from rollbook.inference.weights.process_group import WeightGroup
-from rollbook.inference.weights.server_api import OwnVerbs, WeightVerbs
-from rollbook.inference.weights.transport import TransferWay, message
-from rollbook.inference.wire.weights import AdapterInfo
+from rollbook.inference.weights.server_api import RollbookServerApi, WeightServerApi
+from rollbook.inference.weights.transport import GroupTransport, WeightTransport, update_message
+from rollbook.inference.wire.weights import AdapterInfo, UpdateInfo
 from rollbook.telemetry.events import EventLog
 
 T = TypeVar("T")
-Act = Callable[[int], Awaitable[T]]
+Operation = Callable[[int], Awaitable[T]]
+"""Runs at one replica, given its index."""
 
 CONNECTIONS = 4
-"""To each replica: one update and a few questions at a time."""
+"""To each replica: one update and a few status requests at a time."""
 QUARANTINE_TRY_S = 2.0
-"""A replica in quarantine is given this long to show that it is back. It must not hold up the others."""
+"""How long a status request to a quarantined replica may take. It must not delay the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +41,17 @@ class _Push:
     location: str
     deadline: Deadline
     fence: Fence | None
-    """Asked before each try, where replicas do not refuse a trainer that was replaced."""
+    """Checked before each attempt, where replicas themselves do not refuse a replaced trainer."""
 
-    async def ask_fence(self) -> None:
+    async def check_fence(self) -> None:
         if self.fence is not None:
             await self.fence()
 
 
 class WeightTransferClient:
-    """Open with `async with`, once the optimizer exists: groups are formed with the first push and left at the end.
+    """Open with `async with`. Process groups are formed with the first push and dissolved at the end.
 
-    Raises `FencedError` when a replica has heard from a newer trainer.
+    Raises `FencedError` when a replica has received weights from a newer trainer.
     """
 
     def __init__(
@@ -59,21 +60,21 @@ class WeightTransferClient:
         *,
         request_s: float,
         confirm_s: float | None = None,
-        way: TransferWay | None = None,
-        verbs: WeightVerbs | None = None,
+        transport: WeightTransport | None = None,
+        server_api: WeightServerApi | None = None,
         sequence: UpdateSequence = UpdateSequence.IN_FLIGHT,
         check_digest: bool = True,
         api_key: str | None = None,
         log: EventLog | None = None,
     ) -> None:
         if not urls:
-            raise ValueError("weights need at least one policy server to go to")
+            raise ValueError("the weight client needs the URL of at least one policy server")
         self._urls = tuple(urls)
         self._request_s = request_s
         self._confirm_s = request_s if confirm_s is None else confirm_s
-        self._way = way
-        self._verbs = verbs or OwnVerbs()
-        self._group = None if way is None or not way.is_group else WeightGroup(way, self._verbs)
+        self._transport = transport
+        self._server_api = server_api or RollbookServerApi()
+        self._group = WeightGroup(transport, self._server_api) if isinstance(transport, GroupTransport) else None
         self._sequence = sequence
         self._check_digest = check_digest
         self._api_key = api_key
@@ -96,20 +97,20 @@ class WeightTransferClient:
     async def __aexit__(self, *error: object) -> None:
         if self._group is not None:
             await self._group.dissolve()
-        if self._way is not None:
-            await self._way.close()
+        if self._transport is not None:
+            await self._transport.close()
         self._replicas.clear()
         await self._stack.aclose()
 
     @property
     def quarantined(self) -> tuple[str, ...]:
-        return tuple(self._urls[at] for at in sorted(self._quarantined))
+        return tuple(self._urls[index] for index in sorted(self._quarantined))
 
     async def put(self, publication: Publication, weights: Mapping[str, Any], *, adapter: Adapter | None = None) -> str:
-        """Keep weights, or an adapter's, where replicas can take them; gives the location for `receive`."""
-        if self._way is None:
-            raise RunError("this client was given no way to keep weights")
-        location = await self._way.put(publication, weights, adapter=adapter)
+        """Store weights, or an adapter's tensors, for the replicas. Returns the location for `receive`."""
+        if self._transport is None:
+            raise RunError("this weight client was opened without a transport, so it cannot store weights")
+        location = await self._transport.put(publication, weights, adapter=adapter)
         if adapter is not None:
             self._adapters[location] = AdapterInfo.of(adapter)
         dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()}
@@ -119,21 +120,21 @@ class WeightTransferClient:
     async def keep_only(self, locations: Collection[str]) -> None:
         self._dtypes = {location: dtype for location, dtype in self._dtypes.items() if location in locations}
         self._adapters = {location: info for location, info in self._adapters.items() if location in locations}
-        if self._way is not None:
-            await self._way.keep_only(locations)
+        if self._transport is not None:
+            await self._transport.keep_only(locations)
 
     async def receive(
         self, publication: Publication, location: str, *, within_s: float | None = None, fence: Fence | None = None
     ) -> None:
         """Load the weights at `location` into every replica in service; returns when all of them report it.
 
-        `within_s`: how long it is tried while no replica can take them; `confirm_s` unless told.
+        `within_s`: how long to retry while no replica accepts them (default: `confirm_s`).
         """
         self._has_warned = False
-        await self._release_who_is_back()
+        await self._release_responding()
         serving = self._serving()
         deadline = Deadline(self._confirm_s if within_s is None else within_s, f"publication {publication.id}")
-        push = _Push(publication, location, deadline, None if self._verbs.refuses_old_epochs else fence)
+        push = _Push(publication, location, deadline, None if self._server_api.refuses_old_epochs else fence)
         if self._sequence is UpdateSequence.PAUSED:
             await self._push_paused(serving, push)
         else:
@@ -148,197 +149,188 @@ class WeightTransferClient:
             )
 
     async def reported(self) -> Sequence[Publication | None]:
-        """What each replica has, in the order of the urls; one in quarantine that does not answer is left out.
+        """The publication of each replica, in the order of the URLs. Quarantined replicas that do not respond are left out.
 
-        Raises `TransientError` when one in service cannot be asked.
+        Raises `TransientError` when a replica in service does not respond.
         """
-        await self._release_who_is_back()
+        await self._release_responding()
 
-        async def ask(at: int) -> Publication | None:
-            return await self._verbs.publication(self._replicas[at])
+        async def publication(index: int) -> Publication | None:
+            return await self._server_api.publication(self._replicas[index])
 
-        return await self._everywhere(self._serving(), ask, "weight_info", Deadline(self._request_s, "weight_info"))
+        return await self._at_all(self._serving(), publication, "weight_info")
 
     async def pause(self, mode: str = "keep") -> None:
-        """`keep` holds running requests, `wait` lets them finish, `abort` ends them."""
+        """`keep` suspends running requests, `wait` lets them finish, `abort` ends them."""
 
-        async def pause(at: int) -> None:
-            await self._verbs.pause(self._replicas[at], mode)
+        async def pause(index: int) -> None:
+            await self._server_api.pause(self._replicas[index], mode)
 
-        await self._everywhere(self._serving(), pause, f"pause ({mode})", Deadline(self._request_s, "pause"))
+        await self._at_all(self._serving(), pause, f"pause ({mode})")
 
     async def resume(self) -> None:
-        async def resume(at: int) -> None:
-            await self._verbs.resume(self._replicas[at])
+        await self._at_all(self._serving(), self._resume_one, "resume")
 
-        await self._everywhere(self._serving(), resume, "resume", Deadline(self._request_s, "resume"))
+    async def _resume_one(self, index: int) -> None:
+        await self._server_api.resume(self._replicas[index])
 
     def _serving(self) -> list[int]:
-        return [at for at in range(len(self._replicas)) if at not in self._quarantined]
+        return [index for index in range(len(self._replicas)) if index not in self._quarantined]
 
-    async def _release_who_is_back(self) -> None:
-        """Out of quarantine comes who answers. What it has may still be old: it is told as such, and pushed to."""
+    async def _responds(self, index: int) -> bool:
+        try:
+            async with asyncio.timeout(QUARANTINE_TRY_S):
+                await self._server_api.publication(self._replicas[index])
+        except (TransientError, TimeoutError):
+            return False
+        return True
 
-        async def look(at: int) -> None:
-            try:
-                async with asyncio.timeout(QUARANTINE_TRY_S):
-                    await self._verbs.publication(self._replicas[at])
-            except (TransientError, TimeoutError):
-                return
-            self._quarantined.discard(at)
-            if self._log is not None:
-                self._log.info("policy.replica_back", url=self._urls[at])
-
-        await asyncio.gather(*(look(at) for at in tuple(self._quarantined)))
+    async def _release_responding(self) -> None:
+        """Un-quarantine replicas that respond again. Their weights may be stale; the next push updates them."""
+        quarantined = tuple(self._quarantined)
+        for index, is_back in zip(quarantined, await asyncio.gather(*map(self._responds, quarantined)), strict=True):
+            if is_back:
+                self._quarantined.discard(index)
+                if self._log is not None:
+                    self._log.info("policy.replica_back", url=self._urls[index])
 
     async def _push_paused(self, serving: Sequence[int], push: _Push) -> None:
-        """Pause all of them; then send; then resume all of them, whatever happened in between."""
+        """Pause all replicas, push, then resume all of them, also after a failure."""
 
-        async def pause(at: int) -> None:
-            await self._verbs.pause(self._replicas[at], "keep")
+        async def pause(index: int) -> None:
+            await self._server_api.pause(self._replicas[index], "keep")
 
-        async def resume(at: int) -> None:
-            await self._verbs.resume(self._replicas[at])
-
-        held = await self._those_that_can(serving, pause, "pause", push.deadline)
+        paused = await self._or_quarantine(serving, pause, "pause", push.deadline)
         try:
-            await self._push(held, push)
+            await self._push(paused, push)
         finally:
-            # A deadline of its own: a replica that is left paused answers nobody.
-            await self._those_that_can(held, resume, "resume", Deadline(self._request_s, "resume"))
+            # With a separate deadline: a replica that stays paused serves no requests.
+            await self._or_quarantine(paused, self._resume_one, "resume", Deadline(self._request_s, "resume"))
 
     async def _push(self, serving: Sequence[int], push: _Push) -> None:
         publication, location = push.publication, push.location
         info = (
-            message(publication, "directory", path=location)
-            if self._way is None
-            else self._way.update_info(publication, location)
+            update_message(publication, "directory", path=location)
+            if self._transport is None
+            else self._transport.update_info(publication, location)
         )
         info.adapter = self._adapters.get(location)
-        dtype = self._dtypes.get(location) if self._check_digest else None
+        # The trainer computes the digest once. A replica checks bytes that arrive in host memory (a network file system or a
+        # network can damage them) before it loads them. Tensors in shared GPU memory are not copied to the host for that, and
+        # the trainer could free them while a replica still reads: there the replica digests the loaded weights afterwards.
+        dtype = self._dtypes.get(location) if self._check_digest and info.backend == "cuda_ipc" else None
 
-        async def update(at: int) -> None:
+        async def update(index: int) -> None:
             if self._group is None:
-                await push.ask_fence()
-                await self._verbs.update(self._replicas[at], info)
-            await self._verbs.require(self._replicas[at], publication, dtype=dtype)
+                await push.check_fence()
+                await self._server_api.update(self._replicas[index], info)
+            await self._server_api.require(self._replicas[index], publication, dtype=dtype)
 
         if self._group is not None:
-            serving = await self._send_to_group(serving, info, push)
-        await self._those_that_can(serving, update, f"publication {publication.id}", push.deadline)
+            serving = await self._send_to_group(self._group, serving, info, push)
+        await self._or_quarantine(serving, update, f"publication {publication.id}", push.deadline)
 
-    async def _send_to_group(self, serving: Sequence[int], info: Any, push: _Push) -> Sequence[int]:
-        """All at once or not at all. When a member is gone, those that still answer form the next group."""
-        assert self._group is not None
-        group, left = self._group, list(serving)
+    async def _send_to_group(
+        self, group: WeightGroup, serving: Sequence[int], info: UpdateInfo, push: _Push
+    ) -> Sequence[int]:
+        """Send to all members at once. If one is gone, the replicas that still respond form the next group."""
+        members = list(serving)
 
         async def attempt() -> list[int]:
             try:
-                async with self._one_try(push.deadline, "weight group"):
-                    await push.ask_fence()
-                    await group.send(self._replicas, left, info, push.location)
+                async with self._one_attempt(push.deadline, "weight group"):
+                    await push.check_fence()
+                    await group.send([self._replicas[index] for index in members], info, push.location)
             except TransientError:
-                left[:] = await self._those_that_answer(left)
+                responses = await asyncio.gather(*map(self._responds, members))
+                # If none responds, no single replica is at fault: the next attempt includes all of them again.
+                members[:] = [index for index, ok in zip(members, responses, strict=True) if ok] or members
                 raise
-            return left
+            return members
 
-        sent = await retry(attempt, on=TransientError, deadline=push.deadline, noticed=self._notice)
+        sent = await retry(attempt, on=TransientError, deadline=push.deadline, noticed=self._log_retry)
         self._quarantine(set(serving) - set(sent), "it left the weight group")
         return sent
 
-    async def _those_that_answer(self, replicas: Sequence[int]) -> list[int]:
-        async def look(at: int) -> bool:
-            try:
-                async with asyncio.timeout(QUARANTINE_TRY_S):
-                    await self._verbs.publication(self._replicas[at])
-            except (TransientError, TimeoutError):
-                return False
-            return True
-
-        answers = await asyncio.gather(*(look(at) for at in replicas))
-        # Nobody: then it is not theirs to be left out, and the next try asks all of them again.
-        return [at for at, is_there in zip(replicas, answers, strict=True) if is_there] or list(replicas)
-
-    async def _those_that_can(
-        self, replicas: Sequence[int], act: Act[None], what: str, deadline: Deadline
+    async def _or_quarantine(
+        self, replicas: Sequence[int], operation: Operation[None], name: str, deadline: Deadline
     ) -> list[int]:
-        """Do it everywhere; who cannot while others can goes into quarantine. Raises when nobody can, or a person must act."""
-        acts = [asyncio.create_task(self._with_retry(act, at, what, deadline)) for at in replicas]
+        """Run at every replica. Those that fail while others succeed are quarantined. Returns the successful ones.
+
+        Raises if all fail, or if an error is not transient.
+        """
+        tasks = [asyncio.create_task(self._with_retry(operation, index, name, deadline)) for index in replicas]
         try:
-            await self._until_others_waited_enough(acts)
+            await self._wait_for_stragglers(tasks)
         finally:
-            for one in acts:
-                one.cancel()
-            outcomes = await asyncio.gather(*acts, return_exceptions=True)
-        missed: dict[int, TransientError] = {}
-        for at, outcome in zip(replicas, outcomes, strict=True):
+            for task in tasks:
+                task.cancel()
+            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        failed: dict[int, TransientError] = {}
+        for index, outcome in zip(replicas, outcomes, strict=True):
             if isinstance(outcome, asyncio.CancelledError):
-                late = f"{what} at {self._urls[at]}: another replica was through {self._confirm_s:g} s ago"
-                missed[at] = TransientError(late)
+                late = f"{name} at {self._urls[index]}: another replica finished {self._confirm_s:g} s ago"
+                failed[index] = TransientError(late)
             elif isinstance(outcome, TransientError):
-                missed[at] = outcome
+                failed[index] = outcome
             elif isinstance(outcome, BaseException):
                 raise outcome
-        if len(missed) == len(replicas):
-            raise next(iter(missed.values()))
-        for at, error in missed.items():
-            self._quarantine({at}, str(error))
-        return [at for at in replicas if at not in missed]
+        if len(failed) == len(replicas):
+            raise next(iter(failed.values()))
+        for index, error in failed.items():
+            self._quarantine({index}, str(error))
+        return [index for index in replicas if index not in failed]
 
-    async def _until_others_waited_enough(self, acts: Collection["asyncio.Task[Any]"]) -> None:
-        """Until all have ended, or `confirm_s` after one was through. While none is, it is not a single replica's fault."""
-        ended, waiting = set[asyncio.Task[Any]](), set(acts)
-        while waiting and all(isinstance(one.exception(), TransientError) for one in ended):
+    async def _wait_for_stragglers(self, tasks: Collection["asyncio.Task[Any]"]) -> None:
+        """Wait until all have ended, or `confirm_s` after the first success. Before that, no single replica is at fault."""
+        ended, waiting = set[asyncio.Task[Any]](), set(tasks)
+        while waiting and all(isinstance(task.exception(), TransientError) for task in ended):
             more, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             ended |= more
         if waiting:
             await asyncio.wait(waiting, timeout=self._confirm_s)
 
-    async def _everywhere(self, replicas: Sequence[int], act: Act[T], what: str, deadline: Deadline) -> list[T]:
-        """Do it at every one of them at once, each with the one deadline. The first error is raised when all have ended."""
+    async def _at_all(self, replicas: Sequence[int], operation: Operation[T], name: str) -> list[T]:
+        """Run at every replica concurrently, within one deadline. Raises the first error after all have ended."""
+        deadline = Deadline(self._request_s, name)
+        outcomes = await asyncio.gather(
+            *(self._with_retry(operation, index, name, deadline) for index in replicas), return_exceptions=True
+        )
         results: list[T] = []
-        for outcome in await self._try_everywhere(replicas, act, what, deadline):
+        for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
             results.append(outcome)
         return results
 
-    async def _try_everywhere(
-        self, replicas: Sequence[int], act: Act[T], what: str, deadline: Deadline
-    ) -> list[T | BaseException]:
-        return await asyncio.gather(
-            *(self._with_retry(act, at, what, deadline) for at in replicas), return_exceptions=True
-        )
-
-    async def _with_retry(self, act: Act[T], at: int, what: str, deadline: Deadline) -> T:
+    async def _with_retry(self, operation: Operation[T], index: int, name: str, deadline: Deadline) -> T:
         async def attempt() -> T:
-            async with self._one_try(deadline, f"{what} at {self._urls[at]}"):
-                return await act(at)
+            async with self._one_attempt(deadline, f"{name} at {self._urls[index]}"):
+                return await operation(index)
 
-        try:
-            return await retry(attempt, on=TransientError, deadline=deadline, noticed=self._notice)
-        except EpisodeError as error:
-            # A 400 here is no episode's fault: the weights or the wiring are wrong, and repeating will not help.
-            raise RunError(f"{what} was refused: {error}") from error
+        return await retry(attempt, on=TransientError, deadline=deadline, noticed=self._log_retry)
 
     @asynccontextmanager
-    async def _one_try(self, deadline: Deadline, what: str) -> AsyncIterator[None]:
-        """One that is never answered ends after `confirm_s`, and may be tried again."""
+    async def _one_attempt(self, deadline: Deadline, name: str) -> AsyncIterator[None]:
+        """Limit one attempt to `confirm_s`, so that a request without a response is retried."""
         try:
-            async with deadline.limit(what, at_most_s=self._confirm_s):
+            async with deadline.limit(name, at_most_s=self._confirm_s):
                 yield
         except DeadlineExceededError as error:
             raise TransientError(str(error)) from error
+        except EpisodeError as error:
+            # A 400 response here means wrong weights or a wrong configuration; a retry does not help.
+            raise RunError(f"{name} was refused: {error}") from error
 
     def _quarantine(self, replicas: Collection[int], cause: str) -> None:
-        for at in replicas:
-            self._quarantined.add(at)
+        for index in replicas:
+            self._quarantined.add(index)
             if self._log is not None:
-                self._log.warning("policy.replica_quarantined", url=self._urls[at], cause=cause)
+                self._log.warning("policy.replica_quarantined", url=self._urls[index], cause=cause)
 
-    def _notice(self, error: Exception, wait_s: float) -> None:
-        """One warning a push, however often it is tried: the second says nothing that the first did not."""
+    def _log_retry(self, error: Exception, wait_s: float) -> None:
+        """Warn about the first retry of a push only."""
         if self._log is not None:
-            tell = self._log.info if self._has_warned else self._log.warning
-            tell("policy.push_retried", cause=str(error), wait_s=round(wait_s, 3))
+            log = self._log.info if self._has_warned else self._log.warning
+            log("policy.push_retried", cause=str(error), wait_s=round(wait_s, 3))
             self._has_warned = True

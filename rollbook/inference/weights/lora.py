@@ -1,7 +1,7 @@
-"""Reads what an adapter is made of: which matrix each pair of tensors belongs to, and how much it counts. No tensor library.
+"""Reads LoRA adapters in PEFT's format: which matrix each pair of tensors changes, and its scale. No tensor library.
 
-PEFT's format: `adapter_config.json`, tensors `base_model.model.<layer>.lora_A.weight` (rank x in), `lora_B.weight` (out x rank).
-What is added to the layer's matrix is B A, times alpha / rank. What would mean something else is refused by its name.
+An adapter is `adapter_config.json` and tensors `base_model.model.<layer>.lora_A.weight` (rank x in), `lora_B.weight` (out x rank).
+B A times alpha / rank is added to the layer's matrix. Settings with another meaning are refused.
 """
 
 import math
@@ -16,10 +16,9 @@ import msgspec
 from rollbook.inference.engine import WeightsError
 from rollbook.inference.weights.safetensors import FileTensor, read_weights
 
-PREFIX = "base_model.model."
 CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
-PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
-"""Ways to begin that leave the base as it is. Others (PiSSA, OLoRA, LoftQ) change it, and mean something else beside ours."""
+KNOWN_INITIALIZERS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
+"""Initializers that do not change the base. Others (PiSSA, OLoRA, LoftQ) do, so their adapters do not fit our base."""
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "bias": ("none",),
     "use_dora": (False,),
@@ -32,11 +31,11 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "use_qalora": (False,),
     "use_bdlora": (None, False),
 }
-"""Settings of PEFT that change what an adapter computes, and the values that do not."""
+"""PEFT settings that change what an adapter computes, each with the values that have no effect."""
 
 
 class AdapterSettings(msgspec.Struct):
-    """The part of `adapter_config.json` that decides the numbers. Others are checked by name or have no say here."""
+    """The part of `adapter_config.json` that affects the numbers."""
 
     r: int
     lora_alpha: float
@@ -47,7 +46,7 @@ class AdapterSettings(msgspec.Struct):
     init_lora_weights: bool | str | None = True
 
     def scale(self, layer: str) -> tuple[int, float]:
-        """Rank and scale of a layer: the first pattern that ends its name wins, as in PEFT."""
+        """Rank and scale of a layer: the first pattern that matches the end of its name is used, as in PEFT."""
         rank = int(_matching(self.rank_pattern, layer, self.r))
         alpha = _matching(self.alpha_pattern, layer, self.lora_alpha)
         return rank, alpha / (math.sqrt(rank) if self.use_rslora else rank)
@@ -55,7 +54,7 @@ class AdapterSettings(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowRankPair:
-    """B A times `scale` is added to the matrix `target`. `a` and `b` are names of tensors."""
+    """B A times `scale` is added to the matrix `target`. `a` and `b` are tensor names."""
 
     target: str
     a: str
@@ -65,7 +64,7 @@ class LowRankPair:
 
 
 def checked_settings(raw: Mapping[str, Any]) -> AdapterSettings:
-    """Raises `WeightsError` for settings that cannot be read, or that mean something this engine does not compute."""
+    """Raises `WeightsError` for settings that cannot be read, or that this engine does not support."""
     try:
         settings = msgspec.convert(dict(raw), AdapterSettings, strict=False)
     except msgspec.ValidationError as error:
@@ -74,42 +73,41 @@ def checked_settings(raw: Mapping[str, Any]) -> AdapterSettings:
         raise WeightsError(f"peft_type {settings.peft_type!r} is not LORA; nothing was loaded")
     if min(settings.r, *(settings.rank_pattern or {}).values(), settings.r) < 1:
         raise WeightsError("an adapter's rank must be at least 1; nothing was loaded")
-    odd = [name for name, values in NEUTRAL.items() if name in raw and raw[name] not in values]
-    start = settings.init_lora_weights
-    if isinstance(start, str) and start.lower() not in PLAIN_STARTS:
-        odd.append("init_lora_weights")
-    if odd:
-        told = ", ".join(f"{name} = {raw[name]!r}" for name in odd)
-        raise WeightsError(f"this engine does not know adapters with {told}; nothing was loaded")
+    unsupported = [name for name, values in NEUTRAL.items() if name in raw and raw[name] not in values]
+    initializer = settings.init_lora_weights
+    if isinstance(initializer, str) and initializer.lower() not in KNOWN_INITIALIZERS:
+        unsupported.append("init_lora_weights")
+    if unsupported:
+        listed = ", ".join(f"{name} = {raw[name]!r}" for name in unsupported)
+        raise WeightsError(f"this engine does not support adapters with {listed}; nothing was loaded")
     return settings
 
 
 def low_rank_pairs(settings: AdapterSettings, names: Iterable[str]) -> list[LowRankPair]:
-    """Every tensor is half of a pair, or `WeightsError`."""
+    """Raises `WeightsError` for a tensor that is not part of a pair."""
     layers: dict[str, dict[str, str]] = {}
     for name in names:
         found = re.fullmatch(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.weight", name)
         if found is None:
-            raise WeightsError(
-                f"tensor {name} is no lora_A or lora_B of a linear layer, which is all this engine knows; nothing was loaded"
-            )
+            raise WeightsError(f"tensor {name} is not lora_A or lora_B of a linear layer; nothing was loaded")
         layers.setdefault(found[1], {})[found[2]] = name
-    lonely = sorted(layer for layer, halves in layers.items() if len(halves) < 2)
-    if lonely or not layers:
-        what = f"{lonely[0]} has one half of its pair only" if lonely else "it holds no tensors"
-        raise WeightsError(f"the adapter is not whole: {what}; nothing was loaded")
+    unpaired = sorted(layer for layer, found_names in layers.items() if len(found_names) < 2)
+    if unpaired or not layers:
+        cause = f"{unpaired[0]} has only one tensor of its pair" if unpaired else "it holds no tensors"
+        raise WeightsError(f"the adapter is not whole: {cause}; nothing was loaded")
     pairs = []
-    for layer, halves in layers.items():
+    for layer, found_names in layers.items():
         rank, scale = settings.scale(layer)
-        pairs.append(LowRankPair(target=f"{layer}.weight", a=halves["A"], b=halves["B"], rank=rank, scale=scale))
+        a, b = found_names["A"], found_names["B"]
+        pairs.append(LowRankPair(target=f"{layer}.weight", a=a, b=b, rank=rank, scale=scale))
     return pairs
 
 
 def read_adapter(directory: Path) -> tuple[dict[str, Any], Mapping[str, FileTensor]]:
-    """Settings and tensors of a PEFT directory. Raises `FileNotFoundError` where there is none, `WeightsError` for a bad one."""
+    """Settings and tensors of a PEFT directory. Raises `FileNotFoundError` if there is none, `WeightsError` if it is invalid."""
     config = directory / CONFIG_FILE
     if not config.is_file() or not (directory / TENSOR_FILE).is_file():
-        raise FileNotFoundError(f"{directory} holds no {CONFIG_FILE} with {TENSOR_FILE} beside it")
+        raise FileNotFoundError(f"{directory} does not hold {CONFIG_FILE} and {TENSOR_FILE}")
     try:
         settings = msgspec.json.decode(config.read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.MsgspecError) as error:
@@ -117,8 +115,8 @@ def read_adapter(directory: Path) -> tuple[dict[str, Any], Mapping[str, FileTens
     return settings, read_weights(directory / TENSOR_FILE)
 
 
-def _matching(patterns: Mapping[str, float] | None, layer: str, otherwise: float) -> float:
+def _matching(patterns: Mapping[str, float] | None, layer: str, default: float) -> float:
     for pattern, value in (patterns or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", layer):
             return value
-    return otherwise
+    return default

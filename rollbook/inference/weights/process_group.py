@@ -1,57 +1,54 @@
-"""A process group for weights: formed with the replicas in service, formed again when they change, left at the end."""
+"""The process group of trainer and replicas: formed before the first send, and again when the set of replicas changes."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 
 from rollbook.contracts.errors import RunError
 from rollbook.inference.connection import PolicyConnection
-from rollbook.inference.weights.server_api import WeightVerbs
-from rollbook.inference.weights.transport import TransferWay
+from rollbook.inference.weights.server_api import WeightServerApi
+from rollbook.inference.weights.transport import GroupTransport
 from rollbook.inference.wire.weights import UpdateInfo
 
 
 class WeightGroup:
-    """Everything in it happens at all members together: invitations with assembling, updates with sending."""
+    """Joining and sending are collective: every member takes part at the same time."""
 
-    def __init__(self, way: TransferWay, verbs: WeightVerbs) -> None:
-        self._way = way
-        self._verbs = verbs
+    def __init__(self, transport: GroupTransport, server_api: WeightServerApi) -> None:
+        self._transport = transport
+        self._server_api = server_api
         self._members: tuple[PolicyConnection, ...] = ()
 
-    async def send(
-        self, replicas: Sequence[PolicyConnection], serving: Sequence[int], info: UpdateInfo, location: str
-    ) -> None:
-        """Raises `TransientError` when a member is gone; then there is no group, and the next call forms one."""
-        members = tuple(replicas[at] for at in serving)
+    async def send(self, members: Sequence[PolicyConnection], info: UpdateInfo, location: str) -> None:
+        """Raises `TransientError` if a member is gone. The group is then dissolved, and the next call forms a new one."""
+        members = tuple(members)
         try:
             if members != self._members:
                 await self._form(members)
-            await _together(*(self._verbs.update(replica, info) for replica in members), self._way.send(location))
+            updates = (self._server_api.update(replica, info) for replica in members)
+            await _all_or_none(*updates, self._transport.send(location))
         except BaseException:
-            # Also when a replica refused: what was already on its way to it would be taken for the next update.
+            # Also after a refused update: data already sent to the replica would be read as the next update.
             self._members = ()
             raise
 
     async def dissolve(self) -> None:
         members, self._members = self._members, ()
-        await asyncio.gather(*(self._verbs.leave(replica) for replica in members), return_exceptions=True)
+        await asyncio.gather(*(self._server_api.leave(replica) for replica in members), return_exceptions=True)
 
     async def _form(self, members: tuple[PolicyConnection, ...]) -> None:
         self._members = ()
-        sizes = await asyncio.gather(*(self._verbs.world_size(replica) for replica in members))
-        invitations = self._way.invitations(sizes)
+        sizes = await asyncio.gather(*(self._server_api.world_size(replica) for replica in members))
+        invitations = self._transport.invitations(sizes)
         if len(invitations) != len(members):
             raise RunError(f"{len(invitations)} invitations for {len(members)} replicas")
-        await _together(
-            *(self._verbs.join(replica, info) for replica, info in zip(members, invitations, strict=True)),
-            self._way.assemble(1 + sum(sizes)),
-        )
+        joins = (self._server_api.join(replica, info) for replica, info in zip(members, invitations, strict=True))
+        await _all_or_none(*joins, self._transport.assemble(1 + sum(sizes)))
         self._members = members
 
 
-async def _together(*deeds: object) -> None:
-    """All of them at once. The first failure ends the wait for the others: their peers will not come."""
-    tasks = [asyncio.ensure_future(deed) for deed in deeds]  # type: ignore[call-overload]  # awaitables of several kinds
+async def _all_or_none(*operations: Awaitable[None]) -> None:
+    """Run all of them concurrently. The first failure cancels the others, because their peer will not respond."""
+    tasks = [asyncio.ensure_future(operation) for operation in operations]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         for task in done:

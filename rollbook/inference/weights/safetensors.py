@@ -1,4 +1,4 @@
-"""Reads a safetensors file as plain bytes: enough to check its digest, with no tensor library.
+"""Reads safetensors files as plain bytes and checks digests, without a tensor library.
 
 The layout: eight bytes little-endian header length, a JSON header of name to dtype, shape and byte range, then the data.
 """
@@ -7,15 +7,16 @@ import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 import msgspec
 
 from rollbook.contracts.policy import Publication
-from rollbook.contracts.weights import weights_digest
-from rollbook.inference.engine import WeightsError
+from rollbook.contracts.weights import RawTensor, weights_digest
+from rollbook.inference.engine import TensorSource, WeightsError
 
 MAX_HEADER_BYTES = 100_000_000
-"""As in the format's reference reader: a longer header is not a header."""
+"""The limit of the format's reference reader."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +36,10 @@ class _Entry(msgspec.Struct):
 
 
 def read_weights(path: Path) -> Mapping[str, FileTensor]:
-    """Every tensor of the file, by name. The file may be replaced meanwhile: what was opened stays whole."""
+    """Every tensor of the file, by name. They stay valid if the file is replaced."""
     try:
         with path.open("rb") as file:
-            # Copy on write: a tensor library wants writable memory, and nobody writes.
+            # Copy on write, because tensor libraries want writable memory.
             view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
     except (OSError, ValueError) as error:
         raise WeightsError(f"weights at {path} cannot be read: {error}") from error
@@ -56,18 +57,6 @@ def read_weights(path: Path) -> Mapping[str, FileTensor]:
         raise WeightsError(f"weights at {path} are not a whole safetensors file: {error}") from error
 
 
-def read_published_weights(path: Path, publication: Publication) -> Mapping[str, FileTensor]:
-    """The tensors of a publication, or `WeightsError` when the bytes are not those that were published."""
-    tensors = read_weights(path)
-    digest = weights_digest(tensors.values())
-    if digest != publication.digest:
-        raise WeightsError(
-            f"weights at {path} have digest {digest}, but publication {publication.id} (step {publication.step}) was "
-            f"announced with {publication.digest}; nothing was loaded"
-        )
-    return tensors
-
-
 def _tensor(name: str, entry: _Entry, body: memoryview) -> FileTensor:
     start, end = entry.data_offsets
     if not 0 <= start <= end <= len(body):
@@ -76,7 +65,7 @@ def _tensor(name: str, entry: _Entry, body: memoryview) -> FileTensor:
 
 
 def read_weight_directory(directory: Path) -> Mapping[str, FileTensor]:
-    """Every tensor of a Hugging Face directory, over all its safetensors files, or of one such file."""
+    """Every tensor of a Hugging Face directory, from all its safetensors files, or of a single file."""
     if directory.is_file():
         return read_weights(directory)
     files = sorted(directory.glob("*.safetensors")) if directory.is_dir() else []
@@ -86,3 +75,35 @@ def read_weight_directory(directory: Path) -> Mapping[str, FileTensor]:
     for file in files:
         tensors.update(read_weights(file))
     return tensors
+
+
+def read_published_weights(path: Path, publication: Publication) -> Mapping[str, FileTensor]:
+    """The tensors of a publication. Raises `WeightsError` if the bytes are not the published ones."""
+    tensors = read_weights(path)
+    _require_digest(f"the weights at {path}", tensors, publication)
+    return tensors
+
+
+def is_raw(tensor: TensorSource) -> TypeGuard[RawTensor]:
+    """Whether it is plain bytes in host memory, with name, dtype and shape."""
+    return not hasattr(tensor, "data_ptr")
+
+
+def require_published(publication: Publication, tensors: Mapping[str, TensorSource]) -> None:
+    """Raises `WeightsError` unless the bytes are the published ones. Tensors on a device are not checked."""
+    raw = {name: tensor for name, tensor in tensors.items() if is_raw(tensor)}
+    if len(raw) < len(tensors):
+        return
+    misnamed = [name for name, tensor in raw.items() if tensor.name != name]
+    if misnamed:
+        raise WeightsError(f"the tensor at key {misnamed[0]} has another name; nothing was loaded")
+    _require_digest("the tensors", raw, publication)
+
+
+def _require_digest(source: str, tensors: Mapping[str, RawTensor], publication: Publication) -> None:
+    digest = weights_digest(tensors.values())
+    if digest != publication.digest:
+        raise WeightsError(
+            f"{source} have digest {digest}, but publication {publication.id} (step {publication.step}) was announced with "
+            f"{publication.digest}; nothing was loaded"
+        )

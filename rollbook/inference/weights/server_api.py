@@ -1,4 +1,4 @@
-"""How a kind of policy server is told about weights. Two are known: our own (`OwnVerbs`) and vLLM (`vllm.VllmVerbs`)."""
+"""The weight requests of one kind of policy server: our own (`RollbookServerApi`) or vLLM (`vllm.VllmServerApi`)."""
 
 from typing import Protocol
 
@@ -10,35 +10,38 @@ from rollbook.inference.connection import PolicyConnection, plain_decoder
 from rollbook.inference.wire.weights import InitBody, InitInfo, UpdateBody, UpdateInfo, WeightCheck, WeightInfo
 
 
-class WeightVerbs(Protocol):
+class WeightServerApi(Protocol):
     @property
     def refuses_old_epochs(self) -> bool:
-        """Whether a trainer that was replaced is turned away by the server itself."""
+        """Whether the server itself refuses updates of a replaced trainer."""
 
     async def world_size(self, replica: PolicyConnection) -> int:
-        """Processes it would bring into a group."""
+        """The number of processes that the replica adds to a process group."""
 
     async def join(self, replica: PolicyConnection, info: InitInfo) -> None:
-        """Invite it into the trainer's group."""
+        """Make the replica join the trainer's process group."""
 
     async def leave(self, replica: PolicyConnection) -> None: ...
 
     async def update(self, replica: PolicyConnection, info: UpdateInfo) -> None:
-        """Have it take an update. Returns when it has."""
+        """Returns when the replica has applied the update."""
 
     async def publication(self, replica: PolicyConnection) -> Publication | None:
-        """What it says it has. What a kind of server does not know of it is -1 or empty."""
+        """The publication that the replica reports. Fields that its kind of server does not know are -1 or empty."""
 
     async def require(self, replica: PolicyConnection, publication: Publication, *, dtype: str | None) -> None:
-        """Raises `TransientError` unless it has these weights. `dtype`: of the tensors sent, for a check of the bytes in use."""
+        """Raises `TransientError` unless the replica serves this publication.
+
+        `dtype`: of the tensors sent; if given, the digest of the weights in use is checked too.
+        """
 
     async def pause(self, replica: PolicyConnection, mode: str) -> None: ...
 
     async def resume(self, replica: PolicyConnection) -> None: ...
 
 
-class OwnVerbs:
-    """Our own server refuses old epochs, checks digests before it applies anything, and tells the digest of what it uses."""
+class RollbookServerApi:
+    """Our own server refuses old epochs and can compute the digest of the weights in use."""
 
     refuses_old_epochs = True
 
@@ -64,17 +67,16 @@ class OwnVerbs:
 
     async def require(self, replica: PolicyConnection, publication: Publication, *, dtype: str | None) -> None:
         info = await replica.get("/weight_info", self._info)
-        if (told := info.to_contract()) != publication:
-            # Restarted in between, or a newer publication came: pushing again settles which.
-            raise TransientError(f"{replica.url} was given publication {publication.id} but reports {told}")
+        if (reported := info.to_contract()) != publication:
+            # The replica restarted, or received a newer publication; the next push shows which.
+            raise TransientError(f"{replica.url} received publication {publication.id} but reports {reported}")
         if dtype is None or (info.dtype != dtype and info.adapter is None):
-            # Digests of different dtypes cannot be compared; computing one would hold up decoding for nothing. An adapter is kept
-            # in the dtype it came in.
+            # Digests of different dtypes cannot be compared. An adapter keeps the dtype it was sent in.
             return
         check = await replica.post("/weight_checker", b'{"action":"checksum"}', self._check)
         is_comparable = check.dtype == dtype or info.adapter is not None
-        is_same = is_comparable and check.weight_version == str(publication.id)
-        if is_same and check.digest != publication.digest:
+        is_current = check.weight_version == str(publication.id)
+        if is_comparable and is_current and check.digest != publication.digest:
             raise TransientError(
                 f"{replica.url} uses weights with digest {check.digest}, but publication {publication.id} has "
                 f"{publication.digest}; it is pushed again"

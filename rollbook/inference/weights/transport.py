@@ -1,83 +1,80 @@
-"""The sending side of one way to move weights. The files in `transfer/` are the ways; `OPENERS` names them.
+"""Sends weights from the trainer to the replicas. Each module in `transports/` is one transport.
 
-A way satisfies `ports.WeightStage` (the trainer puts weights there) and tells replicas where to find them. Ways over files need
-nothing else; ways over a process group also send while the replicas take.
+A transport satisfies `ports.WeightStage` (the trainer puts weights there) and describes to replicas where to read them. A
+transport over a process group also sends while the replicas receive.
 """
 
-import importlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, runtime_checkable
 
 from rollbook.contracts.adapter import Adapter
+from rollbook.contracts.plugin import load_on_demand
 from rollbook.contracts.policy import Publication
 from rollbook.inference.wire.weights import Backend, InitInfo, UpdateInfo
 
 
-class TransferWay(Protocol):
-    @property
-    def backend(self) -> Backend: ...
-
+class WeightTransport(Protocol):
     async def put(self, publication: Publication, weights: Mapping[str, Any], *, adapter: Adapter | None = None) -> str:
-        """Keep these weights where replicas can take them; gives their location. The caller's tensors may change afterwards.
+        """Store weights, or an adapter's tensors, for the replicas. Returns their location.
 
-        With `adapter` they are its tensors. A way over files writes them as PEFT does.
+        The caller may change its tensors afterwards.
         """
 
     async def keep_only(self, locations: Collection[str]) -> None:
-        """Everything else may be let go."""
-
-    @property
-    def is_group(self) -> bool:
-        """Whether replicas must join before the first update, and take all at once."""
-
-    def invitations(self, world_sizes: Sequence[int]) -> Sequence[InitInfo]:
-        """What each replica is told to join, in their order. `world_sizes`: the processes each of them brings."""
-
-    async def assemble(self, world_size: int) -> None:
-        """Form the group, while the replicas join by their invitations. Called again when the replicas in service change."""
+        """Free the weights at all other locations."""
 
     def update_info(self, publication: Publication, location: str) -> UpdateInfo:
-        """What a replica needs to take them."""
-
-    async def send(self, location: str) -> None:
-        """Move them, while the replicas take. Returns when they are out."""
+        """The update request for a replica."""
 
     async def close(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WayPlace:
-    """Where this host may keep weights."""
+@runtime_checkable
+class GroupTransport(WeightTransport, Protocol):
+    """A transport whose replicas join a process group first, and all receive an update at the same time."""
 
+    def invitations(self, world_sizes: Sequence[int]) -> Sequence[InitInfo]:
+        """The join request for each replica, in order. `world_sizes`: the number of processes of each replica."""
+
+    async def assemble(self, world_size: int) -> None:
+        """Form the group while the replicas join. Called again when the set of replicas in service changes."""
+
+    async def send(self, location: str) -> None:
+        """Send the weights at `location` while the replicas receive them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportOptions:
     directory: str
-    """On disk, in the run directory."""
+    """For weight files, in the run directory."""
     host: str = "127.0.0.1"
-    """Under which replicas reach the trainer."""
+    """The address at which replicas reach the trainer."""
     timeout_s: float = 60.0
 
 
-OPENERS: dict[str, str] = {
-    "directory": "rollbook.inference.weights.transports.files",
-    "shared_memory": "rollbook.inference.weights.transports.files",
-    "gloo": "rollbook.inference.weights.transports.gloo",
-    "cuda_ipc": "rollbook.inference.weights.transports.cuda_ipc",
-    "nccl": "rollbook.inference.weights.transports.nccl",
+# Each module is imported only where its transport is configured.
+_OPENERS = {
+    "directory": "rollbook.inference.weights.transports.files:open_transport",
+    "shared_memory": "rollbook.inference.weights.transports.files:open_transport",
+    "gloo": "rollbook.inference.weights.transports.gloo:open_transport",
+    "cuda_ipc": "rollbook.inference.weights.transports.cuda_ipc:open_transport",
+    "nccl": "rollbook.inference.weights.transports.nccl:open_transport",
 }
 
 
-def open_way(name: str, place: WayPlace) -> TransferWay:
-    """Imported only where it was chosen. Raises `RunError` where this machine cannot go it."""
-    opener = importlib.import_module(OPENERS[name]).open_way
-    return cast(TransferWay, opener(name, place))
+def open_transport(name: str, options: TransportOptions) -> WeightTransport:
+    """Raises `RunError` if this machine does not support the transport."""
+    transport: WeightTransport = load_on_demand(_OPENERS[name])(name, options)
+    return transport
 
 
-def message(publication: Publication, backend: Backend, **rest: Any) -> UpdateInfo:
+def update_message(publication: Publication, backend: Backend, **fields: Any) -> UpdateInfo:
     return UpdateInfo(
         publication=publication.id,
         step=publication.step,
         epoch=publication.epoch,
         digest=publication.digest,
         backend=backend,
-        **rest,
+        **fields,
     )

@@ -53,7 +53,7 @@ class UpdateInfo(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True)
     def adapter_contract(self) -> Adapter | None:
         return None if self.adapter is None else self.adapter.to_contract()
 
-    def tensor_heads(self) -> list[tuple[str, str, tuple[int, ...]]]:
+    def tensor_headers(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """Name, dtype and shape of every tensor that is about to come. Raises `ValueError` where they do not fit together."""
         names, dtypes, shapes = self.names or [], self.dtype_names or [], self.shapes or []
         if not names or not len(names) == len(dtypes) == len(shapes):
@@ -73,9 +73,7 @@ class InitInfo(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     master_port: int | None = None
     rank_offset: int = 1
     world_size: int = 1
-    group_name: str = "weights"
     timeout_s: float = 60.0
-    packed: bool = False
 
 
 class InitBody(msgspec.Struct, forbid_unknown_fields=True):

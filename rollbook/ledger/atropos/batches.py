@@ -1,8 +1,8 @@
 """Sending a batch: some groups at a time, read and compressed in the store's reader threads, sent in order.
 
 The event loop only forwards bytes. While one piece is being sent, the next two are prepared: compression is most of the work and
-releases the interpreter's lock, so a second core halves the trainer's waiting time. Each piece is compressed separately and ends on a
-whole byte; concatenated they are one gzip stream.
+releases the interpreter's lock, so a second core halves the trainer's waiting time. Each piece is compressed separately and ends
+on a whole byte; concatenated they are one gzip stream.
 """
 
 import asyncio
@@ -94,7 +94,9 @@ async def _write(answer: web.StreamResponse, request: web.Request, part: bytes |
     await request.protocol._drain_helper()
 
 
-async def _pieces(service: AtroposService, ids: Sequence[GroupId], *, is_compressed: bool) -> AsyncGenerator[Piece, None]:
+async def _pieces(
+    service: AtroposService, ids: Sequence[GroupId], *, is_compressed: bool
+) -> AsyncGenerator[Piece, None]:
     """The pieces of the body, in order."""
     waiting: deque[asyncio.Task[Piece]] = deque()
     try:

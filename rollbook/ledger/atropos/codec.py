@@ -14,12 +14,7 @@ UNKNOWN = -1
 MARKS = {0, 1, -100}
 
 
-def is_atropos_json(payload: bytes) -> bool:
-    """A native frame is a MessagePack map, which never begins like this."""
-    return payload[:1] == b"{"
-
-
-def transcode(payload: bytes, group_id: GroupId) -> PromptGroup:
+def decode_scored_data(payload: bytes, group_id: GroupId) -> PromptGroup:
     """Sequences become samples. Versions are unknown, and so are logprobs where the environment sent none."""
     task, _, draw = group_id.rpartition("@")
     try:

@@ -208,7 +208,8 @@ def _refuse_when_full(run_tx: RunTransaction, post: Post, bounds: Bounds) -> Non
         num_queued + len(post.groups) > bounds.max_queued or queued_bytes + more > bounds.max_queued_bytes
     ):
         raise QueueFullError(
-            f"run {run_tx.run_id}: the queue is full ({num_queued} groups, {queued_bytes} bytes) until the trainer requests a batch",
+            f"run {run_tx.run_id}: the queue is full ({num_queued} groups, {queued_bytes} bytes); it has room again after the "
+            "trainer requests a batch",
             retry_after_s=QUEUE_FULL_RETRY_S,
         )
 

@@ -278,7 +278,7 @@ async def _incoming(size: int, read: Callable[[], Post]) -> Incoming:
     """A body of usual size is looked at when its turn to be stored has come; a large one here, so that nobody waits for it."""
     incoming = Incoming(read)
     if size > LARGE:
-        await asyncio.to_thread(incoming.look)
+        await asyncio.to_thread(incoming.parse)
     return incoming
 
 

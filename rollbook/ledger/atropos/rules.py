@@ -174,7 +174,9 @@ def _acknowledge(run_tx: RunTransaction, step: int) -> None:
     trainer.acknowledge(run_tx, step, batch.manifest.digest, epoch=run_tx.run.epoch)
 
 
-def _decide(run_tx: RunTransaction, step: int, registration: Registration, env_silence_s: float) -> BatchManifest | None:
+def _decide(
+    run_tx: RunTransaction, step: int, registration: Registration, env_silence_s: float
+) -> BatchManifest | None:
     size = registration.batch_size
     if size < 1:
         return None

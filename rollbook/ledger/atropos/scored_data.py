@@ -17,9 +17,9 @@ import numpy as np
 from pydantic import ValidationError
 
 from rollbook.contracts.group import GroupOutcome
+from rollbook.contracts.group_codec import payload_digest
 from rollbook.ledger.atropos.models import FIELDS, Refusal, ScoredData, refusal, refuse_impossible
 from rollbook.ledger.atropos.number_rows import find_float_rows, find_int_rows, find_mask_rows
-from rollbook.ledger.group_frame import payload_digest
 
 NULL = b"null"
 Text = bytes | memoryview

@@ -19,8 +19,8 @@ from rollbook.ledger.atropos.rules import Handed
 from rollbook.ledger.atropos.tables import AtroposTables
 from rollbook.ledger.config import LedgerConfig
 from rollbook.ledger.notifier import RunNotifier
-from rollbook.ledger.rules.run_transaction import RunTransaction, run_transaction
 from rollbook.ledger.rules.groups import QueueFullError
+from rollbook.ledger.rules.run_transaction import RunTransaction, run_transaction
 from rollbook.ledger.store import Store, StoreFaultError, Transaction
 from rollbook.telemetry.events import EventLog
 
@@ -216,7 +216,9 @@ class AtroposService:
 
         try:
             outcomes: Sequence[Outcome] = await self._write(
-                lambda run_tx: store_posts(run_tx, arrived, in_flight=in_flight, answered=answered, bounds=self._bounds),
+                lambda run_tx: store_posts(
+                    run_tx, arrived, in_flight=in_flight, answered=answered, bounds=self._bounds
+                ),
                 creates=True,
                 before=parse,
             )
@@ -236,7 +238,7 @@ class AtroposService:
     # ------------------------------------------------------------------ internal
 
     async def run(self) -> None:
-        """Record delivered responses, and finish an interrupted reset, until cancelled. A failing store is logged and tried again."""
+        """Record delivered responses and finish an interrupted reset, until cancelled. Errors of the store are logged."""
         is_swept = False
         while True:
             try:

@@ -169,9 +169,7 @@ class AtroposTables:
         keys = [(run_id, digest) for digest in digests]
         sql = "DELETE FROM atropos_unconfirmed WHERE run_id = ? AND digest = ? AND num <= 1"
         if self._db.write_many(sql, keys) < len(keys):
-            self._db.write_many(
-                "UPDATE atropos_unconfirmed SET num = num - 1 WHERE run_id = ? AND digest = ?", keys
-            )
+            self._db.write_many("UPDATE atropos_unconfirmed SET num = num - 1 WHERE run_id = ? AND digest = ?", keys)
 
     def _count(self, groups: Sequence[QueuedGroup], sign: int) -> None:
         counts = Counter((group.run_id, group.env_id, group.size) for group in groups if not group.is_buffered)

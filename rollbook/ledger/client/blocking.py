@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from rollbook.contracts.admission import DrawProgress, LedgerStatus, OpenReply, OwnerId, Receipt, RunId, RunSettings
 from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainerRole, TrainingBatch
 from rollbook.contracts.group import DropReason, GroupId, GroupOutcome, GroupState, PromptGroup
+from rollbook.contracts.group_codec import encode_group
 from rollbook.contracts.policy import Publication
 from rollbook.contracts.task import Draw
 from rollbook.ledger.client.client import LedgerClient, open_ledger_client
@@ -86,7 +87,9 @@ class SyncLedgerClient:
         drop: DropReason | None = None,
         producer: str | None = None,
     ) -> Receipt:
-        return self._wait(self._client.submit(group, outcome, attempt=attempt, drop=drop, producer=producer))
+        return self._wait(
+            self._client.submit(encode_group(group), outcome, attempt=attempt, drop=drop, producer=producer)
+        )
 
     def close(self, group_id: GroupId, reason: DropReason, *, outcome: GroupOutcome | None = None) -> Receipt:
         return self._wait(self._client.close(group_id, reason, outcome=outcome))

@@ -33,10 +33,10 @@ from rollbook.contracts.admission import (
 from rollbook.contracts.batch import AckReceipt, BatchManifest, EndOfRun, TrainerRole, TrainingBatch
 from rollbook.contracts.errors import FencedError, RollbookError, RunError, TransientError
 from rollbook.contracts.group import DropReason, GroupId, GroupOutcome, GroupState, PromptGroup
+from rollbook.contracts.group_codec import EncodedGroup, decode_payload, payload_digest
 from rollbook.contracts.policy import Publication
 from rollbook.contracts.task import Draw
 from rollbook.ledger.client.bundles import Bundles
-from rollbook.ledger.group_frame import decode_group, encode_group, payload_digest
 from rollbook.ledger.http import wire
 from rollbook.ledger.http.compression import compress
 from rollbook.telemetry.events import EventLog
@@ -144,24 +144,23 @@ class LedgerClient:
 
     async def submit(
         self,
-        group: PromptGroup,
+        group: EncodedGroup,
         outcome: GroupOutcome,
         *,
         attempt: int,
         drop: DropReason | None = None,
         producer: str | None = None,
     ) -> Receipt:
-        payload = encode_group(group)
         asked = wire.Submit(
             group_id=group.id,
             task_id=group.task_id,
             draw=group.draw,
             attempt=attempt,
-            publications=tuple(sorted(group.trained_publications())),
+            publications=group.publications,
             outcome=outcome,
             drop=None if drop is None else str(drop),
-            payload=payload,
-            payload_digest=payload_digest(payload),
+            payload=group.payload,
+            payload_digest=group.digest,
             producer=producer,
         )
         return await self.submit_encoded(asked)
@@ -257,7 +256,7 @@ class LedgerClient:
                         f"run {self._run_id}: the payload of group {entry.group_id} in batch {manifest.step} does not "
                         "match its digest: the ledger's file is damaged"
                     )
-                groups.append(decode_group(payload, entry.group_id))
+                groups.append(decode_payload(payload, entry.group_id))
             return tuple(groups)
 
         return await self._request("POST", "/payloads", asked, read)

@@ -74,7 +74,7 @@ def _answer(route: Route) -> str:
         return f"server-sent events: `status` with {_link(route.answer)} as JSON, and `end` when the ledger stops"
     return {
         Form.FRAMES: "payloads one after the other, each behind its length (8 bytes, big-endian)",
-        Form.FRAME: "one payload, as it is stored (MessagePack, see `rollbook/ledger/group_frame.py`)",
+        Form.FRAME: "one payload, as it is stored (MessagePack, see `rollbook/contracts/group_codec.py`)",
         Form.TEXT: "text",
         Form.JSON: "JSON",
     }[route.form]

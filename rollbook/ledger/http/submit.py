@@ -13,8 +13,8 @@ from rollbook.concurrency.clock import Clock
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.errors import RollbookError, RunError
 from rollbook.contracts.group import DropReason, GroupId
+from rollbook.contracts.group_codec import check_frame, payload_digest
 from rollbook.contracts.task import TaskId
-from rollbook.ledger.group_frame import check_frame, payload_digest
 from rollbook.ledger.http import wire
 from rollbook.ledger.http.auth import Keys
 from rollbook.ledger.http.errors import KNOWN, refusal, status_of

@@ -66,6 +66,6 @@ def audit_view(report: AuditReport) -> wire.AuditView:
         dropped=dict(report.dropped),
         steps=report.steps,
         max_lag=report.max_lag,
-        lag_budget=report.lag_budget,
+        max_head_offpolicy_versions=report.max_head_offpolicy_versions,
         violations=report.violations,
     )

@@ -1,8 +1,8 @@
 """What crosses between the ledger's server and its clients: one struct a request, MessagePack bodies (JSON for people).
 
-Words of `contracts` are sent as they are; a group travels as the opaque frame of `group_frame`, with everything that the ledger has
-to know of it beside it. What no store could keep (numbers beyond 53 bits, numbers that are none, texts with zero bytes) is refused
-here, so that nobody behind this line meets it.
+Words of `contracts` are sent as they are; a group travels as the opaque frame of `contracts.group_codec`, with everything that the
+ledger has to know of it beside it. What no store could keep (numbers beyond 53 bits, numbers that are none, texts with zero bytes)
+is refused here, so that nobody behind this line meets it.
 """
 
 import math
@@ -318,7 +318,7 @@ class AuditView(Message, frozen=True, kw_only=True):
     dropped: dict[str, int]
     steps: int
     max_lag: int | None
-    lag_budget: int
+    max_head_offpolicy_versions: int
     violations: tuple[str, ...]
 
 

@@ -179,7 +179,9 @@ def _record(run_tx: RunTransaction, step: int, choice: _Choice, *, is_last: bool
         for group in choice.groups
     )
     manifest = BatchManifest(step=step, entries=entries, digest=manifest_digest(entries), is_last=is_last)
-    run_tx.tx.batches.put(BatchRecord(run_id=run_tx.run_id, manifest=manifest, epoch=run_tx.run.epoch, decided_at=run_tx.now))
+    run_tx.tx.batches.put(
+        BatchRecord(run_id=run_tx.run_id, manifest=manifest, epoch=run_tx.run.epoch, decided_at=run_tx.now)
+    )
     for producer in choice.charged:
         run_tx.tx.producers.put(producer)
     for group in choice.groups:

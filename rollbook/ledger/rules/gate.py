@@ -57,7 +57,9 @@ def heartbeat(run_tx: RunTransaction, owner_id: OwnerId) -> None:
     _touch(run_tx, _find_owner(run_tx, owner_id))
 
 
-def open_groups(run_tx: RunTransaction, owner_id: OwnerId, draws: Sequence[Draw], *, limit: int, request_id: str) -> OpenReply:
+def open_groups(
+    run_tx: RunTransaction, owner_id: OwnerId, draws: Sequence[Draw], *, limit: int, request_id: str
+) -> OpenReply:
     """Grant up to `limit` groups: those that need another attempt first, then new ones while the gate has capacity."""
     owner = _touch(run_tx, _find_owner(run_tx, owner_id))
     if owner.request_id == request_id and owner.reply is not None:

@@ -138,7 +138,9 @@ class RunTransaction:
         if group.state is GroupState.QUEUED:
             self.count("queued_bytes", by * group.payload_bytes)
 
-    def _add_history(self, group: GroupRecord, before: GroupState | None, after: GroupState, note: str, by: str) -> None:
+    def _add_history(
+        self, group: GroupRecord, before: GroupState | None, after: GroupState, note: str, by: str
+    ) -> None:
         self.tx.history.add(
             MoveRecord(
                 run_id=self.run_id,

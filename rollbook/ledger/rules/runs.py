@@ -44,7 +44,9 @@ def _refuse_changes(run: RunRecord, settings: RunSettings) -> None:
         if before != after
     ]
     if changed:
-        raise RunError(f"run {run.run_id} exists with other settings: {'; '.join(changed)}. Start a new run to change them")
+        raise RunError(
+            f"run {run.run_id} exists with other settings: {'; '.join(changed)}. Start a new run to change them"
+        )
 
 
 def _still_ended(run: RunRecord, settings: RunSettings) -> EndOfRun | None:

@@ -4,9 +4,9 @@ from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainerRole
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import DropKind, DropReason, GroupState
 from rollbook.ledger.records import StepRecord
-from rollbook.ledger.rules.run_transaction import RunTransaction
 from rollbook.ledger.rules.groups import delete_payloads
-from rollbook.ledger.rules.publications import find_publication, demote_publications
+from rollbook.ledger.rules.publications import demote_publications, find_publication
+from rollbook.ledger.rules.run_transaction import RunTransaction
 
 
 def take_role(run_tx: RunTransaction, *, restored_step: int) -> TrainerRole:

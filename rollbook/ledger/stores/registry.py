@@ -3,13 +3,13 @@
 A driver is imported only by the process whose URL asks for it, through the table below.
 """
 
-import importlib
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Protocol, cast
 
 from rollbook.contracts.errors import RunError
+from rollbook.contracts.plugin import load_on_demand
 from rollbook.ledger.config import Durability
 from rollbook.ledger.store import Reader, Store
 from rollbook.ledger.stores.sqlite.store import open_readonly as open_file_readonly
@@ -76,6 +76,6 @@ def _database(url: str) -> DatabaseModule:
             f"a store of scheme {scheme!r} is unknown: use {SQLITE}DIRECTORY or postgresql://USER@HOST/DATABASE"
         )
     try:
-        return cast(DatabaseModule, importlib.import_module(module))
+        return cast(DatabaseModule, load_on_demand(module))
     except ModuleNotFoundError as error:
         raise RunError(f"a PostgreSQL store needs {error.name}: pip install 'rollbook[{EXTRA}]'") from error

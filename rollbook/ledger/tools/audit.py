@@ -12,7 +12,7 @@ from itertools import groupby
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.freshness import lag
 from rollbook.contracts.group import MOVES, DropReason, GroupId, GroupState
-from rollbook.ledger.group_frame import payload_digest
+from rollbook.contracts.group_codec import payload_digest
 from rollbook.ledger.records import BatchRecord, GroupRecord, MoveRecord, Origin, RunRecord
 from rollbook.ledger.rules.batches import manifest_digest
 from rollbook.ledger.rules.run_transaction import find_run
@@ -33,7 +33,7 @@ class AuditReport:
     steps: int
     """Trained steps."""
     max_lag: int | None
-    lag_budget: int
+    max_head_offpolicy_versions: int
     violations: tuple[str, ...] = ()
     """Each a sentence. Empty: the record adds up."""
 
@@ -85,7 +85,7 @@ class _Findings:
             dropped=dict(sorted(self.dropped.items())),
             steps=self.run.last_acknowledged,
             max_lag=self.max_lag,
-            lag_budget=self.run.settings.rule.budget,
+            max_head_offpolicy_versions=self.run.settings.rule.budget,
             violations=tuple(self.violations),
         )
 

@@ -119,7 +119,9 @@ class _Import:
             tx.history.add(of_run(move, run_id))
         self._num_groups += 1
         if self._num_groups % GROUPS_AT_ONCE == 0:
-            tx.groups.oldest_dispatched(run_id)  # a look at the groups: what the store keeps in memory until then is written
+            tx.groups.oldest_dispatched(
+                run_id
+            )  # a look at the groups: what the store keeps in memory until then is written
         if line.payload is not None:
             tx.payloads.put(run_id, line.record.group_id, line.payload)
             self._num_payloads += 1

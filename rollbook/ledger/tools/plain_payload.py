@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 
 from rollbook.contracts.errors import RunError
+from rollbook.contracts.group_codec import decode_group
 from rollbook.contracts.trajectory import RolloutSample
-from rollbook.ledger.group_frame import decode_group
 
 NOT_TRAINED = -100
 """How Atropos masks a token."""

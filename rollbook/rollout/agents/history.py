@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollbook.rollout.agents.messages import digests
-from rollbook.rollout.agents.tool_calls import ToolParser, parse_nothing
+from rollbook.rollout.agents.tool_calls import ParsedText, ToolParser
 from rollbook.rollout.assemblers.assembler import first_difference
 from rollbook.rollout.chat.tokenizer import RenderError
 from rollbook.rollout.contract import Message, Tokenizer
@@ -89,7 +89,7 @@ class ChatHistory:
             return None
         if len(text) < len(before) + len(rest) or not (text.startswith(before) and text.endswith(rest)):
             return None
-        parse = self._parser if tools else parse_nothing
+        parse = self._parser if tools else ParsedText
         kept = text[len(before) : len(text) - len(rest)]
         return self._after_end(turn, rest) if parse(kept).is_same_as(parse(turn.said)) else None
 

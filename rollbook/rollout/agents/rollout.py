@@ -21,7 +21,7 @@ import msgspec
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from rollbook.contracts.errors import EpisodeError, RunError, fenced
-from rollbook.contracts.plugin import load_attribute
+from rollbook.contracts.plugin import load_plugin
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.rollout.agents.program import AgentError, Program, command_program, function_program, in_a_thread
 from rollbook.rollout.contract import ChatSession, RolloutFn, RolloutSetup
@@ -74,7 +74,7 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
     is_judged_later = settings.reward == RUN_REWARDS
     reward = None
     if settings.reward is not None and not is_judged_later:
-        reward = load_attribute(settings.reward, (), default=None, role="reward")
+        reward = load_plugin(settings.reward, setting="rollout.settings.reward")
 
     async def play(row: dict[str, Any]) -> RolloutSample | None:
         async with setup.open_proxy_session(assembler=settings.assembler, tool_parser=settings.tool_parser) as session:
@@ -90,7 +90,7 @@ def _program(settings: ProxiedSettings) -> Program:
     if settings.command is not None:
         return command_program(settings.command, settings.environment)
     assert settings.agent is not None
-    return function_program(load_attribute(settings.agent, (), default=None, role="agent"))
+    return function_program(load_plugin(settings.agent, setting="rollout.settings.agent"))
 
 
 async def _run(program: Program, row: dict[str, Any], session: ChatSession, *, is_error_scored: bool) -> Any:

@@ -16,7 +16,7 @@ from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
 from rollbook.contracts.trajectory import EndReason, RolloutSample
 from rollbook.rollout.agents.history import Answered, ChatHistory
 from rollbook.rollout.agents.messages import normalised
-from rollbook.rollout.agents.tool_calls import Said, ToolParser, parse_nothing
+from rollbook.rollout.agents.tool_calls import ParsedText, ToolParser
 from rollbook.rollout.assemblers.linear import TrajectoryAssembler
 from rollbook.rollout.assemblers.registry import build_assembler
 from rollbook.rollout.contract import Message, Tokenizer
@@ -42,7 +42,7 @@ class ChatRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatAnswer:
-    said: Said
+    said: ParsedText
     text: str
     """As sampled, tool calls included."""
     finish_reason: str
@@ -160,7 +160,7 @@ class ProxySession:
         if prompt.rewrite is not None:
             self._rewrites.append(f"before turn {self.num_turns}: {prompt.rewrite}")
         self._overridden.update(request.overridden)
-        said = (self._parser if request.tools else parse_nothing)(text)
+        said = (self._parser if request.tools else ParsedText)(text)
         self._messages = (*messages, _as_message(said))
         self._history.add(
             normalised(self._messages),
@@ -219,7 +219,7 @@ class ProxySession:
         )
         return text[: min(places)], cut, ""
 
-    def _finish(self, completion: Completion, said: Said) -> str:
+    def _finish(self, completion: Completion, said: ParsedText) -> str:
         if said.calls:
             return "tool_calls"
         if completion.finish_reason is FinishReason.LENGTH:
@@ -258,7 +258,7 @@ class ProxySession:
         )
 
 
-def _as_message(said: Said) -> Message:
+def _as_message(said: ParsedText) -> Message:
     """The answer as agents send it back."""
     message: dict[str, Any] = {"role": "assistant", "content": said.content}
     if said.calls:

@@ -11,7 +11,7 @@ from typing import Any
 
 from rollbook.rollout.agents.history import Answered, ChatHistory
 from rollbook.rollout.agents.messages import normalised
-from rollbook.rollout.agents.tool_calls import PARSERS, ToolParser, parse_nothing
+from rollbook.rollout.agents.tool_calls import PARSERS, ParsedText, ToolParser
 from rollbook.rollout.assemblers.assembler import first_difference
 from rollbook.rollout.chat.tokenizer import RenderError
 from rollbook.rollout.contract import Message, Tokenizer
@@ -149,7 +149,7 @@ def _check(tokenizer: Tokenizer, parser: ToolParser, case: Case) -> Finding:
 
 def _played(tokenizer: Tokenizer, parser: ToolParser, case: Case) -> Finding:
     history = ChatHistory(tokenizer, parser)
-    parse = parser if case.tools else parse_nothing
+    parse = parser if case.tools else ParsedText
     end = tokenizer.eos_token_ids[:1]
     end_text = "" if case.is_cut else tokenizer.decode(end, skip_special_tokens=False)
     messages: list[Message] = []

@@ -1,33 +1,27 @@
-"""How many groups to play at the same time: as many as keep the engine busy, and not one more. Pure.
+"""Adaptive concurrency: how many groups to play at the same time. Pure.
 
-Beyond the point where the engine is full, further episodes finish nothing sooner: they only wait, and their tokens grow old. That
-point moves with the model, the length of answers and the world, so it is sought: the number in flight climbs while throughput
-climbs with it, and goes back down as long as throughput does not suffer. It never leaves the bounds it is given, and it only learns
-from rounds in which it was really the limit (not the gate, not the end of the data).
+Once the engine is full, more episodes only wait and their tokens grow stale. The number of groups that fills the engine depends on
+the model, the length of responses and the environment, so it is found by hill climbing: the limit rises while throughput rises
+with it, and falls while throughput does not suffer. Only rounds in which this limit held groups back are used.
 """
 
 from dataclasses import dataclass
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdaptiveRules:
-    least: int
-    most: int
-    step_ratio: float = 0.25
-    """How much the number moves at a time."""
-    worth: float = 0.4
-    """A step up must bring this part of its own size in throughput: +25 % in flight must bring +10 %."""
+STEP_RATIO = 0.25
+"""Relative change of the limit in one move."""
+MIN_GAIN_RATIO = 0.4
+"""Throughput that a move up must gain, relative to its size: 25 % more groups must give at least 10 % more tokens a second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """What was measured while the limit stood still."""
+    """A measurement with one limit."""
 
     limit: int
     tokens: float
     seconds: float
     was_full: bool
-    """Whether the limit was what held groups back, for most of the time."""
+    """Whether the limit held groups back for most of the round."""
 
     @property
     def throughput(self) -> float:
@@ -35,42 +29,37 @@ class Round:
 
 
 class ConcurrencyController:
-    """Hill climbing on the throughput. Told one round at a time; answers with the limit of the next."""
+    """Chooses the limit of the next round from the last two, within `least` and `most`."""
 
-    def __init__(self, rules: AdaptiveRules) -> None:
-        if not 1 <= rules.least <= rules.most:
-            raise ValueError(f"least is {rules.least} and most is {rules.most}; 1 <= least <= most must hold")
-        self._rules = rules
-        self.limit = max(rules.least, min(rules.most, 2 * rules.least))
-        self._before: Round | None = None
+    def __init__(self, *, least: int, most: int) -> None:
+        if not 1 <= least <= most:
+            raise ValueError(f"least is {least} and most is {most}; 1 <= least <= most must hold")
+        self._least = least
+        self._most = most
+        self.limit = min(most, 2 * least)
+        self._previous: Round | None = None
         self._direction = 1
 
-    def after(self, done: Round) -> int:
-        """The limit of the next round."""
+    def next_limit(self, done: Round) -> int:
         if not done.was_full or done.seconds <= 0:
-            # Something else was the limit: nothing was learned about this one.
-            self._before = None
+            # Something else was the limit: this round says nothing about ours.
+            self._previous = None
             return self.limit
-        before, self._before = self._before, done
-        if before is not None and before.limit != done.limit and before.throughput > 0:
-            moved = done.limit / before.limit - 1.0
-            gained = done.throughput / before.throughput - 1.0
-            # Worth it, seen from below: what the larger of the two numbers brought for its size.
-            is_worth_it = gained / moved >= self._rules.worth
-            self._direction = 1 if is_worth_it else -1
-        self.limit = self._moved(done.limit, self._direction)
+        previous, self._previous = self._previous, done
+        if previous is not None and previous.limit != done.limit and previous.throughput > 0:
+            change = done.limit / previous.limit - 1.0
+            gain = done.throughput / previous.throughput - 1.0
+            self._direction = 1 if gain / change >= MIN_GAIN_RATIO else -1
+        move = max(1, round(done.limit * STEP_RATIO))
+        self.limit = max(self._least, min(self._most, done.limit + self._direction * move))
         if self.limit == done.limit:
-            # At a bound: look from the other side next time, or it would never be learned that things changed.
+            # At a bound: try the other direction next, or a change of the engine would never be noticed.
             self._direction = -self._direction
         return self.limit
 
-    def _moved(self, limit: int, direction: int) -> int:
-        by = max(1, round(limit * self._rules.step_ratio))
-        return max(self._rules.least, min(self._rules.most, limit + direction * by))
-
 
 class RoundMeter:
-    """Collects one round: long enough that the number in flight has turned over once since the limit moved."""
+    """Measures one round. It lasts until the groups in flight were replaced about twice, and at least `least_s`."""
 
     def __init__(self, *, least_s: float) -> None:
         self._least_s = least_s
@@ -79,16 +68,17 @@ class RoundMeter:
         self._tokens = 0.0
         self._full = 0
 
-    def finished(self, *, tokens: float, was_full: bool, now: float) -> None:
+    def add_group(self, *, tokens: float, was_full: bool, now: float) -> None:
         if self._began is None:
+            # The first group only starts the clock: most of its tokens were sampled before.
             self._began = now
-            return  # the first one only starts the watch: when it began is not known
+            return
         self._groups += 1
         self._tokens += tokens
         self._full += was_full
 
-    def take(self, *, limit: int, now: float) -> Round | None:
-        """The round, if it is over; then the next one begins."""
+    def finish_round(self, *, limit: int, now: float) -> Round | None:
+        """The round, if it is long enough; then the next one starts."""
         if self._began is None or self._groups < max(4, 2 * limit) or now - self._began < self._least_s:
             return None
         done = Round(

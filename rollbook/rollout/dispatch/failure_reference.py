@@ -1,40 +1,44 @@
-"""The page about failures, written from the table itself: `python -m rollbook.rollout.dispatch.failure_reference`."""
+"""Writes `docs/failures.md` from the tables in the code: `python -m rollbook.rollout.dispatch.failure_reference`."""
 
 import sys
 
-from rollbook.rollout.dispatch.failure_breaker import MOST_CONSECUTIVE, MOST_SHARE, WINDOW
+from rollbook.rollout.dispatch.failure_breaker import MAX_CONSECUTIVE, MAX_SHARE, WINDOW
 from rollbook.rollout.groups.failures import FAILURES, OUTCOMES, Action
 from rollbook.rollout.workers.pool import MOST_BARREN_DEATHS
 
 MEANINGS = {
     Action.DROP_SAMPLE: "the sample stays in its group as unscorable, or is missing from it; it is not played again, has no "
     "advantage, and is counted",
-    Action.RETRY_SAMPLE: "it is played again while the group's `rollout.retry_budget` and its lease last; then it is dropped",
-    Action.FAIL_GROUP: "the group is stored as dropped(invalid) with its causes, and the circuit breaker counts it",
+    Action.RETRY_SAMPLE: "the sample is played again within the group's `rollout.retry_budget` and lease; then it is dropped",
+    Action.FAIL_GROUP: "the group is stored as dropped(invalid) with its causes, and the failure breaker counts it",
     Action.REPLACE_WORKER: "the process is replaced, and its groups get another attempt from the ledger, `gate.max_attempts` "
     "in all",
-    Action.STOP_RUN: "the run stops with exit code 1 and says what a person must do",
+    Action.STOP_RUN: "the run stops with exit code 1 and an error that says what a person must do",
 }
 
 DEADLINES: tuple[tuple[str, str, str], ...] = (
-    ("a group", "`gate.group_deadline_s`", "given back; the stacks of its episodes are in `rollout.group_stalled`"),
+    (
+        "a group",
+        "`gate.group_deadline_s`",
+        "released; the event `rollout.group_stalled` has the stacks of its episodes",
+    ),
     (
         "an episode",
-        "`rollout.max_seconds` of its own, and `rollout.grace_s`",
-        "ended as truncated; cancelled where the function does not look at its time",
+        "`rollout.max_seconds` without waits, then `rollout.grace_s`",
+        "ends as truncated; a rollout function that continues is cancelled",
     ),
     ("a policy request", "`inference.request_s`, retries included", "retried sample"),
-    ("a reset or step of a world", "`rollout.step_s`", "retried sample"),
-    ("waiting for a world", "`rollout.open_s`", "retried sample"),
+    ("a reset or step of an environment", "`rollout.step_s`", "retried sample"),
+    ("waiting for an environment", "`rollout.open_s`", "retried sample"),
     ("a reward function", "`rollout.rewards.timeout_s`", "its process is killed and replaced; dropped sample"),
     ("loading reward functions", "`rollout.rewards.start_s`", "stopped run"),
-    ("a worker's first word", "`rollout.worker_start_s`", "replaced worker"),
-    ("a worker's heartbeat", "`rollout.worker_silence_s`", "its stack is written down; replaced worker"),
-    ("a worker's stop", "`rollout.worker_stop_s`", "asked, terminated, killed"),
-    ("a call to the ledger", "`ledger.request_s`, retries included", "the process that asked is started again"),
-    ("a push of weights", "`trainer.publish_timeout_s`", "the trainer is started again"),
-    ("a process's heartbeat", "`run.silence_s`", "its stack is written down; it is killed and started again"),
-    ("a process's first word", "`run.ready_s`", "stopped run"),
+    ("a worker's start", "`rollout.worker_start_s`", "replaced worker"),
+    ("a worker's heartbeat", "`rollout.worker_silence_s`", "its stack is logged; replaced worker"),
+    ("a worker's stop", "`rollout.worker_stop_s`", "stop message, SIGTERM, SIGKILL"),
+    ("a request to the ledger", "`ledger.request_s`, retries included", "the requesting process is restarted"),
+    ("a push of weights", "`trainer.publish_timeout_s`", "the trainer is restarted"),
+    ("a process's heartbeat", "`run.silence_s`", "its stack is logged; it is killed and restarted"),
+    ("a process's start", "`run.ready_s`", "stopped run"),
 )
 
 
@@ -43,46 +47,46 @@ def page() -> str:
         [
             "# Failures",
             "",
-            "What becomes of a failure is decided by its class, in one table (`rollbook/rollout/groups/failures.py`); this page is",
-            "written from it (`make docs`). An infrastructure failure is never a reward.",
+            "The class of a failure decides what happens, in one table (`rollbook/rollout/groups/failures.py`). This page is",
+            "generated from it (`make docs`). An infrastructure failure is never a reward.",
             "",
-            "## Who acts",
+            "## Actions",
             "",
-            "| what happens | meaning |",
+            "| action | meaning |",
             "|---|---|",
             *(f"| {action} | {meaning} |" for action, meaning in MEANINGS.items()),
             "",
             "## The table",
             "",
-            "The first row whose class fits decides.",
+            "The first row whose class matches applies.",
             "",
-            "| error | what happens | why |",
+            "| error | action | reason |",
             "|---|---|---|",
             *(f"| `{row.error.__name__}` | {row.action} | {row.why} |" for row in FAILURES),
             "",
-            "A process that dies by itself (a signal, `os._exit`, out of memory) is a replaced worker.",
+            "A process that dies (a signal, `os._exit`, out of memory) is a replaced worker.",
             "",
             "## Outcomes",
             "",
-            "Reaching a limit is something the policy did: the episode ends with what it earned, and is trained.",
+            "Reaching a limit is an outcome, not a failure: the episode keeps its reward and is trained.",
             "",
             "| end | when |",
             "|---|---|",
             *(f"| `{reason}` | {when} |" for reason, when in OUTCOMES.items()),
             "",
-            "## The circuit breaker",
+            "## The failure breaker",
             "",
-            f"{MOST_CONSECUTIVE} groups in a row that failed, or {MOST_SHARE:.0%} of the last {WINDOW}, stop the run with the",
-            f"commonest causes. {MOST_BARREN_DEATHS + 1} deaths of workers without a finished group in between stop it with",
-            "their last words.",
+            f"{MAX_CONSECUTIVE} failed groups in a row, or {MAX_SHARE:.0%} of the last {WINDOW}, stop the run with the most",
+            f"frequent causes. {MOST_BARREN_DEATHS + 1} worker deaths without a finished group in between stop it",
+            "with the last output.",
             "",
-            "## Every wait has an end",
+            "## Deadlines",
             "",
-            "| unit in flight | its deadline | then |",
+            "| operation | deadline | when it is exceeded |",
             "|---|---|---|",
             *(f"| {unit} | {setting} | {then} |" for unit, setting, then in DEADLINES),
             "",
-            "Waiting for a place in a queue, of the engine or of sandboxes, is not the episode's time.",
+            "Time in a queue, of the engine or of sandboxes, does not count as time of the episode.",
             "",
         ]
     )

@@ -1,7 +1,4 @@
-"""What a dispatcher learns from the groups it played: whether the trained ones are like the rest, and how many to play at once.
-
-The decisions are pure (`fairness.py`, `adaptive.py`); here they are fed, and told as metrics and warnings.
-"""
+"""Feeds finished groups to the selection-bias audit and to adaptive concurrency, and reports the results."""
 
 from rollbook.concurrency.clock import Clock
 from rollbook.contracts.admission import Grant, LedgerStatus
@@ -11,92 +8,90 @@ from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.dispatch.concurrency import ConcurrencyController, RoundMeter
 from rollbook.rollout.dispatch.selection_bias import MEASURES, SelectionAudit
 from rollbook.rollout.dispatch.slots import StalenessController
-from rollbook.rollout.groups.player import GroupResult
+from rollbook.rollout.workers.messages import Finished
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import MetricRecorder
 
 PAGE = 1000
-"""Past draws in one answer."""
+"""Past draws in one response."""
 
 
-class Steering:
+class DispatchMonitor:
     def __init__(
         self,
         config: RolloutConfig,
-        controller: StalenessController,
+        slots: StalenessController,
         *,
         metrics: MetricRecorder,
         log: EventLog,
         clock: Clock,
     ) -> None:
         self._config = config
-        self._controller = controller
+        self._slots = slots
         self._metrics = metrics
         self._log = log
         self._clock = clock
         self._audit = SelectionAudit(window=config.fairness_window)
         self._next_audit = clock.now() + config.fairness_every_s
         self._warned: frozenset[str] = frozenset()
-        self._rounds = RoundMeter(least_s=config.adaptive.interval_s)
-        self._seeker: ConcurrencyController | None = None
+        self._meter = RoundMeter(least_s=config.adaptive.interval_s)
+        self._concurrency: ConcurrencyController | None = None
         if config.adaptive.enabled:
-            self._seeker = ConcurrencyController(config.adaptive.rules(most=controller.limit))
-            controller.set_limit(self._seeker.limit)
+            most = slots.limit
+            self._concurrency = ConcurrencyController(least=min(config.adaptive.least_groups, most), most=most)
+            slots.set_limit(self._concurrency.limit)
 
-    def finished(self, grant: Grant, result: GroupResult, *, seconds: float) -> None:
-        """A group was stored. Call it before its place is free."""
+    def group_settled(self, grant: Grant, result: Finished, *, seconds: float) -> None:
+        """A group was stored. Call this before its slot is freed."""
         outcome = result.outcome
-        self._audit.landed(
+        self._audit.add_settled(
             grant.group_id,
             tokens=outcome.mean_response_tokens if outcome.num_samples else None,
             seconds=seconds,
             reward=outcome.reward_mean,
             is_filtered=result.drop is not None and result.drop.kind is DropKind.FILTERED,
         )
-        if self._seeker is None:
+        if self._concurrency is None:
             return
-        now, limit = self._clock.now(), self._controller.limit
+        now, limit = self._clock.now(), self._slots.limit
         tokens = outcome.mean_response_tokens * outcome.num_samples
-        self._rounds.finished(tokens=tokens, was_full=self._controller.free == 0, now=now)
-        if (done := self._rounds.take(limit=limit, now=now)) is None:
+        self._meter.add_group(tokens=tokens, was_full=self._slots.free == 0, now=now)
+        if (done := self._meter.finish_round(limit=limit, now=now)) is None:
             return
-        self._controller.set_limit(self._seeker.after(done))
-        if self._controller.limit != limit:
+        self._slots.set_limit(self._concurrency.next_limit(done))
+        if self._slots.limit != limit:
             self._log.info(
-                "rollout.concurrency_moved",
+                "rollout.concurrency_changed",
                 before=limit,
-                now=self._controller.limit,
+                now=self._slots.limit,
                 tokens_per_s=round(done.throughput, 1),
                 was_full=done.was_full,
             )
 
-    def given_up(self, grant: Grant, *, seconds: float) -> None:
-        self._audit.given_up(grant.group_id, seconds=seconds)
+    def group_released(self, grant: Grant, *, seconds: float) -> None:
+        self._audit.add_released(grant.group_id, seconds=seconds)
 
-    def measure(self) -> None:
-        self._metrics.add("rollout/concurrency_limit", self._controller.limit)
-
-    async def look(self, sink: GroupSink, status: LedgerStatus) -> None:
-        """Now and then: ask the ledger what became of the last groups, and compare."""
+    async def audit_selection(self, sink: GroupSink, status: LedgerStatus) -> None:
+        """Every `fairness_every_s`: request the states of the last groups from the ledger, and report the comparison."""
         if self._clock.now() < self._next_audit:
             return
         self._next_audit = self._clock.now() + self._config.fairness_every_s
         after = max(-1, status.opened - 2 * self._config.fairness_window - 1)
         while past := await sink.outcomes(after=after, limit=PAGE):
-            self._audit.heard(past)
+            self._audit.update(past)
             after = past[-1].sequence
-        self.tell()
+        self._report_selection()
 
-    def tell(self) -> None:
+    def _report_selection(self) -> None:
         report = self._audit.report()
         found = {bias.measure: bias for bias in report.biases}
         for measure in MEASURES:
             self._metrics.add(f"fairness/ks_{measure}", found[measure].distance if measure in found else None)
         self._metrics.add("fairness/left_out_share", report.left_out_share if report.dispatched else None)
         self._metrics.add("fairness/biased_measures", len(report.warnings))
-        fresh = [bias for bias in report.warnings if bias.measure not in self._warned]
+        new = [bias for bias in report.warnings if bias.measure not in self._warned]
         self._warned = frozenset(bias.measure for bias in report.warnings)
-        for bias in fresh:
+        for bias in new:
             self._log.warning(
                 "rollout.selection_biased",
                 measure=bias.measure,
@@ -105,5 +100,5 @@ class Steering:
                 trained_mean=round(bias.trained_mean, 4),
                 dispatched=report.dispatched,
                 trained=report.trained,
-                advice="what is trained is not like what was dispatched: see which groups are dropped, and why",
+                advice="the trained groups differ from the dispatched ones: check which groups are dropped, and why",
             )

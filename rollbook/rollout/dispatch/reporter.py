@@ -1,29 +1,79 @@
-"""What is told about a finished group: metrics, its span on the timeline, the causes of its failures; and the breaker's verdict."""
+"""Reports finished groups: metrics, spans, failures as events, and an alert when nearly all groups are filtered."""
 
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rollbook.contracts.admission import Grant
 from rollbook.contracts.group import DropKind, GroupId
-from rollbook.rollout.dispatch.failure_breaker import CircuitBreaker, GroupEnd
-from rollbook.rollout.dispatch.filter_alert import FilterWatch
-from rollbook.rollout.groups.player import GroupResult
+from rollbook.rollout.dispatch.failure_breaker import FailureBreaker, GroupEnd
 from rollbook.rollout.metrics import record_group, record_rewards
+from rollbook.rollout.workers.messages import Finished
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import MetricRecorder
 from rollbook.telemetry.spans import SpanRecorder
 
-TOLD_CAUSES = 100
-"""Distinct causes of failure that are told as warnings, each once; a person has seen enough by then."""
+MAX_WARNED_CAUSES = 100
+"""Distinct causes of failure logged as warnings, each once; later ones are logged as info."""
+FILTER_WINDOW = 200
+FILTER_ALERT_SHARE, FILTER_CLEAR_SHARE = 0.9, 0.5
+"""Share of filtered groups in the window that raises the alert, and below which it is cleared."""
 
 
-class GroupTeller:
+@dataclass(frozen=True, slots=True)
+class FilterAlert:
+    """Nearly all groups of the window were filtered: they cost compute and train nothing."""
+
+    filtered: int
+    of: int
+    reward: float | None
+    """Mean reward of the groups in the window."""
+
+    @property
+    def advice(self) -> str:
+        if self.reward is None:
+            return "find out why groups are filtered: rollbook explain GROUP_ID"
+        return (
+            f"their mean reward is {self.reward:.2f}. Near the maximum, the tasks are mastered: add harder tasks or end the run. "
+            "Near the minimum, they are too hard: add easier tasks (tasks.order = 'curriculum'), more samples per prompt, or "
+            "partial rewards"
+        )
+
+
+class FilterMonitor:
+    """Counts filtered groups in a window. Alerts once until the share has fallen below the clear share."""
+
+    def __init__(self, window: int = FILTER_WINDOW) -> None:
+        self._groups: deque[tuple[bool, float | None]] = deque(maxlen=window)
+        self._filtered = 0
+        self._is_alerted = False
+
+    def record(self, *, is_filtered: bool, reward: float | None) -> FilterAlert | None:
+        if len(self._groups) == self._groups.maxlen:
+            self._filtered -= self._groups[0][0]
+        self._groups.append((is_filtered, reward))
+        self._filtered += is_filtered
+        if len(self._groups) < (self._groups.maxlen or 0):
+            return None
+        share = self._filtered / len(self._groups)
+        if self._is_alerted:
+            self._is_alerted = share >= FILTER_CLEAR_SHARE
+            return None
+        if share < FILTER_ALERT_SHARE:
+            return None
+        self._is_alerted = True
+        rewards = [reward for _, reward in self._groups if reward is not None]
+        return FilterAlert(self._filtered, len(self._groups), sum(rewards) / len(rewards) if rewards else None)
+
+
+class GroupReporter:
     def __init__(
         self,
         *,
         metrics: MetricRecorder,
         spans: SpanRecorder,
         log: EventLog,
-        breaker: CircuitBreaker,
+        breaker: FailureBreaker,
         rewards: Sequence[str] = (),
     ) -> None:
         self._rewards = tuple(rewards)
@@ -31,15 +81,15 @@ class GroupTeller:
         self._spans = spans
         self._log = log
         self._breaker = breaker
-        self._told_causes: set[str] = set()
-        self._filters = FilterWatch()
+        self._warned_causes: set[str] = set()
+        self._filters = FilterMonitor()
 
-    def tell(self, grant: Grant, result: GroupResult, *, started_wall: float, seconds: float) -> None:
-        """Raises `RolloutsFailingError` when this was one failure too many."""
+    def report(self, grant: Grant, result: Finished, *, started_wall: float, seconds: float) -> None:
+        """Raises `RolloutsFailingError` when too many groups fail."""
         outcome, drop = result.outcome, result.drop
         record_group(self._metrics, outcome, drop)
-        if result.group is not None and self._rewards:
-            record_rewards(self._metrics, result.group, self._rewards)
+        if self._rewards:
+            record_rewards(self._metrics, result.scores, self._rewards)
         self._spans.record(
             "rollout.group",
             started_wall,
@@ -51,34 +101,30 @@ class GroupTeller:
             drop=None if drop is None else str(drop.kind),
         )
         if outcome.invalid_causes or outcome.declined_samples:
-            self._explain(grant.group_id, result)
+            self._log_failures(grant.group_id, result)
         is_filtered = drop is not None and drop.kind is DropKind.FILTERED
-        if drought := self._filters.record(is_filtered=is_filtered, reward=outcome.reward_mean):
-            self._log.warning(
-                "rollout.mostly_filtered", filtered=drought.filtered, of_last=drought.of, advice=drought.advice
-            )
-        self._breaker.record(end_of(result), outcome.invalid_causes)
+        if alert := self._filters.record(is_filtered=is_filtered, reward=outcome.reward_mean):
+            self._log.warning("rollout.mostly_filtered", filtered=alert.filtered, of_last=alert.of, advice=alert.advice)
+        self._breaker.record(_end_of(result), outcome.invalid_causes)
 
-    def _explain(self, group: GroupId, result: GroupResult) -> None:
-        """Every failure is an event; the first of its kind is also a warning on the terminal."""
-        fields = {
-            "group_id": group,
-            "causes": dict(result.outcome.invalid_causes),
-            "retried": result.outcome.retried_samples,
-            "declined": result.outcome.declined_samples,
-            "drop": None if result.drop is None else str(result.drop),
-        }
-        event = "rollout.samples_failed" if result.drop is None else "rollout.group_failed"
-        fresh = [cause for cause in result.outcome.invalid_causes if cause not in self._told_causes]
-        if fresh and len(self._told_causes) < TOLD_CAUSES:
-            self._told_causes.update(fresh)
-            self._log.warning(event, **fields)
-        else:
-            self._log.info(event, **fields)
+    def _log_failures(self, group: GroupId, result: Finished) -> None:
+        """A cause seen for the first time is a warning."""
+        outcome = result.outcome
+        new = [cause for cause in outcome.invalid_causes if cause not in self._warned_causes]
+        is_warning = bool(new) and len(self._warned_causes) < MAX_WARNED_CAUSES
+        if is_warning:
+            self._warned_causes.update(new)
+        (self._log.warning if is_warning else self._log.info)(
+            "rollout.samples_failed" if result.drop is None else "rollout.group_failed",
+            group_id=group,
+            causes=dict(outcome.invalid_causes),
+            retried=outcome.retried_samples,
+            declined=outcome.declined_samples,
+            drop=None if result.drop is None else str(result.drop),
+        )
 
 
-def end_of(result: GroupResult) -> GroupEnd:
-    """How the breaker sees a group."""
+def _end_of(result: Finished) -> GroupEnd:
     if result.drop is not None and result.drop.kind is DropKind.INVALID:
         return GroupEnd.FAILED
     return GroupEnd.USEFUL if result.outcome.num_scorable else GroupEnd.DECLINED

@@ -1,14 +1,13 @@
-"""Is what is trained like what was dispatched? A selection-bias audit. Pure.
+"""Audit of selection bias: do the trained groups look like the dispatched ones? Pure.
 
-Whoever discards what is late trains on what is fast: slow tasks and long answers quietly go missing, and no loss curve shows it. So
-the groups that were trained are compared with all that were dispatched, by length, latency and reward, with the statistic of
-Kolmogorov and Smirnov: the largest distance between the two distributions. Groups that a filter dropped are left out on both sides:
-they were chosen against on purpose.
+Dropping stale groups favours fast ones: slow tasks and long responses go missing, and no loss curve shows it. This audit compares
+trained groups with all dispatched ones by length, latency and reward, using the Kolmogorov-Smirnov distance. Groups dropped by a
+filter are left out on both sides, because they were dropped on purpose.
 """
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,18 +17,19 @@ from rollbook.contracts.admission import PastDraw
 from rollbook.contracts.group import GroupId, GroupState
 
 MEASURES = ("tokens", "seconds", "reward")
-LEAST_GROUPS = 20
-"""Of either kind: below this nothing can be told."""
-LEAST_DISTANCE = 0.1
-"""Between trained and dispatched: less is no bias that matters, however sure it is."""
-CERTAINTY = 1.949
-"""c(0.001) of the two-sample test: by chance alone one audit in a thousand would warn."""
+MIN_GROUPS = 20
+"""Trained, and not trained: with fewer groups there is no result."""
+MIN_DISTANCE = 0.1
+"""A smaller distance between trained and dispatched groups does not matter, even if it is certain."""
+KS_CRITICAL = 1.949
+"""c(0.001) of the two-sample test: one audit in a thousand warns by chance."""
+UNDECIDED = frozenset({GroupState.DISPATCHED, GroupState.QUEUED})
 TRAINED = frozenset({GroupState.BATCHED, GroupState.TRAINED, GroupState.DURABLE})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Played:
-    """What is known of one dispatched group. `is_trained` is None while nobody has decided."""
+class PlayedGroup:
+    """One dispatched group. `is_trained` is None until the ledger has decided."""
 
     tokens: float | None = None
     seconds: float | None = None
@@ -37,10 +37,20 @@ class Played:
     is_filtered: bool = False
     is_trained: bool | None = None
 
+    @classmethod
+    def from_ledger(cls, outcome: Mapping[str, Any], *, state: str, drop_reason: str | None) -> "PlayedGroup":
+        return cls(
+            tokens=outcome.get("mean_response_tokens") if outcome.get("num_samples") else None,
+            seconds=outcome.get("seconds"),
+            reward=outcome.get("reward_mean"),
+            is_filtered=bool(drop_reason) and str(drop_reason).startswith("filtered"),
+            is_trained=None if state in UNDECIDED else state in TRAINED,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bias:
-    """One measure: the distance, the two means, and whether it is a warning."""
+    """One measure: the distance, both means, and whether it is a warning."""
 
     measure: str
     distance: float
@@ -49,9 +59,9 @@ class Bias:
     is_biased: bool
 
     def __str__(self) -> str:
-        sign = "more" if self.trained_mean > self.dispatched_mean else "less"
+        direction = "more" if self.trained_mean > self.dispatched_mean else "less"
         return (
-            f"{self.measure}: trained groups have {sign} ({self.trained_mean:.4g} against {self.dispatched_mean:.4g} of "
+            f"{self.measure}: trained groups have {direction} ({self.trained_mean:.4g} against {self.dispatched_mean:.4g} of "
             f"all, distance {self.distance:.2f})"
         )
 
@@ -72,7 +82,7 @@ class SelectionReport:
 
 
 def ks_distance(first: Sequence[float] | NDArray[Any], second: Sequence[float] | NDArray[Any]) -> float:
-    """The largest difference between the shares of two samples that lie below a value: 0 alike, 1 apart."""
+    """The largest difference between two empirical distribution functions: 0 for equal samples, 1 for disjoint ones."""
     a, b = np.sort(np.asarray(first, dtype=np.float64)), np.sort(np.asarray(second, dtype=np.float64))
     if not len(a) or not len(b):
         return 0.0
@@ -82,81 +92,63 @@ def ks_distance(first: Sequence[float] | NDArray[Any], second: Sequence[float] |
     return float(np.abs(below_a - below_b).max())
 
 
-def compare(groups: Iterable[Played]) -> SelectionReport:
-    """Compare what was trained with all whose fate is known."""
-    known = [group for group in groups if group.is_trained is not None and not group.is_filtered]
-    trained = sum(bool(group.is_trained) for group in known)
-    biases = tuple(bias for measure in MEASURES if (bias := _bias(measure, known)) is not None)
-    return SelectionReport(dispatched=len(known), trained=trained, biases=biases)
+def compare(groups: Iterable[PlayedGroup]) -> SelectionReport:
+    """Compare the trained groups with all decided ones."""
+    decided = [group for group in groups if group.is_trained is not None and not group.is_filtered]
+    trained = sum(bool(group.is_trained) for group in decided)
+    biases = tuple(bias for measure in MEASURES if (bias := _bias(measure, decided)) is not None)
+    return SelectionReport(dispatched=len(decided), trained=trained, biases=biases)
 
 
-def _bias(measure: str, known: Sequence[Played]) -> Bias | None:
-    values = [(float(value), bool(g.is_trained)) for g in known if (value := getattr(g, measure)) is not None]
-    inside = [value for value, is_trained in values if is_trained]
-    outside = [value for value, is_trained in values if not is_trained]
-    if len(inside) < LEAST_GROUPS:
+def _bias(measure: str, decided: Sequence[PlayedGroup]) -> Bias | None:
+    values = [(float(value), bool(g.is_trained)) for g in decided if (value := getattr(g, measure)) is not None]
+    trained = [value for value, is_trained in values if is_trained]
+    others = [value for value, is_trained in values if not is_trained]
+    if len(trained) < MIN_GROUPS:
         return None
-    everything = inside + outside
-    distance = ks_distance(inside, everything)
-    # The two parts share no group, so the test is made between them; what is told is the distance to the whole.
-    is_sure = len(outside) >= LEAST_GROUPS and ks_distance(inside, outside) > CERTAINTY * math.sqrt(
-        (len(inside) + len(outside)) / (len(inside) * len(outside))
+    every = trained + others
+    distance = ks_distance(trained, every)
+    # The test needs independent samples, so it compares trained groups with the others; the report compares with all.
+    is_significant = len(others) >= MIN_GROUPS and ks_distance(trained, others) > KS_CRITICAL * math.sqrt(
+        (len(trained) + len(others)) / (len(trained) * len(others))
     )
     return Bias(
         measure=measure,
         distance=distance,
-        dispatched_mean=float(np.mean(everything)),
-        trained_mean=float(np.mean(inside)),
-        is_biased=is_sure and distance >= LEAST_DISTANCE,
+        dispatched_mean=float(np.mean(every)),
+        trained_mean=float(np.mean(trained)),
+        is_biased=is_significant and distance >= MIN_DISTANCE,
     )
 
 
 @dataclass(slots=True)
 class SelectionAudit:
-    """Remembers the last `window` groups of a dispatcher, and what the ledger says became of them."""
+    """The last `window` groups of a dispatcher, with their states in the ledger."""
 
     window: int
-    _groups: dict[GroupId, Played] = field(default_factory=dict)
+    _groups: dict[GroupId, PlayedGroup] = field(default_factory=dict)
 
-    def landed(
+    def add_settled(
         self, group_id: GroupId, *, tokens: float | None, seconds: float, reward: float | None, is_filtered: bool
     ) -> None:
-        self._remember(group_id, Played(tokens=tokens, seconds=seconds, reward=reward, is_filtered=is_filtered))
+        self._add(group_id, PlayedGroup(tokens=tokens, seconds=seconds, reward=reward, is_filtered=is_filtered))
 
-    def given_up(self, group_id: GroupId, *, seconds: float) -> None:
-        """It took too long or its worker died: so long at least."""
-        self._remember(group_id, Played(seconds=seconds))
+    def add_released(self, group_id: GroupId, *, seconds: float) -> None:
+        """A group that timed out or lost its worker. `seconds` is a lower bound."""
+        self._add(group_id, PlayedGroup(seconds=seconds))
 
-    def heard(self, past: Iterable[PastDraw]) -> None:
+    def update(self, past: Iterable[PastDraw]) -> None:
+        """Take over the ledger's decisions."""
         for draw in past:
             known = self._groups.get(draw.group_id)
-            if known is None or draw.state in (GroupState.DISPATCHED, GroupState.QUEUED):
-                continue
-            self._groups[draw.group_id] = Played(
-                tokens=known.tokens,
-                seconds=known.seconds,
-                reward=known.reward,
-                is_filtered=known.is_filtered,
-                is_trained=draw.state in TRAINED,
-            )
+            if known is not None and draw.state not in UNDECIDED:
+                self._groups[draw.group_id] = replace(known, is_trained=draw.state in TRAINED)
 
     def report(self) -> SelectionReport:
         return compare(self._groups.values())
 
-    def _remember(self, group_id: GroupId, played: Played) -> None:
+    def _add(self, group_id: GroupId, group: PlayedGroup) -> None:
         self._groups.pop(group_id, None)
-        self._groups[group_id] = played
+        self._groups[group_id] = group
         while len(self._groups) > self.window:
             self._groups.pop(next(iter(self._groups)))
-
-
-def played_of(outcome: Mapping[str, Any], *, state: str, drop_reason: str | None) -> Played:
-    """From a row of the ledger."""
-    is_open = state in (GroupState.DISPATCHED, GroupState.QUEUED)
-    return Played(
-        tokens=outcome.get("mean_response_tokens") if outcome.get("num_samples") else None,
-        seconds=outcome.get("seconds"),
-        reward=outcome.get("reward_mean"),
-        is_filtered=bool(drop_reason) and str(drop_reason).startswith("filtered"),
-        is_trained=None if is_open else state in TRAINED,
-    )

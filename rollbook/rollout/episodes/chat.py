@@ -31,8 +31,8 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
         raise RunError(f"rollout.settings of the default rollout function: {faults}") from error
 
     async def play_episode(row: dict[str, Any]) -> RolloutSample | None:
-        async with setup.open_environment() as world:
-            return await _Episode(setup, settings, world).play(row)
+        async with setup.open_environment() as env:
+            return await _Episode(setup, settings, env).play(row)
 
     return play_episode
 
@@ -40,10 +40,10 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
 class _Episode:
     """One attempt being played."""
 
-    def __init__(self, setup: RolloutSetup, settings: EpisodeSettings, world: Environment) -> None:
+    def __init__(self, setup: RolloutSetup, settings: EpisodeSettings, env: Environment) -> None:
         self._setup = setup
         self._settings = settings
-        self._world = world
+        self._env = env
         self._chat = MessageTrajectoryAssembler(setup.tokenizer, setup.sampling, on_rewrite=settings.on_rewrite)
         self._clock = EpisodeTime(setup.limits.max_seconds)
         if (episode := current_episode()) is not None and episode.time is not None:
@@ -52,7 +52,7 @@ class _Episode:
         self._cut_turns = 0
 
     async def play(self, row: dict[str, Any]) -> RolloutSample:
-        seen = await self._world.reset(row)
+        seen = await self._env.reset(row)
         if self._settings.system_prompt is not None:
             self._chat.add_message("system", self._settings.system_prompt)
         while True:
@@ -60,7 +60,7 @@ class _Episode:
             end = await self._turn()
             if isinstance(end, EndReason):
                 break
-            seen = await self._world.step(end)
+            seen = await self._env.step(end)
             self._rewards.append(seen.reward)
             if seen.done:
                 end = EndReason.DONE

@@ -13,33 +13,33 @@ from rollbook.rollout.episodes.policy import not_the_episodes_time
 OpenEnvironment: TypeAlias = Callable[[], AbstractAsyncContextManager[Environment]]
 
 
-class WorldHangsError(EpisodeError):
+class EnvironmentTimeoutError(EpisodeError):
     """A world did not answer. Its episode is given up and never scored."""
 
 
-class WatchedWorld:
+class TimedEnvironment:
     """A world whose every answer is waited for only so long. Whatever else it offers is passed through."""
 
-    def __init__(self, world: Environment, *, step_s: float) -> None:
-        self._world = world
+    def __init__(self, env: Environment, *, step_s: float) -> None:
+        self._env = env
         self._step_s = step_s
         self._steps = 0
 
     async def reset(self, task: Mapping[str, Any]) -> Observation:
         self._steps = 0
         async with self._within("reset"):
-            return await self._world.reset(task)
+            return await self._env.reset(task)
 
     async def step(self, action: str) -> Observation:
         self._steps += 1
         async with self._within(f"step {self._steps}"):
-            return await self._world.step(action)
+            return await self._env.step(action)
 
     async def close(self) -> None:
-        await self._world.close()
+        await self._env.close()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._world, name)
+        return getattr(self._env, name)
 
     @asynccontextmanager
     async def _within(self, what: str) -> AsyncIterator[None]:
@@ -49,8 +49,8 @@ class WatchedWorld:
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise WorldHangsError(
-                f"{what} of the world {type(self._world).__name__} was not answered within {self._step_s:g} s (rollout.step_s)"
+            raise EnvironmentTimeoutError(
+                f"{what} of the environment {type(self._env).__name__} was not answered within {self._step_s:g} s (rollout.step_s)"
             ) from None
 
 
@@ -58,16 +58,18 @@ def watched(open_environment: OpenEnvironment, *, step_s: float, open_s: float) 
     """Open worlds the same way, watched."""
 
     @asynccontextmanager
-    async def opened() -> AsyncIterator[WatchedWorld]:
+    async def opened() -> AsyncIterator[TimedEnvironment]:
         async with AsyncExitStack() as stack:
             with not_the_episodes_time():
                 try:
                     async with asyncio.timeout(open_s) as limit:
-                        world = await stack.enter_async_context(open_environment())
+                        env = await stack.enter_async_context(open_environment())
                 except TimeoutError:
                     if not limit.expired():
                         raise
-                    raise WorldHangsError(f"no world was ready within {open_s:g} s (rollout.open_s)") from None
-            yield WatchedWorld(world, step_s=step_s)
+                    raise EnvironmentTimeoutError(
+                        f"no environment was ready within {open_s:g} s (rollout.open_s)"
+                    ) from None
+            yield TimedEnvironment(env, step_s=step_s)
 
     return opened

@@ -1,11 +1,11 @@
 """Which finished groups carry something to learn. A filter takes a group and gives the reason to drop it, or None."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeAlias
 
 from rollbook.contracts.errors import EpisodeError, RollbookError
 from rollbook.contracts.group import PromptGroup
-from rollbook.contracts.plugin import load_attribute
+from rollbook.contracts.plugin import load_plugin
 
 GroupFilter: TypeAlias = Callable[[PromptGroup], str | None]
 
@@ -29,13 +29,13 @@ def constant_reward(group: PromptGroup) -> str | None:
     return None
 
 
-def load_filters(path: str | None, *, drop_constant_reward: bool, search_path: Sequence[str] = ()) -> list[GroupFilter]:
+def load_filters(path: str | None, *, drop_constant_reward: bool) -> list[GroupFilter]:
     """The filters of a run in the order they are asked: the cheap general ones first, then the user's."""
     filters: list[GroupFilter] = [one_sample]
     if drop_constant_reward:
         filters.append(constant_reward)
     if path is not None:
-        filters.append(_fenced(load_attribute(path, search_path, default=None, role="group filter"), path))
+        filters.append(_fenced(load_plugin(path, setting="rollout.filter"), path))
     return filters
 
 

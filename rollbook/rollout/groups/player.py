@@ -36,6 +36,9 @@ CAUSE_CHARS = 300
 """A cause is counted by its text and stored with the group: a message that quotes a whole document is cut."""
 
 
+_ANNOTATIONS = msgspec.msgpack.Decoder(tuple[list[dict[str, Any]] | None, dict[str, float | bool], dict[str, Any]])
+"""Messages, metrics and facts of a sample."""
+
 Score: TypeAlias = Callable[[Mapping[str, Any], RolloutSample], Awaitable[RolloutSample]]
 """Takes the task's row and a finished episode; gives it with the reward of the user's functions."""
 
@@ -258,8 +261,8 @@ def _checked(sample: object) -> RolloutSample | None:
     if not isinstance(sample, RolloutSample):
         raise BadSampleError(f"rollout returned a {type(sample).__name__}; it must return a RolloutSample or None")
     try:
-        # It is stored as JSON; better to learn here that it cannot be than when the whole group is submitted.
-        msgspec.json.encode((sample.messages, sample.metrics, sample.facts))
+        # Checked here, so that one bad sample does not make its whole group impossible to encode.
+        _ANNOTATIONS.decode(msgspec.msgpack.encode((sample.messages, sample.metrics, sample.facts)))
     except (TypeError, ValueError, OverflowError) as error:
         raise BadSampleError(
             f"rollout returned a sample whose messages, metrics or facts are not plain JSON: {error}"

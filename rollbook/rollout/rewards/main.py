@@ -18,7 +18,7 @@ from typing import Any
 
 from rollbook.concurrency.parent_watch import killed_with_parent
 from rollbook.contracts.errors import RunError
-from rollbook.contracts.plugin import load_attribute
+from rollbook.contracts.plugin import extend_search_path, load_plugin
 from rollbook.rollout.rewards.messages import Answer, Ask, FromChild, Give, Load, Loaded, LoadFailed, encode, to_child
 from rollbook.rollout.workers.messages import frame, read_frame
 
@@ -49,11 +49,10 @@ class RewardLoop:
                 task.cancel()
 
     def _load(self, load: Load) -> FromChild:
+        extend_search_path(load.search_path)
         try:
             for name, path in load.functions.items():
-                self._functions[name] = load_attribute(
-                    path, load.search_path, default=None, role=f"reward function {name}"
-                )
+                self._functions[name] = load_plugin(path, setting=f"rollout.rewards.functions.{name}.path")
         except RunError as error:
             return LoadFailed(cause=str(error))
         return Loaded(is_async={name: is_async(function) for name, function in self._functions.items()})

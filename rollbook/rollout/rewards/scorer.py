@@ -16,18 +16,10 @@ import msgspec
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.rollout.rewards.messages import RewardCase
 from rollbook.rollout.rewards.pool import RewardPool, open_reward_pool
-from rollbook.rollout.settings.rewards import TO_BE_SCORED, RewardRules, Score, combine
+from rollbook.rollout.settings.rewards import SECONDS_KEY, TO_BE_SCORED, RewardRules, Score, combine, score_key
 from rollbook.telemetry.events import EventLog
 
-__all__ = ["TO_BE_SCORED", "RewardCase", "Scorer", "open_scorer", "score_key"]
-
-SECONDS_KEY = "reward_seconds"
-"""In a sample's metrics: the slowest of its reward functions."""
-
-
-def score_key(name: str) -> str:
-    """The value of one function: a metric of the run, and of each sample (absent where it could not score)."""
-    return f"reward/{name}"
+__all__ = ["TO_BE_SCORED", "RewardCase", "Scorer", "open_scorer"]
 
 
 class Scorer:

@@ -11,6 +11,14 @@ from enum import StrEnum
 TO_BE_SCORED = "to be scored by rollout.rewards"
 """The `invalid_cause` of a sample whose rollout function leaves scoring to the reward functions."""
 
+SECONDS_KEY = "reward_seconds"
+"""Metric of a sample: seconds of its slowest reward function."""
+
+
+def score_key(name: str) -> str:
+    """Metric of a sample and of the run: the value of one reward function; absent if it could not score."""
+    return f"reward/{name}"
+
 
 class Missing(StrEnum):
     UNSCORABLE = "unscorable"

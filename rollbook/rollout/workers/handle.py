@@ -18,7 +18,7 @@ from rollbook.concurrency.exception_groups import STACK_SIGNAL
 from rollbook.concurrency.process_state import process_state
 from rollbook.concurrency.shield import finish
 from rollbook.contracts.errors import RunError, WorkerError
-from rollbook.rollout.groups.player import GroupOrder, GroupResult
+from rollbook.rollout.groups.player import GroupOrder
 from rollbook.rollout.workers.messages import (
     Beat,
     Cancel,
@@ -95,7 +95,7 @@ class AsyncRolloutWorker:
         if self.in_flight.pop((group_id, attempt), None) is not None:
             self._tell(Cancel(group_id=group_id, attempt=attempt, is_late=is_late))
 
-    async def results(self) -> AsyncIterator[tuple[GroupOrder, GroupResult]]:
+    async def results(self) -> AsyncIterator[tuple[GroupOrder, Finished]]:
         """What it finished, one by one. Raises `WorkerDiedError` when the process is gone or silent, `RunError` if it says so."""
         while True:
             message = await self._next(self._silence_s, "gave no sign of life")
@@ -103,7 +103,7 @@ class AsyncRolloutWorker:
                 case Finished(group_id=group_id, attempt=attempt):
                     # A result that crossed its own cancellation is no longer wanted.
                     if (order := self.in_flight.pop((group_id, attempt), None)) is not None:
-                        yield order, message.to_contract()
+                        yield order, message
                 case Beat(loop_lag_s=lag_s, continued=continued):
                     self.loop_lag_s = lag_s
                     self.continued = continued

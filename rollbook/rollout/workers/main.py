@@ -23,7 +23,7 @@ import uvloop
 from rollbook.concurrency.exception_groups import STACK_SIGNAL, tell_tasks
 from rollbook.concurrency.parent_watch import die_with_parent
 from rollbook.contracts.errors import RollbookError, RunError, WorkerError
-from rollbook.contracts.plugin import load_attribute
+from rollbook.contracts.plugin import extend_search_path, load_plugin
 from rollbook.rollout.contract import RolloutSetup, build_rollout, load_rollout
 from rollbook.rollout.episodes.env_calls import watched
 from rollbook.rollout.groups.filters import load_filters
@@ -152,11 +152,10 @@ async def work(socket_fd: int) -> int:
 
 
 async def _serve(recipe: WorkerRecipe, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    make = load_rollout(recipe.rollout, recipe.search_path)
-    filters = load_filters(
-        recipe.rules.filter, drop_constant_reward=recipe.rules.drop_constant_reward, search_path=recipe.search_path
-    )
-    builder: Builder = load_attribute(recipe.builder, recipe.search_path, default=None, role="worker builder")
+    extend_search_path(recipe.search_path)
+    make = load_rollout(recipe.rollout)
+    filters = load_filters(recipe.rules.filter, drop_constant_reward=recipe.rules.drop_constant_reward)
+    builder: Builder = load_plugin(recipe.builder, setting="worker builder")
     async with AsyncExitStack() as stack:
         setup = await stack.enter_async_context(builder(dict(recipe.settings)))
         setup = dataclasses.replace(

@@ -7,13 +7,13 @@ import asyncio
 from typing import Any, Self, TypeAlias
 
 import msgspec
-import numpy as np
 
-from rollbook.contracts.group import DropReason, GroupId, GroupOutcome, PromptGroup
-from rollbook.contracts.policy import PublicationId, SamplingParams
+from rollbook.contracts.group import DropReason, GroupId, GroupOutcome
+from rollbook.contracts.group_codec import EncodedGroup, encode_group
+from rollbook.contracts.policy import PublicationId
 from rollbook.contracts.task import TaskId
-from rollbook.contracts.trajectory import EndReason, RolloutSample, TokenRow, TurnMark
 from rollbook.rollout.groups.player import GroupOrder, GroupResult
+from rollbook.rollout.metrics import reported_scores
 
 LENGTH_BYTES = 4
 MAX_FRAME_BYTES = 1 << 31
@@ -93,100 +93,28 @@ class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
     stops_run: bool
 
 
-class RowMessage(msgspec.Struct, array_like=True, frozen=True):
-    token_ids: bytes
-    logprobs: bytes
-    loss_mask: bytes
-    versions: bytes
-
-    @classmethod
-    def of(cls, row: TokenRow) -> Self:
-        return cls(row.token_ids.tobytes(), row.logprobs.tobytes(), row.loss_mask.tobytes(), row.versions.tobytes())
-
-    def to_contract(self) -> TokenRow:
-        return TokenRow(
-            token_ids=np.frombuffer(self.token_ids, dtype=np.int32),
-            logprobs=np.frombuffer(self.logprobs, dtype=np.float32),
-            loss_mask=np.frombuffer(self.loss_mask, dtype=np.bool_),
-            versions=np.frombuffer(self.versions, dtype=np.int32),
-        )
-
-
-class SampleMessage(msgspec.Struct, array_like=True, frozen=True):
-    sequences: list[RowMessage]
-    sampling: SamplingParams
-    reward: float | None
-    finish_reason: EndReason
-    invalid_cause: str | None
-    solved: bool | None
-    messages: list[dict[str, Any]] | None
-    metrics: dict[str, float]
-    turns: list[tuple[int, int, int, float]]
-    facts: dict[str, Any]
-
-    @classmethod
-    def of(cls, sample: RolloutSample) -> Self:
-        return cls(
-            sequences=[RowMessage.of(row) for row in sample.sequences],
-            sampling=sample.sampling,
-            reward=None if sample.reward is None else float(sample.reward),
-            finish_reason=sample.finish_reason,
-            invalid_cause=sample.invalid_cause,
-            solved=sample.solved,
-            messages=None if sample.messages is None else [dict(message) for message in sample.messages],
-            metrics=dict(sample.metrics),
-            turns=[(turn.sequence, turn.start, turn.end, turn.seconds) for turn in sample.turns],
-            facts=dict(sample.facts),
-        )
-
-    def to_contract(self) -> RolloutSample:
-        return RolloutSample(
-            sequences=tuple(row.to_contract() for row in self.sequences),
-            sampling=self.sampling,
-            reward=self.reward,
-            finish_reason=self.finish_reason,
-            invalid_cause=self.invalid_cause,
-            solved=self.solved,
-            messages=None if self.messages is None else tuple(self.messages),
-            metrics=self.metrics,
-            turns=tuple(TurnMark(sequence=q, start=s, end=e, seconds=t) for q, s, e, t in self.turns),
-            facts=self.facts,
-        )
-
-
 class Finished(msgspec.Struct, tag="finished", array_like=True, frozen=True):
+    """A played group. The dispatcher passes the frame on and never decodes it."""
+
     group_id: str
     attempt: int
-    task_id: str
-    draw: int
-    samples: list[SampleMessage]
-    """None at all when no sample exists; then there is a drop reason."""
     outcome: GroupOutcome
-    drop: str | None
+    group: EncodedGroup | None = None
+    """None when no sample exists; then there is a drop reason."""
+    drop: DropReason | None = None
+    scores: tuple[dict[str, float], ...] = ()
+    """What the reward functions reported, for each sample that they scored."""
 
     @classmethod
     def of(cls, order: GroupOrder, result: GroupResult) -> Self:
         return cls(
             group_id=order.group_id,
             attempt=order.attempt,
-            task_id=order.task_id,
-            draw=order.draw,
-            samples=[] if result.group is None else [SampleMessage.of(sample) for sample in result.group.samples],
             outcome=result.outcome,
-            drop=None if result.drop is None else str(result.drop),
+            group=None if result.group is None else encode_group(result.group),
+            drop=result.drop,
+            scores=() if result.group is None else reported_scores(result.group),
         )
-
-    def to_contract(self) -> GroupResult:
-        group = None
-        if self.samples:
-            group = PromptGroup(
-                id=GroupId(self.group_id),
-                task_id=TaskId(self.task_id),
-                draw=self.draw,
-                samples=tuple(sample.to_contract() for sample in self.samples),
-            )
-        drop = None if self.drop is None else DropReason.parse(self.drop)
-        return GroupResult(group=group, outcome=self.outcome, drop=drop)
 
 
 ToWorker: TypeAlias = Play | Cancel | Stop

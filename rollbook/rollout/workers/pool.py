@@ -12,8 +12,9 @@ from rollbook.concurrency.clock import Clock, SystemClock
 from rollbook.concurrency.retry import backoff
 from rollbook.contracts.errors import RunError
 from rollbook.rollout.config import RolloutConfig
-from rollbook.rollout.groups.player import GroupOrder, GroupResult
+from rollbook.rollout.groups.player import GroupOrder
 from rollbook.rollout.workers.handle import AsyncRolloutWorker, WorkerDiedError, open_worker
+from rollbook.rollout.workers.messages import Finished
 from rollbook.rollout.workers.spec import WorkerRecipe
 from rollbook.telemetry.events import EventLog
 
@@ -28,7 +29,7 @@ class WorkersDyingError(RunError):
 class PoolListener(Protocol):
     """Who is told. Called from the pool's own tasks; must not block."""
 
-    def group_finished(self, order: GroupOrder, result: GroupResult) -> None: ...
+    def group_finished(self, order: GroupOrder, finished: Finished) -> None: ...
 
     def group_lost(self, order: GroupOrder, cause: str) -> None: ...
 
@@ -133,9 +134,9 @@ class WorkerPool:
         self.ready.set()
         try:
             self._hand_out()
-            async for order, result in worker.results():
+            async for order, finished in worker.results():
                 self._barren_deaths = 0
-                self._listener.group_finished(order, result)
+                self._listener.group_finished(order, finished)
                 self._hand_out()
         finally:
             self._open.remove(worker)

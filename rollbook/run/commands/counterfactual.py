@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from rollbook.contracts.errors import RunError
 from rollbook.run.config.run import override_table
 from rollbook.trainer.config import TrainerConfig
-from rollbook.trainer.losses.defaults import OWN_SETTINGS
+from rollbook.trainer.loss_defaults import LOSS_DEFAULTS
 from rollbook.trainer.replay import CounterfactualStep
 
 LOSS_SETTINGS = (
@@ -46,7 +46,7 @@ def other_recipe(recorded: TrainerConfig, loss: str | None, overrides: Sequence[
     try:
         config = TrainerConfig.model_validate(table["trainer"])
     except ValidationError as error:
-        known = f" (losses: {', '.join(OWN_SETTINGS)})"
+        known = f" (losses: {', '.join(LOSS_DEFAULTS)})"
         faults += [f"trainer.{'.'.join(map(str, e['loc']))}: {e['msg']}{known}" for e in error.errors()]
         raise RunError("; ".join(faults)) from error
     if faults:

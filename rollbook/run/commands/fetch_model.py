@@ -5,7 +5,6 @@ that is there already is left alone: its manifest says what it was made from.
 """
 
 import hashlib
-import importlib
 import json
 import shutil
 import subprocess
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rollbook.contracts.errors import RunError
+from rollbook.contracts.plugin import load_on_demand
 from rollbook.contracts.weights import weights_digest
 from rollbook.inference.weights.safetensors import read_weights
 from rollbook.run.directory import write_json
@@ -61,7 +61,7 @@ def get_model(name: str, *, target: Path | None, source: Path | None, force: boo
     _refuse_foreign(directory)
     with tempfile.TemporaryDirectory(prefix="rollbook-model-") as scratch:
         gguf = _gguf_of(source or _downloaded(entry, Path(scratch), say), Path(scratch), say)
-        convert = importlib.import_module("rollbook.inference.engines.embedded.model.gguf").convert_gguf
+        convert = load_on_demand("rollbook.inference.engines.embedded.model.gguf:convert_gguf")
         origin = _file_digest(gguf)
         directory.parent.mkdir(parents=True, exist_ok=True)
         parameters: int = convert(gguf, directory, pad_token=entry.pad_token, say=say)

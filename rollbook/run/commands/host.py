@@ -106,7 +106,7 @@ def host_facts(addresses: dict[str, str], config: RunConfig, directory: RunDirec
         "model_dir": str(model_location(directory)),
         "groups_per_step": config.gate.groups_per_step,
         "completions_per_prompt": config.rollout.completions_per_prompt,
-        "lag_budget": config.gate.max_head_offpolicy_versions,
+        "max_head_offpolicy_versions": config.gate.max_head_offpolicy_versions,
         "max_steps": config.trainer.max_steps,
         "temperature": config.rollout.sampling.temperature,
         "request_s": config.ledger.request_s,

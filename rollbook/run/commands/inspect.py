@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId, GroupState, PromptGroup
 from rollbook.contracts.trajectory import RolloutSample, TokenRow
-from rollbook.dashboard.queries import summary
+from rollbook.dashboard.run_files import summarise
 from rollbook.ledger.records import GroupRecord
 from rollbook.rollout.chat.provenance import Span, spans_of
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
-from rollbook.rollout.dispatch.selection_bias import compare, played_of
+from rollbook.rollout.dispatch.selection_bias import PlayedGroup, compare
 from rollbook.run.model_location import model_location
 from rollbook.run.record import RunRecordReader
 
@@ -20,7 +20,7 @@ LOOKED_BACK = 2000
 
 
 def overview_lines(run: RunRecordReader) -> Iterator[str]:
-    status, figures = run.status(), summary(run.directory.path)
+    status, figures = run.status(), summarise(run.directory.path)
     yield f"run         {run.run_id} in {run.directory.path}"
     yield f"steps       {status.acknowledged_step} trained, {status.durable_step} durable, trainer epoch {status.epoch}"
     yield f"policy      version {status.version}, publication {status.publication}"
@@ -40,7 +40,9 @@ def _fairness(run: RunRecordReader) -> str:
     """Whether the trained groups are like all that were dispatched, over the last ones."""
     rows = run.groups(state=None, limit=LOOKED_BACK, offset=max(0, run.status().opened - LOOKED_BACK))
     report = compare(
-        played_of(json.loads(row.outcome) if row.outcome else {}, state=row.state, drop_reason=row.drop_reason)
+        PlayedGroup.from_ledger(
+            json.loads(row.outcome) if row.outcome else {}, state=row.state, drop_reason=row.drop_reason
+        )
         for row in rows
     )
     if not report.biases:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rollbook.envs.config import EnvConfig, EnvServerConfig
-from rollbook.envs.server.run import serve_worlds
+from rollbook.envs.server.run import serve_environments
 from rollbook.run.directory import write_json
 
 __all__ = ["EnvConfig", "EnvServerConfig", "serve_environment"]
@@ -42,7 +42,7 @@ async def _serve(  # noqa: PLR0917 - the same list as above
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopping.set)
     say(f"preparing {size or 'any number of'} worlds of {env.name}")
-    async with serve_worlds(env, server, size=size, host=host, port=port, is_openenv=is_openenv) as running:
+    async with serve_environments(env, server, size=size, host=host, port=port, is_openenv=is_openenv) as running:
         say(
             f"serving {env.name} at {running.url}"
             + (f", to play by hand at {running.url}/web" if server.playground else "")

@@ -1,7 +1,6 @@
 """`rollbook ledger serve|compact|export|import`, and a ledger looked at from outside."""
 
 import asyncio
-import importlib
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from rollbook.concurrency.clock import SystemClock
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId
+from rollbook.contracts.plugin import load_on_demand
 from rollbook.ledger.atropos.config import AtroposConfig
 from rollbook.ledger.atropos.routes import add_atropos
 from rollbook.ledger.client.queries import audit_at, explain_at
@@ -84,7 +84,7 @@ def write_out(store: str, run: str, target: Path) -> dict[str, Any]:
     write = export_jsonl
     if target.suffix != ".jsonl":
         try:
-            write = importlib.import_module("rollbook.ledger.tools.parquet").export_parquet
+            write = load_on_demand("rollbook.ledger.tools.parquet:export_parquet")
         except ImportError as error:
             raise RunError(
                 f"Parquet needs the extra `parquet` ({error}); install it, or export to a .jsonl file"
@@ -123,7 +123,7 @@ def audit_elsewhere(url: str) -> list[AuditReport]:
             dropped=seen.dropped,
             steps=seen.steps,
             max_lag=seen.max_lag,
-            lag_budget=seen.lag_budget,
+            max_head_offpolicy_versions=seen.max_head_offpolicy_versions,
             violations=seen.violations,
         )
         for seen in audit_at(url, token=os.environ.get("ROLLBOOK_VIEWER_TOKENS"))

@@ -4,7 +4,6 @@ A trainer may come later and publish to it: its updates follow the directory's o
 """
 
 import asyncio
-import importlib
 import ipaddress
 import os
 import signal
@@ -17,6 +16,7 @@ import uvloop
 from pydantic import ValidationError
 
 from rollbook.contracts.errors import RunError
+from rollbook.contracts.plugin import load_on_demand
 from rollbook.contracts.policy import Publication, PublicationId
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engine import Engine, UnpublishedError, open_engine
@@ -25,6 +25,7 @@ from rollbook.inference.server.app import SERVICE, build_app
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
 from rollbook.run.directory import write_json
 from rollbook.run.supervision.sockets import listening_socket, serving
+from rollbook.trainer.config import ModelConfig
 
 DRAIN_S = 30.0
 """From the first signal: what runs may finish for so long. A second signal ends it at once."""
@@ -69,8 +70,8 @@ def model_directory(model: str | None, config: InferenceConfig) -> Path | None:
         return None
     if (path := Path(model)).is_dir():
         return path.resolve()
-    prepare = importlib.import_module("rollbook.trainer.model.model_directory").prepare_model_directory
-    settings = importlib.import_module("rollbook.trainer.config").ModelConfig(path=model)
+    prepare = load_on_demand("rollbook.trainer.model.model_directory:prepare_model_directory")
+    settings = ModelConfig(path=model)
     found: Path = prepare(settings, Path("unused"), seed=0)
     return found
 

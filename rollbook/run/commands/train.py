@@ -15,9 +15,9 @@ from pathlib import Path
 from rich.console import Console
 
 from rollbook.contracts.errors import RunError
-from rollbook.dashboard.figures import ProcessLine
-from rollbook.dashboard.queries import RunReader, RunSummary, summary
-from rollbook.dashboard.terminal import open_view
+from rollbook.dashboard.run_files import RunReader, summarise
+from rollbook.dashboard.run_metrics import RunSummary
+from rollbook.dashboard.terminal import ProcessStatus, open_view
 from rollbook.ledger.tools.audit import AuditReport
 from rollbook.run.config.run import LoadedConfig, RunConfig, dump_toml, load_config
 from rollbook.run.directory import RunDirectory
@@ -103,13 +103,17 @@ async def _view(
     supervisor: Supervisor, config: RunConfig, directory: RunDirectory, console: Console
 ) -> AsyncIterator[None]:
     """The live view beside the run. A view that breaks is told once and never stops training."""
-    budget = config.gate.max_head_offpolicy_versions
-    with open_view(console, title=config.run.name, total_steps=config.trainer.max_steps, lag_budget=budget) as view:
+    with open_view(
+        console,
+        title=config.run.name,
+        total_steps=config.trainer.max_steps,
+        max_head_offpolicy_versions=config.gate.max_head_offpolicy_versions,
+    ) as view:
         reader = RunReader(directory.path)
 
         def show() -> None:
             lines = [
-                ProcessLine(
+                ProcessStatus(
                     name=p.name, pid=p.pid, state=str(p.state), restarts=p.restarts, doing=p.doing, since_s=p.since_s
                 )
                 for p in supervisor.processes
@@ -139,7 +143,7 @@ def _report(config: RunConfig, directory: RunDirectory, outcome: RunOutcome, log
     report = _audit(directory)
     if report is None:
         return TrainReport(
-            directory=directory, config=config, outcome=outcome, audit=None, summary=summary(directory.path), plots=()
+            directory=directory, config=config, outcome=outcome, audit=None, summary=summarise(directory.path), plots=()
         )
     drawer = Supervisor(config, directory, log=log)
     try:
@@ -151,7 +155,7 @@ def _report(config: RunConfig, directory: RunDirectory, outcome: RunOutcome, log
         config=config,
         outcome=outcome,
         audit=report,
-        summary=summary(directory.path),
+        summary=summarise(directory.path),
         plots=tuple(sorted(directory.plots.glob("*.png"))),
     )
 

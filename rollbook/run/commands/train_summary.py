@@ -23,8 +23,8 @@ def verdict_row(report: TrainReport) -> dict[str, Any]:
         "solved_first": _rounded(figures.solved_first),
         "solved_last": _rounded(figures.solved_last),
         "max_lag": figures.max_lag,
-        "lag_budget": report.config.gate.max_head_offpolicy_versions,
-        "overlap_ratio": _rounded(figures.overlap_ratio),
+        "max_head_offpolicy_versions": report.config.gate.max_head_offpolicy_versions,
+        "trainer_utilisation": _rounded(figures.trainer_utilisation),
         "restarts": report.outcome.restarts,
         "audit": "none" if report.audit is None else "ok" if report.audit.ok else "violated",
     }
@@ -45,7 +45,7 @@ def tell(report: TrainReport, console: Console) -> None:
         console.print(f"  reward  {reward}    solved  {solved}")
         budget = report.config.gate.max_head_offpolicy_versions
         console.print(
-            f"  lag     at most {figures.max_lag} of {budget} allowed    overlap  {_overlap(figures.overlap_ratio)}",
+            f"  lag     at most {figures.max_lag} of {budget} allowed    trainer busy  {_utilisation(figures.trainer_utilisation)}",
             soft_wrap=True,
         )
     law = report.audit
@@ -74,8 +74,8 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 4)
 
 
-def _overlap(ratio: float | None) -> str:
-    return "–" if ratio is None else f"{ratio:.0%}: the trainer waited for groups the other {1 - ratio:.0%} of its time"
+def _utilisation(ratio: float | None) -> str:
+    return "–" if ratio is None else f"{ratio:.0%} of the time; it waited for groups {1 - ratio:.0%}"
 
 
 def _arrow(first: float | None, last: float | None, *, percent: bool = False) -> str:

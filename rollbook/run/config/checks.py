@@ -4,9 +4,11 @@ Three kinds: settings that can never move, settings that contradict each other, 
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 from pydantic import BaseModel
 
+from rollbook.contracts.plugin import plugin_fault
 from rollbook.envs.config import EnvConfig
 from rollbook.inference.config import InferenceConfig, ScriptedConfig, VllmConfig
 from rollbook.ledger.config import GateConfig
@@ -63,7 +65,7 @@ def _the_engine_can_hold_what_is_in_flight(parts: Parts) -> Faults:
                 )
 
 
-def _every_episode_has_a_world(parts: Parts) -> Faults:
+def _every_episode_has_an_environment(parts: Parts) -> Faults:
     match parts.get("env"), parts.get("gate"), parts.get("rollout"):
         case EnvConfig(pool_size=int(size)), GateConfig() as gate, RolloutConfig() as rollout:
             episodes = gate.max_groups_in_flight * rollout.episodes_per_group
@@ -196,7 +198,7 @@ CROSS_CHECKS: tuple[Callable[[Parts], Faults], ...] = (
     _tokens_fit_the_context,
     _a_minibatch_has_something_to_learn_from,
     _the_engine_can_hold_what_is_in_flight,
-    _every_episode_has_a_world,
+    _every_episode_has_an_environment,
     _the_run_ends,
     _schedules_know_their_length,
     _no_field_goes_unread,
@@ -206,3 +208,52 @@ CROSS_CHECKS: tuple[Callable[[Parts], Faults], ...] = (
     _evaluation_finds_a_policy,
     _checkpoints_come_as_often_as_measurements,
 )
+
+
+AGENT_ROLLOUT = "rollbook.rollout.agents.rollout"
+AGENT_SETTINGS = ("agent", "reward", "tool_parser")
+
+
+def missing_files(parts: Parts, source_dir: Path) -> Faults:
+    """Task files and user code that do not exist. Imports nothing: a check must not execute user code or load torch."""
+    for path, source in _task_sources(parts):
+        if source.endswith(".jsonl") and not (source_dir / source).exists():
+            yield path, f"no such file: {source_dir / source}"
+    for path, plugin, default in _plugins(parts):
+        fault = plugin_fault(plugin, setting=path, search_path=[source_dir], default=default)
+        if fault is not None:
+            yield path, fault.removeprefix(f"{path} = ")
+
+
+def _task_sources(parts: Parts) -> Faults:
+    match parts.get("tasks"):
+        case TasksConfig(is_posted=False, source=str(source)):
+            yield "tasks.source", source
+    match parts.get("evaluation"):
+        case EvaluationConfig(source=str(source)):
+            yield "evaluation.source", source
+
+
+def _plugins(parts: Parts) -> Iterator[tuple[str, str, str | None]]:
+    """Path in the file, `module:attribute`, attribute where the value names a module only."""
+    yield from ((path, source, None) for path, source in _task_sources(parts) if not source.endswith(".jsonl"))
+    match parts.get("rollout"):
+        case RolloutConfig() as rollout:
+            yield "rollout.function", rollout.function, "make_rollout"
+            if rollout.filter is not None:
+                yield "rollout.filter", rollout.filter, None
+            for name, function in rollout.rewards.functions.items():
+                yield f"rollout.rewards.functions.{name}.path", function.path, None
+            if rollout.function.partition(":")[0] == AGENT_ROLLOUT:
+                for name in AGENT_SETTINGS:
+                    if ":" in (value := str(rollout.settings.get(name, ""))):
+                        yield f"rollout.settings.{name}", value, None
+    match parts.get("env"):
+        case EnvConfig(name=str(name)) if ":" in name:
+            yield "env.name", name, None
+    match parts.get("inference"):
+        case InferenceConfig(scripted=ScriptedConfig(script=str(script))):
+            yield "inference.scripted.script", script, None
+    match parts.get("trainer"):
+        case TrainerConfig(loss=str(loss)) if ":" in loss:
+            yield "trainer.loss", loss, None

@@ -5,8 +5,6 @@ hide those in another; then what only makes sense together is checked. Unknown f
 chosen settings would never read.
 """
 
-import importlib.util
-import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ from rollbook.envs.config import EnvConfig
 from rollbook.inference.config import InferenceConfig
 from rollbook.ledger.config import GateConfig, LedgerConfig
 from rollbook.rollout.config import RolloutConfig
-from rollbook.run.config.checks import CROSS_CHECKS, what_is_published
+from rollbook.run.config.checks import CROSS_CHECKS, missing_files, what_is_published
 from rollbook.run.config.evaluation import EvaluationConfig
 from rollbook.tasks.config import TasksConfig
 from rollbook.telemetry.config import TelemetryConfig
@@ -157,7 +155,7 @@ def check_table(table: Mapping[str, Any], source_dir: Path) -> tuple[RunConfig |
                 for e in error.errors()
             ]
     faults += [ConfigFault(path, message) for check in CROSS_CHECKS for path, message in check(parts)]
-    faults += _missing_modules(parts, source_dir)
+    faults += [ConfigFault(path, message) for path, message in missing_files(parts, source_dir)]
     faults.sort(
         key=lambda fault: (
             list(RunConfig.model_fields).index(s) if (s := fault.path.split(".")[0]) in RunConfig.model_fields else 99
@@ -233,41 +231,3 @@ def override_table(table: dict[str, Any], text: str) -> ConfigFault | None:
             return ConfigFault(f"--set {text}", f"{key} is not a section")
     inner[keys[-1]] = value
     return None
-
-
-def _missing_modules(parts: Mapping[str, BaseModel], source_dir: Path) -> list[ConfigFault]:
-    """Dotted paths that lead nowhere. Modules are found, never run: checking a config must not execute it."""
-    wanted: list[tuple[str, str]] = []
-    if isinstance(rollout := parts.get("rollout"), RolloutConfig):
-        wanted.append(("rollout.function", rollout.function))
-        if rollout.filter:
-            wanted.append(("rollout.filter", rollout.filter))
-        wanted += [(f"rollout.rewards.functions.{n}.path", f.path) for n, f in rollout.rewards.functions.items()]
-    if isinstance(env := parts.get("env"), EnvConfig) and ":" in (env.name or ""):
-        wanted.append(("env.name", str(env.name)))
-    faults = []
-    if isinstance(tasks := parts.get("tasks"), TasksConfig) and not tasks.is_posted:
-        if tasks.source.endswith((".jsonl", ".json")) or "/" in tasks.source:
-            if not (source_dir / tasks.source).exists():
-                faults.append(ConfigFault("tasks.source", f"no such file: {source_dir / tasks.source}"))
-        else:
-            wanted.append(("tasks.source", tasks.source))
-    for path, dotted in wanted:
-        module = dotted.partition(":")[0]
-        if not _can_find(module, source_dir):
-            faults.append(
-                ConfigFault(
-                    path, f"module {module!r} was not found, neither in {source_dir} nor among the installed packages"
-                )
-            )
-    return faults
-
-
-def _can_find(module: str, source_dir: Path) -> bool:
-    sys.path.insert(0, str(source_dir))
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError, AttributeError):
-        return False
-    finally:
-        sys.path.remove(str(source_dir))

@@ -1,7 +1,5 @@
 """The environment process: a pool of worlds and the OpenEnv server over it. It answers only when the pool is ready."""
 
-import sys
-
 from rollbook.envs.config import EnvServerConfig
 from rollbook.envs.server.run import open_app
 from rollbook.run.supervision.child_main import RoleContext
@@ -10,13 +8,11 @@ from rollbook.run.supervision.sockets import serving
 
 async def main(context: RoleContext) -> str:
     env = context.loaded.config.env
-    # A world of the user's own may lie beside the config.
-    sys.path.insert(0, str(context.loaded.source_dir))
     async with (
-        open_app(env, EnvServerConfig(), size=env.pool_size, log=context.log) as (app, worlds),
+        open_app(env, EnvServerConfig(), size=env.pool_size, log=context.log) as (app, pool),
         serving(app, context.listening()) as url,
     ):
-        context.log.info("env.serving", url=url, world=env.name, capacity=worlds.capacity)
-        context.channel.ready(f"serving {worlds.capacity} worlds of {env.name}")
+        context.log.info("env.serving", url=url, env=env.name, capacity=pool.capacity)
+        context.channel.ready(f"serving {pool.capacity} environments of {env.name}")
         await context.draining.wait()
     return "stopped"

@@ -1,7 +1,5 @@
 """The policy process: engine, gate, server. It samples nothing before the trainer published weights to it."""
 
-import sys
-
 from rollbook.inference.engine import open_engine
 from rollbook.inference.server.app import SERVICE, build_app
 from rollbook.run.commands.serve_policy import texts_of
@@ -12,8 +10,6 @@ from rollbook.run.supervision.sockets import serving
 
 async def main(context: RoleContext) -> str:
     config = context.loaded.config
-    # A script that the config names may lie beside it.
-    sys.path.insert(0, str(context.loaded.source_dir))
     async with (
         open_engine(config.inference, model_location(context.directory), spans=context.spans) as engine,
         serving(

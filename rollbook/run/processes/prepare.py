@@ -1,9 +1,9 @@
 """Before anything runs: the model directory, with initial weights and tokenizer, from which engine and trainer both start."""
 
 import asyncio
-import importlib
 from pathlib import Path
 
+from rollbook.contracts.plugin import load_on_demand
 from rollbook.run.model_location import record_model_location
 from rollbook.run.supervision.child_main import RoleContext
 
@@ -22,6 +22,6 @@ def _model_directory(context: RoleContext) -> Path:
         for directory in (context.loaded.source_dir / config.model.path, Path(config.model.path)):
             if (directory / "config.json").is_file():
                 return directory.absolute()
-    trainer = importlib.import_module("rollbook.trainer.model.model_directory")
-    made: Path = trainer.prepare_model_directory(config.model, context.directory.model, seed=config.run.seed)
+    prepare = load_on_demand("rollbook.trainer.model.model_directory:prepare_model_directory")
+    made: Path = prepare(config.model, context.directory.model, seed=config.run.seed)
     return made

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from rollbook.contracts.errors import RunError
+from rollbook.contracts.plugin import extend_search_path
 from rollbook.dashboard.plots import draw_comparison
 from rollbook.run.commands.counterfactual import MEASURES, curves, other_recipe, table_of
-from rollbook.run.directory import write_json
+from rollbook.run.directory import RunDirectory, write_json
 from rollbook.run.model_location import model_location
 from rollbook.run.record import open_run
 from rollbook.trainer.replay import replay, retrain
@@ -85,6 +86,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     try:
+        extend_search_path([RunDirectory(args.run.resolve()).read_manifest()["source_dir"]])
         if args.out is None:
             report = asyncio.run(compare(args.run, args.until))
         else:

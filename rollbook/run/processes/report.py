@@ -7,6 +7,10 @@ from rollbook.run.supervision.child_main import RoleContext
 
 
 async def main(context: RoleContext) -> str:
-    budget = context.loaded.config.gate.max_head_offpolicy_versions
-    drawn = await asyncio.to_thread(draw_plots, context.directory.path, context.directory.plots, lag_budget=budget)
+    drawn = await asyncio.to_thread(
+        draw_plots,
+        context.directory.path,
+        context.directory.plots,
+        max_head_offpolicy_versions=context.loaded.config.gate.max_head_offpolicy_versions,
+    )
     return f"{len(drawn)} plots"

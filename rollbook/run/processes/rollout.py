@@ -40,7 +40,7 @@ async def main(context: RoleContext) -> str:
             metrics=MetricRecorder("rollout", rollout_metrics(config.rollout), context.directory.metrics_file),
             spans=context.spans,
             max_attempts=config.gate.max_attempts,
-            look_at=f"the events rollout.group_failed in {context.directory.log_file(context.role)}",
+            log_hint=f"the events rollout.group_failed in {context.directory.log_file(context.role)}",
         )
         context.channel.ready("playing")
         return await _run_until_drained(dispatcher.run(), context)
@@ -92,7 +92,7 @@ def worker_recipe(context: RoleContext) -> WorkerRecipe:
             "policy_url": context.addresses["policy"],
             "model_dir": str(model_location(context.directory)),
             "inference": config.inference.model_dump(mode="json"),
-            "env": _worlds(context),
+            "env": _envs(context),
             "rollout": config.rollout.model_dump(mode="json"),
             "log_file": str(context.directory.log_file("rollout-worker")),
         },
@@ -100,7 +100,7 @@ def worker_recipe(context: RoleContext) -> WorkerRecipe:
     )
 
 
-def _worlds(context: RoleContext) -> dict[str, Any]:
+def _envs(context: RoleContext) -> dict[str, Any]:
     """Where the workers find their worlds: at the run's own environment server, at one elsewhere, or in themselves."""
     if "env" in context.addresses:
         return {"url": context.addresses["env"]}

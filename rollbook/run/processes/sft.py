@@ -56,7 +56,7 @@ def _learn(directory: Path, loaded: LoadedSftConfig) -> int:
         validation=validation,
         metrics=MetricRecorder("sft", SFT_METRICS, directory / "metrics.jsonl"),
         log=log,
-        told=_Teller(),
+        on_metrics=_Teller(),
     )
     _say(f"{len(train)} demonstrations, {len(validation)} for validation, {loop.total_steps} steps")
     claim(directory, loaded, digest_of_rows(train), total_steps=loop.total_steps)

@@ -52,7 +52,7 @@ async def main(context: RoleContext) -> str:
             config=config.trainer,
             model_dir=model_location(context.directory),
             directory=context.directory.path,
-            lag_budget=config.gate.max_head_offpolicy_versions,
+            max_head_offpolicy_versions=config.gate.max_head_offpolicy_versions,
             metrics=_Narrator(context),
             spans=context.spans,
             log=context.log,

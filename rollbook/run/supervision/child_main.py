@@ -7,7 +7,6 @@ turns whatever escapes into an exit code that says who must act.
 import argparse
 import asyncio
 import faulthandler
-import importlib
 import json
 import os
 import signal
@@ -22,6 +21,7 @@ import uvloop
 
 from rollbook.concurrency.parent_watch import die_with_parent
 from rollbook.contracts.errors import FencedError, RunError
+from rollbook.contracts.plugin import extend_search_path, load_on_demand
 from rollbook.run.config.run import LoadedConfig, load_config
 from rollbook.run.directory import RunDirectory
 from rollbook.run.supervision.channel import Channel
@@ -79,6 +79,7 @@ def main(argv: list[str] | None = None) -> int:
     log.info("process.started", pid=os.getpid(), role=args.role)
     try:
         loaded = load_config(directory.config_file, source_dir=Path(directory.read_manifest()["source_dir"]))
+        extend_search_path([loaded.source_dir])
         context = RoleContext(
             role=args.role,
             directory=directory,
@@ -89,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
             addresses=json.loads(args.addresses),
             server_socket=socket.socket(fileno=args.socket_fd) if args.socket_fd is not None else None,
         )
-        module = cast(RoleModule, importlib.import_module(ROLES[args.role]))
+        module = cast(RoleModule, load_on_demand(ROLES[args.role]))
         return uvloop.run(_play(module, context))
     except Exception as error:
         return _verdict(error, channel, log)

@@ -1,8 +1,8 @@
-"""All of a run's learning state, or none of it.
+"""Checkpoints of the complete training state, written atomically.
 
-A checkpoint is a directory `step-000012` that appears under its name only when everything in it is on disk:
+A checkpoint is a directory `step-000012` that gets its name only after all its files are on disk:
 
-    model/            Hugging Face directory: config, weights, tokenizer; usable by anybody (with LoRA: a PEFT one)
+    model/            Hugging Face directory: config, weights, tokenizer (with LoRA: a PEFT directory)
     trainer.pt        optimizer and random states
     checkpoint.json   step, digest of the weights, digest of every file, settings; written last
 """
@@ -22,7 +22,7 @@ from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.files.atomic_files import file_digest, sync_directory, sync_tree, writing
 from rollbook.trainer.files.random_states import seed_everything, set_random_states
 from rollbook.trainer.model.policy_model import PolicyModel
-from rollbook.trainer.step import LearnerCopy, TrainStep
+from rollbook.trainer.step import LearnerSnapshot, TrainStep
 
 MANIFEST = "checkpoint.json"
 MODEL = "model"
@@ -42,7 +42,7 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A whole one, as its manifest describes it."""
+    """A complete checkpoint, as described by its manifest."""
 
     path: Path
     step: int
@@ -62,33 +62,33 @@ class Checkpoints:
         self._config = config
 
     def steps(self) -> list[int]:
-        """Steps of the whole checkpoints, oldest first. Torn ones (no manifest) are not among them."""
+        """Steps of the complete checkpoints, oldest first. Incomplete ones have no manifest and are left out."""
         if not self._directory.is_dir():
             return []
         named = [(NAME.fullmatch(path.name), path) for path in self._directory.iterdir()]
         return sorted(int(match[1]) for match, path in named if match and (path / MANIFEST).is_file())
 
     def latest(self) -> Checkpoint | None:
-        """The newest whole checkpoint, its files compared with their digests."""
+        """The newest complete checkpoint, verified against the digests of its files."""
         steps = self.steps()
         return self._verified(self._path(steps[-1])) if steps else None
 
     def save(self, learner: TrainStep, *, weights_digest: str) -> Checkpoint:
-        """Write the checkpoint of the learner's step, here and now."""
-        return self.write(learner.copied(learner.model.snapshot()), weights_digest=weights_digest)
+        """Write the checkpoint of the learner's current step."""
+        return self.write(learner.state_snapshot(learner.model.snapshot()), weights_digest=weights_digest)
 
-    def write(self, copied: LearnerCopy, *, weights_digest: str) -> Checkpoint:
-        """Write the checkpoint of a copied learner, then remove the oldest beyond the number to keep.
+    def write(self, snapshot: LearnerSnapshot, *, weights_digest: str) -> Checkpoint:
+        """Write the checkpoint of a snapshot, then remove the oldest ones beyond the number to keep.
 
-        A step that is there already is not written again.
+        A step that already has a checkpoint is not written again.
         """
-        path = self._path(copied.step)
+        path = self._path(snapshot.step)
         if not (path / MANIFEST).is_file():
             with writing(path):
-                self._write_whole(path, copied, weights_digest)
+                self._write_atomically(path, snapshot, weights_digest)
         for step in removable(self.steps(), keep=self._config.keep_checkpoints, keep_every=self._config.keep_every):
             shutil.rmtree(self._path(step))
-        return Checkpoint(path=path, step=copied.step, weights_digest=weights_digest)
+        return Checkpoint(path=path, step=snapshot.step, weights_digest=weights_digest)
 
     def restore(self, checkpoint: Checkpoint | None) -> TrainStep:
         """The learner as it was at the checkpoint; from the initial weights without one. Random states are set too."""
@@ -115,17 +115,17 @@ class Checkpoints:
     def _path(self, step: int) -> Path:
         return self._directory / f"step-{step:06d}"
 
-    def _write_whole(self, path: Path, copied: LearnerCopy, weights_digest: str) -> None:
+    def _write_atomically(self, path: Path, snapshot: LearnerSnapshot, weights_digest: str) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
         self._sweep()
         unfinished = self._directory / f".{path.name}.{os.getpid()}.tmp"
         try:
-            copied.model.save(unfinished / MODEL, copied.weights)
+            snapshot.model.save(unfinished / MODEL, snapshot.weights)
             for name in TOKENIZER_FILES:
                 if (self._model_dir / name).is_file():
                     shutil.copyfile(self._model_dir / name, unfinished / MODEL / name)
-            torch.save(copied.state, unfinished / STATE)
-            self._write_manifest(unfinished, copied.step, weights_digest)
+            torch.save(snapshot.state, unfinished / STATE)
+            self._write_manifest(unfinished, snapshot.step, weights_digest)
             sync_tree(unfinished)
             unfinished.rename(path)
             sync_directory(self._directory)
@@ -152,27 +152,27 @@ class Checkpoints:
                 dict(manifest["files"]),
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise RunError(f"checkpoint {path}: its {MANIFEST} cannot be read ({error!r}). {advice}") from error
+            raise RunError(f"checkpoint {path}: {MANIFEST} cannot be read ({error!r}). {advice}") from error
         damaged = [name for name, digest in files.items() if not _has_digest(path / name, str(digest))]
         if damaged:
-            raise RunError(f"checkpoint {path} is corrupt: {', '.join(damaged)} differ from what was saved. {advice}")
+            raise RunError(f"checkpoint {path} is corrupt: {', '.join(damaged)} changed after it was saved. {advice}")
         return Checkpoint(path=path, step=step, weights_digest=weights_digest)
 
     def _sweep(self) -> None:
-        """Remove what a killed process left unfinished. There is one trainer a run: the ledger fences any other."""
+        """Remove incomplete checkpoints of killed processes. A run has one trainer: the ledger fences any other."""
         for path in self._directory.iterdir():
-            is_torn = NAME.fullmatch(path.name) is not None and not (path / MANIFEST).is_file()
-            if path.is_dir() and (path.name.endswith(".tmp") or is_torn):
+            is_incomplete = NAME.fullmatch(path.name) is not None and not (path / MANIFEST).is_file()
+            if path.is_dir() and (path.name.endswith(".tmp") or is_incomplete):
                 shutil.rmtree(path)
 
 
 def removable(steps: list[int], *, keep: int, keep_every: int | None) -> list[int]:
-    """Which of the checkpoints (oldest first) may go: all but the newest, and those kept for good."""
+    """The checkpoints (oldest first) to remove: all but the newest `keep` and every `keep_every`-th step."""
     return [step for step in steps[:-keep] if keep_every is None or step % keep_every]
 
 
 def initial_learner(model_dir: Path, config: TrainerConfig) -> TrainStep:
-    """A learner at step 0. The one way to begin, for the loop and for a replay: nothing about the start can differ."""
+    """A learner at step 0. The loop and the replay both use it, so that they start from the same state."""
     model = _load(model_dir, config)
     reference = reference_model(model_dir, config)
     seed_everything(config.seed)
@@ -180,7 +180,7 @@ def initial_learner(model_dir: Path, config: TrainerConfig) -> TrainStep:
 
 
 def reference_model(model_dir: Path, config: TrainerConfig) -> PolicyModel | None:
-    """The initial policy, frozen, where the loss asks how far it went from it. Adapters need no copy: their base stands still."""
+    """The frozen initial policy for the KL term. Adapters need no copy: their base model does not change."""
     if config.kl_coef == 0 or config.lora is not None:
         return None
     return _load(model_dir, config.model_copy(update={"gradient_checkpointing": False})).frozen()

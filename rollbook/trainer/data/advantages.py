@@ -1,7 +1,7 @@
-"""Advantages: how much better a sample was than its siblings, or than the batch.
+"""Advantages: how much better a sample was than the rest of its group or batch.
 
-Groups are told apart by an explicit id, never by reshaping, so groups of different sizes mix freely. Statistics are taken over
-the scorable samples alone; an unscorable one (reward NaN) has advantage 0 and moves nobody's baseline.
+Groups are identified by an explicit id, not by reshaping, so groups of different sizes can be mixed. Statistics use scorable
+samples only; an unscorable sample (reward NaN) has advantage 0 and does not affect any baseline.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 CONSTANT = 1e-8
-"""A spread below this is rounding: every sample did equally well, and there is nothing to learn."""
+"""A standard deviation below this is rounding error: all rewards are equal, so all advantages are 0."""
 
 Baseline = Callable[[NDArray[np.float64]], NDArray[np.float64]]
 
@@ -35,7 +35,7 @@ def leave_one_out(rewards: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def mean_relative(rewards: NDArray[np.float64]) -> NDArray[np.float64]:
-    """(r - mean) / mean, as in MaxRL: the rarer success is in a group, the more one counts. For rewards of 0 and above."""
+    """(r - mean) / mean, as in MaxRL: rare successes get larger advantages. For non-negative rewards."""
     mean = float(rewards.mean())
     is_usable = abs(mean) >= CONSTANT and float(rewards.std(ddof=1)) >= CONSTANT
     return (rewards - mean) / abs(mean) if is_usable else np.zeros_like(rewards)
@@ -46,35 +46,35 @@ BASELINES: dict[str, Baseline] = {
     "dr_grpo": centred_only,
     "rloo": leave_one_out,
     "maxrl": mean_relative,
-    # REINFORCE++ takes its spread from the whole batch: what follows stands in `advantages`.
+    # REINFORCE++ normalises over the whole batch, see `advantages`.
     "reinforce_pp": lambda rewards: rewards,
     "reinforce_pp_baseline": centred_only,
 }
-BY_BATCH = frozenset({"reinforce_pp", "reinforce_pp_baseline"})
-"""Normalised over the scorable samples of the whole batch after the group's baseline."""
+BATCH_NORMALISED = frozenset({"reinforce_pp", "reinforce_pp_baseline"})
+"""Normalised over the scorable samples of the whole batch, after the group's baseline."""
 
 
 def advantages(rewards: NDArray[np.float64], group_of: NDArray[np.int64], *, kind: str) -> NDArray[np.float64]:
     """Advantage of each sample. `rewards` is NaN where a sample could not be scored; `group_of` numbers each sample's group."""
     if rewards.shape != group_of.shape:
-        raise ValueError(f"{len(rewards)} rewards for {len(group_of)} group numbers: each sample needs one of each")
+        raise ValueError(f"{len(rewards)} rewards, but {len(group_of)} group numbers: each sample needs one of each")
     baseline = BASELINES[kind]
     result = np.zeros(len(rewards), dtype=np.float64)
     is_scorable = ~np.isnan(rewards)
     for group in np.unique(group_of):
         members = np.flatnonzero((group_of == group) & is_scorable)
-        # One sample alone has nothing in its group to be compared with; the batch may still have.
+        # A single sample has no group baseline. The batch may still have one.
         if len(members) > 1 or (kind == "reinforce_pp" and len(members)):
             result[members] = baseline(rewards[members])
-    if kind in BY_BATCH:
+    if kind in BATCH_NORMALISED:
         scorable = np.flatnonzero(is_scorable)
         result[scorable] = group_relative(result[scorable]) if len(scorable) > 1 else 0.0
     return result
 
 
 def overlong_penalties(
-    num_trained: NDArray[np.int64], *, most: int, buffer: int, penalty: float
+    num_trained: NDArray[np.int64], *, max_tokens: int, buffer: int, penalty: float
 ) -> NDArray[np.float64]:
-    """What each sample's length costs: nothing up to most - buffer tokens, then rising to the whole penalty at `most` (DAPO)."""
-    into_buffer = (num_trained - (most - buffer)) / buffer
-    return penalty * np.clip(into_buffer, 0.0, 1.0)
+    """Length penalty of each sample (DAPO): 0 up to max_tokens - buffer, then rising linearly to `penalty` at max_tokens."""
+    buffer_fraction = (num_trained - (max_tokens - buffer)) / buffer
+    return penalty * np.clip(buffer_fraction, 0.0, 1.0)

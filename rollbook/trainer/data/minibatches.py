@@ -1,10 +1,10 @@
-"""How a batch becomes passes through the model: rows, minibatches (one optimizer step each), microbatches (one pass each).
+"""Splits a batch into rows, minibatches (one optimizer step each) and microbatches (one forward pass each).
 
-Everything here is a pure function of the batch, the settings, the seed and the step, so a replayed batch is cut the same way.
-Nothing is lost and nothing is used twice: each trained token of a scorable sample is in exactly one microbatch.
+Pure functions of the batch, the settings, the seed and the step, so a replayed batch is split the same way. Each trained token of a
+scorable sample is in exactly one microbatch.
 
-Two facts of a causal model save most of the work. What follows the last trained token is never computed, and neither is a row whose
-inputs are the beginning of another row's: its tokens are read from that longer row. Short-answer tasks repeat themselves often.
+Two properties of causal models save compute. Tokens after the last trained token are not computed. A row whose inputs are a prefix
+of another row is read from that longer row, which is frequent in tasks with short answers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,12 +19,12 @@ from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.data.advantages import advantages, overlong_penalties
 
 PAD_ID = 0
-"""Any id will do: padding stands on the right, where causal attention never looks."""
+"""Any id works: padding is on the right, where causal attention does not look."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainRow:
-    """One sequence with what is learned from it. Token i of the trained ones is predicted at input position `predicted_at[i]`."""
+    """One sequence with its training targets. Target i is predicted at input position `predicted_at[i]`."""
 
     group_id: GroupId
     sample: int
@@ -33,7 +33,7 @@ class TrainRow:
     predicted_at: NDArray[np.int64]
     targets: NDArray[np.int32]
     sampled_logprobs: NDArray[np.float32]
-    """Of the sampling distribution; NaN where the producer did not say."""
+    """Logprobs of the sampling distribution; NaN where the producer did not record them."""
     advantage: float
     temperature: float
 
@@ -45,14 +45,14 @@ class TrainRow:
         return len(self.targets)
 
 
-# B rows of inputs, T their length, N trained tokens. Packed: B is 1, and T the tokens of all sequences end to end.
+# B rows of inputs, T their length, N trained tokens. Packed: B is 1, and T counts the tokens of all concatenated sequences.
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Microbatch:
-    """One pass. Token n is predicted at flat position `predicted_at_N[n]` of the B*T inputs."""
+    """One forward pass. Token n is predicted at flat position `predicted_at_N[n]` of the B*T inputs."""
 
     inputs_BT: NDArray[np.int64]
     lengths: tuple[int, ...] | None
-    """Of the sequences in a packed row, equal ones side by side; None where each sequence has a row, padded to the longest."""
+    """Lengths of the packed sequences, sorted; None where each sequence has its own row, padded to the longest."""
     num_padding: int
     predicted_at_N: NDArray[np.int64]
     targets_N: NDArray[np.int64]
@@ -60,9 +60,9 @@ class Microbatch:
     advantages_N: NDArray[np.float32]
     temperatures_N: NDArray[np.float32]
     weights_N: NDArray[np.float32]
-    """The minibatch's loss is the sum of weight times token loss over its microbatches: the reduction, written out."""
+    """The minibatch's loss is the sum of weight times token loss over its microbatches. The weights implement the reduction."""
     row_of_N: NDArray[np.int64]
-    """Number of the sequence in this pass, for losses that look at whole sequences."""
+    """Index of the sequence in this pass, for sequence-level losses."""
     num_rows: int
 
     @property
@@ -80,7 +80,7 @@ class Minibatch:
 
 
 def sample_advantages(batch: TrainingBatch, config: TrainerConfig) -> NDArray[np.float64]:
-    """Advantage of every sample of the batch, in order; 0 for the unscorable. Length is paid for before rewards are compared."""
+    """Advantage of every sample of the batch, in order; 0 for unscorable ones. Length penalties apply before the baseline."""
     samples = [sample for group in batch.groups for sample in group.samples]
     rewards = np.array([s.reward if s.reward is not None else np.nan for s in samples], dtype=np.float64)
     group_of = np.array([number for number, group in enumerate(batch.groups) for _ in group.samples], dtype=np.int64)
@@ -88,7 +88,7 @@ def sample_advantages(batch: TrainingBatch, config: TrainerConfig) -> NDArray[np
     if config.overlong_tokens is not None:
         rewards -= overlong_penalties(
             np.array([s.num_trained for s in samples], dtype=np.int64),
-            most=config.overlong_tokens,
+            max_tokens=config.overlong_tokens,
             buffer=recipe.overlong_buffer,
             penalty=recipe.overlong_penalty,
         )
@@ -96,7 +96,7 @@ def sample_advantages(batch: TrainingBatch, config: TrainerConfig) -> NDArray[np
 
 
 def flatten(batch: TrainingBatch, config: TrainerConfig) -> list[TrainRow]:
-    """Sequences of the scorable samples that have something to train, in the batch's order."""
+    """The sequences of scorable samples that have trained tokens, in the batch's order."""
     shared = sample_advantages(batch, config)
     rows: list[TrainRow] = []
     number = -1
@@ -125,9 +125,9 @@ def flatten(batch: TrainingBatch, config: TrainerConfig) -> list[TrainRow]:
 
 
 def split(rows: Sequence[TrainRow], count: int, *, seed: int, step: int) -> list[list[TrainRow]]:
-    """Up to `count` minibatches with about equally many tokens, none empty. A sample's sequences stay together.
+    """Up to `count` non-empty minibatches of about equally many tokens. A sample's sequences stay together.
 
-    Samples are dealt in an order shuffled by (seed, step), each to the minibatch that is lightest so far.
+    Samples are assigned in an order shuffled by (seed, step), each to the minibatch with the fewest tokens so far.
     """
     if count == 1:
         return [list(rows)] if rows else []
@@ -135,13 +135,13 @@ def split(rows: Sequence[TrainRow], count: int, *, seed: int, step: int) -> list
     for row in rows:
         samples.setdefault(row.sample, []).append(row)
     numbers = np.array(sorted(samples), dtype=np.int64)
-    dealt: list[list[TrainRow]] = [[] for _ in range(min(count, len(samples)))]
-    loads = [0] * len(dealt)
+    minibatches: list[list[TrainRow]] = [[] for _ in range(min(count, len(samples)))]
+    num_tokens = [0] * len(minibatches)
     for number in np.random.default_rng((seed, step)).permutation(numbers):
-        lightest = loads.index(min(loads))
-        dealt[lightest].extend(samples[int(number)])
-        loads[lightest] += sum(len(row) for row in samples[int(number)])
-    return dealt
+        smallest = num_tokens.index(min(num_tokens))
+        minibatches[smallest].extend(samples[int(number)])
+        num_tokens[smallest] += sum(len(row) for row in samples[int(number)])
+    return minibatches
 
 
 def token_weights(rows: Sequence[TrainRow], *, reduction: str, fixed_length: int | None = None) -> list[float]:
@@ -153,34 +153,36 @@ def token_weights(rows: Sequence[TrainRow], *, reduction: str, fixed_length: int
         return [1.0 / (len(rows) * row.num_trained) for row in rows]
     if reduction == "fixed_length" and fixed_length is not None:
         return [1.0 / (len(rows) * fixed_length)] * len(rows)
-    raise ValueError(f"there is no reduction {reduction!r} with length {fixed_length}")
+    raise ValueError(f"unknown reduction {reduction!r} with length {fixed_length}")
 
 
 def shared_prefixes(rows: Sequence[TrainRow], *, max_trained: int) -> list[list[int]]:
-    """Row numbers in bundles that one input row serves: the first of a bundle begins with the inputs of all the others.
+    """Row numbers in bundles that share one input row: the inputs of all other rows are prefixes of the first row of the bundle.
 
-    A bundle holds at most `max_trained` trained tokens, unless a single row has more: its logits must fit in memory too.
+    A bundle holds at most `max_trained` trained tokens, or a single row: its logits must fit in memory.
     """
-    # Big-endian bytes sort like the ids themselves, so whatever begins with a row stands right after it.
+    # Big-endian bytes sort like the ids, so the rows that a row is a prefix of are adjacent to it.
     keys = [row.inputs.astype(">i4").tobytes() for row in rows]
     order = sorted(range(len(rows)), key=lambda number: (keys[number], number), reverse=True)
     bundles: list[list[int]] = []
-    room = 0
+    capacity = 0
     for number in order:
-        if bundles and rows[number].num_trained <= room and keys[bundles[-1][0]].startswith(keys[number]):
+        if bundles and rows[number].num_trained <= capacity and keys[bundles[-1][0]].startswith(keys[number]):
             bundles[-1].append(number)
-            room -= rows[number].num_trained
+            capacity -= rows[number].num_trained
         else:
             bundles.append([number])
-            room = max_trained - rows[number].num_trained
+            capacity = max_trained - rows[number].num_trained
     return bundles
 
 
-def passes(lengths: Sequence[int], trained: Sequence[int], *, max_tokens: int, pass_cost: int) -> Iterator[list[int]]:
-    """Which inputs go through the model together, longest first.
+def padded_passes(
+    lengths: Sequence[int], trained: Sequence[int], *, max_tokens: int, pass_cost: int
+) -> Iterator[list[int]]:
+    """The inputs of each padded pass, longest first.
 
-    A pass is closed before it would exceed `max_tokens` (padded inputs, or trained tokens), and as soon as its padding costs
-    more than one more pass would.
+    A pass ends before it would exceed `max_tokens` (padded inputs, or trained tokens), and when its padding would cost more than
+    another pass.
     """
     chosen: list[int] = []
     longest = padding = num_trained = 0
@@ -200,16 +202,16 @@ def passes(lengths: Sequence[int], trained: Sequence[int], *, max_tokens: int, p
 
 
 def packed_passes(lengths: Sequence[int], *, max_tokens: int, ranks: int = 1) -> Iterator[list[int]]:
-    """Which inputs share a packed row, longest first, so that equal lengths stand side by side.
+    """The inputs of each packed row, longest first, so that equal lengths are adjacent.
 
-    As few passes as `max_tokens` allows (a longer input goes alone), as many for each rank, with about equally many tokens.
+    As few passes as `max_tokens` allows (a longer input gets its own pass), equally many per rank, with about equally many tokens.
     """
     total = sum(lengths)
     count = -(-total // (max_tokens * ranks)) * ranks
     chosen: list[int] = []
     held = done = closed = 0
     for number in sorted(range(len(lengths)), key=lambda n: (-lengths[n], n)):
-        # A pass is full when the passes up to it have their share of all tokens, to the nearest input.
+        # A pass is full when the passes up to it hold their share of all tokens, rounded to whole inputs.
         is_enough = 2 * (done + held) + lengths[number] > 2 * total * (closed + 1) / count
         if chosen and (held + lengths[number] > max_tokens or (is_enough and closed + 1 < count)):
             yield chosen
@@ -223,7 +225,7 @@ def packed_passes(lengths: Sequence[int], *, max_tokens: int, ranks: int = 1) ->
 def pack(
     rows: Sequence[TrainRow], bundles: Sequence[Sequence[int]], weights: Sequence[float], *, is_packed: bool
 ) -> Microbatch:
-    """Put the bundles' first rows end to end, or pad them to one array, and point each bundle's trained tokens into it."""
+    """Concatenate the bundles' first rows, or pad them into one array, and index each bundle's trained tokens into it."""
     lengths = [len(rows[bundle[0]]) for bundle in bundles]
     width = sum(lengths) if is_packed else max(lengths)
     inputs = np.full((1 if is_packed else len(bundles), width), PAD_ID, dtype=np.int64)
@@ -252,14 +254,14 @@ def pack(
 
 
 def plan_minibatch(rows: Sequence[TrainRow], config: TrainerConfig, *, is_packed: bool) -> Minibatch:
-    """Cut one minibatch into passes."""
+    """Split one minibatch into passes."""
     weights = token_weights(rows, reduction=config.recipe.reduction, fixed_length=config.reduction_length)
     bundles = shared_prefixes(rows, max_trained=config.max_tokens_per_microbatch)
     lengths = [len(rows[bundle[0]]) for bundle in bundles]
     if is_packed:
         chosen = packed_passes(lengths, max_tokens=config.max_tokens_per_microbatch, ranks=config.ranks)
     else:
-        chosen = passes(
+        chosen = padded_passes(
             lengths,
             [sum(rows[number].num_trained for number in bundle) for bundle in bundles],
             max_tokens=config.max_tokens_per_microbatch,
@@ -275,6 +277,6 @@ def plan_minibatch(rows: Sequence[TrainRow], config: TrainerConfig, *, is_packed
 
 
 def plan(rows: Sequence[TrainRow], config: TrainerConfig, *, step: int, is_packed: bool) -> list[Minibatch]:
-    """The whole batch: at most `ppo_n_minibatches` optimizer steps, each cut into passes."""
+    """The whole batch: at most `ppo_n_minibatches` optimizer steps, each split into passes."""
     parts = split(rows, config.ppo_n_minibatches, seed=config.seed, step=step)
     return [plan_minibatch(part, config, is_packed=is_packed) for part in parts]

@@ -1,4 +1,4 @@
-"""Files that survive power loss: contents first, then the name, then the directory that holds the name."""
+"""Atomic file writes that survive power loss: sync the contents, rename, then sync the directory."""
 
 import os
 from collections.abc import Iterator
@@ -15,13 +15,13 @@ CHUNK_BYTES = 1 << 20
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """A full or read-only disk becomes one clear error. The libraries that write tensors each have an error of their own for it."""
+    """Turn write errors (disk full, read-only) into one `RunError`. Each library that writes tensors raises its own type."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
         raise RunError(
-            f"{path} could not be written ({type(error).__name__}: {error}). Nothing half-written is left under that name;"
-            " make room or permit writing, then start the run again: it resumes."
+            f"{path} could not be written ({type(error).__name__}: {error}). No partial file is left under that name."
+            " Free disk space or fix permissions, then start the run again: it resumes."
         ) from error
 
 
@@ -34,12 +34,12 @@ def sync_file(path: Path) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """A rename is durable once the directory that holds the name is."""
+    """Make renames in this directory durable."""
     sync_file(path)
 
 
 def sync_tree(root: Path) -> None:
-    """Every file and directory below `root`, and `root` itself."""
+    """Sync every file and directory below `root`, and `root` itself."""
     for folder, _, names in os.walk(root, topdown=False):
         for name in names:
             sync_file(Path(folder) / name)
@@ -47,7 +47,7 @@ def sync_tree(root: Path) -> None:
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """The old text or the new one, never half of it."""
+    """Replace the file: readers see the old text or the new one."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)

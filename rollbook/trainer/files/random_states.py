@@ -1,4 +1,4 @@
-"""The state of every random generator a step might draw from, in plain containers and tensors: loading it runs no pickled code."""
+"""The states of all random generators, as plain containers and tensors, so that loading a checkpoint unpickles no code."""
 
 import random
 from typing import Any

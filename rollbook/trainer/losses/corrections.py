@@ -1,7 +1,7 @@
-"""Weights that correct for an engine that computes, or samples, a little differently from the trainer.
+"""Importance weights that correct for numerical differences between engine and trainer, and the KL penalty.
 
-w = old / sampled, of tokens or (as a geometric mean) of sequences, multiplies the policy loss of each token. Corrections say what
-becomes of large ones, and are independent of the loss and of its own clip on current / old.
+w = old / sampled, per token or as a geometric mean per sequence, multiplies the policy loss of each token. The kinds of correction
+differ in how they bound w. They are independent of the loss and of its clip on current / old.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class Correction:
     weights_N: Tensor
     """Factor of each token's policy loss. Carries no gradient."""
     is_bounded_N: Tensor
-    """Whether the token's weight was cut down or set to 0."""
+    """Whether the token's weight was clipped or set to 0."""
 
 
 def correction(
@@ -25,7 +25,7 @@ def correction(
 ) -> Correction:
     """`starting_N`: log-probabilities under the weights at the start of the step.
 
-    tis: min(w, bound). mis: 0 where w > bound. icepop: 0 where w lies outside [1/bound, bound].
+    tis: min(w, bound). mis: 0 where w > bound. icepop: 0 where w is outside [1/bound, bound].
     """
     log_weight_N = (starting_N - inputs.sampled_N).detach()
     if is_sequence_level:
@@ -39,4 +39,13 @@ def correction(
     if kind == "icepop":
         is_outside_N = is_high_N | (weights_N < 1.0 / bound)
         return Correction(weights_N=weights_N.masked_fill(is_outside_N, 0.0), is_bounded_N=is_outside_N)
-    raise ValueError(f"there is no correction {kind!r}")
+    raise ValueError(f"unknown correction {kind!r}")
+
+
+def k3_divergence(current_N: Tensor, reference_N: Tensor) -> Tensor:
+    """KL penalty exp(d) - d - 1 with d = log reference - log current: non-negative and of low variance.
+
+    The gradient flows through `current_N`.
+    """
+    distance_N = reference_N - current_N
+    return torch.expm1(distance_N) - distance_N

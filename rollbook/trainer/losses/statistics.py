@@ -1,6 +1,6 @@
-"""Sums over the trained tokens of a step, from which its means are taken: each token counts once, whatever pass it was in.
+"""Statistics over the trained tokens of a step. Each token counts once, independent of the pass it was in.
 
-They are kept on the model's device and read once a step: reading after every pass would make a GPU wait for Python.
+The sums stay on the model's device and are read once per step: reading after every pass would stall a GPU.
 """
 
 import math
@@ -12,7 +12,7 @@ from rollbook.trainer.distributed.ranks import Ranks
 from rollbook.trainer.losses.corrections import Correction
 from rollbook.trainer.losses.inputs import LossInputs, LossTerms
 
-# Beyond this a ratio is not told apart from infinity; it keeps one broken token from turning every mean of the step into inf.
+# Log ratios are clamped to this, so that one broken token does not turn the means of the step into infinity.
 MAX_LOG_RATIO = 20.0
 
 NAMES = (
@@ -35,7 +35,7 @@ NAMES = (
 
 
 class TokenStatistics:
-    """d = log current - log old says how far the step moved; m = log starting - log sampled how sampler and trainer disagree."""
+    """d = log current - log old measures the change within the step; m = log starting - log sampled the engine mismatch."""
 
     def __init__(self) -> None:
         self.sums: Tensor | None = None
@@ -52,8 +52,10 @@ class TokenStatistics:
         correction: Correction | None = None,
         reference_kl_N: Tensor | None = None,
     ) -> None:
-        """Add the tokens of one pass. `starting_N`: their log-probabilities before the step; `is_known_N`: the producer said
-        with which log-probability the token was sampled."""
+        """Add the tokens of one pass.
+
+        `starting_N`: log-probabilities before the step. `is_known_N`: the producer recorded the sampling log-probability.
+        """
         moved = _bounded(inputs.current_N - inputs.old_N)
         known = is_known_N.double()
         mismatch = _bounded(starting_N - inputs.sampled_N) * known
@@ -81,7 +83,7 @@ class TokenStatistics:
         self.sums = sums if self.sums is None else self.sums + sums
 
     def sum_over(self, ranks: Ranks, device: str) -> None:
-        """Add up what all ranks counted; also one that had nothing to count takes part."""
+        """Sum over all ranks. Every rank must call this, also one without tokens."""
         if ranks.size > 1:
             own = torch.zeros(len(NAMES), dtype=torch.float64, device=device) if self.sums is None else self.sums
             self.sums = ranks.sum(own)
@@ -111,7 +113,7 @@ def _bounded(log_ratio: Tensor) -> Tensor:
 
 
 def _k3(log_ratio: Tensor) -> Tensor:
-    """The low-variance estimator exp(d) - d - 1: never negative, and 0 only where both agree."""
+    """The low-variance KL estimator exp(d) - d - 1, never negative."""
     return torch.expm1(log_ratio) - log_ratio
 
 
@@ -120,5 +122,5 @@ def _mean(total: float, count: float) -> float | None:
 
 
 def _effective(total: float, squares: float, count: float) -> float | None:
-    """Effective sample size of weights, as a part of their number."""
+    """Effective sample size of weights, as a fraction of their number."""
     return total**2 / (count * squares) if count and squares and math.isfinite(total) else None

@@ -1,7 +1,7 @@
-"""Low-rank adapters: the only door to PEFT, imported where `trainer.lora` is set.
+"""Low-rank adapters with PEFT. Imported only where `trainer.lora` is set, because PEFT is an extra.
 
-The base stands still in the run's model directory; a checkpoint holds the adapters alone, as PEFT writes them. What is published is
-the adapter, where the engines know adapters, or else the merged model under its own names.
+The base model stays unchanged in the run's model directory; a checkpoint holds the adapters only, in PEFT's format. The trainer
+publishes the adapters where the engines support them, else the merged weights under the base model's names.
 """
 
 import json
@@ -26,7 +26,7 @@ BASE = ".base_layer"
 
 
 def with_adapters(base: Any, settings: LoraSettings, *, base_dir: Path, seed: int, saved: Path | None) -> Any:
-    """The base with fresh adapters, which change nothing yet, or with those of a checkpoint."""
+    """The base with new adapters, which start as the identity, or with those of a checkpoint."""
     if saved is not None:
         return PeftModel.from_pretrained(base, str(saved), adapter_name=NAME, is_trainable=True)
     config = LoraConfig(
@@ -44,7 +44,7 @@ def with_adapters(base: Any, settings: LoraSettings, *, base_dir: Path, seed: in
 
 
 def merged_module(directory: Path) -> Any:
-    """A plain model of a PEFT directory: its base, with the adapter added for good."""
+    """A plain model from a PEFT directory: the base with the adapter merged into it."""
     settings = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
     base = AutoModelForCausalLM.from_pretrained(settings["base_model_name_or_path"], dtype=torch.float32)
     merged: Any = PeftModel.from_pretrained(base, str(directory)).merge_and_unload()
@@ -53,7 +53,7 @@ def merged_module(directory: Path) -> Any:
 
 @torch.no_grad()
 def merged_weights(model: Any) -> dict[str, Tensor]:
-    """The weights of the base with what the adapters add, under the base's own names."""
+    """The merged weights, under the names of the base model."""
     learned = {
         name.removeprefix(PREFIX) + ".weight": part
         for name, part in model.named_modules()
@@ -70,13 +70,13 @@ def merged_weights(model: Any) -> dict[str, Tensor]:
 
 
 def adapter_weights(model: Any) -> dict[str, Tensor]:
-    """The adapters alone, as PEFT names them in a file."""
+    """The weights of the adapters only, named as in PEFT's files."""
     found: dict[str, Tensor] = get_peft_model_state_dict(model, adapter_name=NAME)
     return found
 
 
 def base_weights(model: Any) -> dict[str, Tensor]:
-    """The base alone, under its own names."""
+    """The weights of the base model, under its own names."""
     return {
         name.removeprefix(PREFIX).replace(BASE, ""): weight
         for name, weight in named_weights(model).items()
@@ -85,7 +85,7 @@ def base_weights(model: Any) -> dict[str, Tensor]:
 
 
 def settings_of(model: Any) -> dict[str, Any]:
-    """What PEFT keeps in adapter_config.json."""
+    """The contents of PEFT's adapter_config.json."""
     settings = {
         name: sorted(value) if isinstance(value, set) else value
         for name, value in model.peft_config[NAME].to_dict().items()
@@ -94,13 +94,13 @@ def settings_of(model: Any) -> dict[str, Any]:
 
 
 def save_adapters(model: Any, directory: Path, weights: Mapping[str, Tensor]) -> None:
-    """As PEFT does, with a copy of the adapters taken earlier."""
+    """Write a PEFT directory from a snapshot of the adapters."""
     directory.mkdir(parents=True, exist_ok=True)
     full = {name.replace(".weight", f".{NAME}.weight"): tensor for name, tensor in weights.items()}
     model.save_pretrained(str(directory), state_dict=full, selected_adapters=[NAME])
 
 
-def without(model: Any) -> AbstractContextManager[Any]:
-    """The base alone, while the context lasts."""
+def adapters_disabled(model: Any) -> AbstractContextManager[Any]:
+    """Compute with the base model only, while the context lasts."""
     context: AbstractContextManager[Any] = model.disable_adapter()
     return context

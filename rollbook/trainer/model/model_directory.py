@@ -1,6 +1,6 @@
-"""A local Hugging Face directory for the run: fetched from the hub, or built on the spot from a few numbers and words.
+"""The Hugging Face model directory of a run: an existing one, downloaded from the hub, or built from settings.
 
-Trainer and policy server load the same directory, so that version 0 is the same weights everywhere.
+Trainer and policy server load the same directory, so that both start from the same weights (version 0).
 """
 
 import json
@@ -24,19 +24,19 @@ from rollbook.trainer.config import SPECIAL_TOKENS, ModelBuildConfig, ModelConfi
 from rollbook.trainer.files.atomic_files import sync_directory, sync_tree, writing
 
 BUILD_FILE = "rollbook_build.json"
-"""What a built directory was built from. Written with it, so its presence says that the directory is whole."""
+"""The settings a directory was built from. It is part of the atomic write, so its presence means the directory is complete."""
 
 
 def prepare_model_directory(config: ModelConfig, directory: Path, *, seed: int) -> Path:
-    """Where the model lies: `directory` for a built one (made now, if it is not there), else the path or the hub's snapshot.
+    """The model's directory: `directory` for a built model (built now if missing), else the configured path or the hub's snapshot.
 
-    Asking again changes nothing. A directory that was built from other settings is refused.
+    Idempotent. Raises `RunError` for a directory that was built with other settings.
     """
     if config.build is None:
         return _existing(str(config.path))
     made_from: dict[str, Any] = {"seed": seed, **config.build.model_dump(mode="json")}
     if directory.exists():
-        _refuse_other_build(directory, made_from)
+        _check_build(directory, made_from)
         return directory
     with writing(directory):
         _build(config.build, directory, made_from)
@@ -57,15 +57,15 @@ def _build(build: ModelBuildConfig, directory: Path, made_from: dict[str, Any]) 
         try:
             unfinished.rename(directory)
         except OSError:
-            # Another process was faster; what it made must be what we would have made.
-            _refuse_other_build(directory, made_from)
+            # Another process built it first; its settings must be the same.
+            _check_build(directory, made_from)
         sync_directory(directory.parent)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def build_tokenizer(build: ModelBuildConfig) -> Any:
-    """One token a word, split at white space, or one a byte; special tokens first."""
+    """One token per word, split at white space, or one per byte; special tokens first."""
     pad, bos, eos, unk = SPECIAL_TOKENS
     core = _words(build.vocabulary) if build.tokenizer == "words" else _bytes()
     tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # transformers leaves it untyped
@@ -89,7 +89,7 @@ def _words(vocabulary: Sequence[str]) -> Tokenizer:
 
 
 def _bytes() -> Tokenizer:
-    """Every byte has a printable stand-in, and no two are ever merged."""
+    """A byte-level BPE without merges."""
     symbols = (*SPECIAL_TOKENS, *sorted(ByteLevel.alphabet()))
     core = Tokenizer(BPE({symbol: number for number, symbol in enumerate(symbols)}, [], unk_token=SPECIAL_TOKENS[3]))
     core.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
@@ -98,7 +98,7 @@ def _bytes() -> Tokenizer:
 
 
 def build_model(build: ModelBuildConfig, *, seed: int) -> Any:
-    """Random weights that depend on the settings and the seed alone; the caller's random state is left as it was."""
+    """Random weights that depend only on the settings and the seed. The caller's random state is not changed."""
     config = LlamaConfig(
         vocab_size=build.vocab_size,
         hidden_size=build.hidden_size,
@@ -123,19 +123,19 @@ def _existing(path: str) -> Path:
         return Path(path)
     try:
         return Path(snapshot_download(path))
-    except Exception as error:  # the hub raises a dozen unrelated kinds; for a person they are one
+    except Exception as error:  # the hub client raises many unrelated types
         raise RunError(
-            f"model {path!r} is no directory here and could not be fetched from the hub ({type(error).__name__}: {error})."
+            f"model {path!r} is not a directory and could not be downloaded from the hub ({type(error).__name__}: {error})."
             " Set model.path to a directory with config.json, weights and tokenizer."
         ) from error
 
 
-def _refuse_other_build(directory: Path, made_from: dict[str, Any]) -> None:
+def _check_build(directory: Path, made_from: dict[str, Any]) -> None:
     try:
         found = json.loads((directory / BUILD_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RunError(
-            f"model directory {directory} exists but has no readable {BUILD_FILE} ({error}). Move it away to have it built again."
+            f"model directory {directory} exists but has no readable {BUILD_FILE} ({error}). Remove it to build it again."
         ) from error
     differing = sorted(key for key in found.keys() | made_from.keys() if found.get(key) != made_from.get(key))
     if differing:

@@ -1,9 +1,10 @@
-"""The model as one module from token ids to log-probabilities: what is computed in a pass, whole or sharded.
+"""The policy network: token ids in, log-probabilities of chosen tokens out. It can be sharded as one module.
 
-Whether sequences can be packed, and whether logits are the output embedding of the last hidden state and nothing else, is found out
-by trying, on a few tokens, when the model is loaded: no list of families to keep.
+Probes with a few tokens at load time find out whether sequences can be packed, and whether the logits are a plain linear map of the
+last hidden state. So there is no list of supported model families.
 """
 
+from types import MethodType
 from typing import Any
 
 import torch
@@ -14,12 +15,12 @@ from rollbook.trainer.model.packed_attention import Packing
 from rollbook.trainer.model.token_head import token_head
 
 PROBE = (5, 3, 7)
-"""Lengths of the sequences that are tried."""
+"""Lengths of the probe's sequences."""
 CLOSE = 1e-4
 
 
 class PolicyNetwork(nn.Module):
-    """A Hugging Face causal LM that answers with log-probabilities of chosen tokens."""
+    """A Hugging Face causal LM that returns log-probabilities of chosen tokens."""
 
     def __init__(self, language_model: Any, *, max_logits_bytes: int, has_plain_head: bool) -> None:
         super().__init__()
@@ -38,15 +39,15 @@ class PolicyNetwork(nn.Module):
         temperatures_N: Tensor | None,
         is_entropy_trained: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Log-probability of each target at its own temperature, and the entropy where it was predicted.
+        """Log-probability of each target at its temperature, and the entropy of its distribution.
 
-        No attention mask is needed: what pads a row stands behind everything that is read from it.
+        No attention mask is needed: padding comes after all tokens that are read.
         """
-        asked: dict[str, Any] = {"input_ids": inputs_BT, "use_cache": False}
+        inputs: dict[str, Any] = {"input_ids": inputs_BT, "use_cache": False}
         if packing is not None:
-            asked |= {"position_ids": packing.positions_T.unsqueeze(0), "packing": packing}
+            inputs |= {"position_ids": packing.positions_T.unsqueeze(0), "packing": packing}
         if self._has_plain_head:
-            hidden_BTH: Tensor = _body(self.language_model)(**asked).last_hidden_state
+            hidden_BTH: Tensor = _body(self.language_model)(**inputs).last_hidden_state
             head = self.language_model.get_output_embeddings()
             return token_head(
                 hidden_BTH.flatten(0, 1).index_select(0, predicted_at_N),
@@ -57,7 +58,7 @@ class PolicyNetwork(nn.Module):
                 max_bytes=self._max_logits_bytes,
                 is_entropy_trained=is_entropy_trained,
             )
-        logits_BTV: Tensor = self.language_model(**asked).logits
+        logits_BTV: Tensor = self.language_model(**inputs).logits
         logits_NV = logits_BTV.flatten(0, 1).index_select(0, predicted_at_N).float()
         if temperatures_N is not None:
             logits_NV = logits_NV / temperatures_N.unsqueeze(-1)
@@ -69,7 +70,7 @@ class PolicyNetwork(nn.Module):
 
 @torch.no_grad()
 def has_plain_head(language_model: Any) -> bool:
-    """Whether the logits are a linear map of the last hidden state: no scaling, no soft cap, no adapter on it."""
+    """Whether the logits are a linear map of the last hidden state: no scaling, no soft cap, no adapter."""
     head = language_model.get_output_embeddings()
     if type(head) is not nn.Linear:
         return False
@@ -80,8 +81,8 @@ def has_plain_head(language_model: Any) -> bool:
 
 @torch.no_grad()
 def make_packable(language_model: Any) -> bool:
-    """Have the model use our attention. False, with the model as it was, where it then computes something else."""
-    if not _attends_to_everything(language_model.config):
+    """Switch the model to packed attention. False, with the model unchanged, where that gives other numbers."""
+    if not _has_full_attention(language_model.config):
         return False
     before = language_model.config._attn_implementation
     ids_1T = _probe_ids(language_model)
@@ -97,21 +98,21 @@ def make_packable(language_model: Any) -> bool:
         if _is_close(together, torch.cat(alone)):
             return True
     except (TypeError, ValueError, AttributeError):
-        # Its layers do not hand on what they do not know, or ask of attention what a packed row cannot have.
+        # Its layers do not forward unknown arguments, or need attention features that packing does not support.
         pass
     language_model.set_attn_implementation(before)
     return False
 
 
-def _attends_to_everything(config: Any) -> bool:
-    """No window over the last tokens, which a few tokens would not show."""
+def _has_full_attention(config: Any) -> bool:
+    """No sliding window, which a probe of a few tokens would not detect."""
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     is_windowed = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
     return kinds == {"full_attention"} and (not is_windowed or hasattr(config, "layer_types"))
 
 
 def _body(language_model: Any) -> Any:
-    """Everything below the output embedding; adapters keep theirs one level further in."""
+    """The model without its output embedding; PEFT wraps it one level deeper."""
     inner = language_model.get_base_model() if hasattr(language_model, "get_base_model") else language_model
     return inner.base_model
 
@@ -123,6 +124,34 @@ def _probe_ids(language_model: Any) -> Tensor:
 
 
 def _is_close(found: Tensor, expected: Tensor) -> bool:
-    # Of the usual size of a logit: initial ones may all be tiny.
+    # Relative to the usual size of a logit: initial logits may all be tiny.
     scale = float(expected.float().std()) + 1e-12
     return float((found.float() - expected.float()).abs().max()) <= CLOSE * scale * 10
+
+
+def fuse_norms(model: nn.Module) -> int:
+    """Replace every RMS norm by PyTorch's fused kernel, where a probe shows that it computes the same. Returns how many.
+
+    Written out in Python operations, as models have it, a norm makes nine passes over memory: a third of the step of a small model.
+    """
+    norms: list[Any] = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
+    fusable = [norm for norm in norms if hasattr(norm, "variance_epsilon") and _is_plain_rms_norm(norm)]
+    for norm in fusable:
+        norm.forward = MethodType(_fused_rms_norm, norm)
+    return len(fusable)
+
+
+def _fused_rms_norm(norm: Any, hidden_states: Tensor) -> Tensor:
+    return torch.nn.functional.rms_norm(hidden_states, norm.weight.shape, norm.weight, norm.variance_epsilon)
+
+
+@torch.no_grad()
+def _is_plain_rms_norm(norm: Any) -> bool:
+    probe = torch.linspace(-2, 3, 3 * norm.weight.shape[-1], device=norm.weight.device).view(3, -1)
+    original = norm.weight.data
+    # Compare in float32 whatever the weights' dtype: the question is which formula it is.
+    norm.weight.data = original.float() + 0.25
+    try:
+        return torch.allclose(norm(probe), _fused_rms_norm(norm, probe), rtol=1e-5, atol=1e-5)
+    finally:
+        norm.weight.data = original

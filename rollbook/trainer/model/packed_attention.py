@@ -1,8 +1,8 @@
-"""Attention over sequences that stand end to end in one row, each seeing itself alone. Registered with transformers by name.
+"""Attention over sequences concatenated in one row, each attending to itself only. Registered with transformers by name.
 
-Three ways to the same numbers. `varlen`: the variable-length kernel, in half precision on a GPU. `ladder`: sequences of similar
-length are laid side by side, padded to the longest of them, for the ordinary kernel; the rest of the layer never sees the padding.
-`equal`: only equal lengths share a call, which pads nothing. None needs a mask of tokens times tokens.
+Three kernels compute the same numbers. `varlen`: the variable-length kernel, in half precision on a GPU. `bucketed`: sequences of
+similar length form a bucket, padded to its longest, for the ordinary kernel; only attention sees the padding. `equal`: only equal
+lengths share a call, without padding. None of them needs a mask of tokens times tokens.
 """
 
 import inspect
@@ -24,7 +24,7 @@ HALF = (torch.bfloat16, torch.float16)
 try:
     from torch.nn.attention.varlen import varlen_attn
 
-    # Its arguments have changed between versions of PyTorch; what it computes has not.
+    # Its arguments differ between versions of PyTorch.
     _KNOWN = frozenset(inspect.signature(varlen_attn).parameters)
 except ImportError:  # before PyTorch 2.10
     varlen_attn = None  # type: ignore[assignment]  # checked where it is called
@@ -33,59 +33,59 @@ except ImportError:  # before PyTorch 2.10
 
 HAS_VARLEN = bool(_KNOWN)
 
-RUNG = 0.75
-"""On the ladder, a sequence shorter than this part of the longest beside it begins another step."""
+MIN_BUCKET_FILL = 0.75
+"""A sequence shorter than this fraction of its bucket's longest starts a new bucket."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Packing:
-    """Where the sequences of one row lie, longest first."""
+    """Offsets of the sequences in one packed row, longest first."""
 
     lengths: tuple[int, ...]
     positions_T: Tensor
     """Position of each token in its own sequence."""
-    borders: Tensor
-    """Cumulative lengths, from 0; on the model's device."""
-    way: str
-    rungs: tuple[tuple[int, int], ...] = ()
-    """On the ladder: sequences and padded length of each step."""
-    places_T: Tensor | None = None
-    """On the ladder: where each token stands among the padded ones."""
+    cumulative_lengths: Tensor
+    """From 0; on the model's device."""
+    kernel: str
+    buckets: tuple[tuple[int, int], ...] = ()
+    """For `bucketed`: number of sequences and padded length of each bucket."""
+    padded_index_T: Tensor | None = None
+    """For `bucketed`: index of each token in the padded layout."""
 
     @classmethod
-    def of(cls, lengths: tuple[int, ...], device: str | torch.device, *, way: str = "equal") -> "Packing":
+    def of(cls, lengths: tuple[int, ...], device: str | torch.device, *, kernel: str = "equal") -> "Packing":
         counts = np.array(lengths, dtype=np.int64)
         ends = np.cumsum(counts)
         positions_T = np.arange(ends[-1], dtype=np.int64) - np.repeat(ends - counts, counts)
-        borders = np.concatenate([[0], ends]).astype(np.int32)
-        rungs = ladder(lengths) if way == "ladder" else ()
-        places = None
-        if rungs:
-            widths = np.repeat([width for _, width in rungs], [count for count, _ in rungs])
+        cumulative = np.concatenate([[0], ends]).astype(np.int32)
+        buckets = length_buckets(lengths) if kernel == "bucketed" else ()
+        padded_index = None
+        if buckets:
+            widths = np.repeat([width for _, width in buckets], [count for count, _ in buckets])
             starts = np.cumsum(widths) - widths
-            places = torch.from_numpy(np.repeat(starts, counts) + positions_T).to(device, non_blocking=True)
+            padded_index = torch.from_numpy(np.repeat(starts, counts) + positions_T).to(device, non_blocking=True)
         return cls(
             lengths=lengths,
             positions_T=torch.from_numpy(positions_T).to(device, non_blocking=True),
-            borders=torch.from_numpy(borders).to(device, non_blocking=True),
-            way=way,
-            rungs=rungs,
-            places_T=places,
+            cumulative_lengths=torch.from_numpy(cumulative).to(device, non_blocking=True),
+            kernel=kernel,
+            buckets=buckets,
+            padded_index_T=padded_index,
         )
 
 
-def ladder(lengths: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Steps of neighbouring sequences: how many, and padded to what."""
-    rungs: list[tuple[int, int]] = []
+def length_buckets(lengths: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Buckets of neighbouring sequences: number of sequences and padded length of each."""
+    buckets: list[tuple[int, int]] = []
     count = width = 0
     for length in lengths:
-        if count and (length < RUNG * width or length > width):
-            rungs.append((count, width))
+        if count and (length < MIN_BUCKET_FILL * width or length > width):
+            buckets.append((count, width))
             count = 0
         if count == 0:
             width = length
         count += 1
-    return (*rungs, (count, width)) if count else tuple(rungs)
+    return (*buckets, (count, width)) if count else tuple(buckets)
 
 
 # H heads, K heads of keys and values, T tokens of all sequences, D width of a head
@@ -100,20 +100,20 @@ def packed_attention(
     packing: Packing | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in every layer. Without a packing each row is one causal sequence."""
-    refused = [name for name in ("softcap", "sliding_window") if others.get(name) is not None]
-    if refused:
-        raise ValueError(f"attention with {', '.join(refused)} is not supported in a packed row")
+    """Called by transformers in every layer. Without a packing, each row is one causal sequence."""
+    unsupported = [name for name in ("softcap", "sliding_window") if others.get(name) is not None]
+    if unsupported:
+        raise ValueError(f"attention with {', '.join(unsupported)} is not supported in a packed row")
     if packing is None:
         ordinary: tuple[Tensor, None] = sdpa_attention_forward(
             module, query_1HTD, key_1KTD, value_1KTD, attention_mask, scaling=scaling
         )
         return ordinary
-    attend = WAYS[packing.way]
+    attend = KERNELS[packing.kernel]
     return attend(query_1HTD, key_1KTD, value_1KTD, scaling, packing), None
 
 
-def _by_kernel(
+def _varlen(
     query_1HTD: Tensor, key_1KTD: Tensor, value_1KTD: Tensor, scaling: float | None, packing: Packing
 ) -> Tensor:
     query, key, value = (heads[0].transpose(0, 1) for heads in (query_1HTD, key_1KTD, value_1KTD))
@@ -132,8 +132,8 @@ def _by_kernel(
         query.contiguous(),
         key.contiguous(),
         value.contiguous(),
-        packing.borders,
-        packing.borders,
+        packing.cumulative_lengths,
+        packing.cumulative_lengths,
         longest,
         longest,
         **options,
@@ -142,33 +142,33 @@ def _by_kernel(
     return whole
 
 
-def _on_ladder(
+def _bucketed(
     query_1HTD: Tensor, key_1KTD: Tensor, value_1KTD: Tensor, scaling: float | None, packing: Packing
 ) -> Tensor:
-    assert packing.places_T is not None
-    sizes = [count * width for count, width in packing.rungs]
-    laid_out = []
+    assert packing.padded_index_T is not None
+    sizes = [count * width for count, width in packing.buckets]
+    bucketed = []
     for heads in (query_1HTD, key_1KTD, value_1KTD):
         flat_THD = heads[0].transpose(0, 1)
         padded = flat_THD.new_zeros(sum(sizes), *flat_THD.shape[1:])
-        # What pads a sequence stands behind it, where causal attention never looks; its own output is not read.
-        laid_out.append(torch.split(padded.index_copy(0, packing.places_T, flat_THD), sizes))
+        # Padding comes after a sequence, where causal attention does not look; the padding's output is not read.
+        bucketed.append(torch.split(padded.index_copy(0, packing.padded_index_T, flat_THD), sizes))
     pieces = []
-    for (count, width), *parts in zip(packing.rungs, *laid_out, strict=True):
+    for (count, width), *parts in zip(packing.buckets, *bucketed, strict=True):
         query, key, value = (part.view(count, width, *part.shape[1:]).transpose(1, 2) for part in parts)
         attended = scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
         )
         pieces.append(attended.transpose(1, 2).flatten(0, 1))
-    return torch.cat(pieces).index_select(0, packing.places_T).unsqueeze(0)
+    return torch.cat(pieces).index_select(0, packing.padded_index_T).unsqueeze(0)
 
 
-def _by_length(
+def _equal_lengths(
     query_1HTD: Tensor, key_1KTD: Tensor, value_1KTD: Tensor, scaling: float | None, packing: Packing
 ) -> Tensor:
     runs = [(length, len(list(same))) for length, same in groupby(packing.lengths)]
     sizes = [length * count for length, count in runs]
-    # Split, not sliced: the gradient of a slice is as long as the whole row, once for every slice.
+    # Split, not sliced: the gradient of each slice would be as long as the whole row.
     parts = [torch.split(heads[0], sizes, dim=1) for heads in (query_1HTD, key_1KTD, value_1KTD)]
     pieces: list[Tensor] = []
     for (length, count), *heads in zip(runs, *parts, strict=True):
@@ -180,33 +180,33 @@ def _by_length(
     return torch.cat(pieces).unsqueeze(0)
 
 
-WAYS = {"varlen": _by_kernel, "ladder": _on_ladder, "equal": _by_length}
+KERNELS = {"varlen": _varlen, "bucketed": _bucketed, "equal": _equal_lengths}
 
 
-def fastest_way(*, device: str, dtype: torch.dtype, heads: int, kv_heads: int, width: int) -> str:
-    """By trying, where there is a choice: which kernel is quick depends on the card, the version and the shape of the heads."""
+def fastest_kernel(*, device: str, dtype: torch.dtype, heads: int, kv_heads: int, width: int) -> str:
+    """Measured on a GPU: which kernel is faster depends on the card, the PyTorch version and the shape of the heads."""
     if device != "cuda":
         return "equal"
     if dtype not in HALF or not HAS_VARLEN:
-        return "ladder"
+        return "bucketed"
     seconds: dict[str, float] = {}
     lengths = tuple(range(1024, 64, -32))
-    for way in ("varlen", "ladder"):
-        packing = Packing.of(lengths, device, way=way)
+    for kernel in ("varlen", "bucketed"):
+        packing = Packing.of(lengths, device, kernel=kernel)
         shapes = [(1, count, sum(lengths), width) for count in (heads, kv_heads, kv_heads)]
         query, key, value = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes)
         started = 0.0
         try:
             for number in range(4):
-                if number == 1:  # the first warms up
+                if number == 1:  # the first is a warm-up
                     torch.cuda.synchronize()
                     started = time.perf_counter()
-                attended = WAYS[way](query, key, value, None, packing)
+                attended = KERNELS[kernel](query, key, value, None, packing)
                 attended.backward(torch.ones_like(attended))  # type: ignore[no-untyped-call]  # torch leaves it untyped
             torch.cuda.synchronize()
-            seconds[way] = time.perf_counter() - started
+            seconds[kernel] = time.perf_counter() - started
         except RuntimeError:
-            # A kernel that does not know this card or width is no choice.
+            # The kernel does not support this card or head width.
             continue
     return min(seconds, key=seconds.__getitem__) if seconds else "equal"
 

@@ -1,12 +1,11 @@
-"""The policy as the trainer sees it: load, log-probabilities of tokens, save.
+"""The trained model: load, log-probabilities of tokens, weights, save.
 
-Weights are float32 whatever they were stored in: updates of a small learning rate round away in bfloat16. With bfloat16 passes the
-model is there twice: the float32 weights that the optimizer moves, and a bfloat16 shadow that computes. Casting once a step is
-cheaper than casting in every layer of every pass, and the shadow computes as an engine in bfloat16 does.
+Weights are always float32: updates of a small learning rate would be rounded away in bfloat16. With `compute_dtype = "bfloat16"`
+there are two copies: the float32 weights that the optimizer updates, and a bfloat16 shadow used for the passes. Casting once per
+step is cheaper than casting in every layer, and the shadow computes like a bfloat16 engine.
 """
 
 import copy
-import importlib
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -20,17 +19,17 @@ from transformers.utils import logging as transformers_logging
 
 from rollbook.contracts.adapter import AdapterKind
 from rollbook.contracts.errors import RunError
+from rollbook.contracts.plugin import load_on_demand
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.data.minibatches import Microbatch
 from rollbook.trainer.distributed.sharding import shard
 from rollbook.trainer.flops import ModelShape
-from rollbook.trainer.model.fused_norm import fuse_norms
-from rollbook.trainer.model.network import PolicyNetwork, has_plain_head, make_packable
-from rollbook.trainer.model.packed_attention import Packing, fastest_way
+from rollbook.trainer.model.network import PolicyNetwork, fuse_norms, has_plain_head, make_packable
+from rollbook.trainer.model.packed_attention import Packing, fastest_kernel
 from rollbook.trainer.model.weights import digest_of, host_copy, named_weights
 
 ADAPTER_FILE = "adapter_config.json"
-"""Its presence says that a directory is PEFT's."""
+"""Its presence marks a PEFT directory."""
 
 
 class PolicyModel:
@@ -40,18 +39,18 @@ class PolicyModel:
         config = config or TrainerConfig()
         if config.ranks > 1 and not dist.is_initialized():
             raise RunError(
-                f"trainer.ranks = {config.ranks}, but this command trains in one process. Set trainer.ranks = 1 for it:"
-                " weights then agree with those of several ranks up to rounding, not to the bit."
+                f"trainer.ranks = {config.ranks}, but this command trains in one process. Set trainer.ranks = 1:"
+                " the weights then agree with those of several ranks up to rounding, not to the bit."
             )
         self._adapters = _adapters_module() if config.lora is not None else None
         self.publishes_adapters = False
-        """Whether the adapters alone are what is published and digested; `publish_adapters` makes it so."""
+        """Whether publications and digests cover the adapters only. Set by `publish_adapters`."""
         self.device = config.device
         self.module: nn.Module = module.to(device=config.device, dtype=torch.float32)
         _without_dropout(self.module)
         for parameter in self.module.parameters():
-            # Tensors read from a file may lie at odd addresses, and the fastest matrix kernels choose their order of summation by
-            # alignment. Fresh memory is aligned alike in every process, so equal weights give equal bits.
+            # Matrix kernels choose their order of summation by memory alignment, and tensors read from a file may be unaligned.
+            # A clone is aligned the same way in every process, so equal weights give equal bits.
             parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
         self._module: Any = self.module
         self.config: Any = module.config
@@ -59,8 +58,8 @@ class PolicyModel:
         self.is_packed = config.packing != "padded" and make_packable(self._module)
         if config.packing == "packed" and not self.is_packed:
             raise RunError(
-                f"trainer.packing = 'packed': a model of type {self.config.model_type!r} gives other numbers when its sequences are"
-                " packed. Set trainer.packing = 'auto' or 'padded'."
+                f"trainer.packing = 'packed': a model of type {self.config.model_type!r} computes other numbers with packed"
+                " sequences. Set trainer.packing = 'auto' or 'padded'."
             )
         computing = self._module
         is_sharded = config.ranks > 1
@@ -68,19 +67,19 @@ class PolicyModel:
         if config.compute_dtype == "bfloat16" and not is_sharded:
             computing = copy.deepcopy(self._module)
             self._shadows = list(zip(self.module.parameters(), computing.parameters(), strict=True))
-            _narrow(self._shadows)
+            _cast_to_bfloat16(self._shadows)
         if config.device == "cuda":
             fuse_norms(computing)
         if config.gradient_checkpointing:
-            # Layers recompute in training mode only; without dropout that mode computes the same.
+            # Layers recompute in training mode only; without dropout, that mode gives the same numbers.
             computing.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             computing.train()
         self.vocabulary_size = int(self._module.get_input_embeddings().weight.shape[0])
         self.num_parameters = sum(parameter.numel() for parameter in self.parameters())
         self.shape = _shape(self._module)
         self.network = PolicyNetwork(computing, max_logits_bytes=config.max_logits_mb << 20, has_plain_head=is_plain)
-        self.way = _way(self.config, config) if self.is_packed else "none"
-        """How packed sequences attend; the numbers are the same."""
+        self.attention_kernel = _attention_kernel(self.config, config) if self.is_packed else "none"
+        """The attention kernel for packed sequences. All kernels give the same numbers."""
         if is_sharded:
             shard(self.network, device=config.device, is_mixed=config.compute_dtype == "bfloat16")
 
@@ -88,11 +87,11 @@ class PolicyModel:
     def load(
         cls, directory: Path, config: TrainerConfig | None = None, *, adapters: Path | None = None
     ) -> "PolicyModel":
-        """Read a Hugging Face directory, or a PEFT one: then the adapter is added to its base for good.
+        """Load a Hugging Face directory, or a PEFT directory with its adapter merged into the base.
 
-        With LoRA it is the base; `adapters` are those of a checkpoint, or new ones are made.
+        With LoRA the directory is the base; `adapters` is the directory of a checkpoint's adapters, None for new ones.
         """
-        # The terminal belongs to the run's own view.
+        # Progress bars would disturb the run's live view.
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
         try:
             if (directory / ADAPTER_FILE).is_file():
@@ -100,7 +99,7 @@ class PolicyModel:
             else:
                 module = AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32)
         except (OSError, ValueError, RuntimeError, KeyError) as error:
-            raise RunError(f"no model could be loaded from {directory}: {type(error).__name__}: {error}") from error
+            raise RunError(f"cannot load a model from {directory}: {type(error).__name__}: {error}") from error
         if config is not None and config.lora is not None:
             module = _adapters_module().with_adapters(
                 module, config.lora, base_dir=directory, seed=config.seed, saved=adapters
@@ -114,39 +113,39 @@ class PolicyModel:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
 
     def token_logprobs(self, micro: Microbatch, *, is_entropy_trained: bool = False) -> tuple[Tensor, Tensor]:
-        """Log-probability of each target of the pass at its own temperature, and the entropy where it was predicted.
+        """Log-probability of each target of the pass at its temperature, and the entropy of its distribution.
 
-        The entropy carries a gradient only if it is trained.
+        The entropy has a gradient only with `is_entropy_trained`.
         """
-        found: tuple[Tensor, Tensor] = self.network(
+        result: tuple[Tensor, Tensor] = self.network(
             self.tensor(micro.inputs_BT),
-            None if micro.lengths is None else Packing.of(micro.lengths, self.device, way=self.way),
+            None if micro.lengths is None else Packing.of(micro.lengths, self.device, kernel=self.attention_kernel),
             predicted_at_N=self.tensor(micro.predicted_at_N),
             targets_N=self.tensor(micro.targets_N),
             temperatures_N=None if (micro.temperatures_N == 1.0).all() else self.tensor(micro.temperatures_N),
             is_entropy_trained=is_entropy_trained,
         )
-        return found
+        return result
 
     def adapters_off(self) -> AbstractContextManager[Any]:
-        """The model as it was before it learned, where only adapters learn."""
+        """Compute with the base model, which is the initial policy, while the context lasts."""
         if self._adapters is None:
-            raise RunError("a divergence from the initial policy needs a reference model, or adapters to leave out")
-        off: AbstractContextManager[Any] = self._adapters.without(self.network.language_model)
+            raise RunError("the KL penalty needs a reference model, or adapters that can be disabled")
+        off: AbstractContextManager[Any] = self._adapters.adapters_disabled(self.network.language_model)
         return off
 
     @torch.no_grad()
-    def weights_moved(self) -> None:
-        """Say so after every optimizer step: what computes takes over what was learned."""
-        moved = [(master, shadow) for master, shadow in self._shadows if master.requires_grad]
-        if moved:
-            masters, shadows = zip(*moved, strict=True)
+    def update_shadow(self) -> None:
+        """Copy the updated weights to the bfloat16 shadow. Call it after every optimizer step."""
+        updated = [(master, shadow) for master, shadow in self._shadows if master.requires_grad]
+        if updated:
+            masters, shadows = zip(*updated, strict=True)
             torch._foreach_copy_(shadows, masters)
 
     def weights(self) -> dict[str, Tensor]:
-        """Named tensors, tied ones once: what is published and digested. They are the live weights, not a copy.
+        """The live weights that publications and digests cover, by name; tied weights once.
 
-        Of a model with adapters they are the adapters alone, or the merged ones, as if all of it had been trained.
+        With LoRA: the adapters only, or the merged weights, see `publishes_adapters`.
         """
         if self._adapters is not None and self.publishes_adapters:
             alone: dict[str, Tensor] = self._adapters.adapter_weights(self.module)
@@ -156,16 +155,16 @@ class PolicyModel:
             return merged
         return named_weights(self.module)
 
-    def saved_weights(self, published: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """What a checkpoint keeps: the weights as they were copied for publication, or the adapters alone, copied now."""
+    def checkpoint_weights(self, published: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The weights for a checkpoint: the copy made for publication, or with merged LoRA a copy of the adapters."""
         if self._adapters is None or self.publishes_adapters:
             return published
         return host_copy(self._adapters.adapter_weights(self.module))
 
     def publish_adapters(self) -> AdapterKind:
-        """From now on the adapters alone are what is published and digested. Gives how they are meant."""
+        """From now on, publications and digests cover the adapters only. Returns their settings and base."""
         if self._adapters is None:
-            raise RunError("adapters cannot be published: trainer.lora is not set, so none are trained")
+            raise RunError("adapters cannot be published: trainer.lora is not set")
         self.publishes_adapters = True
         return AdapterKind(
             settings=self._adapters.settings_of(self.module),
@@ -173,7 +172,7 @@ class PolicyModel:
         )
 
     def has_digest(self, digest: str) -> bool:
-        """Whether it is that of these weights, however they were published."""
+        """Whether it is the digest of these weights, in any form they may have been published in."""
         if digest == self.digest():
             return True
         if self._adapters is None:
@@ -184,24 +183,21 @@ class PolicyModel:
         )
 
     def snapshot(self) -> dict[str, Tensor]:
-        """A copy of the weights in main memory that stays as it is while training goes on."""
+        """A copy of the weights in main memory. Training does not change it."""
         return host_copy(self.weights())
 
     def digest(self) -> str:
         return digest_of(self.weights())
 
     def frozen(self) -> "PolicyModel":
-        """For comparison only: nothing is learned in it."""
+        """Disable gradients and return the model, for use as a reference."""
         self.module.requires_grad_(False)
         self.network.requires_grad_(False)
         return self
 
     def save(self, directory: Path, weights: Mapping[str, Tensor] | None = None) -> None:
-        """Write config and weights (its own, or a copy taken earlier) as a Hugging Face directory.
-
-        The tokenizer is not the model's to write.
-        """
-        plain = dict(self.saved_weights(self.snapshot()) if weights is None else weights)
+        """Write config and weights (its own, or a snapshot) as a Hugging Face directory, without the tokenizer."""
+        plain = dict(self.checkpoint_weights(self.snapshot()) if weights is None else weights)
         if self._adapters is not None:
             self._adapters.save_adapters(self._module, directory, plain)
         else:
@@ -209,16 +205,16 @@ class PolicyModel:
 
 
 def _adapters_module() -> Any:
-    """By name: the library behind it is an extra, and only who trains adapters has it."""
+    """Imported by name: PEFT is an extra that only runs with LoRA need."""
     try:
-        return importlib.import_module("rollbook.trainer.model.lora")
+        return load_on_demand("rollbook.trainer.model.lora")
     except ImportError as error:
         raise RunError(f"trainer.lora needs PEFT ({error}): pip install 'rollbook[lora]'") from error
 
 
-def _way(architecture: Any, config: TrainerConfig) -> str:
+def _attention_kernel(architecture: Any, config: TrainerConfig) -> str:
     heads = architecture.num_attention_heads
-    return fastest_way(
+    return fastest_kernel(
         device=config.device,
         dtype=torch.bfloat16 if config.compute_dtype == "bfloat16" else torch.float32,
         heads=heads,
@@ -232,9 +228,9 @@ def _shape(module: Any) -> ModelShape:
     head, embedding = module.get_output_embeddings().weight, module.get_input_embeddings().weight
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    apart = head.numel() + (0 if head is embedding else embedding.numel())
+    embeddings = head.numel() + (0 if head is embedding else embedding.numel())
     return ModelShape(
-        body_parameters=sum(parameter.numel() for parameter in module.parameters()) - apart,
+        body_parameters=sum(parameter.numel() for parameter in module.parameters()) - embeddings,
         head_parameters=head.numel(),
         layers=config.num_hidden_layers,
         attention_width=heads * width,
@@ -242,27 +238,27 @@ def _shape(module: Any) -> ModelShape:
 
 
 def _without_dropout(module: nn.Module) -> None:
-    """Dropout has no place here: the ratio compares this distribution with the one that sampled."""
+    """Disable dropout: the ratio compares this distribution with the sampling distribution, which has none."""
     module.eval()
     for part in module.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
 
 
-def _narrow(shadows: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
-    """Make the computing parameters bfloat16, and have their gradients added up in float32 at the weights they shadow.
+def _cast_to_bfloat16(shadows: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
+    """Cast the shadow parameters to bfloat16, and accumulate their gradients in float32 at the master weights.
 
-    Buffers stay as they are: rotary frequencies need their digits.
+    Buffers are not cast: rotary frequencies need float32 precision.
     """
     for master, shadow in shadows:
         shadow.data = shadow.data.to(torch.bfloat16)
         if shadow.requires_grad:
-            hook = _handing_over(master)
+            hook = _accumulate_into(master)
             shadow.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
-def _handing_over(master: nn.Parameter) -> Any:
-    def hand_over(shadow: Tensor) -> None:
+def _accumulate_into(master: nn.Parameter) -> Any:
+    def accumulate(shadow: Tensor) -> None:
         if shadow.grad is None:
             return
         if master.grad is None:
@@ -271,4 +267,4 @@ def _handing_over(master: nn.Parameter) -> Any:
             master.grad.add_(shadow.grad)
         shadow.grad = None
 
-    return hand_over
+    return accumulate

@@ -1,7 +1,7 @@
-"""From hidden states to the log-probabilities of tokens and their entropy, never holding logits of all tokens at once.
+"""Log-probabilities and entropies from hidden states, without holding the logits of all tokens at once.
 
-Logits are made in pieces of at most `rows` tokens and thrown away; the backward pass makes them again. For a vocabulary of 150,000
-a token's logits are 600 kB: a pass of 16,000 tokens would need 10 GB for them, and as much again for their gradient.
+Logits are computed in chunks of at most `rows` tokens, discarded, and recomputed in the backward pass. With a vocabulary of 150,000
+the logits of a token take 600 kB: a pass of 16,000 tokens would need 10 GB for them, and as much again for their gradient.
 """
 
 from typing import Any
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 
-# N tokens, H hidden width, V vocabulary, C tokens of a piece
+# N tokens, H hidden width, V vocabulary, C tokens of a chunk
 class _TokenHead(torch.autograd.Function):
     @staticmethod
-    def forward(  # noqa: PLR0917  # torch hands over positional arguments only
+    def forward(  # noqa: PLR0917  # torch passes positional arguments only
         ctx: Any,
         hidden_NH: Tensor,
         weight_VH: Tensor,
@@ -26,12 +26,12 @@ class _TokenHead(torch.autograd.Function):
         logprobs_N = torch.empty(count, dtype=torch.float32, device=hidden_NH.device)
         entropy_N = torch.empty_like(logprobs_N)
         for start in range(0, count, rows):
-            piece = slice(start, min(start + rows, count))
-            log_probs_CV = _log_probs(hidden_NH[piece], weight_VH, bias_V, _part(temperatures_N, piece))
-            logprobs_N[piece] = log_probs_CV.gather(-1, targets_N[piece].unsqueeze(-1)).squeeze(-1)
-            # A product of a row and a column for each token: the sum of p * log p without a third table.
+            chunk = slice(start, min(start + rows, count))
+            log_probs_CV = _log_probs(hidden_NH[chunk], weight_VH, bias_V, _chunk_of(temperatures_N, chunk))
+            logprobs_N[chunk] = log_probs_CV.gather(-1, targets_N[chunk].unsqueeze(-1)).squeeze(-1)
+            # A batched dot product: the sum of p * log p without another C x V tensor.
             probs_CV = torch.exp(log_probs_CV)
-            entropy_N[piece] = -torch.bmm(probs_CV.unsqueeze(1), log_probs_CV.unsqueeze(2)).flatten()
+            entropy_N[chunk] = -torch.bmm(probs_CV.unsqueeze(1), log_probs_CV.unsqueeze(2)).flatten()
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, temperatures_N, entropy_N)
         ctx.rows = rows
         ctx.set_materialize_grads(False)
@@ -43,27 +43,27 @@ class _TokenHead(torch.autograd.Function):
         grad_hidden_NH = torch.empty_like(hidden_NH)
         grad_weight_VH = None
         if ctx.needs_input_grad[1]:
-            # In float32 however narrow the weights: small pieces added to a large sum would round away.
+            # In float32 also for bfloat16 weights: small chunks added to a large sum would be rounded away.
             grad_weight_VH = torch.zeros(weight_VH.shape, dtype=torch.float32, device=weight_VH.device)
         grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=torch.float32)
         for start in range(0, len(targets_N), ctx.rows):
-            piece = slice(start, min(start + ctx.rows, len(targets_N)))
-            temperatures_C = _part(temperatures_N, piece)
+            chunk = slice(start, min(start + ctx.rows, len(targets_N)))
+            temperatures_C = _chunk_of(temperatures_N, chunk)
             grad_CV = _grad_logits(
-                _log_probs(hidden_NH[piece], weight_VH, bias_V, temperatures_C),
-                targets_N[piece],
-                _part(grad_logprobs_N, piece),
-                _part(grad_entropy_N, piece),
-                entropy_N[piece],
+                _log_probs(hidden_NH[chunk], weight_VH, bias_V, temperatures_C),
+                targets_N[chunk],
+                _chunk_of(grad_logprobs_N, chunk),
+                _chunk_of(grad_entropy_N, chunk),
+                entropy_N[chunk],
             )
             if temperatures_C is not None:
                 grad_CV.div_(temperatures_C.unsqueeze(-1))
             narrow_CV = grad_CV.to(weight_VH.dtype)
-            grad_hidden_NH[piece] = narrow_CV @ weight_VH
+            grad_hidden_NH[chunk] = narrow_CV @ weight_VH
             if grad_weight_VH is not None and weight_VH.dtype == torch.float32:
-                grad_weight_VH.addmm_(narrow_CV.t(), hidden_NH[piece])
+                grad_weight_VH.addmm_(narrow_CV.t(), hidden_NH[chunk])
             elif grad_weight_VH is not None:
-                grad_weight_VH.add_(narrow_CV.t() @ hidden_NH[piece])
+                grad_weight_VH.add_(narrow_CV.t() @ hidden_NH[chunk])
             if grad_bias_V is not None:
                 grad_bias_V.add_(grad_CV.sum(dim=0))
         grad_weight = None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype)
@@ -81,24 +81,24 @@ def token_head(
     max_bytes: int,
     is_entropy_trained: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target at its own temperature, and the entropy where it was predicted.
+    """Log-probability of each target at its temperature (None: 1), and the entropy of its distribution.
 
-    The entropy carries a gradient only if it is trained. No temperatures: all are 1.
+    The entropy has a gradient only with `is_entropy_trained`.
     """
     rows = max(1, max_bytes // (4 * weight_VH.shape[0]))
     logprobs_N, entropy_N = _TokenHead.apply(hidden_NH, weight_VH, bias_V, targets_N, temperatures_N, rows)  # type: ignore[no-untyped-call]
     return logprobs_N, entropy_N if is_entropy_trained else entropy_N.detach()
 
 
-def _part(values_N: Tensor | None, piece: slice) -> Tensor | None:
-    return None if values_N is None else values_N[piece]
+def _chunk_of(values_N: Tensor | None, chunk: slice) -> Tensor | None:
+    return None if values_N is None else values_N[chunk]
 
 
 def _log_probs(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperatures_C: Tensor | None) -> Tensor:
     logits_CV = torch.nn.functional.linear(hidden_CH, weight_VH, bias_V)
     if temperatures_C is not None:
         logits_CV = logits_CV.float().div_(temperatures_C.unsqueeze(-1))
-    # From narrow logits straight to float32: one kernel reads and writes each once.
+    # Cast inside the kernel: it reads bfloat16 logits and writes float32 in one pass.
     return torch.log_softmax(logits_CV, dim=-1, dtype=torch.float32)
 
 
@@ -109,12 +109,12 @@ def _grad_logits(
     grad_entropy_C: Tensor | None,
     entropy_C: Tensor,
 ) -> Tensor:
-    """The gradient of the logits, in few tables: d log p(target) = onehot - p, dH = -p * (log p + H)."""
+    """The gradient of the logits, mostly in place: d log p(target) = onehot - p, dH = -p * (log p + H)."""
     probs_CV = torch.exp(log_probs_CV)
     if grad_entropy_C is None and grad_logprobs_C is None:
         return probs_CV.zero_()
     if grad_entropy_C is None:
-        factor_CV: Tensor = -grad_logprobs_C.unsqueeze(-1)  # type: ignore[union-attr]  # one of them is there
+        factor_CV: Tensor = -grad_logprobs_C.unsqueeze(-1)  # type: ignore[union-attr]  # one of them is not None
     else:
         factor_CV = log_probs_CV.add_(entropy_C.unsqueeze(-1)).mul_(-grad_entropy_C.unsqueeze(-1))
         if grad_logprobs_C is not None:

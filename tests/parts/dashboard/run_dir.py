@@ -1,4 +1,4 @@
-"""A run directory as a run would leave it: a trainer that waits, trains and publishes while groups are played."""
+"""Writes a run directory with metrics and spans of a trainer, a policy server and a dispatcher."""
 
 import json
 import math
@@ -11,7 +11,7 @@ BEGIN = 1_700_000_000.0
 
 
 def trainer_row(step: int, **values: Any) -> dict[str, Any]:
-    """One row of the trainer: 0.25 s of waiting, 0.75 s of training a step."""
+    """One row of the trainer: 0.25 s of waiting and 0.75 s of training."""
     return {
         "time": BEGIN + step,
         "process": "trainer",
@@ -48,8 +48,8 @@ def write_run(run_dir: Path, *, steps: int) -> Path:
         trainer.record("trainer.train", at + 0.25, at + 0.9, step=step + 1)
         trainer.record("trainer.publish", at + 0.9, at + 1.0, step=step + 1)
         for burst in range(8):
-            begun = at + burst / 8
-            policy.record("policy.generate", begun, begun + 0.05 + 0.06 * abs(math.sin(step + burst)))
+            start = at + burst / 8
+            policy.record("policy.generate", start, start + 0.05 + 0.06 * abs(math.sin(step + burst)))
         rollout.record("rollout.group", at, at + 1.5 + math.sin(step / 9))
     for recorder in (trainer, policy, rollout):
         recorder.close()

@@ -10,9 +10,9 @@ from typing import Any
 from rollbook.concurrency.deadline import Deadline
 from rollbook.contracts.environment import Observation
 from rollbook.contracts.ports import Environment
+from rollbook.envs.builtin.awscli.cloud.backend import MiniStackPool, open_ministack_pool
 from rollbook.envs.builtin.awscli.config import AwsCliConfig
-from rollbook.envs.builtin.awscli.environment import AwsCliWorld, AwsWorlds
-from rollbook.envs.builtin.awscli.pool import MiniStackPool, open_ministack_pool
+from rollbook.envs.builtin.awscli.environment import AwsCliEnvironment, AwsCliPool
 from rollbook.envs.sandboxes.sandbox import SandboxDiedError, SandboxStartError
 from rollbook.telemetry.events import EventLog
 
@@ -20,13 +20,13 @@ LONG_S = 120.0
 
 
 @asynccontextmanager
-async def aws_worlds(size: int, log_path: Path | None = None, **args: Any) -> AsyncIterator[AwsWorlds]:
+async def aws_pool(size: int, log_path: Path | None = None, **args: Any) -> AsyncIterator[AwsCliPool]:
     """A pool on free ports."""
     log = quiet_log(log_path)
     try:
-        async with AwsCliWorld.open_pool(size=size, log=log, args={"base_port": 0, **args}) as worlds:
-            assert isinstance(worlds, AwsWorlds)
-            yield worlds
+        async with AwsCliEnvironment.open_pool(size=size, log=log, args={"base_port": 0, **args}) as environments:
+            assert isinstance(environments, AwsCliPool)
+            yield environments
     finally:
         log.close()
 
@@ -38,19 +38,19 @@ async def ministack_pool(**config: Any) -> AsyncIterator[MiniStackPool]:
 
 
 @asynccontextmanager
-async def one_world(worlds: AwsWorlds) -> AsyncIterator[Environment]:
-    world = await worlds.acquire(Deadline(LONG_S, "test"))
+async def one_environment(environments: AwsCliPool) -> AsyncIterator[Environment]:
+    env = await environments.acquire(Deadline(LONG_S, "test"))
     try:
-        yield world
+        yield env
     finally:
-        await world.close()
+        await env.close()
 
 
-async def play(world: Environment, task: dict[str, Any], moves: Sequence[str]) -> list[Observation]:
+async def play(env: Environment, task: dict[str, Any], moves: Sequence[str]) -> list[Observation]:
     """Reset and make the moves, until they are used up or the episode is over."""
-    seen = [await world.reset(task)]
+    seen = [await env.reset(task)]
     for move in moves:
-        seen.append(await world.step(move))
+        seen.append(await env.step(move))
         if seen[-1].done:
             break
     return seen

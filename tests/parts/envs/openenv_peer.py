@@ -51,7 +51,7 @@ class Counter(Environment[Add, Total, Counted]):
 
     def step(self, action: Add, timeout_s: float | None = None) -> Total:
         if action.amount == 13:
-            raise RuntimeError("thirteen breaks this world")
+            raise RuntimeError("thirteen breaks this environment")
         self._state.history.append(action.amount)
         self._state.step_count += 1
         total = sum(self._state.history)
@@ -115,9 +115,9 @@ def serve() -> None:
 
 async def host() -> None:
     from rollbook.envs.config import EnvConfig
-    from rollbook.envs.server.run import serve_worlds
+    from rollbook.envs.server.run import serve_environments
 
-    async with serve_worlds(EnvConfig(name="envs_openenv_peer:Counter"), size=4, is_openenv=True) as server:
+    async with serve_environments(EnvConfig(name="envs_openenv_peer:Counter"), size=4, is_openenv=True) as server:
         tell(server.url)
         await asyncio.Event().wait()
 

@@ -1,4 +1,4 @@
-"""A server of worlds in a process of its own, and a client in one: parts that can be killed.
+"""A server of environments in a process of its own, and a client in one: parts that can be killed.
 
 python -m tests.parts.envs.server_process serve NAME SIZE PORT      prints the address once it answers
 python -m tests.parts.envs.server_process hold URL COUNT            holds COUNT sessions, each in the middle of a step
@@ -15,7 +15,7 @@ import psutil
 
 from rollbook.envs.client.pools import GrpoPool
 from rollbook.envs.config import EnvConfig, EnvServerConfig
-from rollbook.envs.server.run import serve_worlds
+from rollbook.envs.server.run import serve_environments
 
 ROOT = Path(__file__).parents[3]
 
@@ -43,7 +43,9 @@ def tell(line: str) -> None:
 
 
 async def serve(name: str, size: int, port: int) -> None:
-    async with serve_worlds(EnvConfig(name=name), EnvServerConfig(connect_wait_s=0.2), size=size, port=port) as server:
+    async with serve_environments(
+        EnvConfig(name=name), EnvServerConfig(connect_wait_s=0.2), size=size, port=port
+    ) as server:
         tell(server.url)
         await asyncio.Event().wait()
 

@@ -6,7 +6,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from rollbook.ledger.group_frame import encode_group, payload_digest
+from rollbook.contracts.group_codec import encode_group
 from rollbook.ledger.http import wire
 from tests.parts.ledger.groups import RUN, group_of, outcome_of
 
@@ -51,7 +51,7 @@ class Caller:
 def submission(task: str, **changes: Any) -> dict[str, Any]:
     """A good `submit`, or one with fields changed."""
     group = group_of(task, (-1,))
-    payload = encode_group(group)
+    encoded = encode_group(group)
     good = wire.Submit(
         group_id=group.id,
         task_id=group.task_id,
@@ -59,7 +59,7 @@ def submission(task: str, **changes: Any) -> dict[str, Any]:
         attempt=1,
         publications=(-1,),
         outcome=outcome_of(group),
-        payload=payload,
-        payload_digest=payload_digest(payload),
+        payload=encoded.payload,
+        payload_digest=encoded.digest,
     )
     return {**msgspec.msgpack.decode(msgspec.msgpack.encode(good)), **changes}

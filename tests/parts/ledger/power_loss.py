@@ -18,6 +18,7 @@ from pathlib import Path
 
 from rollbook.concurrency.clock import SystemClock
 from rollbook.contracts.batch import BatchManifest
+from rollbook.contracts.group_codec import encode_group
 from rollbook.ledger.config import Durability, LedgerConfig
 from rollbook.ledger.service import Ledger, open_ledger
 from rollbook.ledger.stores.sqlite.segments import DIRECTORY as SEGMENTS
@@ -185,7 +186,7 @@ async def _work(ledger: Ledger, answers: int) -> None:
     async def produce(lane: int) -> None:
         for number in range(GROUPS_EACH):
             group = group_of(f"{lane}-{number}", (-1,), samples=4)
-            await ledger.submit(RUN, group, outcome_of(group), attempt=1)
+            await ledger.submit(RUN, encode_group(group), outcome_of(group), attempt=1)
             os.write(answers, f"group {group.id}\n".encode())
 
     async def train() -> None:

@@ -16,9 +16,35 @@ from rollbook.ledger.http.fast_path import answering
 from rollbook.ledger.http.handlers import build_app
 from rollbook.ledger.serve import BACKLOG, listening_socket, url_of
 from rollbook.ledger.service import Ledger, open_ledger
+from rollbook.ledger.stores.sqlite.store import open_memory_store, open_sqlite_store
 from rollbook.telemetry.events import EventLog
 
 ROOT = Path(__file__).parents[3]
+
+
+@asynccontextmanager
+async def open_memory_ledger(
+    *, config: LedgerConfig | None = None, clock: Clock | None = None
+) -> AsyncIterator[Ledger]:
+    """A real ledger whose store is in memory."""
+    log = EventLog("ledger", echo=sys.stdout)
+    async with (
+        open_memory_store() as store,
+        open_ledger(store, config or LedgerConfig(), clock=clock or SystemClock(), log=log) as ledger,
+    ):
+        yield ledger
+
+
+@asynccontextmanager
+async def open_sqlite_ledger(
+    directory: Path, *, config: LedgerConfig | None = None, clock: Clock | None = None
+) -> AsyncIterator[Ledger]:
+    config, log = config or LedgerConfig(), EventLog("ledger", echo=sys.stdout)
+    async with (
+        open_sqlite_store(directory, durability=config.durability) as store,
+        open_ledger(store, config, clock=clock or SystemClock(), log=log) as ledger,
+    ):
+        yield ledger
 
 
 @asynccontextmanager
@@ -26,9 +52,7 @@ async def serving(
     directory: Path, *, config: LedgerConfig | None = None, clock: Clock | None = None, port: int = 0
 ) -> AsyncIterator[tuple[str, Ledger]]:
     config = config or LedgerConfig()
-    async with open_ledger(
-        config, directory=directory, clock=clock or SystemClock(), log=EventLog("ledger", echo=sys.stdout)
-    ) as ledger:
+    async with open_sqlite_ledger(directory, config=config, clock=clock) as ledger:
         with listening_socket("127.0.0.1", port) as sock:
             async with answering(build_app(ledger, config), sock.dup(), drain_s=5, backlog=BACKLOG):
                 yield url_of(sock), ledger

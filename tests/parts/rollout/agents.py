@@ -26,7 +26,7 @@ from rollbook.rollout.episodes.policy import EpisodePolicy
 from rollbook.rollout.settings.limits import EpisodeLimits
 from rollbook.telemetry.events import EventLog
 from tests.parts.inference.models import publish
-from tests.parts.rollout.world import open_world
+from tests.parts.rollout.guessing import open_guessing
 
 SPECIAL = ("<unk>", "<|im_start|>", "<|im_end|>")
 CORPUS = [
@@ -115,7 +115,7 @@ def in_turn(*replies: str) -> Reply:
 
 
 @asynccontextmanager
-async def agent_world(
+async def agent_setup(
     tmp_path: Path,
     reply: Reply,
     *,
@@ -145,7 +145,7 @@ async def agent_world(
                         tokenizer=tokenizer,
                         sampling=sampling,
                         limits=allowed,
-                        open_environment=open_world,
+                        open_environment=open_guessing,
                         log=EventLog("test"),
                         settings=settings or {},
                         open_proxy_session=open_proxy_session,

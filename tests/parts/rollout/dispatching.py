@@ -24,7 +24,7 @@ REPOSITORY = str(Path(__file__).parents[3])
 
 def recipe_of(config: RolloutConfig, **settings: Any) -> WorkerRecipe:
     return WorkerRecipe(
-        builder="tests.parts.rollout.world:build",
+        builder="tests.parts.rollout.guessing:build",
         rollout=config.function,
         rules=config.group_rules,
         rewards=config.rewards.rules,

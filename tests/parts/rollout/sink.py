@@ -17,6 +17,7 @@ from rollbook.contracts.admission import (
 )
 from rollbook.contracts.freshness import GateCounts
 from rollbook.contracts.group import DropReason, GroupId, GroupOutcome, GroupState, PromptGroup, group_id
+from rollbook.contracts.group_codec import EncodedGroup, decode_group
 from rollbook.contracts.policy import PublicationId
 from rollbook.contracts.task import Draw
 
@@ -129,10 +130,11 @@ class MemorySink:
         self.beats += 1
 
     async def submit(
-        self, group: PromptGroup, outcome: GroupOutcome, *, attempt: int, drop: DropReason | None = None
+        self, group: EncodedGroup, outcome: GroupOutcome, *, attempt: int, drop: DropReason | None = None
     ) -> Receipt:
         self._trip()
-        return await self._settle(group.id, "queued" if drop is None else "dropped", group, outcome, drop)
+        state = "queued" if drop is None else "dropped"
+        return await self._settle(group.id, state, decode_group(group.payload), outcome, drop)
 
     async def close(self, group_id: GroupId, reason: DropReason, *, outcome: GroupOutcome | None = None) -> Receipt:
         self._trip()

@@ -167,7 +167,13 @@ class LoopInDirectory:
     """The real loop in a run directory with a tiny model; events, metrics and spans lie where a run has them."""
 
     def __init__(
-        self, source: BatchSource, receiver: WeightReceiver, directory: Path, config: TrainerConfig, *, lag_budget: int
+        self,
+        source: BatchSource,
+        receiver: WeightReceiver,
+        directory: Path,
+        config: TrainerConfig,
+        *,
+        max_head_offpolicy_versions: int,
     ) -> None:
         self._spans = SpanRecorder("trainer", directory / "spans.jsonl")
         self._log = EventLog("trainer", directory / "logs" / "trainer.jsonl")
@@ -177,7 +183,7 @@ class LoopInDirectory:
             config=config,
             model_dir=tiny_model_dir(directory / "model"),
             directory=directory,
-            lag_budget=lag_budget,
+            max_head_offpolicy_versions=max_head_offpolicy_versions,
             metrics=MetricRecorder("trainer", TRAINER_METRICS, directory / "metrics.jsonl"),
             spans=self._spans,
             log=self._log,
@@ -195,6 +201,11 @@ class LoopInDirectory:
 
 
 def trainer_loop(
-    source: BatchSource, receiver: WeightReceiver, directory: Path, config: TrainerConfig, *, lag_budget: int = 0
+    source: BatchSource,
+    receiver: WeightReceiver,
+    directory: Path,
+    config: TrainerConfig,
+    *,
+    max_head_offpolicy_versions: int = 0,
 ) -> LoopInDirectory:
-    return LoopInDirectory(source, receiver, directory, config, lag_budget=lag_budget)
+    return LoopInDirectory(source, receiver, directory, config, max_head_offpolicy_versions=max_head_offpolicy_versions)

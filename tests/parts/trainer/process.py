@@ -18,4 +18,4 @@ def train(url: str, run: str, directory: str, settings: dict[str, object]) -> No
 async def _train(url: str, run: RunId, directory: Path, config: TrainerConfig) -> None:
     log = EventLog("ledger-client", directory / "logs" / "client.jsonl")
     async with open_ledger_client(url, run, request_s=30.0, log=log) as ledger:
-        await trainer_loop(ledger, MemoryReplicas(), directory, config, lag_budget=0).run()
+        await trainer_loop(ledger, MemoryReplicas(), directory, config, max_head_offpolicy_versions=0).run()

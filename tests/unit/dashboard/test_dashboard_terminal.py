@@ -1,4 +1,4 @@
-"""What a person sees during a run, as text."""
+"""The live panel and the plain lines, as text."""
 
 import io
 from pathlib import Path
@@ -8,20 +8,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from rollbook.dashboard.figures import ProcessLine, RunFigures
-from rollbook.dashboard.queries import RunReader
-from rollbook.dashboard.terminal import PlainView, TerminalView, flow, open_view
-from rollbook.dashboard.wording import SPARKS, duration, sparkline
+from rollbook.dashboard.run_files import RunReader
+from rollbook.dashboard.run_metrics import RunMetrics
+from rollbook.dashboard.terminal import (
+    SPARKS,
+    PlainView,
+    ProcessStatus,
+    TerminalView,
+    duration,
+    flow,
+    open_view,
+    sparkline,
+)
 from tests.parts.dashboard.run_dir import append_rows, trainer_row
 
 PROCESSES = (
-    ProcessLine(name="trainer", pid=4101, state="running", doing="step 32: waiting for its batch", since_s=95),
-    ProcessLine(name="rollout-worker-0", pid=None, state="restarting", restarts=2, doing="in [2] s", since_s=1),
+    ProcessStatus(name="trainer", pid=4101, state="running", doing="step 32: waiting for its batch", since_s=95),
+    ProcessStatus(name="rollout-worker-0", pid=None, state="restarting", restarts=2, doing="in [2] s", since_s=1),
 )
 
 
 @pytest.fixture
-def figures(tmp_path: Path) -> RunFigures:
+def metrics(tmp_path: Path) -> RunMetrics:
     append_rows(tmp_path / "metrics.jsonl", *(trainer_row(step) for step in range(1, 33)))
     append_rows(
         tmp_path / "metrics.jsonl",
@@ -30,28 +38,30 @@ def figures(tmp_path: Path) -> RunFigures:
     return RunReader(tmp_path).poll()
 
 
-def rendered(view: TerminalView, figures: RunFigures, *processes: ProcessLine) -> list[str]:
+def rendered(view: TerminalView, metrics: RunMetrics, *processes: ProcessStatus) -> list[str]:
     console = Console(file=io.StringIO(), width=100, color_system=None, legacy_windows=False)
     with console.capture() as captured:
-        console.print(view.render(figures, processes))
+        console.print(view.render(metrics, processes))
     return [line.strip("│ ").rstrip() for line in captured.get().splitlines()]
 
 
-def a_view(total_steps: int | None = 200, budget: int = 2) -> TerminalView:
-    return TerminalView(Console(file=io.StringIO()), title="demo [1]", total_steps=total_steps, lag_budget=budget)
+def terminal_view(total_steps: int | None = 200) -> TerminalView:
+    return TerminalView(
+        Console(file=io.StringIO()), title="demo [1]", total_steps=total_steps, max_head_offpolicy_versions=2
+    )
 
 
-def test_the_live_panel_shows_progress_figures_and_processes(figures: RunFigures) -> None:
-    shown = rendered(a_view(), figures, *PROCESSES)
+def test_the_live_panel_shows_progress_metrics_and_processes(metrics: RunMetrics) -> None:
+    shown = rendered(terminal_view(), metrics, *PROCESSES)
     assert shown[0].startswith("╭─ demo [1] ─")
     assert shown[1].startswith("step 32/200")
     assert shown[1].endswith("2m48s left")
     assert shown[2:-1] == [
-        "reward     0.320  ▁▁▁▂▂▂▂▃▃▃▃▃▄▄▄▄▅▅▅▅▆▆▆▆▆▇▇▇▇███",
-        "solved     52%    ▁▁▁▂▂▂▂▃▃▃▃▃▄▄▄▄▅▅▅▅▆▆▆▆▆▇▇▇▇███",
-        "lag        2      most 2, budget 2",
-        "overlap    75%    of the trainer's time is work, the rest is waiting",
-        "in flight  12     room for 4, 100 tokens/s trained",
+        "reward        0.320  ▁▁▁▂▂▂▂▃▃▃▃▃▄▄▄▄▅▅▅▅▆▆▆▆▆▇▇▇▇███",
+        "solved        52%    ▁▁▁▂▂▂▂▃▃▃▃▃▄▄▄▄▅▅▅▅▆▆▆▆▆▇▇▇▇███",
+        "lag           2      max 2, bound 2",
+        "trainer busy  75%    of the time; otherwise waiting for groups",
+        "in flight     12     capacity 4, 100 tokens/s trained",
         "",
         "process            pid  state         for  restarts  doing",
         "trainer           4101  running     1m35s            step 32: waiting for its batch",
@@ -59,58 +69,68 @@ def test_the_live_panel_shows_progress_figures_and_processes(figures: RunFigures
     ]
 
 
-def test_a_run_that_has_not_begun_shows_dashes_and_no_numbers() -> None:
-    shown = rendered(a_view(), RunFigures())
+def test_a_run_that_has_not_started_shows_dashes() -> None:
+    shown = rendered(terminal_view(), RunMetrics())
     assert shown[1].startswith("step 0/200")
     assert shown[1].endswith("- left")
     assert [line.split() for line in shown[2:4]] == [["reward", "-"], ["solved", "-"]]
 
 
-def test_a_run_without_a_number_of_steps_shows_its_pace(figures: RunFigures) -> None:
-    line = rendered(a_view(total_steps=None), figures)[1]
+def test_a_run_without_max_steps_shows_its_pace(metrics: RunMetrics) -> None:
+    line = rendered(terminal_view(total_steps=None), metrics)[1]
     assert line.startswith("step 32 ")
     assert line.endswith("1.00s a step")
 
 
-def test_the_live_panel_fits_a_narrow_terminal(figures: RunFigures) -> None:
+def test_the_live_panel_fits_a_narrow_terminal(metrics: RunMetrics) -> None:
     console = Console(file=io.StringIO(), width=50, color_system=None)
     with console.capture() as captured:
-        console.print(a_view().render(figures, PROCESSES))
+        console.print(terminal_view().render(metrics, PROCESSES))
     assert all(len(line) <= 50 for line in captured.get().splitlines())
 
 
-def test_the_live_view_draws_over_itself_and_leaves_the_last_state(figures: RunFigures) -> None:
+def test_the_live_view_redraws_in_place_and_leaves_the_last_state(metrics: RunMetrics) -> None:
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=100)
-    with TerminalView(console, title="demo", total_steps=200, lag_budget=2) as view:
-        view.update(RunFigures(), ())
-        view.update(figures, PROCESSES)
+    with TerminalView(console, title="demo", total_steps=200, max_head_offpolicy_versions=2) as view:
+        view.update(RunMetrics(), ())
+        view.update(metrics, PROCESSES)
     assert "\x1b[" in file.getvalue()
     assert "step 32/200" in file.getvalue().split("step 0/200")[-1]
 
 
-def test_without_a_terminal_there_are_plain_lines_and_no_control_codes(figures: RunFigures) -> None:
+def test_without_a_terminal_the_view_prints_plain_lines_without_control_codes(metrics: RunMetrics) -> None:
     file = io.StringIO()
-    with open_view(Console(file=file), title="demo", total_steps=200, lag_budget=2) as view:
+    with open_view(Console(file=file), title="demo", total_steps=200, max_head_offpolicy_versions=2) as view:
         assert isinstance(view, PlainView)
-        view.update(figures, PROCESSES)
+        view.update(metrics, PROCESSES)
     assert file.getvalue() == (
-        "demo: step 32/200  reward 0.320  solved 52%  lag 2/2  overlap 75%  2m48s left  [rollout-worker-0 restarting]\n"
+        "demo: step 32/200  reward 0.320  solved 52%  lag 2/2  trainer busy 75%  2m48s left"
+        "  [rollout-worker-0 restarting]\n"
     )
 
 
 def test_on_a_terminal_the_view_is_the_live_one() -> None:
-    view = open_view(Console(file=io.StringIO(), force_terminal=True), title="d", total_steps=1, lag_budget=0)
+    view = open_view(
+        Console(file=io.StringIO(), force_terminal=True), title="d", total_steps=1, max_head_offpolicy_versions=0
+    )
     assert isinstance(view, TerminalView)
 
 
-def test_plain_lines_come_every_few_seconds_and_the_last_state_always() -> None:
+def test_plain_lines_are_printed_every_few_seconds_and_the_last_state_always() -> None:
     file, moment = io.StringIO(), [0.0]
-    view = PlainView(Console(file=file), title="demo", total_steps=9, lag_budget=1, every_s=5.0, now=lambda: moment[0])
+    view = PlainView(
+        Console(file=file),
+        title="demo",
+        total_steps=9,
+        max_head_offpolicy_versions=1,
+        interval_s=5.0,
+        now=lambda: moment[0],
+    )
     with view:
         for step, at in ((0, 0.0), (1, 1.0), (2, 4.9), (3, 5.0), (4, 6.0)):
             moment[0] = at
-            view.update(RunFigures(last_step=step), ())
+            view.update(RunMetrics(last_step=step), ())
     assert [line.split("  ")[0] for line in file.getvalue().splitlines()] == [
         "demo: step 0/9",
         "demo: step 3/9",
@@ -118,10 +138,10 @@ def test_plain_lines_come_every_few_seconds_and_the_last_state_always() -> None:
     ]
 
 
-def test_the_last_state_is_not_told_twice() -> None:
+def test_the_last_state_is_not_printed_twice() -> None:
     file = io.StringIO()
-    with PlainView(Console(file=file), title="demo", total_steps=9, lag_budget=1) as view:
-        view.update(RunFigures(last_step=9), ())
+    with PlainView(Console(file=file), title="demo", total_steps=9, max_head_offpolicy_versions=1) as view:
+        view.update(RunMetrics(last_step=9), ())
     assert len(file.getvalue().splitlines()) == 1
 
 
@@ -141,11 +161,11 @@ def test_a_rising_series_has_rising_blocks() -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"), [(None, "-"), (0.4, "0s"), (59.4, "59s"), (59.6, "1m00s"), (200, "3m20s"), (7500, "2h05m")]
 )
-def test_durations_are_short_words(seconds: float | None, text: str) -> None:
+def test_durations_are_formatted_shortly(seconds: float | None, text: str) -> None:
     assert duration(seconds) == text
 
 
 def test_a_biased_selection_is_shown_with_its_worst_measure() -> None:
     gauges = {"fairness/biased_measures": 2.0, "fairness/ks_tokens": 0.15, "fairness/ks_seconds": 0.4}
-    assert "trained groups are unlike the dispatched in seconds" in flow(RunFigures(gauges=gauges))
-    assert "unlike" not in flow(RunFigures(gauges={**gauges, "fairness/biased_measures": 0.0}))
+    assert "trained groups differ from dispatched groups in seconds" in flow(RunMetrics(gauges=gauges))
+    assert "differ" not in flow(RunMetrics(gauges={**gauges, "fairness/biased_measures": 0.0}))

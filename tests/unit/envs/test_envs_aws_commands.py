@@ -2,17 +2,17 @@
 
 import pytest
 
-from rollbook.envs.builtin.awscli.commands import Command, Refusal, Verb, split, understand
+from rollbook.envs.builtin.awscli.commands import Command, Refusal, Verb, parse_move, split
 
 
 def understood(action: str) -> Command:
-    move = understand(action)
+    move = parse_move(action)
     assert isinstance(move, Command), move
     return move
 
 
 def refused(action: str) -> str:
-    move = understand(action)
+    move = parse_move(action)
     assert isinstance(move, Refusal), move
     return move.text
 
@@ -54,7 +54,7 @@ def test_an_answer_keeps_everything_that_follows() -> None:
 
 
 def test_where_nothing_was_asked_talk_about_answers_is_only_talk() -> None:
-    move = understand("answer the question first\naws s3 ls", may_answer=False)
+    move = parse_move("answer the question first\naws s3 ls", may_answer=False)
     assert isinstance(move, Command)
     assert (move.verb, move.argv, move.skipped) == (Verb.AWS, ("s3", "ls"), 0)
 
@@ -109,7 +109,7 @@ def test_options_that_lead_out_are_refused_also_when_abbreviated(option: str) ->
 
 @pytest.mark.parametrize("word", ["file:///etc/passwd", "fileb://x.zip", "Code=fileb:///etc/shadow"])
 def test_local_files_as_parameters_are_refused(word: str) -> None:
-    assert "out of reach" in refused(f"aws lambda create-function --x {word}")
+    assert "cannot be read from files" in refused(f"aws lambda create-function --x {word}")
 
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "~/x", "../x", "a/../../x"])

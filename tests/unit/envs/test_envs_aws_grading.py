@@ -5,13 +5,20 @@ from typing import Any
 import pytest
 
 from rollbook.contracts.errors import RunError
-from rollbook.envs.builtin.awscli.chaos import MOST_FAULTS, Chaos, FaultKind
+from rollbook.envs.builtin.awscli.cloud.worker import ApiAnswer
 from rollbook.envs.builtin.awscli.config import AwsCliConfig
-from rollbook.envs.builtin.awscli.drift import chosen_faults, chosen_variant
-from rollbook.envs.builtin.awscli.grading import GradingRule, Standing, flaw_at_start, potential
-from rollbook.envs.builtin.awscli.hints import factor, hint_text
-from rollbook.envs.builtin.awscli.setting import kept
-from rollbook.envs.builtin.awscli.task_bank import (
+from rollbook.envs.builtin.awscli.tasks.checks import fill, holds, is_right
+from rollbook.envs.builtin.awscli.tasks.faults import MAX_FAULTS, Chaos, FaultKind, chosen_drift, chosen_variant
+from rollbook.envs.builtin.awscli.tasks.grading import (
+    CheckResults,
+    GradingRule,
+    hint_factor,
+    hint_text,
+    potential,
+    start_problem,
+)
+from rollbook.envs.builtin.awscli.tasks.setup import kept_values
+from rollbook.envs.builtin.awscli.tasks.task_bank import (
     AwsTask,
     Check,
     Question,
@@ -22,58 +29,56 @@ from rollbook.envs.builtin.awscli.task_bank import (
     parse_task,
     task_bank,
 )
-from rollbook.envs.builtin.awscli.verification import filled, holds, is_right
-from rollbook.envs.builtin.awscli.worker import ApiAnswer
 from tests.parts.envs.aws import bucket_task
 
 RULE = GradingRule(partial=0.5, hint_price=0.85)
-START = Standing(goals=(False, False), keeps=(True,))
+START = CheckResults(goals=(False, False), keeps=(True,))
 
 
-def test_an_untouched_world_is_worth_nothing() -> None:
+def test_an_untouched_environment_is_worth_nothing() -> None:
     assert RULE.value(START, start=START, hints_used=0) == 0.0
 
 
 def test_half_way_is_worth_half_of_the_partial_credit() -> None:
-    assert RULE.value(Standing(goals=(True, False), keeps=(True,)), start=START, hints_used=0) == 0.25
+    assert RULE.value(CheckResults(goals=(True, False), keeps=(True,)), start=START, hints_used=0) == 0.25
 
 
-def test_a_solved_world_is_worth_one_and_each_hint_takes_its_price() -> None:
-    solved = Standing(goals=(True, True), keeps=(True,))
+def test_a_solved_environment_is_worth_one_and_each_hint_takes_its_price() -> None:
+    solved = CheckResults(goals=(True, True), keeps=(True,))
     assert [RULE.value(solved, start=START, hints_used=n) for n in range(3)] == pytest.approx([1.0, 0.85, 0.7225])
 
 
 def test_breaking_what_had_to_stay_is_worth_nothing_even_with_every_goal_reached() -> None:
-    broken = Standing(goals=(True, True), keeps=(False,))
+    broken = CheckResults(goals=(True, True), keeps=(False,))
     assert not broken.is_solved
     assert RULE.value(broken, start=START, hints_used=0) == 0.0
 
 
 def test_goals_that_held_at_the_start_earn_nothing() -> None:
-    start = Standing(goals=(True, False))
+    start = CheckResults(goals=(True, False))
     assert potential(start, start=start) == 0.0
-    assert potential(Standing(goals=(False, True)), start=start) == 0.0
-    assert potential(Standing(goals=(True, True)), start=start) == 1.0
+    assert potential(CheckResults(goals=(False, True)), start=start) == 0.0
+    assert potential(CheckResults(goals=(True, True)), start=start) == 1.0
 
 
-def test_an_almost_right_world_is_worth_less_than_a_solution_with_every_hint() -> None:
-    assert RULE.partial < factor(3, RULE.hint_price)
+def test_an_almost_right_environment_is_worth_less_than_a_solution_with_every_hint() -> None:
+    assert RULE.partial < hint_factor(3, RULE.hint_price)
 
 
 def test_a_start_that_is_solved_is_no_fair_start() -> None:
-    flaw = flaw_at_start(Standing(goals=(True,)), ["x"], [], must_be_open=[False])
+    flaw = start_problem(CheckResults(goals=(True,)), ["x"], [], must_be_open=[False])
     assert flaw is not None
     assert "solved before" in flaw
 
 
 def test_a_fault_without_effect_is_no_fair_start() -> None:
-    flaw = flaw_at_start(Standing(goals=(False, True)), ["a", "b"], [], must_be_open=[True, True])
+    flaw = start_problem(CheckResults(goals=(False, True)), ["a", "b"], [], must_be_open=[True, True])
     assert flaw is not None
     assert "still true that b" in flaw
 
 
 def test_something_to_keep_must_be_there_at_the_start() -> None:
-    flaw = flaw_at_start(Standing(goals=(False,), keeps=(False,)), ["a"], ["the crown"], must_be_open=[False])
+    flaw = start_problem(CheckResults(goals=(False,), keeps=(False,)), ["a"], ["the crown"], must_be_open=[False])
     assert flaw is not None
     assert "the crown" in flaw
 
@@ -140,18 +145,18 @@ def test_an_answer_is_compared_with_the_truth(truth: Any, reply: str, is_true: b
 
 
 def test_an_unknown_variable_is_told_and_a_dollar_sign_stays() -> None:
-    assert filled({"a": ["${x}", "$.y"]}, {"x": "1"}) == {"a": ["1", "$.y"]}
+    assert fill({"a": ["${x}", "$.y"]}, {"x": "1"}) == {"a": ["1", "$.y"]}
     with pytest.raises(ValueError, match=r"\$\{z\}"):
-        filled("${z}", {"x": "1"})
+        fill("${z}", {"x": "1"})
 
 
 def test_what_a_step_keeps_must_be_there() -> None:
     step = Step(run="aws x", keep={"id": "Vpc.VpcId"})
-    assert kept(step, '{"Vpc": {"VpcId": "v-1"}}', {}) == {"id": "v-1"}
+    assert kept_values(step, '{"Vpc": {"VpcId": "v-1"}}', {}) == {"id": "v-1"}
     with pytest.raises(ValueError, match="printed nothing"):
-        kept(step, "{}", {})
+        kept_values(step, "{}", {})
     with pytest.raises(ValueError, match="no JSON"):
-        kept(step, "oops", {})
+        kept_values(step, "oops", {})
 
 
 def drifting_task() -> AwsTask:
@@ -162,17 +167,17 @@ def test_the_same_seed_gives_the_same_names_and_faults_and_seeds_differ() -> Non
     task = drifting_task()
     for seed in range(20):
         assert chosen_variant(task, seed) == chosen_variant(task, seed)
-        names = [fault.name for fault in chosen_faults(task, seed)]
-        assert names == [fault.name for fault in chosen_faults(task, seed)]
+        names = [fault.name for fault in chosen_drift(task, seed)]
+        assert names == [fault.name for fault in chosen_drift(task, seed)]
         assert task.drift_count[0] <= len(set(names)) == len(names) <= task.drift_count[1]
-    assert len({tuple(f.name for f in chosen_faults(task, seed)) for seed in range(20)}) > 3
+    assert len({tuple(f.name for f in chosen_drift(task, seed)) for seed in range(20)}) > 3
     assert len({tuple(chosen_variant(task, seed).values()) for seed in range(20)}) == len(task.variants)
 
 
 def strikes(seed: int, scale: float) -> list[FaultKind | None]:
     task = next(task for task in task_bank().values() if task.chaos and task.tier is Tier.ADVANCED)
     chaos = Chaos(task, seed=seed, scale=scale)
-    return [fault.kind if (fault := chaos.strike(is_last_move=move == 9)) else None for move in range(10)]
+    return [fault.kind if (fault := chaos.draw(is_last_move=move == 9)) else None for move in range(10)]
 
 
 def test_chaos_is_reproducible_bounded_and_off_by_default() -> None:
@@ -180,7 +185,7 @@ def test_chaos_is_reproducible_bounded_and_off_by_default() -> None:
     for seed in range(30):
         struck = strikes(seed, 5.0)
         assert struck == strikes(seed, 5.0)
-        assert sum(kind is not None for kind in struck) <= MOST_FAULTS
+        assert sum(kind is not None for kind in struck) <= MAX_FAULTS
         assert struck[9] is None
     kinds = {kind for seed in range(30) for kind in strikes(seed, 5.0)}
     assert kinds == {None, FaultKind.REFUSED, FaultKind.UNDONE}
@@ -221,7 +226,7 @@ def test_adding_tasks_does_not_move_others_between_splits() -> None:
         ({"tier": "hard"}, "tier"),
         ({"colour": "red"}, "colour"),
         ({"variants": [{"a": 1}, {"b": 2}]}, "same variables"),
-        ({"answer": {"call": "s3.list_buckets"}}, "not for both"),
+        ({"answer": {"call": "s3.list_buckets"}}, "not both"),
     ],
 )
 def test_a_wrong_task_is_refused_with_its_field(change: dict[str, Any], message: str) -> None:
@@ -244,5 +249,5 @@ def test_a_wrong_variable_is_named() -> None:
 def test_a_real_account_must_be_confirmed_and_has_no_pool() -> None:
     with pytest.raises(RunError, match="confirm_account"):
         AwsCliConfig.read({}, environ={"BACKEND_TYPE": "aws"})
-    with pytest.raises(RunError, match="no pool"):
+    with pytest.raises(RunError, match="uses one account"):
         AwsCliConfig.read({"backend": "aws", "confirm_account": "1" * 12, "pool_size": 8}, environ={})

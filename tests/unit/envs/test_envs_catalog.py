@@ -1,4 +1,4 @@
-"""Names lead to worlds, and mistakes are told before the first episode."""
+"""Names lead to environments, and mistakes are told before the first episode."""
 
 import sys
 from pathlib import Path
@@ -7,10 +7,10 @@ import pytest
 from pydantic import ValidationError
 
 from rollbook.contracts.errors import EpisodeError, RunError
-from rollbook.envs.catalog import CATALOG, EnvironmentSource, world_class
+from rollbook.envs.catalog import CATALOG, EnvironmentSource, environment_class
 from rollbook.envs.config import EnvConfig
 
-OWN_WORLD = """
+OWN_ENVIRONMENT = """
 from rollbook.contracts.environment import Observation
 
 class Coin:
@@ -23,22 +23,22 @@ class Coin:
     def close(self):
         raise OSError("the coin rolled away")
 
-class NotAWorld:
+class NotAnEnvironment:
     def reset(self, task): ...
 """
 
 
 @pytest.fixture
 def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    (tmp_path / "own_worlds_for_test.py").write_text(OWN_WORLD, encoding="utf-8")
-    (tmp_path / "broken_worlds_for_test.py").write_text("import no_such_library_at_all", encoding="utf-8")
+    (tmp_path / "own_environments_for_test.py").write_text(OWN_ENVIRONMENT, encoding="utf-8")
+    (tmp_path / "broken_environments_for_test.py").write_text("import no_such_library_at_all", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "own_worlds_for_test", raising=False)
-    return "own_worlds_for_test"
+    monkeypatch.delitem(sys.modules, "own_environments_for_test", raising=False)
+    return "own_environments_for_test"
 
 
 @pytest.mark.parametrize("name", sorted(name for name in CATALOG if name.endswith("number_guessing")))
-async def test_every_number_guessing_world_of_the_catalog_plays_a_game(name: str) -> None:
+async def test_every_number_guessing_environment_of_the_catalog_plays_a_game(name: str) -> None:
     args = {"step_s": 0.0} if name.startswith("delayed") else {}
     source = EnvironmentSource(EnvConfig(name=name, args=args))
     async with source.open() as environment:
@@ -47,7 +47,7 @@ async def test_every_number_guessing_world_of_the_catalog_plays_a_game(name: str
     source.close()
 
 
-async def test_a_world_of_ones_own_is_found_by_its_dotted_path(own_module: str) -> None:
+async def test_a_environment_of_ones_own_is_found_by_its_dotted_path(own_module: str) -> None:
     source = EnvironmentSource(EnvConfig(name=f"{own_module}:Coin", args={"side": "tails"}))
     async with source.open() as environment:
         assert (await environment.reset({})).text == "heads or tails?"
@@ -55,7 +55,7 @@ async def test_a_world_of_ones_own_is_found_by_its_dotted_path(own_module: str) 
     source.close()
 
 
-async def test_a_world_that_breaks_while_closing_does_not_cost_the_episode(own_module: str) -> None:
+async def test_a_environment_that_breaks_while_closing_does_not_cost_the_episode(own_module: str) -> None:
     source = EnvironmentSource(EnvConfig(name=f"{own_module}:Coin"))
     async with source.open() as environment:
         await environment.reset({})
@@ -64,7 +64,7 @@ async def test_a_world_that_breaks_while_closing_does_not_cost_the_episode(own_m
     source.close()
 
 
-async def test_episodes_do_not_share_a_world() -> None:
+async def test_episodes_do_not_share_a_environment() -> None:
     source = EnvironmentSource(EnvConfig())
     first, second = source(), source()
     await first.reset({"secret": 1, "low": 0, "high": 15})
@@ -78,21 +78,21 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(
         RunError, match=r"no environment 'chess'; known are .*delayed_number_guessing, .*number_guessing"
     ):
-        world_class("chess")
+        environment_class("chess")
 
 
 @pytest.mark.parametrize(
     ("path", "complaint"),
     [
-        ("no_such_module_at_all:World", "importing 'no_such_module_at_all' failed: ModuleNotFoundError"),
-        ("broken_worlds_for_test:World", "No module named 'no_such_library_at_all'"),
-        ("own_worlds_for_test:Dice", "no class 'Dice'; it defines Coin, NotAWorld"),
-        ("own_worlds_for_test:NotAWorld", "lacks step, close"),
+        ("no_such_module_at_all:Environment", "no module 'no_such_module_at_all'"),
+        ("broken_environments_for_test:Environment", "imports 'no_such_library_at_all', which is not installed"),
+        ("own_environments_for_test:Dice", r"has no 'Dice' \(it defines Coin, NotAnEnvironment\)"),
+        ("own_environments_for_test:NotAnEnvironment", "lacks step, close"),
     ],
 )
 def test_a_dotted_path_that_leads_nowhere_says_where_it_ended(own_module: str, path: str, complaint: str) -> None:
     with pytest.raises(RunError, match=complaint):
-        world_class(path)
+        environment_class(path)
 
 
 @pytest.mark.parametrize("args", [{"max_turn": 6}, {"max_turns": 0}, {"turn_price": 1.5}])

@@ -84,12 +84,12 @@ def test_only_our_own_processes_with_a_dead_owner_are_orphans(tmp_path: Path) ->
         (tmp_path / str(pid)).mkdir()
         (tmp_path / str(pid) / "cmdline").write_bytes(b"\0".join(a.encode() for a in arguments) + b"\0")
 
-    process(101, "python", "-m", "rollbook.envs.builtin.awscli.simulator_process", "{}", "--owner=999999-1")
+    process(101, "python", "-m", "rollbook.envs.builtin.awscli.cloud.simulator_process", "{}", "--owner=999999-1")
     process(
         102,
         "python",
         "-m",
-        "rollbook.envs.builtin.awscli.simulator_process",
+        "rollbook.envs.builtin.awscli.cloud.simulator_process",
         "{}",
         f"--owner={owner_mark(os.getpid())}",
     )

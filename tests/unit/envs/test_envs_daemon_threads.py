@@ -7,7 +7,7 @@ from concurrent.futures import CancelledError, wait
 
 import pytest
 
-from rollbook.envs.pools.daemon_threads import DaemonThreads
+from rollbook.envs.daemon_threads import DaemonThreads
 
 
 def test_calls_run_at_the_same_time_up_to_the_limit_and_never_beyond() -> None:
@@ -66,10 +66,10 @@ def test_what_waits_is_cancelled_with_the_pool_when_that_is_asked_for() -> None:
         waiting.result(10)
 
 
-def test_a_world_that_never_returns_does_not_keep_the_process_alive() -> None:
+def test_a_environment_that_never_returns_does_not_keep_the_process_alive() -> None:
     code = (
         "import threading\n"
-        "from rollbook.envs.pools.daemon_threads import DaemonThreads\n"
+        "from rollbook.envs.daemon_threads import DaemonThreads\n"
         "began = threading.Event()\n"
         "DaemonThreads(2, name='stuck').submit(lambda: (began.set(), threading.Event().wait()))\n"
         "began.wait()\n"

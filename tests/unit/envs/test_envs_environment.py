@@ -9,7 +9,7 @@ import pytest
 
 from rollbook.contracts.environment import Observation
 from rollbook.contracts.errors import EpisodeError
-from rollbook.envs.environment import WorldEnvironment
+from rollbook.envs.environment import EnvironmentAdapter
 
 
 class Plain:
@@ -49,23 +49,23 @@ class Async:
 
 
 @pytest.mark.parametrize("kind", [Plain, Quick, Async])
-async def test_plain_quick_and_async_worlds_play_alike(kind: type) -> None:
-    environment = WorldEnvironment(kind(), name="test")
+async def test_plain_quick_and_async_environments_play_alike(kind: type) -> None:
+    environment = EnvironmentAdapter(kind(), name="test")
     assert (await environment.reset({"id": "a"})).text == "task a"
     assert (await environment.step("go")).text == "GO"
     await environment.close()
 
 
-async def test_a_plain_world_runs_outside_the_event_loop_and_a_quick_one_inside() -> None:
+async def test_a_plain_environment_runs_outside_the_event_loop_and_a_quick_one_inside() -> None:
     here = threading.get_ident()
-    for world, is_inside in ((Plain(), False), (Quick(), True)):
-        environment = WorldEnvironment(world, name="test")
+    for env, is_inside in ((Plain(), False), (Quick(), True)):
+        environment = EnvironmentAdapter(env, name="test")
         await environment.reset({"id": "a"})
         await environment.step("go")
-        assert [thread == here for thread in world.threads] == [is_inside, is_inside]
+        assert [thread == here for thread in env.threads] == [is_inside, is_inside]
 
 
-async def test_a_world_that_blocks_does_not_hold_the_loop() -> None:
+async def test_a_environment_that_blocks_does_not_hold_the_loop() -> None:
     may_go_on = threading.Event()
 
     class Blocking(Plain):
@@ -73,7 +73,7 @@ async def test_a_world_that_blocks_does_not_hold_the_loop() -> None:
             assert may_go_on.wait(10)
             return Observation(text="done", done=True)
 
-    environment = WorldEnvironment(Blocking(), name="test")
+    environment = EnvironmentAdapter(Blocking(), name="test")
     stepping = asyncio.create_task(environment.step("go"))
     await asyncio.sleep(0.01)
     assert not stepping.done()
@@ -94,7 +94,7 @@ async def test_calls_never_overlap_even_when_a_caller_was_cancelled() -> None:
         def close(self) -> None:
             order.append("close")
 
-    environment = WorldEnvironment(Slow(), name="test")
+    environment = EnvironmentAdapter(Slow(), name="test")
     stepping = asyncio.create_task(environment.step("go"))
     await asyncio.sleep(0.01)
     stepping.cancel()
@@ -123,26 +123,28 @@ class Broken:
         raise OSError("container is gone")
 
 
-async def test_what_a_world_raises_names_world_and_method() -> None:
-    environment = WorldEnvironment(Broken(KeyError("secret")), name="my_world")
-    with pytest.raises(EpisodeError, match=r"env my_world.reset raised KeyError: 'secret'"):
+async def test_what_a_environment_raises_names_environment_and_method() -> None:
+    environment = EnvironmentAdapter(Broken(KeyError("secret")), name="my_environment")
+    with pytest.raises(EpisodeError, match=r"env my_environment.reset raised KeyError: 'secret'"):
         await environment.reset({})
-    with pytest.raises(EpisodeError, match=r"env my_world.close raised OSError: container is gone"):
+    with pytest.raises(EpisodeError, match=r"env my_environment.close raised OSError: container is gone"):
         await environment.close()
 
 
 @pytest.mark.parametrize("answer", [None, "higher", ("higher", 0.0, True)])
 async def test_an_answer_that_is_no_observation_is_refused(answer: object) -> None:
-    environment = WorldEnvironment(Broken(answer), name="my_world")
-    with pytest.raises(EpisodeError, match=f"my_world: reset returned {type(answer).__name__} where an Observation"):
+    environment = EnvironmentAdapter(Broken(answer), name="my_environment")
+    with pytest.raises(
+        EpisodeError, match=f"my_environment: reset returned {type(answer).__name__} instead of an Observation"
+    ):
         await environment.reset({})
 
 
 async def test_closing_twice_closes_once_and_nothing_follows_it() -> None:
-    world = Plain()
-    environment = WorldEnvironment(world, name="test")
+    env = Plain()
+    environment = EnvironmentAdapter(env, name="test")
     await environment.close()
     await environment.close()
-    assert world.closed == 1
+    assert env.closed == 1
     with pytest.raises(EpisodeError, match="step was called after close"):
         await environment.step("go")

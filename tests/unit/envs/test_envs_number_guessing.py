@@ -21,23 +21,23 @@ def task(secret: int, low: int = 0, high: int = 15) -> dict[str, Any]:
 
 
 def play(secret: int, *guesses: object, **settings: Any) -> list[Observation]:
-    world = NumberGuessing(**settings)
-    world.reset(task(secret))
-    return [world.step(str(guess)) for guess in guesses]
+    env = NumberGuessing(**settings)
+    env.reset(task(secret))
+    return [env.step(str(guess)) for guess in guesses]
 
 
 def halve(secret: int, low: int, high: int) -> list[Observation]:
     """An agent that always guesses the middle of what is left."""
-    world, seen = NumberGuessing(), list[Observation]()
-    world.reset(task(secret, low, high))
+    env, seen = NumberGuessing(), list[Observation]()
+    env.reset(task(secret, low, high))
     while not seen or not seen[-1].done:
         middle = (low + high) // 2
-        seen.append(world.step(f"{middle}"))
+        seen.append(env.step(f"{middle}"))
         low, high = (middle + 1, high) if seen[-1].text == Reply.HIGHER else (low, middle - 1)
     return seen
 
 
-def test_the_world_says_higher_lower_and_correct() -> None:
+def test_the_environment_says_higher_lower_and_correct() -> None:
     assert [seen.text for seen in play(7, 3, 11, 7)] == ["higher", "lower", "correct"]
 
 
@@ -105,7 +105,7 @@ def test_the_viewer_sees_the_secret_and_the_guesses_and_the_agent_does_not() -> 
 
 
 @pytest.mark.parametrize(
-    ("broken", "complaint"), [({"secret": 3}, "lacks low, high"), (task(20), "20 does not lie in 0 to 15")]
+    ("broken", "complaint"), [({"secret": 3}, "lacks low, high"), (task(20), "20 is not between 0 and 15")]
 )
 def test_a_task_that_is_no_game_is_refused_with_the_reason(broken: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
@@ -113,21 +113,21 @@ def test_a_task_that_is_no_game_is_refused_with_the_reason(broken: dict[str, Any
 
 
 def test_stepping_without_a_game_is_refused() -> None:
-    world = NumberGuessing(max_turns=1)
+    env = NumberGuessing(max_turns=1)
     with pytest.raises(RuntimeError, match="before reset"):
-        world.step("7")
-    world.reset(task(7))
-    world.step("7")
+        env.step("7")
+    env.reset(task(7))
+    env.step("7")
     with pytest.raises(RuntimeError, match="after the end"):
-        world.step("7")
+        env.step("7")
 
 
 def test_a_reset_starts_a_new_game() -> None:
-    world = NumberGuessing()
-    world.reset(task(7))
-    world.step("7")
-    assert world.reset(task(3)).facts == {"secret": 3, "guesses": []}
-    assert world.step("3").solved
+    env = NumberGuessing()
+    env.reset(task(7))
+    env.step("7")
+    assert env.reset(task(3)).facts == {"secret": 3, "guesses": []}
+    assert env.step("3").solved
 
 
 def test_tasks_cover_every_secret_and_have_ids_of_their_own() -> None:

@@ -10,17 +10,17 @@ from rollbook.envs.builtin.reasoning_gym_maths import ReasoningGymMaths, reasoni
 @pytest.mark.parametrize("dataset", ["basic_arithmetic", "leg_counting", "simple_equations"])
 def test_its_own_answers_are_right_and_a_wrong_one_pays_next_to_nothing(dataset: str) -> None:
     for row in reasoning_gym_tasks(dataset, 3, seed=1):
-        world = ReasoningGymMaths(max_turns=2)
-        world.reset(row)
-        assert world.step(f"\\boxed{{{row['answer']}}}").reward == 1.0
-        world.reset(row)
-        world.step("\\boxed{123456789}")
-        last = world.step("\\boxed{123456789}")
+        env = ReasoningGymMaths(max_turns=2)
+        env.reset(row)
+        assert env.step(f"\\boxed{{{row['answer']}}}").reward == 1.0
+        env.reset(row)
+        env.step("\\boxed{123456789}")
+        last = env.step("\\boxed{123456789}")
         assert (last.solved, last.reward < 0.1) == (False, True)
 
 
 def test_a_row_that_names_no_dataset_is_refused() -> None:
-    world = ReasoningGymMaths()
-    world.reset({"question": "1+1", "answer": "2"})
+    env = ReasoningGymMaths()
+    env.reset({"question": "1+1", "answer": "2"})
     with pytest.raises(ValueError, match="source_dataset"):
-        world.step("2")
+        env.step("2")

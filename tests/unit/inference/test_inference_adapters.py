@@ -166,9 +166,9 @@ def test_settings_that_mean_something_else_are_refused_by_name(settings: dict[st
 
 def test_tensors_that_are_no_pair_are_refused() -> None:
     settings = checked_settings({"r": 2, "lora_alpha": 4})
-    with pytest.raises(WeightsError, match="one half"):
+    with pytest.raises(WeightsError, match="only one tensor of its pair"):
         low_rank_pairs(settings, ["base_model.model.a.lora_A.weight"])
-    with pytest.raises(WeightsError, match="no lora_A"):
+    with pytest.raises(WeightsError, match="not lora_A"):
         low_rank_pairs(settings, ["base_model.model.a.lora_magnitude_vector"])
     with pytest.raises(WeightsError, match="no tensors"):
         low_rank_pairs(settings, [])

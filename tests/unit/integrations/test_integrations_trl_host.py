@@ -21,4 +21,4 @@ def test_a_trainer_reads_what_the_host_tells(tmp_path: Path) -> None:
     facts = msgspec.json.decode(json.dumps(told), type=HostFacts)
     assert facts.policy_urls == ["http://b:2", "http://c:3"]
     assert facts.rows_per_step == config.gate.groups_per_step * config.rollout.completions_per_prompt == 16
-    assert (facts.lag_budget, facts.max_steps, facts.run) == (2, 12, "trl")
+    assert (facts.max_head_offpolicy_versions, facts.max_steps, facts.run) == (2, 12, "trl")

@@ -14,7 +14,7 @@ from rollbook.contracts.trajectory import RolloutSample
 from rollbook.integrations.trl_rows import FILLER, rows_of
 from rollbook.rollout.assemblers.branching import BranchingAssembler
 from rollbook.rollout.assemblers.linear import TrajectoryAssembler
-from tests.parts.rollout.world import completion
+from tests.parts.rollout.guessing import completion
 
 
 def sample(reward: float | None, *, forks: bool = False) -> RolloutSample:
@@ -66,7 +66,12 @@ def test_settings_that_would_break_the_mapping_are_all_named() -> None:
     from rollbook.integrations.trl import faults_of
 
     facts = SimpleNamespace(
-        rows_per_step=16, groups_per_step=4, completions_per_prompt=4, temperature=1.0, lag_budget=2, max_steps=12
+        rows_per_step=16,
+        groups_per_step=4,
+        completions_per_prompt=4,
+        temperature=1.0,
+        max_head_offpolicy_versions=2,
+        max_steps=12,
     )
     args = SimpleNamespace(
         per_device_train_batch_size=8,

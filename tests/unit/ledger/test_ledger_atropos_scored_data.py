@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollbook.contracts.group import GroupId
+from rollbook.contracts.group_codec import decode_payload
 from rollbook.ledger.atropos.models import FIELDS, Refusal
 from rollbook.ledger.atropos.scored_data import read_group, read_groups
-from rollbook.ledger.group_frame import decode_group
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 ANY_JSON = st.recursive(
@@ -88,7 +88,7 @@ def test_outcome_counts_what_is_trained() -> None:
 
 def test_a_native_trainer_can_read_what_an_atropos_environment_posted() -> None:
     body = {"tokens": [[5, 6, 7]], "masks": [[-100, 6, 7]], "scores": [2.0], "inference_logprobs": [[1.0, -0.5, 1.0]]}
-    group = decode_group(read_group(json.dumps(body).encode()).payload, GroupId("env_0@3"))
+    group = decode_payload(read_group(json.dumps(body).encode()).payload, GroupId("env_0@3"))
     (sample,) = group.samples
     row = sample.sequences[0]
     assert (group.id, group.task_id, group.draw, sample.reward) == ("env_0@3", "env_0", 3, 2.0)

@@ -11,29 +11,29 @@ from rollbook.ledger.store import StoreFaultError
 from rollbook.ledger.stores.sqlite.file import FILE_NAME
 from rollbook.ledger.stores.sqlite.store import open_readonly
 from rollbook.ledger.tools.audit import audit
-from tests.parts.ledger.desk import Desk, SqliteNow
 from tests.parts.ledger.groups import RUN, draws, settings
+from tests.parts.ledger.run_driver import RunDriver, blocking_sqlite
 
 
 def write_a_run(directory: Path) -> None:
     """Two steps trained, one durable; one group batched, queued, leased, dropped each. A short batch ends it."""
-    file = SqliteNow(directory / FILE_NAME)
-    desk = Desk(file).create(settings(budget=2))
-    desk.take_role()
-    live = desk.publish(0)
-    owner = desk.join()
+    file = blocking_sqlite(directory / FILE_NAME)
+    driver = RunDriver(file).create(settings(budget=2))
+    driver.take_role()
+    live = driver.publish(0)
+    owner = driver.join()
     for step in (1, 2, 3):
-        desk.open(owner, draws(2 * step, 2))
+        driver.open(owner, draws(2 * step, 2))
         for at in (0, 1):
-            desk.submit(f"task{2 * step + at}", (live.id,))
-        desk.decide(step)
+            driver.submit(f"task{2 * step + at}", (live.id,))
+        driver.decide(step)
         if step < 3:
-            desk.acknowledge(step)
-            live = desk.publish(step)
-    desk.checkpointed(1)
-    desk.open(owner, draws(8, 3))
-    desk.submit("task8", (live.id,))
-    desk.close("task9", DropReason(DropKind.FILTERED, "constant"))
+            driver.acknowledge(step)
+            live = driver.publish(step)
+    driver.checkpointed(1)
+    driver.open(owner, draws(8, 3))
+    driver.submit("task8", (live.id,))
+    driver.close("task9", DropReason(DropKind.FILTERED, "constant"))
     file.close()
 
 
@@ -50,7 +50,12 @@ def test_a_sound_record_adds_up(tmp_path: Path) -> None:
     assert report.ok
     assert report.opened == 9
     assert report.law == {"dispatched": 1, "queued": 1, "batched": 2, "trained": 2, "durable": 2, "dropped": 1}
-    assert (report.dropped, report.steps, report.max_lag, report.lag_budget) == ({"filtered": 1}, 2, 0, 2)
+    assert (report.dropped, report.steps, report.max_lag, report.max_head_offpolicy_versions) == (
+        {"filtered": 1},
+        2,
+        0,
+        2,
+    )
 
 
 @pytest.mark.parametrize(
@@ -96,13 +101,13 @@ def test_a_file_is_read_where_nothing_may_be_written(tmp_path: Path) -> None:
 
 
 def test_a_live_file_is_read_beside_its_writer(tmp_path: Path) -> None:
-    file = SqliteNow(tmp_path / FILE_NAME)
-    desk = Desk(file).create(settings())
+    file = blocking_sqlite(tmp_path / FILE_NAME)
+    driver = RunDriver(file).create(settings())
     with open_readonly(tmp_path) as reader:
         assert audit(reader, RUN).opened == 0
-        desk.take_role()
-        desk.publish(0)
-        desk.open(desk.join(), draws(0, 2))
+        driver.take_role()
+        driver.publish(0)
+        driver.open(driver.join(), draws(0, 2))
         assert audit(reader, RUN).opened == 2
     file.close()
 

@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 
 from rollbook.contracts.errors import RunError
+from rollbook.contracts.group_codec import FORMAT, RUN_FIELDS, RowFrame, check_frame, encode_group
 from rollbook.contracts.trajectory import TokenRow
-from rollbook.ledger.group_frame import FORMAT, RUN_FIELDS, RowFrame, check_frame, encode_group
 from tests.parts.ledger.groups import big_group, group_of
 
-GOOD = encode_group(group_of("a", (0, 3, -1)))
+GOOD = encode_group(group_of("a", (0, 3, -1))).payload
 
 
 def changed(**fields: object) -> bytes:
@@ -28,7 +28,7 @@ def runs(*triples: tuple[int, int, int]) -> bytes:
 
 def test_a_good_group_passes() -> None:
     check_frame(GOOD, group_id="a@0")
-    check_frame(encode_group(big_group("b")), group_id="b@0")
+    check_frame(encode_group(big_group("b")).payload, group_id="b@0")
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_a_good_group_passes() -> None:
         (b"", "not a group"),
         (GOOD[:-3], "not a group"),
         (GOOD + b"\x00", "not a group"),
-        (changed(format=FORMAT + 1), "this ledger reads"),
+        (changed(format=FORMAT + 1), "supported is"),
         (changed(group_id="b@0"), "that of group b@0"),
         (changed(samples=[]), "no samples"),
         (with_row([b"", b"", b""]), "empty or of unequal length"),
@@ -56,7 +56,7 @@ def test_what_no_trainer_could_read_is_refused(payload: bytes, told: str) -> Non
 def test_a_damaged_length_never_asks_for_memory() -> None:
     row = RowFrame(token_ids=bytes(8), logprobs=bytes(8), runs=runs((2**31 - 1, -1, 0), (2**31 - 1, 0, 1)))
     with pytest.raises(ValueError, match="do not cover its 2 tokens"):
-        row.contract()
+        row.to_contract()
 
 
 def test_a_sequence_whose_every_token_differs_survives() -> None:
@@ -69,11 +69,11 @@ def test_a_sequence_whose_every_token_differs_survives() -> None:
     )
     frame = RowFrame.of(row)
     assert len(frame.runs) == 4 * RUN_FIELDS * count
-    back = frame.contract()
+    back = frame.to_contract()
     assert (back.versions == row.versions).all()
     assert (back.loss_mask == row.loss_mask).all()
 
 
 def test_runs_make_a_group_two_fifths_smaller() -> None:
     """Four bytes of an id and four of a logprob are left for each token, and little else."""
-    assert len(encode_group(big_group("b", samples=8, tokens=1024))) < 8 * 1024 * 8 + 2_000
+    assert len(encode_group(big_group("b", samples=8, tokens=1024)).payload) < 8 * 1024 * 8 + 2_000

@@ -12,6 +12,7 @@ import pytest
 
 from rollbook.concurrency.clock import ManualClock
 from rollbook.contracts.group import DropKind, GroupId, GroupState
+from rollbook.contracts.group_codec import encode_group
 from rollbook.ledger.config import Durability, LedgerConfig
 from rollbook.ledger.service import open_ledger
 from rollbook.ledger.store import StoreFaultError, Transaction
@@ -237,7 +238,7 @@ def test_small_payloads_are_written_together_and_large_ones_at_once(tmp_path: Pa
     assert read_payload(tmp_path, small) == b"small"
     writer.keep({})
     taken_back = writer.append(bytes([1]) * segments.WRITTEN_TOGETHER)
-    writer.take_back()
+    writer.roll_back()
     instead = writer.append(b"instead")
     assert instead.place == taken_back.place
     writer.close()
@@ -253,7 +254,7 @@ def test_marks_tell_what_is_on_the_disk_and_no_more(tmp_path: Path) -> None:
     writer.keep({3: 5})
     assert writer.marks() == {}
     writer.append(b"678")
-    writer.take_back()
+    writer.roll_back()
     assert writer.append(b"x") == Place(3, 5, 1, segments.digest_of(b"x"))
     assert writer.close() == {3: EVERYTHING}
 
@@ -269,13 +270,14 @@ async def crashed_with_groups(directory: Path, names: list[str]) -> None:
             await ledger.create_run(RUN, settings())
             for name in names:
                 group = group_of(name, (-1,))
-                await ledger.submit(RUN, group, outcome_of(group), attempt=1)
+                await ledger.submit(RUN, encode_group(group), outcome_of(group), attempt=1)
         die(store)
 
 
 def die(store: SqliteStore) -> None:
     """Closing syncs and marks; a process that dies does neither."""
     writer = store._writer._segments
+    assert writer is not None
     assert writer._current is not None
     writer._current.close()
     writer._current = None
@@ -290,7 +292,7 @@ async def test_a_group_whose_tokens_a_power_cut_took_is_dropped_with_the_reason(
     async with open_sqlite_store(tmp_path) as store, open_ledger(store, LedgerConfig(), clock=clock, log=log) as ledger:
         groups = await ledger.groups(RUN)
         assert [group.state for group in groups] == [GroupState.QUEUED, GroupState.QUEUED, GroupState.DROPPED]
-        assert groups[2].drop_reason == f"{DropKind.LOST}: a power cut took its tokens"
+        assert groups[2].drop_reason == f"{DropKind.LOST}: its payload was lost in a power failure"
         assert (await ledger.read(lambda tx: audit_run(tx, RUN))).violations == ()
     # Nothing is lost twice, and nobody looks again.
     async with open_sqlite_store(tmp_path) as store:

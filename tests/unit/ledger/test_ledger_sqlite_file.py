@@ -13,11 +13,12 @@ from rollbook.ledger.config import Durability
 from rollbook.ledger.records import OwnerRecord, OwnerState
 from rollbook.ledger.store import StoreFaultError, Transaction
 from rollbook.ledger.stores.sql.transaction import SqlTransaction
+from rollbook.ledger.stores.sql.write_buffer import SqlSession
 from rollbook.ledger.stores.sqlite import file as sqlite_file
 from rollbook.ledger.stores.sqlite.file import FILE_NAME
 from rollbook.ledger.stores.sqlite.store import open_sqlite_store
-from tests.parts.ledger.desk import Desk, SqliteNow
 from tests.parts.ledger.groups import RUN, settings
+from tests.parts.ledger.run_driver import RunDriver, blocking_sqlite
 
 
 async def test_what_was_written_is_there_when_the_file_is_opened_again(tmp_path: Path) -> None:
@@ -32,9 +33,9 @@ async def test_a_file_from_a_newer_release_is_refused(tmp_path: Path) -> None:
         pass
     db = sqlite3.connect(tmp_path / FILE_NAME)
     with db:
-        db.execute("UPDATE schema_version SET version = 999")
+        db.execute("UPDATE schema_versions SET version = 999")
     db.close()
-    with pytest.raises(RunError, match="has schema 999, this release knows up to"):
+    with pytest.raises(RunError, match="have schema 999, this release needs 1"):
         async with open_sqlite_store(tmp_path):
             pass
 
@@ -47,10 +48,10 @@ async def test_a_file_that_is_no_ledger_is_a_fault_with_advice(tmp_path: Path) -
 
 
 async def test_a_damaged_table_is_refused_before_anything_is_answered(tmp_path: Path) -> None:
-    desk = Desk(SqliteNow(tmp_path / FILE_NAME)).create(settings())
+    driver = RunDriver(blocking_sqlite(tmp_path / FILE_NAME)).create(settings())
     for number in range(200):
-        desk.submit(f"task{number}", (-1,))
-    desk.store.close()  # type: ignore[attr-defined]
+        driver.submit(f"task{number}", (-1,))
+    driver.store.close()
     db = sqlite3.connect(tmp_path / FILE_NAME)
     page = db.execute("SELECT rootpage FROM sqlite_master WHERE name = 'groups'").fetchone()[0]
     size = db.execute("PRAGMA page_size").fetchone()[0]
@@ -76,7 +77,7 @@ async def test_a_full_disk_is_a_fault_and_nothing_that_was_answered_is_lost(tmp_
 
         def fill(tx: Transaction) -> None:
             # As many pages as there are now, and no more: what a full disk looks like to SQLite.
-            tx._db.execute("PRAGMA max_page_count = 1")  # type: ignore[attr-defined]
+            tx.session.write("PRAGMA max_page_count = 1")  # type: ignore[attr-defined]
             tx.payloads.put(RUN, GroupId("lost"), b"x" * 10_000_000)
             tx.owners.put(
                 OwnerRecord(
@@ -93,7 +94,7 @@ async def test_a_full_disk_is_a_fault_and_nothing_that_was_answered_is_lost(tmp_
             await store.write(fill)
 
         def room(tx: Transaction) -> None:
-            tx._db.execute("PRAGMA max_page_count = 1000000")  # type: ignore[attr-defined]
+            tx.session.write("PRAGMA max_page_count = 1000000")  # type: ignore[attr-defined]
 
         await store.write(room)
         await store.write(lambda tx: tx.payloads.put(RUN, GroupId("after"), b"body"))
@@ -138,7 +139,7 @@ async def test_the_durability_mode_sets_what_a_commit_waits_for(
 ) -> None:
     async with open_sqlite_store(tmp_path, durability=durability) as store:
         modes = await store.write(
-            lambda tx: [tx._db.execute(f"PRAGMA {p}").fetchone()[0] for p in ("synchronous", "journal_mode")]  # type: ignore[attr-defined]
+            lambda tx: [tx.session.select(f"PRAGMA {p}").fetchone()[0] for p in ("synchronous", "journal_mode")]  # type: ignore[attr-defined]
         )
     assert modes == [level, "wal"]
 
@@ -148,9 +149,9 @@ async def test_searches_on_the_hot_path_use_the_indexes_of_what_is_open(tmp_path
     async with open_sqlite_store(tmp_path):
         pass
     db = sqlite3.connect(tmp_path / FILE_NAME)
-    tx = SqlTransaction(db)
-    asked: list[str] = []
-    db.set_trace_callback(asked.append)
+    tx = SqlTransaction(SqlSession(db), FILE_NAME)
+    queries: list[str] = []
+    db.set_trace_callback(queries.append)
     tx.groups.leased_by(RUN, OwnerId("w"))
     tx.groups.leases_ending_by(RUN, 5.0)
     tx.groups.waiting(RUN, 5)
@@ -162,7 +163,7 @@ async def test_searches_on_the_hot_path_use_the_indexes_of_what_is_open(tmp_path
     tx.groups.queued_below(RUN, 5)
     tx.groups.releasable(RUN, 5, dropped_only=True)
     db.set_trace_callback(None)
-    plans = [db.execute(f"EXPLAIN QUERY PLAN {sql}").fetchone()[3] for sql in asked]
+    plans = [db.execute(f"EXPLAIN QUERY PLAN {sql}").fetchone()[3] for sql in queries]
     db.close()
     expected = [
         *("groups_owned", "groups_leases", "groups_waiting", "groups_dispatched", "groups_dispatched"),

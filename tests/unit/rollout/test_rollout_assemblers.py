@@ -7,7 +7,7 @@ from rollbook.contracts.trajectory import EndReason
 from rollbook.rollout.assemblers.assembler import AssemblyError, PrefixMismatchError
 from rollbook.rollout.assemblers.chat import MessageTrajectoryAssembler
 from rollbook.rollout.assemblers.linear import TrajectoryAssembler
-from tests.parts.rollout.world import CHATML, FORGETFUL, completion, letter_tokenizer
+from tests.parts.rollout.guessing import CHATML, FORGETFUL, completion, letter_tokenizer
 
 SAMPLING = SamplingParams(temperature=0.9)
 

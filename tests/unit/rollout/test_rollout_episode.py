@@ -15,10 +15,10 @@ from rollbook.contracts.trajectory import EndReason, RolloutSample
 from rollbook.rollout.episodes.chat import make_rollout
 from rollbook.rollout.episodes.policy import EpisodeContext, enter_episode
 from rollbook.rollout.settings.limits import EpisodeLimits
-from tests.parts.rollout.world import GuessingWorld, setup_of
+from tests.parts.rollout.guessing import GuessingEnvironment, setup_of
 
 
-class PayingWorld(GuessingWorld):
+class PayingEnvironment(GuessingEnvironment):
     """Never ends; pays 1, 2, 3, ..."""
 
     def __init__(self) -> None:
@@ -31,8 +31,8 @@ class PayingWorld(GuessingWorld):
 
 
 @asynccontextmanager
-async def open_paying() -> AsyncIterator[PayingWorld]:
-    yield PayingWorld()
+async def open_paying() -> AsyncIterator[PayingEnvironment]:
+    yield PayingEnvironment()
 
 
 async def played(settings: Mapping[str, Any] | None = None, limits: EpisodeLimits | None = None) -> RolloutSample:

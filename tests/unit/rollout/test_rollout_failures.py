@@ -13,7 +13,7 @@ from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
 from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import EndReason, RolloutSample
 from rollbook.rollout.assemblers.linear import TrajectoryAssembler
-from rollbook.rollout.episodes.env_calls import WorldHangsError, watched
+from rollbook.rollout.episodes.env_calls import EnvironmentTimeoutError, watched
 from rollbook.rollout.episodes.policy import (
     EpisodeContext,
     EpisodePolicy,
@@ -36,7 +36,7 @@ from rollbook.rollout.groups.filters import FilterError
 from rollbook.rollout.groups.player import GroupAssembler, GroupOrder, GroupResult
 from rollbook.rollout.settings.groups import GroupRules
 from rollbook.rollout.workers.handle import WorkerDiedError
-from tests.parts.rollout.world import completion, open_world
+from tests.parts.rollout.guessing import completion, open_guessing
 
 
 @pytest.mark.parametrize(
@@ -237,13 +237,15 @@ async def test_a_server_that_only_aborts_is_a_failure_and_no_loop(monkeypatch: p
         await EpisodePolicy(Aborting(*[0] * 50), SamplingParams()).complete([1])
 
 
-async def test_a_world_that_does_not_answer_is_named_with_its_step() -> None:
-    async with watched(open_world, step_s=0.05, open_s=30)() as world:
-        await world.reset({"secret": 3})
-        await world.step("1")
-        world.__dict__["_world"].step = lambda action: asyncio.sleep(3600)
-        with pytest.raises(WorldHangsError, match=r"step 2 of the world GuessingWorld .* 0.05 s \(rollout.step_s\)"):
-            await world.step("2")
+async def test_a_environment_that_does_not_answer_is_named_with_its_step() -> None:
+    async with watched(open_guessing, step_s=0.05, open_s=30)() as env:
+        await env.reset({"secret": 3})
+        await env.step("1")
+        env.__dict__["_env"].step = lambda action: asyncio.sleep(3600)
+        with pytest.raises(
+            EnvironmentTimeoutError, match=r"step 2 of the environment GuessingEnvironment .* 0.05 s \(rollout.step_s\)"
+        ):
+            await env.step("2")
 
 
 async def test_over_sampling_keeps_the_first_to_finish_and_drops_the_rest_as_surplus() -> None:

@@ -17,7 +17,7 @@ from rollbook.rollout.episodes.policy import current_episode
 from rollbook.rollout.groups.filters import load_filters
 from rollbook.rollout.groups.player import GroupAssembler, GroupOrder, GroupResult
 from rollbook.rollout.settings.groups import GroupRules, tell_causes
-from tests.parts.rollout.world import completion
+from tests.parts.rollout.guessing import completion
 
 ORDER = GroupOrder(
     group_id=GroupId("t@0"),

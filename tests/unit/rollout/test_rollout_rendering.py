@@ -9,7 +9,7 @@ import pytest
 
 from rollbook.contracts.errors import EpisodeError, RunError
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
-from tests.parts.rollout.world import CHATML, fast_letters, letter_tokenizer
+from tests.parts.rollout.guessing import CHATML, fast_letters, letter_tokenizer
 
 
 def model_directory(path: Path, *, template_in_config: bool = False) -> Path:

@@ -8,26 +8,27 @@ from pydantic import ValidationError
 from rollbook.contracts.admission import GateState, LedgerStatus, OpenReply, RunId
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.freshness import FreshnessRule, GateCounts
+from rollbook.contracts.group_codec import decode_group
 from rollbook.contracts.trajectory import EndReason
 from rollbook.rollout.config import RolloutConfig
-from rollbook.rollout.dispatch.failure_breaker import CircuitBreaker, GroupEnd, RolloutsFailingError
+from rollbook.rollout.dispatch.failure_breaker import FailureBreaker, GroupEnd, RolloutsFailingError
 from rollbook.rollout.dispatch.slots import StalenessController
 from rollbook.rollout.episodes.chat import make_rollout
 from rollbook.rollout.groups.player import GroupAssembler, GroupOrder
 from rollbook.rollout.settings.limits import EpisodeLimits
 from rollbook.rollout.workers.messages import Finished, Play, frame, from_worker, read_frame, to_worker
-from tests.parts.rollout.world import setup_of
+from tests.parts.rollout.guessing import setup_of
 
 USEFUL, DECLINED, FAILED = GroupEnd.USEFUL, GroupEnd.DECLINED, GroupEnd.FAILED
 
 
-def record(breaker: CircuitBreaker, *ends: GroupEnd, cause: str = "env: connection lost") -> None:
+def record(breaker: FailureBreaker, *ends: GroupEnd, cause: str = "env: connection lost") -> None:
     for end in ends:
         breaker.record(end, {cause: 8} if end is FAILED else {})
 
 
 def test_five_failed_groups_in_a_row_stop_the_run_with_the_cause_and_where_to_look() -> None:
-    breaker = CircuitBreaker(look_at="logs/rollout.jsonl")
+    breaker = FailureBreaker(log_hint="logs/rollout.jsonl")
     record(breaker, FAILED, FAILED, FAILED, FAILED, USEFUL, FAILED, FAILED, FAILED, FAILED)
     with pytest.raises(RolloutsFailingError) as raised:
         record(breaker, FAILED)
@@ -38,7 +39,7 @@ def test_five_failed_groups_in_a_row_stop_the_run_with_the_cause_and_where_to_lo
 
 
 def test_the_first_cause_is_told_beside_the_commonest() -> None:
-    breaker = CircuitBreaker(look_at="x")
+    breaker = FailureBreaker(log_hint="x")
     breaker.record(FAILED, {"the disk is full": 1})
     record(breaker, *[FAILED] * 3, cause="connection lost")
     with pytest.raises(RolloutsFailingError, match=r"32 x connection lost; 1 x .*\. The first was: the disk is full\."):
@@ -46,19 +47,19 @@ def test_the_first_cause_is_told_beside_the_commonest() -> None:
 
 
 def test_half_of_the_last_twenty_failed_stops_the_run_and_less_does_not() -> None:
-    breaker = CircuitBreaker(look_at="x")
+    breaker = FailureBreaker(log_hint="x")
     record(breaker, *([FAILED, USEFUL, USEFUL] * 20))
     with pytest.raises(RolloutsFailingError, match="10 of the last 20"):
         record(breaker, *([FAILED, USEFUL] * 10))
 
 
 def test_a_declined_group_neither_fails_nor_mends() -> None:
-    breaker = CircuitBreaker(look_at="x")
+    breaker = FailureBreaker(log_hint="x")
     record(breaker, *([DECLINED] * 15), USEFUL, *([DECLINED] * 19))
     with pytest.raises(RolloutsFailingError, match="none of the last 20 groups gave a sample"):
         record(breaker, DECLINED)
     with pytest.raises(RolloutsFailingError, match="5 groups in a row"):
-        record(CircuitBreaker(look_at="x"), *([FAILED, DECLINED] * 5))
+        record(FailureBreaker(log_hint="x"), *([FAILED, DECLINED] * 5))
 
 
 def reply(grants: int, capacity: int) -> OpenReply:
@@ -71,14 +72,14 @@ def test_the_controller_asks_for_what_it_can_play_and_counts_what_became_of_it()
     assert controller.to_propose == 10, "more than C would never be granted"
     controller.opened(reply(7, capacity=1))
     assert (controller.to_propose, controller.running, controller.capacity) == (3, 7, 1)
-    controller.finished(is_accepted=True)
-    controller.finished(is_accepted=False)
-    controller.given_back()
+    controller.settled(is_accepted=True)
+    controller.settled(is_accepted=False)
+    controller.released()
     assert (controller.free, controller.running, controller.accepted, controller.rejected) == (6, 4, 1, 1)
     for _ in range(4):
-        controller.given_back()
+        controller.released()
     with pytest.raises(ValueError, match="none was running"):
-        controller.given_back()
+        controller.released()
 
 
 def test_the_controllers_capacity_is_the_gates_formula() -> None:
@@ -86,7 +87,7 @@ def test_the_controllers_capacity_is_the_gates_formula() -> None:
     controller = StalenessController(rule, slots=64)
     counts = GateCounts(leased=3, queued=2, batches_decided=2)
     status = LedgerStatus(run_id=RunId("r"), gate=GateState.OPEN, capacity=99, counts=counts, opened=13, version=2)
-    controller.heard(status)
+    controller.update(status)
     assert controller.capacity == rule.capacity(counts, version=2) == 3
 
 
@@ -158,12 +159,12 @@ async def test_an_order_and_its_result_cross_the_process_edge_unchanged() -> Non
     assert payload is not None
     finished = from_worker.decode(payload)
     assert isinstance(finished, Finished)
-    back = finished.to_contract()
-    assert (back.outcome, back.drop) == (result.outcome, result.drop)
-    assert back.group is not None
+    assert (finished.outcome, finished.drop) == (result.outcome, result.drop)
+    assert finished.group is not None
+    group = decode_group(finished.group.payload)
     assert result.group is not None
-    assert (back.group.id, back.group.task_id, back.group.draw) == ("t@1", "t", 1)
-    for ours, theirs in zip(result.group.samples, back.group.samples, strict=True):
+    assert (group.id, group.task_id, group.draw) == ("t@1", "t", 1)
+    for ours, theirs in zip(result.group.samples, group.samples, strict=True):
         assert (
             ours.reward,
             ours.turns,

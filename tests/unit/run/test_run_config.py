@@ -103,13 +103,34 @@ def test_a_field_that_nothing_would_read_is_refused(tmp_path: Path) -> None:
     assert "takes no args" in faults_of(tmp_path, GOOD, ("tasks.args.n=1",))["tasks"]
 
 
-def test_modules_that_lead_nowhere_are_found_before_anything_starts(tmp_path: Path) -> None:
-    faults = faults_of(tmp_path, GOOD, ("rollout.function=no_such_module:make",))
-    assert "'no_such_module' was not found" in faults["rollout.function"]
+PLUGIN_SETTINGS = {
+    "tasks.source": (),
+    "evaluation.source": (),
+    "env.name": (),
+    "rollout.function": (),
+    "rollout.filter": (),
+    "rollout.rewards.functions.own.path": (),
+    "rollout.settings.agent": ("rollout.function=rollbook.rollout.agents.rollout",),
+    "rollout.settings.reward": ("rollout.function=rollbook.rollout.agents.rollout",),
+    "rollout.settings.tool_parser": ("rollout.function=rollbook.rollout.agents.rollout",),
+    "inference.scripted.script": ("inference.engine=scripted",),
+    "trainer.loss": ("trainer.advantage=group", "trainer.reduction=token_mean"),
+}
 
 
-def test_a_module_beside_the_config_is_found_without_being_run(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("raise SystemExit('ran')\n", encoding="utf-8")
+@pytest.mark.parametrize("setting", PLUGIN_SETTINGS)
+def test_missing_user_code_is_reported_before_anything_starts(tmp_path: Path, setting: str) -> None:
+    (tmp_path / "mine.py").write_text("def present(): ...\nraise SystemExit('ran')\n", encoding="utf-8")
+    needs = PLUGIN_SETTINGS[setting]
+    assert "no module 'no_such_module'" in faults_of(tmp_path, GOOD, (*needs, f"{setting}=no_such_module:f"))[setting]
+    assert "module mine has no 'absent'" in faults_of(tmp_path, GOOD, (*needs, f"{setting}=mine:absent"))[setting]
+    load_config(written(tmp_path, GOOD), [*needs, f"{setting}=mine:present"])
+
+
+def test_a_module_without_an_attribute_must_define_make_rollout(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("", encoding="utf-8")
+    assert "has no 'make_rollout'" in faults_of(tmp_path, GOOD, ("rollout.function=mine",))["rollout.function"]
+    (tmp_path / "mine.py").write_text("from somewhere import make_rollout\n", encoding="utf-8")
     load_config(written(tmp_path, GOOD), ["rollout.function=mine"])
 
 

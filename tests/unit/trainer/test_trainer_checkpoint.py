@@ -95,7 +95,7 @@ def test_an_unreadable_manifest_stops_the_run(tmp_path: Path, model_dir: Path) -
     store = checkpoints(tmp_path, model_dir)
     path = save(store, trained(model_dir, 1))
     (path / "checkpoint.json").write_text('{"step": 1')
-    with pytest.raises(RunError, match=r"step-000001: its checkpoint\.json cannot be read"):
+    with pytest.raises(RunError, match=r"step-000001: checkpoint\.json cannot be read"):
         store.latest()
 
 

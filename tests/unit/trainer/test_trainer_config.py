@@ -8,11 +8,11 @@ from pydantic import ValidationError
 from rollbook.contracts.batch import BatchEntry, BatchManifest
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId
-from rollbook.trainer.checkpoints.settings_history import Era, SettingsHistory
+from rollbook.trainer.checkpoints.settings_history import SettingsHistory, SettingsPeriod
 from rollbook.trainer.config import NOT_NUMERIC, ModelBuildConfig, ModelConfig, TrainerConfig
 from rollbook.trainer.data.advantages import BASELINES
 from rollbook.trainer.flops import peak_flops
-from rollbook.trainer.losses.defaults import OWN_SETTINGS
+from rollbook.trainer.loss_defaults import LOSS_DEFAULTS
 from rollbook.trainer.losses.registry import LOSSES
 from rollbook.trainer.metrics import batch_metrics, time_metrics
 from rollbook.trainer.staleness import check_lag
@@ -22,24 +22,24 @@ from tests.parts.trainer.batches import batch_of, row, sample
 @pytest.mark.parametrize(
     ("settings", "fault"),
     [
-        ({"schedule": "cosine"}, "max_steps, which is not set"),
-        ({"warmup_steps": 5, "max_steps": 5}, "leaves nothing"),
-        ({"reduction": "fixed_length"}, "reduction_length is needed"),
-        ({"reduction_length": 9}, "read by no other"),
-        ({"betas": (0.9, 1.0)}, "must lie in"),
-        ({"loss": "gropo"}, "there is no loss 'gropo': name one of grpo, "),
+        ({"schedule": "cosine"}, "at max_steps: set max_steps"),
+        ({"warmup_steps": 5, "max_steps": 5}, "must be below max_steps"),
+        ({"reduction": "fixed_length"}, "reduction_length must be set"),
+        ({"reduction_length": 9}, "and only then"),
+        ({"betas": (0.9, 1.0)}, "must be in"),
+        ({"loss": "gropo"}, "unknown loss 'gropo': use one of grpo, "),
         ({"loss": "reinforce", "clip_high": 0.3}, "loss 'reinforce' does not read clip_high"),
         ({"loss": "cispo", "dual_clip": 3}, "loss 'cispo' does not read dual_clip"),
         ({"loss": "grpo", "dro_beta": 1, "behaviour_cap": 2}, "loss 'grpo' does not read behaviour_cap, dro_beta"),
         ({"loss_options": {"x": 1}}, "loss 'grpo' does not read loss_options"),
-        ({"loss": "dr_grpo"}, "reduction_length is needed"),
-        ({"loss": "mine:loss"}, "no usual advantage and reduction: set both"),
-        ({"correction_bound": 3}, "read by a correction, and none is set"),
-        ({"correction": "tis", "old_logprobs": "engine"}, "would do it twice"),
-        ({"correction": "mis", "loss": "decoupled"}, "would do it twice"),
-        ({"overlong_buffer": 3}, "read where overlong_tokens is set"),
-        ({"overlong_tokens": 3, "overlong_buffer": 4}, "begins before the first"),
-        ({"keep_every": 30}, "no multiple of checkpoint_every 20"),
+        ({"loss": "dr_grpo"}, "reduction_length must be set"),
+        ({"loss": "mine:loss"}, "no default advantage and reduction: set both"),
+        ({"correction_bound": 3}, "need a correction: set trainer.correction"),
+        ({"correction": "tis", "old_logprobs": "engine"}, "would apply it twice"),
+        ({"correction": "mis", "loss": "decoupled"}, "would apply it twice"),
+        ({"overlong_buffer": 3}, "need overlong_tokens"),
+        ({"overlong_tokens": 3, "overlong_buffer": 4}, "must be at most overlong_tokens"),
+        ({"keep_every": 30}, "must be a multiple of checkpoint_every 20"),
         ({"learning_rate": 1.0}, "Extra inputs"),
         ({"ppo_n_minibatches": 0}, "greater than or equal to 1"),
     ],
@@ -52,7 +52,7 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], fault: 
 @pytest.mark.parametrize(
     ("settings", "fault"),
     [
-        ({"vocabulary": ["a", "a"]}, "names a more than once"),
+        ({"vocabulary": ["a", "a"]}, "lists a more than once"),
         ({"vocabulary": ["<eos>"]}, "<eos> more than once"),
         ({"vocabulary": ["two words"]}, "contain spaces"),
         ({"vocabulary": ["a"], "hidden_size": 10, "heads": 4}, "does not split"),
@@ -73,7 +73,7 @@ def test_a_model_is_named_or_built_but_not_both() -> None:
 def test_every_named_choice_has_its_part() -> None:
     fields = TrainerConfig.model_json_schema()["properties"]
     assert set(fields["advantage"]["anyOf"][0]["enum"]) == BASELINES.keys()
-    assert OWN_SETTINGS.keys() == LOSSES.keys()
+    assert LOSS_DEFAULTS.keys() == LOSSES.keys()
 
 
 def test_numeric_settings_are_all_but_those_that_only_say_when_and_where() -> None:
@@ -91,7 +91,7 @@ def test_a_change_is_seen_only_if_a_step_to_be_replayed_was_trained_otherwise(
     restored: int, acknowledged: int, expected: list[str]
 ) -> None:
     history = SettingsHistory(
-        eras=(Era(after_step=0, settings={"lr": 1}), Era(after_step=3, settings={"lr": 2})),
+        periods=(SettingsPeriod(after_step=0, settings={"lr": 1}), SettingsPeriod(after_step=3, settings={"lr": 2})),
     )
     assert history.changed({"lr": 1}, restored_step=restored, acknowledged_step=acknowledged) == expected
 
@@ -100,9 +100,9 @@ def test_new_settings_begin_an_era_where_training_stands() -> None:
     first = SettingsHistory().resumed({"lr": 1}, acknowledged_step=0)
     assert first.resumed({"lr": 1}, acknowledged_step=5) == first
     second = first.resumed({"lr": 2}, acknowledged_step=5)
-    assert [era.after_step for era in second.eras] == [0, 5]
+    assert [period.after_step for period in second.periods] == [0, 5]
     third = second.resumed({"lr": 3}, acknowledged_step=5)
-    assert [(era.after_step, era.settings["lr"]) for era in third.eras] == [(0, 1), (5, 3)]
+    assert [(period.after_step, period.settings["lr"]) for period in third.periods] == [(0, 1), (5, 3)]
 
 
 def manifest(step: int, oldest: list[int | None]) -> BatchManifest:
@@ -114,15 +114,15 @@ def manifest(step: int, oldest: list[int | None]) -> BatchManifest:
 
 
 def test_lag_is_measured_over_the_groups_that_say_their_version() -> None:
-    report = check_lag(manifest(5, [4, 2, None, 3]), budget=2)
-    assert (report.mean, report.most, report.least, report.num_unknown) == (1.0, 2, 0, 1)
-    assert check_lag(manifest(5, [None]), budget=0).mean is None
+    report = check_lag(manifest(5, [4, 2, None, 3]), max_head_offpolicy_versions=2)
+    assert (report.mean, report.maximum, report.minimum, report.num_unknown) == (1.0, 2, 0, 1)
+    assert check_lag(manifest(5, [None]), max_head_offpolicy_versions=0).mean is None
 
 
 @pytest.mark.parametrize("oldest", [1, 5])
 def test_a_lag_outside_the_budget_is_an_error_that_names_the_group(oldest: int) -> None:
     with pytest.raises(RunError, match=rf"batch 5: group t1@0 was sampled by version {oldest}"):
-        check_lag(manifest(5, [4, oldest]), budget=2)
+        check_lag(manifest(5, [4, oldest]), max_head_offpolicy_versions=2)
 
 
 def test_rewards_and_solved_rates_leave_out_what_could_not_be_scored() -> None:

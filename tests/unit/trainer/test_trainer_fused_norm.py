@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from rollbook.trainer.model.fused_norm import fuse_norms
+from rollbook.trainer.model.network import fuse_norms
 
 
 class ShiftedRMSNorm(nn.Module):

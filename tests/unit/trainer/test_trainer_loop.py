@@ -237,8 +237,8 @@ async def test_a_batch_beyond_the_lag_budget_is_never_trained(tmp_path: Path) ->
         return recorded_batch(step) if step < 3 else _older(recorded_batch(step), by=2)
 
     ledger = MemoryLedger(stale, num_steps=3)
-    with pytest.raises(RunError, match=r"batch 3: group t0@3 .* a lag of 2 with a budget of 1"):
-        await trainer_loop(ledger.source(), MemoryReplicas(), tmp_path, quick(), lag_budget=1).run()
+    with pytest.raises(RunError, match=r"batch 3: group t0@3 .* a lag of 2 with max_head_offpolicy_versions = 1"):
+        await trainer_loop(ledger.source(), MemoryReplicas(), tmp_path, quick(), max_head_offpolicy_versions=1).run()
     assert set(ledger.acknowledged) == {1, 2}
 
 

@@ -102,7 +102,7 @@ def test_what_is_published_may_be_the_adapters_alone_and_either_way_a_checkpoint
     assert all(".lora_" in name for name in alone)
     assert sum(t.numel() for t in alone.values()) < learner.num_parameters / 2
     checkpoints = Checkpoints(tmp_path / "checkpoints", model_dir=model_dir, config=config)
-    saved = checkpoints.write(learner.copied(alone), weights_digest=learner.model.digest())
+    saved = checkpoints.write(learner.state_snapshot(alone), weights_digest=learner.model.digest())
     # The next trainer may publish otherwise: the checkpoint is still that of these weights.
     resumed = checkpoints.restore(saved)
     assert resumed.model.has_digest(saved.weights_digest)

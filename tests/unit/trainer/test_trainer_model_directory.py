@@ -36,7 +36,7 @@ def test_a_directory_built_from_other_settings_is_refused(tmp_path: Path) -> Non
     with pytest.raises(RunError, match=r"other settings for: layers, seed"):
         tiny_model_dir(tmp_path / "model", seed=1, build=other)
     (tmp_path / "half").mkdir()
-    with pytest.raises(RunError, match="Move it away"):
+    with pytest.raises(RunError, match="Remove it to build it again"):
         tiny_model_dir(tmp_path / "half")
 
 
@@ -55,7 +55,7 @@ def test_a_model_that_exists_is_used_where_it_lies(tmp_path: Path) -> None:
 
 def test_what_is_no_model_is_named(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(RunError, match=r"no model could be loaded from .*empty"):
+    with pytest.raises(RunError, match=r"cannot load a model from .*empty"):
         PolicyModel.load(tmp_path / "empty")
 
 

@@ -21,7 +21,7 @@ from rollbook.contracts.errors import RunError
 from rollbook.trainer.checkpoints.checkpoints import initial_learner
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.data.minibatches import flatten, plan
-from rollbook.trainer.model.packed_attention import WAYS, Packing, ladder
+from rollbook.trainer.model.packed_attention import KERNELS, Packing, length_buckets
 from rollbook.trainer.model.policy_model import PolicyModel
 from rollbook.trainer.step import TrainStep
 from tests.parts.trainer.batches import quick, recorded_batch, tiny_model_dir
@@ -91,7 +91,7 @@ def test_families_are_packed_where_their_attention_allows_it() -> None:
     assert all(packed[family] for family in ("llama", "qwen2", "qwen3"))
     assert not packed["mistral"], "its window of 4 tokens would be lost"
     assert not packed["gemma2"], "it caps its attention scores"
-    with pytest.raises(RunError, match="'mistral' gives other numbers when its sequences are packed"):
+    with pytest.raises(RunError, match="'mistral' computes other numbers with packed sequences"):
         made("mistral", packing="packed")
 
 
@@ -131,17 +131,17 @@ def test_a_bfloat16_shadow_computes_and_float32_weights_learn(tmp_path: Path) ->
     assert torch.equal(shadow.detach(), weight.to(torch.bfloat16))
 
 
-@pytest.mark.parametrize("way", ["equal", "ladder"])
+@pytest.mark.parametrize("kernel", ["equal", "bucketed"])
 @pytest.mark.parametrize("lengths", [(7,), (9, 9, 8, 5, 5, 1), (12, 6, 3), (1, 1, 1)])
-def test_each_way_to_attend_gives_each_sequence_its_own_attention(way: str, lengths: tuple[int, ...]) -> None:
+def test_each_way_to_attend_gives_each_sequence_its_own_attention(kernel: str, lengths: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(1)
     total = sum(lengths)
     query, key, value = (
         torch.randn(1, heads, total, 8, generator=generator, dtype=torch.float64, requires_grad=True)
         for heads in (4, 2, 2)
     )
-    packing = Packing.of(lengths, "cpu", way=way)
-    found = WAYS[way](query, key, value, 0.3, packing)
+    packing = Packing.of(lengths, "cpu", kernel=kernel)
+    found = KERNELS[kernel](query, key, value, 0.3, packing)
     alone = [
         torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3, enable_gqa=True).transpose(
             1, 2
@@ -159,7 +159,7 @@ def test_each_way_to_attend_gives_each_sequence_its_own_attention(way: str, leng
 
 def test_a_ladder_pads_little() -> None:
     lengths = tuple(range(1024, 8, -8))
-    rungs = ladder(lengths)
+    rungs = length_buckets(lengths)
     assert sum(count for count, _ in rungs) == len(lengths)
     padded = sum(count * width for count, width in rungs)
     assert sum(lengths) <= padded < 1.2 * sum(lengths)

@@ -15,7 +15,7 @@ from rollbook.trainer.data.minibatches import sample_advantages
 from rollbook.trainer.losses.inputs import LossInputs, LossSettings, LossTerms
 from rollbook.trainer.losses.registry import LOSSES
 from rollbook.trainer.model.policy_model import PolicyModel
-from rollbook.trainer.optimizer.schedule import learning_rate
+from rollbook.trainer.optimizer import learning_rate
 from rollbook.trainer.step import TrainStep
 from tests.parts.trainer.batches import BUILD, batch_of, one_pass, quick, recorded_batch, row, sample, tiny_model_dir
 
@@ -193,9 +193,9 @@ def test_a_batch_with_nothing_scorable_changes_nothing(model_dir: Path) -> None:
 
 def test_faults_of_a_batch_are_named_before_anything_is_trained(model_dir: Path) -> None:
     learner = initial_learner(model_dir, quick())
-    with pytest.raises(RunError, match="was given batch 3; batches go in order"):
+    with pytest.raises(RunError, match="received batch 3; batches are trained in order"):
         learner.run(recorded_batch(3))
-    with pytest.raises(RunError, match=r"group t0@1 has token id 99, but the model knows 16 tokens"):
+    with pytest.raises(RunError, match=r"group t0@1 has token id 99, but the vocabulary has 16 tokens"):
         learner.run(batch_of(1, [[sample(row([1, 5, 99], [2]))]]))
     with pytest.raises(RunError, match=r"group t0@1 was sampled greedily"):
         learner.run(batch_of(1, [[sample(temperature=0.0)]]))

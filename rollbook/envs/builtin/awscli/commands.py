@@ -1,6 +1,6 @@
-"""What the agent typed: find the command in its words, split it as a shell would, and refuse what a shell would do with it.
+"""Parses the agent's reply: finds the command, splits it like a shell, and refuses shell features.
 
-Nothing here touches the world. A refusal is an answer to the agent, in words it can act on, and never an exception.
+Pure. A refusal is not an exception but a message to the agent that says how to correct the command.
 """
 
 import re
@@ -10,17 +10,17 @@ from enum import StrEnum
 
 MAX_LINE_CHARS = 20_000
 THINKING = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
-# What people and models put before a command: a bullet, a number, a prompt, ticks.
+# Prefixes that people and models put before a command: a bullet, a number, a prompt, backticks.
 DECORATION = re.compile(r"(?:[-*>]\s+|\d+[.)]\s+)?(`*)\s*(?:\$\s+)?")
-# The pieces a shell would see, in the order in which they are tried.
-PIECES = re.compile(
+# The tokens of a shell, in the order in which they are tried.
+TOKENS = re.compile(
     r"""(?P<blank>\s+) | (?P<comment>(?<!\S)\#.*) | (?P<single>'[^']*') | (?P<double>"(?:[^"\\]|\\.)*") | (?P<escaped>\\.)
       | (?P<open>['"]) | (?P<operator>[|;&<>()]) | (?P<active>`|\$[A-Za-z_{(]) | (?P<plain>[^\s'"\\|;&<>()`$]+|[\\$])""",
     re.DOTALL | re.VERBOSE,
 )
 ACTIVE_IN_DOUBLE = re.compile(r"(?<!\\)(?:`|\$[A-Za-z_{(])")
 ESCAPED_IN_DOUBLE = re.compile(r"\\([\"\\$`])")
-REFUSED_PIECES = {
+REFUSED_TOKENS = {
     "open": "the quote {0} is opened and never closed",
     "operator": "there is no shell: {0!r} is not available. Run one aws command at a time, without pipes, redirections or lists "
     "of commands",
@@ -32,7 +32,7 @@ UNQUOTED: dict[str, Callable[[str], str]] = {
     "escaped": lambda text: text[1:],
     "plain": lambda text: text,
 }
-# Options that would leave the sandbox, or change who is asking. argparse accepts every unambiguous beginning of a name.
+# Options that would leave the sandbox or change the identity. argparse accepts every unambiguous prefix of a name.
 REFUSED_OPTIONS = {
     "--endpoint-url": "the endpoint is fixed",
     "--profile": "there are no profiles",
@@ -47,7 +47,7 @@ LOCAL_PREFIXES = ("file://", "fileb://")
 READING = re.compile(
     r"(?:list|describe|get|head|lookup|search|batch-get|select|scan|query|view|ls|wait|help|check|detect)(?:-|$)"
 )
-# Named like a question, and yet they change something.
+# Named like read operations, but they change something.
 CHANGING = frozenset({"get-login", "get-session-token"})
 
 
@@ -59,7 +59,9 @@ class Verb(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """One move. `argv` is what follows `aws`; `text` the line as it was understood; `skipped` lines were not run."""
+    """One move. `argv` excludes the leading `aws`; `text` is the parsed line; `skipped` counts further commands, which are not
+    run.
+    """
 
     verb: Verb
     text: str
@@ -68,7 +70,7 @@ class Command:
 
     @property
     def is_read_only(self) -> bool:
-        """Certainly changes nothing. What is not certain counts as a change."""
+        """Whether the command surely changes nothing."""
         words = [word for word in self.argv if not word.startswith("-")]
         if self.argv[-1:] == ("help",):
             return True
@@ -77,15 +79,15 @@ class Command:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """Why nothing was run, and what to type instead."""
+    """Why no command was run, and how to correct it."""
 
     text: str
 
 
-def understand(action: str, *, may_answer: bool = True) -> Command | Refusal:
-    """The agent's move, from all it said: the first line that is a command. Lines that end with a backslash go on.
+def parse_move(action: str, *, may_answer: bool = True) -> Command | Refusal:
+    """The agent's move: the first line of the reply that is a command. A backslash at the end continues a line.
 
-    `may_answer` is False where nothing was asked: there a line that begins with "answer" is only talk.
+    `may_answer` is False if the task asks no question; a line that begins with "answer" is then ignored.
     """
     lines = _command_lines(action, may_answer=may_answer)
     if not lines:
@@ -94,7 +96,7 @@ def understand(action: str, *, may_answer: bool = True) -> Command | Refusal:
         )
     line, skipped = lines[0], len(lines) - 1
     if len(line) > MAX_LINE_CHARS:
-        return Refusal(text=f"the command has {len(line)} characters; at most {MAX_LINE_CHARS} are read")
+        return Refusal(text=f"the command has {len(line)} characters; the limit is {MAX_LINE_CHARS}")
     verb = Verb(line.split(maxsplit=1)[0])
     if verb is not Verb.AWS:
         rest = line.split(maxsplit=1)[1:]
@@ -114,7 +116,7 @@ def _command_lines(action: str, *, may_answer: bool) -> list[str]:
         decoration = DECORATION.match(line)
         assert decoration is not None  # every part of the pattern is optional
         line = line[decoration.end() :]
-        if decoration[1]:  # a tick at the end belongs to one at the beginning, else it may end a query
+        if decoration[1]:  # a trailing backtick closes a leading one; otherwise it may be part of a query
             line = line.rstrip("`").rstrip()
         first = line.split(maxsplit=1)[0] if line else ""
         is_answer = may_answer and first == Verb.ANSWER and line != Verb.ANSWER
@@ -124,13 +126,13 @@ def _command_lines(action: str, *, may_answer: bool) -> list[str]:
 
 
 def split(line: str) -> list[str] | Refusal:
-    """Words of a line: quotes and backslashes as in a shell; whatever a shell would *do* (pipes, variables, ...) is refused."""
+    """The words of a line, with quotes and backslashes as in a shell. Shell operations (pipes, variables, ...) are refused."""
     words: list[str] = []
     word: str | None = None
-    for piece in PIECES.finditer(line):
-        kind, text = str(piece.lastgroup), piece[0]
-        if kind in REFUSED_PIECES or (kind == "double" and ACTIVE_IN_DOUBLE.search(text)):
-            return Refusal(text=REFUSED_PIECES.get(kind, REFUSED_PIECES["active"]).format(text))
+    for token in TOKENS.finditer(line):
+        kind, text = str(token.lastgroup), token[0]
+        if kind in REFUSED_TOKENS or (kind == "double" and ACTIVE_IN_DOUBLE.search(text)):
+            return Refusal(text=REFUSED_TOKENS.get(kind, REFUSED_TOKENS["active"]).format(text))
         if kind in {"blank", "comment"}:
             words += [] if word is None else [word]
             word = None
@@ -151,7 +153,7 @@ def _refused(argv: list[str]) -> Refusal | None:
                 if name.startswith(option):
                     return Refusal(text=f"{option} is not available: {why}")
         if word.startswith(LOCAL_PREFIXES) or word.partition("=")[2].startswith(LOCAL_PREFIXES):
-            return Refusal(text=f"{word!r}: files are out of reach as parameters; give the value itself")
+            return Refusal(text=f"{word!r}: parameters cannot be read from files; give the value itself")
     service = next((word for word in argv if not word.startswith("-")), "")
     if service in REFUSED_SERVICES:
         return Refusal(text=f"aws {service} is not available: {REFUSED_SERVICES[service]}")

@@ -1,97 +1,88 @@
-"""One episode's account: moves, hints, how the world stands, and what each change was worth."""
+"""The counters, check results and value of one episode."""
 
 from typing import Any
 
-from rollbook.envs.builtin.awscli.chaos import Chaos, ChaosFault
-from rollbook.envs.builtin.awscli.grading import GradingRule, Standing
-from rollbook.envs.builtin.awscli.setting import Setting
-from rollbook.envs.builtin.awscli.task_bank import NUM_HINTS
-from rollbook.envs.builtin.awscli.verification import call_of, is_right
+from rollbook.envs.builtin.awscli.tasks.checks import call_of, is_right
+from rollbook.envs.builtin.awscli.tasks.faults import Chaos, ChaosFault
+from rollbook.envs.builtin.awscli.tasks.grading import CheckResults, GradingRule
+from rollbook.envs.builtin.awscli.tasks.setup import PreparedTask
+from rollbook.envs.builtin.awscli.tasks.task_bank import NUM_HINTS
 
 # A question has one goal: the right answer.
-UNANSWERED = Standing(goals=(False,))
-ANSWERED = Standing(goals=(True,))
+UNANSWERED = CheckResults(goals=(False,))
+ANSWERED = CheckResults(goals=(True,))
 
 
 class AwsEpisode:
-    """Counts and values; the world around it acts."""
+    """Counts moves and hints, and computes rewards; `AwsCliEnvironment` runs the commands."""
 
-    def __init__(self, setting: Setting, *, rule: GradingRule, chaos_scale: float) -> None:
-        self.setting = setting
+    def __init__(self, prepared: PreparedTask, *, rule: GradingRule, chaos_scale: float) -> None:
+        self.prepared = prepared
         self.moves = 0
         self.hints_used = 0
-        self.is_answered = False
+        self._is_answered = False
         self._rule = rule
-        self._chaos = Chaos(setting.task, seed=setting.seed, scale=chaos_scale)
-        self._num_faults = 0
-        self._start = UNANSWERED if setting.task.answer else setting.start
-        self._standing = self._start
+        self._chaos = Chaos(prepared.task, seed=prepared.seed, scale=chaos_scale)
+        self._start = UNANSWERED if prepared.task.answer else prepared.start
+        self._results = self._start
         self._value = 0.0
 
     @property
     def is_solved(self) -> bool:
-        return self._standing.is_solved
+        return self._results.is_solved
 
     @property
     def is_last_move(self) -> bool:
-        return self.moves >= self.setting.task.step_limit
+        return self.moves >= self.prepared.task.step_limit
 
     @property
     def is_over(self) -> bool:
-        return self.is_solved or self.is_answered or self.is_last_move
-
-    def begin_move(self) -> None:
-        self.moves += 1
+        return self.is_solved or self._is_answered or self.is_last_move
 
     def take_hint(self) -> None:
         self.hints_used = min(NUM_HINTS, self.hints_used + 1)
 
-    def strike(self) -> ChaosFault | None:
-        fault = self._chaos.strike(is_last_move=self.is_last_move)
-        self._num_faults += fault is not None
-        return fault
+    def draw_fault(self) -> ChaosFault | None:
+        return self._chaos.draw(is_last_move=self.is_last_move)
 
-    async def look(self) -> None:
-        """See how the world stands now. A question's world may change as it likes."""
-        if self.setting.task.answer is None:
-            self._standing = await self.setting.standing()
+    async def update_results(self) -> None:
+        """Run the checks again. A task that asks a question has none: any state is allowed."""
+        if self.prepared.task.answer is None:
+            self._results = await self.prepared.check_results()
 
     async def answer(self, reply: str) -> bool:
-        """Compare with the truth as it is now. There is one try."""
-        question = self.setting.task.answer
+        """Compare the reply with the current state of the cloud. There is one attempt."""
+        question = self.prepared.task.answer
         assert question is not None
-        (truth,) = await self.setting.cloud.ask([call_of(question, self.setting.variables)])
-        self.is_answered = True
-        self._standing = ANSWERED if is_right(question, truth, self.setting.variables, reply) else UNANSWERED
+        (truth,) = await self.prepared.cloud.call_api([call_of(question, self.prepared.variables)])
+        self._is_answered = True
+        self._results = ANSWERED if is_right(question, truth, self.prepared.variables, reply) else UNANSWERED
         return self.is_solved
 
-    def settle(self) -> float:
-        """The reward of this move: what the situation is worth now, less what it was worth before."""
-        value = self._rule.value(self._standing, start=self._start, hints_used=self.hints_used)
+    def take_reward(self) -> float:
+        """The reward of this move: the current value less the value before the move."""
+        value = self._rule.value(self._results, start=self._start, hints_used=self.hints_used)
         reward, self._value = value - self._value, value
         return reward
 
-    def applause(self) -> str:
-        return "\n\nThe task is solved." if self.is_solved else ""
-
     def facts(self) -> dict[str, Any]:
         """For the viewer."""
-        task = self.setting.task
+        task = self.prepared.task
         if task.answer is None:
-            names = [check.says for check in self.setting.goals]
-            goals = dict(zip(names, self._standing.goals, strict=True))
-            keeps = dict(zip((check.says for check in task.keeps), self._standing.keeps, strict=True))
+            names = [check.says for check in self.prepared.goals]
+            goals = dict(zip(names, self._results.goals, strict=True))
+            keeps = dict(zip((check.says for check in task.keeps), self._results.keeps, strict=True))
         else:
             goals, keeps = {"the answer is right": self.is_solved}, {}
         return {
             "task_id": task.id,
             "tier": task.tier.value,
-            "seed": self.setting.seed,
+            "seed": self.prepared.seed,
             "moves": self.moves,
             "hints": self.hints_used,
             "score": round(self._value, 6),
             "goals": goals,
             "keeps": keeps,
-            "drift": [fault.name for fault in self.setting.faults],
-            "chaos": self._num_faults,
+            "drift": [fault.name for fault in self.prepared.faults],
+            "chaos": self._chaos.num_faults,
         }

@@ -35,8 +35,7 @@ from rollbook.inference.engines.embedded.model.graph_runner import Capture
 from rollbook.inference.engines.embedded.thread import EngineThread
 from rollbook.inference.pause import PauseMode, needs_loading, require_unpublished
 from rollbook.inference.request import Request, checked_request
-from rollbook.inference.weights.safetensors import read_published_weights
-from rollbook.inference.weights.verify import require_published
+from rollbook.inference.weights.safetensors import read_published_weights, require_published
 from rollbook.telemetry.spans import SpanRecorder
 
 RETRY_FULL_S = 0.2

@@ -19,9 +19,8 @@ from rollbook.contracts.weights import RawTensor, weights_digest
 from rollbook.inference.engine import TensorSource, WeightsError
 from rollbook.inference.engines.embedded.adapter_merge import Beside
 from rollbook.inference.weights.lora import checked_settings, low_rank_pairs
-from rollbook.inference.weights.safetensors import FileTensor
-from rollbook.inference.weights.transports.packing import heads_of, layout, unpack_views
-from rollbook.inference.weights.verify import is_raw
+from rollbook.inference.weights.safetensors import FileTensor, is_raw
+from rollbook.inference.weights.transports.packing import headers_of, layout, unpack_views
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -127,13 +126,13 @@ class LiveWeights:
         """On the device, in memory of our own: what was given may be a view into the trainer's. From the host in one piece."""
         if self._staging is None or any(half.is_cuda for half in halves.values()):
             return {name: half.to(device=self._device, copy=True) for name, half in halves.items()}
-        heads = heads_of(halves)
-        places, size = layout(heads)
+        headers = headers_of(halves)
+        ranges, size = layout(headers)
         if self._pinned is None or self._pinned.numel() < size:
             self._pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        for place, half in zip(places, halves.values(), strict=True):
-            self._pinned[place.start : place.end].copy_(half.reshape(-1).view(torch.uint8))
-        return unpack_views(self._pinned[:size].to(self._device, non_blocking=True), heads)
+        for part, half in zip(ranges, halves.values(), strict=True):
+            self._pinned[part.start : part.end].copy_(half.reshape(-1).view(torch.uint8))
+        return unpack_views(self._pinned[:size].to(self._device, non_blocking=True), headers)
 
     def warm_up_adapters(self) -> None:
         """On a GPU: load the kernels of the products ahead, in the thread that will ask for them. Loading holds up every stream."""

@@ -8,6 +8,7 @@ import msgspec
 from aiohttp import web
 
 from rollbook.contracts.policy import TopLogprobs
+from rollbook.contracts.tool_calls import ToolCall, parse_tool_calls
 from rollbook.inference.request import BadRequestError
 from rollbook.inference.server.generation import Generated, Generation, Piece, joined
 from rollbook.inference.server.routes.alternatives import top_list
@@ -15,7 +16,7 @@ from rollbook.inference.server.routes.replies import EventStream, json_response
 from rollbook.inference.server.routes.streaming import merged
 from rollbook.inference.server.service import Ask, PolicyService, require_count
 from rollbook.inference.server.tokenizer import Texts
-from rollbook.inference.server.tool_calls import ToolCall, ToolCallText, parse_tool_calls
+from rollbook.inference.server.tool_calls import ToolCallText
 from rollbook.inference.wire.chat import (
     AssistantMessage,
     ChatBody,

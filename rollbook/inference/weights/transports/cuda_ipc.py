@@ -1,7 +1,7 @@
-"""Weights in the memory of one GPU that trainer and replica share: the replica maps the trainer's buffer and copies out of it.
+"""Weights in the memory of one GPU that trainer and replica share: the replica maps the trainer's buffer and copies from it.
 
-Nothing crosses the host. Handles travel as plain JSON; nothing is unpickled. They name a GPU by its own id, since the same card may
-have another number in the other process.
+No data passes through host memory. Handles are plain JSON; nothing is unpickled. A handle names the GPU by its UUID, because the
+device index can differ between processes.
 """
 
 import asyncio
@@ -16,25 +16,25 @@ from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.policy import Publication
 from rollbook.inference.engine import TensorSource, WeightsError
-from rollbook.inference.weights.transport import WayPlace, message
-from rollbook.inference.weights.transports.packing import Head, heads_of, pack, unpack_views
-from rollbook.inference.wire.weights import Backend, InitInfo, UpdateInfo
+from rollbook.inference.weights.transport import TransportOptions, update_message
+from rollbook.inference.weights.transports.packing import TensorHeader, header_fields, headers_of, pack, unpack_views
+from rollbook.inference.wire.weights import InitInfo, UpdateInfo
 
 
-def open_way(_name: str, _place: WayPlace) -> "CudaIpcWay":
+def open_transport(_name: str, _options: TransportOptions) -> "CudaIpcTransport":
     if not torch.cuda.is_available():
         raise RunError("transfer = 'cuda_ipc' needs a CUDA GPU that trainer and policy share; use 'shared_memory'")
-    return CudaIpcWay()
+    return CudaIpcTransport()
 
 
 def open_receiver(_info: InitInfo) -> "CudaIpcReceiver":
     if not torch.cuda.is_available():
-        raise WeightsError("weights were offered in GPU memory, and this server sees no CUDA GPU")
+        raise WeightsError("weights were offered in GPU memory, but this server has no CUDA GPU")
     return CudaIpcReceiver()
 
 
 def encode_handle(parts: Sequence[Any], *, gpu: str) -> dict[str, Any]:
-    """What `UntypedStorage._share_cuda_` gives, as JSON: numbers as they are, bytes in base64."""
+    """The result of `UntypedStorage._share_cuda_` as JSON: numbers unchanged, bytes in base64."""
     return {
         "gpu": gpu,
         "parts": [
@@ -44,7 +44,7 @@ def encode_handle(parts: Sequence[Any], *, gpu: str) -> dict[str, Any]:
 
 
 def decode_handle(handle: Mapping[str, Any], *, local_gpus: Mapping[str, int]) -> list[Any]:
-    """The parts again, with the GPU's number as this process counts. Raises `WeightsError` for a GPU that is not here."""
+    """The parts, with this process's index of the GPU. Raises `WeightsError` if the GPU is not visible here."""
     gpu = handle.get("gpu")
     if gpu not in local_gpus:
         raise WeightsError(f"weights were offered in the memory of GPU {gpu}; this server sees {', '.join(local_gpus)}")
@@ -59,89 +59,66 @@ def decode_handle(handle: Mapping[str, Any], *, local_gpus: Mapping[str, int]) -
 
 
 def _packed_on(device: str, weights: Mapping[str, Tensor]) -> Tensor:
-    """On a stream of its own, so that it waits for nothing that the trainer computes meanwhile."""
+    """Pack on a separate stream, so that this does not wait for the trainer's current work."""
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     if str(next(iter(weights.values())).device).startswith("cuda"):
         stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         packed = pack(weights, device=device)
-    # Other processes read without our stream: everything must have arrived.
+    # Other processes read without this stream, so the copy must be complete.
     stream.synchronize()
     return packed
 
 
-def _shared(packed: Tensor) -> Sequence[Any]:
+def _share(packed: Tensor) -> Sequence[Any]:
     parts: Sequence[Any] = packed.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return parts
 
 
 def local_gpus() -> dict[str, int]:
-    return {str(torch.cuda.get_device_properties(at).uuid): at for at in range(torch.cuda.device_count())}
+    return {str(torch.cuda.get_device_properties(index).uuid): index for index in range(torch.cuda.device_count())}
 
 
-class CudaIpcWay:
-    """The sender: keeps packed copies on the GPU, so training may go on while replicas read."""
+class CudaIpcTransport:
+    """The trainer's end. Keeps packed copies on the GPU, so that training can continue while replicas read."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, tuple[list[Head], Tensor]] = {}
-
-    @property
-    def backend(self) -> Backend:
-        return "cuda_ipc"
+        self._stored: dict[str, tuple[list[TensorHeader], Tensor]] = {}
 
     async def put(
         self, publication: Publication, weights: Mapping[str, Tensor], *, adapter: Adapter | None = None
     ) -> str:
         location = f"cuda_ipc:{publication.id}"
-        # The trainer hands over copies in main memory, which stay as they are while it learns on; they go up again in one piece.
+        # The trainer passes copies in main memory, which do not change; they are uploaded as one block.
         device = str(next(iter(weights.values())).device)
         packed = await asyncio.to_thread(_packed_on, device if device.startswith("cuda") else "cuda", weights)
-        self._kept[location] = (heads_of(weights), packed)
+        self._stored[location] = (headers_of(weights), packed)
         return location
 
     async def keep_only(self, locations: Collection[str]) -> None:
-        self._kept = {location: kept for location, kept in self._kept.items() if location in locations}
-
-    @property
-    def is_group(self) -> bool:
-        return False
-
-    def invitations(self, world_sizes: Sequence[int]) -> Sequence[InitInfo]:
-        return ()
-
-    async def assemble(self, world_size: int) -> None:
-        return None
+        self._stored = {location: stored for location, stored in self._stored.items() if location in locations}
 
     def update_info(self, publication: Publication, location: str) -> UpdateInfo:
-        heads, packed = self._kept[location]
+        headers, packed = self._stored[location]
         gpu = str(torch.cuda.get_device_properties(packed.device).uuid)
-        return message(
-            publication,
-            "cuda_ipc",
-            names=[name for name, _, _ in heads],
-            dtype_names=[dtype for _, dtype, _ in heads],
-            shapes=[list(shape) for _, _, shape in heads],
-            handles=[encode_handle(_shared(packed), gpu=gpu)],
-        )
-
-    async def send(self, location: str) -> None:
-        return None
+        handles = [encode_handle(_share(packed), gpu=gpu)]
+        return update_message(publication, "cuda_ipc", handles=handles, **header_fields(headers))
 
     async def close(self) -> None:
-        self._kept.clear()
+        self._stored.clear()
 
 
 class CudaIpcReceiver:
-    """A replica's end: views into the trainer's memory, which the engine copies out of."""
+    """A replica's end: views into the trainer's memory, from which the engine copies."""
 
     async def take(self, info: UpdateInfo) -> Mapping[str, TensorSource]:
-        heads = info.tensor_heads()
+        headers = info.tensor_headers()
         if not info.handles or len(info.handles) != 1:
-            raise WeightsError("handles: one handle is needed, of the packed weights")
+            raise WeightsError("handles: exactly one handle is needed, for the packed weights")
         parts = decode_handle(info.handles[0], local_gpus=local_gpus())
         storage = torch.UntypedStorage._new_shared_cuda(*parts)
         packed = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        return unpack_views(packed, heads)
+        return unpack_views(packed, headers)
 
     async def close(self) -> None:
         return None

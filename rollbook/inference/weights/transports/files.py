@@ -1,7 +1,7 @@
-"""Weights as safetensors files: on disk (`directory`), or in memory that the processes of a host share (`shared_memory`).
+"""Weights as safetensors files: on disk (`directory`), or on the memory file system of the host (`shared_memory`).
 
-A file appears under its name only when it is whole. Shared memory is a file on the memory file system: written once, mapped by
-every replica, and gone with the machine. What a trainer that was killed left there is swept by the next one of the same run.
+A file gets its final name only when it is complete. A shared memory file is written once and mapped by every replica; files that
+a killed trainer left there are removed by the next trainer of the same run.
 """
 
 import asyncio
@@ -9,115 +9,123 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
+from io import FileIO
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.policy import Publication
 from rollbook.inference.weights.lora import CONFIG_FILE, TENSOR_FILE
-from rollbook.inference.weights.transport import WayPlace, message
-from rollbook.inference.weights.transports.safetensors_file import write_file
-from rollbook.inference.wire.weights import Backend, InitInfo, UpdateInfo
+from rollbook.inference.weights.transport import TransportOptions, update_message
+from rollbook.inference.weights.transports.packing import NAMES
+from rollbook.inference.wire.weights import Backend, UpdateInfo
 
 SHARED = Path("/dev/shm")
+HEADER_ALIGNMENT = 8
+"""The data after the header starts at a multiple of this, so that views into a mapped file are aligned."""
 
 
-def open_way(name: str, place: WayPlace) -> "FileWay":
-    disk = Path(place.directory).absolute()
+def open_transport(name: str, options: TransportOptions) -> "FileTransport":
+    disk = Path(options.directory).absolute()
     if name == "directory":
-        return FileWay("directory", disk)
+        return FileTransport("directory", disk)
     if not SHARED.is_dir():
-        raise RunError(f"transfer = 'shared_memory' needs {SHARED}, which this machine has not; use 'directory'")
-    # Named after the run's own folder, so that the next trainer of the run finds and sweeps what this one left.
-    own = hashlib.blake2b(str(disk).encode(), digest_size=8).hexdigest()
-    return FileWay("shared_memory", SHARED / f"rollbook-{os.getuid()}-{own}", is_ours=True)
+        raise RunError(f"transfer = 'shared_memory' needs {SHARED}, which this machine does not have; use 'directory'")
+    # The name depends on the run directory, so that the next trainer of the run finds and removes leftover files.
+    run = hashlib.blake2b(str(disk).encode(), digest_size=8).hexdigest()
+    return FileTransport("shared_memory", SHARED / f"rollbook-{os.getuid()}-{run}", is_temporary=True)
 
 
-class FileWay:
-    """`is_ours`: the folder holds nothing else and goes with us."""
+class FileTransport:
+    """`is_temporary`: the folder holds nothing else and is removed at start and at close."""
 
-    def __init__(self, backend: Backend, directory: Path, *, is_ours: bool = False) -> None:
+    def __init__(self, backend: Backend, directory: Path, *, is_temporary: bool = False) -> None:
         self._backend: Backend = backend
         self._directory = directory
-        self._is_ours = is_ours
-        if is_ours:
+        self._is_temporary = is_temporary
+        if is_temporary:
             shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-
-    @property
-    def backend(self) -> Backend:
-        return self._backend
 
     async def put(
         self, publication: Publication, weights: Mapping[str, Tensor], *, adapter: Adapter | None = None
     ) -> str:
-        # Alone in a folder of its own: vLLM reads folders. An adapter's is one that PEFT and vLLM read as well.
+        # One folder for each publication, because vLLM reads folders. PEFT and vLLM can also read an adapter's folder.
         folder = self._directory / f"publication-{publication.id:08d}"
-        if adapter is not None:
-            await asyncio.to_thread(_write_settings, folder / CONFIG_FILE, adapter)
         path = folder / ("model.safetensors" if adapter is None else TENSOR_FILE)
-        await asyncio.to_thread(self._write, weights, path, publication.digest)
+        await asyncio.to_thread(self._write, weights, path, publication.digest, adapter)
         return str(path)
 
     async def keep_only(self, locations: Collection[str]) -> None:
-        await asyncio.to_thread(self._sweep, {Path(location).parent.name for location in locations})
-
-    @property
-    def is_group(self) -> bool:
-        return False
-
-    def invitations(self, world_sizes: Sequence[int]) -> Sequence[InitInfo]:
-        return ()
-
-    async def assemble(self, world_size: int) -> None:
-        return None
+        await asyncio.to_thread(self._remove_except, {Path(location).parent.name for location in locations})
 
     def update_info(self, publication: Publication, location: str) -> UpdateInfo:
-        return message(publication, self._backend, path=location)
-
-    async def send(self, location: str) -> None:
-        return None
+        return update_message(publication, self._backend, path=location)
 
     async def close(self) -> None:
-        if self._is_ours:
+        if self._is_temporary:
             await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
 
-    def _write(self, weights: Mapping[str, Tensor], path: Path, digest: str) -> None:
-        plain = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-        path.parent.mkdir(exist_ok=True)
-        self._require_room(plain, path)
+    def _write(self, weights: Mapping[str, Tensor], path: Path, digest: str, adapter: Adapter | None) -> None:
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
         unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
-            # Not synced: after a crash these weights are published anew, under another id.
-            write_file(plain, unfinished, metadata={"format": "pt", "rollbook_digest": digest})
+            path.parent.mkdir(exist_ok=True)
+            self._require_space(tensors, path)
+            if adapter is not None:
+                settings = json.dumps(dict(adapter.settings), indent=1) + "\n"
+                (path.parent / CONFIG_FILE).write_text(settings, encoding="utf-8")
+            # Not synced: after a crash these weights are published again, under another id.
+            write_safetensors(tensors, unfinished, metadata={"format": "pt", "rollbook_digest": digest})
             unfinished.replace(path)
         except OSError as error:
             raise RunError(f"weights cannot be written to {path}: {error.strerror or error}") from error
         finally:
             unfinished.unlink(missing_ok=True)
 
-    def _require_room(self, plain: Mapping[str, Tensor], path: Path) -> None:
-        """Memory that is promised and not there kills the writer with SIGBUS; better to say it."""
-        needed = sum(tensor.nbytes for tensor in plain.values())
+    def _require_space(self, tensors: Mapping[str, Tensor], path: Path) -> None:
+        """A write to a full memory file system kills the process with SIGBUS; raise an error instead."""
+        needed = sum(tensor.nbytes for tensor in tensors.values())
         free = shutil.disk_usage(path.parent).free
         if free < needed + 2**20:
             raise RunError(
                 f"{path.parent} has {free / 2**20:.0f} MiB free and the weights need {needed / 2**20:.0f} MiB"
-                + ("; set inference.transfer = 'directory'" if self._is_ours else "")
+                + ("; set inference.transfer = 'directory'" if self._is_temporary else "")
             )
 
-    def _sweep(self, kept: Collection[str]) -> None:
+    def _remove_except(self, kept: Collection[str]) -> None:
         for path in self._directory.glob("publication-*"):
             if path.name not in kept and path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _write_settings(path: Path, adapter: Adapter) -> None:
-    try:
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(dict(adapter.settings), indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise RunError(f"an adapter cannot be written to {path}: {error.strerror or error}") from error
+def write_safetensors(tensors: Mapping[str, Tensor], path: Path, *, metadata: Mapping[str, str]) -> None:
+    """Write contiguous tensors in main memory directly to the file.
+
+    The safetensors library first collects all bytes in memory, which for a publication in every step costs more than the write.
+    """
+    # Larger items first, as the library does: every tensor then starts at a multiple of its item size.
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    start = 0
+    for name, tensor in ordered:
+        end = start + tensor.nbytes
+        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        start = end
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % HEADER_ALIGNMENT)
+    with FileIO(path, "wb") as file:
+        _write_all(file, memoryview(len(encoded).to_bytes(8, "little") + encoded))
+        for _, tensor in ordered:
+            if tensor.numel():
+                _write_all(file, tensor.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _write_all(file: FileIO, data: memoryview) -> None:
+    """One call to `write` may accept only a part."""
+    while data:
+        data = data[file.write(data) :]

@@ -1,12 +1,10 @@
-"""Weights over NCCL to vLLM's own back end (`--weight-transfer-config '{"backend": "nccl"}'`): trainer rank 0, workers after it.
+"""Weights over NCCL to vLLM's own back end (`--weight-transfer-config '{"backend": "nccl"}'`): the trainer is rank 0.
 
-The communicator is vLLM's, so the trainer's environment needs vLLM, too. Tensors go one by one in the order of the names that
-`/update_weights` announces, as its receiver expects where the group was joined with `packed: false`.
+The communicator is vLLM's, so the trainer's environment needs vLLM too. Tensors are sent one by one in the order of the names in
+`/update_weights`, as the receiver expects of a group that was joined with `packed: false`.
 """
 
 import asyncio
-import importlib
-import socket
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -15,25 +13,30 @@ from torch import Tensor
 
 from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.errors import RunError, TransientError
+from rollbook.contracts.plugin import load_on_demand
 from rollbook.contracts.policy import Publication
-from rollbook.inference.weights.transport import WayPlace, message
-from rollbook.inference.weights.transports.packing import heads_of
-from rollbook.inference.wire.weights import Backend, InitInfo, UpdateInfo
+from rollbook.inference.weights.transport import TransportOptions, update_message
+from rollbook.inference.weights.transports.gloo import free_port
+from rollbook.inference.weights.transports.packing import header_fields, headers_of
+from rollbook.inference.wire.weights import InitInfo, UpdateInfo
+
+# Loaded by path: vLLM is optional, and its modules may only be imported where a run chose this transport.
+COMMUNICATOR = "vllm.distributed.device_communicators.pynccl:PyNcclCommunicator"
+PROCESS_GROUP = "vllm.distributed.utils:StatelessProcessGroup"
 
 
-def open_way(_name: str, place: WayPlace) -> "NcclWay":
+def open_transport(_name: str, options: TransportOptions) -> "NcclTransport":
     if not torch.cuda.is_available():
         raise RunError("transfer = 'nccl' needs a CUDA GPU in the trainer; use 'directory' or 'gloo'")
     try:
-        communicators = importlib.import_module("vllm.distributed.device_communicators.pynccl")
-        groups = importlib.import_module("vllm.distributed.utils")
+        communicator, group = load_on_demand(COMMUNICATOR), load_on_demand(PROCESS_GROUP)
     except ImportError as error:
-        raise RunError(f"transfer = 'nccl' needs vLLM in the trainer's environment, too: {error}") from error
-    return NcclWay(host=place.host, communicator=communicators.PyNcclCommunicator, group=groups.StatelessProcessGroup)
+        raise RunError(f"transfer = 'nccl' needs vLLM in the trainer's environment: {error}") from error
+    return NcclTransport(host=options.host, communicator=communicator, group=group)
 
 
-class NcclWay:
-    """`communicator` and `group`: vLLM's classes, or others of their shape."""
+class NcclTransport:
+    """`communicator` and `group`: vLLM's classes, or others with the same methods."""
 
     def __init__(self, *, host: str, communicator: Any, group: Any) -> None:
         self._host = host
@@ -41,43 +44,34 @@ class NcclWay:
         self._group = group
         self._port = 0
         self._joined: Any = None
-        self._kept: dict[str, dict[str, Tensor]] = {}
-
-    @property
-    def backend(self) -> Backend:
-        return "nccl"
-
-    @property
-    def is_group(self) -> bool:
-        return True
+        self._stored: dict[str, dict[str, Tensor]] = {}
 
     async def put(
         self, publication: Publication, weights: Mapping[str, Tensor], *, adapter: Adapter | None = None
     ) -> str:
         location = f"nccl:{publication.id}"
-        # Copies, on the GPU that sends: the trainer learns on while they move.
+        # Copies on the sending GPU, because training continues during the transfer.
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-        self._kept[location] = {
+        self._stored[location] = {
             name: tensor.detach().to(device, copy=True).contiguous() for name, tensor in weights.items()
         }
         return location
 
     async def keep_only(self, locations: Collection[str]) -> None:
-        self._kept = {location: kept for location, kept in self._kept.items() if location in locations}
+        self._stored = {location: stored for location, stored in self._stored.items() if location in locations}
 
     def invitations(self, world_sizes: Sequence[int]) -> Sequence[InitInfo]:
         self._leave()
-        with socket.create_server((self._host, 0)) as probe:
-            self._port = probe.getsockname()[1]
+        self._port = free_port(self._host)
         return [
             InitInfo(
                 backend="nccl",
                 master_address=self._host,
                 master_port=self._port,
-                rank_offset=1 + sum(world_sizes[:at]),
+                rank_offset=1 + sum(world_sizes[:index]),
                 world_size=1 + sum(world_sizes),
             )
-            for at in range(len(world_sizes))
+            for index in range(len(world_sizes))
         ]
 
     async def assemble(self, world_size: int) -> None:
@@ -91,22 +85,15 @@ class NcclWay:
             raise TransientError(f"the NCCL group of {world_size} was not formed: {error}") from error
 
     def update_info(self, publication: Publication, location: str) -> UpdateInfo:
-        heads = heads_of(self._kept[location])
-        return message(
-            publication,
-            "nccl",
-            names=[name for name, _, _ in heads],
-            dtype_names=[dtype for _, dtype, _ in heads],
-            shapes=[list(shape) for _, _, shape in heads],
-        )
+        return update_message(publication, "nccl", **header_fields(headers_of(self._stored[location])))
 
     async def send(self, location: str) -> None:
         if self._joined is None:
             raise TransientError("the NCCL group was not formed yet")
-        await asyncio.to_thread(self._broadcast, list(self._kept[location].values()))
+        await asyncio.to_thread(self._broadcast, list(self._stored[location].values()))
 
     async def close(self) -> None:
-        self._kept.clear()
+        self._stored.clear()
         self._leave()
 
     def _broadcast(self, tensors: Sequence[Tensor]) -> None:

@@ -1,8 +1,9 @@
-"""Many tensors as one run of bytes, and back. Both ends know names, dtypes and shapes, so only bytes travel."""
+"""Packs many tensors into one byte buffer and unpacks them. Both ends know names, dtypes and shapes, so only bytes are sent."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from rollbook.inference.engine import WeightsError
 from rollbook.inference.weights.safetensors import FileTensor
 
 ALIGNMENT = 64
-"""Of every tensor in the run: views of any dtype are then aligned, and copies use the fast paths."""
+"""Of every tensor in the buffer: views of any dtype are then aligned, and copies use the fast paths."""
 
 NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -27,65 +28,77 @@ NAMES: dict[torch.dtype, str] = {
 }
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
-Head = tuple[str, str, tuple[int, ...]]
+TensorHeader = tuple[str, str, tuple[int, ...]]
 """Name, dtype as safetensors spells it, shape."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    head: Head
+class PackedTensor:
+    """The byte range of one tensor in the buffer."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
     start: int
     end: int
 
 
-def layout(heads: Sequence[Head]) -> tuple[list[Place], int]:
-    """Where each tensor lies, and the length of the whole. Raises `WeightsError` for a dtype nobody knows."""
-    places: list[Place] = []
-    at = 0
-    for name, dtype, shape in heads:
+def layout(headers: Sequence[TensorHeader]) -> tuple[list[PackedTensor], int]:
+    """The byte range of each tensor, and the total size. Raises `WeightsError` for an unknown dtype."""
+    ranges: list[PackedTensor] = []
+    start = 0
+    for name, dtype, shape in headers:
         if dtype not in DTYPES:
-            raise WeightsError(f"tensor {name} has dtype {dtype}; known are {', '.join(DTYPES)}")
+            raise WeightsError(f"tensor {name} has dtype {dtype}; supported are {', '.join(DTYPES)}")
         size = prod(shape) * DTYPES[dtype].itemsize
-        places.append(Place((name, dtype, shape), at, at + size))
-        at += -(-size // ALIGNMENT) * ALIGNMENT
-    return places, at
+        ranges.append(PackedTensor(name, dtype, shape, start, start + size))
+        start += -(-size // ALIGNMENT) * ALIGNMENT
+    return ranges, start
 
 
-def heads_of(weights: Mapping[str, Tensor]) -> list[Head]:
+def headers_of(weights: Mapping[str, Tensor]) -> list[TensorHeader]:
     return [(name, NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in weights.items()]
 
 
+def header_fields(headers: Sequence[TensorHeader]) -> dict[str, Any]:
+    """The headers as fields of an `UpdateInfo`."""
+    return {
+        "names": [name for name, _, _ in headers],
+        "dtype_names": [dtype for _, dtype, _ in headers],
+        "shapes": [list(shape) for _, _, shape in headers],
+    }
+
+
 def pack(weights: Mapping[str, Tensor], *, device: str = "cpu") -> Tensor:
-    """One uint8 tensor that holds them all."""
-    places, size = layout(heads_of(weights))
+    """One uint8 tensor with the bytes of all."""
+    ranges, size = layout(headers_of(weights))
     packed = torch.zeros(size, dtype=torch.uint8, device=device)
-    for place, tensor in zip(places, weights.values(), strict=True):
-        packed[place.start : place.end].copy_(
+    for part, tensor in zip(ranges, weights.values(), strict=True):
+        packed[part.start : part.end].copy_(
             tensor.detach().contiguous().reshape(-1).view(torch.uint8), non_blocking=packed.is_cuda
         )
     return packed
 
 
-def unpack_views(packed: Tensor, heads: Sequence[Head]) -> dict[str, Tensor]:
-    """Tensors that share the memory of the run."""
-    places, size = layout(heads)
-    if packed.numel() != size:
-        raise WeightsError(f"{packed.numel()} bytes arrived for tensors of {size}")
+def unpack_views(packed: Tensor, headers: Sequence[TensorHeader]) -> dict[str, Tensor]:
+    """Tensors that share the memory of the buffer."""
     return {
-        place.head[0]: packed[place.start : place.end].view(DTYPES[place.head[1]]).view(place.head[2])
-        for place in places
+        part.name: packed[part.start : part.end].view(DTYPES[part.dtype]).view(part.shape)
+        for part in _checked_layout(packed, headers)
     }
 
 
-def unpack_bytes(packed: Tensor, heads: Sequence[Head]) -> dict[str, FileTensor]:
-    """The same as plain bytes, which an engine can check against a digest."""
-    places, size = layout(heads)
-    if packed.numel() != size:
-        raise WeightsError(f"{packed.numel()} bytes arrived for tensors of {size}")
+def unpack_bytes(packed: Tensor, headers: Sequence[TensorHeader]) -> dict[str, FileTensor]:
+    """The tensors as plain bytes, which an engine can check against a digest."""
     view = packed.numpy().data.cast("B")
     return {
-        place.head[0]: FileTensor(
-            name=place.head[0], dtype=place.head[1], shape=place.head[2], data=view[place.start : place.end]
-        )
-        for place in places
+        part.name: FileTensor(name=part.name, dtype=part.dtype, shape=part.shape, data=view[part.start : part.end])
+        for part in _checked_layout(packed, headers)
     }
+
+
+def _checked_layout(packed: Tensor, headers: Sequence[TensorHeader]) -> list[PackedTensor]:
+    ranges, size = layout(headers)
+    if packed.numel() != size:
+        raise WeightsError(f"received {packed.numel()} bytes for tensors of {size} bytes")
+    return ranges

@@ -77,7 +77,7 @@ class _Readers:
 
 
 class _Listener:
-    """Receives notifications of other replicas' commits. After a lost connection it announces all runs, since it may have missed some."""
+    """Receives notifications of other replicas' commits. After a lost connection it announces all runs."""
 
     def __init__(self, url: str, writer: PostgresWriter, announce: Callable[[set[RunId]], None]) -> None:
         self._url = url

@@ -1,7 +1,7 @@
 """The writing session of the PostgreSQL store: one writer at a time over all replicas.
 
 Each commit writes the next commit number of its replica into a row. If the response to a COMMIT is lost, that row tells whether it
-happened, so a commit is neither reported as failed by mistake nor applied twice. (PostgreSQL's transaction ids do not work for this:
+happened, so a commit is neither reported as failed by mistake nor applied twice. (PostgreSQL's transaction ids do not suffice:
 after a crash, the id of a commit that never reached the disk is assigned again.)
 """
 
@@ -204,9 +204,7 @@ class PostgresWriter:
                 db.execute("COMMIT")
         except LostConnectionError as error:
             self.close()
-            if has_written and not retry_connection(
-                self._was_committed, within_s=RECONNECT_S, where=self.where
-            ):
+            if has_written and not retry_connection(self._was_committed, within_s=RECONNECT_S, where=self.where):
                 raise LostConnectionError(f"the transaction was not committed: {error}") from error
 
     def _was_committed(self) -> bool:

@@ -1,8 +1,8 @@
 """A SQL session that buffers the rows of one commit.
 
-Rows of runs, groups, payloads and history are buffered in memory and written with one statement per table, at the commit or before a
-query that could depend on them (`select_flushed`). Every operation reads and changes the run's record; the session reads and writes
-it once per commit. All other tables are written at once.
+Rows of runs, groups, payloads and history are buffered in memory and written with one statement per table, at the commit or before
+a query that could depend on them (`select_flushed`). Every operation reads and changes the run's record; the session reads and
+writes it once per commit. All other tables are written at once.
 
 The buffered rows of a failed operation are discarded. If the operation has written to the database already, the whole commit is
 rolled back and every operation runs again in its own transaction (`MustRedoError`). This is rare, and cheaper than a savepoint per

@@ -3,8 +3,8 @@
 import sqlite3
 from pathlib import Path
 
-from rollbook.ledger.stores.sqlite.segment_recovery import SET_MARK, first_free, pointed_to
 from rollbook.ledger.stores.sqlite.segment_payloads import PLACE_COLUMNS
+from rollbook.ledger.stores.sqlite.segment_recovery import SET_MARK, first_free, pointed_to
 from rollbook.ledger.stores.sqlite.segments import (
     SEGMENT_BYTES,
     Place,

@@ -65,9 +65,7 @@ class SegmentPayloads:
         return list(self._lost.get(run_id, ()))
 
     def segments_of(self, groups: Iterable[tuple[RunId, Sequence[GroupId]]]) -> set[int]:
-        return {
-            place.segment for run_id, group_ids in groups for place in self._places(run_id, group_ids).values()
-        }
+        return {place.segment for run_id, group_ids in groups for place in self._places(run_id, group_ids).values()}
 
     def _places(self, run_id: RunId, group_ids: Sequence[GroupId]) -> dict[GroupId, Place]:
         places: dict[GroupId, Place] = {}
@@ -82,5 +80,7 @@ class SegmentPayloads:
     def _statement(self, payloads: PayloadRows) -> tuple[str, list[Sequence[Any]]]:
         if self._writer is not None:
             self._writer.flush()
-        rows = [(run, group, at.segment, at.place, at.size, at.digest) for (run, group), at in payloads.items()]
+        rows: list[Sequence[Any]] = [
+            (run, group, at.segment, at.place, at.size, at.digest) for (run, group), at in payloads.items()
+        ]
         return INSERT_PLACE, rows

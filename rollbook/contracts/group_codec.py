@@ -1,0 +1,265 @@
+"""The one binary form of a prompt group: a MessagePack frame whose arrays are raw little-endian bytes.
+
+The rollout worker encodes a finished group once. Dispatcher, ledger client, service and store pass the frame on unchanged, and the
+trainer decodes it once. The digest covers exactly these bytes.
+"""
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from rollbook.contracts.errors import RunError
+from rollbook.contracts.group import GroupId, PromptGroup
+from rollbook.contracts.policy import SamplingParams
+from rollbook.contracts.task import TaskId
+from rollbook.contracts.trajectory import EndReason, RolloutSample, TokenRow, TurnMark
+
+FORMAT = 2
+RUN_FIELDS = 3
+RUN_BYTES = 4 * RUN_FIELDS
+
+PayloadDecoder: TypeAlias = Callable[[bytes, GroupId], PromptGroup]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedGroup:
+    """A group as one frame, with the fields that are needed without decoding it."""
+
+    id: GroupId
+    task_id: TaskId
+    draw: int
+    publications: tuple[int, ...]
+    """Publications that sampled the trained tokens, sorted."""
+    payload: bytes
+    digest: str
+
+
+class RowFrame(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """One sequence: token ids as int32, logprobs as float32, versions and loss mask as runs of equal tokens.
+
+    A run is three int32: number of tokens, version, 1 if trained. A sequence of thousands of tokens has a few runs, so versions and
+    mask take almost no space; as plain arrays they would be two fifths of the frame.
+    """
+
+    token_ids: bytes
+    logprobs: bytes
+    runs: bytes
+
+    @classmethod
+    def of(cls, row: TokenRow) -> "RowFrame":
+        return cls(
+            token_ids=_raw(row.token_ids, "<i4"),
+            logprobs=_raw(row.logprobs, "<f4"),
+            runs=_runs_of(row.versions, row.loss_mask),
+        )
+
+    def to_contract(self) -> TokenRow:
+        token_ids = np.frombuffer(self.token_ids, "<i4").astype(np.int32)
+        runs = np.frombuffer(self.runs, "<i4").astype(np.int32).reshape(-1, RUN_FIELDS)
+        lengths = runs[:, 0]
+        # Checked before `np.repeat`: a damaged length could allocate all memory.
+        if len(runs) == 0 or lengths.min() < 1 or int(lengths.sum(dtype=np.int64)) != len(token_ids):
+            raise ValueError(f"the runs of a sequence do not cover its {len(token_ids)} tokens")
+        return TokenRow(
+            token_ids=token_ids,
+            logprobs=np.frombuffer(self.logprobs, "<f4").astype(np.float32),
+            loss_mask=np.repeat(runs[:, 2] == 1, lengths),
+            versions=np.repeat(runs[:, 1], lengths),
+        )
+
+
+class SampleFrame(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+    sequences: tuple[RowFrame, ...]
+    sampling: SamplingParams
+    reward: float | None
+    finish_reason: EndReason = EndReason.DONE
+    invalid_cause: str | None = None
+    solved: bool | None = None
+    messages: tuple[dict[str, Any], ...] | None = None
+    metrics: dict[str, float] = {}
+    turns: tuple[TurnMark, ...] = ()
+    facts: dict[str, Any] = {}
+
+    @classmethod
+    def of(cls, sample: RolloutSample) -> "SampleFrame":
+        return cls(
+            sequences=tuple(RowFrame.of(row) for row in sample.sequences),
+            sampling=sample.sampling,
+            # Rollout functions also return bools and numpy numbers; a decoder accepts only floats here.
+            reward=None if sample.reward is None else float(sample.reward),
+            finish_reason=sample.finish_reason,
+            invalid_cause=sample.invalid_cause,
+            solved=sample.solved,
+            messages=None if sample.messages is None else tuple(dict(message) for message in sample.messages),
+            metrics={name: float(value) for name, value in sample.metrics.items()},
+            turns=sample.turns,
+            facts=dict(sample.facts),
+        )
+
+    def to_contract(self) -> RolloutSample:
+        return RolloutSample(
+            sequences=tuple(row.to_contract() for row in self.sequences),
+            sampling=self.sampling,
+            reward=self.reward,
+            finish_reason=self.finish_reason,
+            invalid_cause=self.invalid_cause,
+            solved=self.solved,
+            messages=self.messages,
+            metrics=self.metrics,
+            turns=self.turns,
+            facts=self.facts,
+        )
+
+
+class GroupFrame(msgspec.Struct, forbid_unknown_fields=True):
+    format: int
+    group_id: str
+    task_id: str
+    draw: int
+    samples: tuple[SampleFrame, ...]
+
+
+RowView: TypeAlias = tuple[memoryview, memoryview, memoryview]
+"""A `RowFrame` as views into the payload, for `check_frame`."""
+
+
+class SampleView(SampleFrame):
+    sequences: tuple[RowView, ...]  # type: ignore[assignment]
+    sampling: msgspec.Raw  # type: ignore[assignment]  # nearly always the same bytes in all samples of a run
+
+
+class GroupView(GroupFrame):
+    samples: tuple[SampleView, ...]
+
+
+def encode_group(group: PromptGroup) -> EncodedGroup:
+    frame = GroupFrame(
+        format=FORMAT,
+        group_id=group.id,
+        task_id=group.task_id,
+        draw=group.draw,
+        samples=tuple(SampleFrame.of(sample) for sample in group.samples),
+    )
+    try:
+        payload = _ENCODER.encode(frame)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise RunError(
+            f"group {group.id} cannot be encoded: {error}. Messages, metrics and facts of a sample must be plain JSON values"
+        ) from error
+    return EncodedGroup(
+        id=group.id,
+        task_id=group.task_id,
+        draw=group.draw,
+        publications=tuple(sorted(group.trained_publications())),
+        payload=payload,
+        digest=payload_digest(payload),
+    )
+
+
+def decode_group(payload: bytes) -> PromptGroup:
+    """Decode one frame."""
+    try:
+        frame = _DECODER.decode(payload)
+        return PromptGroup(
+            id=GroupId(frame.group_id),
+            task_id=TaskId(frame.task_id),
+            draw=frame.draw,
+            samples=tuple(sample.to_contract() for sample in frame.samples),
+        )
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise RunError(f"a stored group of {len(payload)} bytes cannot be decoded: {error}") from error
+
+
+def register_payload_decoder(first_byte: bytes, decode: PayloadDecoder) -> None:
+    """Decode stored payloads that begin with `first_byte` by `decode`. A frame begins with 0x80 to 0x8f (a MessagePack map)."""
+    _FOREIGN_DECODERS[first_byte] = decode
+
+
+def decode_payload(payload: bytes, group_id: GroupId) -> PromptGroup:
+    """Decode a stored payload: a frame, or the form of a registered dialect, which does not contain the group's id."""
+    decode = _FOREIGN_DECODERS.get(payload[:1])
+    return decode_group(payload) if decode is None else decode(payload, group_id)
+
+
+def check_frame(payload: bytes | memoryview, *, group_id: str) -> None:
+    """Raise `RunError` for a payload that a trainer could not decode: wrong structure, wrong id, arrays of unequal length.
+
+    Token arrays are not copied: the cost is microseconds, independent of the length of the sequences.
+    """
+    try:
+        frame = _CHECKER.decode(payload)
+        for sampling in {bytes(sample.sampling) for sample in frame.samples}:
+            _check_sampling(sampling)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise RunError(f"group {group_id}: its payload is not a group: {error}") from error
+    if frame.format != FORMAT:
+        raise RunError(f"group {group_id}: its payload has format {frame.format}; supported is {FORMAT}")
+    if frame.group_id != group_id:
+        raise RunError(f"group {group_id}: its payload is that of group {frame.group_id}")
+    if not frame.samples:
+        raise RunError(f"group {group_id}: its payload has no samples")
+    for at, sample in enumerate(frame.samples):
+        for token_ids, logprobs, runs in sample.sequences:
+            size = len(token_ids)
+            lengths = _RUN_LENGTH_READERS.get(len(runs), _run_lengths)(runs)
+            if not size or len(logprobs) != size or 4 * sum(lengths) != size or min(lengths) < 1:
+                raise RunError(f"group {group_id}: the arrays of sample {at} are empty or of unequal length")
+
+
+def payload_digest(payload: bytes | memoryview) -> str:
+    """XXH3 with 128 bits. Detects damage at a twentieth of the cost of a cryptographic digest; does not prevent forgery."""
+    return xxhash.xxh3_128_hexdigest(payload)
+
+
+@lru_cache(maxsize=1024)
+def _check_sampling(encoded: bytes) -> None:
+    """Cached, because decoding the parameters of every sample would be most of the cost of `check_frame`."""
+    msgspec.msgpack.decode(encoded, type=SamplingParams)
+
+
+_RUN_LENGTH_READERS: dict[int, Callable[[memoryview], Sequence[int]]] = {
+    RUN_BYTES * num: struct.Struct("<" + "i8x" * num).unpack for num in range(1, 33)
+}
+"""By size in bytes: reads only the lengths of up to 32 runs."""
+
+
+def _run_lengths(runs: memoryview) -> Sequence[int]:
+    return [0] if not runs or len(runs) % RUN_BYTES else runs.cast("i")[::RUN_FIELDS].tolist()
+
+
+def _raw(array: NDArray[Any], dtype: str) -> bytes:
+    return np.ascontiguousarray(array, dtype=dtype).tobytes()
+
+
+def _runs_of(versions: NDArray[np.int32], loss_mask: NDArray[np.bool_]) -> bytes:
+    changes = np.flatnonzero((versions[1:] != versions[:-1]) | (loss_mask[1:] != loss_mask[:-1])) + 1
+    starts = np.concatenate(([0], changes))
+    runs = np.empty((len(starts), RUN_FIELDS), dtype="<i4")
+    runs[:, 0] = np.diff(starts, append=len(versions))
+    runs[:, 1] = versions[starts]
+    runs[:, 2] = loss_mask[starts]
+    return runs.tobytes()
+
+
+def _plain(value: object) -> object:
+    """Environments also put numpy values and mappings that are not dicts into messages and facts."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"a value of type {type(value).__name__} is not supported")
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
+_DECODER = msgspec.msgpack.Decoder(GroupFrame)
+_CHECKER = msgspec.msgpack.Decoder(GroupView)
+_FOREIGN_DECODERS: dict[bytes, PayloadDecoder] = {}

@@ -1,0 +1,70 @@
+"""The spans of a run as time intervals: union, clipping and concurrency."""
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollbook.dashboard.json_tail import FolderTail
+from rollbook.dashboard.run_files import SPANS_FOLDER, is_number
+
+
+@dataclass(frozen=True, slots=True)
+class Intervals:
+    """Spans of one name over all processes: start and end times (Unix seconds), in recorded order."""
+
+    starts: NDArray[np.float64]
+    ends: NDArray[np.float64]
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def seconds(self) -> float:
+        """Seconds in which at least one span ran."""
+        joined = self.union()
+        return float((joined.ends - joined.starts).sum())
+
+    def union(self, *, gap_s: float = 0.0) -> "Intervals":
+        """The fewest intervals that cover the same time. Gaps up to `gap_s` are closed, because they are too thin to draw."""
+        if not len(self):
+            return self
+        order = np.argsort(self.starts, kind="stable")
+        starts, reach = self.starts[order], np.maximum.accumulate(self.ends[order])
+        is_first = np.concatenate(([True], starts[1:] > reach[:-1] + gap_s))
+        last = np.concatenate((np.flatnonzero(is_first)[1:] - 1, [len(starts) - 1]))
+        return Intervals(starts[is_first], reach[last])
+
+    def within(self, begin: float, end: float) -> "Intervals":
+        """The intervals clipped to a time window."""
+        starts, ends = np.maximum(self.starts, begin), np.minimum(self.ends, end)
+        inside = ends > starts
+        return Intervals(starts[inside], ends[inside])
+
+    def mean_concurrency(self, edges: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The mean number of concurrent spans between each pair of neighbouring edges."""
+        # Span-seconds before each edge: every span adds min(edge, end) - min(edge, start).
+        span_seconds = _sum_of_minima(self.ends, edges) - _sum_of_minima(self.starts, edges)
+        return np.diff(span_seconds) / np.diff(edges)
+
+
+def _sum_of_minima(values: NDArray[np.float64], limits: NDArray[np.float64]) -> NDArray[np.float64]:
+    """For each limit, the sum over all values of min(value, limit). Sorts once instead of comparing all pairs."""
+    ordered = np.sort(values)
+    below = np.searchsorted(ordered, limits, side="right")
+    total_below = np.concatenate(([0.0], np.cumsum(ordered)))[below]
+    result: NDArray[np.float64] = total_below + (len(ordered) - below) * limits
+    return result
+
+
+def read_intervals(run_dir: Path, names: Iterable[str]) -> dict[str, Intervals]:
+    """The intervals of each named span; empty for a name without records."""
+    found = {name: (array("d"), array("d")) for name in names}
+    for row in FolderTail(run_dir / SPANS_FOLDER).poll():
+        name, start, end = row.get("name"), row.get("start"), row.get("end")
+        if isinstance(name, str) and name in found and is_number(start) and is_number(end) and start <= end:
+            found[name][0].append(start)
+            found[name][1].append(end)
+    return {name: Intervals(np.array(starts), np.array(ends)) for name, (starts, ends) in found.items()}

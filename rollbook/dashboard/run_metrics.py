@@ -1,0 +1,107 @@
+"""The numbers that views and plots show, and their arithmetic. No files and no drawing."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+PACE_STEPS = 20
+"""The pace is measured over this many recent steps, so that a slow start does not distort the estimate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """One trained step, as the trainer reported it. None: not measured."""
+
+    step: int
+    time: float
+    """Unix time at which the row was written."""
+    reward: float | None = None
+    solved: float | None = None
+    lag_max: float | None = None
+    lag_mean: float | None = None
+    wait_s: float = 0.0
+    """Seconds the trainer waited for this batch."""
+    train_s: float = 0.0
+    """Seconds it trained on it."""
+    tokens: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunMetrics:
+    """A run as far as its files were read."""
+
+    steps: tuple[StepMetrics, ...] = ()
+    """The most recent steps, oldest first; the reader limits their number."""
+    last_step: int = 0
+    max_lag: int = 0
+    wait_s: float = 0.0
+    train_s: float = 0.0
+    tokens: float = 0.0
+    gauges: Mapping[str, float] = field(default_factory=dict)
+    """The last value of every metric of any process."""
+
+    @property
+    def latest(self) -> StepMetrics:
+        """The last step. Before the first step: step 0 without measurements."""
+        return self.steps[-1] if self.steps else StepMetrics(step=0, time=0.0)
+
+    @property
+    def trainer_utilisation(self) -> float | None:
+        return trainer_utilisation(self.wait_s, self.train_s)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Trained tokens per second over the kept steps."""
+        seconds = self.seconds_per_step
+        if not seconds:
+            return None
+        return sum(step.tokens for step in self.steps) / len(self.steps) / seconds
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        recent = self.steps[-PACE_STEPS:]
+        if len(recent) < 2 or recent[-1].step <= recent[0].step:
+            return None
+        return max(0.0, recent[-1].time - recent[0].time) / (recent[-1].step - recent[0].step)
+
+    def eta_s(self, total_steps: int) -> float | None:
+        pace = self.seconds_per_step
+        return None if pace is None else pace * max(0, total_steps - self.last_step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """A finished run. First and last are means over the first and the last tenth of the steps."""
+
+    steps: int
+    seconds: float
+    """From the first record of any process to the last."""
+    reward_first: float | None
+    reward_last: float | None
+    solved_first: float | None
+    solved_last: float | None
+    max_lag: int
+    trainer_utilisation: float | None
+    tokens: int
+    """Tokens in the trained batches."""
+
+
+def trainer_utilisation(wait_s: float, train_s: float) -> float | None:
+    """The fraction of time in which the trainer did not wait for a batch."""
+    total_s = wait_s + train_s
+    return 1.0 - wait_s / total_s if total_s > 0 else None
+
+
+def tenth_means(values: Sequence[float | None]) -> tuple[float | None, float | None]:
+    """Means over the first and the last tenth, at least one step each, ignoring missing values."""
+    tenth = max(1, round(len(values) / 10))
+    return _mean(values[:tenth]), _mean(values[-tenth:])
+
+
+def moving_average(values: Sequence[float | None], width: int) -> list[float | None]:
+    """The mean of each value and up to `width - 1` values before it, ignoring missing values."""
+    return [_mean(values[max(0, at + 1 - width) : at + 1]) for at in range(len(values))]
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

@@ -1,0 +1,156 @@
+"""One MiniStack process: start it on a port of its own, ask how it is, wipe it, stop it."""
+
+import asyncio
+import contextlib
+import socket
+
+import aiohttp
+
+from rollbook.concurrency.deadline import Deadline, DeadlineExceededError
+from rollbook.envs.sandboxes.process import Child, ChildSpec, private_directory, remove_directory
+from rollbook.envs.sandboxes.sandbox import SandboxDiedError, SandboxStartError
+
+MODULE = "rollbook.envs.builtin.awscli.cloud.simulator_process"
+HOST = "127.0.0.1"
+START_S = 60.0
+# Long enough for a machine with far more to do than cores: replacing a healthy simulator would only add to the load.
+HEALTH_S = 5.0
+RESET_S = 10.0
+# Connections that wait to be accepted: one worker and the pool's own questions; the rest is slack.
+BACKLOG = 64
+ENVIRONMENT = {
+    "BIND_HOST": HOST,
+    "LAMBDA_STRICT": "1",  # never execute the code of a function on this machine
+    "LOG_LEVEL": "WARNING",
+    "IOT_MTLS_ENABLED": "0",  # fixed ports of their own: a second simulator could not bind them
+    "SFTP_ENABLED": "0",
+    "MINISTACK_WORKER_THREADS": "8",
+}
+
+
+class Simulator:
+    """One running MiniStack, all of whose state is in its memory."""
+
+    def __init__(self, child: Child, spec: ChildSpec, port: int, http: aiohttp.ClientSession) -> None:
+        self._child = child
+        self._spec = spec
+        self._http = http
+        self.port = port
+        self.endpoint = f"http://{HOST}:{port}"
+
+    @classmethod
+    async def start(cls, port: int) -> "Simulator":
+        """Start on `port` (0: any free one). Returns when it answers. Raises `SandboxStartError` that says what is in the way."""
+        with listening_socket(port) as listener:
+            port = listener.getsockname()[1]
+            directory = private_directory(f"ministack-{port}")
+            spec = ChildSpec(
+                module=MODULE,
+                settings={"socket_fd": listener.fileno(), "port": port},
+                directory=directory,
+                environment={**ENVIRONMENT, "GATEWAY_PORT": str(port)},
+                sockets=(listener.fileno(),),
+            )
+            try:
+                child = await Child.start(spec)
+            except BaseException:
+                remove_directory(directory)
+                raise
+        # Our copy of the socket is closed now: when the child dies, connections are refused at once and do not hang.
+        http = aiohttp.ClientSession(base_url=f"http://{HOST}:{port}", timeout=aiohttp.ClientTimeout(total=RESET_S))
+        simulator = cls(child, spec, port, http)
+        try:
+            await simulator._wait_until_it_answers()
+        except BaseException:
+            await simulator.stop()
+            raise
+        return simulator
+
+    @property
+    def is_alive(self) -> bool:
+        return self._child.is_alive
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    def memory_bytes(self) -> int:
+        return self._child.memory_bytes()
+
+    async def ended(self) -> None:
+        await self._child.ended()
+
+    async def is_well(self) -> bool:
+        if not self._child.is_alive:
+            return False
+        try:
+            timeout = aiohttp.ClientTimeout(total=HEALTH_S)
+            async with self._http.get("/_ministack/health", timeout=timeout) as reply:
+                await reply.read()
+                return reply.status == 200
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return False
+
+    async def reset(self) -> None:
+        """Forget everything, of every account."""
+        try:
+            async with self._http.post("/_ministack/reset") as reply:
+                body = await reply.text()
+                if reply.status != 200:
+                    raise SandboxDiedError(f"ministack:{self.port}: reset answered {reply.status}: {body[:200]}")
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise SandboxDiedError(f"ministack:{self.port}: reset failed: {type(error).__name__}: {error}") from error
+
+    async def stop(self) -> None:
+        """End the process and remove its directory. Never raises."""
+        with contextlib.suppress(Exception):
+            await self._http.close()
+        await self._child.kill()
+        remove_directory(self._spec.directory)
+
+    async def _wait_until_it_answers(self) -> None:
+        # The socket listens already, so the first question waits in its queue until the simulator is up: no polling.
+        try:
+            async with Deadline(START_S, "simulator start").limit("MiniStack"), asyncio.TaskGroup() as group:
+                ended = group.create_task(self._fail_when_it_ends(), name="envs.simulator_ended")
+                await self._first_answer()
+                ended.cancel()
+        except* SandboxStartError as errors:
+            raise errors.exceptions[0] from None
+        except* DeadlineExceededError as errors:
+            raise SandboxStartError(
+                f"ministack:{self.port}: {errors.exceptions[0]}; {self._child.last_words()}"
+            ) from None
+
+    async def _first_answer(self) -> None:
+        try:
+            timeout = aiohttp.ClientTimeout(total=START_S)
+            async with self._http.get("/_ministack/health", timeout=timeout) as reply:
+                await reply.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise SandboxStartError(
+                f"ministack:{self.port} did not answer: {type(error).__name__}: {error}; {self._child.last_words()}"
+            ) from error
+
+    async def _fail_when_it_ends(self) -> None:
+        code = await self._child.ended()
+        raise SandboxStartError(
+            f"ministack:{self.port} ended with code {code} before it answered; is the extra installed "
+            f"(pip install 'rollbook[aws]')? {self._child.last_words()}"
+        )
+
+
+def listening_socket(port: int) -> socket.socket:
+    """Bind before anything is started: a port that somebody else holds is told at once."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((HOST, port))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise SandboxStartError(
+            f"port {port} of {HOST} cannot be used: {error.strerror}; another pool or server holds it. Stop that one, "
+            "or choose another base port (base_port, AWS_RL_ENV_MINISTACK_BASE_PORT; 0 takes any free ports)"
+        ) from error
+    return listener

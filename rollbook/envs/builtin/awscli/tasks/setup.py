@@ -1,0 +1,130 @@
+"""Prepares a clean cloud for one task and seed. If a set-up command fails, the reset fails and names the command."""
+
+import json
+import shlex
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jmespath  # type: ignore[import-untyped]  # the package ships no types
+
+from rollbook.contracts.errors import EpisodeError
+from rollbook.envs.builtin.awscli.cloud.backend import Backend
+from rollbook.envs.builtin.awscli.tasks.checks import Variables, call_of, fill, holds, value_of
+from rollbook.envs.builtin.awscli.tasks.faults import chosen_drift, chosen_variant
+from rollbook.envs.builtin.awscli.tasks.grading import CheckResults, start_problem
+from rollbook.envs.builtin.awscli.tasks.task_bank import AwsTask, Check, Fault, Step
+
+# Stands for the id of a resource that does not exist; calls with it are refused. Long enough for the API's length checks.
+MISSING_ID = "not-there-not-there-not-there"
+
+
+class SetupError(EpisodeError):
+    """A task could not be set up. The task or the simulator is wrong, never the agent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedTask:
+    """A task whose cloud is set up: its variables, the applied drift faults, and the check results at the start."""
+
+    task: AwsTask
+    seed: int
+    cloud: Backend
+    variables: Variables
+    faults: Sequence[Fault]
+    start: CheckResults
+
+    @property
+    def goals(self) -> list[Check]:
+        return goals_of(self.task, self.faults)
+
+    async def check_results(self) -> CheckResults:
+        return await run_checks(self.cloud, self.task, self.goals, self.variables)
+
+
+def goals_of(task: AwsTask, faults: Sequence[Fault]) -> list[Check]:
+    return [*task.checks, *(check for fault in faults for check in fault.checks)]
+
+
+async def prepare(task: AwsTask, cloud: Backend, *, seed: int) -> PreparedTask:
+    """Run the set-up and the drift, then verify the initial state. Raises `SetupError`."""
+    variables = chosen_variant(task, seed)
+    for name, content in task.files.items():
+        path = cloud.scratch / fill(name, variables)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write_file(path, fill(content, variables))
+    faults = chosen_drift(task, seed)
+    for step in [*task.setup, *(step for fault in faults for step in fault.breaks)]:
+        variables |= await _run_setup_step(task, cloud, step, variables)
+    goals = goals_of(task, faults)
+    start = await run_checks(cloud, task, goals, variables)
+    is_fault = [False] * len(task.checks) + [True] * (len(goals) - len(task.checks))
+    problem = start_problem(
+        start, [check.says for check in goals], [check.says for check in task.keeps], must_be_open=is_fault
+    )
+    if problem is not None:
+        raise SetupError(
+            f"task {task.id} (seed {seed}): {problem}; this episode is dropped, and the task must be fixed"
+        )
+    return PreparedTask(task=task, seed=seed, cloud=cloud, variables=variables, faults=faults, start=start)
+
+
+def _write_file(path: Path, content: str | Mapping[str, str]) -> None:
+    """Write a text file, or a reproducible zip archive for a mapping of names to texts."""
+    if isinstance(content, str):
+        path.write_text(content, encoding="utf-8")
+        return
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, text in sorted(content.items()):
+            archive.writestr(zipfile.ZipInfo(name), text)
+
+
+async def run_checks(cloud: Backend, task: AwsTask, goals: Sequence[Check], variables: Variables) -> CheckResults:
+    """Look up the ids that the checks refer to, then run all checks in one batch."""
+    variables = dict(variables)
+    for name, question in task.lookups.items():
+        (answer,) = await cloud.call_api([call_of(question, variables)])
+        value = value_of(question, answer, variables)
+        variables[name] = MISSING_ID if value is None else str(value)
+    checks = [*goals, *task.keeps]
+    answers = await cloud.call_api([call_of(check, variables) for check in checks])
+    results = [holds(check, answer, variables) for check, answer in zip(checks, answers, strict=True)]
+    return CheckResults(goals=tuple(results[: len(goals)]), keeps=tuple(results[len(goals) :]))
+
+
+def kept_values(step: Step, output: str, variables: Variables) -> dict[str, str]:
+    """The values of a command's JSON output that later steps use. Raises `ValueError` if one is missing."""
+    if not step.keep:
+        return {}
+    try:
+        document = json.loads(output)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"`{step.run}` printed no JSON to read {', '.join(step.keep)} from: {output[:200]!r}"
+        ) from error
+    values: dict[str, str] = {}
+    for name, query in step.keep.items():
+        value: Any = jmespath.search(fill(query, variables), document)
+        if value is None:
+            raise ValueError(f"`{step.run}` printed nothing at {query!r}, the source of {name}")
+        values[name] = value if isinstance(value, str) else json.dumps(value)
+    return values
+
+
+async def _run_setup_step(task: AwsTask, cloud: Backend, step: Step, variables: Variables) -> dict[str, str]:
+    line = fill(step.run, variables)
+    words = shlex.split(line)
+    if words[:1] != ["aws"]:
+        raise SetupError(f"task {task.id}: the set-up line {line!r} does not begin with aws")
+    result = await cloud.run(words[1:])
+    if result.rc != 0:
+        raise SetupError(
+            f"task {task.id}: the set-up command `{line}` failed with code {result.rc}: {result.stderr.strip()[:500]}; "
+            "this episode is dropped"
+        )
+    try:
+        return kept_values(step, result.stdout, variables)
+    except ValueError as error:
+        raise SetupError(f"task {task.id}: {error}") from error

@@ -1,0 +1,53 @@
+"""The learning rate schedule, and the check that keeps bad gradients away from the weights."""
+
+import math
+
+from rollbook.contracts.errors import RunError
+from rollbook.trainer.config import TrainerConfig
+
+
+def learning_rate(config: TrainerConfig, step: int) -> float:
+    """Rate for batch `step` (1, 2, ...): linear warm-up, then constant or decaying to 0 just after the last step.
+
+    A pure function of the step: there is no scheduler state to restore.
+    """
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    if config.schedule == "constant" or config.max_steps is None:
+        return config.lr
+    progress = min(1.0, (step - 1 - config.warmup_steps) / (config.max_steps - config.warmup_steps))
+    if config.schedule == "linear":
+        return config.lr * (1.0 - progress)
+    return config.lr * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+class GradientGuard:
+    """Skips optimizer steps with a bad gradient, and stops the run after too many in a row. Its count is part of a checkpoint."""
+
+    def __init__(self, *, max_in_a_row: int, max_norm: float | None) -> None:
+        self._max_in_a_row = max_in_a_row
+        self._max_norm = max_norm
+        self.skipped_in_a_row = 0
+
+    def allows(self, *, norm: float, loss: float, step: int) -> bool:
+        cause = self._fault(norm, loss)
+        if cause is None:
+            self.skipped_in_a_row = 0
+            return True
+        self.skipped_in_a_row += 1
+        if self.skipped_in_a_row >= self._max_in_a_row:
+            raise RunError(
+                f"batch {step}: {cause}; {self.skipped_in_a_row} minibatches in a row were skipped. Lower trainer.lr or"
+                " trainer.max_grad_norm, inspect the rewards and logprobs of the last batches (`rollbook replay` trains them"
+                " again), or raise trainer.max_skipped_steps."
+            )
+        return False
+
+    def _fault(self, norm: float, loss: float) -> str | None:
+        if not math.isfinite(loss):
+            return f"the loss is {loss}"
+        if not math.isfinite(norm):
+            return f"the gradient norm is {norm} with a loss of {loss:.4g}"
+        if self._max_norm is not None and norm > self._max_norm:
+            return f"the gradient norm {norm:.4g} is above skip_grad_norm_above {self._max_norm:g}"
+        return None

@@ -1,0 +1,157 @@
+"""Environments with one bad habit each, and a server around them."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, ClassVar
+
+from rollbook.contracts.environment import Observation
+from rollbook.envs.config import EnvConfig, EnvServerConfig
+from rollbook.envs.server.run import RunningServer, serve_environments
+
+# Simulators on any free ports: other tests may run at the same time.
+AWS_ARGS = {"base_port": 0}
+GAME = {"secret": 5, "low": 0, "high": 15}
+
+
+class Notebook:
+    """Remembers what was written into it and reads it all back: any bleed between sessions shows at once."""
+
+    is_quick = True
+
+    def reset(self, task: Mapping[str, Any]) -> Observation:
+        self._pages = [str(task.get("owner", "nobody"))]
+        return Observation(text="".join(self._pages))
+
+    def step(self, action: str) -> Observation:
+        self._pages.append(action)
+        return Observation(text="|".join(self._pages), done=action == "end", reward=1.0 if action == "end" else 0.0)
+
+    def close(self) -> None: ...
+
+
+class Sleeper:
+    """Blocks its thread in every step; `stuck` blocks until the class lets go."""
+
+    let_go: ClassVar[threading.Event] = threading.Event()
+
+    def reset(self, task: Mapping[str, Any]) -> Observation:
+        return Observation(text="asleep")
+
+    def step(self, action: str) -> Observation:
+        if action == "stuck":
+            self.let_go.wait(60)
+        else:
+            time.sleep(float(action))
+        return Observation(text="awake", facts={"thread": threading.current_thread().name})
+
+    def close(self) -> None: ...
+
+
+class Waiter:
+    """Waits without blocking, and tells when a step was cancelled and when an environment was closed."""
+
+    events: ClassVar[list[str]] = []
+
+    async def reset(self, task: Mapping[str, Any]) -> Observation:
+        return Observation(text="waiting")
+
+    async def step(self, action: str) -> Observation:
+        self.events.append("began")
+        try:
+            await asyncio.sleep(float(action))
+        except asyncio.CancelledError:
+            self.events.append("cancelled")
+            raise
+        return Observation(text="done waiting")
+
+    async def close(self) -> None:
+        self.events.append("closed")
+
+
+class Breaker:
+    """Breaks on command, in whichever method the task or the action names."""
+
+    is_quick = True
+
+    def reset(self, task: Mapping[str, Any]) -> Observation:
+        if task.get("break") == "reset":
+            raise OSError("no disk")
+        self._breaks_close = task.get("break") == "close"
+        return Observation(text="whole")
+
+    def step(self, action: str) -> Observation:
+        if action == "nan":
+            return Observation(text="paid", reward=float("nan"))
+        if action == "surrogate":
+            return Observation(text="\ud800")
+        if action == "circle":
+            circle: dict[str, Any] = {}
+            circle["circle"] = circle
+            return Observation(text="round", facts=circle)
+        if action == "fact":
+            return Observation(text="odd", facts={"odd": {1, 2}, "when": complex(1, 2)})
+        raise KeyError(action)
+
+    def close(self) -> None:
+        if self._breaks_close:
+            raise RuntimeError("the lid is stuck")
+
+
+class CannotBeMade:
+    """The first of its kind is made (the check at start), and no other."""
+
+    made: ClassVar[int] = 0
+
+    def __init__(self) -> None:
+        type(self).made += 1
+        if type(self).made > 1:
+            raise OSError("the factory is closed")
+
+    def reset(self, task: Mapping[str, Any]) -> Observation:
+        return Observation(text="")
+
+    def step(self, action: str) -> Observation:
+        return Observation(text="")
+
+    def close(self) -> None: ...
+
+
+class FailsOneReset:
+    """The n-th reset of the class fails: for connects that fail in the middle."""
+
+    is_quick = True
+    resets: ClassVar[int] = 0
+    fails_on: ClassVar[int] = 0
+
+    def reset(self, task: Mapping[str, Any]) -> Observation:
+        type(self).resets += 1
+        if type(self).resets == type(self).fails_on:
+            raise OSError(f"reset {type(self).resets} failed")
+        return Observation(text="ready")
+
+    def step(self, action: str) -> Observation:
+        return Observation(text=action, done=True, reward=1.0)
+
+    def close(self) -> None: ...
+
+
+@asynccontextmanager
+async def served(
+    env: type | str, *, size: int | None = 8, args: Mapping[str, Any] | None = None, **settings: Any
+) -> AsyncIterator[RunningServer]:
+    """A real server on a port of its own, around a class of this module or a name of the catalog."""
+    name = env if isinstance(env, str) else f"{env.__module__}:{env.__qualname__}"
+    async with serve_environments(
+        EnvConfig(name=name, args=dict(args or {})), EnvServerConfig(**settings), size=size
+    ) as server:
+        yield server
+
+
+async def until(condition: Callable[[], bool], *, within_s: float = 20.0) -> None:
+    """Wait for a fact to become true; the budget is only there so that a failure is a failure and not a hang."""
+    async with asyncio.timeout(within_s):
+        while not condition():  # noqa: ASYNC110 - the facts live in other processes and threads, which set no event here
+            await asyncio.sleep(0.005)

@@ -1,0 +1,138 @@
+"""The rollout function for unchanged agents: functions, threads, commands; rewards, failures and limits."""
+
+import asyncio
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollbook.contracts.errors import EpisodeError, RunError, TransientError
+from rollbook.contracts.group import GroupId
+from rollbook.contracts.trajectory import EndReason, RolloutSample
+from rollbook.rollout.agents.rollout import make_rollout
+from rollbook.rollout.episodes.policy import EpisodeContext, enter_episode
+from rollbook.rollout.settings.limits import EpisodeLimits
+from rollbook.rollout.settings.rewards import TO_BE_SCORED
+from tests.parts.rollout.agents import EngineRecord, agent_setup, assert_is_what_the_engine_saw
+
+PROGRAMS = "tests.parts.rollout.agent_programs"
+REWARD = f"{PROGRAMS}:reward"
+COMMAND = [sys.executable, "-m", PROGRAMS]
+ROW: dict[str, Any] = {"questions": ["one?", "two?"], "answer": "yes"}
+
+
+async def played(
+    tmp_path: Path, row: dict[str, Any], limits: EpisodeLimits | None = None, publication: int = 3, **settings: Any
+) -> tuple[RolloutSample | None, EngineRecord]:
+    async with agent_setup(
+        tmp_path, lambda _: "yes<|im_end|>", settings=settings, limits=limits, publication=publication
+    ) as (setup, record):
+        return await make_rollout(setup)(row), record
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        {"agent": f"{PROGRAMS}:converse"},
+        {"agent": f"{PROGRAMS}:converse_in_a_thread"},
+        {"command": COMMAND, "environment": {"PYTHONPATH": str(Path(__file__).parents[2])}},
+    ],
+    ids=["async", "thread", "command"],
+)
+async def test_a_program_that_nobody_changed_becomes_a_sample(tmp_path: Path, program: dict[str, Any]) -> None:
+    sample, record = await played(tmp_path, ROW, reward=REWARD, **program)
+    assert sample is not None
+    assert sample.reward == 1.0
+    assert len(sample.sequences) == 1
+    assert_is_what_the_engine_saw(sample, record)
+
+
+async def test_a_reward_may_be_async_and_read_the_messages_and_may_be_the_agents_own_answer(tmp_path: Path) -> None:
+    sample, _ = await played(tmp_path, ROW, agent=f"{PROGRAMS}:converse", reward=f"{PROGRAMS}:async_reward")
+    assert sample is not None
+    assert sample.reward == 4.0
+    with pytest.raises(EpisodeError, match="the agent returned 'yes'; a number is needed"):
+        await played(tmp_path, ROW, agent=f"{PROGRAMS}:converse")
+
+
+async def test_what_cannot_be_scored_has_no_reward_and_keeps_its_tokens(tmp_path: Path) -> None:
+    sample, record = await played(tmp_path, {**ROW, "is_unscorable": True}, agent=f"{PROGRAMS}:converse", reward=REWARD)
+    assert sample is not None
+    assert (sample.reward, sample.invalid_cause) == (None, "could not be scored: None")
+    assert_is_what_the_engine_saw(sample, record)
+
+
+async def test_the_runs_own_reward_functions_may_judge_what_the_agent_returned(tmp_path: Path) -> None:
+    sample, record = await played(tmp_path, ROW, agent=f"{PROGRAMS}:converse", reward="rollout.rewards")
+    assert sample is not None
+    assert (sample.invalid_cause, sample.facts["result"]) == (TO_BE_SCORED, "yes")
+    assert_is_what_the_engine_saw(sample, record)
+
+
+async def test_an_agent_that_fails_is_no_outcome_unless_the_settings_say_so(tmp_path: Path) -> None:
+    broken = f"{PROGRAMS}:break_after_a_turn"
+    with pytest.raises(EpisodeError, match="the agent raised ValueError: I cannot parse that"):
+        await played(tmp_path, ROW, agent=broken, reward=REWARD)
+    sample, _ = await played(tmp_path, ROW, agent=broken, reward=REWARD, on_agent_error="score")
+    assert sample is not None
+    assert sample.reward == -1.0
+    assert "cannot parse" in sample.facts["agent_error"]
+    with pytest.raises(EpisodeError, match="ended with code 1: the agent is lost"):
+        await played(tmp_path, {**ROW, "fail": True}, command=COMMAND, reward=REWARD)
+
+
+async def test_a_limit_ends_the_episode_with_a_reward_even_where_the_agent_raises_at_it(tmp_path: Path) -> None:
+    sample, record = await played(
+        tmp_path, ROW, EpisodeLimits(max_turns=1), agent=f"{PROGRAMS}:converse", reward=REWARD
+    )
+    assert sample is not None
+    assert (sample.finish_reason, sample.reward) == (EndReason.MAX_TURNS, -1.0)
+    assert_is_what_the_engine_saw(sample, record)
+
+
+async def test_an_outage_is_never_a_reward_even_where_the_agent_swallows_it(tmp_path: Path) -> None:
+    enter_episode(EpisodeContext(group_id=GroupId("t@0"), min_publication=9, until=time.monotonic() + 4))
+    with pytest.raises(TransientError, match="publication 9 or newer"):
+        await played(tmp_path, ROW, agent=f"{PROGRAMS}:swallow_everything", reward=REWARD)
+
+
+async def test_forty_plain_agents_wait_side_by_side(tmp_path: Path) -> None:
+    """Each in a thread of its own: a shared pool would let the last ones wait for the first."""
+    settings = {"agent": f"{PROGRAMS}:wait_for_the_others", "reward": REWARD}
+    async with agent_setup(tmp_path, lambda _: "yes<|im_end|>", settings=settings) as (setup, _):
+        play = make_rollout(setup)
+        samples = await asyncio.gather(*(play(dict(ROW)) for _ in range(40)))
+    assert [sample.reward for sample in samples if sample is not None] == [1.0] * 40
+
+
+async def test_an_agent_that_never_asked_is_named(tmp_path: Path) -> None:
+    with pytest.raises(EpisodeError, match=r"without asking the policy once \(it returned 1\.0\)"):
+        await played(tmp_path, ROW, agent=f"{PROGRAMS}:say_nothing")
+
+
+async def test_a_command_dies_with_its_episode(tmp_path: Path) -> None:
+    async with agent_setup(tmp_path, lambda _: "yes<|im_end|>", settings={"command": COMMAND}) as (setup, _):
+        episode = asyncio.ensure_future(make_rollout(setup)({**ROW, "hang": True}))
+        await asyncio.sleep(0.5)
+        episode.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await episode
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({}, "either agent or command"),
+        ({"agent": "a:b", "command": ["x"]}, "either agent or command"),
+        ({"agent": "a:b", "colour": 1}, "colour: Extra inputs"),
+        ({"agent": "nowhere:agent"}, "rollout.settings.agent = 'nowhere:agent': no module 'nowhere'"),
+        ({"agent": f"{PROGRAMS}:converse", "environment": {"A": "b"}}, "environment is for a command"),
+    ],
+)
+async def test_settings_that_cannot_work_are_refused_before_anything_is_played(
+    tmp_path: Path, settings: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(RunError, match=told):
+        await played(tmp_path, ROW, **settings)

@@ -1,0 +1,339 @@
+"""The proxy with the real `openai` client: what an unchanged agent says becomes exactly what the engine consumed and produced."""
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from rollbook.contracts.errors import TransientError
+from rollbook.contracts.group import GroupId
+from rollbook.contracts.trajectory import EndReason
+from rollbook.rollout.contract import ChatSession
+from rollbook.rollout.episodes.policy import EpisodeContext, enter_episode
+from rollbook.rollout.settings.limits import EpisodeLimits
+from tests.parts.rollout.agents import (
+    FORGETS_THINKING,
+    agent_setup,
+    assert_is_what_the_engine_saw,
+    in_turn,
+)
+
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+CALL = 'Let me see.<tool_call>{"name":"get_weather","arguments":{"city":"Paris"}}</tool_call><|im_end|>'
+"""Written closer together than the template would: tokens and text differ, what is said does not."""
+
+
+def client_of(session: ChatSession, **more: Any) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=session.base_url, api_key="unused", max_retries=0, **more)
+
+
+async def ask(client: AsyncOpenAI, messages: list[Any], **more: Any) -> Any:
+    return (await client.chat.completions.create(model="policy", messages=messages, **more)).choices[0]
+
+
+async def test_a_chat_of_several_turns_is_one_sequence_of_exactly_the_engines_tokens(tmp_path: Path) -> None:
+    replies = in_turn("It is sunny.<|im_end|>", "", "日本 is far.<|im_end|>")
+    async with agent_setup(tmp_path, lambda prompt: replies(prompt) or "<|im_end|>") as (setup, record):
+        async with setup.open_proxy_session() as session, client_of(session) as client:
+            messages: list[Any] = [{"role": "system", "content": "Be brief."}]
+            for question in ("What is the weather in Paris today?", "", "And in 東京?"):
+                messages.append({"role": "user", "content": question})
+                choice = await ask(client, messages)
+                messages.append(choice.message.model_dump(exclude_none=True))
+        sample = session.build(reward=1.0)
+    assert [m["content"] for m in messages if m["role"] == "assistant"] == ["It is sunny.", "", "日本 is far."]
+    assert len(sample.sequences) == 1
+    assert_is_what_the_engine_saw(sample, record)
+    assert sample.messages is not None
+    assert [m["role"] for m in sample.messages] == ["system", *["user", "assistant"] * 3]
+
+
+async def test_tool_calls_are_parsed_and_their_exact_tokens_continued(tmp_path: Path) -> None:
+    async with agent_setup(tmp_path, in_turn(CALL, "It is sunny.<|im_end|>")) as (setup, record):
+        async with setup.open_proxy_session() as session, client_of(session) as client:
+            messages: list[Any] = [{"role": "user", "content": "What is the weather in Paris today?"}]
+            first = await ask(client, messages, tools=[WEATHER])
+            assert (first.finish_reason, first.message.content) == ("tool_calls", "Let me see.")
+            call = first.message.tool_calls[0]
+            assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"city": "Paris"})
+            messages += [
+                first.message.model_dump(exclude_none=True),
+                {"role": "tool", "tool_call_id": call.id, "content": "21 degrees"},
+            ]
+            second = await ask(client, messages, tools=[WEATHER])
+            assert second.message.content == "It is sunny."
+        sample = session.build(reward=1.0)
+    assert len(sample.sequences) == 1, sample.facts
+    assert_is_what_the_engine_saw(sample, record)
+    prompt = setup.tokenizer.decode(record.turns[1][0], skip_special_tokens=False)
+    assert CALL in prompt, "the policy reads its own words, not the template's rendering of them"
+    assert "get_weather" in setup.tokenizer.decode(record.turns[0][0])
+
+
+async def test_a_history_that_the_agent_rewrites_becomes_a_further_sequence(tmp_path: Path) -> None:
+    async with agent_setup(tmp_path, in_turn("one<|im_end|>", "two<|im_end|>", "three<|im_end|>")) as (setup, record):
+        async with setup.open_proxy_session() as session, client_of(session) as client:
+            await ask(client, [{"role": "user", "content": "a"}])
+            edited = [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": "I said something else"},
+                {"role": "user", "content": "b"},
+            ]
+            await ask(client, edited)
+            # The first turn is still known: a branch may be taken up again.
+            first = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "one"}]
+            await ask(client, [*first, {"role": "user", "content": "c"}])
+        sample = session.build(reward=0.5)
+    assert [turn.sequence for turn in sample.turns] == [0, 1, 0]
+    assert sample.metrics["forks"] == 1
+    assert_is_what_the_engine_saw(sample, record)
+
+
+async def play_two_thinking_turns(session: ChatSession) -> None:
+    async with client_of(session) as client:
+        messages: list[Any] = [{"role": "user", "content": "a"}]
+        choice = await ask(client, messages)
+        messages += [{"role": "assistant", "content": choice.message.content}, {"role": "user", "content": "b"}]
+        await ask(client, messages)
+
+
+async def test_a_template_that_drops_thinking_makes_a_fork_that_says_where(tmp_path: Path) -> None:
+    replies = in_turn("hm</think>yes<|im_end|>", "ok</think>no<|im_end|>")
+    async with agent_setup(tmp_path, replies, template=FORGETS_THINKING) as (setup, record):
+        async with setup.open_proxy_session() as session:
+            await play_two_thinking_turns(session)
+        sample = session.build(reward=1.0)
+    assert len(sample.sequences) == 2
+    (rewrite,) = sample.facts["rewrites"]
+    assert rewrite.startswith("before turn 2: at character ")
+    assert "hm</think>" in rewrite
+    assert_is_what_the_engine_saw(sample, record)
+
+
+async def test_the_linear_assembler_refuses_a_rewrite_before_anything_is_sampled(tmp_path: Path) -> None:
+    replies = in_turn("hm</think>yes<|im_end|>")
+    async with agent_setup(tmp_path, replies, template=FORGETS_THINKING) as (setup, record):
+        async with setup.open_proxy_session(assembler="linear") as session:
+            with pytest.raises(openai.UnprocessableEntityError, match=r"does not start with the .* at position"):
+                await play_two_thinking_turns(session)
+        assert "at position" in str(session.failure)
+        assert len(record.turns) == 1
+
+
+async def test_per_turn_gives_every_turn_a_sequence(tmp_path: Path) -> None:
+    async with agent_setup(tmp_path, in_turn("a<|im_end|>", "b<|im_end|>")) as (setup, record):
+        async with setup.open_proxy_session(assembler="per_turn") as session:
+            await play_two_thinking_turns(session)
+        sample = session.build(reward=1.0)
+    assert [turn.sequence for turn in sample.turns] == [0, 1]
+    assert_is_what_the_engine_saw(sample, record)
+
+
+FLAT_WEATHER: Any = {"type": "function", "name": "get_weather", "parameters": {"type": "object"}, "strict": False}
+
+
+@pytest.mark.parametrize("is_chained", [False, True])
+async def test_the_responses_api_continues_exactly_by_items_and_by_previous_id(
+    tmp_path: Path, is_chained: bool
+) -> None:
+    async with agent_setup(tmp_path, in_turn(CALL, "It is sunny.<|im_end|>", "Bye.<|im_end|>")) as (setup, record):
+        async with setup.open_proxy_session() as session, client_of(session) as client:
+            items: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "Paris?"}]}]
+            previous: str | None = None
+            for _ in range(3):
+                response = await client.responses.create(
+                    model="policy",
+                    instructions="Be brief.",
+                    input=items,
+                    tools=[FLAT_WEATHER],
+                    previous_response_id=previous if previous else openai.omit,
+                )
+                if is_chained:
+                    previous, items = response.id, []
+                else:
+                    items += [item.model_dump(exclude_none=True) for item in response.output]
+                calls = [item for item in response.output if item.type == "function_call"]
+                items += [
+                    {"type": "function_call_output", "call_id": call.call_id, "output": "21 degrees"} for call in calls
+                ]
+                if not calls:
+                    items.append({"role": "user", "content": "Thanks"})
+            assert response.output_text == "Bye."
+            assert response.usage is not None
+            assert response.usage.output_tokens == len("Bye.") + 1
+        sample = session.build(reward=1.0)
+    assert len(sample.sequences) == 1, sample.facts
+    assert_is_what_the_engine_saw(sample, record)
+
+
+async def test_streams_say_what_whole_answers_say(tmp_path: Path) -> None:
+    async with agent_setup(tmp_path, in_turn(CALL, "Sun.<|im_end|>", CALL, "Rain.<|im_end|>")) as (setup, record):
+        async with setup.open_proxy_session() as session, client_of(session) as client:
+            async with client.chat.completions.stream(
+                model="policy", messages=[{"role": "user", "content": "Paris?"}], tools=[WEATHER]
+            ) as chunks:
+                final = (await chunks.get_final_completion()).choices[0]
+            assert final.message.tool_calls is not None
+            assert final.message.tool_calls[0].function.arguments == '{"city": "Paris"}'
+            texts = [
+                chunk.choices[0].delta.content
+                async for chunk in await client.chat.completions.create(
+                    model="policy",
+                    messages=[{"role": "user", "content": "x"}],
+                    stream=True,
+                    stream_options={"include_usage": True},
+                )
+                if chunk.choices
+            ]
+            assert "".join(text or "" for text in texts) == "Sun."
+            async with client.responses.stream(model="policy", input="Paris?", tools=[FLAT_WEATHER]) as events:
+                response = await events.get_final_response()
+            assert [item.type for item in response.output] == ["message", "function_call"]
+            async with client.responses.stream(model="policy", input="Paris?") as events:
+                assert (await events.get_final_response()).output_text == "Rain."
+        assert_is_what_the_engine_saw(session.build(reward=1.0), record)
+
+
+async def test_a_session_is_named_by_its_url_a_header_or_the_api_key_and_unknown_ones_are_told_apart(
+    tmp_path: Path,
+) -> None:
+    async with agent_setup(tmp_path, lambda _: "yes<|im_end|>") as (setup, record):
+        async with setup.open_proxy_session() as session:
+            root = session.base_url.replace(f"/s/{session.id}", "")
+            ways = [
+                AsyncOpenAI(base_url=session.base_url, api_key="x"),
+                AsyncOpenAI(base_url=root, api_key=session.id),
+                AsyncOpenAI(base_url=root, api_key="x", default_headers={"X-Rollbook-Session": session.id}),
+            ]
+            for client in ways:
+                async with client:
+                    assert [model.id async for model in await client.models.list()] == ["policy"]
+                    assert (await ask(client, [{"role": "user", "content": "hi"}])).message.content == "yes"
+            with pytest.raises(openai.NotFoundError, match="no episode 'nobody'"):
+                async with AsyncOpenAI(base_url=root, api_key="nobody") as stranger:
+                    await ask(stranger, [{"role": "user", "content": "hi"}])
+        assert_is_what_the_engine_saw(session.build(reward=1.0), record)
+        async with client_of(session) as late:
+            with pytest.raises(openai.NotFoundError, match="it is over"):
+                await ask(late, [{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"n": 2}, "n: 2 is not offered"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"max_tokens": -1}, "max_tokens: -1 is no positive number"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, r"messages\[0\]: .* one of system"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            r"messages\[0\]\.content: the policy reads text only, not 'image_url'",
+        ),
+        ({"messages": []}, "at least one"),
+    ],
+)
+async def test_what_the_policy_cannot_do_is_refused_by_name_and_harms_nothing(
+    tmp_path: Path, more: dict[str, Any], told: str
+) -> None:
+    async with agent_setup(tmp_path, lambda _: "yes<|im_end|>") as (setup, record):
+        async with setup.open_proxy_session() as session, client_of(session) as client:
+            with pytest.raises(openai.BadRequestError, match=told):
+                await ask(client, **{"messages": [{"role": "user", "content": "hi"}], **more})
+            assert record.turns == []
+            await ask(client, [{"role": "user", "content": "hi"}])
+            assert session.failure is None
+        assert_is_what_the_engine_saw(session.build(reward=1.0), record)
+
+
+async def test_the_run_decides_how_is_sampled_and_the_sample_tells_what_the_agent_wished(tmp_path: Path) -> None:
+    async with agent_setup(tmp_path, lambda _: "yes<|im_end|>") as (setup, _record):
+        async with setup.open_proxy_session() as session, client_of(session) as client:
+            await ask(client, [{"role": "user", "content": "hi"}], temperature=0.2, seed=1)
+        sample = session.build(reward=1.0)
+    assert sample.sampling.temperature == 1.0
+    assert sample.facts["overridden_sampling"] == ["seed", "temperature"]
+
+
+async def test_a_stop_text_ends_the_turn_at_the_token_that_completes_it(tmp_path: Path) -> None:
+    said = in_turn("Thought: go\nObservation: I imagine it<|im_end|>", "done<|im_end|>")
+    async with agent_setup(tmp_path, said) as (setup, record):
+        async with setup.open_proxy_session() as session, client_of(session) as client:
+            messages: list[Any] = [{"role": "user", "content": "hi"}]
+            first = await ask(client, messages, stop=["Observation:"])
+            assert (first.message.content, first.finish_reason) == ("Thought: go\n", "stop")
+            messages += [{"role": "assistant", "content": first.message.content}, {"role": "user", "content": "real"}]
+            await ask(client, messages)
+        sample = session.build(reward=1.0)
+    assert len(sample.sequences) == 1, sample.facts
+    row, turn = sample.sequences[0], sample.turns[0]
+    assert setup.tokenizer.decode(row.token_ids[turn.start : turn.end].tolist()) == "Thought: go\nObservation:"
+    assert_is_what_the_engine_saw(sample, record)
+
+
+async def test_a_turn_cut_by_max_tokens_goes_on_from_its_exact_tokens(tmp_path: Path) -> None:
+    async with agent_setup(tmp_path, in_turn("abcdef<|im_end|>", "yes<|im_end|>")) as (setup, record):
+        async with setup.open_proxy_session() as session, client_of(session) as client:
+            messages: list[Any] = [{"role": "user", "content": "hi"}]
+            first = await ask(client, messages, max_tokens=3)
+            assert (first.message.content, first.finish_reason) == ("abc", "length")
+            messages += [{"role": "assistant", "content": "abc"}, {"role": "user", "content": "go on"}]
+            await ask(client, messages)
+        sample = session.build(reward=1.0)
+    assert len(sample.sequences) == 1
+    assert sample.metrics["cut_turns"] == 1
+    assert_is_what_the_engine_saw(sample, record)
+
+
+async def test_a_limit_is_an_outcome_that_clients_do_not_retry(tmp_path: Path) -> None:
+    async with agent_setup(tmp_path, lambda _: "yes<|im_end|>", limits=EpisodeLimits(max_turns=1)) as (setup, record):
+        async with setup.open_proxy_session() as session:
+            async with AsyncOpenAI(base_url=session.base_url, api_key="x", max_retries=5) as client:
+                await ask(client, [{"role": "user", "content": "hi"}])
+                with pytest.raises(openai.APIStatusError, match="this episode is over: max_turns") as refused:
+                    await ask(client, [{"role": "user", "content": "hi again"}])
+                assert refused.value.status_code == 410
+            assert session.end_reason is EndReason.MAX_TURNS
+            assert session.failure is None
+        sample = session.build(reward=0.0)
+    assert sample.finish_reason is EndReason.MAX_TURNS
+    assert_is_what_the_engine_saw(sample, record)
+
+
+async def test_requests_side_by_side_become_branches_and_cannot_outrun_the_limit(tmp_path: Path) -> None:
+    async with agent_setup(tmp_path, lambda _: "yes<|im_end|>", limits=EpisodeLimits(max_turns=3)) as (setup, record):
+        async with setup.open_proxy_session() as session, client_of(session) as client:
+            asked = [ask(client, [{"role": "user", "content": f"question {n}"}]) for n in range(5)]
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+        refused = [answer for answer in answers if isinstance(answer, openai.APIStatusError)]
+        assert [error.status_code for error in refused] == [410, 410]
+        sample = session.build(reward=1.0)
+    assert len(sample.turns) == len(sample.sequences) == 3
+    trained = {tuple(row.token_ids.tolist()) for row in sample.sequences}
+    assert trained == {tuple(consumed + produced) for consumed, produced in record.turns}
+
+
+async def test_weights_older_than_the_groups_admission_do_not_answer_and_the_episode_keeps_the_cause(
+    tmp_path: Path,
+) -> None:
+    async with agent_setup(tmp_path, lambda _: "yes<|im_end|>", publication=3) as (setup, record):
+        enter_episode(EpisodeContext(group_id=GroupId("t@0"), min_publication=4, until=time.monotonic() + 4))
+        async with setup.open_proxy_session() as session, client_of(session) as client:
+            with pytest.raises(openai.APIStatusError, match="publication 4 or newer") as refused:
+                await ask(client, [{"role": "user", "content": "hi"}])
+            assert refused.value.status_code == 503
+            assert isinstance(session.failure, TransientError)
+        assert record.turns == []

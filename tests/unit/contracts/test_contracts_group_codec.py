@@ -1,0 +1,102 @@
+"""Groups as bytes: everything survives, exactly."""
+
+from types import MappingProxyType
+
+import numpy as np
+import pytest
+
+from rollbook.contracts.errors import RunError
+from rollbook.contracts.group import PromptGroup, group_id
+from rollbook.contracts.group_codec import decode_group, encode_group
+from rollbook.contracts.policy import SamplingParams
+from rollbook.contracts.task import TaskId
+from rollbook.contracts.trajectory import EndReason, RolloutSample, TokenRow, TurnMark
+from tests.parts.ledger.groups import group_of, token_row
+
+
+def rich_group() -> PromptGroup:
+    scored = RolloutSample(
+        sequences=(token_row([0, 3, -1]), token_row([2], prompt=5)),
+        sampling=SamplingParams(max_tokens=7, temperature=0.7, top_p=0.9, top_k=5, stop_token_ids=(1, 2), seed=2**40),
+        reward=0.1 + 0.2,
+        finish_reason=EndReason.MAX_TURNS,
+        solved=True,
+        messages=({"role": "user", "content": "grüß\n"}, {"role": "tool", "calls": [{"a": None, "b": 1.5}]}),
+        metrics={"wait": 1e-300, "nan": float("nan")},
+        turns=(TurnMark(sequence=0, start=2, end=5, seconds=0.25), TurnMark(sequence=1, start=5, end=6)),
+        facts={"world": {"n": 2**53 + 1, "deep": [[], {}]}, "flag": False},
+    )
+    broken = RolloutSample(
+        sequences=(token_row([]),), sampling=SamplingParams(), reward=None, invalid_cause="env: connection lost"
+    )
+    return PromptGroup(id=group_id(TaskId("t"), 3), task_id=TaskId("t"), draw=3, samples=(scored, broken))
+
+
+def assert_same_row(left: TokenRow, right: TokenRow) -> None:
+    for name in ("token_ids", "logprobs", "loss_mask", "versions"):
+        one, other = getattr(left, name), getattr(right, name)
+        assert one.dtype == other.dtype
+        assert one.tobytes() == other.tobytes()
+
+
+def test_a_group_survives_its_way_through_bytes_exactly() -> None:
+    group = rich_group()
+    back = decode_group(encode_group(group).payload)
+    assert (back.id, back.task_id, back.draw, len(back.samples)) == (group.id, group.task_id, group.draw, 2)
+    for one, other in zip(group.samples, back.samples, strict=True):
+        for left, right in zip(one.sequences, other.sequences, strict=True):
+            assert_same_row(left, right)
+        for name in ("sampling", "reward", "finish_reason", "invalid_cause", "solved", "messages", "turns", "facts"):
+            assert getattr(one, name) == getattr(other, name), name
+    assert back.samples[0].metrics["wait"] == 1e-300
+    assert np.isnan(back.samples[0].metrics["nan"])
+
+
+def test_logprobs_keep_every_bit_also_where_they_are_unknown() -> None:
+    row = TokenRow.of(
+        token_ids=[1, 2, 3],
+        logprobs=[0.0, -0.1, float("nan")],
+        loss_mask=[False, True, True],
+        versions=[-1, 0, 0],
+    )
+    sample = RolloutSample(sequences=(row,), sampling=SamplingParams(), reward=1.0)
+    group = PromptGroup(id=group_id(TaskId("t"), 0), task_id=TaskId("t"), draw=0, samples=(sample,))
+    assert_same_row(decode_group(encode_group(group).payload).samples[0].sequences[0], row)
+
+
+def test_arrays_that_come_back_can_be_written_to() -> None:
+    row = decode_group(encode_group(group_of("a")).payload).samples[0].sequences[0]
+    assert all(getattr(row, name).flags.writeable for name in ("token_ids", "logprobs", "loss_mask", "versions"))
+
+
+def test_equal_groups_have_equal_bytes_and_digests() -> None:
+    assert encode_group(rich_group()) == encode_group(rich_group())
+    assert encode_group(group_of("a")).digest != encode_group(group_of("b")).digest
+
+
+def test_numbers_of_numpy_and_other_mappings_are_written_as_plain_values() -> None:
+    sample = RolloutSample(
+        sequences=(token_row([0]),),
+        sampling=SamplingParams(),
+        reward=1.0,
+        metrics={"a": np.float32(0.5)},  # type: ignore[dict-item]  # what environments do in practice
+        facts={"n": np.int64(3), "m": MappingProxyType({"x": 1}), "v": np.array([1, 2])},
+    )
+    group = PromptGroup(id=group_id(TaskId("t"), 0), task_id=TaskId("t"), draw=0, samples=(sample,))
+    back = decode_group(encode_group(group).payload).samples[0]
+    assert back.metrics == {"a": 0.5}
+    assert back.facts == {"n": 3, "m": {"x": 1}, "v": [1, 2]}
+
+
+def test_a_value_that_has_no_place_in_a_payload_is_named_with_its_group() -> None:
+    sample = RolloutSample(sequences=(token_row([0]),), sampling=SamplingParams(), reward=1.0, facts={"what": object()})
+    group = PromptGroup(id=group_id(TaskId("t"), 0), task_id=TaskId("t"), draw=0, samples=(sample,))
+    with pytest.raises(RunError, match=r"t@0 cannot be encoded: a value of type object"):
+        encode_group(group)
+
+
+def test_bytes_that_are_no_group_are_refused() -> None:
+    with pytest.raises(RunError, match="cannot be decoded"):
+        decode_group(b"\x93\x01\x02\x03")
+    with pytest.raises(RunError, match="cannot be decoded"):
+        decode_group(encode_group(group_of("a")).payload[:-10])

@@ -1,0 +1,182 @@
+"""Reads a run directory while it is written, after a kill, and when it is empty."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollbook.dashboard.json_tail import MAX_LINE_BYTES, FolderTail, JsonTail
+from rollbook.dashboard.run_files import RunReader, read_steps, summarise
+from rollbook.dashboard.run_metrics import moving_average, tenth_means
+from tests.parts.dashboard.run_dir import append_rows, trainer_row, write_run
+
+
+def test_a_summary_compares_the_first_and_last_tenth_of_a_run(tmp_path: Path) -> None:
+    result = summarise(write_run(tmp_path, steps=100))
+    assert (result.steps, result.max_lag, result.tokens) == (100, 2, 10_000)
+    assert result.reward_first == pytest.approx(0.055)  # steps 1 to 10
+    assert result.reward_last == pytest.approx(0.955)  # steps 91 to 100
+    assert result.solved_first == pytest.approx(0.255)
+    assert result.solved_last == pytest.approx(1.0)
+    assert result.trainer_utilisation == pytest.approx(0.75)
+    assert result.seconds >= 100
+
+
+def test_an_empty_run_has_a_summary(tmp_path: Path) -> None:
+    result = summarise(tmp_path / "nothing")
+    assert (result.steps, result.seconds, result.reward_last, result.trainer_utilisation) == (0, 0.0, None, None)
+
+
+def test_each_poll_adds_new_rows(tmp_path: Path) -> None:
+    reader, path = RunReader(tmp_path), tmp_path / "metrics.jsonl"
+    assert reader.poll().last_step == 0
+    append_rows(path, trainer_row(1), trainer_row(2))
+    assert [step.step for step in reader.poll().steps] == [1, 2]
+    append_rows(path, trainer_row(3), {"process": "rollout", "time": 3.0, "async/in_flight": 7.0})
+    metrics = reader.poll()
+    assert [step.step for step in metrics.steps] == [1, 2, 3]
+    assert metrics.gauges["async/in_flight"] == 7.0
+    assert metrics.trainer_utilisation == pytest.approx(0.75)
+    assert metrics.tokens_per_s == pytest.approx(100.0)
+    assert metrics.eta_s(13) == pytest.approx(10.0)
+
+
+def test_a_poll_reads_only_appended_lines(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append_rows(path, *(trainer_row(step) for step in range(1, 101)))
+    tail = JsonTail(path)
+    assert len(list(tail.poll())) == 100
+    append_rows(path, trainer_row(101))
+    # Overwrite the old lines with spaces, so that reading them again would lose the new row.
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        file.write(b" " * (size // 2))
+    assert [row["step"] for row in tail.poll()] == [101]
+
+
+def test_a_reader_keeps_few_steps_but_complete_totals(tmp_path: Path) -> None:
+    append_rows(tmp_path / "metrics.jsonl", *(trainer_row(step) for step in range(1, 51)))
+    metrics = RunReader(tmp_path, kept_steps=10).poll()
+    assert [step.step for step in metrics.steps] == list(range(41, 51))
+    assert metrics.wait_s == pytest.approx(50 * 0.25)
+    assert metrics.tokens == pytest.approx(5000)
+
+
+def test_an_incomplete_last_line_is_read_once_it_is_complete(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append_rows(path, {"n": 1})
+    with path.open("a", encoding="utf-8") as file:
+        file.write('{"n": ')
+    tail = JsonTail(path)
+    assert [row["n"] for row in tail.poll()] == [1]
+    with path.open("a", encoding="utf-8") as file:
+        file.write("2}\n")
+    assert [row["n"] for row in tail.poll()] == [2]
+    assert tail.skipped == 0
+
+
+@pytest.mark.parametrize("broken", ['{"n": 5', "[1, 2]", "not json", "\x00\x00\x00", '{"n": 5{"n": 6}'])
+def test_a_line_that_is_not_a_record_is_skipped_and_counted(tmp_path: Path, broken: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append_rows(path, {"n": 1})
+    with path.open("a", encoding="utf-8") as file:
+        file.write(broken + "\n")
+    append_rows(path, {"n": 2})
+    tail = JsonTail(path)
+    assert [row["n"] for row in tail.poll()] == [1, 2]
+    assert tail.skipped == 1
+
+
+def test_a_replaced_file_is_read_from_its_start(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append_rows(path, {"n": 1}, {"n": 2})
+    tail = JsonTail(path)
+    assert len(list(tail.poll())) == 2
+    path.unlink()
+    assert list(tail.poll()) == []
+    append_rows(path, {"n": 3})
+    assert [row["n"] for row in tail.poll()] == [3]
+
+
+def test_a_line_beyond_the_size_limit_is_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with path.open("wb") as file:
+        file.write(b"x" * (MAX_LINE_BYTES + 10) + b"\n")
+    append_rows(path, {"n": 1})
+    tail = JsonTail(path)
+    assert [row["n"] for row in tail.poll()] == [1]
+    assert tail.skipped >= 1
+
+
+def test_records_longer_than_a_chunk_are_read_completely(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append_rows(path, {"text": "y" * (3 << 20)}, {"n": 1})
+    assert [len(row.get("text", "")) for row in JsonTail(path).poll()] == [3 << 20, 0]
+
+
+def test_a_caller_that_stops_reading_receives_the_rest_at_the_next_poll(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append_rows(path, *({"n": n} for n in range(5)))
+    tail = JsonTail(path)
+    reading = tail.poll()
+    assert [next(reading)["n"], next(reading)["n"]] == [0, 1]
+    reading.close()  # type: ignore[attr-defined]  # typed as an iterator, is a generator
+    assert [row["n"] for row in tail.poll()] == [2, 3, 4]
+
+
+def test_files_created_later_in_a_folder_are_read(tmp_path: Path) -> None:
+    tail = FolderTail(tmp_path / "spans")
+    assert list(tail.poll()) == []
+    append_rows(tmp_path / "spans" / "trainer.jsonl", {"n": 1})
+    assert [row["n"] for row in tail.poll()] == [1]
+    append_rows(tmp_path / "spans" / "policy-0.jsonl", {"n": 2})
+    assert [row["n"] for row in tail.poll()] == [2]
+
+
+def test_of_a_step_trained_again_after_a_crash_only_the_last_row_counts(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append_rows(path, *(trainer_row(step) for step in (1, 2, 3)))
+    reader = RunReader(tmp_path)
+    reader.poll()
+    append_rows(path, trainer_row(2, **{"rollout/reward": 0.9}), trainer_row(3), trainer_row(4))
+    metrics = reader.poll()
+    assert [step.step for step in metrics.steps] == [1, 2, 3, 4]
+    assert metrics.steps[1].reward == 0.9
+    assert metrics.tokens == pytest.approx(400)
+    assert [step.reward for step in read_steps(tmp_path)][1] == 0.9
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"process": "rollout", "step": 1, "time": 1.0},
+        {"process": "trainer", "step": None, "time": 1.0},
+        {"process": "trainer", "step": 0, "time": 1.0},
+        {"process": "trainer", "step": 1},
+        {"process": "trainer", "step": "1", "time": 1.0},
+    ],
+)
+def test_rows_other_than_trainer_steps_are_not_counted(tmp_path: Path, row: dict[str, object]) -> None:
+    append_rows(tmp_path / "metrics.jsonl", row)
+    assert RunReader(tmp_path).poll().last_step == 0
+
+
+def test_the_maximum_lag_is_kept_after_its_step_is_evicted(tmp_path: Path) -> None:
+    append_rows(tmp_path / "metrics.jsonl", trainer_row(1, **{"async/version_offset_max": 9.0}))
+    append_rows(tmp_path / "metrics.jsonl", *(trainer_row(step) for step in range(2, 30)))
+    assert RunReader(tmp_path, kept_steps=5).poll().max_lag == 9
+
+
+@given(values=st.lists(st.none() | st.floats(-100, 100), min_size=1, max_size=200))
+def test_tenth_means_are_within_the_measured_range(values: list[float | None]) -> None:
+    known = [value for value in values if value is not None]
+    for mean in tenth_means(values):
+        assert mean is None or min(known) - 1e-9 <= mean <= max(known) + 1e-9
+    if len(known) == len(values):
+        assert None not in tenth_means(values)
+
+
+def test_a_moving_average_uses_earlier_values_and_ignores_missing_ones() -> None:
+    assert moving_average([1.0, None, 4.0, 7.0], 2) == [1.0, 1.0, 4.0, 5.5]
+    assert moving_average([None, 2.0], 1) == [None, 2.0]

@@ -1,0 +1,234 @@
+"""The small environments: what pays, what does not, and what is refused."""
+
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollbook.envs.builtin.arithmetic import SIGNS, Arithmetic, arithmetic_tasks
+from rollbook.envs.builtin.maths import Maths
+from rollbook.envs.builtin.maths_answers import as_number, final_answer, is_same_answer
+from rollbook.envs.builtin.terminal.commands import run_line
+from rollbook.envs.builtin.terminal.environment import MAX_OUTPUT_CHARS, TASKS, Terminal, command_of
+from rollbook.envs.builtin.terminal.files import MAX_BYTES, CommandError, FileTree
+
+GSM8K = {"question": "How many clips?", "answer": "In May 48/2 = <<48/2=24>>24.\n#### 72"}
+
+
+@pytest.mark.parametrize("task", arithmetic_tasks(20, seed=3, signs="+-*"), ids=lambda task: task["id"])
+def test_the_right_number_pays_and_any_other_does_not(task: dict[str, Any]) -> None:
+    env, answer = Arithmetic(), SIGNS[task["sign"]](task["left"], task["right"])
+    assert env.reset(task).text == f"{task['left']} {task['sign']} {task['right']} ="
+    right = env.step(f"Let me think: it is {answer}.")
+    assert (right.reward, right.done, right.solved) == (1.0, True, True)
+    env.reset(task)
+    assert env.step(str(answer + 1)).reward == 0.0
+
+
+def test_arithmetic_takes_one_answer_and_needs_a_number() -> None:
+    env = Arithmetic()
+    env.reset({"left": 1, "sign": "+", "right": 1})
+    assert env.step("two").text == "there is no number in this answer"
+    with pytest.raises(RuntimeError, match="reset first"):
+        env.step("2")
+    with pytest.raises(ValueError, match="lacks right"):
+        env.reset({"left": 1, "sign": "+"})
+    with pytest.raises(ValueError, match="no sign"):
+        env.reset({"left": 1, "sign": "/", "right": 1})
+
+
+def test_the_same_seed_gives_the_same_rows() -> None:
+    assert arithmetic_tasks(5, seed=1) == arithmetic_tasks(5, seed=1) != arithmetic_tasks(5, seed=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"so \boxed{12} or rather \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{a{b}c} and an open \boxed{x", "a{b}c"),
+        ("<answer>7</answer> no, <answer>8</answer>", "8"),
+        ("work\n#### 1,234", "1,234"),
+        ("The answer is $42.", "42"),
+        ("the answer is: blue.", "blue"),
+        ("3 and 4 make 7", "7"),
+        ("nothing here", None),
+    ],
+)
+def test_the_final_answer_of_a_text_is_found(text: str, answer: str | None) -> None:
+    assert final_answer(text) == answer
+
+
+def test_without_leniency_a_loose_number_is_no_answer() -> None:
+    assert final_answer("3 and 4 make 7", is_lenient=False) is None
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_same"),
+    [
+        ("0.5", r"\frac{1}{2}", True),
+        ("$1,200.00", "1200", True),
+        ("50%", "50", True),
+        ("1/3", "0.3333", False),
+        ("7.", "7", True),
+        ("Blue ", "blue", True),
+        ("1/0", "1/0", True),
+        ("1/0", "5", False),
+        ("9" * 100, "9" * 100, True),
+    ],
+)
+def test_answers_are_compared_by_what_they_mean(first: str, second: str, is_same: bool) -> None:
+    assert is_same_answer(first, second) is is_same
+
+
+@given(st.text(max_size=300))
+def test_no_text_breaks_the_reading_of_answers(text: str) -> None:
+    answer = final_answer(text)
+    if answer is not None:
+        assert is_same_answer(answer, answer)
+    as_number(text)
+
+
+def test_a_retry_pays_less_and_an_unsolved_problem_pays_nothing() -> None:
+    env = Maths(max_turns=3, retry_discount=0.5)
+    assert env.reset(GSM8K).text.startswith("How many clips?")
+    assert env.step("71").text == "Not correct. 2 tries left."
+    assert "no answer in this" in env.step("I do not know").text
+    last = env.step("#### 72")
+    assert (last.text, last.reward, last.done, last.solved) == ("Correct.", 0.25, True, True)
+    env.reset(GSM8K)
+    rewards = [env.step("1").reward for _ in range(3)]
+    assert rewards == [0.0, 0.0, 0.0]
+    with pytest.raises(RuntimeError, match="reset first"):
+        env.step("72")
+
+
+@pytest.mark.parametrize("settings", [{"max_turns": 0}, {"retry_discount": 0.0}, {"retry_discount": 1.5}])
+def test_maths_refuses_settings_that_make_no_sense(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        Maths(**settings)
+
+
+def test_a_row_without_an_answer_is_refused() -> None:
+    with pytest.raises(ValueError, match="lacks answer"):
+        Maths().reset({"question": "?"})
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task["id"])
+def test_every_terminal_task_is_solved_by_its_solution_and_by_nothing_less(task: dict[str, Any]) -> None:
+    env = Terminal()
+    assert task["goal"] in env.reset(task).text
+    seen = [env.step(line) for line in task["solution"]]
+    assert [answer.reward for answer in seen] == [0.0] * (len(seen) - 1) + [1.0]
+    assert (seen[-1].done, seen[-1].solved) == (True, True)
+    env.reset(task)
+    idle = [env.step("pwd") for _ in range(12)]
+    assert (sum(answer.reward for answer in idle), idle[-1].done, idle[-1].solved) == (0.0, True, False)
+
+
+def test_a_terminal_task_that_starts_solved_is_refused() -> None:
+    with pytest.raises(ValueError, match="solved before"):
+        Terminal().reset({"goal": "nothing", "expect": {"a": None}})
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "cat /etc/passwd",
+        "cat ../../../../etc/passwd",
+        "cat file:///etc/passwd",
+        "ls /proc",
+        "bash -c 'id'",
+        "python3 -c 'print(1)'",
+        "echo $(id)",
+        "echo a; rm -rf /",
+        "echo a && id",
+        "echo a > /etc/passwd",
+        "find / -exec id",
+        "sort -o /tmp/x notes",
+        "cat 'open",
+    ],
+)
+def test_nothing_of_the_machine_is_in_reach_of_the_terminal(line: str) -> None:
+    tree = FileTree()
+    tree.write("notes", "mine\n")
+    with pytest.raises(CommandError):
+        run_line(tree, line)
+
+
+def test_substitutions_are_only_text() -> None:
+    tree = FileTree()
+    assert run_line(tree, "echo `id` $HOME ${PATH}") == "`id` $HOME ${PATH}\n"
+
+
+def test_the_terminal_bounds_its_output_its_disk_and_its_input() -> None:
+    env = Terminal()
+    env.reset({"goal": "g", "files": {"big": "x" * 50_000}, "expect": {"a": "b"}})
+    assert len(env.step("cat big").text) < MAX_OUTPUT_CHARS + 60
+    tree = FileTree()
+    tree.write("a", "x" * (MAX_BYTES // 2))
+    with pytest.raises(CommandError, match="No space left"):
+        run_line(tree, "cat a a a > b")
+    with pytest.raises(CommandError, match="at most"):
+        run_line(tree, "echo " + "x" * 5_000)
+
+
+def test_files_are_copied_moved_and_removed_like_on_a_disk() -> None:
+    tree = FileTree()
+    for line in ("mkdir -p a/b", "echo one > a/b/f", "echo two >> a/b/f", "cp -r a c", "mv a/b/f g", "cd c/b"):
+        assert run_line(tree, line) == ""
+    assert run_line(tree, "cat f ../../g") == "one\ntwo\none\ntwo\n"
+    assert run_line(tree, "find /home -name f*") == "/home/c/b/f\n"
+    for line, told in (
+        ("rm -r /home/c", "you are in it"),
+        ("cp -r /home/c /home/c/b/x", "into itself"),
+        ("rm ../../a", "Is a directory"),
+        ("cat ../nowhere", "No such file"),
+        ("mkdir ../b", "File exists"),
+        ("mv f", "source and a target"),
+        ("grep -n", "missing"),
+    ):
+        with pytest.raises(CommandError, match=told):
+            run_line(tree, line)
+
+
+@given(
+    st.lists(
+        st.sampled_from(
+            [
+                "echo a > f",
+                "cat f | sort -u | wc -l",
+                "mkdir d",
+                "cp f d",
+                "mv d e",
+                "rm -r e",
+                "cd d",
+                "cd ..",
+                "ls -a",
+            ]
+        )
+    )
+)
+@settings(max_examples=50, deadline=None)
+def test_no_order_of_commands_breaks_the_tree(lines: list[str]) -> None:
+    tree = FileTree()
+    for line in lines:
+        with suppress(CommandError):
+            run_line(tree, line)
+        assert tree.is_directory(tree.cwd)
+        assert all(tree.is_directory(path.parent) for path in tree.below(tree.path("/")))
+
+
+@pytest.mark.parametrize(
+    ("action", "command"),
+    [
+        ("ls -a", "ls -a"),
+        ("I will look.\n\n```bash\nls -a\n```\nThat is all.", "ls -a"),
+        ("first think\n$ cat f", "cat f"),
+        ("`pwd`", "pwd"),
+        ("  \n ", ""),
+    ],
+)
+def test_the_command_is_found_in_what_an_agent_wrote(action: str, command: str) -> None:
+    assert command_of(action) == command

@@ -1,0 +1,110 @@
+"""Parts of ways that need hardware to run: what they say and expect, held to where there is none."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollbook.contracts.errors import RunError
+from rollbook.contracts.weights import weights_digest
+from rollbook.inference.client.vllm import VllmServerApi, publication_of
+from rollbook.inference.engine import WeightsError
+from rollbook.inference.weights.transport import TransportOptions, open_transport
+from rollbook.inference.weights.transports.cuda_ipc import decode_handle, encode_handle
+from rollbook.inference.weights.transports.nccl import NcclTransport
+from rollbook.inference.weights.transports.packing import headers_of, pack, unpack_bytes, unpack_views
+from rollbook.trainer.model.weights import digest_of
+from tests.parts.inference.models import publication
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
+SHAPES = st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=3)), min_size=1, max_size=6)
+
+
+@given(SHAPES)
+def test_packed_tensors_come_out_as_they_went_in(shapes: list[tuple[torch.dtype, list[int]]]) -> None:
+    weights = {
+        f"layer.{at}": torch.arange(int(torch.Size(shape).numel())).to(dtype).reshape(shape)
+        for at, (dtype, shape) in enumerate(shapes)
+    }
+    heads, packed = headers_of(weights), pack(weights)
+    for name, tensor in unpack_views(packed, heads).items():
+        assert torch.equal(tensor, weights[name])
+        assert tensor.dtype == weights[name].dtype
+    assert weights_digest(unpack_bytes(packed, heads).values()) == digest_of(weights)
+
+
+def test_bytes_that_do_not_fit_the_shapes_are_refused() -> None:
+    weights = {"a": torch.zeros(3)}
+    with pytest.raises(WeightsError, match="received 5 bytes"):
+        unpack_bytes(torch.zeros(5, dtype=torch.uint8), headers_of(weights))
+    with pytest.raises(WeightsError, match="dtype"):
+        unpack_views(pack(weights), [("a", "F4", (3,))])
+
+
+def test_a_gpu_handle_travels_as_plain_json_and_finds_the_same_gpu_under_another_number() -> None:
+    parts = [0, b"\x00\xff handle", 1024, 0, b"counter", 3, b"event", True]
+    handle = encode_handle(parts, gpu="GPU-aa")
+    assert decode_handle(handle, local_gpus={"GPU-bb": 0, "GPU-aa": 1}) == [1, *parts[1:]]
+
+
+@pytest.mark.parametrize(
+    "handle",
+    [{"gpu": "GPU-zz", "parts": []}, {"gpu": "GPU-aa", "parts": [{"bytes": "not base64!"}]}, {"gpu": "GPU-aa"}],
+)
+def test_a_handle_that_leads_nowhere_is_refused(handle: dict[str, Any]) -> None:
+    with pytest.raises(WeightsError):
+        decode_handle(handle, local_gpus={"GPU-aa": 0})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+@pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"])
+def test_a_way_that_needs_a_gpu_says_so_before_anything_runs(transport: str) -> None:
+    with pytest.raises(RunError, match="CUDA"):
+        open_transport(transport, TransportOptions(directory="unused"))
+
+
+class Wire:
+    """A communicator of vLLM's shape that keeps what is sent."""
+
+    sent: list[tuple[torch.Tensor, int]]
+
+    def __init__(self, group: Any, device: Any) -> None:
+        self.group, self.sent, self.is_gone = group, [], False
+
+    def broadcast(self, tensor: torch.Tensor, *, src: int, stream: Any) -> None:
+        self.sent.append((tensor, src))
+
+    def destroy(self) -> None:
+        self.is_gone = True
+
+
+async def test_nccl_invites_and_sends_as_vllms_receiver_expects(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Group:
+        @staticmethod
+        def create(**settings: Any) -> dict[str, Any]:
+            return settings
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    transport = NcclTransport(host="127.0.0.1", communicator=Wire, group=Group)
+    weights = {"b": torch.ones(2, 3, dtype=torch.bfloat16), "a": torch.zeros(4)}
+    offered = publication(5, "d")
+    location = await transport.put(offered, weights)
+    first, second = transport.invitations([2, 1])
+    assert (first.rank_offset, second.rank_offset, first.world_size) == (1, 3, 4)
+    await transport.assemble(4)
+    joined = transport._joined
+    assert joined.group == {"host": "127.0.0.1", "port": first.master_port, "rank": 0, "world_size": 4}
+    info = VllmServerApi("nccl")._update_info(transport.update_info(offered, location))
+    assert info == {"names": ["b", "a"], "dtype_names": ["bfloat16", "float32"], "shapes": [[2, 3], [4]]}
+    weights["a"].fill_(9)
+    await transport.send(location)
+    assert [(tuple(tensor.shape), src) for tensor, src in joined.sent] == [((2, 3), 0), ((4,), 0)]
+    assert joined.sent[1][0].sum() == 0, "what the trainer learns meanwhile must not be sent"
+    await transport.close()
+    assert joined.is_gone
+
+
+def test_versions_of_vllm_that_are_no_publication_are_older_than_any() -> None:
+    assert [publication_of(version) for version in ("default", "7", "nightly")] == [-1, 7, -1]
