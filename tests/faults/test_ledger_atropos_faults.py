@@ -170,7 +170,7 @@ async def test_old_batches_go_and_a_step_that_is_gone_is_refused(tmp_path: Path)
         assert await client.batch() is None
         assert await client.audited() == {"durable": 6, "trained": 2}
         status, answer = await client.status_of("POST", "/register", json=registration(2, starting_step=1))
-        assert (status, "no longer kept" in answer["detail"]) == (409, True)
+        assert (status, "no longer stored" in answer["detail"]) == (409, True)
         await client.register(2, starting_step=6)
         assert [await client.batch() for _ in range(3)] == [["6"], ["7"], None]
 

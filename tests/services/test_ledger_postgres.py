@@ -271,11 +271,11 @@ async def test_a_database_of_a_newer_release_is_refused(url: str) -> None:
     async with open_postgres_store(url):
         pass
     with psycopg.connect(url, autocommit=True) as db:
-        db.execute("UPDATE schema_version SET version = 999")
-    with pytest.raises(RunError, match="has schema 999, this release knows up to"):
+        db.execute("UPDATE schema_versions SET version = 999")
+    with pytest.raises(RunError, match="have schema 999, this release needs 1"):
         async with open_postgres_store(url):
             pass
-    with pytest.raises(RunError, match="has schema 999"), open_reader(url):
+    with pytest.raises(RunError, match="have schema 999"), open_reader(url):
         pass
 
 

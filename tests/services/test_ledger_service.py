@@ -151,7 +151,7 @@ async def test_a_full_queue_asks_to_come_back_later(place: Place) -> None:
     client = await place.client(request_s=0.5)
     for task in ("a", "b", "c", "d"):
         assert await submit(client, task, -1) is Receipt.STORED
-    with pytest.raises(TransientError, match=r"429.*4 groups are queued") as refused:
+    with pytest.raises(TransientError, match=r"429.*the queue is full \(4 groups") as refused:
         await submit(client, "e", -1)
     assert refused.value.retry_after_s == 1.0
 

@@ -1,9 +1,10 @@
 """A run on a real store, driven rule by rule with a manual clock, without threads and HTTP."""
 
 import asyncio
+import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 from rollbook.contracts.admission import LedgerStatus, OpenReply, OwnerId, Receipt, RunSettings
 from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainerRole
@@ -33,10 +34,10 @@ class BlockingStore:
 
     def __init__(self, writer: SqliteWriter | PostgresWriter) -> None:
         self._writer = writer
-        self._loop = asyncio.new_event_loop()
+        weakref.finalize(self, writer.close)
 
     def write_now(self, work: Callable[[Transaction], T]) -> T:
-        operation = Operation(work, self._loop.create_future())
+        operation = Operation(work, cast("asyncio.Future[Any]", None))
         self._writer.commit([operation])
         if operation.error is not None:
             raise operation.error
@@ -48,7 +49,6 @@ class BlockingStore:
 
     def close(self) -> None:
         self._writer.close()
-        self._loop.close()
 
 
 def blocking_sqlite(path: Path = MEMORY) -> BlockingStore:

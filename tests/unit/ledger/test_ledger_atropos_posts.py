@@ -139,9 +139,11 @@ async def test_a_client_that_disconnects_when_its_post_is_stored_may_send_it_aga
                 sending.cancel()
 
         with monkeypatch.context() as patched:
-            # The first future is that of the post; the later ones are the store's.
-            futures = iter([CancelsSender(loop=loop)])
-            patched.setattr(loop, "create_future", lambda: next(futures, None) or create_future())
+
+            def future() -> asyncio.Future[Any]:
+                return CancelsSender(loop=loop) if asyncio.current_task() is sending else create_future()
+
+            patched.setattr(loop, "create_future", future)
             sending = asyncio.create_task(post(service, Incoming(reader_of(body_of(1)))))
             await asyncio.wait([sending])
         assert sending.cancelled()

@@ -71,8 +71,9 @@ def test_a_sound_record_adds_up(tmp_path: Path) -> None:
         ("UPDATE runs SET num_queued = 2", "queued groups by rows: 1, expected 2"),
         ("UPDATE runs SET num_leased = 0, num_waiting = 1", "leased groups by rows: 1, expected 0"),
         ("UPDATE drops SET kind = 'stale'", "dropped groups by kind"),
-        ("DELETE FROM payloads WHERE group_id = 'task8@0'", "task8@0 is queued and its payload is missing"),
-        ("UPDATE payloads SET body = x'00' WHERE group_id = 'task5@0'", "task5@0: its payload does not match"),
+        ("DELETE FROM payload_places WHERE group_id = 'task8@0'", "task8@0 is queued and its payload is missing"),
+        ("UPDATE payload_places SET digest = 0 WHERE group_id = 'task5@0'", "bytes is damaged"),
+        ("UPDATE groups SET payload_digest = 'x' WHERE group_id = 'task5@0'", "task5@0: its payload does not match"),
         ("UPDATE batch_entries SET oldest_version = -3 WHERE step = 1", "has lag 3 in batch 1, the budget is 2"),
         ("UPDATE batch_entries SET group_id = 'x' WHERE step = 1 AND place = 0", "batch 1: digest"),
         ("DELETE FROM batch_entries WHERE step = 3 AND place = 1", "batch 3: groups: 1, expected 2"),
@@ -121,7 +122,7 @@ def test_a_file_from_the_future_is_refused_by_readers_too(tmp_path: Path) -> Non
     write_a_run(tmp_path)
     db = sqlite3.connect(tmp_path / FILE_NAME)
     with db:
-        db.execute("UPDATE schema_version SET version = 999")
+        db.execute("UPDATE schema_versions SET version = 999")
     db.close()
-    with pytest.raises(RunError, match="has schema 999"), open_readonly(tmp_path):
+    with pytest.raises(RunError, match="have schema 999"), open_readonly(tmp_path):
         pass

@@ -153,7 +153,7 @@ def test_a_trainer_that_was_replaced_is_refused() -> None:
 
 def test_an_epoch_that_was_never_handed_out_is_an_error() -> None:
     driver, _ = started()
-    with pytest.raises(RunError, match="epoch 9 was never handed out"):
+    with pytest.raises(RunError, match="epoch 9 was never assigned"):
         driver.decide(1, epoch=9)
 
 

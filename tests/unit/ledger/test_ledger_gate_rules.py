@@ -228,7 +228,7 @@ def test_the_gate_ends_with_the_last_batch() -> None:
 
 def test_settings_that_batches_depend_on_cannot_change() -> None:
     driver = RunDriver().create(settings(per_step=2, budget=1))
-    with pytest.raises(RunError, match="groups per step was 2 and would be 4; staleness budget was 1 and would be 3"):
+    with pytest.raises(RunError, match="groups per step was 2 and would be 4; staleness bound was 1 and would be 3"):
         driver.create(settings(per_step=4, budget=3))
 
 
@@ -261,5 +261,5 @@ def test_a_run_that_reached_its_steps_goes_on_when_it_gets_more() -> None:
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", "a b", "x" * 129])
 def test_a_run_id_that_fits_in_no_address_is_refused(name: str) -> None:
-    with pytest.raises(RunError, match="is no run id"):
+    with pytest.raises(RunError, match="is not a run id"):
         RunDriver().store.write_now(lambda tx: runs.create_run(tx, RunId(name), settings(), now=0.0))

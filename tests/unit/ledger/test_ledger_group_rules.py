@@ -5,7 +5,7 @@ import pytest
 from rollbook.contracts.admission import Receipt
 from rollbook.contracts.batch import EndOfRun
 from rollbook.contracts.errors import RunError
-from rollbook.contracts.group import DropKind, DropReason, GroupState
+from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupState
 from rollbook.ledger.records import Origin
 from rollbook.ledger.rules.groups import QueueFullError
 from tests.parts.ledger.groups import RUN, draws, settings
@@ -41,7 +41,7 @@ def test_a_late_submit_does_not_resurrect_a_settled_group(driver: RunDriver) -> 
     driver.close("task0", DropReason(DropKind.TIMEOUT))
     assert driver.submit("task0") is Receipt.ALREADY_SETTLED
     assert driver.group("task0").state is GroupState.DROPPED
-    assert driver.store.read_now(lambda tx: tx.payloads.get(RUN, driver.group("task0").group_id)) is None
+    assert driver.store.read_now(lambda tx: tx.payloads.get(RUN, GroupId("task0@0"))) is None
 
 
 def test_a_late_submit_of_an_old_attempt_is_taken_if_it_comes_first(driver: RunDriver) -> None:

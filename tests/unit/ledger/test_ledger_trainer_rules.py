@@ -44,7 +44,7 @@ def test_a_role_tells_where_the_ledger_stands() -> None:
 
 def test_a_checkpoint_ahead_of_the_ledger_stops_the_run() -> None:
     driver, _ = trained(1)
-    with pytest.raises(RunError, match="checkpoint ahead of the ledger: it is of step 2, the ledger knows 1"):
+    with pytest.raises(RunError, match="checkpoint ahead of the ledger: it is of step 2, the ledger has 1"):
         driver.take_role(2)
 
 
@@ -111,7 +111,7 @@ def test_payloads_are_kept_back_to_the_oldest_kept_checkpoint() -> None:
     driver, _ = trained(3, keep_payloads=False)
     assert driver.checkpointed(3, oldest_kept=2) == 2
     assert [driver.group(f"task{s}").has_payload for s in (1, 2, 3)] == [False, False, True]
-    with pytest.raises(RunError, match="batch 2 is recorded, but its payloads went"):
+    with pytest.raises(RunError, match="batch 2 is recorded, but its payloads were deleted"):
         driver.decide(2)
     assert driver.audit().violations == ()
 
