@@ -212,7 +212,7 @@ async def test_a_queue_that_stays_full_answers_503_and_never_drops(tmp_path: Pat
         await client.start(2)
         await client.post("/scored_data", scored(0))
         status, answer = await client.status_of("POST", "/scored_data", json=scored(1))
-        assert (status, "no more is taken" in answer["detail"]) == (503, True)
+        assert (status, "the queue is full" in answer["detail"]) == (503, True)
         assert await client.batch() == ["0"]
         await client.post("/scored_data", scored(1))
         assert await client.batch() == ["1"]

@@ -156,7 +156,7 @@ async def test_a_database_that_stays_away_is_told_as_try_again(
     server: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with open_postgres_store(server.fresh_url()) as store:
-        monkeypatch.setattr(postgres_writer, "PATIENCE_S", 0.3)
+        monkeypatch.setattr(postgres_writer, "RECONNECT_S", 0.3)
         server.stop()
         with pytest.raises(TransientError, match="cannot be reached"):
             await store.write(lambda tx: tx.payloads.put(RUN, GroupId("a"), b"body"))
@@ -287,7 +287,7 @@ def test_a_reader_of_a_schema_without_a_ledger_is_told_so(url: str) -> None:
 async def test_a_database_that_does_not_sync_is_refused(server: PostgresServer) -> None:
     server.stop()
     server.start(fsync="off")
-    with pytest.raises(StoreFaultError, match="runs with fsync = off and would lose answered groups"):
+    with pytest.raises(StoreFaultError, match="runs with fsync = off and would lose acknowledged groups"):
         async with open_postgres_store(server.fresh_url()):
             pass
 
@@ -303,7 +303,7 @@ async def test_a_wrong_database_is_a_fault_at_once_and_tells_no_password(url: st
 async def test_a_value_that_the_database_cannot_keep_is_refused_and_harms_nobody(url: str) -> None:
     async with replica(url) as ledger:
         await started(ledger)
-        huge = replace(group_of("huge", (-1,)), draw=2**70)
+        huge = replace(group_of("huge", (-1,)), draw=2**63)
         no_text, too_large, good = await asyncio.gather(
             submit(ledger, "a\0b"),
             ledger.submit(RUN, encode_group(huge), outcome_of(huge), attempt=1),

@@ -174,7 +174,7 @@ async def _load(disk: Path, durability: Durability) -> None:
     answers = os.open(disk / ANSWERS, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     async with open_sqlite_store(disk / LEDGER, durability=durability) as store:
         # Small logs, so that they are taken over into the file many times.
-        await store.write(lambda tx: tx._db.execute("PRAGMA wal_autocheckpoint = 60"))  # type: ignore[attr-defined]
+        await store.write(lambda tx: tx.session.write("PRAGMA wal_autocheckpoint = 60"))  # type: ignore[attr-defined]
         async with open_ledger(store, LedgerConfig(), clock=SystemClock(), log=log) as ledger:
             await _work(ledger, answers)
 
