@@ -36,11 +36,11 @@ from benchmarks.report import Figure, print_figures, tell
 from rollbook.contracts.policy import Publication, SamplingParams
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engines.embedded.engine import TransformersEngine
-from rollbook.inference.engines.embedded.model.graph_runner import CudaCapture
+from rollbook.inference.engines.embedded.graph_runner import CudaCapture
 from rollbook.inference.engines.embedded.model.kernels import KernelOps, KernelStep
-from rollbook.inference.engines.embedded.model.llama import LeanLM
-from rollbook.inference.engines.embedded.rounds import Finished
+from rollbook.inference.engines.embedded.model.llama import LlamaForward
 from rollbook.inference.engines.embedded.row_table import RowTable
+from rollbook.inference.engines.embedded.scheduler import RoundResults
 from rollbook.inference.request import checked_request
 from rollbook.inference.server.app import build_app, serve
 
@@ -142,7 +142,7 @@ def serve_forever(bench: Bench, ready: Any, stop: Any) -> None:
         config = bench.plan.config()
         began = time.perf_counter()
         async with bench.open(config) as engine, serve(build_app(engine, config)) as url:
-            ready.put((url, time.perf_counter() - began, engine.parts.ways))
+            ready.put((url, time.perf_counter() - began, engine.parts.choices))
             await asyncio.to_thread(stop.wait)
             stats = engine.stats()
             ready.put(
@@ -274,12 +274,12 @@ async def update_in_flight(bench: Bench, engine: TransformersEngine) -> Figure:
     path = bench.root / "second.safetensors"
     published = publish(path, build(plan.shape, seed=5, dtype=getattr(torch, plan.dtype)), 2)
     marks: list[tuple[float, int]] = []
-    stepper = engine.parts.stepper
-    launch, apply = stepper.round, engine.parts.weights.apply
+    scheduler = engine.parts.scheduler
+    launch, apply = scheduler.round, engine.parts.weights.apply
     applied: list[float] = []
 
-    def marked(publication: int, finished: Finished) -> None:
-        launch(publication, finished)
+    def marked(publication: int, results: RoundResults) -> None:
+        launch(publication, results)
         marks.append((time.perf_counter(), publication))
 
     def timed(planned: Any) -> None:
@@ -287,7 +287,7 @@ async def update_in_flight(bench: Bench, engine: TransformersEngine) -> Figure:
         apply(planned)
         applied.append(time.perf_counter() - began)
 
-    stepper.round = marked  # type: ignore[method-assign]
+    scheduler.round = marked  # type: ignore[method-assign]
     engine.parts.weights.apply = timed  # type: ignore[method-assign,assignment]
     # All of one length, so that no prefill disturbs: what is measured is the update.
     prompts = [one.prompt for one in plan.asked(seed=20, count=plan.in_flight)]
@@ -299,7 +299,7 @@ async def update_in_flight(bench: Bench, engine: TransformersEngine) -> Figure:
     await engine.load_weights(published, path)
     update_s = time.perf_counter() - began
     completions = await asyncio.gather(*answers)
-    stepper.round, engine.parts.weights.apply = launch, apply  # type: ignore[method-assign]
+    scheduler.round, engine.parts.weights.apply = launch, apply  # type: ignore[method-assign]
     spanning = sum(len(set(completion.versions.tolist())) == 2 for completion in completions)
     gaps = np.diff([mark for mark, _ in marks])
     change = next(at for at in range(1, len(marks)) if marks[at][1] != marks[at - 1][1])
@@ -359,7 +359,7 @@ async def step_times(bench: Bench) -> list[Figure]:
                     if plan.device == "cuda" and count == plan.in_flight:
                         found["split"] = kernel_split(lambda: runner.decode(table, count, length=position + 1))
 
-            await engine.order(act)
+            await engine.thread.between_rounds(act)
             limit_ms, parts = bandwidth_limit_ms(engine, count, position, plan)
             tell(
                 f"  decode step, {count:>5} rows at {position}: {found['ms']:.3f} ms = {count / found['ms'] * 1e3:,.0f} tokens/s; "
@@ -391,7 +391,7 @@ def standing(count: int, rows: int, position: int, plan: Plan) -> RowTable:
                 SamplingParams(max_tokens=9),
                 vocab_size=plan.shape.vocab,
                 max_model_len=plan.max_model_len,
-                answer=loop.create_future(),
+                future=loop.create_future(),
             )
             request.seed = row
             table.occupy(row, request)
@@ -419,7 +419,7 @@ async def attention_sweep(bench: Bench) -> None:
     plan = bench.plan
     async with bench.open(plan.config()) as engine:
         model, slots = engine.parts.model, engine.parts.runner.slots
-        if not isinstance(model, LeanLM) or not isinstance(model.ops, KernelOps):
+        if not isinstance(model, LlamaForward) or not isinstance(model.ops, KernelOps):
             tell("  no kernels here, nothing to sweep")
             return
         kernels: Any = importlib.import_module("rollbook.inference.engines.embedded.model.triton_kernels")
@@ -449,7 +449,7 @@ async def attention_sweep(bench: Bench) -> None:
                     tell(f"      block {block:>3} warps {warps} stages {stages}: {ms:.3f} ms for all layers")
 
         kept = kernels.ATTEND_BLOCK, kernels.ATTEND_WARPS, kernels.ATTEND_STAGES
-        await engine.order(act)
+        await engine.thread.between_rounds(act)
         kernels.ATTEND_BLOCK, kernels.ATTEND_WARPS, kernels.ATTEND_STAGES = kept
 
 

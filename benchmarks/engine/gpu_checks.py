@@ -32,7 +32,7 @@ from rollbook.contracts.policy import Completion, Publication, PublicationId, Sa
 from rollbook.contracts.weights import weights_digest
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engines.embedded.engine import TransformersEngine
-from rollbook.inference.engines.embedded.rounds import Finished
+from rollbook.inference.engines.embedded.scheduler import RoundResults
 from rollbook.inference.weights.safetensors import read_weights
 
 RANK = 16
@@ -105,7 +105,7 @@ async def adapters(place: Place) -> dict[str, Any]:
     told: dict[str, Any] = {}
     exact = replace(place, dtype="float32")
     async with opened(exact.config(max_running=32), place.model_dir, _published(place, model)) as engine:
-        told["ways"] = engine.parts.ways
+        told["ways"] = engine.parts.choices
         prompt = requests(1, prompt=64, shortest=8, longest=8, vocab=place.shape.vocab)[0].prompt
         for number in (2, 3, 2 + 2):
             await engine.load_weights(*_split(publish_adapter(place, model, number)), adapter=_adapter(number))
@@ -126,14 +126,14 @@ async def _update_in_flight(place: Place, engine: TransformersEngine, model: Any
     asked = requests(rows, prompt=32, shortest=length, longest=length, vocab=place.shape.vocab)
     offered = [publish_adapter(place, model, number) for number in (10, 11, 12)]
     marks: list[tuple[float, int]] = []
-    stepper = engine.parts.stepper
-    launch = stepper.round
+    scheduler = engine.parts.scheduler
+    launch = scheduler.round
 
-    def marked(publication: int, finished: Finished) -> None:
-        launch(publication, finished)
+    def marked(publication: int, results: RoundResults) -> None:
+        launch(publication, results)
         marks.append((time.perf_counter(), publication))
 
-    stepper.round = marked  # type: ignore[method-assign]
+    scheduler.round = marked  # type: ignore[method-assign]
     answers = [engine.submit(one.prompt, SamplingParams(max_tokens=one.max_tokens)) for one in asked]
     while len(marks) < length // 4:  # noqa: ASYNC110  # steps of another thread have no event to wait for
         await asyncio.sleep(0.001)
@@ -143,7 +143,7 @@ async def _update_in_flight(place: Place, engine: TransformersEngine, model: Any
         await engine.load_weights(publication, path, adapter=adapter)
         spans.append((began, time.perf_counter()))
     await asyncio.gather(*answers)
-    stepper.round = launch  # type: ignore[method-assign]
+    scheduler.round = launch  # type: ignore[method-assign]
     gaps = [(after, after - before) for (before, _), (after, _) in itertools.pairwise(marks)]
     calm = [gap for at, gap in gaps[10:-10] if not any(began <= at <= ended for began, ended in spans)]
     steady = statistics.median(calm or [gap for _, gap in gaps])

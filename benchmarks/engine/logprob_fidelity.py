@@ -45,7 +45,7 @@ async def measure(directory: Path, shape: Shape, *, device: str, dtype: str, req
     rng = random.Random(0)
     prompts = [[rng.randrange(3, shape.vocab) for _ in range(rng.randint(8, 120))] for _ in range(requests)]
     async with opened(config, model_dir, (published, weights)) as engine:
-        ways = engine.parts.ways
+        ways = engine.parts.choices
         completions = await asyncio.gather(
             *(engine.generate(prompt, SamplingParams(max_tokens=40)) for prompt in prompts)
         )

@@ -7,7 +7,7 @@ from typing import Any
 
 from rollbook.contracts.policy import FinishReason
 from rollbook.contracts.trajectory import EndReason, RolloutSample
-from rollbook.rollout.assemblers.linear import TrajectoryAssembler
+from rollbook.rollout.assemblers.tokens import TrajectoryAssembler
 from rollbook.rollout.contract import RolloutFn, RolloutSetup
 
 # More digits than any answer here has.

@@ -289,7 +289,7 @@ class Turns:
             return
         bench, headers = self.bench, {"Content-Type": wire.CONTENT_TYPE}
         if not self._native:
-            rule = FreshnessRule(groups_per_step=32, max_in_flight=32, budget=1)
+            rule = FreshnessRule(groups_per_step=32, max_in_flight=32, max_head_offpolicy_versions=1)
             asked = msgspec.msgpack.encode(wire.CreateRun(settings=RunSettings(rule=rule)))
             await bench.call("PUT", "/v1/runs/native", data=asked, headers=headers)
         num = self._size.groups * 2

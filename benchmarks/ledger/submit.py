@@ -100,7 +100,7 @@ async def _serve_http_alone(sock: socket.socket) -> None:
 
 async def drive(port: int, server: BaseProcess, *, num_groups: int, connections: int) -> dict[str, Any]:
     left = requests(num_groups + WARM_UP)
-    settings = RunSettings(rule=FreshnessRule(groups_per_step=64, max_in_flight=64, budget=1))
+    settings = RunSettings(rule=FreshnessRule(groups_per_step=64, max_in_flight=64, max_head_offpolicy_versions=1))
     body = msgspec.msgpack.encode(wire.CreateRun(settings=settings))
     head = f"PUT /v1/runs/{RUN} HTTP/1.1\r\nHost: ledger\r\nContent-Type: {wire.CONTENT_TYPE}\r\n"
     await send(port, [f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body])

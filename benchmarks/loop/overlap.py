@@ -29,7 +29,7 @@ from rollbook.run.config.run import load_config
 from rollbook.run.directory import RunDirectory
 from rollbook.run.model_location import model_location
 from rollbook.run.record import open_run
-from rollbook.run.supervision.process import ManagedProcess
+from rollbook.run.supervision.process import SupervisedProcess
 from rollbook.run.supervision.sockets import listening_socket, url_of
 from rollbook.run.supervision.supervisor import RunEnd, Supervisor
 from rollbook.telemetry.events import EventLog
@@ -109,7 +109,7 @@ class Bench:
         sockets = {name: listening_socket("127.0.0.1", 0) for name in ("ledger", "policy")}
         urls = {name: url_of(sock) for name, sock in sockets.items()}
         processes = [
-            ManagedProcess(
+            SupervisedProcess(
                 name, name, directory, addresses=urls, listening=sockets.get(name), env={"OMP_NUM_THREADS": "1"}
             )
             for name in ("ledger", "policy", "rollout")
@@ -117,12 +117,12 @@ class Bench:
         lives = []
         try:
             for process in processes:
-                lives.append(asyncio.create_task(process.live()))
+                lives.append(asyncio.create_task(process.run()))
                 await asyncio.wait_for(process.ready.wait(), 120)
             await stand_in(directory, urls, steps)
         finally:
             for process in reversed(processes):
-                process.ask_to_stop()
+                process.request_stop()
             await asyncio.wait(lives, timeout=10)
             for process in processes:
                 process.kill()

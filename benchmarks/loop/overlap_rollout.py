@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rollbook.contracts.trajectory import RolloutSample
-from rollbook.rollout.assemblers.linear import TrajectoryAssembler
+from rollbook.rollout.assemblers.tokens import TrajectoryAssembler
 from rollbook.rollout.contract import RolloutFn, RolloutSetup
 
 

@@ -20,14 +20,13 @@ from rollbook.contracts.group import GroupId
 from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import RolloutSample, TokenRow
+from rollbook.rollout.config import RewardFunctionConfig, RewardsConfig, RolloutConfig
 from rollbook.rollout.contract import RolloutFn, RolloutSetup
-from rollbook.rollout.episodes.policy import EpisodePolicy
 from rollbook.rollout.groups.player import GroupOrder
-from rollbook.rollout.settings.groups import GroupRules
-from rollbook.rollout.settings.limits import EpisodeLimits
-from rollbook.rollout.settings.rewards import RewardFunction, RewardRules
+from rollbook.rollout.policy import EpisodePolicy
+from rollbook.rollout.settings import EpisodeLimits
 from rollbook.rollout.workers.handle import open_worker
-from rollbook.rollout.workers.spec import WorkerRecipe
+from rollbook.rollout.workers.spec import WorkerSpec
 from rollbook.telemetry.events import EventLog
 
 
@@ -69,19 +68,19 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
 
 
 async def play(scorers: int) -> None:
-    rewards = RewardRules(
-        functions=(RewardFunction(name="burn", path="benchmarks.trainer.gil_burn:reward"),),
+    rewards = RewardsConfig(
+        functions={"burn": RewardFunctionConfig(path="benchmarks.trainer.gil_burn:reward")},
         processes=scorers,
         timeout_s=600.0,
     )
-    recipe = WorkerRecipe(
+    spec = WorkerSpec(
         builder="benchmarks.trainer.gil_rollouts:build",
-        rollout="benchmarks.trainer.gil_rollouts",
-        rules=GroupRules(completions_per_prompt=max(2, scorers)),
-        rewards=rewards,
+        config=RolloutConfig(
+            function="benchmarks.trainer.gil_rollouts", completions_per_prompt=max(2, scorers), rewards=rewards
+        ),
     )
     log = EventLog("gil", echo=io.StringIO())
-    async with open_worker(recipe, log=log, start_s=120, silence_s=600, stop_s=1) as worker:
+    async with open_worker(spec, log=log, start_s=120, silence_s=600, stop_s=1) as worker:
         numbers = itertools.count()
 
         def next_group() -> None:

@@ -23,7 +23,7 @@ from typing import Any
 
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.envs.builtin.number_guessing import number_guessing_tasks
-from rollbook.rollout.assemblers.linear import TrajectoryAssembler
+from rollbook.rollout.assemblers.tokens import TrajectoryAssembler
 from rollbook.rollout.contract import RolloutFn, RolloutSetup
 
 

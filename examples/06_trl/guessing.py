@@ -1,12 +1,12 @@
 """Number guessing, token by token: each guess of the policy is one token, and so is each answer of the environment.
 
-The rollout contract is the same whoever trains: `make_rollout(setup)` gives the function that plays one episode.
+The contract does not depend on the trainer: `make_rollout(setup)` returns the function that plays one episode.
 """
 
 from typing import Any
 
 from rollbook.contracts.trajectory import RolloutSample
-from rollbook.rollout.assemblers.linear import TrajectoryAssembler
+from rollbook.rollout.assemblers.tokens import TrajectoryAssembler
 from rollbook.rollout.contract import RolloutFn, RolloutSetup
 
 

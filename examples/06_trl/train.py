@@ -1,4 +1,4 @@
-"""TRL's AsyncGRPOTrainer with our workers, gate and ledger behind it. Run it again after a crash: it goes on without a loss.
+"""TRL's AsyncGRPOTrainer on Rollbook's workers, gate and ledger. Run it again after a crash: it resumes without losing groups.
 
 .venvs/trl/bin/python examples/06_trl/train.py --run-dir runs/trl
 """
@@ -21,8 +21,8 @@ from rollbook.integrations.trl_cpu import use_cpu
 HERE = Path(__file__).parent
 
 
-class Tell(TrainerCallback):
-    """One JSON line a step, for people and for the test that runs this file."""
+class PrintSteps(TrainerCallback):
+    """Prints one JSON line per step."""
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
@@ -31,10 +31,10 @@ class Tell(TrainerCallback):
         time.sleep(self._step_s)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        told = {key: logs[key] for key in ("ratio", "reward", "sample/staleness_max") if logs and key in logs}
-        if told:
+        shown = {key: logs[key] for key in ("ratio", "reward", "sample/staleness_max") if logs and key in logs}
+        if shown:
             dropped = (logs or {}).get("sample/dropped_stale_total") or 0
-            print(json.dumps({"step": state.global_step, **told, "dropped_stale": dropped}), flush=True)
+            print(json.dumps({"step": state.global_step, **shown, "dropped_stale": dropped}), flush=True)
 
 
 def main() -> None:
@@ -52,11 +52,11 @@ def main() -> None:
         args = AsyncGRPOConfig(
             output_dir=str(Path(given.run_dir) / "trl"),
             max_steps=given.steps,
-            per_device_train_batch_size=run.facts.rows_per_step,
-            token_budget=0,  # a step is a number of rows, not of tokens
-            num_generations=run.facts.completions_per_prompt,
-            max_staleness=run.facts.max_head_offpolicy_versions,
-            temperature=run.facts.temperature,
+            per_device_train_batch_size=run.info.rows_per_step,
+            token_budget=0,  # a step has a fixed number of rows, not of tokens
+            num_generations=run.info.completions_per_prompt,
+            max_staleness=run.info.max_head_offpolicy_versions,
+            temperature=run.info.temperature,
             learning_rate=1e-3,
             save_steps=2,
             logging_steps=1,
@@ -68,13 +68,13 @@ def main() -> None:
             disable_tqdm=True,
         )
         trainer = AsyncGRPOTrainer(
-            model=run.facts.model_dir,
+            model=run.info.model_dir,
             args=args,
-            # TRL wants a dataset; what is played comes from run.toml.
-            train_dataset=Dataset.from_dict({"prompt": ["unused"] * math.prod((given.steps, run.facts.rows_per_step))}),
+            # TRL requires a dataset; the tasks come from run.toml.
+            train_dataset=Dataset.from_dict({"prompt": ["unused"] * math.prod((given.steps, run.info.rows_per_step))}),
             rollout_worker=RollbookRolloutWorker(run),
             weight_transfer=RollbookWeightTransfer(run),
-            callbacks=[RollbookCallback(run), Tell(given.step_s)],
+            callbacks=[RollbookCallback(run), PrintSteps(given.step_s)],
         )
         checkpoint = run.last_checkpoint(args.output_dir)
         before = run.status()

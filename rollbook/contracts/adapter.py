@@ -1,4 +1,4 @@
-"""Low-rank adapters as a publication: small matrices beside a base model that stands still."""
+"""Low-rank adapters as publications: only the adapter's matrices are published, the base model does not change."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,19 +11,19 @@ PREFIX = "policy-v"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """What says how the tensors of an adapter are meant. The tensors themselves travel as weights do, under PEFT's names."""
+    """Metadata of an adapter. Its tensors are transferred like weights, under PEFT's names."""
 
     name: str
-    """Versioned: another adapter has another name, so that no cache can mistake one for the other."""
+    """Contains the publication id, so no cache can confuse two adapters."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """What PEFT keeps in `adapter_config.json`."""
+    """The content of PEFT's `adapter_config.json`."""
     base_digest: str | None = None
-    """Of the weights it was trained beside. None: whoever made it did not say."""
+    """Digest of the base weights it was trained with; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterKind:
-    """What all adapters of one trainer have in common."""
+    """The part that all adapters of one trainer share."""
 
     settings: Mapping[str, Any]
     base_digest: str
@@ -34,11 +34,11 @@ class AdapterKind:
 
 
 def adapter_name(publication: PublicationId) -> str:
-    """The name of a published adapter. Publication ids are never reused, so neither are names."""
+    """The name of a published adapter. Unique, because publication ids are never reused."""
     return f"{PREFIX}{publication}"
 
 
 def named_publication(name: str) -> int | None:
-    """The publication behind a name; None for a name that nobody published under."""
+    """The publication id in an adapter's name; None if it is not such a name."""
     number = name.removeprefix(PREFIX)
     return int(number) if number != name and number.isascii() and number.isdigit() else None

@@ -1,4 +1,4 @@
-"""What a dispatcher and the ledger say to each other: runs, grants, receipts, status."""
+"""Values exchanged between dispatcher and ledger: run settings, grants, receipts, progress, status."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,24 +21,24 @@ class EndOfDataRule(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """What the ledger must know of a run. P, policy and budget of a run never change; the rest may, on resume."""
+    """Settings of a run in the ledger. Groups per step, batch policy and staleness bound never change; the rest may, on resume."""
 
     rule: FreshnessRule
     group_deadline_s: float = 600.0
-    """A lease on a group ends after this; the group then gets another attempt."""
+    """The lease on a group expires after this time; then the group gets another attempt."""
     max_attempts: int = 3
     owner_ttl_s: float = 30.0
-    """A dispatcher that is silent for this long is gone; its groups get another attempt."""
+    """A dispatcher without a heartbeat for this long counts as dead; its groups get another attempt."""
     end_of_data: EndOfDataRule = EndOfDataRule.SHORT_BATCH
     keep_payloads: bool = True
-    """Keep the tokens of durable groups. Otherwise they go once the oldest kept checkpoint covers them."""
+    """Keep the payloads of durable groups. Otherwise they are deleted once the oldest kept checkpoint covers them."""
     counts_sequences: bool = False
-    """A batch has a number of sequences, in however many groups: the run is trained in the Atropos dialect."""
+    """A batch has a fixed number of sequences instead of groups (a run trained through the Atropos API)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grant:
-    """Permission to play one group. `deadline_s` counts from the moment of the grant."""
+    """Permission to play one group. `deadline_s` counts from the grant."""
 
     group_id: GroupId
     task_id: TaskId
@@ -46,11 +46,11 @@ class Grant:
     position: int
     attempt: int
     sequence: int
-    """Admission order within the run; kept over attempts."""
+    """Admission order within the run; the same for all attempts."""
     admission_version: int
-    """The policy version at admission (a step)."""
+    """The policy version (a step) at admission."""
     admission_publication: PublicationId
-    """Every policy request of this group asks for weights at least this new."""
+    """Minimum publication for every policy request of this group."""
     deadline_s: float
 
 
@@ -58,16 +58,16 @@ class GateState(StrEnum):
     OPEN = "open"
     FULL = "full"
     NO_POLICY = "no_policy"
-    """No publication of the current trainer was confirmed yet."""
+    """The current trainer has not confirmed a publication yet."""
     ENDED = "ended"
-    """The run is over: nothing will be granted again."""
+    """The run is over; there will be no further grants."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenReply:
-    """Grants in order: groups that need another attempt first, then the accepted prefix of the proposed draws.
+    """Grants in order: first groups that need another attempt, then the accepted prefix of the proposed draws.
 
-    `taken` counts how many of the proposed draws are settled by this reply (granted now, or known to the ledger from before).
+    `taken` is the number of proposed draws that the ledger now knows (granted by this reply or opened before).
     """
 
     grants: tuple[Grant, ...]
@@ -84,37 +84,37 @@ class Receipt(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawProgress:
-    """What the cursor is rebuilt from: which positions were opened and which of them are settled."""
+    """Which positions of the cursor were opened and which of them are settled. The cursor is rebuilt from it."""
 
     opened_below: int
-    """Every position below this one was opened."""
+    """All positions below this one were opened."""
     opened_beyond: tuple[int, ...] = ()
     """Opened positions above the first gap."""
     settled_below: int = 0
-    """Every position below this one is settled: batched, trained, durable or dropped."""
+    """All positions below this one are settled: batched, trained, durable or dropped."""
     settled_beyond: tuple[int, ...] = ()
     exhausted: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastDraw:
-    """A draw that the ledger opened, and what came of it so far: what a curriculum is rebuilt from."""
+    """A draw that the ledger opened, with its state. A curriculum is rebuilt from these."""
 
     group_id: GroupId
     task_id: TaskId
     number: int
-    """Of the draw, within its task."""
+    """Number of the draw within its task."""
     position: int | None
-    """None for a group that somebody submitted unasked."""
+    """None for a group of an external producer."""
     sequence: int
     state: GroupState
     outcome: GroupOutcome | None
-    """None while it is played, and for one that was dropped without having been scored."""
+    """None while the group is played, and if it was dropped without an outcome."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerStatus:
-    """A run at a glance. Answered without scanning history."""
+    """Summary of a run, computed without scanning its history."""
 
     run_id: RunId
     gate: GateState
@@ -123,11 +123,11 @@ class LedgerStatus:
     opened: int
     by_state: Mapping[str, int] = field(default_factory=dict)
     dropped: Mapping[str, int] = field(default_factory=dict)
-    """Dropped groups by kind."""
+    """Number of dropped groups by kind."""
     queued_bytes: int = 0
-    """Payloads of the queued groups."""
+    """Total payload size of the queued groups."""
     version: int | None = None
-    """Step of the last publication the current trainer confirmed."""
+    """Step of the last publication that the current trainer confirmed."""
     publication: int | None = None
     epoch: int = 0
     acknowledged_step: int = 0

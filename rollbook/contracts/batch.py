@@ -1,4 +1,4 @@
-"""What the trainer and the ledger say to each other: role, batches, acknowledgements."""
+"""Values exchanged between trainer and ledger: role, batches, acknowledgements."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -9,16 +9,16 @@ from rollbook.contracts.policy import Publication
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerRole:
-    """The trainer's fencing token and where the ledger stands. A higher epoch shuts out every lower one."""
+    """The trainer's fencing token and the progress of the run. A higher epoch fences all lower ones."""
 
     epoch: int
     restored_step: int
     last_decided: int
-    """Batches up to this one exist and must be replayed before a new one is decided."""
+    """Batches up to this one exist. They must be replayed before a new one is decided."""
     last_acknowledged: int
     durable_step: int
     last_confirmed: Publication | None
-    """The newest publication any incarnation confirmed. Nothing below its step is published while replaying."""
+    """The newest publication that any trainer confirmed. During replay nothing below its step is published."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,23 +27,23 @@ class BatchEntry:
     sequence: int
     payload_digest: str
     oldest_version: int | None
-    """Effective version of the oldest trained token when the batch was decided; None where the producer did not say."""
+    """Version of the oldest trained token when the batch was decided; None if the producer did not report it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchManifest:
-    """The composition of one step, decided once. `digest` covers ids and payload digests, in order."""
+    """The groups of one step, decided once. `digest` covers their ids and payload digests, in order."""
 
     step: int
     entries: tuple[BatchEntry, ...]
     digest: str
     is_last: bool = False
-    """A short batch at the end of the data."""
+    """The last batch of the data, possibly short."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingBatch:
-    """A manifest with its groups, in the manifest's order."""
+    """A manifest with its decoded groups, in the same order."""
 
     manifest: BatchManifest
     groups: tuple[PromptGroup, ...]
@@ -64,6 +64,6 @@ class EndOfRun(StrEnum):
 class AckReceipt(StrEnum):
     ACKNOWLEDGED = "acknowledged"
     REPEATED = "repeated"
-    """Acknowledged before, with the same digest."""
+    """Already acknowledged with the same digest."""
     DIVERGED = "diverged"
-    """Acknowledged before, with another digest: recorded, and tokens of the lost lineage are judged accordingly."""
+    """Already acknowledged with another digest. Recorded; tokens sampled by the lost weights count as older."""

@@ -1,4 +1,4 @@
-"""What an agent sees of an environment."""
+"""What an environment returns to an episode."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,10 +7,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """The answer to a reset or a step. `reward` is this step's; `facts` are for the viewer, never for the agent."""
+    """The result of a reset or a step. `facts` are for people and are never shown to the agent."""
 
     text: str
     reward: float = 0.0
+    """The reward of this step."""
     done: bool = False
     solved: bool | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The samples of one draw, their outcome, and the life of a group with its table of moves."""
+"""The samples of one draw, their outcome, and the states of a group with the allowed moves."""
 
 import re
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ GroupId = NewType("GroupId", str)
 
 
 def group_id(task_id: TaskId, draw: int) -> GroupId:
-    """A group is a task times a draw; the id says both."""
+    """A group is one draw of a task; its id contains both."""
     return GroupId(f"{task_id}@{draw}")
 
 
@@ -39,7 +39,7 @@ MOVES: dict[GroupState, frozenset[GroupState]] = {
 
 
 class DropKind(StrEnum):
-    """Why a group was not trained. The kind is counted, the detail is read."""
+    """Why a group was not trained."""
 
     STALE = "stale"
     FILTERED = "filtered"
@@ -51,12 +51,12 @@ class DropKind(StrEnum):
     END_OF_RUN = "end_of_run"
     RESET = "reset"
     LOST = "lost"
-    """A power cut took its tokens, in a durability mode that allows it."""
+    """Its payload was lost in a power failure (possible in the relaxed durability mode)."""
 
 
 @dataclass(frozen=True, slots=True)
 class DropReason:
-    """`invalid: 8 of 8 samples unscorable (env: connection lost)`: a kind to count by and a detail to read."""
+    """For example `invalid: 8 of 8 samples unscorable (env: connection lost)`: a kind for counters and a detail for people."""
 
     kind: DropKind
     detail: str = ""
@@ -74,7 +74,7 @@ class DropReason:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupOutcome:
-    """What is remembered of a group when its tokens are gone: for the curriculum, the metrics and the audit."""
+    """Summary of a group for curriculum, metrics and audit. It is kept when the payload is deleted."""
 
     num_samples: int
     num_scorable: int
@@ -85,14 +85,14 @@ class GroupOutcome:
     mean_turns: float
     mean_response_tokens: float
     seconds: float
-    """Wall seconds from the grant to the last sample."""
+    """Wall seconds from the start of the group to its last sample."""
     invalid_causes: Mapping[str, int] = field(default_factory=dict)
-    """How often each cause made an attempt at a sample unscorable, the retried ones included."""
+    """Number of unscorable episodes by cause, including retried ones."""
     retried_samples: int = 0
     declined_samples: int = 0
-    """Samples that the rollout function dropped by returning None."""
+    """Episodes for which the rollout function returned None."""
     surplus_samples: int = 0
-    """Samples beyond the size of the group, begun by over-sampling and not needed."""
+    """Extra episodes started by over-sampling that were not needed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,7 @@ class PromptGroup:
         if not self.samples:
             raise ValueError(f"group {self.id} has no samples")
         if self.draw < 0:
-            raise ValueError(f"group {self.id} has draw {self.draw}; draws count from 0")
+            raise ValueError(f"group {self.id} has draw {self.draw}; it must be >= 0")
 
     @property
     def scorable(self) -> tuple[RolloutSample, ...]:
@@ -123,7 +123,7 @@ class PromptGroup:
         return all(row.has_logprobs for sample in self.scorable for row in sample.sequences)
 
     def trained_publications(self) -> frozenset[int]:
-        """Publications behind the trained tokens of the scorable samples: what the group's lag is judged by."""
+        """Publications that sampled the trained tokens of the scorable samples; they determine the group's lag."""
         rows = [row for sample in self.scorable for row in sample.sequences if row.num_trained]
         return frozenset[int]().union(*(row.trained_publications() for row in rows))
 

@@ -1,7 +1,7 @@
-"""What crosses between an episode and the policy: sampling parameters, completions, publications.
+"""Values exchanged between an episode and the policy: sampling parameters, completions, publications.
 
-A *publication* is one set of weights pushed to the engines. Its id is never reused; its `step` is the policy version that lag is
-computed from (0 for the initial weights). Tokens are stamped with publication ids.
+A *publication* is one set of weights pushed to the engines. Its id is never reused; its `step` is the policy version from which lag
+is computed (0 for the initial weights). Each token carries the id of the publication that sampled it.
 """
 
 from dataclasses import dataclass
@@ -14,22 +14,21 @@ from numpy.typing import NDArray
 PublicationId = NewType("PublicationId", int)
 
 NOT_SAMPLED = -1
-"""The stamp of a token that the policy did not sample (prompt, observation) or whose publication is unknown."""
-
+"""The version of a token that the policy did not sample (prompt, observation) or whose publication is unknown."""
 
 MAX_TOP_LOGPROBS = 20
-"""As many as OpenAI's API tells."""
+"""The limit of OpenAI's API."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Publication:
-    """Weights that were pushed, as the ledger registered them."""
+    """Weights registered in the ledger and pushed to the engines."""
 
     id: PublicationId
     epoch: int
-    """The trainer incarnation that published them."""
+    """The epoch of the trainer that published them."""
     step: int
-    """The policy version: 0 for the initial weights, s after training batch s."""
+    """The policy version: 0 for the initial weights, s after batch s was trained."""
     digest: str
 
 
@@ -41,23 +40,23 @@ class SamplingParams:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    """0 means: no truncation."""
+    """0 means all tokens."""
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     top_logprobs: int = 0
-    """Beside each token, so many of the likeliest ones are told."""
+    """Report this many of the likeliest tokens at each position."""
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
-            raise ValueError(f"max_tokens is {self.max_tokens}; at least one token must be sampled")
+            raise ValueError(f"max_tokens is {self.max_tokens}; it must be >= 1")
         if not self.temperature >= 0:
             raise ValueError(f"temperature is {self.temperature}; it must be >= 0 (0 samples greedily)")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}; it must lie in (0, 1]")
+            raise ValueError(f"top_p is {self.top_p}; it must be in (0, 1]")
         if self.top_k < 0:
-            raise ValueError(f"top_k is {self.top_k}; it must be >= 0 (0 switches it off)")
+            raise ValueError(f"top_k is {self.top_k}; it must be >= 0 (0 means all tokens)")
         if not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
-            raise ValueError(f"top_logprobs is {self.top_logprobs}; 0 to {MAX_TOP_LOGPROBS} are possible")
+            raise ValueError(f"top_logprobs is {self.top_logprobs}; it must be 0 to {MAX_TOP_LOGPROBS}")
 
 
 class FinishReason(StrEnum):
@@ -68,7 +67,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopLogprobs:
-    """The likeliest tokens of each position, likeliest first, one row a token. -inf: it could not have been sampled."""
+    """The likeliest tokens of each position, likeliest first, one row per position. -inf: excluded from sampling."""
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
@@ -76,22 +75,22 @@ class TopLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What the engine sampled: ids, logprobs of the sampling distribution, and the publication behind each token."""
+    """Sampled tokens: ids, logprobs of the sampling distribution, and the publication of each token."""
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     versions: NDArray[np.int32]
     finish_reason: FinishReason
     generation_s: float | None = None
-    """Seconds from its first token to its last, where the server says so: what the policy itself took, without any queue."""
+    """Seconds from the first token to the last, without time in a queue; None if the server does not report it."""
     cached_tokens: int = 0
-    """Tokens of its prompt that an earlier request had computed already, with the same weights."""
+    """Prompt tokens found in the prefix cache."""
     tops: TopLogprobs | None = None
-    """Where they were asked for."""
+    """If `top_logprobs` were requested."""
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.logprobs) == len(self.versions):
             raise ValueError(
-                f"completion out of step: {len(self.token_ids)} ids, {len(self.logprobs)} logprobs, "
+                f"completion with arrays of unequal length: {len(self.token_ids)} ids, {len(self.logprobs)} logprobs, "
                 f"{len(self.versions)} versions"
             )

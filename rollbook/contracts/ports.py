@@ -1,7 +1,7 @@
-"""The seams, in journey order. The second file to read, after the README.
+"""The protocols between the rooms, in the order of a trajectory. The second file to read, after the README.
 
-Rooms never import each other: each takes what it needs as an argument typed by one of these. Implementations raise the errors of
-`contracts/errors.py`: `TransientError` after their own bounded retries are spent, `RunError` where a person must act.
+Rooms never import each other; they receive other rooms' objects as arguments typed by these protocols. Implementations raise the
+errors of `contracts/errors.py`: `TransientError` after their bounded retries, `RunError` where the operator must act.
 """
 
 from collections.abc import Awaitable, Collection, Mapping, Sequence
@@ -18,37 +18,37 @@ from rollbook.contracts.task import Draw, Task, TaskId
 
 
 class TaskSource(Protocol):
-    """What to do next. Called by the dispatcher, satisfied by `tasks`."""
+    """Proposes the next draws. Called by the dispatcher, implemented by `tasks`."""
 
     def rebuild(self, progress: DrawProgress) -> None:
-        """Take up where the ledger stands. Called once, before the first `propose`."""
+        """Restore the position from the ledger. Called once, before the first `propose`."""
 
     @property
     def needs_history(self) -> bool:
-        """Whether past draws matter one by one, and not only how far they got."""
+        """Whether `recall` must be called with all past draws."""
 
     def recall(self, past: Sequence[PastDraw]) -> None:
-        """Past draws in order of admission, page by page: after `rebuild`, and only where `needs_history`."""
+        """Past draws in order of admission, page by page. Called after `rebuild`, only if `needs_history`."""
 
     def propose(self, count: int) -> Sequence[Draw]:
-        """Up to `count` draws that come next. Proposing again before `taken` gives the same ones. Empty: exhausted."""
+        """Up to `count` next draws. Returns the same ones until `taken` is called. Empty: exhausted."""
 
     def taken(self, count: int) -> None:
-        """The first `count` proposed draws are opened in the ledger."""
+        """The first `count` proposed draws were opened in the ledger."""
 
     def task(self, task_id: TaskId) -> Task:
-        """The task of a grant, also one that an earlier process drew. Raises `RunError` when the dataset lost it."""
+        """The task of a grant, which an earlier process may have drawn. Raises `RunError` if the dataset no longer contains it."""
 
     def observe(self, group_id: GroupId, position: int, outcome: GroupOutcome | None) -> None:
-        """A draw is settled."""
+        """A draw was settled."""
 
     @property
     def is_exhausted(self) -> bool:
-        """Every draw there is was taken."""
+        """Whether all draws were taken."""
 
 
 class Environment(Protocol):
-    """One world for one episode. Called by rollout functions, satisfied by `envs`."""
+    """The environment of one episode. Called by rollout functions, implemented by `envs`."""
 
     async def reset(self, task: Mapping[str, Any]) -> Observation: ...
 
@@ -58,7 +58,7 @@ class Environment(Protocol):
 
 
 class Policy(Protocol):
-    """Who answers. Called by episodes, satisfied by `inference.client`."""
+    """Samples completions. Called by episodes, implemented by `inference.client`."""
 
     async def complete(
         self,
@@ -68,19 +68,19 @@ class Policy(Protocol):
         min_publication: int = 0,
         timeout_s: float | None = None,
     ) -> Completion:
-        """Sample one completion from weights at least as new as `min_publication`."""
+        """Sample one completion with weights at least as new as `min_publication`."""
 
 
 class GroupSink(Protocol):
-    """Where groups go. Called by the dispatcher, satisfied by `ledger.client`."""
+    """Grants groups and stores them. Called by the dispatcher, implemented by `ledger.client`."""
 
     async def join(self, owner_name: str) -> OwnerId:
-        """Become a dispatcher. The same name again supersedes the older owner: its groups get another attempt."""
+        """Register a dispatcher. It replaces an earlier owner of the same name, whose groups get another attempt."""
 
     async def open(self, owner: OwnerId, draws: Sequence[Draw], *, limit: int, wait_s: float = 0.0) -> OpenReply:
-        """Ask for up to `limit` groups to play. One transaction; the gate's capacity is checked inside.
+        """Request up to `limit` groups to play. One transaction, which also checks the capacity of the gate.
 
-        Also the owner's heartbeat. With `wait_s` the ledger answers as soon as there is something to grant.
+        Counts as a heartbeat. With `wait_s` the ledger responds as soon as it can grant a group.
         """
 
     async def heartbeat(self, owner: OwnerId) -> None: ...
@@ -88,80 +88,80 @@ class GroupSink(Protocol):
     async def submit(
         self, group: EncodedGroup, outcome: GroupOutcome, *, attempt: int, drop: DropReason | None = None
     ) -> Receipt:
-        """Store a finished group. Idempotent by group id. With `drop` it is kept as dropped, with its outcome (filters)."""
+        """Store a finished group; idempotent by group id. With `drop` it is stored as dropped."""
 
     async def close(self, group_id: GroupId, reason: DropReason, *, outcome: GroupOutcome | None = None) -> Receipt:
         """Settle a group that will not be submitted."""
 
     async def release(self, group_id: GroupId, *, attempt: int, cause: str) -> None:
-        """Give a group back for another attempt (its worker died). After the last attempt the ledger drops it."""
+        """Return a group for another attempt (its worker died). After the last attempt the ledger drops it."""
 
     async def exhausted(self) -> None:
-        """The source has no further draw, and all were opened."""
+        """There are no further draws, and all of them were opened."""
 
     async def progress(self) -> DrawProgress: ...
 
     async def outcomes(self, *, after: int, limit: int) -> Sequence[PastDraw]:
-        """Draws whose admission sequence is above `after`, in its order, at most `limit`. -1 begins; an empty answer ends."""
+        """At most `limit` draws with an admission sequence above `after`, in order. Start with -1; an empty result is the end."""
 
     async def status(self) -> LedgerStatus: ...
 
 
 class BatchSource(Protocol):
-    """Where batches come from. Called by the trainer, satisfied by `ledger.client`. Every call after `take_role` is fenced."""
+    """Provides batches. Called by the trainer, implemented by `ledger.client`. All calls after `take_role` are fenced."""
 
     async def take_role(self, *, restored_step: int) -> TrainerRole:
-        """Become the trainer, with a higher epoch than any before. `restored_step`: the checkpoint it starts from."""
+        """Become the trainer, with a higher epoch than all before. `restored_step` is the step of its checkpoint."""
 
     async def batch(self, step: int, *, wait_s: float) -> TrainingBatch | EndOfRun | None:
-        """The batch of `step`: the same forever. None: not enough groups yet (ask again)."""
+        """The batch of `step`, which never changes. None: not enough groups yet; call again."""
 
     async def acknowledge(self, step: int, weights_digest: str) -> AckReceipt:
-        """Batch `step` was trained. In order, idempotent."""
+        """Batch `step` was trained. Called in order; idempotent."""
 
     async def register(self, step: int, weights_digest: str) -> Publication:
-        """Get an id for weights about to be pushed."""
+        """Get a publication id for weights that will be pushed."""
 
     async def confirm(self, publication: Publication) -> None:
-        """Every replica in service has it."""
+        """All replicas in service have loaded it."""
 
     async def checkpointed(self, step: int, *, oldest_kept: int) -> None:
-        """The checkpoint of `step` is durable; `oldest_kept` is the oldest one that could still be restored."""
+        """The checkpoint of `step` is durable; `oldest_kept` is the oldest that can still be restored."""
 
     async def finish(self, reason: EndOfRun) -> None:
-        """The run is over: what is open is dropped as end_of_run, and the gate stays closed."""
+        """End the run: open groups are dropped as end_of_run, and the gate stays closed."""
 
 
 class WeightStage(Protocol):
-    """Where weights wait for replicas to take them. Called by the trainer's publisher, satisfied by `inference.weights`."""
+    """Stages weights for replicas to load. Called by the trainer's publisher, implemented by `inference.weights`."""
 
     async def put(self, publication: Publication, weights: Mapping[str, Any], *, adapter: Adapter | None = None) -> str:
-        """Keep them; gives the location to tell replicas. The tensors may change afterwards.
+        """Stage a copy of the weights; returns the location for replicas.
 
-        With `adapter` they are its tensors, which stand beside the base that every replica has.
+        With `adapter`, `weights` are the tensors of that adapter.
         """
 
     async def keep_only(self, locations: Collection[str]) -> None:
-        """What lies elsewhere is no longer needed."""
+        """Delete staged weights at all other locations."""
 
 
 class Fence(Protocol):
-    """Raises `FencedError` where a newer trainer has taken over."""
+    """Raises `FencedError` if a newer trainer has taken the role."""
 
     def __call__(self) -> Awaitable[None]: ...
 
 
 class WeightReceiver(Protocol):
-    """Where weights go. Called by the trainer's publisher, satisfied by `inference.weights`."""
+    """Loads weights into replicas. Called by the trainer's publisher, implemented by `inference.weights`."""
 
     async def receive(
         self, publication: Publication, location: str, *, within_s: float | None = None, fence: Fence | None = None
     ) -> None:
-        """Load the weights that lie at `location` into every replica in service; returns when all report them.
+        """Load the weights at `location` into all replicas in service; returns when all report them.
 
-        Tried again while replicas are away, for at most `within_s`; then `TransientError` is raised. `fence` is asked before each
-        try at replicas that cannot refuse an old epoch by themselves.
+        Retries while replicas are unreachable, for at most `within_s`; then raises `TransientError`. `fence` is called before each
+        attempt on replicas that cannot reject an old epoch themselves.
         """
 
     async def reported(self) -> Sequence[Publication | None]:
-        """What each replica in service says it has; None for one that has no published weights."""
+        """The publication that each replica in service reports; None for one without published weights."""

@@ -1,4 +1,4 @@
-"""A task: one row of a dataset, with an id that outlives edits of the file; and a draw: one time it is handed out."""
+"""A task is one row of a dataset, with a stable id. A draw is one use of a task."""
 
 import copy
 from collections.abc import Mapping
@@ -10,25 +10,25 @@ TaskId = NewType("TaskId", str)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What to do. `row` is what the rollout function receives, always as a copy of its own."""
+    """One row of the dataset. The rollout function receives a copy of `row`."""
 
     id: TaskId
     row: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.id:
-            raise ValueError("a task needs an id that is not empty")
+            raise ValueError("the id of a task must not be empty")
         if "@" in self.id:
             raise ValueError(f"task id {self.id!r} contains '@', which separates task and draw in a group id")
 
     def row_copy(self) -> dict[str, Any]:
-        """A deep copy, so that a rollout that mutates its row poisons nobody."""
+        """A deep copy, so that a rollout that changes its row does not affect others."""
         return copy.deepcopy(dict(self.row))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:
-    """One time a task is handed out: the `number`-th draw of the task, at `position` in the cursor's order."""
+    """The `number`-th use of a task, at `position` in the cursor's order."""
 
     task_id: TaskId
     number: int

@@ -1,7 +1,7 @@
-"""The record of one finished episode: token rows that were checked at birth, a reward or the reason why there is none.
+"""The record of one finished episode: token rows, and a reward or the reason why there is none.
 
-Token ids are exactly what the engine consumed and produced. Arrays that belong together are checked together here, so that no
-reader downstream checks again.
+Token ids are exactly those that the engine consumed and produced. Arrays are validated on construction, so later code need not
+check them again.
 """
 
 import math
@@ -15,8 +15,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from rollbook.contracts.policy import NOT_SAMPLED, SamplingParams
 
-# Engines round: a probability of 1 may come out a hair above it.
 LOGPROB_SLACK = 1e-3
+"""Rounding in engines can make the logprob of a certain token slightly positive."""
 
 
 class EndReason(StrEnum):
@@ -34,10 +34,10 @@ class EndReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRow:
-    """One sequence as the model saw it. Four arrays of equal length.
+    """One sequence of tokens as the model processed it, as four arrays of equal length.
 
-    `logprobs` are those of the sampling distribution (0 where nothing was sampled, NaN where the producer does not know them);
-    `loss_mask` marks the tokens that are trained; `versions` are publication ids, -1 where the policy did not sample.
+    `logprobs` are those of the sampling distribution (0 where nothing was sampled, NaN where unknown); `loss_mask` marks trained
+    tokens; `versions` are publication ids, -1 where the policy did not sample.
     """
 
     token_ids: NDArray[np.int32]
@@ -47,7 +47,7 @@ class TokenRow:
 
     @classmethod
     def of(cls, *, token_ids: ArrayLike, logprobs: ArrayLike, loss_mask: ArrayLike, versions: ArrayLike) -> "TokenRow":
-        """Build from any sequences; dtypes are set here."""
+        """Build from any sequences, converting dtypes."""
         return cls(
             token_ids=np.asarray(token_ids, dtype=np.int32),
             logprobs=np.asarray(logprobs, dtype=np.float32),
@@ -65,12 +65,14 @@ class TokenRow:
             array: NDArray[Any] = getattr(self, name)
             if array.ndim != 1 or array.dtype != dtype:
                 raise ValueError(
-                    f"token row: {name} must be a flat array of {np.dtype(dtype)}, got {array.dtype} of shape {array.shape}"
+                    f"token row: {name} must be a one-dimensional array of {np.dtype(dtype)}, "
+                    f"got {array.dtype} of shape {array.shape}"
                 )
         lengths = (len(self.token_ids), len(self.logprobs), len(self.loss_mask), len(self.versions))
         if len(set(lengths)) != 1:
             raise ValueError(
-                f"token row out of step: {lengths[0]} ids, {lengths[1]} logprobs, {lengths[2]} marks, {lengths[3]} versions"
+                f"token row with arrays of unequal length: {lengths[0]} ids, {lengths[1]} logprobs, {lengths[2]} loss mask, "
+                f"{lengths[3]} versions"
             )
         if lengths[0] == 0:
             raise ValueError("token row is empty")
@@ -79,11 +81,13 @@ class TokenRow:
         if self.versions.min() < NOT_SAMPLED:
             raise ValueError(f"token row: version below {NOT_SAMPLED} at position {int(self.versions.argmin())}")
         if self.loss_mask[0]:
-            raise ValueError("token row: the first token cannot be trained, nothing predicts it")
+            raise ValueError("token row: the first token cannot be trained, because nothing predicts it")
         bad = np.isinf(self.logprobs) | (self.logprobs > LOGPROB_SLACK)
         if bad.any():
             at = int(bad.argmax())
-            raise ValueError(f"token row: logprob {self.logprobs[at]} at position {at} is not that of a probability")
+            raise ValueError(
+                f"token row: logprob {self.logprobs[at]} at position {at} is not the logarithm of a probability"
+            )
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -94,17 +98,17 @@ class TokenRow:
 
     @property
     def has_logprobs(self) -> bool:
-        """Whether every trained token carries its sampling logprob."""
+        """Whether the sampling logprob of every trained token is known."""
         return not bool(np.isnan(self.logprobs[self.loss_mask]).any())
 
     def trained_publications(self) -> frozenset[int]:
-        """Publications behind the trained tokens; contains NOT_SAMPLED when one of them is unknown."""
+        """Publications that sampled the trained tokens; contains NOT_SAMPLED if one is unknown."""
         return frozenset(int(v) for v in np.unique(self.versions[self.loss_mask]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnMark:
-    """Where one turn of the policy lies: `start` to `end` (exclusive) in sequence `sequence`, with the seconds it took."""
+    """The tokens of one turn: `start` to `end` (exclusive) in sequence `sequence`, with its duration."""
 
     sequence: int
     start: int
@@ -114,9 +118,9 @@ class TurnMark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSample:
-    """One finished episode. Usually one sequence; more when the history was rewritten and forked; one reward all the same.
+    """One finished episode with one reward. It has several sequences if its history was rewritten.
 
-    `reward is None` means it could not be scored, and `invalid_cause` says why: an infrastructure failure is never reward 0.
+    `reward is None` means that it could not be scored; `invalid_cause` tells why. An infrastructure failure is never reward 0.
     """
 
     sequences: tuple[TokenRow, ...]
@@ -125,30 +129,32 @@ class RolloutSample:
     finish_reason: EndReason = EndReason.DONE
     invalid_cause: str | None = None
     solved: bool | None = None
-    """Whether the task was solved, where the world knows it apart from the reward."""
+    """Whether the task was solved, if the environment reports it."""
     messages: tuple[Mapping[str, Any], ...] | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     turns: tuple[TurnMark, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """What the environment wants a viewer to see. Plain JSON values."""
+    """Details from the environment for people. Plain JSON values."""
 
     def __post_init__(self) -> None:
         if not self.sequences:
             raise ValueError("a rollout sample needs at least one sequence")
         if self.reward is not None and not math.isfinite(self.reward):
-            raise ValueError(f"reward is {self.reward}; what could not be scored has reward None and an invalid_cause")
+            raise ValueError(
+                f"reward is {self.reward}; use None and an invalid_cause for a sample that could not be scored"
+            )
         if self.reward is None and not self.invalid_cause:
             raise ValueError("a sample without reward needs an invalid_cause")
         if self.reward is not None and self.invalid_cause:
             raise ValueError(f"a sample with reward {self.reward} cannot be invalid ({self.invalid_cause})")
         if self.reward is not None and self.num_trained == 0:
-            raise ValueError("a scored sample needs at least one trained token: nothing could be learned from it")
+            raise ValueError("a scored sample needs at least one trained token")
         for turn in self.turns:
             if not (
                 0 <= turn.sequence < len(self.sequences)
                 and 0 <= turn.start <= turn.end <= len(self.sequences[turn.sequence])
             ):
-                raise ValueError(f"turn mark {turn} lies outside the sample's sequences")
+                raise ValueError(f"turn mark {turn} is outside the sample's sequences")
 
     @property
     def is_scorable(self) -> bool:

@@ -1,4 +1,4 @@
-"""The digest of a set of weights, computed the same way by whoever publishes and whoever receives."""
+"""The digest of a set of weights, used by publisher and receiver."""
 
 from collections.abc import Iterable
 from typing import Protocol
@@ -20,9 +20,9 @@ class RawTensor(Protocol):
 
 
 def weights_digest(tensors: Iterable[RawTensor]) -> str:
-    """Covers names, dtypes, shapes and bytes, whatever order they come in. `dtype` as safetensors spells it (`F32`, `BF16`).
+    """Covers names, dtypes (safetensors names such as `F32`, `BF16`), shapes and bytes, independent of the order.
 
-    It tells weights apart, it does not keep out forgers: a hash at the speed of memory, because every step is digested.
+    A fast hash, because every step is digested; it does not protect against forgery.
     """
     whole = xxhash.xxh3_128()
     for tensor in sorted(tensors, key=lambda t: t.name):

@@ -1,12 +1,12 @@
-"""One HTTP call to a policy server, its outcome told as one of the verdicts.
+"""One HTTP call to a policy server, with its failure as one of Rollbook's errors.
 
-Connection trouble, 5xx, 429 and bodies that break off are transient. A fault of the request itself ends the episode. Nothing is
-retried here: whoever has the deadline does that, once.
+Lost connections, incomplete bodies, 5xx and 429 are transient. An invalid request ends the episode. Nothing is retried here: the
+owner of the deadline retries.
 """
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Protocol, TypeVar
 
 import aiohttp
 import msgspec
@@ -14,15 +14,21 @@ import msgspec
 from rollbook.contracts.errors import EpisodeError, FencedError, RollbookError, RunError, TransientError
 from rollbook.inference.wire.completions import GENERATION_FAILED, QUEUE_FULL, STALE_WEIGHTS, ErrorDetail, ErrorReply
 
-T = TypeVar("T")
+T = TypeVar("T", covariant=True)
 _JSON = {"Content-Type": "application/json"}
 
 
+class Decoder(Protocol[T]):
+    """A decoder of msgspec."""
+
+    def decode(self, raw: bytes, /) -> T: ...
+
+
 class ReplicaBusyError(TransientError):
-    """The replica is well and cannot serve this now: too many requests wait, or its weights are older than asked for."""
+    """The replica works but cannot serve this request now: its queue is full, or its weights are too old."""
 
 
-class NotThereError(RunError):
+class NotFoundError(RunError):
     """The server has no such model, adapter or route."""
 
 
@@ -33,50 +39,35 @@ class PolicyConnection:
         self._session = session
         self.url = url.rstrip("/")
 
-    async def post(self, path: str, body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
-        try:
-            async with self._session.post(self.url + path, data=body) as response:
-                return await self._outcome(response, path, decoder)
-        except (aiohttp.ClientError, OSError) as error:
-            raise self._unreachable(path, error) from error
+    async def post(self, path: str, body: bytes, decoder: Decoder[T], *, accept: str | None = None) -> T:
+        return self._decoded(path, await self._call("POST", path, body, accept), decoder)
 
-    async def get(self, path: str, decoder: msgspec.json.Decoder[T]) -> T:
-        try:
-            async with self._session.get(self.url + path) as response:
-                return await self._outcome(response, path, decoder)
-        except (aiohttp.ClientError, OSError) as error:
-            raise self._unreachable(path, error) from error
+    async def get(self, path: str, decoder: Decoder[T]) -> T:
+        return self._decoded(path, await self._call("GET", path), decoder)
 
     async def post_text(self, path: str, body: bytes) -> str:
-        """For verbs that answer in plain words."""
-        try:
-            async with self._session.post(self.url + path, data=body) as response:
-                return (await self._body(response, path)).decode(errors="replace")
-        except (aiohttp.ClientError, OSError) as error:
-            raise self._unreachable(path, error) from error
+        """For routes that respond with plain text, or whose response is not needed."""
+        return (await self._call("POST", path, body)).decode(errors="replace")
 
     async def get_text(self, path: str) -> str:
-        try:
-            async with self._session.get(self.url + path) as response:
-                return (await self._body(response, path)).decode(errors="replace")
-        except (aiohttp.ClientError, OSError) as error:
-            raise self._unreachable(path, error) from error
+        return (await self._call("GET", path)).decode(errors="replace")
 
-    async def _outcome(self, response: aiohttp.ClientResponse, path: str, decoder: msgspec.json.Decoder[T]) -> T:
-        raw = await self._body(response, path)
+    def _decoded(self, path: str, raw: bytes, decoder: Decoder[T]) -> T:
         try:
             return decoder.decode(raw)
         except msgspec.MsgspecError as error:
-            raise TransientError(f"{self.url}{path} answered with a body that cannot be read: {error}") from error
+            raise TransientError(f"{self.url}{path} sent an invalid body: {error}") from error
 
-    async def _body(self, response: aiohttp.ClientResponse, path: str) -> bytes:
-        raw = await response.read()
+    async def _call(self, method: str, path: str, body: bytes | None = None, accept: str | None = None) -> bytes:
+        headers = None if accept is None else {"Accept": accept}
+        try:
+            async with self._session.request(method, self.url + path, data=body, headers=headers) as response:
+                raw = await response.read()
+        except (aiohttp.ClientError, OSError) as error:
+            raise TransientError(f"{self.url}{path} is unreachable: {type(error).__name__}: {error}") from error
         if response.status != 200:
-            raise verdict(response.status, raw, response.headers.get("Retry-After"), where=f"{self.url}{path}")
+            raise error_of(response.status, raw, response.headers.get("Retry-After"), where=f"{self.url}{path}")
         return raw
-
-    def _unreachable(self, path: str, error: Exception) -> TransientError:
-        return TransientError(f"{self.url}{path} could not be reached: {type(error).__name__}: {error}")
 
 
 @asynccontextmanager
@@ -84,7 +75,7 @@ async def open_connection(
     url: str, *, max_connections: int, api_key: str | None = None
 ) -> AsyncIterator[PolicyConnection]:
     connector = aiohttp.TCPConnector(limit=max_connections, ttl_dns_cache=300)
-    # No timer of aiohttp's own: the caller's one deadline bounds everything, and a timer for each call costs.
+    # No timeouts of aiohttp: the caller's deadline bounds each call, and a timer per call is expensive.
     timeout = aiohttp.ClientTimeout(total=None, connect=None, sock_connect=None, sock_read=None)
     headers = _JSON if api_key is None else {**_JSON, "Authorization": f"Bearer {api_key}"}
     async with aiohttp.ClientSession(
@@ -97,12 +88,15 @@ async def open_connection(
         yield PolicyConnection(session, url)
 
 
-def verdict(status: int, raw: bytes, retry_after: str | None, *, where: str) -> RollbookError:
-    """Who must act on an answer that is not 200."""
-    detail = _detail(status, raw)
-    message = f"{where} answered {status} ({detail.type}): {detail.message}"
+def error_of(status: int, raw: bytes, retry_after: str | None, *, where: str) -> RollbookError:
+    """The error for a response that is not 200. Its class says who must act."""
+    try:
+        detail = msgspec.json.decode(raw, type=ErrorReply).error
+    except msgspec.MsgspecError:
+        detail = ErrorDetail(message=raw[:200].decode(errors="replace"), type="unknown", code=status)
+    message = f"{where} returned {status} ({detail.type}): {detail.message}"
     if detail.type == GENERATION_FAILED:
-        # The model itself failed on this prompt: asking again would meet the same weights.
+        # The model failed on this prompt. A retry would use the same weights and fail again.
         return EpisodeError(message)
     if detail.type in (STALE_WEIGHTS, QUEUE_FULL) or status == 429:
         return ReplicaBusyError(message, retry_after_s=_seconds(retry_after))
@@ -112,14 +106,7 @@ def verdict(status: int, raw: bytes, retry_after: str | None, *, where: str) -> 
         return FencedError(message)
     if status in (400, 413):
         return EpisodeError(message)
-    return NotThereError(message) if status == 404 else RunError(message)
-
-
-def _detail(status: int, raw: bytes) -> ErrorDetail:
-    try:
-        return msgspec.json.decode(raw, type=ErrorReply).error
-    except msgspec.MsgspecError:
-        return ErrorDetail(message=raw[:200].decode(errors="replace"), type="unknown", code=status)
+    return NotFoundError(message) if status == 404 else RunError(message)
 
 
 def _seconds(retry_after: str | None) -> float | None:
@@ -127,8 +114,3 @@ def _seconds(retry_after: str | None) -> float | None:
         return float(retry_after) if retry_after is not None else None
     except ValueError:
         return None
-
-
-def plain_decoder() -> msgspec.json.Decoder[Any]:
-    """For answers whose content does not matter."""
-    return msgspec.json.Decoder()

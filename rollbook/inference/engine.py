@@ -1,8 +1,8 @@
-"""The seam between the policy server and whatever answers behind it.
+"""The interface between the policy server and its engine.
 
-An engine samples from published weights only: until the first `load_weights` it has no publication and must not be asked. It admits
-new requests between decode steps, applies weights between forwards, and stamps every token with the publication of the very
-forward that produced its logits. Cancelling a request, or the future of `submit`, frees its slot before the next step.
+An engine samples from published weights only: before the first `load_weights` it refuses requests. It admits new requests between
+decode steps, applies weights between forwards, and stamps every token with the publication of the forward that produced its
+logits. Cancelling the future of `submit` frees the request's slot before the next step.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from rollbook.telemetry.spans import SpanRecorder
 
 
 class QueueFullError(TransientError):
-    """More requests wait than the engine is allowed to hold."""
+    """The queue of waiting requests is full."""
 
 
 class UnpublishedError(TransientError):
@@ -34,41 +34,41 @@ class UnpublishedError(TransientError):
 
 
 class EngineClosedError(TransientError):
-    """The engine was closed while the request was in it."""
+    """The engine was closed before the request finished."""
 
 
 class GenerationError(EpisodeError):
-    """The model failed on this request (logits that are not numbers, a forward that raised). Other requests go on."""
+    """The model failed on this request (NaN logits, a forward that raised). Other requests continue."""
 
 
 class WeightsError(RunError):
-    """Weights that cannot be loaded: unreadable, damaged, or made for another model. Nothing was changed."""
+    """The weights cannot be loaded: unreadable, damaged, or of another model. Nothing was changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """Counters since the engine was opened, and what it holds now."""
+    """Counters since the engine was opened, and its current load."""
 
     running: int
     queued: int
     requests: int
-    """Requests answered."""
+    """Completed requests."""
     tokens: int
-    """Tokens sampled."""
+    """Sampled tokens."""
     steps: int
     """Rounds of: admit, prefill the admitted, decode all running by one token."""
     forwards: int
     busy_s: float
     """Seconds spent in steps."""
     kv_after_update: KvAfterUpdate
-    """What becomes of the cache of running requests when weights arrive: a reply that spans two versions should say it."""
+    """How a weight update affects the cache of running requests: reported with completions that span two versions."""
     cached_tokens: int = 0
-    """Prompt tokens that were not computed again, because an earlier request had."""
+    """Prompt tokens that were taken from the prefix cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenChunk:
-    """Tokens of one request that were sampled since the last chunk, for whoever streams them."""
+    """Tokens of a streaming request that were sampled since its last chunk."""
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
@@ -78,18 +78,18 @@ class TokenChunk:
 
 
 OnTokens = Callable[[TokenChunk], None]
-"""Called on the event loop, at most once a round, and always before the answer."""
+"""Called on the event loop, at most once a round, and always before the completion."""
 
 
 class DeviceTensor(Protocol):
-    """A tensor of the engine's own library, wherever it lives. torch's are such."""
+    """A tensor of the engine's library (a torch tensor), on any device."""
 
     def data_ptr(self) -> int: ...
     def numel(self) -> int: ...
 
 
 TensorSource = RawTensor | DeviceTensor
-"""One tensor of an update: bytes in host memory with their dtype and shape, or a tensor the engine can copy from."""
+"""One tensor of an update: bytes in host memory with their dtype and shape, or a tensor that the engine can copy."""
 
 
 class Engine(Protocol):
@@ -103,11 +103,11 @@ class Engine(Protocol):
 
     @property
     def publication(self) -> Publication | None:
-        """The weights the next forward will use; None until some were published."""
+        """The weights of the next forward; None before the first publication."""
 
     @property
     def adapter(self) -> Adapter | None:
-        """The adapter that is live; None while the weights are whole by themselves. One at a time."""
+        """The live adapter, or None. One at a time."""
 
     @property
     def is_paused(self) -> bool: ...
@@ -117,49 +117,48 @@ class Engine(Protocol):
     def submit(
         self, prompt_ids: Sequence[int], sampling: SamplingParams, *, on_tokens: OnTokens | None = None
     ) -> asyncio.Future[Completion]:
-        """Queue a request. Raises `BadRequestError`, `QueueFullError` or `UnpublishedError` at once; cancel the future to abort."""
+        """Queue a request. Raises `BadRequestError`, `QueueFullError` or `UnpublishedError` at once. Cancel the future to abort."""
 
     async def generate(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion: ...
 
     async def load_weights(self, publication: Publication, path: Path, *, adapter: Adapter | None = None) -> None:
-        """Check the file completely, then apply it between two forwards. Idempotent.
+        """Check the digest of the file, then apply it between two forwards. Idempotent.
 
-        With `adapter` the tensors are its own: they stand beside the base, in place of the adapter before.
+        With `adapter` the tensors are an adapter's, which replaces the previous one.
         Raises `OutdatedUpdateError` or `WeightsError`; then nothing was changed.
         """
 
     async def load_tensors(
         self, publication: Publication, tensors: Mapping[str, TensorSource], *, adapter: Adapter | None = None
     ) -> None:
-        """As `load_weights`, for tensors that are in memory already. They may be freed once this returns.
+        """As `load_weights`, for tensors in memory. They may be freed once this returns.
 
-        Bytes in host memory are checked against the publication's digest; what lies on a device is not read back for that:
-        ask `weights_digest` afterwards.
+        The digest of bytes in host memory is checked. Tensors on a device are not checked; use `weights_digest` afterwards.
         """
 
     async def unload_adapter(self, publication: Publication) -> None:
-        """Back to the base alone, as a publication of its own. Without an adapter only the publication changes."""
+        """Remove the adapter, as a new publication. Without an adapter only the publication changes."""
 
     async def base_digest(self) -> str:
-        """Digest of the weights without any adapter."""
+        """Digest of the weights without an adapter."""
 
     async def adopt(self, publication: Publication) -> None:
-        """Name the weights that the engine was opened with. For a server that no trainer has published to yet.
+        """Make the weights that the engine was opened with a publication. For a server without a trainer.
 
-        Raises `OutdatedUpdateError` when something else was published already.
+        Raises `OutdatedUpdateError` if something else was published already.
         """
 
     async def weights_digest(self) -> str:
-        """Digest of the weights as they are now, read between two forwards. Equals the published one where the dtypes are equal.
+        """Digest of the weights in use, read between two forwards. Equals the published one if the dtypes are equal.
 
-        With an adapter it is the adapter's, provided that the weights in use are what it makes of its base.
+        With an adapter it is the adapter's digest, if the weights in use are the merge of it and its base.
         """
 
     async def abort_all(self) -> int:
-        """End every request that runs or waits, with what it has, as `abort`. Tells how many."""
+        """End every running or waiting request with its tokens so far, as `abort`. Returns how many."""
 
     async def pause(self, mode: PauseMode) -> None:
-        """Returns when nothing is being sampled any more. Requests that come meanwhile wait."""
+        """Returns when no tokens are being sampled. New requests wait."""
 
     async def resume(self) -> None: ...
 

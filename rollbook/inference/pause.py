@@ -1,4 +1,4 @@
-"""Whether the engine may run, and which weights it may take. Pure: the engines carry it out between two forwards.
+"""The pause state of an engine, and which weight updates it accepts. Pure decisions; the engines act between two forwards.
 
 running --pause(keep|abort)--> paused --resume--> running
 running --pause(wait)--> draining --drained--> paused;  draining --resume--> running
@@ -12,11 +12,11 @@ from rollbook.contracts.policy import Publication
 
 class PauseMode(StrEnum):
     KEEP = "keep"
-    """Running requests stand still and go on after resume."""
+    """Running requests are suspended and continue after resume."""
     WAIT = "wait"
-    """Running requests finish first; no new one begins."""
+    """Running requests finish first; no new one starts."""
     ABORT = "abort"
-    """Running requests end at once with what they have, as `abort`."""
+    """Running requests end at once with their tokens so far, as `abort`."""
 
 
 class GateState(StrEnum):
@@ -33,15 +33,15 @@ MOVES: dict[GateState, frozenset[GateState]] = {
 
 
 ADOPTED_EPOCH = 0
-"""Of weights that an engine was opened with and no trainer published. Any trainer's come after them; trainers count from 1."""
+"""The epoch of weights that an engine was opened with. Trainers count from 1, so any trainer's weights are newer."""
 
 
 class OutdatedUpdateError(FencedError):
-    """A weight update of a trainer, or of a moment, that is over."""
+    """A weight update of a replaced trainer, or an older publication."""
 
 
 class Gate:
-    """The engine's own view of pause and resume. Requests that wait are never touched: they begin after resume."""
+    """The pause state machine. Waiting requests are not affected: they start after resume."""
 
     def __init__(self) -> None:
         self.state = GateState.RUNNING
@@ -55,13 +55,13 @@ class Gate:
         return self.state is not GateState.PAUSED
 
     def pause(self, mode: PauseMode) -> None:
-        """Repeating it is harmless; keep and abort overrule a drain that is under way."""
+        """Idempotent. `keep` and `abort` end a drain in progress."""
         if self.state is GateState.PAUSED:
             return
         self._move(GateState.DRAINING if mode is PauseMode.WAIT else GateState.PAUSED)
 
     def drained(self) -> None:
-        """Nothing runs any more."""
+        """No request runs."""
         if self.state is GateState.DRAINING:
             self._move(GateState.PAUSED)
 
@@ -77,7 +77,7 @@ class Gate:
 
 
 def needs_loading(current: Publication | None, offered: Publication) -> bool:
-    """Whether offered weights are to be loaded. False: they are here already. Raises where they are outdated."""
+    """False if the offered weights are loaded already. Raises `OutdatedUpdateError` if they are outdated."""
     if current is None or current.epoch == ADOPTED_EPOCH < offered.epoch:
         return True
     if offered.epoch < current.epoch:
@@ -90,7 +90,7 @@ def needs_loading(current: Publication | None, offered: Publication) -> bool:
     if offered.id == current.id:
         raise OutdatedUpdateError(
             f"publication {offered.id} refused: it is loaded with digest {current.digest}, epoch {current.epoch}, step "
-            f"{current.step}, and was offered again with digest {offered.digest}, epoch {offered.epoch}, step {offered.step}"
+            f"{current.step}, but was offered again with digest {offered.digest}, epoch {offered.epoch}, step {offered.step}"
         )
     if offered.epoch == current.epoch and offered.id < current.id:
         raise OutdatedUpdateError(f"publication {offered.id} refused: the newer publication {current.id} is loaded")
@@ -98,7 +98,7 @@ def needs_loading(current: Publication | None, offered: Publication) -> bool:
 
 
 def require_unpublished(current: Publication | None, adopted: Publication) -> None:
-    """Weights an engine was opened with may be named while nothing was published to it. Naming them again alike is harmless."""
+    """The initial weights of an engine can be adopted only while nothing was published to it. Idempotent."""
     if current is not None and current != adopted:
         raise OutdatedUpdateError(
             f"publication {adopted.id} refused: {current.id} was published to this engine already"

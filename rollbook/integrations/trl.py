@@ -1,18 +1,18 @@
-"""Our worker, gate and ledger behind TRL's `AsyncGRPOTrainer` (trl 1.16).
+"""Rollbook's workers, admission gate and ledger behind TRL's `AsyncGRPOTrainer` (trl 1.16).
 
     with open_run("run.toml", run_dir="runs/trl") as run:
         trainer = AsyncGRPOTrainer(
-            model=run.facts.model_dir,
-            args=AsyncGRPOConfig(max_steps=12, per_device_train_batch_size=run.facts.rows_per_step, token_budget=0, …),
-            train_dataset=placeholder_dataset,  # TRL asks for one; tasks come from run.toml
+            model=run.info.model_dir,
+            args=AsyncGRPOConfig(max_steps=12, per_device_train_batch_size=run.info.rows_per_step, token_budget=0, …),
+            train_dataset=placeholder_dataset,  # required by TRL; tasks come from run.toml
             rollout_worker=RollbookRolloutWorker(run),
             weight_transfer=RollbookWeightTransfer(run),
             callbacks=[RollbookCallback(run)],
         )
         trainer.train(resume_from_checkpoint=run.last_checkpoint(args.output_dir))
 
-TRL stays the trainer: model, optimizer, loss, checkpoints. Episodes are played in watched processes, admitted by the gate and kept
-in the ledger; a step of TRL is a batch of the ledger.
+TRL owns the model, the optimizer, the loss and the checkpoints. Rollbook plays the episodes in supervised processes, admits them by
+staleness and stores them in the ledger. One step of TRL is one batch of the ledger.
 """
 
 import queue
@@ -28,8 +28,8 @@ from transformers import TrainerCallback
 
 from rollbook.contracts.batch import EndOfRun
 from rollbook.contracts.errors import RunError
-from rollbook.integrations.trl_rows import FILLER, TrlRow, rows_of
-from rollbook.integrations.trl_run import HostFacts, RollbookRun, open_run
+from rollbook.integrations.trl_rows import FILLER, TrlRow, batch_rows
+from rollbook.integrations.trl_run import HostInfo, RollbookRun, open_run
 
 __all__ = ["RollbookCallback", "RollbookRolloutWorker", "RollbookRun", "RollbookWeightTransfer", "open_run"]
 
@@ -37,7 +37,7 @@ STOP_S = 10.0
 
 
 class RollbookRolloutWorker:
-    """TRL's `rollout_worker`: hands it the rows of the ledger's batches, one batch for each of its steps."""
+    """TRL's `rollout_worker`: puts the rows of one ledger batch per step into TRL's queue."""
 
     def __init__(self, run: RollbookRun) -> None:
         self.rollout_buffer: queue.Queue[TrlRow] = queue.Queue()
@@ -46,7 +46,6 @@ class RollbookRolloutWorker:
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
-        self.version = 0
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._feed, name="rollbook.trl.feed", daemon=True)
@@ -58,11 +57,10 @@ class RollbookRolloutWorker:
             self._thread.join(STOP_S)
 
     def update_model_version(self, model_version: int) -> None:
-        """TRL's count of its own; the ledger knows which weights sampled each token."""
-        self.version = model_version
+        """Part of TRL's interface. Not needed: the ledger knows which weights sampled each token."""
 
     def check_health(self, stale_after_s: float) -> None:
-        """Called while TRL waits for rows. Waiting is no failure: who is late is named by the ledger's own deadlines."""
+        """Called while TRL waits for rows. Waiting is not a failure: the ledger's deadlines detect stalled producers."""
         if self._failure is not None:
             raise self._failure
         self._run.check_host()
@@ -81,8 +79,10 @@ class RollbookRolloutWorker:
         if batch is None:
             return False
         if isinstance(batch, EndOfRun):
-            raise RunError(f"there is no batch {step}: the run is over ({batch}). Set max_steps to {step - 1} at most")
-        rows = rows_of(batch, rows_per_step=self._run.facts.rows_per_step, restored_step=self._run.restored_step)
+            raise RunError(
+                f"there is no batch {step}: the run has ended ({batch}). Set max_steps to {step - 1} at most"
+            )
+        rows = batch_rows(batch, rows_per_step=self._run.info.rows_per_step, restored_step=self._run.restored_step)
         self.metrics_queue.put(
             {
                 "rollbook/batch_wait_s": time.monotonic() - began,
@@ -95,7 +95,7 @@ class RollbookRolloutWorker:
 
 
 class RollbookWeightTransfer:
-    """TRL's `weight_transfer`: acknowledges the step in the ledger and publishes its weights. Engines need no pause for it."""
+    """TRL's `weight_transfer`: acknowledges the step in the ledger and publishes its weights."""
 
     def __init__(self, run: RollbookRun) -> None:
         self._run = run
@@ -104,32 +104,31 @@ class RollbookWeightTransfer:
         self._run.check_host()
 
     def pause(self) -> None:
-        """Nothing: the policy server takes weights between two forwards, and each token tells which ones sampled it."""
+        """Not needed: the policy server applies weights between two forwards, and each token has its version."""
 
     def send_weights(self, iterator: Iterator[tuple[str, Tensor]]) -> None:
         self._run.publish({name: tensor.detach().cpu().clone() for name, tensor in iterator})
 
     def resume(self) -> None:
-        """Nothing was paused."""
+        """Not needed."""
 
     def destroy(self) -> None:
-        """The run is closed by `open_run`."""
+        """Not needed: `open_run` closes the run."""
 
 
 class RollbookCallback(TrainerCallback):
-    """Tells the ledger where TRL starts from, which checkpoints are whole, and when it is done."""
+    """Reports the first step, the complete checkpoints and the end of training to the ledger."""
 
     def __init__(self, run: RollbookRun) -> None:
         self._run = run
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **context: Any) -> None:
         if args.world_size > 1:
-            raise RunError(f"TRL runs {args.world_size} processes; this integration feeds one")
-        faults = faults_of(args, self._run.facts)
-        if faults:
-            raise RunError("these settings do not fit the run: " + "; ".join(faults))
+            raise RunError(f"TRL runs {args.world_size} processes; this integration supports one")
+        if problems := setting_problems(args, self._run.info):
+            raise RunError("these settings do not match the run: " + "; ".join(problems))
         self._run.begin(state.global_step)
-        one_batch_at_a_time(more["train_dataloader"], args.device)
+        disable_prefetch(context["train_dataloader"], args.device)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         kept = [int(path.name.removeprefix("checkpoint-")) for path in Path(args.output_dir).glob("checkpoint-*")]
@@ -140,36 +139,38 @@ class RollbookCallback(TrainerCallback):
             self._run.finish()
 
 
-def faults_of(args: Any, facts: HostFacts) -> list[str]:
-    """What would break the mapping of one step to one batch, or train on other logprobs than were sampled."""
+def setting_problems(args: Any, info: HostInfo) -> list[str]:
+    """Settings that break the mapping of one step to one batch, or that train on other logprobs than those sampled."""
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    faults = []
-    if rows != facts.rows_per_step:
-        faults.append(
+    problems = []
+    if rows != info.rows_per_step:
+        problems.append(
             f"per_device_train_batch_size × gradient_accumulation_steps is {rows}, a batch of the run has "
-            f"{facts.groups_per_step} × {facts.completions_per_prompt} = {facts.rows_per_step} rows"
+            f"{info.groups_per_step} × {info.completions_per_prompt} = {info.rows_per_step} rows"
         )
     if args.token_budget is None or args.token_budget > 0:
-        faults.append(f"token_budget is {args.token_budget}; 0 makes a step a fixed number of rows")
+        problems.append(f"token_budget is {args.token_budget}; 0 makes a step a fixed number of rows")
     if args.weight_sync_steps != 1:
-        faults.append(f"weight_sync_steps is {args.weight_sync_steps}; every step is a version here, set it to 1")
-    if args.temperature != facts.temperature:
-        faults.append(f"temperature is {args.temperature}, but the run samples at {facts.temperature}")
-    if args.max_staleness < facts.max_head_offpolicy_versions:
-        faults.append(
-            f"max_staleness is {args.max_staleness}, the run's lag budget {facts.max_head_offpolicy_versions}"
+        problems.append(f"weight_sync_steps is {args.weight_sync_steps}; every step is a version, set it to 1")
+    if args.temperature != info.temperature:
+        problems.append(f"temperature is {args.temperature}, but the run samples at {info.temperature}")
+    if args.max_staleness < info.max_head_offpolicy_versions:
+        problems.append(
+            f"max_staleness is {args.max_staleness}, but the run's max_head_offpolicy_versions is "
+            f"{info.max_head_offpolicy_versions}"
         )
     if args.max_steps <= 0:
-        faults.append("max_steps is not set")
-    if facts.max_steps is not None and args.max_steps > facts.max_steps:
-        faults.append(f"max_steps is {args.max_steps}, but the run ends after trainer.max_steps = {facts.max_steps}")
-    return faults
+        problems.append("max_steps is not set")
+    if info.max_steps is not None and args.max_steps > info.max_steps:
+        problems.append(f"max_steps is {args.max_steps}, but the run ends after trainer.max_steps = {info.max_steps}")
+    return problems
 
 
-def one_batch_at_a_time(loader: Any, device: Any) -> None:
-    """Let the loader fetch a batch when it is asked for, not one ahead.
+def disable_prefetch(loader: Any, device: Any) -> None:
+    """Make the loader fetch a batch only when it is requested.
 
-    One ahead costs a version of lag; and after a crash it waits for a batch that is decided only when the one in hand was trained.
+    Prefetching adds a version of lag. After a crash it would also wait for a batch that is formed only after the current one was
+    trained.
     """
     kind = type(loader)
 
@@ -181,5 +182,5 @@ def one_batch_at_a_time(loader: Any, device: Any) -> None:
         self.iteration += 1
         self.end()
 
-    # accelerate hides the class of its loaders behind a property; Python looks for __iter__ on the true one.
+    # accelerate overrides `__class__` of its loaders; Python looks up `__iter__` on the real class, so that one is replaced.
     vars(object)["__class__"].__set__(loader, type(kind.__name__, (kind,), {"__iter__": iterate}))

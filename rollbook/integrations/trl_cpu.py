@@ -1,7 +1,7 @@
-"""What TRL's `AsyncGRPOTrainer` takes from a GPU, replaced, so that examples and tests run on a laptop.
+"""Replaces what TRL's `AsyncGRPOTrainer` needs of a GPU, so that examples and tests run on a CPU.
 
-Two things: a flash-attention kernel for sequences of different lengths, and the peak speed of the device. Call it before the
-trainer is made. On a machine with a GPU do not.
+These are a flash-attention kernel for sequences of different lengths, and the peak speed of the device. Call `use_cpu` before
+creating the trainer, and only on a machine without a GPU.
 """
 
 import itertools
@@ -17,7 +17,7 @@ def use_cpu() -> None:
     async_grpo_trainer.get_peak_flops_per_device = lambda *_: None
 
 
-def varlen_attention(  # noqa: PLR0917 - the kernel's own signature
+def varlen_attention(  # noqa: PLR0917 - the signature of the kernel
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -31,20 +31,20 @@ def varlen_attention(  # noqa: PLR0917 - the kernel's own signature
     window_size: tuple[int, int] = (-1, -1),
     **_: Any,
 ) -> torch.Tensor:
-    """Tokens × heads × size; each segment of queries sees the keys of its own path, the last of which are its own."""
+    """Tokens × heads × size. Each segment of queries attends to the keys of its own sequence; the last keys are its own."""
     groups = query.shape[1] // key.shape[1]
     key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
     spans = zip(itertools.pairwise(cu_seqlens_q.tolist()), itertools.pairwise(cu_seqlens_k.tolist()), strict=True)
-    done = [_attend(query[q0:q1], key[k0:k1], value[k0:k1], softmax_scale, causal) for (q0, q1), (k0, k1) in spans]
-    return torch.cat(done)
+    outputs = [_attend(query[q0:q1], key[k0:k1], value[k0:k1], softmax_scale, causal) for (q0, q1), (k0, k1) in spans]
+    return torch.cat(outputs)
 
 
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, causal: bool
 ) -> torch.Tensor:
     num_q, num_k = len(query), len(key)
-    # Aligned at the end, as the kernel does it: the last query sees every key.
-    seen = torch.ones(num_q, num_k, dtype=torch.bool).tril(num_k - num_q) if causal else None
+    # Aligned at the end, as in the kernel: the last query attends to every key.
+    mask = torch.ones(num_q, num_k, dtype=torch.bool).tril(num_k - num_q) if causal else None
     q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (query, key, value))
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     return out.squeeze(0).transpose(0, 1)

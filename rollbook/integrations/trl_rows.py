@@ -1,7 +1,7 @@
-"""A batch of the ledger as the rows that TRL's `AsyncGRPOTrainer` takes from its queue. Pure.
+"""Converts a batch of the ledger into rows for TRL's `AsyncGRPOTrainer`. Pure.
 
-TRL counts rows: a step is a fixed number of them. A batch with fewer (a sample could not be played) is filled up with rows that
-teach nothing; one with more (a history forked) cannot be one step, and is refused by name.
+A step of TRL has a fixed number of rows. A batch with fewer rows (a sample failed) is filled with rows without a gradient. A batch
+with more rows (a history forked) raises an error.
 """
 
 import math
@@ -24,7 +24,7 @@ FILLER = "rollbook/filler"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrlRow:
-    """Field by field what TRL's own `RolloutSample` holds."""
+    """Has the fields of TRL's `RolloutSample`."""
 
     prompt: list[dict[str, Any]]
     completion: list[dict[str, Any]]
@@ -38,11 +38,11 @@ class TrlRow:
     enqueued_at: float | None = field(default_factory=time.time)
 
 
-def rows_of(batch: TrainingBatch, *, rows_per_step: int, restored_step: int, baseline: str = "group") -> list[TrlRow]:
-    """TRL counts versions from 1 at the weights it starts with; those are our step `restored_step`."""
+def batch_rows(batch: TrainingBatch, *, rows_per_step: int, restored_step: int) -> list[TrlRow]:
+    """TRL counts versions from 1, beginning with its initial weights, which are those of step `restored_step`."""
     rows: list[TrlRow] = []
     for entry, group in zip(batch.manifest.entries, batch.groups, strict=True):
-        rows += _group_rows(entry, group, batch.step, restored_step, baseline)
+        rows += _group_rows(entry, group, batch.step, restored_step)
     if len(rows) > rows_per_step:
         forked = [group.id for group in batch.groups if any(len(sample.sequences) > 1 for sample in group.samples)]
         raise RunError(
@@ -53,25 +53,25 @@ def rows_of(batch: TrainingBatch, *, rows_per_step: int, restored_step: int, bas
     return rows + [_filler(rows[number % len(rows)]) for number in range(fillers)]
 
 
-def _group_rows(entry: BatchEntry, group: PromptGroup, step: int, restored_step: int, baseline: str) -> list[TrlRow]:
+def _group_rows(entry: BatchEntry, group: PromptGroup, step: int, restored_step: int) -> list[TrlRow]:
     rewards = np.array([math.nan if s.reward is None else s.reward for s in group.samples], dtype=np.float64)
-    gains = advantages(rewards, np.zeros(len(rewards), dtype=np.int64), kind=baseline)
+    group_advantages = advantages(rewards, np.zeros(len(rewards), dtype=np.int64), kind="group")
     scored = rewards[~np.isnan(rewards)]
     std = float(scored.std(ddof=1)) if len(scored) > 1 else math.nan
     version = step - 1 if entry.oldest_version is None else entry.oldest_version
     rows: list[TrlRow] = []
-    for sample, reward, gain in zip(group.samples, rewards.tolist(), gains.tolist(), strict=True):
-        measured = {"reward": reward, "reward_std": std, "rollbook/lag": float(step - 1 - version)}
+    for sample, reward, advantage in zip(group.samples, rewards.tolist(), group_advantages.tolist(), strict=True):
+        metrics = {"reward": reward, "reward_std": std, "rollbook/lag": float(step - 1 - version)}
         prompt, completion = _split(sample)
         rows += [
             _row(
                 tokens,
                 prompt=prompt,
                 completion=completion,
-                advantage=gain,
+                advantage=advantage,
                 model_version=version - restored_step + 1,
                 group_id=entry.sequence,
-                metrics=measured,
+                metrics=metrics,
             )
             for tokens in sample.sequences
             if tokens.num_trained
@@ -79,26 +79,26 @@ def _group_rows(entry: BatchEntry, group: PromptGroup, step: int, restored_step:
     return rows
 
 
-def _row(tokens: TokenRow, **told: Any) -> TrlRow:
+def _row(tokens: TokenRow, **fields: Any) -> TrlRow:
     if not tokens.has_logprobs:
         raise RunError("TRL needs the sampling logprob of every trained token; this group was submitted without them")
     return TrlRow(
         input_ids=tokens.token_ids.astype(np.int64),
         completion_mask=tokens.loss_mask.astype(np.int64),
         old_log_probs=np.where(tokens.loss_mask, tokens.logprobs, np.float32(0)).astype(np.float32),
-        **told,
+        **fields,
     )
 
 
 def _split(sample: RolloutSample) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Messages before the policy's first, and from there on."""
+    """The messages before the first of the policy, and the rest."""
     messages: Sequence[Mapping[str, Any]] = sample.messages or ()
     first = next((at for at, message in enumerate(messages) if message.get("role") == "assistant"), len(messages))
     return [dict(m) for m in messages[:first]], [dict(m) for m in messages[first:]]
 
 
 def _filler(row: TrlRow) -> TrlRow:
-    """Advantage 0: no gradient. One trained token, so that it hardly counts in TRL's mean over tokens."""
+    """A row with advantage 0 and one trained token, so that it hardly changes TRL's mean over tokens."""
     mask = np.zeros_like(row.completion_mask)
     mask[int(row.completion_mask.argmax())] = 1
     return replace(row, completion_mask=mask, advantage=0.0, metrics={FILLER: 1.0})

@@ -1,7 +1,8 @@
-"""A run of ours seen from TRL's process: the ledger and the policy servers, spoken to from one background thread.
+"""A Rollbook run, used from TRL's process. One background thread talks to the ledger and the policy servers.
 
-The ledger is the write-ahead log of TRL's optimizer, as it is of our own trainer: a step is acknowledged with the digest of its
-weights before they are published, batches that were decided before a crash are trained again, and nothing is published backwards.
+The ledger is the write-ahead log of TRL's optimizer, as it is for Rollbook's trainer: a step is acknowledged with the digest of its
+weights before they are published, batches that were formed before a crash are trained again, and older weights are never
+published after newer ones.
 """
 
 import asyncio
@@ -39,8 +40,8 @@ STOP_S = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostFacts:
-    """What `rollbook host` wrote into `host.json`."""
+class HostInfo:
+    """The contents of `host.json`, written by `rollbook host`."""
 
     pid: int
     ledger_url: str
@@ -62,8 +63,8 @@ class HostFacts:
 class RollbookRun:
     """Made by `open_run`. Methods may be called from any thread."""
 
-    def __init__(self, facts: HostFacts, directory: Path, process: subprocess.Popen[bytes] | None) -> None:
-        self.facts = facts
+    def __init__(self, info: HostInfo, directory: Path, process: subprocess.Popen[bytes] | None) -> None:
+        self.info = info
         self.directory = directory
         self._process = process
         self._log = EventLog("trl", directory / "logs" / "trl.jsonl")
@@ -76,14 +77,14 @@ class RollbookRun:
         self._role: TrainerRole | None = None
         self._trained = threading.Condition()
         self._step = 0
-        self._has_begun = False
-        """Whether the weights it all begins with were published: those are of no step of ours."""
+        self._has_initial_weights = False
+        """Whether the initial weights were published. They belong to no step."""
         self.divergences = 0
-        """Steps that were trained again after a crash and gave other weights than the first time."""
+        """Steps that gave other weights when they were trained again after a crash."""
 
     @property
     def step(self) -> int:
-        """Batches learned from."""
+        """The number of trained batches."""
         return self._step
 
     @property
@@ -100,7 +101,7 @@ class RollbookRun:
         return self._wait(self._ledger.status())
 
     def begin(self, restored_step: int) -> None:
-        """Become the trainer, from weights of `restored_step`."""
+        """Take the trainer role with the weights of `restored_step`."""
         self._role = self._wait(self._ledger.take_role(restored_step=restored_step))
         self._step = restored_step
         self._log.info(
@@ -108,7 +109,7 @@ class RollbookRun:
         )
 
     def batch(self, step: int, stopping: threading.Event) -> TrainingBatch | EndOfRun | None:
-        """The batch of `step`, once the one before it was trained. None: told to stop meanwhile."""
+        """Wait until the previous batch was trained, then for the batch of `step`. None: `stopping` was set."""
         with self._trained:
             while self._step < step - 1:
                 if stopping.is_set():
@@ -124,13 +125,13 @@ class RollbookRun:
         return None
 
     def publish(self, weights: Mapping[str, Tensor]) -> None:
-        """Weights after a step, or those it all begins with."""
+        """Publish the weights after a step, or the initial ones."""
         digest = digest_of(weights)
-        if self._has_begun:
+        if self._has_initial_weights:
             self._acknowledge(self._step + 1, digest)
-        self._has_begun = True
+        self._has_initial_weights = True
         confirmed = self.role.last_confirmed
-        # Rollouts go on with newer weights than these while old batches are trained again.
+        # While old batches are trained again, rollouts keep using the newer weights.
         if confirmed is None or self._step >= confirmed.step:
             self._wait(self._publisher.publish(weights, step=self._step, digest=digest))
         with self._trained:
@@ -148,27 +149,25 @@ class RollbookRun:
         self._wait(self._ledger.checkpointed(step, oldest_kept=oldest_kept))
 
     def finish(self) -> None:
-        """The run is over: what is open is dropped by that name, and the rollout side ends."""
+        """End the run: open groups are dropped and the rollout processes stop."""
         self._wait(self._ledger.finish(EndOfRun.MAX_STEPS))
 
     def last_checkpoint(self, output_dir: str | Path) -> str | None:
-        """The newest checkpoint that the ledger knows to be whole; what `train(resume_from_checkpoint=…)` wants."""
+        """The newest checkpoint that the ledger knows to be complete, for `train(resume_from_checkpoint=…)`."""
         durable = self.status().durable_step
         found = Path(output_dir) / f"checkpoint-{durable}"
         if durable and not found.is_dir():
-            raise RunError(f"the ledger says that checkpoint {durable} is durable, but there is no {found}")
+            raise RunError(f"the ledger reports checkpoint {durable} as durable, but {found} does not exist")
         return str(found) if durable else None
 
     def check_host(self) -> None:
-        """Raise when the processes behind this run are gone, or another trainer took it over."""
+        """Raise if `rollbook host` has ended or another trainer has taken the role."""
         if self._watch is not None and self._watch.done() and not self._watch.cancelled():
             failure = self._watch.exception()
             if failure is not None:
                 raise failure
         if self._process is not None and (code := self._process.poll()) is not None:
             raise RunError(f"`rollbook host` ended with code {code}; see {self.directory / 'logs'}")
-
-    # ------------------------------------------------------------------ inside
 
     def _wait(self, call: Coroutine[Any, Any, T]) -> T:
         waiting = asyncio.run_coroutine_threadsafe(call, self._loop)
@@ -183,12 +182,12 @@ class RollbookRun:
         self._wait(self._open())
 
     async def _open(self) -> None:
-        facts = self.facts
+        info = self.info
         self._ledger = await self._stack.enter_async_context(
-            open_ledger_client(facts.ledger_url, RunId(facts.run), request_s=facts.request_s, log=self._log)
+            open_ledger_client(info.ledger_url, RunId(info.run), request_s=info.request_s, log=self._log)
         )
         receiver = await self._stack.enter_async_context(
-            WeightTransferClient(facts.policy_urls, request_s=facts.request_s, log=self._log)
+            WeightTransferClient(info.policy_urls, request_s=info.request_s, log=self._log)
         )
         self._publisher = Publisher(
             source=self._ledger,
@@ -209,7 +208,7 @@ class RollbookRun:
         self._loop.close()
         self._log.close()
         if self._process is not None:
-            _end(self._process)
+            _stop(self._process)
 
     async def _close(self) -> None:
         if self._watch is not None:
@@ -222,43 +221,43 @@ class RollbookRun:
 def open_run(
     config: str | Path, *, run_dir: str | Path, overrides: Sequence[str] = (), python: str = sys.executable
 ) -> Iterator[RollbookRun]:
-    """Start `rollbook host` on a config (again, to resume) and connect to it. It ends with this process, whatever kills it."""
+    """Start `rollbook host` and connect to it. Call it again to resume. The host ends with this process, even when it is killed."""
     directory = Path(run_dir).resolve()
-    alive_read, alive_write = os.pipe()
+    parent_read, parent_write = os.pipe()
     command = [python, "-m", "rollbook", "host", str(config), "--run-dir", str(directory)]
-    command += ["--parent-fd", str(alive_read), *(part for text in overrides for part in ("--set", text))]
-    process = subprocess.Popen(command, pass_fds=(alive_read,), start_new_session=True)
-    os.close(alive_read)
+    command += ["--parent-fd", str(parent_read), *(part for text in overrides for part in ("--set", text))]
+    process = subprocess.Popen(command, pass_fds=(parent_read,), start_new_session=True)
+    os.close(parent_read)
     run: RollbookRun | None = None
     try:
-        run = RollbookRun(_facts(directory, process), directory, process)
+        run = RollbookRun(_host_info(directory, process), directory, process)
         run.open()
         yield run
     finally:
         if run is not None:
             run.close()
         else:
-            _end(process)
-        os.close(alive_write)
+            _stop(process)
+        os.close(parent_write)
 
 
-def _facts(directory: Path, process: subprocess.Popen[bytes]) -> HostFacts:
+def _host_info(directory: Path, process: subprocess.Popen[bytes]) -> HostInfo:
     until = time.monotonic() + READY_S
     while time.monotonic() < until:
         if (code := process.poll()) is not None:
             raise RunError(f"`rollbook host` ended with code {code} before it was ready; see {directory / 'logs'}")
         with suppress(OSError, ValueError):
-            facts = msgspec.json.decode((directory / "host.json").read_bytes(), type=HostFacts)
-            if facts.pid == process.pid:
-                return facts
+            info = msgspec.json.decode((directory / "host.json").read_bytes(), type=HostInfo)
+            if info.pid == process.pid:
+                return info
         time.sleep(0.05)
     raise RunError(f"`rollbook host` was not ready within {READY_S:g} s; see {directory / 'logs'}")
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """It ends by itself when the run is over; else it is asked, and then killed."""
-    for act in (process.terminate, process.kill):
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """The host ends by itself with the run. Otherwise terminate it, then kill it."""
+    for stop in (process.terminate, process.kill):
         if process.poll() is None:
-            act()
+            stop()
             with suppress(subprocess.TimeoutExpired):
                 process.wait(STOP_S)

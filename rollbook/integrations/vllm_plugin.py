@@ -1,7 +1,7 @@
-"""Our weight transfer back end inside vLLM: it reads a published file, checks its digest, and only then touches the model.
+"""A weight transfer back end for vLLM: reads a published file, checks its digest, then loads it into the model.
 
 vLLM finds it by the entry point `vllm.general_plugins` of this package; a server uses it when started with
-`--weight-transfer-config '{"backend": "rollbook"}'`. Loaded in vLLM's processes only.
+`--weight-transfer-config '{"backend": "rollbook"}'`. It is imported in vLLM's processes only.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ BACKEND = "rollbook"
 
 @dataclass
 class FileInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is not installed where types are checked
-    """Nothing to set up: both sides see the same file."""
+    """Nothing to set up: both sides read the same file."""
 
 
 @dataclass
@@ -36,7 +36,7 @@ class FileUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]  # vLLM is
 
 
 class FileWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM is not installed where types are checked
-    """One file is one update. A file that is not what was published changes nothing."""
+    """One file is one update. A file with another digest than the published one is not loaded."""
 
     init_info_cls = FileInitInfo
     update_info_cls = FileUpdateInfo
@@ -45,7 +45,7 @@ class FileWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # v
         return None
 
     def start_weight_update(self) -> None:
-        """Nothing yet: the layers are opened for loading once the bytes are known to be right."""
+        """Not needed: the layers are prepared for loading after the digest was checked."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.receive_weights(self.parse_update_info(update_info))
@@ -55,28 +55,28 @@ class FileWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # v
         digest = weights_digest(read_weights(path).values())
         if digest != update_info.digest:
             raise ValueError(
-                f"weights at {path} have digest {digest}, but were announced with {update_info.digest}; nothing was loaded"
+                f"weights at {path} have digest {digest}, but {update_info.digest} was published; nothing was loaded"
             )
         initialize_layerwise_reload(self.model)
         self.model.load_weights(load_file(path).items())
         finalize_layerwise_reload(self.model, self.model_config)
-        self._renew_packed_copies()
+        self._update_packed_copies()
 
-    def _renew_packed_copies(self) -> None:
-        """On a CPU an output embedding multiplies by a packed copy. Where it is tied, loading the input one does not renew it."""
+    def _update_packed_copies(self) -> None:
+        """On a CPU vLLM uses packed copies. Loading a tied input embedding does not update the copy of the output embedding."""
         for module in self.model.modules():
             weight = getattr(module, "weight", None)
             if hasattr(module, "cpu_linear") and weight is not None and weight.numel():
                 dispatch_cpu_unquantized_gemm(module, remove_weight=False)
 
     def finish_weight_update(self) -> None:
-        """Done already."""
+        """Not needed: `receive_weights` has finished the update."""
 
     def shutdown(self) -> None:
-        """Holds nothing."""
+        """Nothing to free."""
 
 
 def register() -> None:
-    """Called by vLLM in each of its processes, more than once in some."""
+    """Called by vLLM in each of its processes, in some more than once."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, FileWeightTransferEngine)

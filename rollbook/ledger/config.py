@@ -27,7 +27,7 @@ class GateConfig(BaseModel, frozen=True, extra="forbid"):
     """C: prompt groups being played at the same time, at most. May be smaller than a step: it then fills in several rounds."""
 
     max_head_offpolicy_versions: int = Field(default=1, ge=0)
-    """O: the staleness budget, in steps. No trained token is older than this; 0 is strictly synchronous.
+    """O: the staleness bound, in steps. No trained token is older than this; 0 is strictly synchronous.
     Fixed for the life of a run."""
 
     batch_policy: BatchPolicy = BatchPolicy.WAIT
@@ -52,7 +52,7 @@ class GateConfig(BaseModel, frozen=True, extra="forbid"):
             rule=FreshnessRule(
                 groups_per_step=self.groups_per_step,
                 max_in_flight=self.max_groups_in_flight,
-                budget=self.max_head_offpolicy_versions,
+                max_head_offpolicy_versions=self.max_head_offpolicy_versions,
                 policy=self.batch_policy,
                 max_steps=max_steps,
             ),

@@ -9,17 +9,20 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+from pydantic import BaseModel, ValidationError
 
 from rollbook.contracts.errors import RollbookError, RunError
 from rollbook.contracts.plugin import PluginError, load_plugin
 from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.ports import Environment
 from rollbook.contracts.trajectory import EndReason, RolloutSample
-from rollbook.rollout.episodes.policy import EpisodePolicy
-from rollbook.rollout.settings.limits import EpisodeLimits
+from rollbook.rollout.policy import EpisodePolicy
+from rollbook.rollout.settings import EpisodeLimits
 from rollbook.telemetry.events import EventLog
 
+SettingsModel = TypeVar("SettingsModel", bound=BaseModel)
 RolloutFn: TypeAlias = Callable[[dict[str, Any]], Awaitable[RolloutSample | None]]
 Message: TypeAlias = Mapping[str, Any]
 """A chat message: `role` and `content`, and whatever else the model's template reads."""
@@ -118,6 +121,14 @@ class RolloutSetup:
     """Where the policy server answers, for agents that run elsewhere."""
     open_proxy_session: OpenChatSession = _no_proxy
     """An endpoint for an agent: `async with setup.open_proxy_session() as session: run_agent(session.base_url)`."""
+
+    def read_settings(self, model: type[SettingsModel]) -> SettingsModel:
+        """`settings` as this model. Raises `RunError` with every fault."""
+        try:
+            return model.model_validate(dict(self.settings))
+        except ValidationError as error:
+            faults = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            raise RunError(f"rollout.settings: {faults}") from error
 
 
 MakeRollout: TypeAlias = Callable[[RolloutSetup], RolloutFn]

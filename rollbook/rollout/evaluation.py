@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 
+from rollbook.concurrency.exception_groups import first_error
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.group_codec import decode_group
 from rollbook.contracts.task import Task
-from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.groups.player import GroupOrder
 from rollbook.rollout.workers.messages import Finished
 from rollbook.rollout.workers.pool import WorkerPool
-from rollbook.rollout.workers.spec import WorkerRecipe
+from rollbook.rollout.workers.spec import WorkerSpec
 from rollbook.telemetry.events import EventLog
 
 Z95 = 1.959964
@@ -198,11 +198,11 @@ class Evaluator:
 
 @asynccontextmanager
 async def open_evaluator(
-    recipe: WorkerRecipe, config: RolloutConfig, *, concurrency: int, label_field: str, log: EventLog
+    spec: WorkerSpec, *, concurrency: int, label_field: str, log: EventLog
 ) -> AsyncIterator[Evaluator]:
     """Workers that are ready when the block begins and gone when it has ended."""
-    evaluator = Evaluator(label_field=label_field, concurrency=concurrency, max_seconds=config.max_seconds)
-    pool = WorkerPool(recipe, config, listener=evaluator, log=log)
+    evaluator = Evaluator(label_field=label_field, concurrency=concurrency, max_seconds=spec.config.max_seconds)
+    pool = WorkerPool(spec, listener=evaluator, log=log)
     evaluator.bind(pool)
     try:
         async with asyncio.TaskGroup() as group:
@@ -210,11 +210,8 @@ async def open_evaluator(
             await pool.ready.wait()
             yield evaluator
             keeping.cancel()
-    except BaseExceptionGroup as escaped:
-        first: BaseException = escaped
-        while isinstance(first, BaseExceptionGroup):
-            first = first.exceptions[0]
-        raise first from escaped
+    except BaseExceptionGroup as errors:
+        raise first_error(errors) from errors
 
 
 def _played(task: Task, label: str, result: Finished) -> PlayedTask:

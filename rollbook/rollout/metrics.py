@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from rollbook.contracts.group import DropKind, DropReason, GroupOutcome, PromptGroup
 from rollbook.rollout.config import RolloutConfig
-from rollbook.rollout.settings.rewards import SECONDS_KEY, score_key
+from rollbook.rollout.settings import SECONDS_KEY, score_key
 from rollbook.telemetry.metrics import Metric, MetricRecorder, Reduction
 
 ROLLOUT_METRICS: tuple[Metric, ...] = (

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from rollbook.contracts.errors import RunError
 from rollbook.inference.client.client import PolicyClient, open_policy_client
-from rollbook.inference.client.server_protocol import Dialect, OwnDialect
-from rollbook.inference.client.vllm import VllmDialect, VllmServerApi
-from rollbook.inference.client.vllm_adapters import VllmAdapterDialect, VllmAdapterServerApi
+from rollbook.inference.client.server_protocol import RollbookProtocol, ServerProtocol
+from rollbook.inference.client.vllm import VllmProtocol, VllmServerApi
+from rollbook.inference.client.vllm_adapters import VllmAdapterProtocol, VllmAdapterServerApi
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.weights.client import WeightTransferClient
 from rollbook.inference.weights.server_api import RollbookServerApi, WeightServerApi
 from rollbook.inference.weights.transport import TransportOptions, WeightTransport, open_transport
-from rollbook.rollout.episodes.policy import current_episode
+from rollbook.rollout.policy import current_episode
 from rollbook.telemetry.events import EventLog
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -42,7 +42,7 @@ def open_policy(
         request_s=config.request_s,
         log=log,
         max_connections=config.max_connections,
-        dialect=_dialect(config),
+        protocol=_protocol(config),
         session=episode_session,
         api_key=api_key(config),
         watch_s=config.watch_s,
@@ -101,10 +101,10 @@ def _transport(config: InferenceConfig, directory: Path, trainer_device: str) ->
     return open_transport(chosen_transfer(config, trainer_device), options)
 
 
-def _dialect(config: InferenceConfig) -> Dialect:
+def _protocol(config: InferenceConfig) -> ServerProtocol:
     if config.engine != "vllm":
-        return OwnDialect()
-    kind = VllmAdapterDialect if config.publish == "adapter" else VllmDialect
+        return RollbookProtocol()
+    kind = VllmAdapterProtocol if config.publish == "adapter" else VllmProtocol
     return kind(model_name=config.vllm.model_name)
 
 

@@ -1,4 +1,4 @@
-"""Breaking off a wait when a stop is asked for, and finding the error behind a failed group of tasks."""
+"""Cancels a wait when a stop is requested."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -16,9 +16,3 @@ async def unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
         stopping.cancel()
         working.cancel()  # without effect on work that is done
     return None if working.cancelled() else working.result()
-
-
-def first_error(failures: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error itself: groups of groups come from tasks within tasks."""
-    first = failures.exceptions[0]
-    return first_error(first) if isinstance(first, BaseExceptionGroup) else first

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rollbook.concurrency.background import Background
 from rollbook.concurrency.clock import Clock, SystemClock
+from rollbook.concurrency.exception_groups import first_error
 from rollbook.contracts.adapter import AdapterKind
 from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainerRole, TrainingBatch
 from rollbook.contracts.errors import FencedError, RunError
@@ -29,7 +30,7 @@ from rollbook.trainer.checkpoints.checkpoints import Checkpoint, Checkpoints
 from rollbook.trainer.checkpoints.settings_history import check_and_record
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.flops import devices_peak_flops, peak_memory_gb
-from rollbook.trainer.interruption import first_error, unless
+from rollbook.trainer.interruption import unless
 from rollbook.trainer.metrics import batch_metrics, time_metrics
 from rollbook.trainer.model.weights import digest_of
 from rollbook.trainer.publish import Publisher

@@ -1,28 +1,27 @@
-"""The page about HTTP is made from the code, and says what the code does."""
+"""docs/http-api.md and the OpenAPI document are generated from the verbs."""
 
 from pathlib import Path
 
-from rollbook.ledger.http.handlers import NativeRoutes
+from rollbook.ledger.http.handlers import LedgerHandlers
 from rollbook.ledger.http.openapi import openapi_document
 from rollbook.ledger.http.reference import http_api_page
-from rollbook.ledger.http.routes import ROUTES
+from rollbook.ledger.http.verbs import VERBS
 
 PAGE = Path(__file__).parents[2] / "docs" / "http-api.md"
 
 
-def test_the_page_about_http_is_up_to_date() -> None:
-    wanted = http_api_page()
-    assert PAGE.read_text(encoding="utf-8") == wanted, "run `make docs`"
+def test_the_http_api_page_is_up_to_date() -> None:
+    assert PAGE.read_text(encoding="utf-8") == http_api_page(), "run `make docs`"
 
 
-def test_every_route_is_answered_and_documented() -> None:
+def test_every_verb_has_a_handler_and_is_documented() -> None:
     paths = openapi_document()["paths"]
-    for route in ROUTES:
-        assert callable(getattr(NativeRoutes, route.name))
-        assert route.method.lower() in paths[route.path]
+    for verb in VERBS:
+        assert callable(getattr(LedgerHandlers, verb.name))
+        assert verb.method.lower() in paths[verb.path]
 
 
-def test_every_reference_of_the_openapi_document_leads_somewhere() -> None:
+def test_every_reference_of_the_openapi_document_resolves() -> None:
     document = openapi_document()
     refs: list[str] = []
 

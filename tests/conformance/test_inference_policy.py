@@ -15,9 +15,9 @@ from rollbook.contracts.adapter import AdapterKind
 from rollbook.contracts.errors import EpisodeError
 from rollbook.contracts.policy import Completion, FinishReason, Publication, SamplingParams
 from rollbook.inference.client.client import PolicyClient, open_policy_client
-from rollbook.inference.client.server_protocol import Dialect, OwnDialect
-from rollbook.inference.client.vllm import VllmDialect, VllmServerApi
-from rollbook.inference.client.vllm_adapters import VllmAdapterDialect, VllmAdapterServerApi, names_in_use
+from rollbook.inference.client.server_protocol import RollbookProtocol, ServerProtocol
+from rollbook.inference.client.vllm import VllmProtocol, VllmServerApi
+from rollbook.inference.client.vllm_adapters import VllmAdapterProtocol, VllmAdapterServerApi, adapters_in_use
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engine import open_engine
 from rollbook.inference.server.app import build_app, serve
@@ -138,7 +138,7 @@ async def rig(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> Asyn
     # On a CPU, reloading a directory leaves vLLM's copy of a tied output embedding as it was; our plug-in renews it.
     models: Models = request.getfixturevalue("untied" if kind == "vllm-reload" else "tied")
     async with AsyncExitStack() as stack:
-        dialect: Dialect = OwnDialect()
+        protocol: ServerProtocol = RollbookProtocol()
         server_api: WeightServerApi = RollbookServerApi()
         if kind.startswith("own"):
             config = InferenceConfig(max_model_len=512, max_running=32)
@@ -146,11 +146,11 @@ async def rig(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> Asyn
             url = await stack.enter_async_context(serve(build_app(engine, config)))
         else:
             url = request.getfixturevalue(VLLM_URLS[kind])
-            dialect = VllmDialect(model_name="policy")
+            protocol = VllmProtocol(model_name="policy")
             server_api = VllmServerApi("reload" if kind == "vllm-reload" else "plugin")
             if kind == "vllm-adapter":
-                dialect, server_api = VllmAdapterDialect(model_name="policy"), VllmAdapterServerApi()
-        client = await stack.enter_async_context(open_policy_client(url, request_s=REQUEST_S, dialect=dialect))
+                protocol, server_api = VllmAdapterProtocol(model_name="policy"), VllmAdapterServerApi()
+        client = await stack.enter_async_context(open_policy_client(url, request_s=REQUEST_S, protocol=protocol))
         transport = open_transport("directory", TransportOptions(directory=str(tmp_path / "weights")))
         weights = await stack.enter_async_context(
             WeightTransferClient([url], request_s=REQUEST_S, transport=transport, server_api=server_api)
@@ -284,10 +284,10 @@ async def test_adapters_that_nobody_uses_are_unloaded_but_for_the_newest(rig: Ri
     assert [f'"policy-v{p.id}"' in listed for p in published] == [False, False, True, True]
 
 
-def test_names_in_use_are_those_of_the_newest_line() -> None:
+def test_adapters_in_use_are_those_of_the_newest_line() -> None:
     metrics = (
         'vllm:lora_requests_info{max_lora="4",running_lora_adapters="policy-v1",waiting_lora_adapters="policy-v3"} 20.5\n'
         'vllm:lora_requests_info{max_lora="4",running_lora_adapters="policy-v9",waiting_lora_adapters=""} 10.5\n'
     )
-    assert names_in_use(metrics) == {"policy-v1", "policy-v3"}
-    assert names_in_use("nothing of the kind") == set()
+    assert adapters_in_use(metrics) == {"policy-v1", "policy-v3"}
+    assert adapters_in_use("nothing of the kind") == set()

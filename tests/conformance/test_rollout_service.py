@@ -18,7 +18,7 @@ from rollbook.contracts.group import GroupId
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.rollout.agents import rollout as proxied
 from rollbook.rollout.contract import RolloutFn, RolloutSetup
-from rollbook.rollout.episodes.policy import EpisodeContext, enter_episode
+from rollbook.rollout.policy import EpisodeContext, enter_episode
 from rollbook.rollout.remote import client as service_client
 from rollbook.rollout.remote.protocol import RolloutReply, RolloutRequest, TokenizerMismatchError, reply_of
 from rollbook.rollout.remote.server import FunctionService, rollout_app, serve_rollouts
@@ -193,7 +193,7 @@ async def test_an_episode_ends_at_its_deadline_on_both_sides(tmp_path: Path) -> 
 
     async with both(tmp_path, play=hang) as (_, remote, _, _):
         enter_episode(EpisodeContext(group_id=GroupId("t@0"), min_publication=0, until=time.monotonic() + 0.4))
-        with pytest.raises(TransientError, match=r"did not answer within|504"):
+        with pytest.raises(TransientError, match=r"did not respond within|504"):
             await remote(ROW)
         await asyncio.wait_for(ended.wait(), 30)
 
@@ -243,7 +243,7 @@ async def test_a_lost_connection_is_tried_once_more_and_joins_the_same_episode(
 async def test_a_service_off_loopback_demands_a_token_and_says_who_may_not(tmp_path: Path) -> None:
     async with agent_setup(tmp_path, answers) as (setup, _):
         service = FunctionService(setup.tokenizer.identity, lambda _: asyncio.sleep(0, None))
-        with pytest.raises(ValueError, match="set a token"):
+        with pytest.raises(ValueError, match="a token is required"):
             async with serve_rollouts(service, host="0.0.0.0"):
                 pass
         async with serve_rollouts(service, token="s3cret") as url:

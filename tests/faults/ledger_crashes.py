@@ -103,7 +103,9 @@ class Crash:
                     for at in range(NUM_PRODUCERS + 2)
                 ]
                 await clients[0].create_run(
-                    settings(per_step=PER_STEP, in_flight=8, budget=4, policy=BatchPolicy.DROP, keep_payloads=False)
+                    settings(
+                        per_step=PER_STEP, in_flight=8, staleness_bound=4, policy=BatchPolicy.DROP, keep_payloads=False
+                    )
                 )
                 async with asyncio.TaskGroup() as group:
                     trainer = group.create_task(self._train(clients[0]))

@@ -26,9 +26,9 @@ from rollbook.inference.weights.client import WeightTransferClient
 from rollbook.ledger.client.client import open_ledger_client
 from rollbook.rollout.dispatch.failure_breaker import RolloutsFailingError
 from rollbook.run.supervision.channel import Channel
-from rollbook.run.supervision.child_main import EXIT_CRASHED, EXIT_STOP_RUN, _verdict
+from rollbook.run.supervision.child_main import EXIT_CRASHED, EXIT_STOP_RUN, exit_code_of
 from rollbook.telemetry.events import EventLog, read_events
-from tests.parts.inference.engines import Workshop
+from tests.parts.inference.engines import TinyModel
 from tests.parts.rollout.dispatching import dispatching
 from tests.parts.rollout.sink import MemorySink
 from tests.parts.run.silent_server import silent_server
@@ -43,7 +43,7 @@ QUIET = EventLog("test", echo=io.StringIO())
 
 def exit_code_after(error: BaseException) -> int:
     """What the process that plays the role would end with."""
-    return _verdict(error, Channel(None), QUIET)
+    return exit_code_of(error, Channel(None), QUIET)
 
 
 async def test_a_rollout_that_never_returns_is_cancelled_named_and_survived(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ async def test_a_rollout_that_never_returns_is_cancelled_named_and_survived(tmp_
     dropped = play.sink.rows[GroupId("t0@0")]
     assert dropped.drop is not None
     assert "4 x rollout did not end within 0.3 s (max_seconds) and was cancelled in" in dropped.drop
-    assert "rollout (rollout_functions.py:" in dropped.drop
+    assert "rollout (functions.py:" in dropped.drop
     assert [play.sink.rows[GroupId(f"t{i}@0")].state for i in (1, 2)] == ["queued", "queued"]
 
 
@@ -62,7 +62,7 @@ async def test_an_engine_that_accepts_and_never_answers_stops_the_run_with_its_a
         play = dispatching(tmp_path, [{}] * 8, worker=worker, max_seconds=0.3)
         with pytest.raises(RolloutsFailingError, match="5 groups in a row failed") as stopped:
             await play.run()
-    assert f"policy request to {url} was not answered within 0.3 s" in str(stopped.value)
+    assert f"policy request to {url} was not completed within 0.3 s" in str(stopped.value)
     assert exit_code_after(stopped.value) == EXIT_STOP_RUN
 
 
@@ -87,12 +87,12 @@ async def test_a_full_queue_is_waited_for_within_the_requests_budget_and_then_na
         engine="scripted", max_running=1, max_queued=1, scripted=ScriptedConfig(token_s=0.05, max_model_len=4096)
     )
     async with open_engine(config, None) as engine, serve(build_app(engine, config)) as url:
-        await engine.load_weights(*Workshop(root=tmp_path).weights(1))
+        await engine.load_weights(*TinyModel(root=tmp_path).weights(1))
         async with open_policy_client(url, request_s=30.0) as client:
             long = SamplingParams(max_tokens=2000)
             stuck = [asyncio.create_task(client.complete([1], long)) for _ in range(2)]
             await asyncio.sleep(0.2)
-            with pytest.raises(TransientError, match=r"answered 503 \(queue_full\)"):
+            with pytest.raises(TransientError, match=r"returned 503 \(queue_full\)"):
                 await client.complete([1], long, timeout_s=1.0)
             for task in stuck:
                 task.cancel()
@@ -105,7 +105,7 @@ async def test_a_ledger_that_never_answers_ends_the_dispatcher_which_is_started_
         open_ledger_client(url, RunId("r"), request_s=0.5, log=QUIET) as ledger,
     ):
         play = dispatching(tmp_path, [{}], sink=ledger)
-        with pytest.raises(TransientError, match=f"ledger at {url}/v1/runs/r: POST /join got no answer") as ended:
+        with pytest.raises(TransientError, match=f"ledger at {url}: no response to POST /v1/runs/r/join") as ended:
             await play.run()
     assert exit_code_after(ended.value) == EXIT_CRASHED
 
@@ -130,8 +130,8 @@ async def test_a_worker_that_computes_for_ever_tells_where_before_it_is_replaced
     play = dispatching(tmp_path, [{"deed": "block"}], sink=sink, worker_silence_s=2.0, worker_stop_s=0.2)
     await play.run()
     (stalled,) = play.events("rollout.worker_stalled")
-    assert "rollout_functions.py" in stalled["stack"], "the line that blocks"
-    assert "gave no sign of life for 2 s" in sink.released[0][2]
+    assert "functions.py" in stalled["stack"], "the line that blocks"
+    assert "sent no heartbeat for 2 s" in sink.released[0][2]
 
 
 async def test_a_push_of_weights_that_is_never_answered_ends_the_trainer_with_its_address(tmp_path: Path) -> None:
@@ -198,6 +198,6 @@ def test_a_run_whose_engine_never_answers_stops_with_exit_code_1_and_the_cause(t
     try:
         summary = run.start().wait(LONG_S)
         assert (summary["exit_code"], summary["end"]) == (1, "failed")
-        assert "was not answered within 2 s" in summary["told"]
+        assert "was not completed within 2 s" in summary["told"]
     finally:
         run.stop()

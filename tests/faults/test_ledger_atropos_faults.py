@@ -18,7 +18,7 @@ from rollbook.ledger.config import LedgerConfig
 from rollbook.ledger.store import Store
 from rollbook.ledger.stores.sqlite.store import open_memory_store, open_readonly
 from rollbook.ledger.tools.audit import audit
-from rollbook.run.commands.serve_atropos import MOST_QUICK_DEATHS, QUICK_S
+from rollbook.run.commands.serve_atropos import MAX_QUICK_EXITS, QUICK_S
 from tests.parts.ledger.atropos import RUN, Client, dialect, dialect_on, name_of, registration, scored
 from tests.parts.ledger.run_api import running_api
 
@@ -257,7 +257,7 @@ async def test_nothing_is_lost_or_served_twice_when_the_server_is_killed_among_r
                 for number in range(1, num_kills + 1):
                     goal = len(acknowledged) + 20
                     await moved(lambda goal=goal: len(acknowledged) >= goal)
-                    if number % (MOST_QUICK_DEATHS - 1) == 0:
+                    if number % (MAX_QUICK_EXITS - 1) == 0:
                         await asyncio.sleep(QUICK_S)  # else the command gives up
                     await asyncio.to_thread(api.kill_server)
                 is_over.set()

@@ -52,7 +52,7 @@ async def idle(url: str, count: int, pid: int) -> None:
         created = await caller.call(
             "PUT",
             "",
-            {"settings": {"rule": {"groups_per_step": 2, "max_in_flight": 2, "budget": 1}}},
+            {"settings": {"rule": {"groups_per_step": 2, "max_in_flight": 2, "max_head_offpolicy_versions": 1}}},
         )
         assert created.status == 200
         for at in range(20):
@@ -86,7 +86,7 @@ def test_a_second_signal_ends_the_ledger_at_once(tmp_path: Path) -> None:
         # A body that never arrives keeps the first signal's drain busy.
         async with aiohttp.ClientSession() as session:
             caller = Caller(session, url)
-            rule = {"groups_per_step": 2, "max_in_flight": 2, "budget": 1}
+            rule = {"groups_per_step": 2, "max_in_flight": 2, "max_head_offpolicy_versions": 1}
             await caller.call("PUT", "", {"settings": {"rule": rule}})
             host, port = url.removeprefix("http://").split(":")
             _, writer = await asyncio.open_connection(host, int(port))

@@ -49,7 +49,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @initialize(
         per_step=st.integers(1, 3),
         in_flight=st.integers(1, 6),
-        budget=st.integers(0, 4),
+        staleness_bound=st.integers(0, 4),
         policy=st.sampled_from(BatchPolicy),
         max_steps=st.none() | st.integers(3, 12),
         max_attempts=st.integers(1, 3),
@@ -59,7 +59,7 @@ class LedgerMachine(RuleBasedStateMachine):
         *,
         per_step: int,
         in_flight: int,
-        budget: int,
+        staleness_bound: int,
         policy: BatchPolicy,
         max_steps: int | None,
         max_attempts: int,
@@ -67,13 +67,13 @@ class LedgerMachine(RuleBasedStateMachine):
         self.run_settings = run_settings(
             per_step=per_step,
             in_flight=in_flight,
-            budget=budget,
+            staleness_bound=staleness_bound,
             policy=policy,
             max_steps=max_steps,
             max_attempts=max_attempts,
         )
         self.driver = self.make_driver().create(self.run_settings)
-        self.simulation = SimulatedRun(driver=self.driver, budget=budget)
+        self.simulation = SimulatedRun(driver=self.driver, staleness_bound=staleness_bound)
         self.take_over(checkpoint=0, is_exact=True)
         self.publish()
         self.owners = {name: self.driver.join(name) for name in NAMES}

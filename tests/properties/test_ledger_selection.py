@@ -11,7 +11,7 @@ rules = st.builds(
     FreshnessRule,
     groups_per_step=st.integers(1, 5),
     max_in_flight=st.integers(1, 12),
-    budget=st.integers(0, 6),
+    max_head_offpolicy_versions=st.integers(0, 6),
     policy=st.sampled_from(BatchPolicy),
     max_steps=st.none() | st.integers(1, 20),
 )
@@ -51,9 +51,9 @@ def test_capacity_never_exceeds_a_slot_or_a_place(rule: FreshnessRule, counts: G
         per_step = rule.groups_per_step
         total = per_step * counts.batches_decided + counts.queued + counts.leased + counts.waiting + capacity
         assert counts.leased + capacity <= rule.max_in_flight
-        assert total <= (rule.gate_budget + version + 1) * per_step
+        assert total <= (rule.admission_bound + version + 1) * per_step
         # The last of these groups, in order, is in batch ceil(total / P): trained at a lag of at most S.
-        assert (-(-total // per_step) - 1) - version <= rule.gate_budget <= rule.budget
+        assert (-(-total // per_step) - 1) - version <= rule.admission_bound <= rule.max_head_offpolicy_versions
 
 
 @given(rule=rules, queue=queues(), step=st.integers(1, 10))

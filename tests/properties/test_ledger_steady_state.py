@@ -23,7 +23,7 @@ def play(rule: FreshnessRule, *, seed: int, patience: int) -> AuditReport:
         run_settings(
             per_step=rule.groups_per_step,
             in_flight=rule.max_in_flight,
-            budget=rule.budget,
+            staleness_bound=rule.max_head_offpolicy_versions,
             policy=rule.policy,
             max_steps=STEPS,
             max_attempts=1_000,
@@ -31,7 +31,7 @@ def play(rule: FreshnessRule, *, seed: int, patience: int) -> AuditReport:
             ttl_s=1e9,
         )
     )
-    simulation = SimulatedRun(driver=driver, budget=rule.budget)
+    simulation = SimulatedRun(driver=driver, staleness_bound=rule.max_head_offpolicy_versions)
     simulation.take_over(checkpoint=0, salt="")
     simulation.publish()
     owner = driver.join()
@@ -64,7 +64,7 @@ rules = st.builds(
     FreshnessRule,
     groups_per_step=st.integers(1, 4),
     max_in_flight=st.integers(1, 12),
-    budget=st.integers(0, 6),
+    max_head_offpolicy_versions=st.integers(0, 6),
     policy=st.sampled_from(BatchPolicy),
 )
 
@@ -78,14 +78,14 @@ def test_a_run_reaches_its_last_step_within_the_bound_and_wait_drops_nothing(
     assert report.violations == ()
     assert report.steps == STEPS
     assert report.max_lag is not None
-    assert report.max_lag <= rule.budget
+    assert report.max_lag <= rule.max_head_offpolicy_versions
     if rule.policy is BatchPolicy.WAIT:
         assert report.dropped == {}
 
 
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 10**9))
-def test_without_a_budget_every_token_is_of_the_version_that_is_trained(seed: int) -> None:
-    rule = FreshnessRule(groups_per_step=2, max_in_flight=8, budget=0)
+def test_with_a_staleness_bound_of_zero_every_token_is_of_the_version_that_is_trained(seed: int) -> None:
+    rule = FreshnessRule(groups_per_step=2, max_in_flight=8, max_head_offpolicy_versions=0)
     report = play(rule, seed=seed, patience=3)
     assert (report.violations, report.max_lag, report.dropped) == ((), 0, {})

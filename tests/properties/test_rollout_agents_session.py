@@ -12,8 +12,8 @@ from rollbook.contracts.policy import Completion, SamplingParams
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.rollout.agents.session import ChatRequest, ProxySession
 from rollbook.rollout.agents.tool_calls import parse_hermes
-from rollbook.rollout.episodes.policy import EpisodePolicy
-from rollbook.rollout.settings.limits import EpisodeLimits
+from rollbook.rollout.policy import EpisodePolicy
+from rollbook.rollout.settings import EpisodeLimits
 from tests.parts.rollout.agents import FORGETS_THINKING, TOOLS_TEMPLATE, byte_by_byte, word_tokenizer
 from tests.parts.rollout.guessing import completion
 
@@ -72,8 +72,8 @@ async def play(template: str, moves: list[tuple[str, str, str]]) -> tuple[Rollou
                 messages = [{"role": "user", "content": remark or "?"}]
         policy.says = says
         answer = await session.complete(ChatRequest(messages=messages, tools=TOOLS))
-        calls = [call.to_openai() for call in answer.said.calls]
-        reply: dict[str, Any] = {"role": "assistant", "content": answer.said.content or None}
+        calls = [call.to_openai() for call in answer.parsed.calls]
+        reply: dict[str, Any] = {"role": "assistant", "content": answer.parsed.content or None}
         messages.append({**reply, "tool_calls": calls} if calls else reply)
         if calls:
             messages.append({"role": "tool", "tool_call_id": calls[0]["id"], "content": remark})

@@ -9,10 +9,8 @@ from hypothesis import strategies as st
 
 from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
 from rollbook.rollout.assemblers.assembler import PrefixMismatchError
-from rollbook.rollout.assemblers.branching import BranchingAssembler
 from rollbook.rollout.assemblers.chat import MessageTrajectoryAssembler
-from rollbook.rollout.assemblers.linear import TrajectoryAssembler
-from rollbook.rollout.assemblers.registry import build_assembler
+from rollbook.rollout.assemblers.tokens import BranchingAssembler, TrajectoryAssembler, build_assembler
 from tests.parts.rollout.guessing import CHARACTERS, FORGETFUL, letter_tokenizer
 
 TOKENIZERS = {"error": letter_tokenizer(), "fork": letter_tokenizer(FORGETFUL)}

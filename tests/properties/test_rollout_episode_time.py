@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook.concurrency.clock import ManualClock
-from rollbook.rollout.episodes.stopwatch import EpisodeTime
+from rollbook.rollout.stopwatch import EpisodeTime
 
 seconds = st.integers(0, 100).map(float)
 moves = st.lists(

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook.rollout.rewards.main import checked
-from rollbook.rollout.settings.rewards import Missing, RewardFunction, RewardRules, Score, combine
+from rollbook.rollout.settings import Missing, RewardFunction, RewardRules, Score, combine
 
 numbers = st.floats(min_value=-1e6, max_value=1e6)
 scores = st.one_of(

@@ -11,18 +11,21 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 from aiohttp import web
 
 from rollbook.contracts.errors import EpisodeError, FencedError, RunError, TransientError
-from rollbook.contracts.policy import Completion, SamplingParams
+from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
 from rollbook.inference.client.client import BUNDLE_MAX_TOKENS, PolicyClient, open_policy_client
 from rollbook.inference.config import ScriptedConfig
 from rollbook.inference.engine import Engine
 from rollbook.inference.server.app import build_app, serve
-from rollbook.inference.server.routes.replies import Handler, json_response
+from rollbook.inference.server.routes.responses import Handler, json_response
 from rollbook.inference.weights.client import WeightTransferClient
-from tests.parts.inference.engines import Workshop, engine_config, until
+from rollbook.inference.wire.completions import MSGPACK, TokenCompletion, TokenReply
+from tests.parts.inference.engines import TinyModel, engine_config, until
 from tests.parts.inference.models import VOCAB, plain_logprobs, publication
 
 ONE = SamplingParams(max_tokens=1)
@@ -31,13 +34,13 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    return Workshop(root=tmp_path_factory.mktemp("client"))
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return TinyModel(root=tmp_path_factory.mktemp("client"))
 
 
 @asynccontextmanager
 async def opened(
-    workshop: Workshop,
+    tiny: TinyModel,
     name: str = "scripted",
     *,
     published: int | None = 1,
@@ -52,7 +55,7 @@ async def opened(
             posts.append(request.path)
         return await handler(request)
 
-    async with workshop.engine(name, published=published, **settings) as engine:
+    async with tiny.engine(name, published=published, **settings) as engine:
         app = build_app(engine, engine_config(name, **settings))
         app.middlewares.append(collect)
         async with serve(app) as url, open_policy_client(url, request_s=20) as client:
@@ -79,6 +82,8 @@ async def answering(*answers: Any) -> AsyncIterator[tuple[str, list[Any]]]:
             assert request.transport is not None
             request.transport.close()
             return response
+        if isinstance(answer, TokenReply):
+            return web.Response(body=msgspec.msgpack.encode(answer), content_type=MSGPACK)
         status, body = answer
         return json_response(body, status=status)
 
@@ -88,31 +93,29 @@ async def answering(*answers: Any) -> AsyncIterator[tuple[str, list[Any]]]:
         yield url, asked
 
 
-def reply(*tokens: int) -> tuple[int, dict[str, Any]]:
-    choice = {
-        "index": 0,
-        "finish_reason": "length",
-        "token_ids": list(tokens),
-        "logprobs": {"token_logprobs": [-1.0] * len(tokens)},
-        "weight_versions": [{"version": "3", "start": 0, "end": len(tokens)}],
-    }
-    usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-    return 200, {"id": "x", "created": 0, "model": "m", "choices": [choice], "usage": usage}
+def reply(*tokens: int) -> TokenReply:
+    completion = Completion(
+        token_ids=np.array(tokens, np.int32),
+        logprobs=np.full(len(tokens), -1.0, np.float32),
+        versions=np.full(len(tokens), 3, np.int32),
+        finish_reason=FinishReason.LENGTH,
+    )
+    return TokenReply(completions=[TokenCompletion.of(completion)])
 
 
-async def test_a_completion_arrives_as_the_engine_made_it(workshop: Workshop) -> None:
-    async with opened(workshop, "transformers") as (client, _, _):
+async def test_a_completion_arrives_as_the_engine_made_it(tiny: TinyModel) -> None:
+    async with opened(tiny, "transformers") as (client, _, _):
         for sampling in (SamplingParams(max_tokens=5, seed=3), SamplingParams(max_tokens=40, seed=3)):
             completion = await client.complete([1, 2, 3], sampling)
-            expected = plain_logprobs(workshop.model(1), [1, 2, 3, *completion.token_ids.tolist()], 3)
+            expected = plain_logprobs(tiny.model(1), [1, 2, 3, *completion.token_ids.tolist()], 3)
             assert completion.logprobs.tolist() == pytest.approx(expected, abs=1e-4)
             assert set(completion.versions.tolist()) == {1}
 
 
-async def test_many_short_requests_share_http_requests_and_each_gets_its_own_answer(workshop: Workshop) -> None:
+async def test_many_short_requests_share_http_requests_and_each_gets_its_own_answer(tiny: TinyModel) -> None:
     seeds = range(300)
     posts: list[str] = []
-    async with opened(workshop, posts=posts) as (client, _, url):
+    async with opened(tiny, posts=posts) as (client, _, url):
         sampled = await asyncio.gather(
             *(client.complete([seed % VOCAB], SamplingParams(max_tokens=3, seed=seed)) for seed in seeds)
         )
@@ -123,8 +126,8 @@ async def test_many_short_requests_share_http_requests_and_each_gets_its_own_ans
                 assert sampled[seed].token_ids.tolist() == alone.token_ids.tolist()
 
 
-async def test_one_bad_prompt_in_a_bundle_harms_nobody_else(workshop: Workshop) -> None:
-    async with opened(workshop) as (client, _, _):
+async def test_one_bad_prompt_in_a_bundle_harms_nobody_else(tiny: TinyModel) -> None:
+    async with opened(tiny) as (client, _, _):
         prompts = [[1], [2], [VOCAB + 5], [3], []]
         outcomes = await asyncio.gather(*(client.complete(p, ONE) for p in prompts), return_exceptions=True)
     assert [type(outcome) for outcome in outcomes] == [Completion, Completion, EpisodeError, Completion, EpisodeError]
@@ -150,9 +153,9 @@ async def test_a_fault_of_ours_is_never_retried(status: int, expected: type[Exce
 
 
 async def test_an_answer_for_other_tokens_than_its_stamps_is_not_believed() -> None:
-    status, broken = reply(4, 5)
-    broken["choices"][0]["weight_versions"][0]["end"] = 1
-    async with answering((status, broken), reply(6)) as (url, _), open_policy_client(url, request_s=20) as client:
+    broken = reply(4, 5)
+    broken.completions[0].versions = np.array([3], np.int32).data
+    async with answering(broken, reply(6)) as (url, _), open_policy_client(url, request_s=20) as client:
         assert (await client.complete([1], ONE)).token_ids.tolist() == [6]
 
 
@@ -162,29 +165,29 @@ async def test_the_deadline_ends_it_and_tells_the_last_trouble(sampling: Samplin
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
         async with open_policy_client(url, request_s=0.3) as client:
-            with pytest.raises(TransientError, match="could not be reached"):
+            with pytest.raises(TransientError, match="is unreachable"):
                 await client.complete([1], sampling)
 
 
-async def test_a_shorter_deadline_of_the_caller_wins(workshop: Workshop) -> None:
-    async with opened(workshop, published=None) as (client, _, _):
+async def test_a_shorter_deadline_of_the_caller_wins(tiny: TinyModel) -> None:
+    async with opened(tiny, published=None) as (client, _, _):
         # Told with the cause when no further try fits into the deadline, or with the deadline when one hangs.
         with pytest.raises(TransientError, match=r"stale_weights|within 0\.15 s"):
             await client.complete([1], ONE, timeout_s=0.15)
 
 
-async def test_a_request_waits_for_the_weights_it_needs(workshop: Workshop) -> None:
-    async with opened(workshop) as (client, engine, _):
+async def test_a_request_waits_for_the_weights_it_needs(tiny: TinyModel) -> None:
+    async with opened(tiny) as (client, engine, _):
         waiting = asyncio.create_task(client.complete([1], ONE, min_publication=2))
         await client.complete([2], LONG)
         assert not waiting.done()
-        await engine.load_weights(*workshop.weights(2))
+        await engine.load_weights(*tiny.weights(2))
         assert (await waiting).versions.tolist() == [2]
 
 
 @pytest.mark.parametrize("max_tokens", [BUNDLE_MAX_TOKENS, 200])
-async def test_cancelling_a_request_frees_its_slot_on_the_server(workshop: Workshop, max_tokens: int) -> None:
-    async with opened(workshop, scripted=ScriptedConfig(token_s=0.05)) as (client, engine, _):
+async def test_cancelling_a_request_frees_its_slot_on_the_server(tiny: TinyModel, max_tokens: int) -> None:
+    async with opened(tiny, scripted=ScriptedConfig(token_s=0.05)) as (client, engine, _):
         asking = asyncio.create_task(client.complete([1], SamplingParams(max_tokens=max_tokens)))
         await until(lambda: engine.stats().tokens >= 1)
         asking.cancel()
@@ -201,14 +204,12 @@ async def start_server(port: int, ready: Path) -> subprocess.Popen[bytes]:
     return process
 
 
-async def test_waiting_survives_a_policy_server_that_is_killed_and_restarted(
-    workshop: Workshop, tmp_path: Path
-) -> None:
+async def test_waiting_survives_a_policy_server_that_is_killed_and_restarted(tiny: TinyModel, tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     first = await start_server(0, ready)
     url = ready.read_text()
     port = int(url.rsplit(":", 1)[1])
-    published, path = workshop.weights(1)
+    published, path = tiny.weights(1)
     second: subprocess.Popen[bytes] | None = None
     try:
         async with AsyncExitStack() as stack:
@@ -234,19 +235,19 @@ async def test_waiting_survives_a_policy_server_that_is_killed_and_restarted(
                 process.wait()
 
 
-async def test_weights_reach_every_replica_and_are_reported(workshop: Workshop) -> None:
+async def test_weights_reach_every_replica_and_are_reported(tiny: TinyModel) -> None:
     async with AsyncExitStack() as stack:
         urls = []
         for _ in range(2):
-            _, _, url = await stack.enter_async_context(opened(workshop, published=None))
+            _, _, url = await stack.enter_async_context(opened(tiny, published=None))
             urls.append(url)
         weights = await stack.enter_async_context(WeightTransferClient(urls, request_s=10))
         assert list(await weights.reported()) == [None, None]
-        published, path = workshop.weights(3)
+        published, path = tiny.weights(3)
         await weights.receive(published, str(path))
         await weights.receive(published, str(path))
         assert list(await weights.reported()) == [published, published]
-        older, older_path = workshop.weights(2)
+        older, older_path = tiny.weights(2)
         with pytest.raises(FencedError, match="publication 2"):
             await weights.receive(older, str(older_path))
         with pytest.raises(RunError, match="digest"):
@@ -254,12 +255,12 @@ async def test_weights_reach_every_replica_and_are_reported(workshop: Workshop) 
         assert list(await weights.reported()) == [published, published]
 
 
-async def test_a_replica_that_is_gone_is_quarantined_and_the_last_one_is_told(workshop: Workshop) -> None:
+async def test_a_replica_that_is_gone_is_quarantined_and_the_last_one_is_told(tiny: TinyModel) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         gone = f"http://127.0.0.1:{unused.getsockname()[1]}"
-        published, path = workshop.weights(2)
-        async with opened(workshop) as (_, _, url), WeightTransferClient([url, gone], request_s=5) as weights:
+        published, path = tiny.weights(2)
+        async with opened(tiny) as (_, _, url), WeightTransferClient([url, gone], request_s=5) as weights:
             with pytest.raises(TransientError, match=gone):
                 await weights.reported()
             await weights.receive(published, str(path))
@@ -271,8 +272,8 @@ async def test_a_replica_that_is_gone_is_quarantined_and_the_last_one_is_told(wo
             assert weights.quarantined == ()
 
 
-async def test_the_trainer_can_pause_and_resume_all_replicas(workshop: Workshop) -> None:
-    async with opened(workshop) as (client, engine, url), WeightTransferClient([url], request_s=10) as weights:
+async def test_the_trainer_can_pause_and_resume_all_replicas(tiny: TinyModel) -> None:
+    async with opened(tiny) as (client, engine, url), WeightTransferClient([url], request_s=10) as weights:
         await weights.pause("wait")
         assert engine.is_paused
         waiting = asyncio.create_task(client.complete([1], ONE))

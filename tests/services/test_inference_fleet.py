@@ -19,7 +19,7 @@ from rollbook.inference.server.app import SERVICE, build_app, serve
 from rollbook.inference.weights.client import WeightTransferClient
 from rollbook.inference.weights.transport import TransportOptions, open_transport
 from rollbook.trainer.model.weights import digest_of, named_weights
-from tests.parts.inference.engines import Workshop, engine_config, until
+from tests.parts.inference.engines import TinyModel, engine_config, until
 from tests.parts.inference.models import publication
 
 ROOT = Path(__file__).parents[2]
@@ -28,8 +28,8 @@ ONE = SamplingParams(max_tokens=1)
 
 
 @pytest.fixture(scope="module")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    return Workshop(root=tmp_path_factory.mktemp("fleet"))
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return TinyModel(root=tmp_path_factory.mktemp("fleet"))
 
 
 async def start_server(ready: Path, port: int = 0) -> tuple[subprocess.Popen[bytes], str]:
@@ -42,9 +42,9 @@ async def start_server(ready: Path, port: int = 0) -> tuple[subprocess.Popen[byt
 
 
 async def test_all_requests_are_answered_when_one_of_two_replicas_is_killed_under_load(
-    workshop: Workshop, tmp_path: Path
+    tiny: TinyModel, tmp_path: Path
 ) -> None:
-    published, path = workshop.weights(1)
+    published, path = tiny.weights(1)
     (first, first_url), (second, second_url) = await asyncio.gather(
         start_server(tmp_path / "a"), start_server(tmp_path / "b")
     )
@@ -55,7 +55,7 @@ async def test_all_requests_are_answered_when_one_of_two_replicas_is_killed_unde
             await weights.receive(published, str(path))
             client = await stack.enter_async_context(open_policy_client(urls, request_s=60, watch_s=0.1))
             asking = [asyncio.create_task(client.complete([n % 30, n % 7], LONG if n % 2 else ONE)) for n in range(120)]
-            await until(lambda: all(replica.answered for replica in client.fleet.replicas))
+            await until(lambda: all(replica.completed for replica in client.fleet.replicas))
             os.kill(first.pid, signal.SIGKILL)
             first.wait()
             asking += [asyncio.create_task(client.complete([n % 30, 3], LONG)) for n in range(60)]
@@ -73,7 +73,7 @@ async def test_all_requests_are_answered_when_one_of_two_replicas_is_killed_unde
 
 @pytest.mark.slow
 async def test_weights_cross_processes_over_gloo_and_a_member_that_died_is_left_out(
-    workshop: Workshop, tmp_path: Path
+    tiny: TinyModel, tmp_path: Path
 ) -> None:
     (first, first_url), (second, second_url) = await asyncio.gather(
         start_server(tmp_path / "a"), start_server(tmp_path / "b")
@@ -83,13 +83,13 @@ async def test_weights_cross_processes_over_gloo_and_a_member_that_died_is_left_
         urls = [first_url, second_url]
         async with WeightTransferClient(urls, request_s=120, confirm_s=120, transport=transport) as client:
             for number in (1, 2):
-                weights = named_weights(workshop.model(number))
+                weights = named_weights(tiny.model(number))
                 published = publication(number, digest_of(weights))
                 await client.receive(published, await client.put(published, weights))
                 assert list(await client.reported()) == [published, published]
             os.kill(second.pid, signal.SIGKILL)
             second.wait()
-            weights = named_weights(workshop.model(3))
+            weights = named_weights(tiny.model(3))
             published = publication(3, digest_of(weights))
             await client.receive(published, await client.put(published, weights))
             assert client.quarantined == (second_url,)
@@ -102,12 +102,12 @@ async def test_weights_cross_processes_over_gloo_and_a_member_that_died_is_left_
 
 @asynccontextmanager
 async def two_replicas(
-    workshop: Workshop, *, published: tuple[int | None, int | None] = (1, 1)
+    tiny: TinyModel, *, published: tuple[int | None, int | None] = (1, 1)
 ) -> AsyncIterator[tuple[PolicyClient, list[str]]]:
     async with AsyncExitStack() as stack:
         urls = []
         for number in published:
-            engine = await stack.enter_async_context(workshop.engine("scripted", published=number))
+            engine = await stack.enter_async_context(tiny.engine("scripted", published=number))
             app = build_app(engine, engine_config("scripted"))
             urls.append(await stack.enter_async_context(serve(app)))
         client = await stack.enter_async_context(open_policy_client(urls, request_s=30, watch_s=0.05))
@@ -115,13 +115,13 @@ async def two_replicas(
 
 
 def answered(fleet: Fleet) -> list[int]:
-    return [replica.answered for replica in fleet.replicas]
+    return [replica.completed for replica in fleet.replicas]
 
 
-async def test_the_turns_of_a_session_go_to_one_replica_and_sessions_to_all(workshop: Workshop) -> None:
+async def test_the_turns_of_a_session_go_to_one_replica_and_sessions_to_all(tiny: TinyModel) -> None:
     episode = ["none"]
     async with AsyncExitStack() as stack:
-        _, urls = await stack.enter_async_context(two_replicas(workshop))
+        _, urls = await stack.enter_async_context(two_replicas(tiny))
         asking = open_policy_client(urls, request_s=30, session=lambda: episode[0])
         client = await stack.enter_async_context(asking)
         homes: Counter[int] = Counter()
@@ -136,19 +136,19 @@ async def test_the_turns_of_a_session_go_to_one_replica_and_sessions_to_all(work
         assert set(homes) == {0, 1}
 
 
-async def test_a_replica_with_older_weights_is_not_asked_for_newer_ones(workshop: Workshop) -> None:
-    async with two_replicas(workshop, published=(1, 2)) as (client, _):
+async def test_a_replica_with_older_weights_is_not_asked_for_newer_ones(tiny: TinyModel) -> None:
+    async with two_replicas(tiny, published=(1, 2)) as (client, _):
         await until(lambda: [replica.publication for replica in client.fleet.replicas] == [1, 2])
         answers = await asyncio.gather(*(client.complete([n], LONG, min_publication=2) for n in range(20)))
         assert {int(v) for answer in answers for v in answer.versions} == {2}
         assert answered(client.fleet)[0] == 0
 
 
-async def test_a_draining_replica_finishes_what_it_has_and_gets_nothing_new(workshop: Workshop) -> None:
+async def test_a_draining_replica_finishes_what_it_has_and_gets_nothing_new(tiny: TinyModel) -> None:
     async with AsyncExitStack() as stack:
         urls, services = [], []
         for _ in range(2):
-            engine = await stack.enter_async_context(workshop.engine("scripted"))
+            engine = await stack.enter_async_context(tiny.engine("scripted"))
             app = build_app(engine, engine_config("scripted"))
             urls.append(await stack.enter_async_context(serve(app)))
             services.append(app[SERVICE])

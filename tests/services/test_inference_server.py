@@ -15,14 +15,14 @@ import pytest
 
 from rollbook.inference.engine import Engine
 from rollbook.inference.server.app import build_app, serve
-from rollbook.inference.server.service import MAX_CHOICES
-from tests.parts.inference.engines import Workshop, engine_config, until
+from rollbook.inference.wire.completions import MAX_CHOICES
+from tests.parts.inference.engines import TinyModel, engine_config, until
 from tests.parts.inference.models import MAX_LEN, VOCAB, plain_logprobs
 
 
 @pytest.fixture(scope="module")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    return Workshop(root=tmp_path_factory.mktemp("server"))
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return TinyModel(root=tmp_path_factory.mktemp("server"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,18 +42,18 @@ class Served:
 
 @asynccontextmanager
 async def served(
-    workshop: Workshop, name: str = "scripted", *, published: int | None = 1, **settings: Any
+    tiny: TinyModel, name: str = "scripted", *, published: int | None = 1, **settings: Any
 ) -> AsyncIterator[Served]:
     async with (
-        workshop.engine(name, published=published, **settings) as engine,
+        tiny.engine(name, published=published, **settings) as engine,
         serve(build_app(engine, engine_config(name, **settings))) as url,
         aiohttp.ClientSession() as session,
     ):
         yield Served(engine=engine, session=session, url=url)
 
 
-def update_body(workshop: Workshop, number: int, *, epoch: int = 1, **changes: Any) -> dict[str, Any]:
-    published, path = workshop.weights(number, epoch=epoch)
+def update_body(tiny: TinyModel, number: int, *, epoch: int = 1, **changes: Any) -> dict[str, Any]:
+    published, path = tiny.weights(number, epoch=epoch)
     info = {
         "backend": "directory",
         "path": str(path),
@@ -65,8 +65,8 @@ def update_body(workshop: Workshop, number: int, *, epoch: int = 1, **changes: A
     return {"update_info": {**info, **changes}}
 
 
-async def test_a_completion_answers_in_vllms_shape_with_the_models_own_logprobs(workshop: Workshop) -> None:
-    async with served(workshop, "transformers") as server:
+async def test_a_completion_answers_in_vllms_shape_with_the_models_own_logprobs(tiny: TinyModel) -> None:
+    async with served(tiny, "transformers") as server:
         asked = {"prompt": [1, 2, 3], "max_tokens": 6, "return_token_ids": True, "logprobs": 0, "model": "policy"}
         status, reply = await server.post("/v1/completions", asked)
     assert status == 200
@@ -81,20 +81,20 @@ async def test_a_completion_answers_in_vllms_shape_with_the_models_own_logprobs(
     assert choice["index"] == 0
     assert choice["finish_reason"] == "length"
     assert choice["weight_versions"] == [{"version": 1, "start": 0, "end": 6}]
-    expected = plain_logprobs(workshop.model(1), [1, 2, 3, *choice["token_ids"]], 3)
+    expected = plain_logprobs(tiny.model(1), [1, 2, 3, *choice["token_ids"]], 3)
     assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=1e-4)
 
 
-async def test_ids_and_logprobs_are_sent_only_when_asked_for(workshop: Workshop) -> None:
-    async with served(workshop) as server:
+async def test_ids_and_logprobs_are_sent_only_when_asked_for(tiny: TinyModel) -> None:
+    async with served(tiny) as server:
         _, reply = await server.post("/v1/completions", {"prompt": [1]})
     assert reply["choices"][0]["token_ids"] is None
     assert reply["choices"][0]["logprobs"] is None
     assert reply["usage"]["completion_tokens"] == 16
 
 
-async def test_several_prompts_and_n_come_back_in_order_each_with_its_seed(workshop: Workshop) -> None:
-    async with served(workshop) as server:
+async def test_several_prompts_and_n_come_back_in_order_each_with_its_seed(tiny: TinyModel) -> None:
+    async with served(tiny) as server:
         asked = {"prompt": [[1], [2, 3], [4]], "max_tokens": 4, "return_token_ids": True, "seeds": [5, None, 5]}
         _, reply = await server.post("/v1/completions", asked)
         ids = [choice["token_ids"] for choice in reply["choices"]]
@@ -133,9 +133,9 @@ async def test_several_prompts_and_n_come_back_in_order_each_with_its_seed(works
     ],
 )
 async def test_nonsense_is_refused_with_the_name_of_the_field(
-    workshop: Workshop, body: dict[str, Any], param: str
+    tiny: TinyModel, body: dict[str, Any], param: str
 ) -> None:
-    async with served(workshop) as server:
+    async with served(tiny) as server:
         status, reply = await server.post("/v1/completions", body)
         assert status == 400
         assert set(reply["error"]) == {"message", "type", "param", "code"}
@@ -145,15 +145,15 @@ async def test_nonsense_is_refused_with_the_name_of_the_field(
         assert server.engine.stats().queued == 0
 
 
-async def test_fields_of_openai_that_change_nothing_are_accepted(workshop: Workshop) -> None:
-    async with served(workshop) as server:
+async def test_fields_of_openai_that_change_nothing_are_accepted(tiny: TinyModel) -> None:
+    async with served(tiny) as server:
         neutral = {"stream": False, "echo": False, "best_of": 1, "stop": None, "presence_penalty": 0, "user": "me"}
         status, _ = await server.post("/v1/completions", {"prompt": [1], "max_tokens": 1, "top_k": -1, **neutral})
         assert status == 200
 
 
-async def test_bodies_that_are_no_json_and_paths_that_do_not_exist_answer_in_the_same_shape(workshop: Workshop) -> None:
-    async with served(workshop) as server:
+async def test_bodies_that_are_no_json_and_paths_that_do_not_exist_answer_in_the_same_shape(tiny: TinyModel) -> None:
+    async with served(tiny) as server:
         async with server.session.post(server.url + "/v1/completions", data=b"{") as response:
             assert response.status == 400
             assert (await response.json())["error"]["code"] == 400
@@ -161,8 +161,8 @@ async def test_bodies_that_are_no_json_and_paths_that_do_not_exist_answer_in_the
         assert (status, reply["error"]["code"]) == (404, 404)
 
 
-async def test_a_server_without_published_weights_is_alive_and_does_not_sample(workshop: Workshop) -> None:
-    async with served(workshop, published=None) as server:
+async def test_a_server_without_published_weights_is_alive_and_does_not_sample(tiny: TinyModel) -> None:
+    async with served(tiny, published=None) as server:
         status, health = await server.get("/health")
         assert status == 200
         assert health["publication"] is None
@@ -171,38 +171,38 @@ async def test_a_server_without_published_weights_is_alive_and_does_not_sample(w
             assert response.status == 503
             assert 0 < float(response.headers["Retry-After"]) <= 0.2
             assert (await response.json())["error"]["type"] == "stale_weights"
-        assert (await server.post("/update_weights", update_body(workshop, 1)))[0] == 200
+        assert (await server.post("/update_weights", update_body(tiny, 1)))[0] == 200
         assert (await server.post("/v1/completions", {"prompt": [1]}))[0] == 200
 
 
-async def test_a_request_for_newer_weights_waits_for_them(workshop: Workshop) -> None:
-    async with served(workshop) as server:
+async def test_a_request_for_newer_weights_waits_for_them(tiny: TinyModel) -> None:
+    async with served(tiny) as server:
         asked = {"prompt": [1], "max_tokens": 1, "min_publication": 2}
         status, reply = await server.post("/v1/completions", asked)
         assert (status, reply["error"]["type"]) == (503, "stale_weights")
         assert "2" in reply["error"]["message"]
-        await server.post("/update_weights", update_body(workshop, 2))
+        await server.post("/update_weights", update_body(tiny, 2))
         status, reply = await server.post("/v1/completions", asked)
         assert status == 200
         assert reply["choices"][0]["weight_versions"][0]["version"] == 2
 
 
-async def test_updates_are_fenced_checked_and_idempotent(workshop: Workshop) -> None:
-    async with served(workshop, published=None) as server:
-        assert await server.post("/update_weights", update_body(workshop, 5, epoch=3)) == (
+async def test_updates_are_fenced_checked_and_idempotent(tiny: TinyModel) -> None:
+    async with served(tiny, published=None) as server:
+        assert await server.post("/update_weights", update_body(tiny, 5, epoch=3)) == (
             200,
             {"message": "Weights updated"},
         )
-        assert (await server.post("/update_weights", update_body(workshop, 5, epoch=3)))[0] == 200
-        for outdated in (update_body(workshop, 6, epoch=2), update_body(workshop, 4, epoch=3)):
+        assert (await server.post("/update_weights", update_body(tiny, 5, epoch=3)))[0] == 200
+        for outdated in (update_body(tiny, 6, epoch=2), update_body(tiny, 4, epoch=3)):
             status, reply = await server.post("/update_weights", outdated)
             assert (status, reply["error"]["type"]) == (409, "outdated_update")
-        status, reply = await server.post("/update_weights", update_body(workshop, 6, epoch=3, digest="f" * 32))
+        status, reply = await server.post("/update_weights", update_body(tiny, 6, epoch=3, digest="f" * 32))
         assert status == 400
         assert "digest" in reply["error"]["message"]
-        status, reply = await server.post("/update_weights", update_body(workshop, 6, epoch=3, backend="pigeon"))
+        status, reply = await server.post("/update_weights", update_body(tiny, 6, epoch=3, backend="pigeon"))
         assert (status, reply["error"]["param"]) == (400, "backend")
-        published, _ = workshop.weights(5, epoch=3)
+        published, _ = tiny.weights(5, epoch=3)
         assert (await server.get("/weight_info"))[1] == {
             "weight_version": "5",
             "publication": 5,
@@ -214,8 +214,8 @@ async def test_updates_are_fenced_checked_and_idempotent(workshop: Workshop) -> 
         }
 
 
-async def test_a_client_that_hangs_up_frees_its_slot(workshop: Workshop) -> None:
-    async with served(workshop, "transformers", max_running=1) as server:
+async def test_a_client_that_hangs_up_frees_its_slot(tiny: TinyModel) -> None:
+    async with served(tiny, "transformers", max_running=1) as server:
         asked = {"prompt": [1], "max_tokens": 250}
         leaving = asyncio.create_task(server.post("/v1/completions", asked))
         await until(lambda: server.engine.stats().tokens >= 2)
@@ -225,8 +225,8 @@ async def test_a_client_that_hangs_up_frees_its_slot(workshop: Workshop) -> None
         assert server.engine.stats().tokens < 250
 
 
-async def test_a_full_queue_answers_503_and_serves_again(workshop: Workshop) -> None:
-    async with served(workshop, max_queued=2) as server:
+async def test_a_full_queue_answers_503_and_serves_again(tiny: TinyModel) -> None:
+    async with served(tiny, max_queued=2) as server:
         await server.post("/pause?mode=keep")
         asked = {"prompt": [1], "max_tokens": 1}
         waiting = [asyncio.create_task(server.post("/v1/completions", asked)) for _ in range(2)]
@@ -239,8 +239,8 @@ async def test_a_full_queue_answers_503_and_serves_again(workshop: Workshop) -> 
         assert [status for status, _ in await asyncio.gather(*waiting)] == [200, 200]
 
 
-async def test_pause_and_resume_over_http(workshop: Workshop) -> None:
-    async with served(workshop) as server:
+async def test_pause_and_resume_over_http(tiny: TinyModel) -> None:
+    async with served(tiny) as server:
         running = asyncio.create_task(server.post("/v1/completions", {"prompt": [1], "max_tokens": 200}))
         await until(lambda: server.engine.stats().tokens >= 2)
         assert await server.post("/pause?mode=abort") == (200, {"status": "paused"})
@@ -263,10 +263,10 @@ def test_a_scripted_server_starts_without_torch() -> None:
     assert loaded == []
 
 
-async def test_a_socket_that_somebody_else_holds_keeps_its_address(workshop: Workshop) -> None:
+async def test_a_socket_that_somebody_else_holds_keeps_its_address(tiny: TinyModel) -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         address = f"http://127.0.0.1:{held.getsockname()[1]}"
-        async with workshop.engine("scripted") as engine:
+        async with tiny.engine("scripted") as engine:
             for _ in range(2):
                 app = build_app(engine, engine_config("scripted"))
                 async with serve(app, sock=held.dup()) as url, aiohttp.ClientSession() as session:
@@ -275,16 +275,16 @@ async def test_a_socket_that_somebody_else_holds_keeps_its_address(workshop: Wor
                         assert response.status == 200
 
 
-async def test_models_tells_what_fits(workshop: Workshop) -> None:
-    async with served(workshop) as server:
+async def test_models_tells_what_fits(tiny: TinyModel) -> None:
+    async with served(tiny) as server:
         _, reply = await server.get("/v1/models")
         assert reply["data"][0]["max_model_len"] == MAX_LEN
         assert reply["data"][0]["vocab_size"] == VOCAB
 
 
-async def test_a_model_that_fails_on_a_request_answers_500_by_name(workshop: Workshop, tmp_path: Path) -> None:
-    async with served(workshop, "transformers") as server:
-        body = update_body(workshop, 2)
+async def test_a_model_that_fails_on_a_request_answers_500_by_name(tiny: TinyModel, tmp_path: Path) -> None:
+    async with served(tiny, "transformers") as server:
+        body = update_body(tiny, 2)
         assert (await server.post("/update_weights", body))[0] == 200
         server.engine.parts.weights._targets["lm_head.weight"].fill_(float("nan"))  # type: ignore[attr-defined]
         status, reply = await server.post("/v1/completions", {"prompt": [[1], [2]], "max_tokens": 1})

@@ -1,4 +1,4 @@
-"""The real TRL in a virtual environment of its own: its AsyncGRPOTrainer on our parts, killed and resumed; and alone."""
+"""TRL's AsyncGRPOTrainer in its own virtual environment: on Rollbook's rollouts, killed and resumed, and with its own worker."""
 
 import json
 import os
@@ -30,11 +30,11 @@ def start(*command: str) -> subprocess.Popen[str]:
     return subprocess.Popen([str(PYTHON), *command], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
 
 
-def train(run_dir: Path, *more: str) -> subprocess.Popen[str]:
-    return start("examples/06_trl/train.py", "--run-dir", str(run_dir), "--steps", str(STEPS), *more)
+def train(run_dir: Path, *options: str) -> subprocess.Popen[str]:
+    return start("examples/06_trl/train.py", "--run-dir", str(run_dir), "--steps", str(STEPS), *options)
 
 
-def told_by(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
+def printed_by(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
     assert process.stdout is not None
     with process.stdout as lines:
         for line in lines:
@@ -47,7 +47,7 @@ def groups_by_state(run_dir: Path) -> dict[str, GroupState]:
         return {group.group_id: group.state for group in run.groups(state=None, limit=1000, offset=0)}
 
 
-def assert_all_was_trained_once(run_dir: Path) -> None:
+def assert_all_groups_were_trained_once(run_dir: Path) -> None:
     states = groups_by_state(run_dir)
     with open_run(run_dir) as run:
         report = run.audit()
@@ -55,11 +55,11 @@ def assert_all_was_trained_once(run_dir: Path) -> None:
     assert list(states.values()) == [GroupState.DURABLE] * (STEPS * ROWS // 4)
 
 
-def test_trl_trains_on_our_workers_with_ratio_one_and_drops_nothing_where_alone_it_drops_most(
+def test_trl_on_our_workers_has_ratio_one_and_drops_no_sample_while_its_own_worker_drops_most(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     process = train(tmp_path / "ours", "--step-s", "0.5")
-    lines = list(told_by(process))
+    lines = list(printed_by(process))
     assert process.wait(60) == 0
     steps = [line for line in lines if "ratio" in line]
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
@@ -67,27 +67,27 @@ def test_trl_trains_on_our_workers_with_ratio_one_and_drops_nothing_where_alone_
     assert sum(line["dropped_stale"] for line in steps) == 0
     assert max(line["sample/staleness_max"] for line in steps) <= 2
     assert lines[-1]["done"] == STEPS
-    assert_all_was_trained_once(tmp_path / "ours")
+    assert_all_groups_were_trained_once(tmp_path / "ours")
 
     alone = start("-m", "tests.parts.integrations.trl_alone", str(tmp_path / "alone"), str(STEPS), "0.5")
-    counted = list(told_by(alone))[-1]
+    counted = list(printed_by(alone))[-1]
     assert alone.wait(60) == 0
     dropped, kept = sum(counted["dropped_by_step"]), STEPS * counted["samples_per_step"]
     with capfd.disabled():
-        print(  # noqa: T201 - the figures that this test is for
+        print(  # noqa: T201 - the result of this test
             f"\nTRL with our worker: ratio {steps[0]['ratio']:.4f} at step 1, 0 of {kept} samples dropped as stale; "
             f"TRL alone: {dropped:.0f} of {dropped + kept:.0f} dropped ({dropped / (dropped + kept):.0%})"
         )
-    assert dropped > kept, "alone it drops most: if that is no longer so, say so in docs/agents.md"
+    assert dropped > kept, "TRL alone drops most samples; if that changes, update docs/agents.md"
 
 
-def test_a_killed_trl_run_goes_on_and_what_was_queued_or_in_flight_is_delivered(tmp_path: Path) -> None:
+def test_a_killed_trl_run_resumes_and_delivers_the_groups_that_were_queued_or_in_flight(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    # Worlds that take a moment, so that groups are in flight whenever the kill comes.
+    # Slow environments, so that groups are in flight at the kill.
     slow = ["--set", "env.name=delayed_number_guessing", "--set", "env.args={max_turns=4,step_s=0.05}"]
     first = train(run_dir, "--step-s", "0.3", *slow)
     before = []
-    for line in told_by(first):
+    for line in printed_by(first):
         before.append(line)
         if line.get("step") == 5:
             os.kill(first.pid, signal.SIGKILL)
@@ -95,11 +95,11 @@ def test_a_killed_trl_run_goes_on_and_what_was_queued_or_in_flight_is_delivered(
     states = groups_by_state(run_dir)
     waiting = {group for group, state in states.items() if state in (GroupState.QUEUED, GroupState.DISPATCHED)}
     undurable = {group for group, state in states.items() if state in (GroupState.BATCHED, GroupState.TRAINED)}
-    assert waiting, "the kill found nothing in flight: it shows nothing"
-    assert undurable, "the kill found nothing trained since the checkpoint: it shows nothing"
+    assert waiting, "no group was in flight at the kill, so the test proves nothing"
+    assert undurable, "no group was trained since the checkpoint, so the test proves nothing"
 
     second = train(run_dir, *slow)
-    after = list(told_by(second))
+    after = list(printed_by(second))
     assert second.wait(60) == 0
     assert after[0]["resumed_from"].endswith("checkpoint-4")
     steps = [line for line in after if "ratio" in line]
@@ -107,4 +107,4 @@ def test_a_killed_trl_run_goes_on_and_what_was_queued_or_in_flight_is_delivered(
     assert sum(line["dropped_stale"] for line in steps) == 0
     assert after[-1]["dropped"] == {}
     assert waiting | undurable <= groups_by_state(run_dir).keys()
-    assert_all_was_trained_once(run_dir)
+    assert_all_groups_were_trained_once(run_dir)

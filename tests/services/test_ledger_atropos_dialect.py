@@ -71,18 +71,26 @@ async def test_values_survive_to_the_last_digit_and_every_key_is_there(client: C
     digits = "[[1.0,-0.1234567890123456789,-1e-7],[0.30000000000000004,5e-324,1]]"
     body = (
         '{"tokens":[[9007199254740993,2,3],[4,5,6]], "masks":[[-100,2,3],[-100,-100,6]], "scores":[1,0.1],'
-        f'"inference_logprobs":{digits}, "messages":[[{{"role":"user","content":"é \\u00e9","reward":null}}],[]], "unknown":1}}'
+        f'"inference_logprobs":{digits}, "messages":[[{{"role":"user","content":"é \\u00e9","reward":null}}],[]]}}'
     )
     headers = {"Content-Type": "application/json"}
     assert (await client.status_of("POST", "/scored_data", data=body, headers=headers))[0] == 200
     async with client.session.get(f"{client.url}/batch") as answer:
         text = await answer.text()
     (group,) = json.loads(text)["batch"]
-    assert list(group) == KEYS
+    assert set(group) == set(KEYS)
     assert digits in text
     assert group["tokens"][0][0] == 9007199254740993
     assert group["messages"] == [[{"role": "user", "content": "é é", "reward": None}], []]
     assert group["advantages"] is group["env_id"] is None
+
+
+async def test_unknown_fields_are_dropped(client: Client) -> None:
+    await client.start(2)
+    await client.post("/scored_data", scored(1, unknown=7))
+    (group,) = (await client.get("/batch"))["batch"]
+    assert set(group) == set(KEYS)
+    assert group["tokens"][0][0] == 1
 
 
 @pytest.mark.parametrize("accept", ["identity", "gzip, deflate"])

@@ -65,21 +65,22 @@ def usual(model: type[BaseModel]) -> dict[str, Any]:
 async def test_strange_values_in_any_field_never_make_it_fail(client: Client, seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(120):
-        method, path, _, model, is_list = rng.choice(VERBS)
+        verb = rng.choice(VERBS)
+        model = verb.body
         if model is None:
-            await answered(client, method.upper(), path)
+            await answered(client, verb.method, verb.path)
             continue
         message = usual(model)
         for name in rng.sample(sorted(model.model_fields), k=rng.randint(0, min(2, len(model.model_fields)))):
             message[name] = rng.choice(STRANGE)
         if rng.random() < 0.1:
             message.pop(rng.choice(sorted(message)))
-        body = json.dumps([message, usual(model)] if is_list else message)
-        await answered(client, method.upper(), path, data=body, headers=JSON)
+        body = json.dumps([message, usual(model)] if verb.is_list else message)
+        await answered(client, verb.method, verb.path, data=body, headers=JSON)
     await alive(client)
 
 
-@pytest.mark.parametrize("path", [path for _, path, _, model, _ in VERBS if model is not None])
+@pytest.mark.parametrize("path", [verb.path for verb in VERBS if verb.body is not None])
 async def test_bodies_that_are_no_message_are_refused(client: Client, path: str) -> None:
     method = "GET" if path == "/status-env" else "POST"
     whole = json.dumps(scored(1)).encode()

@@ -70,7 +70,7 @@ async def test_clients_do_not_notice_a_ledger_that_is_killed_and_comes_back(chil
         open_ledger_client(child.url, RUN, request_s=60, log=LOG) as dispatcher,
         open_ledger_client(child.url, RUN, request_s=60, log=LOG) as trainer,
     ):
-        await trainer.create_run(settings(per_step=4, in_flight=8, budget=3))
+        await trainer.create_run(settings(per_step=4, in_flight=8, staleness_bound=3))
         await trainer.take_role(restored_step=0)
         await trainer.confirm(await trainer.register(0, "w0"))
         owner = await dispatcher.join("rollout")

@@ -17,13 +17,11 @@ from rollbook.contracts.batch import AckReceipt, TrainingBatch
 from rollbook.contracts.errors import FencedError, RunError, TransientError
 from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupState
 from rollbook.contracts.group_codec import encode_group
-from rollbook.ledger.client.blocking import SyncLedgerClient, open_sync_ledger_client
+from rollbook.ledger.client.blocking import SyncLedgerClient, audit_at, explain_at, open_sync_ledger_client
 from rollbook.ledger.client.client import LedgerClient, open_ledger_client
-from rollbook.ledger.client.queries import audit_at, explain_at
 from rollbook.ledger.config import LedgerConfig, LedgerServerConfig
+from rollbook.ledger.http.app import LedgerService
 from rollbook.ledger.serve import allow_many_connections, listening_socket, serve_ledger, url_of
-from rollbook.ledger.service import Ledger
-from rollbook.ledger.store import Store
 from rollbook.ledger.stores.registry import sqlite_url
 from rollbook.telemetry.events import EventLog
 from tests.parts.ledger.groups import RUN, big_group, draws, group_of, outcome_of, settings
@@ -90,16 +88,16 @@ async def test_who_calls_while_the_store_opens_waits_and_is_answered(tmp_path: P
 
 async def test_a_ledger_that_would_be_open_to_others_does_not_start(tmp_path: Path) -> None:
     config = LedgerServerConfig(store=sqlite_url(tmp_path), host="0.0.0.0", port=0)
-    with pytest.raises(RunError, match="set one for each role"):
+    with pytest.raises(RunError, match="set a token for each role"):
         await serve_ledger(config, log=LOG, stop=asyncio.Event())
 
 
 async def test_a_dialect_that_knows_no_tokens_stands_behind_them(tmp_path: Path) -> None:
-    def mount(app: web.Application, _: Ledger, __: Store) -> None:
+    def dialect(service: LedgerService) -> None:
         async def answer(_: web.Request) -> web.Response:
             return web.Response(text="hello")
 
-        app.router.add_get("/other", answer)
+        service.app.router.add_get("/other", answer)
 
     tokens = {role: f"{role}-token-of-some-length" for role in ("producer", "trainer", "viewer")}
     sock, stop = listening_socket("127.0.0.1", 0), asyncio.Event()
@@ -107,7 +105,7 @@ async def test_a_dialect_that_knows_no_tokens_stands_behind_them(tmp_path: Path)
         {"store": sqlite_url(tmp_path), "drain_s": 1.0, **{f"{role}_tokens": [token] for role, token in tokens.items()}}
     )
     async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
-        group.create_task(serve_ledger(config, log=LOG, stop=stop, sock=sock, mount=mount))
+        group.create_task(serve_ledger(config, log=LOG, stop=stop, sock=sock, dialects=[dialect]))
         caller = Caller(session, url_of(sock))
         assert (await caller.call("GET", "//health")).status == 200
         found = {
@@ -256,8 +254,8 @@ async def test_the_life_of_a_group_is_told_in_sentences(url: str) -> None:
         )
         assert any("sampled by version 0 (publication 0)" in sentence for sentence in trained)
         assert trained[-1] == (
-            "Batch 1 took it because it was the oldest admitted group that was ready and its lag of 0 was within the budget "
-            "of 1; step 1 was trained, and no checkpoint covers it yet."
+            "Batch 1 took it because it was the oldest admitted group that was ready and its lag of 0 was within the "
+            "staleness bound of 1; step 1 was trained, and no checkpoint covers it yet."
         )
         assert (await client.explain(grants[2].group_id)).sentences[-1] == "It waits for another attempt."
         dropped = await client.explain(grants[3].group_id)
@@ -295,7 +293,7 @@ async def test_the_command_line_asks_a_ledger_over_http(url: str) -> None:
     with pytest.raises(RunError, match=r"has these runs: .*, other; name one: http://.*/v1/runs/RUN"):
         await asyncio.to_thread(explain_at, url, GroupId("a@0"))
     assert life.sentences[-1] == "It waits in the queue for batch 1 or a later one."
-    with pytest.raises(TransientError, match="cannot be reached"):
+    with pytest.raises(TransientError, match="no response to GET /v1/runs"):
         await asyncio.to_thread(audit_at, "http://127.0.0.1:1")
 
 

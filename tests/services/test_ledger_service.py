@@ -24,7 +24,7 @@ from rollbook.ledger.service import Ledger
 from rollbook.ledger.tools.audit import audit_run
 from rollbook.telemetry.events import EventLog
 from tests.parts.ledger.groups import RUN, big_group, draws, group_of, outcome_of, settings
-from tests.parts.ledger.service import open_sqlite_ledger, serving
+from tests.parts.ledger.service import open_memory_ledger, serving
 
 
 class Place:
@@ -271,9 +271,9 @@ async def test_a_service_that_closes_answers_those_who_wait(tmp_path: Path) -> N
         assert await waiting is None
 
 
-async def test_leases_and_silent_dispatchers_expire_by_the_clock(tmp_path: Path) -> None:
+async def test_leases_and_silent_dispatchers_expire_by_the_clock() -> None:
     clock = ManualClock()
-    async with open_sqlite_ledger(tmp_path, clock=clock) as ledger:
+    async with open_memory_ledger(clock=clock) as ledger:
         await ledger.create_run(RUN, settings(ttl_s=10))
         role = await ledger.take_role(RUN, restored_step=0)
         publication = await ledger.register(RUN, 0, "w0", epoch=role.epoch)

@@ -12,9 +12,8 @@ from rollbook.contracts.errors import EpisodeError, RunError, TransientError
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.trajectory import EndReason, RolloutSample
 from rollbook.rollout.agents.rollout import make_rollout
-from rollbook.rollout.episodes.policy import EpisodeContext, enter_episode
-from rollbook.rollout.settings.limits import EpisodeLimits
-from rollbook.rollout.settings.rewards import TO_BE_SCORED
+from rollbook.rollout.policy import EpisodeContext, enter_episode
+from rollbook.rollout.settings import TO_BE_SCORED, EpisodeLimits
 from tests.parts.rollout.agents import EngineRecord, agent_setup, assert_is_what_the_engine_saw
 
 PROGRAMS = "tests.parts.rollout.agent_programs"
@@ -53,7 +52,7 @@ async def test_a_reward_may_be_async_and_read_the_messages_and_may_be_the_agents
     sample, _ = await played(tmp_path, ROW, agent=f"{PROGRAMS}:converse", reward=f"{PROGRAMS}:async_reward")
     assert sample is not None
     assert sample.reward == 4.0
-    with pytest.raises(EpisodeError, match="the agent returned 'yes'; a number is needed"):
+    with pytest.raises(EpisodeError, match="the agent returned 'yes'; it must return a number"):
         await played(tmp_path, ROW, agent=f"{PROGRAMS}:converse")
 
 
@@ -108,7 +107,7 @@ async def test_forty_plain_agents_wait_side_by_side(tmp_path: Path) -> None:
 
 
 async def test_an_agent_that_never_asked_is_named(tmp_path: Path) -> None:
-    with pytest.raises(EpisodeError, match=r"without asking the policy once \(it returned 1\.0\)"):
+    with pytest.raises(EpisodeError, match=r"without a request to the policy \(it returned 1\.0\)"):
         await played(tmp_path, ROW, agent=f"{PROGRAMS}:say_nothing")
 
 
@@ -128,7 +127,7 @@ async def test_a_command_dies_with_its_episode(tmp_path: Path) -> None:
         ({"agent": "a:b", "command": ["x"]}, "either agent or command"),
         ({"agent": "a:b", "colour": 1}, "colour: Extra inputs"),
         ({"agent": "nowhere:agent"}, "rollout.settings.agent = 'nowhere:agent': no module 'nowhere'"),
-        ({"agent": f"{PROGRAMS}:converse", "environment": {"A": "b"}}, "environment is for a command"),
+        ({"agent": f"{PROGRAMS}:converse", "environment": {"A": "b"}}, "environment is only for command"),
     ],
 )
 async def test_settings_that_cannot_work_are_refused_before_anything_is_played(

@@ -14,8 +14,8 @@ from rollbook.contracts.errors import TransientError
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.trajectory import EndReason
 from rollbook.rollout.contract import ChatSession
-from rollbook.rollout.episodes.policy import EpisodeContext, enter_episode
-from rollbook.rollout.settings.limits import EpisodeLimits
+from rollbook.rollout.policy import EpisodeContext, enter_episode
+from rollbook.rollout.settings import EpisodeLimits
 from tests.parts.rollout.agents import (
     FORGETS_THINKING,
     agent_setup,
@@ -233,15 +233,15 @@ async def test_a_session_is_named_by_its_url_a_header_or_the_api_key_and_unknown
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        ({"n": 2}, "n: 2 is not offered"),
+        ({"n": 2}, "n: 2 is not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
-        ({"max_tokens": -1}, "max_tokens: -1 is no positive number"),
+        ({"max_tokens": -1}, "max_tokens: -1 is not a positive number"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, r"messages\[0\]: .* one of system"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            r"messages\[0\]\.content: the policy reads text only, not 'image_url'",
+            r"messages\[0\]\.content: only text is supported, not 'image_url'",
         ),
         ({"messages": []}, "at least one"),
     ],

@@ -93,7 +93,7 @@ async def test_a_verdict_on_the_run_from_user_code_stops_it(tmp_path: Path) -> N
 async def test_workers_that_die_again_and_again_stop_the_run_with_their_last_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollbook.rollout.workers.pool.MOST_BARREN_DEATHS", 1)
+    monkeypatch.setattr("rollbook.rollout.workers.pool.MAX_BARREN_DEATHS", 1)
     play = dispatching(tmp_path, [{"deed": "die"}])
     with pytest.raises(WorkersDyingError, match=r"(?s)2 rollout workers died.*status 9.*last words of the worker"):
         await play.run()
@@ -161,7 +161,7 @@ async def test_a_worker_whose_loop_is_blocked_is_replaced(tmp_path: Path) -> Non
     sink = MemorySink(capacity=8, max_attempts=1)
     play = dispatching(tmp_path, [{"deed": "block"}], sink=sink, worker_silence_s=2.5, worker_stop_s=0.2)
     await play.run()
-    assert "gave no sign of life" in sink.released[0][2]
+    assert "sent no heartbeat" in sink.released[0][2]
 
 
 async def test_the_end_of_the_run_stops_what_still_plays(tmp_path: Path) -> None:

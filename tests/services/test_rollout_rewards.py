@@ -17,7 +17,7 @@ import pytest
 from rollbook.contracts.errors import RunError
 from rollbook.rollout.rewards.messages import RewardCase
 from rollbook.rollout.rewards.pool import RewardPool, open_reward_pool
-from rollbook.rollout.settings.rewards import RewardFunction, RewardRules
+from rollbook.rollout.settings import RewardFunction, RewardRules
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import read_metrics
 from tests.parts.rollout.dispatching import REPOSITORY, dispatching

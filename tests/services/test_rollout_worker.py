@@ -22,14 +22,14 @@ from rollbook.rollout.groups.player import GroupOrder
 from rollbook.rollout.workers.handle import AsyncRolloutWorker, WorkerDiedError, open_worker
 from rollbook.rollout.workers.messages import Finished
 from rollbook.telemetry.events import EventLog
-from tests.parts.rollout.dispatching import REPOSITORY, config_of, recipe_of
+from tests.parts.rollout.dispatching import REPOSITORY, config_of, spec_of
 
 
 @asynccontextmanager
 async def worker_of(*, stop_s: float = 0.5, **settings: Any) -> AsyncIterator[AsyncRolloutWorker]:
-    recipe = recipe_of(config_of(), **settings)
+    spec = spec_of(config_of(), **settings)
     log = EventLog("test", echo=io.StringIO())
-    async with open_worker(recipe, log=log, start_s=60, silence_s=60, stop_s=stop_s) as worker:
+    async with open_worker(spec, log=log, start_s=60, silence_s=60, stop_s=stop_s) as worker:
         yield worker
 
 
@@ -69,7 +69,7 @@ async def test_an_idle_worker_ends_by_itself_when_asked() -> None:
     async with worker_of(stop_s=30.0) as worker:
         process = psutil.Process(worker.pid)
     assert not process.is_running()
-    assert worker.exit_status == 0, "asked, and neither terminated nor killed"
+    assert worker.exit_code == 0, "asked, and neither terminated nor killed"
 
 
 async def test_sigint_is_the_parents_business() -> None:
@@ -110,7 +110,7 @@ async def test_a_builder_that_fails_is_reported_with_its_cause() -> None:
             pass
 
 
-async def test_a_recipe_that_cannot_be_sent_is_refused_before_anything_is_spawned() -> None:
+async def test_a_spec_that_cannot_be_sent_is_refused_before_anything_is_spawned() -> None:
     with pytest.raises(RunError, match=r"settings\['lock'\]"):
         async with worker_of(lock=lambda: 0):
             pass

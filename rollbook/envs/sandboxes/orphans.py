@@ -1,7 +1,7 @@
-"""Sweep what a killed server left on this machine: sandbox processes and directories whose owner no longer lives.
+"""Removes what a killed server left on this machine: sandbox processes and directories whose owner is dead.
 
-Children watch their parent and end by themselves; this is the second net, for children that were stopped or stuck when it
-happened. Only what carries our mark and names a dead owner is touched. Where there is no /proc, only directories are swept.
+Sandbox processes end with their parent. This is the second safeguard, for processes that were stopped or stuck at that moment. Only
+processes and directories that name a dead owner are touched. Without /proc, only directories are removed.
 """
 
 import contextlib
@@ -17,30 +17,29 @@ from rollbook.envs.sandboxes.process import DIRECTORY_PREFIX, owner_mark
 
 OWNER_ARGUMENT = re.compile(r"--owner=(\d+-\d+)$")
 DIRECTORY = re.compile(re.escape(DIRECTORY_PREFIX) + r"(\d+-\d+)-")
-# The modules that `Child.start` runs live under this name; nothing else on a machine carries it together with an owner.
+# All modules that `start_sandbox_process` runs; no other program has such an argument together with an owner.
 MODULE_PREFIX = "rollbook.envs."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """What was found and removed."""
+    """How much was removed."""
 
     processes: int
     directories: int
 
 
-def owner_lives(mark: str) -> bool:
-    """Is the process with this mark still there, and still the same one?"""
+def is_owner_alive(mark: str) -> bool:
     pid = int(mark.partition("-")[0])
-    if mark.endswith("-0"):
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:
-            return True
-        return True
-    return owner_mark(pid) == mark
+    if not mark.endswith("-0"):
+        return owner_mark(pid) == mark
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def orphaned_processes(proc: Path = Path("/proc")) -> list[int]:
@@ -52,13 +51,13 @@ def orphaned_processes(proc: Path = Path("/proc")) -> list[int]:
         except OSError:
             continue
         mark = OWNER_ARGUMENT.fullmatch(arguments[-1])
-        if mark and any(argument.startswith(MODULE_PREFIX) for argument in arguments) and not owner_lives(mark[1]):
+        if mark and any(argument.startswith(MODULE_PREFIX) for argument in arguments) and not is_owner_alive(mark[1]):
             found.append(int(entry.name))
     return sorted(found)
 
 
 def sweep_orphans() -> Sweep:
-    """Kill orphaned sandbox processes and remove orphaned directories. Safe beside other pools that live."""
+    """Kill orphaned sandbox processes and remove orphaned directories. Does not touch those of other living pools."""
     processes = orphaned_processes()
     for pid in processes:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -66,7 +65,7 @@ def sweep_orphans() -> Sweep:
     directories = [
         path
         for path in Path(tempfile.gettempdir()).glob(f"{DIRECTORY_PREFIX}*")
-        if (mark := DIRECTORY.match(path.name)) and not owner_lives(mark[1])
+        if (mark := DIRECTORY.match(path.name)) and not is_owner_alive(mark[1])
     ]
     for path in directories:
         shutil.rmtree(path, ignore_errors=True)

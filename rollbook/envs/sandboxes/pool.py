@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 
 from rollbook.concurrency.clock import Clock, SystemClock
 from rollbook.concurrency.deadline import Deadline, DeadlineExceededError
+from rollbook.concurrency.exception_groups import first_error
 from rollbook.concurrency.retry import backoff
 from rollbook.concurrency.shield import finish
 from rollbook.contracts.errors import EpisodeError, RunError, TransientError
@@ -310,7 +311,7 @@ class SandboxPool(Generic[S]):
                 for slot in self._slots:
                     group.create_task(start(slot), name=f"envs.slot_{slot.index}.start")
         except* SandboxStartError as errors:
-            raise RunError(f"the {self._name} pool does not start: {errors.exceptions[0]}") from errors.exceptions[0]
+            raise RunError(f"the {self._name} pool does not start: {first_error(errors)}") from first_error(errors)
 
     async def _remove_all(self) -> None:
         for slot in self._slots:

@@ -1,9 +1,8 @@
-"""Asks the policy for completions; satisfies `ports.Policy`. One server or a fleet of them.
+"""The policy client: requests completions from one policy server or a fleet. Satisfies `ports.Policy`.
 
-One deadline for a request, one bounded retry inside it; every try goes to the replica that suits best by then. Short requests that
-are asked at the same time with the same settings travel in one HTTP request: an HTTP exchange costs more than a token of a small
-model does. At most a few bundles are under way; what is asked meanwhile forms the next ones, so bundles grow with the load and a
-lone request is never held back.
+Each request has one deadline and one retry loop; every attempt goes to the best replica at that time. Short requests with the same
+settings share an HTTP request, because an HTTP exchange costs more than a token of a small model. The number of bundles in flight
+is limited. Requests that arrive meanwhile form the next bundles, so bundles grow with the load and a single request never waits.
 """
 
 import asyncio
@@ -16,39 +15,39 @@ from rollbook.concurrency.retry import retry
 from rollbook.contracts.errors import EpisodeError, RollbookError, TransientError
 from rollbook.contracts.policy import Completion, SamplingParams
 from rollbook.inference.client.fleet import Fleet, open_fleet
-from rollbook.inference.client.replica_choice import SPREAD, prompt_session
-from rollbook.inference.client.server_protocol import Dialect, OwnDialect, Question
+from rollbook.inference.client.replica_choice import AFFINITY_SPREAD, prompt_session
+from rollbook.inference.client.server_protocol import CompletionRequest, RollbookProtocol, ServerProtocol
 from rollbook.inference.connection import ReplicaBusyError
 from rollbook.telemetry.events import EventLog
 
 BUNDLE_MAX_TOKENS = 8
-"""Longer requests travel alone: in a bundle, the first to finish waits for the last."""
-BUNDLES_UNDER_WAY = 4
-"""To each replica: enough that its engine always has the next bundle at hand; more would only make them smaller."""
+"""Longer requests are sent alone: in a bundle, the first to finish waits for the last."""
+BUNDLES_IN_FLIGHT = 4
+"""For each replica: enough to keep its engine supplied. More would only make the bundles smaller."""
 
-Settings = tuple[SamplingParams, int]
-"""What the asks of one bundle share: how they sample, and the replica they belong to."""
+BundleKey = tuple[SamplingParams, int]
+"""What the requests of a bundle share: sampling parameters (without the seed) and the home replica."""
 
 
 @dataclass(slots=True, eq=False)
-class _Ask:
-    question: Question
+class _Pending:
+    request: CompletionRequest
     session: str | None
     deadline: Deadline
-    answer: asyncio.Future[Completion]
+    completion: asyncio.Future[Completion]
 
 
 @dataclass(slots=True, eq=False)
 class _Bundle:
-    asks: list[_Ask]
+    pending: list[_Pending]
     task: asyncio.Task[None] | None = None
     waiting: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.waiting = len(self.asks)
+        self.waiting = len(self.pending)
 
-    def one_less(self, _answer: asyncio.Future[Completion]) -> None:
-        """When nobody waits any more, neither does the server."""
+    def on_done(self, _completion: asyncio.Future[Completion]) -> None:
+        """Cancel the HTTP request when all of its requests are done or cancelled."""
         self.waiting -= 1
         if self.waiting == 0 and self.task is not None:
             self.task.cancel()
@@ -70,11 +69,11 @@ class PolicyClient:
         self._log = log
         self._session = session
         self._loop = asyncio.get_running_loop()
-        self._asked: dict[Settings, list[_Ask]] = {}
-        self._is_flush_due = False
-        self._under_way: set[asyncio.Task[None]] = set()
-        self._most_under_way = BUNDLES_UNDER_WAY * len(fleet.replicas)
-        self._last_trouble: str | None = None
+        self._queued: dict[BundleKey, list[_Pending]] = {}
+        self._is_flush_scheduled = False
+        self._in_flight: set[asyncio.Task[None]] = set()
+        self._max_in_flight = BUNDLES_IN_FLIGHT * len(fleet.replicas)
+        self._last_error: str | None = None
 
     @property
     def fleet(self) -> Fleet:
@@ -88,118 +87,116 @@ class PolicyClient:
         min_publication: int = 0,
         timeout_s: float | None = None,
     ) -> Completion:
-        """Raises `TransientError` when the deadline is over, `EpisodeError` when this prompt can never be answered."""
+        """Raises `TransientError` when the deadline expires, `EpisodeError` when the prompt is invalid."""
         budget_s = self._request_s if timeout_s is None else timeout_s
         prompt = prompt_ids if type(prompt_ids) is list else list(map(int, prompt_ids))
-        ask = _Ask(
-            question=Question(prompt=prompt, sampling=sampling, min_publication=min_publication),
+        pending = _Pending(
+            request=CompletionRequest(prompt=prompt, sampling=sampling, min_publication=min_publication),
             session=self._session_of(prompt),
             deadline=Deadline(budget_s, "policy request"),
-            answer=self._loop.create_future(),
+            completion=self._loop.create_future(),
         )
         try:
             async with asyncio.timeout(budget_s):
-                if sampling.max_tokens > BUNDLE_MAX_TOKENS or self._fleet.dialect.bundle_size == 1:
-                    return (await self._exchange([ask]))[0]
-                self._enqueue(ask)
-                return await ask.answer
+                if sampling.max_tokens > BUNDLE_MAX_TOKENS or self._fleet.protocol.bundle_size == 1:
+                    return (await self._request([pending]))[0]
+                self._enqueue(pending)
+                return await pending.completion
         except TimeoutError as error:
-            trouble = f"; last trouble: {self._last_trouble}" if self._last_trouble else ""
+            last_error = f"; last error: {self._last_error}" if self._last_error else ""
             raise TransientError(
-                f"policy request to {self._fleet.urls} was not answered within {budget_s:g} s{trouble}"
+                f"policy request to {self._fleet.urls} was not completed within {budget_s:g} s{last_error}"
             ) from error
+
+    async def close(self) -> None:
+        for task in self._in_flight:
+            task.cancel()
+        await asyncio.gather(*self._in_flight, return_exceptions=True)
+        for queue in self._queued.values():
+            for pending in queue:
+                pending.completion.cancel()
+        self._queued.clear()
 
     def _session_of(self, prompt: list[int]) -> str | None:
         if len(self._fleet.replicas) == 1:
             return None
-        named = None if self._session is None else self._session()
-        return prompt_session(prompt) if named is None else named
+        name = None if self._session is None else self._session()
+        return prompt_session(prompt) if name is None else name
 
-    async def close(self) -> None:
-        for task in self._under_way:
-            task.cancel()
-        await asyncio.gather(*self._under_way, return_exceptions=True)
-        for asks in self._asked.values():
-            for ask in asks:
-                ask.answer.cancel()
-        self._asked.clear()
-
-    def _enqueue(self, ask: _Ask) -> None:
-        # Requests that differ in their seed only may share a bundle.
-        sampling = ask.question.sampling
+    def _enqueue(self, pending: _Pending) -> None:
+        # Requests that differ only in their seed may share a bundle.
+        sampling = pending.request.sampling
         shared = sampling if sampling.seed is None else replace(sampling, seed=None)
-        self._asked.setdefault((shared, self._fleet.home(ask.session)), []).append(ask)
-        if not self._is_flush_due:
-            self._is_flush_due = True
-            # At the end of this turn of the loop: whoever else asks in it comes along.
+        self._queued.setdefault((shared, self._fleet.home(pending.session)), []).append(pending)
+        if not self._is_flush_scheduled:
+            self._is_flush_scheduled = True
+            # At the end of this loop iteration, so that all requests of the iteration are bundled.
             self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
-        self._is_flush_due = False
-        size = self._fleet.dialect.bundle_size
-        while self._asked and len(self._under_way) < self._most_under_way:
-            settings = next(iter(self._asked))
-            asks = self._asked.pop(settings)
-            if len(asks) > size:
-                self._asked[settings] = asks[size:]
-            self._send([ask for ask in asks[:size] if not ask.answer.done()])
+        self._is_flush_scheduled = False
+        size = self._fleet.protocol.bundle_size
+        while self._queued and len(self._in_flight) < self._max_in_flight:
+            key = next(iter(self._queued))
+            queue = self._queued.pop(key)
+            if len(queue) > size:
+                self._queued[key] = queue[size:]
+            if waiting := [pending for pending in queue[:size] if not pending.completion.done()]:
+                self._send(_Bundle(waiting))
 
-    def _send(self, asks: list[_Ask]) -> None:
-        if not asks:
-            return
-        bundle = _Bundle(asks)
-        bundle.task = self._loop.create_task(self._carry(asks), name="policy.bundle")
-        for ask in asks:
-            ask.answer.add_done_callback(bundle.one_less)
-        self._under_way.add(bundle.task)
-        bundle.task.add_done_callback(self._arrived)
+    def _send(self, bundle: _Bundle) -> None:
+        task = bundle.task = self._loop.create_task(self._complete_bundle(bundle.pending), name="policy.bundle")
+        for pending in bundle.pending:
+            pending.completion.add_done_callback(bundle.on_done)
+        self._in_flight.add(task)
+        task.add_done_callback(self._on_bundle_done)
 
-    def _arrived(self, task: asyncio.Task[None]) -> None:
-        self._under_way.discard(task)
+    def _on_bundle_done(self, task: asyncio.Task[None]) -> None:
+        self._in_flight.discard(task)
         self._flush()
 
-    async def _carry(self, asks: list[_Ask]) -> None:
-        """Exchange a bundle and hand out the answers. Never raises: each asker gets its own outcome."""
+    async def _complete_bundle(self, bundle: list[_Pending]) -> None:
+        """Send a bundle and distribute the results. Never raises: each request receives its own outcome."""
         try:
-            completions = await self._exchange(asks)
+            completions = await self._request(bundle)
         except EpisodeError as error:
-            if len(asks) == 1:
-                _fail(asks, error)
+            if len(bundle) == 1:
+                _fail(bundle, error)
                 return
-            # One of them is at fault, and the server does not say whose neighbours were fine.
-            for ask in asks:
-                if not ask.answer.done():
-                    await self._carry([ask])
+            # One request is invalid and the server does not say which: send them one by one.
+            for pending in bundle:
+                if not pending.completion.done():
+                    await self._complete_bundle([pending])
         except RollbookError as error:
-            _fail(asks, error)
+            _fail(bundle, error)
         else:
-            for ask, completion in zip(asks, completions, strict=True):
-                if not ask.answer.done():
-                    ask.answer.set_result(completion)
+            for pending, completion in zip(bundle, completions, strict=True):
+                if not pending.completion.done():
+                    pending.completion.set_result(completion)
 
-    async def _exchange(self, asks: list[_Ask]) -> list[Completion]:
-        """The one retry loop. A try that failed is not repeated at the same replica while another one is left."""
+    async def _request(self, bundle: list[_Pending]) -> list[Completion]:
+        """The only retry loop. A failed attempt is not repeated at the same replica while another one is left."""
         failed: set[int] = set()
-        session = asks[0].session
-        questions = [ask.question for ask in asks]
-        newest = max(question.min_publication for question in questions)
+        session = bundle[0].session
+        requests = [pending.request for pending in bundle]
+        min_publication = max(request.min_publication for request in requests)
 
         async def attempt() -> list[Completion]:
             if len(failed) == len(self._fleet.replicas):
                 failed.clear()
-            at = self._fleet.choose(session=session, min_publication=newest, avoid=failed)
+            at = self._fleet.choose(session=session, min_publication=min_publication, avoid=failed)
             try:
-                with self._fleet.asking(at) as connection:
-                    return await self._fleet.dialect.ask(connection, questions)
+                with self._fleet.request(at) as connection:
+                    return await self._fleet.protocol.complete(connection, requests)
             except TransientError:
                 failed.add(at)
                 raise
 
-        latest = max((ask.deadline for ask in asks), key=Deadline.remaining_s)
-        return await retry(attempt, on=TransientError, deadline=latest, noticed=self._notice)
+        latest = max((pending.deadline for pending in bundle), key=Deadline.remaining_s)
+        return await retry(attempt, on=TransientError, deadline=latest, noticed=self._on_retry)
 
-    def _notice(self, error: Exception, wait_s: float) -> None:
-        self._last_trouble = str(error)
+    def _on_retry(self, error: Exception, wait_s: float) -> None:
+        self._last_error = str(error)
         if self._log is not None and not isinstance(error, ReplicaBusyError):
             self._log.info("policy.retried", cause=str(error), wait_s=round(wait_s, 3))
 
@@ -211,19 +208,19 @@ async def open_policy_client(
     request_s: float,
     log: EventLog | None = None,
     max_connections: int = 128,
-    dialect: Dialect | None = None,
+    protocol: ServerProtocol | None = None,
     session: Callable[[], str | None] | None = None,
     api_key: str | None = None,
     watch_s: float = 1.0,
-    spread: float = SPREAD,
+    spread: float = AFFINITY_SPREAD,
 ) -> AsyncIterator[PolicyClient]:
-    """`request_s`: the deadline of one request, retries included, unless the caller sets a shorter one.
+    """`request_s`: the deadline of one request including retries, unless the caller sets a shorter one.
 
-    `session` names the episode that is asking; its turns go to one replica. Unset, prompts that begin alike go together.
+    `session` names the current episode, whose turns go to one replica. Without it, prompts with the same start share a replica.
     """
     async with open_fleet(
         [urls] if isinstance(urls, str) else urls,
-        dialect or OwnDialect(),
+        protocol or RollbookProtocol(),
         max_connections=max_connections,
         watch_s=watch_s,
         spread=spread,
@@ -237,10 +234,10 @@ async def open_policy_client(
             await client.close()
 
 
-def _fail(asks: list[_Ask], error: RollbookError) -> None:
-    for ask in asks:
-        if not ask.answer.done():
-            # An exception of its own for each: a shared one would collect everybody's traceback.
+def _fail(bundle: list[_Pending], error: RollbookError) -> None:
+    for pending in bundle:
+        if not pending.completion.done():
+            # A separate exception for each request: a shared one would collect the tracebacks of all of them.
             own = TransientError(str(error)) if isinstance(error, TransientError) else type(error)(str(error))
             own.__cause__ = error
-            ask.answer.set_exception(own)
+            pending.completion.set_exception(own)

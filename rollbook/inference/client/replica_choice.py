@@ -1,7 +1,7 @@
-"""Which replica answers next. Pure: a decision over what is known, with no socket and no clock.
+"""Chooses the replica for a request. Pure: no socket and no clock.
 
-A session has a home: the same replica each time, so that what it computed for the earlier turns is used again. Homes are spread by
-rendezvous hashing, so one replica that leaves moves only its own sessions. Home gives way where it is clearly busier than another.
+A session has a home replica, which holds the KV cache of its earlier turns. Rendezvous hashing assigns homes, so a replica that
+leaves moves only its own sessions. A home that is much busier than another replica is skipped.
 """
 
 from collections.abc import Collection, Sequence
@@ -10,33 +10,32 @@ from enum import IntEnum
 
 import xxhash
 
-SPREAD = 8
-"""Requests that a home may have more than the least loaded replica. Below it, a warm cache is worth more than an even load."""
+AFFINITY_SPREAD = 8
+"""A home may have this many requests more than the least loaded replica: up to there a warm cache is worth more."""
 
 
 class Tier(IntEnum):
-    """How willingly a replica is asked. A worse one is asked only where no better one is left: the server's own word is final."""
+    """The order of preference. A worse tier is used only when no better replica is left."""
 
     IN_SERVICE = 0
     QUARANTINED = 1
-    """It missed a publication: its weights are older than those of others, or than asked for."""
+    """Its weights are older than those of other replicas, or than the request requires."""
     BROKEN = 2
-    """Its circuit is open: it failed several times in a row."""
+    """Its circuit is open."""
     DRAINING = 3
-    """It said that it will end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaView:
-    """What is known of one replica."""
+    """The known state of one replica."""
 
     name: str
     load: float
-    """Requests it has, as far as is known."""
+    """Requests running or queued there, as far as is known."""
     publication: int | None = None
-    """None: never heard."""
+    """None: never reported."""
     is_behind: bool = False
-    """Others have newer weights, and have had them for a while."""
+    """Other replicas have had newer weights for a while."""
     is_broken: bool = False
     is_draining: bool = False
 
@@ -50,36 +49,36 @@ class ReplicaView:
         return Tier.IN_SERVICE
 
 
-def pick(
+def choose_replica(
     replicas: Sequence[ReplicaView],
     *,
     session: str | None = None,
     min_publication: int = 0,
     avoid: Collection[int] = (),
-    spread: float = SPREAD,
+    spread: float = AFFINITY_SPREAD,
 ) -> int:
-    """Index of the replica to ask. `avoid`: those that just failed this very request; asked again only when all have."""
+    """The index of the replica. `avoid`: replicas that failed this request before; used again only when all of them have."""
     if not replicas:
-        raise ValueError("there is no replica to ask")
-    tiers = [
+        raise ValueError("the fleet has no replica")
+    ranks = [
         (at in avoid and len(avoid) < len(replicas), view.tier(min_publication)) for at, view in enumerate(replicas)
     ]
-    best = min(tiers)
-    candidates = [at for at, tier in enumerate(tiers) if tier == best]
+    best = min(ranks)
+    candidates = [at for at, rank in enumerate(ranks) if rank == best]
     least = min(replicas[at].load for at in candidates)
-    if session is not None:
-        home = max(candidates, key=lambda at: attraction(session, replicas[at].name))
-        if replicas[home].load <= least + spread:
-            return home
-        return min(candidates, key=lambda at: (replicas[at].load, -attraction(session, replicas[at].name)))
-    return min(candidates, key=lambda at: replicas[at].load)
+    if session is None:
+        return min(candidates, key=lambda at: replicas[at].load)
+    home = max(candidates, key=lambda at: rendezvous_weight(session, replicas[at].name))
+    if replicas[home].load <= least + spread:
+        return home
+    return min(candidates, key=lambda at: (replicas[at].load, -rendezvous_weight(session, replicas[at].name)))
 
 
-def attraction(session: str, name: str) -> int:
-    """How much a replica attracts a session. The strongest is its home."""
+def rendezvous_weight(session: str, name: str) -> int:
+    """The replica with the highest weight is the home of the session."""
     return int(xxhash.xxh3_64_intdigest(f"{session}\x00{name}".encode()))
 
 
 def prompt_session(prompt_ids: Sequence[int], *, head: int = 32) -> str:
-    """A session for a request that names none: prompts that begin alike are likely to share what was computed for them."""
+    """A session for a request that names none: prompts with the same start are likely to share cached prefixes."""
     return ",".join(map(str, prompt_ids[:head]))

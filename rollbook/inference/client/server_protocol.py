@@ -1,4 +1,4 @@
-"""How a kind of policy server is spoken to. Two are known: our own (`OwnDialect`) and vLLM (`vllm.VllmDialect`)."""
+"""How to talk to a kind of policy server. Implementations: `RollbookProtocol` and `vllm.VllmProtocol`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,71 +9,70 @@ import msgspec
 from rollbook.contracts.errors import TransientError
 from rollbook.contracts.policy import Completion, SamplingParams
 from rollbook.inference.connection import PolicyConnection
-from rollbook.inference.wire.completions import CompletionBody, CompletionReply, Health
+from rollbook.inference.wire.completions import MSGPACK, CompletionBody, Health, TokenReply
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """One completion to ask for."""
-
+class CompletionRequest:
     prompt: list[int]
     sampling: SamplingParams
     min_publication: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sighting:
-    """What a replica says of itself."""
+class ReplicaStatus:
+    """What a replica reports about itself."""
 
     publication: int | None
     load: int
     is_draining: bool = False
 
 
-class Dialect(Protocol):
+class ServerProtocol(Protocol):
     bundle_size: int
-    """Questions that may travel in one request."""
+    """The maximum number of completions in one HTTP request."""
 
-    async def ask(self, connection: PolicyConnection, questions: Sequence[Question]) -> list[Completion]:
-        """Answers in order. Raises the verdicts of `connection.verdict`, and `TransientError` for an answer that does not fit."""
+    async def complete(self, connection: PolicyConnection, requests: Sequence[CompletionRequest]) -> list[Completion]:
+        """Completions in order. Raises the errors of `connection.error_of`, and `TransientError` for an invalid response."""
 
-    async def look(self, connection: PolicyConnection) -> Sighting: ...
+    async def status(self, connection: PolicyConnection) -> ReplicaStatus: ...
 
 
-class OwnDialect:
-    """Our own server: several prompts a request, each with its seed; the server enforces the minimum itself."""
+class RollbookProtocol:
+    """Rollbook's own server: several prompts per HTTP request, each with its seed. The server enforces `min_publication`."""
 
     bundle_size = 64
 
     def __init__(self) -> None:
-        self._decoder = msgspec.json.Decoder(CompletionReply)
+        self._reply = msgspec.msgpack.Decoder(TokenReply)
         self._health = msgspec.json.Decoder(Health)
         self._encode = msgspec.json.Encoder().encode
 
-    async def ask(self, connection: PolicyConnection, questions: Sequence[Question]) -> list[Completion]:
-        reply = await connection.post("/v1/completions", self._encode(_body(questions)), self._decoder)
+    async def complete(self, connection: PolicyConnection, requests: Sequence[CompletionRequest]) -> list[Completion]:
+        body = self._encode(_body(requests))
+        reply = await connection.post("/v1/completions", body, self._reply, accept=MSGPACK)
         try:
-            if len(reply.choices) != len(questions):
-                raise ValueError(f"{len(reply.choices)} choices for {len(questions)} prompts")
-            return [choice.to_contract() for choice in reply.choices]
+            if len(reply.completions) != len(requests):
+                raise ValueError(f"{len(reply.completions)} completions for {len(requests)} prompts")
+            return [completion.to_contract() for completion in reply.completions]
         except ValueError as error:
-            raise TransientError(f"{connection.url} gave an answer that does not fit: {error}") from error
+            raise TransientError(f"invalid response of {connection.url}: {error}") from error
 
-    async def look(self, connection: PolicyConnection) -> Sighting:
+    async def status(self, connection: PolicyConnection) -> ReplicaStatus:
         health = await connection.get("/health", self._health)
-        return Sighting(
+        return ReplicaStatus(
             publication=-1 if health.publication is None else health.publication,
             load=health.running + health.queued,
             is_draining=health.is_draining,
         )
 
 
-def _body(questions: Sequence[Question]) -> CompletionBody:
-    sampling = questions[0].sampling
-    seeds = [question.sampling.seed for question in questions]
-    is_single = len(questions) == 1
+def _body(requests: Sequence[CompletionRequest]) -> CompletionBody:
+    sampling = requests[0].sampling
+    seeds = [request.sampling.seed for request in requests]
+    is_single = len(requests) == 1
     return CompletionBody(
-        prompt=list(questions[0].prompt) if is_single else [question.prompt for question in questions],
+        prompt=list(requests[0].prompt) if is_single else [request.prompt for request in requests],
         max_tokens=sampling.max_tokens,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -81,11 +80,9 @@ def _body(questions: Sequence[Question]) -> CompletionBody:
         seed=seeds[0] if is_single else None,
         seeds=seeds if not is_single and any(seed is not None for seed in seeds) else None,
         stop_token_ids=list(sampling.stop_token_ids),
-        # What ends a turn is the caller's choice alone, and it reads tokens: no text is made for it.
+        # The caller alone decides what ends a turn, and reads tokens instead of text.
         ignore_eos=True,
         detokenize=False,
-        return_token_ids=True,
-        logprobs=0,
-        # The newest minimum serves all: each gets weights at least as new as it asked for.
-        min_publication=max(question.min_publication for question in questions),
+        # The newest minimum satisfies all requests of the bundle.
+        min_publication=max(request.min_publication for request in requests),
     )

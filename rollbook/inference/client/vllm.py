@@ -1,7 +1,7 @@
-"""How vLLM is spoken to: completions with exact versions, pause and resume, and weights by directory or by our plug-in.
+"""vLLM as a policy server: completions with exact versions, pause and resume, and weight updates.
 
-vLLM stamps tokens with a version that is a text; ours are publication ids. It knows no minimum and no epochs: answers from older
-weights than asked for are recognised by their stamps and asked for again, and the trainer asks the ledger before it sends.
+vLLM's token versions are texts; Rollbook uses publication ids. vLLM knows neither a minimum version nor epochs. So completions
+from too old weights are detected by their versions and requested again, and the trainer checks its epoch at the ledger first.
 """
 
 from collections.abc import Sequence
@@ -11,15 +11,15 @@ import msgspec
 
 from rollbook.contracts.errors import TransientError
 from rollbook.contracts.policy import Completion, Publication, PublicationId
-from rollbook.inference.client.server_protocol import Question, Sighting
-from rollbook.inference.connection import PolicyConnection, ReplicaBusyError, plain_decoder
+from rollbook.inference.client.server_protocol import CompletionRequest, ReplicaStatus
+from rollbook.inference.connection import PolicyConnection, ReplicaBusyError
 from rollbook.inference.wire.generate import GenerateBody, GenerateChoice, GenerateParams, GenerateReply
 from rollbook.inference.wire.weights import UNPUBLISHED, InitInfo, UpdateInfo
 
 UNKNOWN = -1
-"""What vLLM does not know of a publication."""
-RETRY_STALE_S = 0.1
-NAME_OF_DTYPE = {
+"""For a field of a publication that vLLM does not know."""
+RETRY_AFTER_S = 0.1
+TORCH_DTYPES = {
     "F64": "float64",
     "F32": "float32",
     "F16": "float16",
@@ -31,7 +31,7 @@ NAME_OF_DTYPE = {
     "U8": "uint8",
     "BOOL": "bool",
 }
-"""As safetensors spells them, and as torch does."""
+"""From the names of safetensors to those of torch."""
 
 
 class _Version(msgspec.Struct):
@@ -46,8 +46,8 @@ class _Load(msgspec.Struct):
     server_load: int = 0
 
 
-class VllmDialect:
-    """Satisfies `dialect.Dialect`. One question a request: vLLM batches by itself, and each answer has its own versions."""
+class VllmProtocol:
+    """Satisfies `ServerProtocol`. One completion per HTTP request: vLLM batches by itself."""
 
     bundle_size = 1
 
@@ -57,48 +57,47 @@ class VllmDialect:
         self._version = msgspec.json.Decoder(_Version)
         self._load = msgspec.json.Decoder(_Load)
 
-    async def ask(self, connection: PolicyConnection, questions: Sequence[Question]) -> list[Completion]:
-        return [await self._ask(connection, question) for question in questions]
+    async def complete(self, connection: PolicyConnection, requests: Sequence[CompletionRequest]) -> list[Completion]:
+        return [await self.complete_one(connection, request) for request in requests]
 
-    async def _ask(self, connection: PolicyConnection, question: Question) -> Completion:
-        return await self._answer(connection, question, model=self._model)
+    async def complete_one(self, connection: PolicyConnection, request: CompletionRequest) -> Completion:
+        return await self.generate(connection, request, model=self._model)
 
-    def _stamp(self, choice: GenerateChoice, model: str) -> None:
-        """Versions as publications."""
-        for span in choice.weight_versions or ():
-            span.version = publication_of(str(span.version))
-
-    async def _answer(self, connection: PolicyConnection, question: Question, *, model: str) -> Completion:
-        body = GenerateBody(
-            model=model, token_ids=question.prompt, sampling_params=GenerateParams.of(question.sampling)
-        )
+    async def generate(self, connection: PolicyConnection, request: CompletionRequest, *, model: str) -> Completion:
+        params = GenerateParams.of(request.sampling)
+        body = GenerateBody(model=model, token_ids=request.prompt, sampling_params=params)
         reply = await connection.post("/inference/v1/generate", msgspec.json.encode(body), self._reply)
         try:
             (choice,) = reply.choices
-            self._stamp(choice, model)
+            self.set_versions(choice, model)
             completion = choice.to_contract()
         except ValueError as error:
-            raise TransientError(f"{connection.url} gave an answer that does not fit: {error}") from error
-        oldest = int(completion.versions.min()) if len(completion.versions) else question.min_publication
-        if oldest < question.min_publication:
+            raise TransientError(f"invalid response of {connection.url}: {error}") from error
+        oldest = int(completion.versions.min()) if len(completion.versions) else request.min_publication
+        if oldest < request.min_publication:
             raise ReplicaBusyError(
-                f"{connection.url} sampled from publication {oldest}, and {question.min_publication} or newer was asked for",
-                retry_after_s=RETRY_STALE_S,
+                f"{connection.url} sampled from publication {oldest}, required is {request.min_publication} or newer",
+                retry_after_s=RETRY_AFTER_S,
             )
         return completion
 
-    async def look(self, connection: PolicyConnection) -> Sighting:
+    def set_versions(self, choice: GenerateChoice, model: str) -> None:
+        """Replace vLLM's version texts by publication ids."""
+        for span in choice.weight_versions or ():
+            span.version = publication_id(str(span.version))
+
+    async def status(self, connection: PolicyConnection) -> ReplicaStatus:
         version = await connection.get("/weight_info", self._version)
         load = await connection.get("/load", self._load)
-        return Sighting(publication=publication_of(version.weight_version), load=load.server_load)
+        return ReplicaStatus(publication=publication_id(version.weight_version), load=load.server_load)
 
 
 class VllmServerApi:
     """Satisfies `server_api.WeightServerApi`.
 
-    `reload`: vLLM reads a directory again; it needs no set-up. `plugin`: our back end in `integrations/vllm_plugin.py` checks the
-    digest before anything is loaded. `nccl`: vLLM's own back end. In each case the engine is held while weights and version
-    change together, so that no token is stamped with the one and sampled from the other; running requests go on afterwards.
+    `reload`: vLLM reads a directory again. `plugin`: `integrations/vllm_plugin.py` checks the digest before it loads a file.
+    `nccl`: vLLM's own transport. The engine is paused while weights and version change, so that no token gets the wrong version;
+    running requests continue afterwards.
     """
 
     refuses_old_epochs = False
@@ -107,39 +106,36 @@ class VllmServerApi:
         self._update = update
         self._version = msgspec.json.Decoder(_Version)
         self._size = msgspec.json.Decoder(_WorldSize)
-        self._ignore = plain_decoder()
 
     async def world_size(self, replica: PolicyConnection) -> int:
         return (await replica.get("/get_world_size?include_dp=true", self._size)).world_size
 
     async def join(self, replica: PolicyConnection, info: InitInfo) -> None:
-        await self._post(
-            replica,
-            "/init_weight_transfer_engine",
-            init_info={
-                "master_address": info.master_address,
-                "master_port": info.master_port,
-                "rank_offset": info.rank_offset,
-                "world_size": info.world_size,
-                "packed": False,
-            },
-        )
+        init_info = {
+            "master_address": info.master_address,
+            "master_port": info.master_port,
+            "rank_offset": info.rank_offset,
+            "world_size": info.world_size,
+            "packed": False,
+        }
+        await self.post(replica, "/init_weight_transfer_engine", init_info=init_info)
 
     async def leave(self, replica: PolicyConnection) -> None:
         if self._update == "nccl":
-            await self._post(replica, "/shutdown_weight_transfer_engine")
+            await self.post(replica, "/shutdown_weight_transfer_engine")
 
     async def update(self, replica: PolicyConnection, info: UpdateInfo) -> None:
         await self.pause(replica, "keep")
         try:
             if self._update == "reload":
-                kwargs = {"weights_path": _folder(info)}
-                await self._post(replica, "/collective_rpc", method="reload_weights", kwargs=kwargs)
-                await self._post(replica, "/update_weight_version", new_version=str(info.publication))
+                await self.post(
+                    replica, "/collective_rpc", method="reload_weights", kwargs={"weights_path": _directory(info)}
+                )
+                await self.post(replica, "/update_weight_version", new_version=str(info.publication))
                 return
-            await self._post(replica, "/start_weight_update")
-            await self._post(replica, "/update_weights", update_info=self._update_info(info))
-            await self._post(replica, "/finish_weight_update", weight_version=str(info.publication))
+            await self.post(replica, "/start_weight_update")
+            await self.post(replica, "/update_weights", update_info=self._update_info(info))
+            await self.post(replica, "/finish_weight_update", weight_version=str(info.publication))
         finally:
             await self.resume(replica)
 
@@ -148,44 +144,41 @@ class VllmServerApi:
             return {"path": info.path, "digest": info.digest}
         return {
             "names": info.names,
-            "dtype_names": [NAME_OF_DTYPE[dtype] for dtype in info.dtype_names or ()],
+            "dtype_names": [TORCH_DTYPES[dtype] for dtype in info.dtype_names or ()],
             "shapes": info.shapes,
         }
 
     async def publication(self, replica: PolicyConnection) -> Publication | None:
-        version = (await replica.get("/weight_info", self._version)).weight_version
-        number = publication_of(version)
+        number = publication_id((await replica.get("/weight_info", self._version)).weight_version)
         if number == UNKNOWN:
             return None
         return Publication(id=PublicationId(number), epoch=UNKNOWN, step=UNKNOWN, digest="")
 
     async def require(self, replica: PolicyConnection, publication: Publication, *, dtype: str | None) -> None:
-        told = await self.publication(replica)
-        if told is None or told.id != publication.id:
-            raise TransientError(f"{replica.url} was given publication {publication.id} but reports {told}")
+        reported = await self.publication(replica)
+        if reported is None or reported.id != publication.id:
+            raise TransientError(f"{replica.url} received publication {publication.id} but reports {reported}")
 
     async def pause(self, replica: PolicyConnection, mode: str) -> None:
-        await self._post(replica, f"/pause?mode={mode}")
+        await self.post(replica, f"/pause?mode={mode}")
 
     async def resume(self, replica: PolicyConnection) -> None:
-        await self._post(replica, "/resume")
+        await self.post(replica, "/resume")
 
-    async def _post(self, replica: PolicyConnection, path: str, **body: Any) -> None:
-        await replica.post(path, msgspec.json.encode(body) if body else b"", self._ignore)
+    async def post(self, replica: PolicyConnection, path: str, **body: Any) -> None:
+        await replica.post_text(path, msgspec.json.encode(body) if body else b"")
 
 
-def _folder(info: UpdateInfo) -> str:
-    """vLLM reads folders; the file of a publication lies alone in one."""
+def _directory(info: UpdateInfo) -> str:
+    """vLLM reads directories; the file of a publication is alone in one."""
     if info.path is None:
         raise ValueError("path: vLLM reloads from a directory; use transfer = 'directory' or 'shared_memory'")
     return info.path.rpartition("/")[0]
 
 
-def publication_of(version: str) -> int:
-    """The id in a version; -1 for weights that nobody has named, which are older than any."""
-    if version == UNPUBLISHED:
-        return UNKNOWN
+def publication_id(version: str) -> int:
+    """The publication id of a version; -1 for unpublished weights, which are older than any publication."""
     try:
-        return int(version)
+        return UNKNOWN if version == UNPUBLISHED else int(version)
     except ValueError:
         return UNKNOWN

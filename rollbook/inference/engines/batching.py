@@ -1,28 +1,28 @@
-"""Which requests run together next, and in how much memory. Pure arithmetic over lengths; the engines own the requests."""
+"""Decides which requests run together next, and in how much memory. Pure functions of lengths."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 FORWARD_COST_TOKENS = 64
-"""What a forward costs beside its tokens, in tokens. Measured with 0.8M parameters on a CPU core: 1.5 ms against 20 us a token."""
+"""The fixed cost of a forward, in tokens. Measured with 0.8M parameters on a CPU core: 1.5 ms, and 20 us for each token."""
 LENGTH_STEP = 64
-"""Positions are added to slots in steps of this many, so that growing (a copy) is rare."""
+"""Slot lengths are multiples of this, so that growing (a copy) is rare."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotBudget:
-    """How many slots of which length the cache may have. All slots are equally long: rows times length never exceeds the budget."""
+    """Limits the number and length of the slots. All slots are equally long: rows times length never exceeds `max_tokens`."""
 
     max_rows: int
     max_length: int
     max_tokens: int
-    """Positions of all slots together. At least one slot of full length must fit."""
+    """Positions in all slots. At least one slot of full length must fit."""
 
     def __post_init__(self) -> None:
         if min(self.max_rows, self.max_length) < 1 or self.max_tokens < self.max_length:
             raise ValueError(
                 f"a cache of {self.max_tokens} positions does not hold one sequence of {self.max_length}; "
-                "give it more memory or shorten the sequences"
+                "use more memory or shorter sequences"
             )
 
     def length_for(self, needed: int) -> int:
@@ -30,7 +30,7 @@ class SlotBudget:
         return min(self.max_length, -(-needed // LENGTH_STEP) * LENGTH_STEP)
 
     def rows_for(self, needed: int) -> int:
-        """Slots there may be when the longest row needs so many positions. At least one."""
+        """The maximum number of slots if the longest row needs `needed` positions. At least one."""
         return min(self.max_rows, self.max_tokens // self.length_for(needed))
 
 
@@ -39,9 +39,9 @@ def joinable(
 ) -> int:
     """How many of the waiting requests, in order, get a slot before the next round.
 
-    `lengths`: positions each needs for its first token; `longest`: what the longest running row needs. Nobody is admitted whose
-    length would push a running row out: it waits until enough have left, and everybody behind it waits, too, so that it is
-    not overtaken for ever. One that is longer than `max_tokens` joins alone and is prefilled in pieces.
+    `lengths`: positions that each needs for its first token; `longest`: positions that the longest running row needs. A request
+    whose length would preempt a running row waits, and all requests after it wait too, so that it is not overtaken forever. A
+    request longer than `max_tokens` joins alone and is prefilled in pieces.
     """
     joined, tokens = 0, 0
     for length in lengths:
@@ -56,15 +56,15 @@ def joinable(
 
 
 def excess(*, running: int, longest: int, budget: SlotBudget) -> int:
-    """Rows that must leave before the longest row can grow to `longest` positions. The youngest go first."""
+    """The number of rows that must be preempted before the longest row can grow to `longest` positions."""
     return max(0, running - budget.rows_for(longest))
 
 
 def is_worth_prefilling(*, waiting: int, free_slots: int, running: int, rounds_waited: int, gather: int) -> bool:
-    """Whether to interrupt decoding for a prefill now, or gather more newcomers first.
+    """Whether to interrupt decoding for a prefill now, or to gather more new requests first.
 
-    A prefill costs nearly the same for one row as for several. With `gather` 0 nobody ever waits for company. Otherwise newcomers
-    wait for at most `gather` others, and never longer than that many rounds.
+    A prefill costs almost the same for one row as for several. New requests wait for at most `gather` others, and for at most that
+    many rounds. With `gather` 0 they never wait.
     """
     if not waiting or not free_slots:
         return False
@@ -77,7 +77,7 @@ def is_worth_prefilling(*, waiting: int, free_slots: int, running: int, rounds_w
 def admissible(prompt_lengths: Iterable[int], *, free_slots: int, max_tokens: int) -> int:
     """How many of the waiting requests, in order, join before the next decode step.
 
-    At least one when a slot is free, however long it is: nothing may wait forever behind its own size.
+    At least one if a slot is free, whatever its length, so that no request waits forever.
     """
     admitted, tokens = 0, 0
     for length in prompt_lengths:
@@ -90,7 +90,7 @@ def admissible(prompt_lengths: Iterable[int], *, free_slots: int, max_tokens: in
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens `start` to `end` of the `index`-th sequence, to be prefilled in one forward."""
+    """Tokens `start` to `end` of sequence `index`, prefilled in one forward."""
 
     index: int
     start: int
@@ -102,14 +102,14 @@ class Piece:
 
 
 def pieces_of_round(remaining: Sequence[tuple[int, int]], *, max_tokens: int, piece_tokens: int) -> list[list[Piece]]:
-    """What of the sequences (done, total) is prefilled in this round: waves of pieces, each sequence at most once a wave.
+    """The pieces of the sequences (done, total) that are prefilled in this round, in waves: each sequence at most once per wave.
 
-    In order, at most `max_tokens` in all, at least something: who came first is ready first. A later wave builds on an earlier one.
+    In order of arrival, at most `max_tokens` in all, at least one piece. A later wave continues the pieces of an earlier one.
     """
     waves: list[list[Piece]] = []
     left = max_tokens
-    for index, (begun, total) in enumerate(remaining):
-        done, wave = begun, 0
+    for index, (prefilled, total) in enumerate(remaining):
+        done, wave = prefilled, 0
         while done < total and left > 0:
             end = min(total, done + min(piece_tokens, left))
             if wave == len(waves):
@@ -126,8 +126,8 @@ def prefill_forwards(
 ) -> list[list[int]]:
     """Indices of the rows that share a padded forward.
 
-    Rows of like length go together. A forward is closed when it would exceed `max_tokens`, padding included, or when the padding
-    that the next row brings would cost more than another forward does.
+    Rows of similar length are grouped. A group ends when it would exceed `max_tokens`, padding included, or when its padding would
+    cost more than another forward.
     """
     forwards: list[list[int]] = []
     current: list[int] = []
@@ -146,7 +146,7 @@ def prefill_forwards(
 
 
 def compaction(kept: Sequence[bool]) -> list[tuple[int, int]]:
-    """Moves (from, to) after which the kept rows lie at the front, each hole filled by the last kept row beyond it."""
+    """Moves (from, to) that pack the kept rows at the front: each gap is filled with the last kept row."""
     keep = sum(kept)
     holes = [row for row in range(keep) if not kept[row]]
     beyond = [row for row in range(len(kept) - 1, keep - 1, -1) if kept[row]]

@@ -1,7 +1,7 @@
-"""Busy periods of an engine as spans, so that generation can be drawn against training.
+"""Records the busy periods of an engine as spans, so that generation can be plotted against training.
 
-A period is contiguous time with running requests. It is cut at idle gaps, at weight updates, and after a second, so that a span has
-one publication and a live view does not lag.
+A period is contiguous time with running requests. It ends at idle gaps, at weight updates, and after a second, so that a span has
+one publication and a live view is up to date.
 """
 
 import time
@@ -10,11 +10,11 @@ from collections.abc import Callable
 from rollbook.telemetry.spans import SpanRecorder
 
 IDLE_GAP_S = 0.02
-LONGEST_S = 1.0
+MAX_PERIOD_S = 1.0
 
 
 class BusyPeriods:
-    """Fed by the engine after every step. Without a recorder it only adds up busy seconds."""
+    """Updated by the engine after every step. Without a recorder it only sums the busy seconds."""
 
     def __init__(self, spans: SpanRecorder | None, *, wall: Callable[[], float] = time.time) -> None:
         self._spans = spans
@@ -30,23 +30,22 @@ class BusyPeriods:
     def is_open(self) -> bool:
         return self._start is not None
 
-    def step(self, began: float, ended: float, *, requests: int, tokens: int, publication: int) -> None:
-        """One step took from `began` to `ended` (wall seconds), finished `requests` and sampled `tokens`."""
-        self.busy_s += max(0.0, ended - began)
+    def step(self, started: float, ended: float, *, requests: int, tokens: int, publication: int) -> None:
+        """Add a step: `started` and `ended` in wall seconds, and the requests it finished and tokens it sampled."""
+        self.busy_s += max(0.0, ended - started)
         if self._spans is None:
             return
-        if self._start is not None and (began - self._end >= IDLE_GAP_S or publication != self._publication):
-            self.cut()
+        if self._start is not None and (started - self._end >= IDLE_GAP_S or publication != self._publication):
+            self.end_period()
         if self._start is None:
-            self._start, self._publication = began, publication
+            self._start, self._publication = started, publication
         self._end = ended
         self._requests += requests
         self._tokens += tokens
-        if ended - self._start >= LONGEST_S:
-            self.cut()
+        if ended - self._start >= MAX_PERIOD_S:
+            self.end_period()
 
-    def cut(self) -> None:
-        """End the current period, if there is one."""
+    def end_period(self) -> None:
         if self._start is None or self._spans is None:
             return
         self._spans.record(
@@ -59,8 +58,8 @@ class BusyPeriods:
         )
         self._start, self._requests, self._tokens = None, 0, 0
 
-    def updated(self, began: float, *, publication: int, step: int) -> None:
-        """Weights were applied, from `began` until now."""
-        self.cut()
+    def updated(self, started: float, *, publication: int, step: int) -> None:
+        """Record a weight update that started at `started` and ended now."""
+        self.end_period()
         if self._spans is not None:
-            self._spans.record("policy.update_weights", began, self._wall(), publication=publication, step=step)
+            self._spans.record("policy.update_weights", started, self._wall(), publication=publication, step=step)

@@ -1,8 +1,7 @@
-"""The engine without a model: replies come from a script or from a seeded random policy.
+"""The engine without a model: completions come from a script or from a seeded random policy.
 
-It keeps every promise of the engine protocol (steps, slots, stamps, pause, updates in flight), so tests, docs and benchmarks run
-the whole system in seconds. Its logprobs are honest: a script is certain of its reply, the random policy is uniform over its
-vocabulary.
+It implements the whole engine protocol (steps, slots, stamps, pause, updates in flight), so tests, docs and benchmarks run the
+system in seconds. Its logprobs are exact: 0 for a script, and uniform over the vocabulary for the random policy.
 """
 
 import asyncio
@@ -40,11 +39,11 @@ from rollbook.inference.weights.safetensors import read_published_weights, requi
 from rollbook.telemetry.spans import SpanRecorder
 
 ROUND_TOKENS = 16_384
-"""Prompt tokens that join in a step at most, unless the config says otherwise."""
+"""Default maximum of prompt tokens that join in a step."""
 
 Reply = Sequence[int]
 Script = Mapping[tuple[int, ...], Reply] | Callable[[Sequence[int]], Reply]
-"""Prompt to the tokens that answer it. A reply shorter than asked for ends as `stop`."""
+"""From the prompt to the tokens of the completion. If it is shorter than the limit, it ends as `stop`."""
 
 
 @asynccontextmanager
@@ -56,7 +55,7 @@ async def open_engine(
     script: Script | None = None,
     clock: Clock | None = None,
 ) -> AsyncIterator["ScriptedEngine"]:
-    """`model_dir` is for the script that the config names; without one it is accepted and not needed."""
+    """`model_dir` is passed to the configured script, if there is one."""
     if script is None and config.scripted.script is not None:
         script = load_script(config.scripted.script, model_dir)
     engine = ScriptedEngine(config, script=script, clock=clock, spans=spans)
@@ -70,19 +69,18 @@ async def open_engine(
 
 
 def load_script(path: str, model_dir: Path | None) -> Script:
-    """Find the function that makes the script, and let it make it."""
     make = load_plugin(path, setting="inference.scripted.script")
     try:
         script: Script = make(model_dir)
-    except Exception as error:  # foreign code: its import can raise anything, and the operator must read what
+    except Exception as error:  # User code may raise anything.
         raise RunError(
-            f"inference.scripted.script: {path!r} gave no script: {type(error).__name__}: {error}"
+            f"inference.scripted.script: {path!r} returned no script: {type(error).__name__}: {error}"
         ) from error
     return script
 
 
 class ScriptedEngine:
-    """Made by `open_engine`. Lives on the event loop."""
+    """Made by `open_engine`. Runs on the event loop."""
 
     def __init__(
         self,
@@ -145,20 +143,22 @@ class ScriptedEngine:
         if self._publication is None:
             raise UnpublishedError("no weights were published to this engine yet, so it does not sample")
         if len(self._waiting) >= self._config.max_queued:
-            raise QueueFullError(f"{self._config.max_queued} requests wait already; try again later", retry_after_s=0.2)
-        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+            raise QueueFullError(
+                f"the queue is full ({self._config.max_queued} requests); try again later", retry_after_s=0.2
+            )
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._waiting.append(
             checked_request(
                 prompt_ids,
                 sampling,
                 vocab_size=self.vocab_size,
                 max_model_len=self.max_model_len,
-                answer=answer,
+                future=future,
                 on_tokens=on_tokens,
             )
         )
         self._woken.set()
-        return answer
+        return future
 
     async def generate(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
         return await self.submit(prompt_ids, sampling)
@@ -175,20 +175,20 @@ class ScriptedEngine:
         await self._load(publication, lambda: None, None)
 
     async def base_digest(self) -> str:
-        """It has no weights at all."""
+        """This engine has no weights."""
         return "none"
 
     async def _load(self, publication: Publication, check: Callable[[], object], adapter: Adapter | None) -> None:
         async with self._updating:
             if not needs_loading(self._publication, publication):
                 return
-            began = time.time()
+            started = time.time()
             if adapter is not None:
                 checked_settings(adapter.settings)
             await asyncio.to_thread(check)
-            # Between two steps by construction: a step has no await in it.
+            # A step has no await in it, so this is always between two steps.
             self._publication, self._adapter = publication, adapter
-            self._busy.updated(began, publication=publication.id, step=publication.step)
+            self._busy.updated(started, publication=publication.id, step=publication.step)
 
     async def adopt(self, publication: Publication) -> None:
         async with self._updating:
@@ -196,7 +196,7 @@ class ScriptedEngine:
             self._publication = publication
 
     async def weights_digest(self) -> str:
-        """It has no weights to read: what it was told, after checking, is what it has."""
+        """This engine has no weights: returns the digest of the checked publication."""
         if self._publication is None:
             raise UnpublishedError("no weights were published to this engine yet, so they have no digest")
         return self._publication.digest
@@ -206,7 +206,7 @@ class ScriptedEngine:
         self._running.clear()
         self._waiting.clear()
         for request in requests:
-            self._answer(request, FinishReason.ABORT)
+            self._complete(request, FinishReason.ABORT)
         self._woken.set()
         return len(requests)
 
@@ -214,7 +214,7 @@ class ScriptedEngine:
         self._gate.pause(mode)
         if mode is PauseMode.ABORT:
             for request, _ in self._running:
-                self._answer(request, FinishReason.ABORT)
+                self._complete(request, FinishReason.ABORT)
             self._running.clear()
         self._drained.clear()
         self._woken.set()
@@ -230,62 +230,63 @@ class ScriptedEngine:
         """Step while there is work.
 
         Takes:  requests, from `submit`.
-        Gives:  answers, through their futures.
-        Waits:  for requests or resume; between steps, for the time one step is said to take.
+        Gives:  completions, through their futures.
+        Waits:  for requests or resume; `token_s` before each step.
         Woken:  by `submit`, `pause` and `resume`.
-        Ends:   on cancellation; requests that are still here fail.
+        Ends:   on cancellation; the remaining requests fail.
         """
         try:
             while True:
-                self._running = [(r, reply) for r, reply in self._running if not r.answer.done()]
+                self._running = [(r, reply) for r, reply in self._running if not r.future.done()]
                 if not self._running:
                     self._gate.drained()
                 if not self._gate.may_step:
                     self._drained.set()
                 if not ((self._waiting and self._gate.may_admit) or (self._running and self._gate.may_step)):
-                    self._busy.cut()
+                    self._busy.end_period()
                     self._woken.clear()
                     await self._woken.wait()
                     continue
-                began = time.time()
+                started = time.time()
                 await self._clock.sleep(self._config.scripted.token_s)
-                self._step(began)
+                self._step(started)
         finally:
-            self._busy.cut()
+            self._busy.end_period()
             for request in [*(r for r, _ in self._running), *self._waiting]:
-                if not request.answer.done():
-                    request.answer.set_exception(EngineClosedError("the engine was closed before it could answer"))
+                if not request.future.done():
+                    request.future.set_exception(EngineClosedError("the engine was closed before the request finished"))
 
-    def _step(self, began: float) -> None:
-        """Admit, then one token for everybody who runs. What was paused while the step slept stays as it is."""
+    def _step(self, started: float) -> None:
+        """Admit, then sample one token for each running request. Does nothing if the engine was paused during the wait."""
         if self._publication is None or not self._gate.may_step:
             return
         self._admit()
         tokens = 0
         ended: list[Request] = []
         for request, reply in self._running:
-            if request.answer.done():
+            if request.future.done():
                 continue
             token, logprob = self._next_token(request, reply)
             tokens += 1
-            reason = request.take(token, logprob, self._publication.id)
+            reason = request.append(token, logprob, self._publication.id)
             if request.sampling.top_logprobs:
-                self._tell_tops(request, token, reply)
-            request.tell()
+                self._add_tops(request, token, reply)
+            if request.on_tokens is not None and (chunk := request.take_chunk()) is not None:
+                request.on_tokens(chunk)
             if reason is None and reply is not None and len(request.tokens) >= len(reply):
                 reason = FinishReason.STOP
             if reason is not None:
-                self._answer(request, reason)
+                self._complete(request, reason)
                 ended.append(request)
         self._steps += 1
         self._tokens += tokens
-        self._running = [(r, reply) for r, reply in self._running if not r.answer.done()]
-        self._busy.step(began, time.time(), requests=len(ended), tokens=tokens, publication=self._publication.id)
+        self._running = [(r, reply) for r, reply in self._running if not r.future.done()]
+        self._busy.step(started, time.time(), requests=len(ended), tokens=tokens, publication=self._publication.id)
 
     def _admit(self) -> None:
         if not self._gate.may_admit:
             return
-        while self._waiting and self._waiting[0].answer.done():
+        while self._waiting and self._waiting[0].future.done():
             self._waiting.popleft()
         count = admissible(
             (len(request.prompt) for request in self._waiting),
@@ -294,16 +295,16 @@ class ScriptedEngine:
         )
         for _ in range(count):
             request = self._waiting.popleft()
-            if not request.answer.done():
-                self._begin(request)
+            if not request.future.done():
+                self._start(request)
 
-    def _begin(self, request: Request) -> None:
-        """A script is foreign code: what it raises, or a reply that is none, fails its own request."""
+    def _start(self, request: Request) -> None:
+        """A script is user code: its exception, or an invalid reply, fails its own request only."""
         try:
             reply = self._reply(request.prompt)
         except Exception as error:
             failure = GenerationError(f"the script failed on prompt {request.prompt}: {type(error).__name__}: {error}")
-            request.answer.set_exception(failure)
+            request.future.set_exception(failure)
             return
         self._running.append((request, reply))
 
@@ -316,24 +317,24 @@ class ScriptedEngine:
         return reply
 
     def _next_token(self, request: Request, reply: Reply | None) -> tuple[int, float]:
-        at = len(request.tokens)
+        index = len(request.tokens)
         if reply is not None:
-            return reply[at], 0.0
+            return reply[index], 0.0
         if request.sampling.temperature == 0:
             return 0, -math.log(self.vocab_size)
         seed = request.sampling.seed
-        uniform = self._rng.random() if seed is None else seeded_uniform(seed, at)
+        uniform = self._rng.random() if seed is None else seeded_uniform(seed, index)
         return int(uniform * self.vocab_size), -math.log(self.vocab_size)
 
-    def _tell_tops(self, request: Request, token: int, reply: Reply | None) -> None:
-        """A script knows one token; to the random policy all are alike."""
+    def _add_tops(self, request: Request, token: int, reply: Reply | None) -> None:
+        """A script has one possible token; for the random policy all are equally likely."""
         count = min(request.sampling.top_logprobs, self.vocab_size)
         ids = [token, *(other for other in range(count + 1) if other != token)][:count]
         others = -math.inf if reply is not None else -math.log(self.vocab_size)
         request.top_tokens.append(np.array(ids, dtype=np.int32))
         request.top_logprobs.append(np.array([request.logprobs[-1], *[others] * (count - 1)], dtype=np.float32))
 
-    def _answer(self, request: Request, reason: FinishReason) -> None:
+    def _complete(self, request: Request, reason: FinishReason) -> None:
         self._requests += 1
-        if not request.answer.done():
-            request.answer.set_result(request.completion(reason))
+        if not request.future.done():
+            request.future.set_result(request.completion(reason))

@@ -1,44 +1,40 @@
-"""One completion in the making: tokens from the engine, text beside them, and where it ends.
+"""One completion in progress: tokens from the engine, their text, and where it ends.
 
-The engine knows stop tokens only. Stop strings, streams and requests that may be aborted by name are watched here token by token;
-everything else is awaited whole and costs nothing extra.
+The engine knows stop tokens only. Requests with stop strings, streamed requests and requests that may be aborted by id are followed
+token by token. All others are awaited whole.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from rollbook.contracts.policy import Completion, FinishReason, SamplingParams, TopLogprobs
 from rollbook.inference.engine import Engine, TokenChunk
-from rollbook.inference.server.detokenizer import IncrementalText
-from rollbook.inference.server.stop_strings import StopStrings
-from rollbook.inference.server.tokenizer import Texts
-
-
-@dataclass(slots=True)
-class Piece:
-    """Text that is certain, and the tokens since the last piece."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    tops: list[TopLogprobs] = field(default_factory=list)
+from rollbook.inference.server.text import IncrementalDecoder, StopStrings, Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Generated:
-    """The whole of it. `stop_reason`: the stop string or stop token that ended it; None for an end of turn."""
-
+class GenerationResult:
     completion: Completion
     text: str
     stop_reason: str | int | None = None
+    """The stop string or stop token that ended it. None for an end-of-sequence token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Decoded text and the tokens since the last piece."""
+
+    text: str
+    tokens: TokenChunk
+    result: GenerationResult | None = None
+    """Set in the last piece."""
 
 
 class Generation:
-    """Made and submitted at once. Read it with `result` or with `pieces` and then `ended`; `abandon` frees its slot."""
+    """Submits a request to the engine when created. Read it with `result` or `pieces`; `abandon` frees its slot."""
 
     def __init__(
         self,
@@ -46,144 +42,141 @@ class Generation:
         prompt: Sequence[int],
         sampling: SamplingParams,
         *,
-        texts: Texts | None = None,
+        tokenizer: Tokenizer | None = None,
         stops: Sequence[str] = (),
-        is_watched: bool = False,
+        is_streamed: bool = False,
     ) -> None:
-        self.prompt = prompt
-        self._sampling = sampling
-        self._texts = texts
-        self._is_watched = is_watched or bool(stops)
+        self._stop_token_ids = sampling.stop_token_ids
+        self._tokenizer = tokenizer
+        self._is_streamed = is_streamed or bool(stops)
         self._is_aborted = False
-        self._tokens: list[int] = []
-        self._logprobs: list[float] = []
-        self._versions: list[int] = []
-        self._tops: list[TopLogprobs] = []
-        self._cached_tokens = 0
-        self._text: list[str] = []
+        self._used: list[TokenChunk] = []
+        self._text = ""
         self._stops = StopStrings(stops)
-        self._incremental = None if texts is None else IncrementalText(texts.decode)
-        # Never longer than the completion itself, whose length the engine bounds.
+        self._decoder = None if tokenizer is None else IncrementalDecoder(tokenizer.decode)
+        # Unbounded, but never longer than the completion, whose length the engine limits.
         self._chunks: asyncio.Queue[TokenChunk | None] = asyncio.Queue()
-        self.ended: Generated | None = None
-        if self._is_watched:
-            self.answer = engine.submit(prompt, sampling, on_tokens=self._chunks.put_nowait)
-            self.answer.add_done_callback(lambda _: self._chunks.put_nowait(None))
+        if self._is_streamed:
+            self._completion = engine.submit(prompt, sampling, on_tokens=self._chunks.put_nowait)
+            self._completion.add_done_callback(lambda _: self._chunks.put_nowait(None))
         else:
-            self.answer = engine.submit(prompt, sampling)
+            self._completion = engine.submit(prompt, sampling)
 
-    async def result(self) -> Generated:
-        if self._is_watched:
-            async for _ in self.pieces():
-                pass
-            assert self.ended is not None
-            return self.ended
-        completion = await self.answer
-        self.ended = Generated(
-            completion=completion, text=self._whole_text(completion), stop_reason=self._stop_token(completion)
-        )
-        return self.ended
+    async def result(self) -> GenerationResult:
+        if self._is_streamed:
+            async for piece in self.pieces():
+                if piece.result is not None:
+                    return piece.result
+        completion = await self._completion
+        text = ""
+        if self._tokenizer is not None:
+            ids = completion.token_ids.tolist()
+            text = self._tokenizer.decode(ids if self._stop_token(completion) is None else ids[:-1])
+        return self._result(completion, text)
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """What is new, as often as there is text; the last one may be empty. `ended` is set after it."""
-        piece = Piece()
+        """A piece whenever there is new text. The last piece may be empty."""
+        text, chunks = "", list[TokenChunk]()
         while (chunk := await self._chunks.get()) is not None:
-            if self._take(chunk, piece):
-                self.answer.cancel()
+            new_text, used = self._decode(chunk)
+            text += new_text
+            chunks.append(used)
+            if self._stops.matched is not None:
                 break
-            if piece.text or (self._texts is None and piece.token_ids):
-                yield piece
-                piece = Piece()
-        reason = await self._reason()
-        rest = "" if self._incremental is None else self._incremental.finish()
-        piece.text += self._stops.feed(rest) + self._stops.finish()
-        self._text.append(piece.text)
-        completion = Completion(
-            token_ids=np.array(self._tokens, dtype=np.int32),
-            logprobs=np.array(self._logprobs, dtype=np.float32),
-            versions=np.array(self._versions, dtype=np.int32),
-            finish_reason=reason,
-            cached_tokens=self._cached_tokens,
-            tops=joined(self._tops),
-        )
-        stop_reason = self._stops.matched or self._stop_token(completion)
-        self.ended = Generated(completion=completion, text="".join(self._text), stop_reason=stop_reason)
-        yield piece
+            if text or self._tokenizer is None:
+                yield self._piece(text, chunks)
+                text, chunks = "", []
+        completion = await self._final_completion(chunks)
+        rest = "" if self._decoder is None else self._decoder.finish()
+        text += self._stops.feed(rest) + self._stops.finish()
+        piece = self._piece(text, chunks)
+        yield Piece(text=text, tokens=piece.tokens, result=self._result(completion, self._text))
 
     def abort(self) -> bool:
-        """End it with what it has, as `abort`. False: it was over already."""
-        if self.answer.done():
+        """End with the tokens so far and the reason `abort`. False: it had ended before."""
+        if self._completion.done():
             return False
         self._is_aborted = True
-        self.answer.cancel()
+        self._completion.cancel()
         return True
 
     def abandon(self) -> None:
-        """Nobody waits any more. What is answered already stays as it is."""
-        if not self.answer.cancel() and not self.answer.cancelled():
-            self.answer.exception()  # seen: a second failure of the same request is not a lost error
+        """Free the slot. A completion that is done stays as it is."""
+        if not self._completion.cancel() and not self._completion.cancelled():
+            self._completion.exception()  # mark it as retrieved, so that asyncio does not log it
 
-    def _take(self, chunk: TokenChunk, piece: Piece) -> bool:
-        """Add a chunk's tokens; True once a stop string is complete. Tokens after it are not part of the answer."""
-        self._cached_tokens = chunk.cached_tokens
-        tokens = zip(chunk.token_ids.tolist(), chunk.logprobs.tolist(), chunk.versions.tolist(), strict=True)
-        for at, (token, logprob, version) in enumerate(tokens):
-            if chunk.tops is not None:
-                top = TopLogprobs(
-                    token_ids=chunk.tops.token_ids[at : at + 1], logprobs=chunk.tops.logprobs[at : at + 1]
-                )
-                self._tops.append(top)
-                piece.tops.append(top)
-            for kept, new in (
-                (self._tokens, token),
-                (self._versions, version),
-                (piece.token_ids, token),
-                (piece.versions, version),
-            ):
-                kept.append(new)
-            self._logprobs.append(logprob)
-            piece.logprobs.append(logprob)
-            if self._incremental is None or token in self._sampling.stop_token_ids:
+    def _piece(self, text: str, chunks: Sequence[TokenChunk]) -> Piece:
+        self._text += text
+        self._used += chunks
+        return Piece(text=text, tokens=_joined(chunks))
+
+    def _decode(self, chunk: TokenChunk) -> tuple[str, TokenChunk]:
+        """The text of a chunk, and its tokens up to the end of a stop string."""
+        text = ""
+        if self._decoder is None:
+            return text, chunk
+        for at, token in enumerate(chunk.token_ids.tolist()):
+            if token in self._stop_token_ids:
                 continue
-            told = self._stops.feed(self._incremental.feed([token]))
-            piece.text += told
+            text += self._stops.feed(self._decoder.feed([token]))
             if self._stops.matched is not None:
-                return True
-        if piece.text:
-            self._text.append(piece.text)
-        return False
+                return text, _first(chunk, at + 1)
+        return text, chunk
 
-    async def _reason(self) -> FinishReason:
-        if self._stops.matched is not None:
-            return FinishReason.STOP
-        if self._is_aborted:
-            return FinishReason.ABORT
-        return (await self.answer).finish_reason
+    async def _final_completion(self, last_chunks: Sequence[TokenChunk]) -> Completion:
+        if self._stops.matched is None and not self._is_aborted:
+            return await self._completion
+        self._completion.cancel()
+        tokens = _joined([*self._used, *last_chunks])
+        return Completion(
+            token_ids=tokens.token_ids,
+            logprobs=tokens.logprobs,
+            versions=tokens.versions,
+            finish_reason=FinishReason.ABORT if self._stops.matched is None else FinishReason.STOP,
+            cached_tokens=tokens.cached_tokens,
+            tops=tokens.tops,
+        )
 
-    def _whole_text(self, completion: Completion) -> str:
-        if self._texts is None:
-            return ""
-        ids = completion.token_ids.tolist()
-        is_stopped = completion.finish_reason is FinishReason.STOP and ids[-1:] and ids[-1] in self._stop_ids
-        return self._texts.decode(ids[:-1] if is_stopped else ids)
-
-    @property
-    def _stop_ids(self) -> tuple[int, ...]:
-        return self._sampling.stop_token_ids
+    def _result(self, completion: Completion, text: str) -> GenerationResult:
+        stop_token = self._stop_token(completion)
+        if self._tokenizer is not None and stop_token in self._tokenizer.eos_token_ids:
+            stop_token = None
+        return GenerationResult(completion=completion, text=text, stop_reason=self._stops.matched or stop_token)
 
     def _stop_token(self, completion: Completion) -> int | None:
-        ids = completion.token_ids.tolist()
-        if completion.finish_reason is not FinishReason.STOP or not ids or ids[-1] not in self._stop_ids:
+        if completion.finish_reason is not FinishReason.STOP or not len(completion.token_ids):
             return None
-        ends = () if self._texts is None else self._texts.eos_token_ids
-        return None if ids[-1] in ends else int(ids[-1])
+        last = int(completion.token_ids[-1])
+        return last if last in self._stop_token_ids else None
 
 
-def joined(tops: Sequence[TopLogprobs]) -> TopLogprobs | None:
-    """Those of a run of tokens, one behind the other."""
-    if not tops:
-        return None
-    return TopLogprobs(
-        token_ids=np.concatenate([top.token_ids for top in tops]),
-        logprobs=np.concatenate([top.logprobs for top in tops]),
+def _first(chunk: TokenChunk, count: int) -> TokenChunk:
+    tops = chunk.tops
+    return TokenChunk(
+        token_ids=chunk.token_ids[:count],
+        logprobs=chunk.logprobs[:count],
+        versions=chunk.versions[:count],
+        cached_tokens=chunk.cached_tokens,
+        tops=None if tops is None else TopLogprobs(token_ids=tops.token_ids[:count], logprobs=tops.logprobs[:count]),
+    )
+
+
+def _joined(chunks: Sequence[TokenChunk]) -> TokenChunk:
+    if len(chunks) == 1:
+        return chunks[0]
+    if not chunks:
+        empty = np.empty(0, dtype=np.int32)
+        return TokenChunk(token_ids=empty, logprobs=np.empty(0, dtype=np.float32), versions=empty)
+    tops = [chunk.tops for chunk in chunks if chunk.tops is not None]
+    return TokenChunk(
+        token_ids=np.concatenate([chunk.token_ids for chunk in chunks]),
+        logprobs=np.concatenate([chunk.logprobs for chunk in chunks]),
+        versions=np.concatenate([chunk.versions for chunk in chunks]),
+        cached_tokens=chunks[-1].cached_tokens,
+        tops=TopLogprobs(
+            token_ids=np.concatenate([top.token_ids for top in tops]),
+            logprobs=np.concatenate([top.logprobs for top in tops]),
+        )
+        if tops
+        else None,
     )

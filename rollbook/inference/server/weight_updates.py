@@ -1,4 +1,4 @@
-"""The receiving end of weight transfer: one way a line. A way that needs a tensor library is imported only when it is used."""
+"""Receives weight updates. A transport that needs a tensor library is imported only when it is used."""
 
 import asyncio
 from collections.abc import Mapping
@@ -15,10 +15,10 @@ from rollbook.inference.wire.weights import InitInfo, UpdateInfo
 
 
 class Receiver(Protocol):
-    """A way whose tensors do not lie in a file."""
+    """The receiving end of a transport that does not use files."""
 
     async def take(self, info: UpdateInfo) -> Mapping[str, TensorSource]:
-        """Every tensor of the update, whole. Raises `WeightsError` or `TransientError`."""
+        """All tensors of the update. Raises `WeightsError` or `TransientError`."""
 
     async def close(self) -> None: ...
 
@@ -29,17 +29,17 @@ RECEIVERS: dict[str, str] = {
 }
 
 
-class WeightIntake:
-    """One of it a server. Updates are taken one at a time."""
+class WeightUpdates:
+    """One instance per server. Applies one update at a time."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._receiver: Receiver | None = None
         self._backend: str | None = None
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     async def join(self, info: InitInfo) -> None:
-        """Prepare for a way. Joining again replaces the former group, also while an update of it waits for a member that died."""
+        """Join the trainer's process group. Replaces the previous group, even while an update of it waits for a dead member."""
         await self.leave()
         if info.backend in RECEIVERS:
             # In a thread: joining a group waits for its other members.
@@ -48,37 +48,35 @@ class WeightIntake:
 
     async def leave(self) -> None:
         receiver, self._receiver, self._backend = self._receiver, None, None
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         if receiver is not None:
             await receiver.close()
 
-    async def take(self, info: UpdateInfo) -> None:
-        """Raises `OutdatedUpdateError` before anything is moved where the update is outdated."""
+    async def apply(self, info: UpdateInfo) -> None:
+        """Raises `OutdatedUpdateError` before any data is transferred."""
         publication = info.to_contract()
         if info.backend in ("directory", "shared_memory"):
             if info.path is None:
-                raise BadRequestError("path: an update from a file must name it", param="path")
+                raise BadRequestError("path: required for an update from a file", param="path")
             await self._engine.load_weights(publication, Path(info.path), adapter=info.adapter_contract())
             return
         info.tensor_headers()
-        async with self._turn:
-            await self._take_tensors(info, publication)
+        async with self._lock:
+            await self._receive(info, publication)
 
-    async def _take_tensors(self, info: UpdateInfo, publication: Publication) -> None:
+    async def _receive(self, info: UpdateInfo, publication: Publication) -> None:
         is_needed = needs_loading(self._engine.publication, publication)
         if self._receiver is None or self._backend != info.backend:
             if info.backend != "cuda_ipc":
                 raise BadRequestError(
-                    f"backend: {info.backend} needs /init_weight_transfer_engine first", param="backend"
+                    f"backend: {info.backend} requires /init_weight_transfer_engine first", param="backend"
                 )
             self._receiver, self._backend = _open_receiver(InitInfo(backend="cuda_ipc")), "cuda_ipc"
         receiver = self._receiver
-        # A group's sender counts on every member: also one that has these weights already takes its share.
+        # The sender of a group needs every member: a replica that has these weights already receives them too.
         tensors = await receiver.take(info)
         if receiver is not self._receiver:
-            raise TransientError(
-                f"publication {publication.id} came over a weight group that was given up; nothing was loaded"
-            )
+            raise TransientError(f"the group of publication {publication.id} was replaced; nothing was loaded")
         if is_needed:
             await self._engine.load_tensors(publication, tensors, adapter=info.adapter_contract())
 

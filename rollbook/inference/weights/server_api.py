@@ -6,7 +6,7 @@ import msgspec
 
 from rollbook.contracts.errors import TransientError
 from rollbook.contracts.policy import Publication
-from rollbook.inference.connection import PolicyConnection, plain_decoder
+from rollbook.inference.connection import PolicyConnection
 from rollbook.inference.wire.weights import InitBody, InitInfo, UpdateBody, UpdateInfo, WeightCheck, WeightInfo
 
 
@@ -48,19 +48,18 @@ class RollbookServerApi:
     def __init__(self) -> None:
         self._info = msgspec.json.Decoder(WeightInfo)
         self._check = msgspec.json.Decoder(WeightCheck)
-        self._ignore = plain_decoder()
 
     async def world_size(self, replica: PolicyConnection) -> int:
         return 1
 
     async def join(self, replica: PolicyConnection, info: InitInfo) -> None:
-        await replica.post("/init_weight_transfer_engine", msgspec.json.encode(InitBody(init_info=info)), self._ignore)
+        await replica.post_text("/init_weight_transfer_engine", msgspec.json.encode(InitBody(init_info=info)))
 
     async def leave(self, replica: PolicyConnection) -> None:
-        await replica.post("/shutdown_weight_transfer_engine", b"", self._ignore)
+        await replica.post_text("/shutdown_weight_transfer_engine", b"")
 
     async def update(self, replica: PolicyConnection, info: UpdateInfo) -> None:
-        await replica.post("/update_weights", msgspec.json.encode(UpdateBody(update_info=info)), self._ignore)
+        await replica.post_text("/update_weights", msgspec.json.encode(UpdateBody(update_info=info)))
 
     async def publication(self, replica: PolicyConnection) -> Publication | None:
         return (await replica.get("/weight_info", self._info)).to_contract()
@@ -83,7 +82,7 @@ class RollbookServerApi:
             )
 
     async def pause(self, replica: PolicyConnection, mode: str) -> None:
-        await replica.post(f"/pause?mode={mode}", b"", self._ignore)
+        await replica.post_text(f"/pause?mode={mode}", b"")
 
     async def resume(self, replica: PolicyConnection) -> None:
-        await replica.post("/resume", b"", self._ignore)
+        await replica.post_text("/resume", b"")

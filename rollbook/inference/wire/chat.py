@@ -1,10 +1,10 @@
-"""POST /v1/chat/completions: what OpenAI's clients send and read, whole and as a stream."""
+"""Messages of `POST /v1/chat/completions` in OpenAI's format, whole and streamed."""
 
 from typing import Any, Literal
 
 import msgspec
 
-from rollbook.inference.wire.completions import SamplingBody, Usage, VersionSpan, checked_tops
+from rollbook.inference.wire.completions import SamplingBody, Usage, VersionSpan, checked_top_logprobs
 
 
 class ChatBody(SamplingBody, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
@@ -21,27 +21,25 @@ class ChatBody(SamplingBody, forbid_unknown_fields=True, omit_defaults=True, kw_
     store: bool | None = None
     service_tier: str | None = None
 
-    def limit(self) -> int | None:
-        """Tokens to sample at most; None: what the context leaves."""
+    def token_limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-    def num_tops(self) -> int:
-        """Raises `ValueError` for more than are told, or where no logprobs were asked for at all."""
-        count = checked_tops("top_logprobs", self.top_logprobs)
+    def num_top_logprobs(self) -> int:
+        count = checked_top_logprobs("top_logprobs", self.top_logprobs)
         if count and not self.logprobs:
-            raise ValueError("top_logprobs: it goes with logprobs = true")
+            raise ValueError("top_logprobs: requires logprobs = true")
         return count
 
     def rendered_tools(self) -> list[dict[str, Any]] | None:
         return None if self.tool_choice == "none" else self.tools
 
-    def _neutral(self) -> dict[str, tuple[object, ...]]:
+    def neutral_values(self) -> dict[str, tuple[object, ...]]:
         own: dict[str, tuple[object, ...]] = {
             "tool_choice": (None, "auto", "none"),
             "response_format": (None, {"type": "text"}),
             "store": (None, False),
         }
-        return {**super()._neutral(), **own}
+        return {**super().neutral_values(), **own}
 
 
 class FunctionCall(msgspec.Struct):
@@ -54,7 +52,7 @@ class ToolCallPart(msgspec.Struct):
     function: FunctionCall
     type: Literal["function"] = "function"
     index: int | msgspec.UnsetType = msgspec.UNSET
-    """In streams only."""
+    """Set in streams only."""
 
 
 class AssistantMessage(msgspec.Struct):
@@ -64,17 +62,14 @@ class AssistantMessage(msgspec.Struct):
     refusal: None = None
 
 
-class TokenLogprob(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list["TopLogprob"]
-
-
 class TopLogprob(msgspec.Struct):
     token: str
     logprob: float
     bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(msgspec.Struct):
@@ -89,7 +84,7 @@ class ChatChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None = None
     token_ids: list[int] | None = None
     raw_text: str | None = None
-    """All that was written, where tool calls were taken out of the content."""
+    """The complete text, set if tool calls were removed from the content."""
     stop_reason: str | int | None = None
 
 

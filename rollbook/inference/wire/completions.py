@@ -1,7 +1,8 @@
-"""What crosses between the policy server and its clients for completions: JSON as OpenAI and vLLM shape it, with a few extensions.
+"""Messages of `POST /v1/completions` in the format of OpenAI and vLLM, with a few extensions.
 
-The extensions: `min_publication`, a request is answered only from weights at least that new; `seeds`, one seed a prompt;
-`detokenize`, false leaves all text out. In answers `weight_versions` tells which publication sampled which span of the tokens.
+Extensions of requests: `min_publication` requires weights at least that new, `seeds` sets one seed per prompt, `detokenize: false`
+omits all text. Extension of responses: `weight_versions` names the publication that sampled each span of tokens. A client that
+accepts `application/msgpack` receives `TokenReply` instead of JSON: raw arrays, which need no conversion on either side.
 """
 
 from collections.abc import Sequence
@@ -18,6 +19,9 @@ QUEUE_FULL = "queue_full"
 GENERATION_FAILED = "generation_failed"
 OUTDATED_UPDATE = "outdated_update"
 
+MSGPACK = "application/msgpack"
+MAX_CHOICES = 1024
+"""The maximum number of completions per request: prompts times n."""
 _MASK_63 = (1 << 63) - 1
 
 
@@ -27,7 +31,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class SamplingBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
-    """What completions and chat have in common. A field that would change what is sampled and is not offered is refused."""
+    """The fields common to completions and chat. Unsupported fields are accepted with a neutral value only."""
 
     model: str | None = None
     temperature: float | None = None
@@ -55,18 +59,56 @@ class SamplingBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
     def count(self) -> int:
         return 1 if self.n is None else self.n
 
+    @property
+    def has_usage_chunk(self) -> bool:
+        """Whether a stream ends with a chunk that holds the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
     def stops(self) -> tuple[str, ...]:
-        """Raises `ValueError` for one that is empty: it would match everywhere."""
+        """Raises `ValueError` for an empty stop string, which would match everywhere."""
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if not all(stops):
             raise ValueError("stop: an empty string would stop before the first token")
         return stops
 
-    def refused_field(self) -> str | None:
-        """A field that was set to something this server does not do."""
-        return next((name for name, values in self._neutral().items() if getattr(self, name) not in values), None)
+    def samplings(
+        self, seeds: Sequence[int | None], *, max_model_len: int, eos_token_ids: tuple[int, ...]
+    ) -> list[SamplingParams]:
+        """The parameters of `n` completions for each prompt. `seeds` has one item per prompt.
 
-    def _neutral(self) -> dict[str, tuple[object, ...]]:
+        Raises `ValueError` naming the invalid field.
+        """
+        for name, values in self.neutral_values().items():
+            if getattr(self, name) not in values:
+                raise ValueError(f"{name}: not supported by this server; remove it")
+        limit = self.token_limit()
+        all_seeds = derived_seeds(seeds, self.count)
+        stop_ids = dict.fromkeys([*(self.stop_token_ids or ()), *(() if self.ignore_eos else eos_token_ids)])
+        by_seed = {
+            seed: SamplingParams(
+                max_tokens=max_model_len if limit is None else limit,
+                temperature=1.0 if self.temperature is None else self.temperature,
+                top_p=1.0 if self.top_p is None else self.top_p,
+                # vLLM uses -1 for "no truncation", Rollbook uses 0.
+                top_k=0 if self.top_k in (None, -1) else self.top_k,
+                stop_token_ids=tuple(stop_ids),
+                seed=seed,
+                top_logprobs=self.num_top_logprobs(),
+            )
+            for seed in set(all_seeds)
+        }
+        return [by_seed[seed] for seed in all_seeds]
+
+    def token_limit(self) -> int | None:
+        """The maximum number of tokens to sample. None: up to the model's length."""
+        raise NotImplementedError
+
+    def num_top_logprobs(self) -> int:
+        """The number of alternatives to report for each token."""
+        raise NotImplementedError
+
+    def neutral_values(self) -> dict[str, tuple[object, ...]]:
+        """The unsupported fields, and the values that leave the sampling unchanged."""
         return {
             "presence_penalty": (None, 0),
             "frequency_penalty": (None, 0),
@@ -75,24 +117,6 @@ class SamplingBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
             "min_p": (None, 0),
         }
 
-    def sampling(self, seed: int | None, *, max_tokens: int, eos_token_ids: tuple[int, ...] = ()) -> SamplingParams:
-        """Raises `ValueError` naming the field at fault."""
-        stop_ids = dict.fromkeys([*(self.stop_token_ids or ()), *(() if self.ignore_eos else eos_token_ids)])
-        return SamplingParams(
-            max_tokens=max_tokens,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            # vLLM says -1 for "no truncation", we say 0.
-            top_k=0 if self.top_k in (None, -1) else self.top_k,
-            stop_token_ids=tuple(stop_ids),
-            seed=seed,
-            top_logprobs=self.num_tops(),
-        )
-
-    def num_tops(self) -> int:
-        """How many alternatives are told beside each token."""
-        return 0
-
 
 class CompletionBody(SamplingBody, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
     """POST /v1/completions."""
@@ -100,39 +124,41 @@ class CompletionBody(SamplingBody, forbid_unknown_fields=True, omit_defaults=Tru
     prompt: str | list[str | int | list[int]]
     max_tokens: int | None = 16
     seeds: list[int | None] | None = None
-    """One seed a prompt, where several prompts come in one request."""
+    """One seed per prompt."""
     logprobs: int | None = None
     detokenize: bool = True
     echo: bool | None = None
     best_of: int | None = None
     suffix: str | None = None
 
-    def num_tops(self) -> int:
-        """Raises `ValueError` for more than are told."""
-        return checked_tops("logprobs", self.logprobs)
+    def token_limit(self) -> int | None:
+        return self.max_tokens
+
+    def num_top_logprobs(self) -> int:
+        return checked_top_logprobs("logprobs", self.logprobs)
 
     def prompts(self) -> list[str] | list[list[int]]:
-        """One text or one list of token ids a prompt. Raises `ValueError` for a mixture."""
+        """One text or one list of token ids per prompt. Raises `ValueError` for a mixture."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if not self.prompt:
-            raise ValueError("prompt: it is empty; at least one token is needed")
+            raise ValueError("prompt: is empty; at least one token is required")
         kinds = {type(part) for part in self.prompt}
         if len(kinds) > 1:
-            raise ValueError("prompt: it mixes texts, token ids and lists of them")
+            raise ValueError("prompt: mixes texts, token ids and lists of token ids")
         if kinds == {int}:
             return [[part for part in self.prompt if isinstance(part, int)]]
         if kinds == {str}:
             return [part for part in self.prompt if isinstance(part, str)]
         return [part for part in self.prompt if isinstance(part, list)]
 
-    def _neutral(self) -> dict[str, tuple[object, ...]]:
+    def neutral_values(self) -> dict[str, tuple[object, ...]]:
         own: dict[str, tuple[object, ...]] = {
             "echo": (None, False),
             "best_of": (None, 1, self.count),
             "suffix": (None, ""),
         }
-        return {**super()._neutral(), **own}
+        return {**super().neutral_values(), **own}
 
 
 class VersionSpan(msgspec.Struct):
@@ -160,24 +186,12 @@ class Choice(msgspec.Struct):
     stop_reason: str | int | None = None
     prompt_token_ids: list[int] | None = None
     generation_s: float | None = None
-    """From the first token to the last: without the time in the queue."""
-
-    def to_contract(self) -> Completion:
-        """Raises `ValueError` when the pieces do not fit together."""
-        if self.token_ids is None or self.logprobs is None:
-            raise ValueError("the answer carries no token ids or no logprobs")
-        return Completion(
-            token_ids=np.array(self.token_ids, dtype=np.int32),
-            logprobs=np.array(self.logprobs.token_logprobs, dtype=np.float32),
-            versions=stamps(self.weight_versions, len(self.token_ids)),
-            finish_reason=FinishReason(str(self.finish_reason)),
-            generation_s=self.generation_s,
-        )
+    """Seconds from the first token to the last, without the time in the queue."""
 
 
 class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
-    """Computed before, by an earlier request under the same weights."""
+    """Prompt tokens computed by an earlier request under the same weights."""
 
 
 class Usage(msgspec.Struct):
@@ -188,7 +202,7 @@ class Usage(msgspec.Struct):
 
     @classmethod
     def of(cls, prompt_tokens: int, completions: Sequence[Completion], *, n: int = 1) -> "Usage":
-        """`n` completions of each prompt, in order. A prompt counts once, and so does what was cached of it."""
+        """The usage of `n` completions per prompt, in order. Prompt tokens and cached tokens count once per prompt."""
         sampled = sum(len(completion.token_ids) for completion in completions)
         cached = sum(completion.cached_tokens for completion in completions[::n])
         return cls(prompt_tokens, sampled, prompt_tokens + sampled, PromptTokensDetails(cached))
@@ -202,7 +216,41 @@ class CompletionReply(msgspec.Struct):
     usage: Usage | None = None
     object: Literal["text_completion"] = "text_completion"
     kv_after_update: str | None = None
-    """Sent where an answer spans several publications: what became of its cache in between."""
+    """Set if a completion spans several publications: whether its KV cache was kept or recomputed."""
+
+
+class TokenCompletion(msgspec.Struct, array_like=True):
+    """One completion as the bytes of its arrays: int32 ids, float32 logprobs, int32 versions."""
+
+    token_ids: memoryview
+    logprobs: memoryview
+    versions: memoryview
+    finish_reason: FinishReason
+    generation_s: float | None = None
+
+    @classmethod
+    def of(cls, completion: Completion) -> "TokenCompletion":
+        return cls(
+            np.ascontiguousarray(completion.token_ids, dtype=np.int32).data,
+            np.ascontiguousarray(completion.logprobs, dtype=np.float32).data,
+            np.ascontiguousarray(completion.versions, dtype=np.int32).data,
+            completion.finish_reason,
+            completion.generation_s,
+        )
+
+    def to_contract(self) -> Completion:
+        """The arrays are read-only views of the response. Raises `ValueError` when their lengths differ."""
+        return Completion(
+            token_ids=np.frombuffer(self.token_ids, dtype=np.int32),
+            logprobs=np.frombuffer(self.logprobs, dtype=np.float32),
+            versions=np.frombuffer(self.versions, dtype=np.int32),
+            finish_reason=self.finish_reason,
+            generation_s=self.generation_s,
+        )
+
+
+class TokenReply(msgspec.Struct):
+    completions: list[TokenCompletion]
 
 
 class ErrorDetail(msgspec.Struct):
@@ -228,39 +276,44 @@ class Health(msgspec.Struct):
     is_draining: bool = False
 
 
-def checked_tops(field: str, asked: int | None) -> int:
-    if asked is not None and not 0 <= asked <= MAX_TOP_LOGPROBS:
-        raise ValueError(f"{field}: {asked}; 0 to {MAX_TOP_LOGPROBS} are possible")
-    return asked or 0
+def checked_top_logprobs(field: str, count: int | None) -> int:
+    if count is not None and not 0 <= count <= MAX_TOP_LOGPROBS:
+        raise ValueError(f"{field}: {count} is out of range 0 to {MAX_TOP_LOGPROBS}")
+    return count or 0
 
 
-def derived_seed(seed: int | None, index: int) -> int | None:
-    """The seed of the `index`-th of several completions of one request. The first keeps the seed itself."""
-    if seed is None or index == 0:
-        return seed
-    return (seed ^ (index * 0x9E3779B97F4A7C15)) & _MASK_63
+def derived_seeds(seeds: Sequence[int | None], n: int) -> list[int | None]:
+    """The seeds of `n` completions for each prompt. The first completion uses the seed itself. Raises `ValueError`."""
+    if n < 1 or n * len(seeds) > MAX_CHOICES:
+        raise ValueError(f"n: {n} for {len(seeds)} prompts; a request may have 1 to {MAX_CHOICES} completions")
+    return [
+        seed if seed is None or index == 0 else (seed ^ (index * 0x9E3779B97F4A7C15)) & _MASK_63
+        for seed in seeds
+        for index in range(n)
+    ]
 
 
-def spans(versions: list[int]) -> list[VersionSpan]:
-    """Runs of equal stamps. Usually one."""
-    found: list[VersionSpan] = []
-    for at, version in enumerate(versions):
-        if found and found[-1].version == version:
-            found[-1].end = at + 1
-        else:
-            found.append(VersionSpan(version=version, start=at, end=at + 1))
-    return found
+def version_spans(versions: NDArray[np.int32], *, offset: int = 0) -> list[VersionSpan]:
+    """Runs of equal versions, usually one. `offset` is the position of the first token."""
+    if not len(versions):
+        return []
+    ends = [*(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
+    starts = [0, *ends[:-1]]
+    return [
+        VersionSpan(version=int(versions[start]), start=start + offset, end=end + offset)
+        for start, end in zip(starts, ends, strict=True)
+    ]
 
 
-def stamps(version_spans: list[VersionSpan], length: int) -> NDArray[np.int32]:
-    """One stamp a token. Raises `ValueError` unless the spans cover all tokens, in order."""
+def token_versions(spans: Sequence[VersionSpan], length: int) -> NDArray[np.int32]:
+    """One version per token. Raises `ValueError` unless the spans cover all tokens in order."""
     versions = np.empty(length, dtype=np.int32)
     at = 0
-    for span in version_spans:
+    for span in spans:
         if span.start != at or not at < span.end <= length:
             raise ValueError(f"span {span.start} to {span.end} does not continue at token {at} of {length}")
         versions[at : span.end] = int(span.version)
         at = span.end
     if at != length:
-        raise ValueError(f"the versions end at token {at} of {length}")
+        raise ValueError(f"the version spans end at token {at} of {length}")
     return versions

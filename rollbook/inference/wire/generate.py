@@ -1,10 +1,10 @@
-"""POST /inference/v1/generate, as vLLM shapes it: token ids in, token ids with logprobs and version spans out. No text anywhere."""
+"""Messages of `POST /inference/v1/generate` in vLLM's format: token ids in, token ids with logprobs and version spans out."""
 
 import msgspec
 import numpy as np
 
 from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
-from rollbook.inference.wire.completions import VersionSpan, stamps
+from rollbook.inference.wire.completions import VersionSpan, derived_seeds, token_versions
 
 
 class GenerateParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
@@ -22,7 +22,7 @@ class GenerateParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
 
     @classmethod
     def of(cls, sampling: SamplingParams) -> "GenerateParams":
-        """As our clients ask: what ends a turn is their choice alone, and they read tokens, not text."""
+        """The caller alone decides what ends a turn, and reads tokens instead of text."""
         return cls(
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
@@ -35,17 +35,20 @@ class GenerateParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
             detokenize=False,
         )
 
-    def sampling(self, seed: int | None, *, eos_token_ids: tuple[int, ...]) -> SamplingParams:
-        """Raises `ValueError` naming the field at fault."""
+    def samplings(self, eos_token_ids: tuple[int, ...]) -> list[SamplingParams]:
+        """The parameters of `n` completions. Raises `ValueError` naming the invalid field."""
         stop_ids = dict.fromkeys([*self.stop_token_ids, *(() if self.ignore_eos else eos_token_ids)])
-        return SamplingParams(
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=0 if self.top_k == -1 else self.top_k,
-            stop_token_ids=tuple(stop_ids),
-            seed=seed,
-        )
+        return [
+            SamplingParams(
+                max_tokens=self.max_tokens,
+                temperature=self.temperature,
+                top_p=self.top_p,
+                top_k=0 if self.top_k == -1 else self.top_k,
+                stop_token_ids=tuple(stop_ids),
+                seed=seed,
+            )
+            for seed in derived_seeds([self.seed], self.n)
+        ]
 
 
 class GenerateBody(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
@@ -54,7 +57,7 @@ class GenerateBody(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=Tru
     model: str | None = None
     request_id: str | None = None
     min_publication: int = 0
-    """Ours alone: vLLM knows no minimum, so its clients look at the versions of the answer."""
+    """An extension. vLLM has no minimum, so its clients check the versions of the response."""
     stream: bool = False
 
 
@@ -75,15 +78,15 @@ class GenerateChoice(msgspec.Struct):
     weight_versions: list[VersionSpan] | None = None
 
     def to_contract(self) -> Completion:
-        """Raises `ValueError` when the pieces do not fit together."""
+        """Raises `ValueError` when the fields are inconsistent."""
         if self.logprobs is None or self.weight_versions is None:
-            raise ValueError("the answer carries no logprobs or no weight versions")
+            raise ValueError("the response has no logprobs or no weight versions")
         if [score.token_id for score in self.logprobs.content] != self.token_ids:
-            raise ValueError("the logprobs are of other tokens than the answer")
+            raise ValueError("the logprobs belong to other tokens")
         return Completion(
             token_ids=np.array(self.token_ids, dtype=np.int32),
             logprobs=np.array([score.logprob for score in self.logprobs.content], dtype=np.float32),
-            versions=stamps(self.weight_versions, len(self.token_ids)),
+            versions=token_versions(self.weight_versions, len(self.token_ids)),
             finish_reason=FinishReason(str(self.finish_reason)),
         )
 

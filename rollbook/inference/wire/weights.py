@@ -1,4 +1,4 @@
-"""What crosses for weights: vLLM's verbs, with our publication, epoch and digest in every update."""
+"""Messages for weight updates in vLLM's format, with publication, epoch and digest in every update."""
 
 from typing import Any, Literal
 
@@ -8,13 +8,13 @@ from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.policy import Publication, PublicationId
 
 UNPUBLISHED = "default"
-"""What vLLM calls weights that nobody has named."""
+"""vLLM's version of weights that were never published."""
 
 Backend = Literal["directory", "shared_memory", "cuda_ipc", "gloo", "nccl"]
 
 
 class AdapterInfo(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """Says that the tensors of an update are an adapter's. `settings`: what PEFT keeps in adapter_config.json."""
+    """Marks the tensors of an update as those of a LoRA adapter. `settings`: PEFT's `adapter_config.json`."""
 
     name: str
     settings: dict[str, Any]
@@ -29,10 +29,10 @@ class AdapterInfo(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
 
 
 class UpdateInfo(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """Which weights, and where they lie.
+    """A publication and the location of its tensors.
 
-    `directory` and `shared_memory`: `path` is a safetensors file both sides can see. `cuda_ipc`: `handles` name memory of the same
-    GPU. `gloo`: tensors come over the group in the order of `names`.
+    `directory` and `shared_memory`: `path` is a safetensors file that both sides can read. `cuda_ipc`: `handles` refer to memory of
+    the same GPU. `gloo`: the tensors follow over the process group in the order of `names`.
     """
 
     publication: int
@@ -54,10 +54,10 @@ class UpdateInfo(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True)
         return None if self.adapter is None else self.adapter.to_contract()
 
     def tensor_headers(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        """Name, dtype and shape of every tensor that is about to come. Raises `ValueError` where they do not fit together."""
+        """Name, dtype and shape of each tensor. Raises `ValueError` if their numbers differ."""
         names, dtypes, shapes = self.names or [], self.dtype_names or [], self.shapes or []
         if not names or not len(names) == len(dtypes) == len(shapes):
-            raise ValueError(f"names: {len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes do not fit")
+            raise ValueError(f"names: {len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes do not match")
         return [(n, d, tuple(s)) for n, d, s in zip(names, dtypes, shapes, strict=True)]
 
 
@@ -66,7 +66,7 @@ class UpdateBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class InitInfo(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """How a replica joins the trainer's group. The trainer is rank 0."""
+    """How a replica joins the trainer's process group. The trainer is rank 0."""
 
     backend: Backend = "directory"
     master_address: str | None = None
@@ -97,7 +97,7 @@ class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class LoadAdapterBody(msgspec.Struct):
-    """As vLLM has it. What else it takes has no meaning here and is passed over, as vLLM passes over what it does not know."""
+    """Like vLLM, unknown fields are ignored."""
 
     lora_name: str
     lora_path: str
@@ -116,13 +116,13 @@ class RpcBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class WeightCheck(msgspec.Struct):
-    """`digest` is that of the weights as they are in memory now; `published` what they were announced with."""
+    """`digest` is computed from the weights in memory; `published` is the digest of their publication."""
 
     digest: str
     weight_version: str
     published: str | None
     dtype: str
-    """Of the weights in use. Where it is that of the published ones, both digests are equal."""
+    """Of the weights in memory. The digests are equal if the published weights have the same dtype."""
 
 
 class WeightInfo(msgspec.Struct):
@@ -132,9 +132,9 @@ class WeightInfo(msgspec.Struct):
     epoch: int | None = None
     digest: str | None = None
     dtype: str | None = None
-    """Of the weights in use, where all have one: only equal dtypes have comparable digests."""
+    """Of the weights in memory. Only digests of equal dtypes can be compared."""
     adapter: str | None = None
-    """The adapter that is live beside the base."""
+    """The live adapter."""
 
     @classmethod
     def of(

@@ -1,144 +1,118 @@
-"""Bodies of the dialect: what comes in, perhaps compressed, and what goes out, compressed if asked for."""
+"""Bodies of the Atropos API: reading requests, and sending responses and errors, compressed with gzip if the client accepts it."""
 
 import asyncio
 import json
-from collections.abc import Mapping
-from typing import Any, Protocol
+from http import HTTPStatus
+from typing import Any
 
 from aiohttp import web
 from isal import isal_zlib
-from isal.igzip_lib import IsalError
 
-from rollbook.contracts.errors import TransientError
-from rollbook.ledger.atropos.models import Refusal, refusal
-from rollbook.ledger.http.bodies import BodyReader, BodyTooLargeError
+from rollbook.contracts.errors import RunError, TransientError
+from rollbook.ledger.atropos.models import InvalidBodyError, invalid_body
+from rollbook.ledger.atropos.rules import GoneStepError, UnknownEnvError
+from rollbook.ledger.http.bodies import BodyReader, BodyTooLargeError, IncompleteBodyError, SlowBodyError
+from rollbook.ledger.store import StoreFaultError
 
-GZIP = 31
-"""Window bits that make zlib read and write gzip."""
-LEVEL = 2
-"""Costs as much as 1 with this library and gives a little less to send."""
-SMALLEST_COMPRESSED = 1000
+GZIP_WINDOW_BITS = 31
+"""Makes zlib read and write gzip."""
+GZIP_LEVEL = 2
+"""As fast as level 1 with this library, and a little smaller."""
+MIN_COMPRESSED_BYTES = 1000
 FLUSH_POLL_S = 0.005
-MOST_EXPANSION = 1_032
-"""Deflate makes at most this many bytes of one."""
-USUAL_EXPANSION = 16
 
+# The first match is used, so subclasses precede their base classes.
+STATUSES: tuple[tuple[type[Exception], HTTPStatus], ...] = (
+    (BodyTooLargeError, HTTPStatus.REQUEST_ENTITY_TOO_LARGE),
+    (SlowBodyError, HTTPStatus.SERVICE_UNAVAILABLE),
+    (UnknownEnvError, HTTPStatus.NOT_FOUND),
+    (GoneStepError, HTTPStatus.CONFLICT),
+    (StoreFaultError, HTTPStatus.INSUFFICIENT_STORAGE),
+    (TransientError, HTTPStatus.SERVICE_UNAVAILABLE),
+    (RunError, HTTPStatus.CONFLICT),
+)
+KNOWN_ERRORS: tuple[type[Exception], ...] = (InvalidBodyError, *(kind for kind, _ in STATUSES))
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 
-class BadGzipError(Exception):
-    """The body says that it is gzip and is not."""
-
-
-class Head(Protocol):
-    """What answers need to know of a request."""
-
-    @property
-    def headers(self) -> Mapping[str, str]: ...
-
-
-async def read_body(request: web.Request, *, bodies: BodyReader, within_s: float) -> bytes:
-    """The body, unpacked by aiohttp while it comes in; the limit is on what comes out, and on all bodies under way together."""
-    try:
-        async with asyncio.timeout(within_s):
-            whole = await bodies.collect(request.content, request.content_length or 0)
-    except web.RequestPayloadError as error:
-        raise BadGzipError(str(error)) from error
-    except TimeoutError as error:
-        raise TransientError(f"the body did not arrive within {within_s:g} s; send it again") from error
-    if not whole and request.content_length and "gzip" in request.headers.get("Content-Encoding", "").lower():
-        raise BadGzipError("it ends before it begins")
-    return whole
-
-
-def unpacked_size(packed: memoryview) -> int:
-    """What a gzip body says of itself, in its last bytes. It may be wrong."""
-    return int.from_bytes(packed[-4:], "little")
-
-
-def unpack(packed: memoryview, *, at_most: int) -> bytes:
-    """A gzip body in one go, never to more than `at_most` bytes."""
-    if not packed:
-        return b""
-    try:
-        if len(packed) * MOST_EXPANSION <= at_most:
-            # It cannot grow beyond the limit. Its last bytes tell how long it is, as a hint: room at once costs half as much.
-            return isal_zlib.decompress(packed, GZIP, min(unpacked_size(packed) + 1, USUAL_EXPANSION * len(packed)))
-        unpacker = isal_zlib.decompressobj(GZIP)
-        whole = unpacker.decompress(packed, at_most + 1)
-    except IsalError as error:  # type: ignore[misc]  # a class, which the stubs take for a value
-        raise BadGzipError(str(error)) from error
-    if len(whole) > at_most:
-        raise BodyTooLargeError(f"the body has {len(whole)} bytes or more, unpacked; at most {at_most} are taken")
-    if not unpacker.eof:
-        raise BadGzipError("it breaks off")
-    return whole
-
-
-def require_json_type(request: web.Request) -> None:
-    """As the original: a body of another declared type is taken for no object at all."""
+async def read_body(request: web.Request, bodies: BodyReader, *, timeout_s: float) -> bytes:
+    """The decompressed body. As in the original, a body whose content type is not JSON is invalid."""
     declared = request.headers.get("Content-Type")
     subtype = (declared or "application/json").partition(";")[0].strip().lower()
     if subtype != "application/json" and not subtype.endswith("+json"):
         message = f"Input should be a valid dictionary or object to extract fields from (Content-Type is {subtype!r})"
-        raise refusal("model_attributes_type", (), message)
+        raise invalid_body("model_attributes_type", (), message)
+    body = await bodies.read_bytes(request, timeout_s=timeout_s)
+    if not body and request.content_length and "gzip" in request.headers.get("Content-Encoding", "").lower():
+        raise IncompleteBodyError("the gzip stream is truncated")
+    return body
 
 
-def accepts_gzip(request: Head) -> bool:
+def accepts_gzip(request: web.Request) -> bool:
     return "gzip" in request.headers.get("Accept-Encoding", "").lower()
 
 
-def json_answer(request: Head, answer: Any, *, status: int = 200) -> web.Response:
-    return body_answer(request, encode_json(answer), status=status)
+def encode_json(value: Any) -> bytes:
+    return _ENCODER.encode(value).encode()
 
 
-def encode_json(answer: Any) -> bytes:
-    return _ENCODER.encode(answer).encode()
+def json_response(request: web.Request, value: Any, *, status: int = 200) -> web.Response:
+    return bytes_response(request, encode_json(value), status=status)
 
 
-def body_answer(
-    request: Head, body: bytes, *, status: int = 200, content_type: str = "application/json"
+def bytes_response(
+    request: web.Request, body: bytes, *, status: int = 200, content_type: str = "application/json"
 ) -> web.Response:
-    answer = web.Response(status=status, content_type=content_type)
-    if len(body) >= SMALLEST_COMPRESSED:
-        answer.headers["Vary"] = "Accept-Encoding"
+    response = web.Response(status=status, content_type=content_type)
+    if len(body) >= MIN_COMPRESSED_BYTES:
+        response.headers["Vary"] = "Accept-Encoding"
         if accepts_gzip(request):
-            answer.headers["Content-Encoding"] = "gzip"
-            body = isal_zlib.compress(body, LEVEL, GZIP)
-    answer.body = body
-    return answer
+            response.headers["Content-Encoding"] = "gzip"
+            body = isal_zlib.compress(body, GZIP_LEVEL, GZIP_WINDOW_BITS)
+    response.body = body
+    return response
 
 
-def refusal_answer(request: Head, error: Refusal) -> web.Response:
-    details = [{**detail, "input": _short(detail.get("input"))} for detail in error.details]
-    return json_answer(request, {"detail": details}, status=422)
+def error_response(request: web.Request, error: Exception) -> web.Response:
+    """One of `KNOWN_ERRORS` in the form that Atropos clients expect."""
+    if isinstance(error, InvalidBodyError):
+        details = [{**detail, "input": _shortened(detail.get("input"))} for detail in error.details]
+        return json_response(request, {"detail": details}, status=HTTPStatus.UNPROCESSABLE_ENTITY)
+    if isinstance(error, IncompleteBodyError):
+        return web.Response(body=b"Invalid gzip payload", content_type="text/plain", status=HTTPStatus.BAD_REQUEST)
+    status = next(status for kind, status in STATUSES if isinstance(error, kind))
+    response = json_response(request, {"detail": str(error)}, status=status)
+    retry_after_s = getattr(error, "retry_after_s", None)
+    if retry_after_s is not None:
+        response.headers["Retry-After"] = f"{retry_after_s:g}"
+    return response
 
 
-def _short(value: Any) -> Any:
-    """What was wrong, unless it is half the body, or nothing that JSON can say."""
+def _shortened(value: Any) -> Any:
+    """The invalid value, unless it is long or cannot be sent as JSON."""
     try:
         text = json.dumps(value, allow_nan=False)
     except (ValueError, TypeError, RecursionError):
         return str(value)[:200]
-    return value if len(text) <= SMALLEST_COMPRESSED else f"{text[:200]}…"
+    return value if len(text) <= MIN_COMPRESSED_BYTES else f"{text[:200]}…"
 
 
-async def deliver(request: web.Request, answer: web.Response) -> web.Response:
-    """Send an answer now. Raises when it could not be written to its end."""
-    await answer.prepare(request)
-    await answer.write_eof()
+async def deliver(request: web.Request, response: web.Response) -> web.Response:
+    """Send a response now. Raises if it could not be written completely."""
+    await response.prepare(request)
+    await response.write_eof()
     await flushed(request)
-    return answer
+    return response
 
 
 async def flushed(request: web.Request) -> None:
-    """Everything is in the hands of the kernel, and the client is still there."""
-    wait_s = 0.0  # the event loop writes what it was given when it comes round
+    """Wait until the kernel has all bytes of the response. Raises if the client has disconnected."""
+    wait_s = 0.0  # the event loop writes in its next iteration
     while True:
         transport = request.transport
         if transport is None or transport.is_closing():
-            raise ConnectionResetError("the client went away before it had its answer")
+            raise ConnectionResetError("the client disconnected before it received the response")
         if transport.get_write_buffer_size() == 0:
             return
         await asyncio.sleep(wait_s)

@@ -1,6 +1,6 @@
-"""The messages of Atropos's API, as lax as the original: "7" is 7, 1.0 is 1, unknown fields are ignored.
+"""The messages of the Atropos API, as lax as in the original: "7" is 7, 1.0 is 1, unknown fields are ignored.
 
-Pydantic rather than msgspec, because clients see its verdicts: what is a 200 and what a 422, and how a 422 reads.
+They are pydantic models, as in the original, because clients see which bodies pydantic accepts and the text of its errors.
 """
 
 import math
@@ -33,7 +33,7 @@ class EnvIdentifier(BaseModel):
 
 
 class ScoredData(BaseModel):
-    """One group: for each sequence its tokens, its mask and its score, and whatever else the environment knows."""
+    """One group: the tokens, mask and score of each sequence, and optional fields."""
 
     tokens: list[list[int]]
     masks: list[list[int]]
@@ -62,8 +62,10 @@ class ScoredData(BaseModel):
         return messages
 
 
+NOT_TRAINED = -100
+"""The mask value of a token that is not trained."""
 FIELDS = tuple(ScoredData.model_fields)
-"""The keys of a group in a batch, all of them, in this order."""
+"""The keys of a group in a batch."""
 
 EMPTY_EXAMPLE: dict[str, list[Any]] = {
     name: []
@@ -72,38 +74,38 @@ EMPTY_EXAMPLE: dict[str, list[Any]] = {
         *("inference_logprobs", "messages", "images"),
     )
 }
-"""What `/latest_example` answers before there is one."""
+"""The response of `/latest_example` before there is one."""
 
 
-class Refusal(Exception):
-    """A request that cannot be taken, with the entries of a 422: type, place, message, input."""
+class InvalidBodyError(Exception):
+    """The body of a request is invalid. The details are those of a 422 response: type, location, message, input."""
 
     def __init__(self, *details: dict[str, Any]) -> None:
         super().__init__("; ".join(str(detail["msg"]) for detail in details))
         self.details = details
 
 
-def refusal(kind: str, where: tuple[str | int, ...], message: str, found: Any = None) -> Refusal:
-    return Refusal({"type": kind, "loc": ["body", *where], "msg": message, "input": found})
+def invalid_body(kind: str, where: tuple[str | int, ...], message: str, found: Any = None) -> InvalidBodyError:
+    return InvalidBodyError({"type": kind, "loc": ["body", *where], "msg": message, "input": found})
 
 
-def refuse_impossible(group: ScoredData, where: tuple[str | int, ...] = ()) -> None:
-    """What the original takes and later chokes on: numbers that JSON cannot carry, tokens and masks out of step."""
+def check_group(group: ScoredData, where: tuple[str | int, ...] = ()) -> None:
+    """Rejects what the original accepts and fails on later: numbers that JSON cannot hold, tokens and masks of unequal length."""
     for name in FIELDS:
-        strange = _not_finite(getattr(group, name), (*where, name))
-        if strange is not None:
-            place, value = strange
-            raise refusal("finite_number", place, f"{value} cannot be sent to a trainer as JSON", str(value))
+        infinite = _find_infinite(getattr(group, name), (*where, name))
+        if infinite is not None:
+            location, value = infinite
+            raise invalid_body("finite_number", location, f"{value} cannot be sent to a trainer as JSON", str(value))
     if len(group.tokens) != len(group.masks):
         message = f"{len(group.tokens)} sequences of tokens but {len(group.masks)} masks"
-        raise refusal("unequal_length", (*where, "masks"), message)
+        raise invalid_body("unequal_length", (*where, "masks"), message)
     for at, (tokens, mask) in enumerate(zip(group.tokens, group.masks, strict=True)):
         if len(tokens) != len(mask):
             message = f"sequence {at} has {len(tokens)} tokens but a mask of {len(mask)}"
-            raise refusal("unequal_length", (*where, "masks", at), message)
+            raise invalid_body("unequal_length", (*where, "masks", at), message)
 
 
-def _not_finite(value: Any, where: tuple[str | int, ...]) -> tuple[tuple[str | int, ...], float] | None:
+def _find_infinite(value: Any, where: tuple[str | int, ...]) -> tuple[tuple[str | int, ...], float] | None:
     if isinstance(value, float):
         return None if math.isfinite(value) else (where, value)
     if isinstance(value, dict):
@@ -113,25 +115,25 @@ def _not_finite(value: Any, where: tuple[str | int, ...]) -> tuple[tuple[str | i
     else:
         return None
     for key, item in inner:
-        found = _not_finite(item, (*where, key))
+        found = _find_infinite(item, (*where, key))
         if found is not None:
             return found
     return None
 
 
-MOST = 2**53
-"""Counts and ids beyond this are a mistake, and not every reader of JSON could hold them."""
+LARGEST = 2**53
+"""Larger integers are not kept exactly by every JSON parser."""
 
 
-def refuse_extremes(message: BaseModel) -> None:
-    """Numbers that nobody can mean: not finite, or too large to be kept."""
+def check_storable(message: BaseModel) -> None:
+    """Rejects values that cannot be stored: integers beyond 53 bits, floats that are not finite, texts that are not valid."""
     for name, value in message:
-        if isinstance(value, int) and abs(value) > MOST:
-            raise refusal("int_too_large", (name,), f"{name} is beyond what can be kept", str(value))
+        if isinstance(value, int) and abs(value) > LARGEST:
+            raise invalid_body("int_too_large", (name,), f"{name} is too large to be stored", str(value))
         if isinstance(value, float) and not math.isfinite(value):
-            raise refusal("finite_number", (name,), f"{name} must be a finite number", str(value))
+            raise invalid_body("finite_number", (name,), f"{name} must be a finite number", str(value))
         if isinstance(value, str) and not _is_text(value):
-            raise refusal("string_unicode", (name,), f"{name} holds letters that cannot be stored")
+            raise invalid_body("string_unicode", (name,), f"{name} contains characters that cannot be stored")
 
 
 def _is_text(value: str) -> bool:

@@ -1,7 +1,8 @@
-"""The dialect described for machines, and a page about it for people."""
+"""The Atropos API as a table, from which its routes, its OpenAPI document and its documentation page are derived."""
 
 import html
 import json
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
@@ -10,53 +11,69 @@ from pydantic.json_schema import models_json_schema
 from rollbook.ledger.atropos.models import EnvIdentifier, RegisterEnv, Registration, ScoredData
 
 REFERENCE = "#/components/schemas/{model}"
-VERBS: tuple[tuple[str, str, str, type[BaseModel] | None, bool], ...] = (
-    ("get", "/", "The name of the API", None, False),
-    ("post", "/register", "A trainer says what it wants and where it stands", Registration, False),
-    ("post", "/register-env", "An environment introduces itself, or is told to wait", RegisterEnv, False),
-    ("post", "/disconnect-env", "An environment leaves", EnvIdentifier, False),
-    ("get", "/wandb_info", "Where metrics go", None, False),
-    ("get", "/info", "Sequences in a batch and tokens in a sequence", None, False),
-    ("get", "/batch", "The next batch, or null", None, False),
-    ("get", "/latest_example", "The group that was queued last", None, False),
-    ("post", "/scored_data", "A group", ScoredData, False),
-    ("post", "/scored_data_list", "Several groups, all or none", ScoredData, True),
-    ("get", "/status", "Step and queue", None, False),
-    ("get", "/status-env", "Step and queue as one environment should see them", EnvIdentifier, False),
-    ("get", "/reset_data", "Drop everything", None, False),
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    method: str
+    path: str
+    summary: str
+    body: type[BaseModel] | None = None
+    is_list: bool = False
+
+    @property
+    def name(self) -> str:
+        """Also the name of the handler."""
+        return self.path.strip("/").replace("-", "_") or "root"
+
+
+VERBS = (
+    Verb("GET", "/", "The name of the API"),
+    Verb("POST", "/register", "Register a trainer and its starting step", Registration),
+    Verb("POST", "/register-env", "Register an environment; it may have to wait for a trainer", RegisterEnv),
+    Verb("POST", "/disconnect-env", "Disconnect an environment", EnvIdentifier),
+    Verb("GET", "/wandb_info", "Group and project of the metrics"),
+    Verb("GET", "/info", "Sequences in a batch and tokens in a sequence"),
+    Verb("GET", "/batch", "The next batch, or null"),
+    Verb("GET", "/latest_example", "The last group that was queued"),
+    Verb("POST", "/scored_data", "Post a group", ScoredData),
+    Verb("POST", "/scored_data_list", "Post several groups, all or none", ScoredData, is_list=True),
+    Verb("GET", "/status", "Step and queue size"),
+    Verb("GET", "/status-env", "Step and queue size for one environment", EnvIdentifier),
+    Verb("GET", "/reset_data", "Drop all data"),
 )
 
 
-def _operation(path: str, summary: str, model: type[BaseModel] | None, is_list: bool) -> dict[str, Any]:
+def _operation(verb: Verb) -> dict[str, Any]:
     operation: dict[str, Any] = {
-        "summary": summary,
-        "operationId": path.strip("/").replace("-", "_") or "root",
-        "responses": {"200": {"description": "Done"}},
+        "summary": verb.summary,
+        "operationId": verb.name,
+        "responses": {"200": {"description": "Success"}},
     }
-    if model is not None:
-        schema: dict[str, Any] = {"$ref": REFERENCE.format(model=model.__name__)}
-        if is_list:
+    if verb.body is not None:
+        schema: dict[str, Any] = {"$ref": REFERENCE.format(model=verb.body.__name__)}
+        if verb.is_list:
             schema = {"type": "array", "items": schema}
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
-        operation["responses"]["422"] = {"description": "The body cannot be taken; `detail` says where and why"}
+        operation["responses"]["422"] = {"description": "The body is invalid; `detail` says where and why"}
     return operation
 
 
-def _describe() -> dict[str, Any]:
+def _document() -> dict[str, Any]:
     models: tuple[type[BaseModel], ...] = (Registration, RegisterEnv, EnvIdentifier, ScoredData)
     _, schemas = models_json_schema([(model, "validation") for model in models], ref_template=REFERENCE)
     return {
         "openapi": "3.1.0",
-        "info": {"title": "AtroposLib API", "version": "0.4.0", "description": "The Atropos dialect of the ledger."},
-        "paths": {path: {verb: _operation(path, summary, model, many)} for verb, path, summary, model, many in VERBS},
+        "info": {"title": "AtroposLib API", "version": "0.4.0", "description": "The Atropos API of the ledger."},
+        "paths": {verb.path: {verb.method.lower(): _operation(verb)} for verb in VERBS},
         "components": {"schemas": schemas["$defs"]},
     }
 
 
 def _page() -> str:
     rows = "".join(
-        f"<tr><td>{verb.upper()}</td><td><code>{html.escape(path)}</code></td><td>{html.escape(summary)}</td></tr>"
-        for verb, path, summary, _, _ in VERBS
+        f"<tr><td>{verb.method}</td><td><code>{html.escape(verb.path)}</code></td><td>{html.escape(verb.summary)}</td></tr>"
+        for verb in VERBS
     )
     return (
         "<!doctype html><html lang=en><meta charset=utf-8><title>AtroposLib API</title>"
@@ -65,5 +82,5 @@ def _page() -> str:
     )
 
 
-OPENAPI = json.dumps(_describe()).encode()
+OPENAPI = json.dumps(_document()).encode()
 DOCS_PAGE = _page().encode()

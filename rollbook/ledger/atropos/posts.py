@@ -10,7 +10,7 @@ import msgspec
 from rollbook.contracts.group import DropKind, DropReason, GroupState, group_id
 from rollbook.contracts.task import TaskId
 from rollbook.ledger.atropos.batch_forming import find_sum
-from rollbook.ledger.atropos.models import Refusal, Registration, refusal
+from rollbook.ledger.atropos.models import InvalidBodyError, Registration, invalid_body
 from rollbook.ledger.atropos.records import NO_ENV, EnvRecord, QueuedGroup, UnconfirmedPost
 from rollbook.ledger.atropos.rules import registration_of
 from rollbook.ledger.atropos.scored_data import PostedGroup
@@ -157,7 +157,7 @@ def _outcome_of(batch: _PostBatch, incoming: Incoming) -> Outcome:
         return error
     try:
         return _store_post(batch, post)
-    except Refusal as error:  # like the next one: raised before anything of this post was written
+    except InvalidBodyError as error:  # like the next one: raised before anything of this post was written
         return error
     except QueueFullError as error:
         incoming.give_back(post)
@@ -198,7 +198,7 @@ def _refuse_oversized(registration: Registration | None, post: Post) -> None:
     for at, group in enumerate(post.groups):
         if group.size > registration.batch_size:
             message = f"the group has {group.size} sequences, a batch has {registration.batch_size}: it cannot be in any batch"
-            raise refusal("group_too_large", (at, "tokens") if post.is_list else ("tokens",), message, group.size)
+            raise invalid_body("group_too_large", (at, "tokens") if post.is_list else ("tokens",), message, group.size)
 
 
 def _refuse_when_full(run_tx: RunTransaction, post: Post, bounds: Bounds) -> None:

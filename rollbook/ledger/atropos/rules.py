@@ -24,7 +24,7 @@ SWEEP_SIZE = 500
 """Groups dropped in one transaction after a reset; bounds how long other writes wait."""
 
 SETTINGS = RunSettings(
-    rule=FreshnessRule(groups_per_step=1, max_in_flight=1, budget=0, policy=BatchPolicy.DROP),
+    rule=FreshnessRule(groups_per_step=1, max_in_flight=1, max_head_offpolicy_versions=0, policy=BatchPolicy.DROP),
     keep_payloads=False,
     counts_sequences=True,
 )

@@ -1,82 +1,56 @@
-"""The ledger for code that does not wait with `await`: notebooks, scripts, trainers of others.
+"""The ledger for code without `await`: notebooks, scripts, other trainers, the command line.
 
-One thread with an event loop of its own carries the asynchronous client, so that both behave alike to the last retry. Calls may
-come from any thread, and several at a time.
+A thread with its own event loop runs the asynchronous client, so both behave alike. Methods may be called from several threads.
 """
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, contextmanager
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
+from urllib.parse import unquote, urlsplit
 
-from rollbook.contracts.admission import DrawProgress, LedgerStatus, OpenReply, OwnerId, Receipt, RunId, RunSettings
-from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainerRole, TrainingBatch
-from rollbook.contracts.group import DropReason, GroupId, GroupOutcome, GroupState, PromptGroup
+from rollbook.contracts.admission import Receipt, RunId
+from rollbook.contracts.errors import RunError
+from rollbook.contracts.group import DropReason, GroupId, GroupOutcome, PromptGroup
 from rollbook.contracts.group_codec import encode_group
-from rollbook.contracts.policy import Publication
-from rollbook.contracts.task import Draw
 from rollbook.ledger.client.client import LedgerClient, open_ledger_client
 from rollbook.ledger.http import wire
 from rollbook.telemetry.events import EventLog
 
 T = TypeVar("T")
+P = ParamSpec("P")
+
+QUERY_S = 10.0
+CONNECT_S = 3.0
+"""A person waits for the response: a ledger that cannot be reached is reported after this time."""
+
+
+def _blocking(
+    method: Callable[Concatenate[LedgerClient, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate["SyncLedgerClient", P], T]:
+    def call(self: "SyncLedgerClient", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self.wait(method(self.client, *args, **kwargs))
+
+    call.__name__, call.__doc__ = method.__name__, method.__doc__
+    return call
 
 
 class SyncLedgerClient:
-    """One run of a ledger service. Made by `open_sync_ledger_client`."""
+    """One run of a ledger service. Created by `open_sync_ledger_client`. Its methods are those of `LedgerClient`."""
 
     def __init__(self, client: LedgerClient, loop: asyncio.AbstractEventLoop) -> None:
-        self._client = client
+        self.client = client
         self._loop = loop
 
-    def _wait(self, call: Coroutine[Any, Any, T]) -> T:
-        waiting = asyncio.run_coroutine_threadsafe(call, self._loop)
+    def wait(self, call: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine of the asynchronous client to its end."""
+        future = asyncio.run_coroutine_threadsafe(call, self._loop)
         try:
-            return waiting.result()
+            return future.result()
         except BaseException:
-            # Ctrl-C in the caller's thread must not leave the call running behind its back.
-            waiting.cancel()
+            future.cancel()  # Ctrl-C in the caller's thread also ends the request
             raise
-
-    # ------------------------------------------------------------------ runs
-
-    def create_run(self, settings: RunSettings) -> None:
-        self._wait(self._client.create_run(settings))
-
-    def status(self) -> LedgerStatus:
-        return self._wait(self._client.status())
-
-    def progress(self) -> DrawProgress:
-        return self._wait(self._client.progress())
-
-    def audit(self) -> wire.AuditView:
-        return self._wait(self._client.audit())
-
-    def explain(self, group_id: GroupId) -> wire.Life:
-        return self._wait(self._client.explain(group_id))
-
-    def groups(
-        self, state: GroupState | None = None, *, limit: int = 100, offset: int = 0
-    ) -> tuple[wire.GroupView, ...]:
-        return self._wait(self._client.groups(state, limit=limit, offset=offset))
-
-    # ------------------------------------------------------------------ producers
-
-    def register_producer(self, name: str, *, weight: float = 1.0, min_share: float = 0.0) -> wire.ProducerView:
-        return self._wait(self._client.register_producer(name, weight=weight, min_share=min_share))
-
-    def producers(self) -> tuple[wire.ProducerView, ...]:
-        return self._wait(self._client.producers())
-
-    def join(self, owner_name: str) -> OwnerId:
-        return self._wait(self._client.join(owner_name))
-
-    def open(self, owner: OwnerId, draws: Sequence[Draw], *, limit: int, wait_s: float = 0.0) -> OpenReply:
-        return self._wait(self._client.open(owner, draws, limit=limit, wait_s=wait_s))
-
-    def heartbeat(self, owner: OwnerId) -> None:
-        self._wait(self._client.heartbeat(owner))
 
     def submit(
         self,
@@ -87,41 +61,32 @@ class SyncLedgerClient:
         drop: DropReason | None = None,
         producer: str | None = None,
     ) -> Receipt:
-        return self._wait(
-            self._client.submit(encode_group(group), outcome, attempt=attempt, drop=drop, producer=producer)
-        )
+        encoded = encode_group(group)
+        return self.wait(self.client.submit(encoded, outcome, attempt=attempt, drop=drop, producer=producer))
 
-    def close(self, group_id: GroupId, reason: DropReason, *, outcome: GroupOutcome | None = None) -> Receipt:
-        return self._wait(self._client.close(group_id, reason, outcome=outcome))
-
-    def release(self, group_id: GroupId, *, attempt: int, cause: str) -> None:
-        self._wait(self._client.release(group_id, attempt=attempt, cause=cause))
-
-    def exhausted(self) -> None:
-        self._wait(self._client.exhausted())
-
-    # ------------------------------------------------------------------ the trainer
-
-    def take_role(self, *, restored_step: int) -> TrainerRole:
-        return self._wait(self._client.take_role(restored_step=restored_step))
-
-    def batch(self, step: int, *, wait_s: float) -> TrainingBatch | EndOfRun | None:
-        return self._wait(self._client.batch(step, wait_s=wait_s))
-
-    def acknowledge(self, step: int, weights_digest: str) -> AckReceipt:
-        return self._wait(self._client.acknowledge(step, weights_digest))
-
-    def register(self, step: int, weights_digest: str) -> Publication:
-        return self._wait(self._client.register(step, weights_digest))
-
-    def confirm(self, publication: Publication) -> None:
-        self._wait(self._client.confirm(publication))
-
-    def checkpointed(self, step: int, *, oldest_kept: int) -> None:
-        self._wait(self._client.checkpointed(step, oldest_kept=oldest_kept))
-
-    def finish(self, reason: EndOfRun) -> None:
-        self._wait(self._client.finish(reason))
+    runs = _blocking(LedgerClient.runs)
+    create_run = _blocking(LedgerClient.create_run)
+    status = _blocking(LedgerClient.status)
+    progress = _blocking(LedgerClient.progress)
+    outcomes = _blocking(LedgerClient.outcomes)
+    audit = _blocking(LedgerClient.audit)
+    explain = _blocking(LedgerClient.explain)
+    groups = _blocking(LedgerClient.groups)
+    register_producer = _blocking(LedgerClient.register_producer)
+    producers = _blocking(LedgerClient.producers)
+    join = _blocking(LedgerClient.join)
+    open = _blocking(LedgerClient.open)
+    heartbeat = _blocking(LedgerClient.heartbeat)
+    close = _blocking(LedgerClient.close)
+    release = _blocking(LedgerClient.release)
+    exhausted = _blocking(LedgerClient.exhausted)
+    take_role = _blocking(LedgerClient.take_role)
+    batch = _blocking(LedgerClient.batch)
+    acknowledge = _blocking(LedgerClient.acknowledge)
+    register = _blocking(LedgerClient.register)
+    confirm = _blocking(LedgerClient.confirm)
+    checkpointed = _blocking(LedgerClient.checkpointed)
+    finish = _blocking(LedgerClient.finish)
 
 
 @contextmanager
@@ -154,3 +119,40 @@ def open_sync_ledger_client(
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
+
+
+def audit_at(url: str, *, token: str | None = None) -> list[wire.AuditView]:
+    """The audit of the run in the URL (`http://host:8000/v1/runs/RUN`), or of every run of that ledger."""
+    base, run_id = _split(url)
+    run_ids = [run_id] if run_id is not None else _runs(base, token)
+    reports = []
+    for each in run_ids:
+        with open_sync_ledger_client(base, each, request_s=QUERY_S, token=token) as client:
+            reports.append(client.audit())
+    return reports
+
+
+def explain_at(url: str, group_id: GroupId, *, token: str | None = None) -> wire.GroupHistory:
+    """The history of one group of the run in the URL, or of the only run of that ledger."""
+    base, run_id = _split(url)
+    if run_id is None:
+        run_ids = _runs(base, token)
+        if len(run_ids) != 1:
+            known = ", ".join(run_ids) or "none"
+            raise RunError(f"the ledger at {base} has these runs: {known}; name one: {base}/v1/runs/RUN")
+        run_id = run_ids[0]
+    with open_sync_ledger_client(base, run_id, request_s=QUERY_S, token=token) as client:
+        return client.explain(group_id)
+
+
+def _runs(base: str, token: str | None) -> list[RunId]:
+    with open_sync_ledger_client(base, RunId(""), request_s=CONNECT_S, token=token) as client:
+        return [RunId(run) for run in client.runs()]
+
+
+def _split(url: str) -> tuple[str, RunId | None]:
+    """The address of the ledger, and the run if the URL names one."""
+    parts = urlsplit(url)
+    base, _, rest = parts.path.partition("/v1/runs/")
+    run = unquote(rest.split("/")[0])
+    return f"{parts.scheme}://{parts.netloc}{base.rstrip('/')}", RunId(run) if run else None

@@ -1,7 +1,7 @@
-"""Groups that wait to be submitted at the same moment travel in one request.
+"""Bundles items that are sent at the same time into one request.
 
-At most one request is under way. What is submitted meanwhile forms the next one, so that bundles grow with the load, and a group
-that is alone leaves at once. Everybody waits for the answer to their own group and hears of nobody else's.
+At most one request is in flight. Items that arrive meanwhile form the next one, so that bundles grow with the load, and a single
+item is sent at once. Each caller receives the result of its own item.
 """
 
 import asyncio
@@ -14,13 +14,13 @@ from rollbook.contracts.errors import RollbookError, RunError
 T = TypeVar("T")
 A = TypeVar("A")
 
-MOST_TOGETHER = 64
-MOST_BYTES = 4_000_000
-"""The ledger looks at a request in one go, and its other clients wait for that long."""
+MAX_ITEMS = 64
+MAX_BYTES = 4_000_000
+"""The ledger decodes a request in one go, which delays its other clients."""
 
 
 class Bundles(Generic[T, A]):
-    """Sends items by `send`, which answers each with a value or an error. Bounded by who waits: each caller has one item here."""
+    """`send` returns a value or an error for each item. The queue is bounded by the callers: each waits for one item."""
 
     def __init__(
         self, send: Callable[[Sequence[T]], Awaitable[Sequence[A | RollbookError]]], *, size_of: Callable[[T], int]
@@ -31,12 +31,12 @@ class Bundles(Generic[T, A]):
         self._sending: asyncio.Task[None] | None = None
 
     async def send(self, item: T) -> A:
-        answered: asyncio.Future[A] = asyncio.get_running_loop().create_future()
-        self._waiting.append((item, answered))
+        result: asyncio.Future[A] = asyncio.get_running_loop().create_future()
+        self._waiting.append((item, result))
         if self._sending is None:
-            # A task begins in the next round of the event loop: whoever submits in this one travels along.
+            # The task starts in the next iteration of the event loop: all items of this iteration share a request.
             self._sending = asyncio.create_task(self._send_waiting(), name="ledger.submit")
-        return await answered
+        return await result
 
     async def close(self) -> None:
         if self._sending is not None:
@@ -44,53 +44,53 @@ class Bundles(Generic[T, A]):
             await asyncio.gather(self._sending, return_exceptions=True)
 
     async def _send_waiting(self) -> None:
-        """Takes: what waits. Gives: answers. Ends: when nothing waits. A caller that goes away stops nothing."""
+        """Sends waiting items until none is left. A cancelled caller does not stop it."""
         try:
             while self._waiting:
-                bundle = self._next()
+                bundle = self._next_bundle()
                 if bundle:
-                    await self._carry(bundle)
+                    await self._send_bundle(bundle)
         finally:
             self._sending = None
-            # Only after a cancellation: the client closes, and nobody sends these any more.
-            for _, answered in self._waiting:
-                answered.cancel()
+            # Items are left only after `close`.
+            for _, result in self._waiting:
+                result.cancel()
             self._waiting.clear()
 
-    def _next(self) -> list[tuple[T, asyncio.Future[A]]]:
+    def _next_bundle(self) -> list[tuple[T, asyncio.Future[A]]]:
         bundle: list[tuple[T, asyncio.Future[A]]] = []
         size = 0
-        while self._waiting and len(bundle) < MOST_TOGETHER:
-            item, answered = self._waiting[0]
-            if answered.done():  # its caller has gone
+        while self._waiting and len(bundle) < MAX_ITEMS:
+            item, result = self._waiting[0]
+            if result.done():  # its caller was cancelled
                 self._waiting.popleft()
                 continue
             size += self._size_of(item)
-            if bundle and size > MOST_BYTES:
+            if bundle and size > MAX_BYTES:
                 break
             bundle.append(self._waiting.popleft())
         return bundle
 
-    async def _carry(self, bundle: list[tuple[T, asyncio.Future[A]]]) -> None:
+    async def _send_bundle(self, bundle: list[tuple[T, asyncio.Future[A]]]) -> None:
         try:
             answers = await self._send([item for item, _ in bundle])
         except RunError as error:
             if len(bundle) > 1:
-                # The request was refused as a whole, perhaps for one of them, or for its size: each hears its own verdict.
+                # The whole request was rejected, perhaps because of one item or its size. Send the items one by one.
                 for one in bundle:
-                    await self._carry([one])
+                    await self._send_bundle([one])
                 return
             answers = [error]
         except RollbookError as error:
             answers = [error] * len(bundle)
         except BaseException:
-            for _, answered in bundle:
-                answered.cancel()
+            for _, result in bundle:
+                result.cancel()
             raise
-        for (_, answered), answer in zip(bundle, answers, strict=True):
-            if answered.done():
+        for (_, result), answer in zip(bundle, answers, strict=True):
+            if result.done():
                 continue
             if isinstance(answer, RollbookError):
-                answered.set_exception(answer)
+                result.set_exception(answer)
             else:
-                answered.set_result(answer)
+                result.set_result(answer)

@@ -1,7 +1,7 @@
-"""Bodies in and out: which forms are read, how large they may be, how long they may take. Nothing here knows a verb.
+"""Reading request bodies and encoding responses.
 
-A body is read within a size, a time and a share of memory, so that no client, slow or hostile, holds more than its part. aiohttp
-unpacks gzip, deflate and zstd while it reads, a piece at a time; the limit is on what comes out.
+A body is read within limits of size, time and shared memory, so that no client can hold more than its part. aiohttp decompresses
+gzip, deflate and zstd while it reads; the size limit applies to the decompressed bytes.
 """
 
 import asyncio
@@ -14,27 +14,25 @@ from aiohttp import web
 from rollbook.contracts.errors import RunError, TransientError
 from rollbook.ledger.config import LedgerConfig
 from rollbook.ledger.http import wire
-from rollbook.ledger.http.compression import compress
+from rollbook.ledger.http.compression import MIN_COMPRESSED_BYTES, compress
 
 M = TypeVar("M", bound=wire.Message)
 
 MEGABYTE = 1_000_000
 ENCODINGS = frozenset({"", "identity", "gzip", "deflate", "zstd"})
-COMPRESSED_FROM_BYTES = 4_096
-"""Smaller answers are not worth the work."""
 BUSY_RETRY_S = 1.0
 
 
 class BodyTooLargeError(RunError):
-    """More than the ledger takes."""
+    """The decompressed body exceeds `max_body_mb`."""
 
 
-class UnreadableBodyError(RunError):
-    """A content type or encoding that the ledger does not read."""
+class UnsupportedBodyError(RunError):
+    """The content type or encoding is not supported."""
 
 
-class TornBodyError(RunError):
-    """The body broke off, or could not be unpacked."""
+class IncompleteBodyError(RunError):
+    """The body is truncated or cannot be decompressed."""
 
 
 class SlowBodyError(RunError):
@@ -42,116 +40,92 @@ class SlowBodyError(RunError):
 
 
 class BodyReader:
-    """Reads the requests of one server and remembers how many bytes are arriving."""
+    """Reads the request bodies of one server and counts the bytes in transit."""
 
     def __init__(self, config: LedgerConfig) -> None:
-        self.most_bytes = int(config.max_body_mb * MEGABYTE)
-        self._most_together = int(config.max_receiving_mb * MEGABYTE)
-        self.body_s = config.body_s
+        self.max_bytes = int(config.max_body_mb * MEGABYTE)
+        self._max_receiving_bytes = int(config.max_receiving_mb * MEGABYTE)
+        self._body_s = config.body_s
         self.receiving_bytes = 0
         self.received_bytes = 0
-        self._decoders: dict[tuple[type[wire.Message], bool], Any] = {}
+        self._decoders: dict[tuple[type[wire.Message], str], Any] = {}
 
     async def read(self, request: web.Request, expected: type[M]) -> M:
-        """The message in a request. Its form is what the content type says."""
-        # The plain header first: taking it apart costs more than all else here.
-        is_plain = request.headers.get("Content-Type") == wire.CONTENT_TYPE
-        is_json = not is_plain and request.content_type == wire.JSON_CONTENT_TYPE
-        if not is_plain and not is_json and request.content_type != wire.CONTENT_TYPE:
-            raise UnreadableBodyError(
-                f"the body is {request.content_type}; send {wire.CONTENT_TYPE}, or {wire.JSON_CONTENT_TYPE}"
+        """The message in a request, MessagePack or JSON by its content type."""
+        content_type = request.content_type
+        if content_type not in (wire.CONTENT_TYPE, wire.JSON_CONTENT_TYPE):
+            raise UnsupportedBodyError(
+                f"the body is {content_type}; send {wire.CONTENT_TYPE} or {wire.JSON_CONTENT_TYPE}"
             )
-        decoder = self._decoders.get((expected, is_json))
-        if decoder is None:
-            kind: Any = msgspec.json.Decoder if is_json else msgspec.msgpack.Decoder
-            decoder = self._decoders[expected, is_json] = kind(expected)
-        message: M = decoder.decode(await self._bytes(request))
-        return message
-
-    async def _bytes(self, request: web.Request) -> bytes:
         encoding = request.headers.get("Content-Encoding", "").lower()
         if encoding not in ENCODINGS:
-            raise UnreadableBodyError(f"the body is packed with {encoding}; send it plain, or packed with zstd or gzip")
-        declared = request.content_length or 0
-        if declared > self.most_bytes:
-            raise self._too_large(declared)
-        content = request.content
-        try:
-            if content.is_eof() and content.exception() is None:
-                # All of it came with the headers: nothing to wait for, and nothing to count.
-                whole = content.read_nowait()
-                self.received_bytes += len(whole)
-                if len(whole) > self.most_bytes:
-                    raise self._too_large(len(whole))
-                return whole
-            async with asyncio.timeout(self.body_s):
-                return await self.collect(content, declared)
-        except TimeoutError as error:
-            raise SlowBodyError(f"the body did not arrive within {self.body_s:g} s; send it again") from error
-        except (aiohttp.ClientPayloadError, web.RequestPayloadError) as error:
-            raise TornBodyError(f"the body cannot be read to its end: {error}") from error
-        except aiohttp.http_exceptions.HttpProcessingError as error:
-            raise TornBodyError(f"the body cannot be unpacked: {error.message}") from error
+            raise UnsupportedBodyError(
+                f"the body has the encoding {encoding}; send it uncompressed, or compressed with zstd or gzip"
+            )
+        decoder = self._decoders.get((expected, content_type))
+        if decoder is None:
+            kind: Any = msgspec.json.Decoder if content_type == wire.JSON_CONTENT_TYPE else msgspec.msgpack.Decoder
+            decoder = self._decoders[expected, content_type] = kind(expected)
+        message: M = decoder.decode(await self.read_bytes(request, timeout_s=self._body_s))
+        return message
 
-    async def collect(self, content: aiohttp.StreamReader, declared: int) -> bytes:
-        """Read to the end. What was declared counts at once; unpacked, it may be more, and then what is in hand counts."""
-        self.reserve(declared)
-        counted, size = declared, 0
+    async def read_bytes(self, request: web.Request, *, timeout_s: float) -> bytes:
+        """The decompressed body."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._collect(request.content, request.content_length or 0)
+        except TimeoutError as error:
+            raise SlowBodyError(f"the body did not arrive within {timeout_s:g} s; send it again") from error
+        except (aiohttp.ClientPayloadError, web.RequestPayloadError) as error:
+            raise IncompleteBodyError(f"the body is incomplete: {error}") from error
+        except aiohttp.http_exceptions.HttpProcessingError as error:
+            raise IncompleteBodyError(f"the body cannot be decompressed: {error.message}") from error
+
+    async def _collect(self, content: aiohttp.StreamReader, declared_bytes: int) -> bytes:
+        """Reserves the declared length at once, and more only if the decompressed body turns out longer."""
+        if declared_bytes > self.max_bytes:
+            raise self._too_large(declared_bytes)
+        reserved, size = 0, 0
         parts: list[bytes] = []
         try:
+            self._reserve(declared_bytes)
+            reserved = declared_bytes
             while part := await content.readany():
                 size += len(part)
                 self.received_bytes += len(part)
-                if size > self.most_bytes:
+                if size > self.max_bytes:
                     raise self._too_large(size)
-                if size > counted:
-                    self.reserve(size - counted)
-                    counted = size
+                if size > reserved:
+                    self._reserve(size - reserved)
+                    reserved = size
                 parts.append(part)
         finally:
-            self.release(counted)
+            self.receiving_bytes -= reserved
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def _too_large(self, size: int) -> BodyTooLargeError:
-        return BodyTooLargeError(f"the body has {size} bytes or more, unpacked; at most {self.most_bytes} are taken")
-
-    def reserve(self, more: int) -> None:
-        """Count bytes that are on their way in; raises `TransientError` when there are too many already."""
-        if self.receiving_bytes + more > self._most_together:
+    def _reserve(self, num_bytes: int) -> None:
+        if self.receiving_bytes + num_bytes > self._max_receiving_bytes:
             raise TransientError(
-                f"{self.receiving_bytes} bytes of requests are arriving, no more are taken now; send it again",
+                f"{self.receiving_bytes} bytes of requests are in transit, no more are accepted now; send it again",
                 retry_after_s=BUSY_RETRY_S,
             )
-        self.receiving_bytes += more
+        self.receiving_bytes += num_bytes
 
-    def release(self, fewer: int) -> None:
-        """They have arrived, or never will."""
-        self.receiving_bytes -= fewer
-
-
-def wants_json(request: web.Request, *, otherwise: bool) -> bool:
-    """Whether the answer goes out as JSON: as `Accept` says, and else as usual for the route."""
-    accept = request.headers.get("Accept", "")
-    if wire.CONTENT_TYPE in accept:
-        return False
-    return wire.JSON_CONTENT_TYPE in accept or otherwise
+    def _too_large(self, size: int) -> BodyTooLargeError:
+        return BodyTooLargeError(f"the decompressed body has at least {size} bytes; the limit is {self.max_bytes}")
 
 
 def wants_zstd(request: web.Request) -> bool:
-    """Whether the client asked for it. It has to: on one machine unpacked bytes are cheaper."""
+    """Only on request: on one machine uncompressed bytes are cheaper."""
     return "zstd" in request.headers.get("Accept-Encoding", "")
 
 
-_ENCODER = msgspec.msgpack.Encoder()
-
-
-def reply(request: web.Request, answer: Any, *, json_by_default: bool = False) -> web.Response:
-    """A message, in the form that was asked for."""
-    if wants_json(request, otherwise=json_by_default):
-        body, content_type = msgspec.json.encode(answer), wire.JSON_CONTENT_TYPE
-    else:
-        body, content_type = _ENCODER.encode(answer), wire.CONTENT_TYPE
-    headers = {"Content-Type": content_type}
-    if len(body) >= COMPRESSED_FROM_BYTES and wants_zstd(request):
+def encode_response(request: web.Request, message: Any, *, is_json_default: bool) -> web.Response:
+    """A message as MessagePack or JSON, as the `Accept` header says."""
+    accept = request.headers.get("Accept", "")
+    is_json = wire.CONTENT_TYPE not in accept and (wire.JSON_CONTENT_TYPE in accept or is_json_default)
+    body = msgspec.json.encode(message) if is_json else msgspec.msgpack.encode(message)
+    headers = {"Content-Type": wire.JSON_CONTENT_TYPE if is_json else wire.CONTENT_TYPE}
+    if len(body) >= MIN_COMPRESSED_BYTES and wants_zstd(request):
         body, headers["Content-Encoding"] = compress(body), "zstd"
     return web.Response(body=body, headers=headers)

@@ -1,4 +1,4 @@
-"""Errors as answers: the class of an error decides the status, its text says what to do."""
+"""Errors as HTTP responses: the class of an error determines the status, its text is the message."""
 
 from http import HTTPStatus
 
@@ -8,7 +8,7 @@ from aiohttp import web
 from rollbook.contracts.errors import FencedError, RunError, TransientError
 from rollbook.ledger.http import wire
 from rollbook.ledger.http.auth import UnknownTokenError, WrongRoleError
-from rollbook.ledger.http.bodies import BodyTooLargeError, SlowBodyError, TornBodyError, UnreadableBodyError
+from rollbook.ledger.http.bodies import BodyTooLargeError, IncompleteBodyError, SlowBodyError, UnsupportedBodyError
 from rollbook.ledger.rules.groups import QueueFullError
 from rollbook.ledger.rules.run_transaction import UnknownRunError
 from rollbook.ledger.store import StoreFaultError
@@ -16,41 +16,41 @@ from rollbook.ledger.tools.explain import UnknownGroupError
 
 
 class NotFoundError(RunError):
-    """There is nothing of that name."""
+    """The requested object does not exist."""
 
 
-# First match wins, so the narrower class stands first.
-STATUS_OF: tuple[tuple[type[Exception], HTTPStatus], ...] = (
+# The first match is used, so subclasses precede their base classes.
+STATUSES: tuple[tuple[type[Exception], HTTPStatus], ...] = (
     (FencedError, HTTPStatus.CONFLICT),
     (UnknownTokenError, HTTPStatus.UNAUTHORIZED),
     (WrongRoleError, HTTPStatus.FORBIDDEN),
     (UnknownRunError, HTTPStatus.NOT_FOUND),
     (UnknownGroupError, HTTPStatus.NOT_FOUND),
     (NotFoundError, HTTPStatus.NOT_FOUND),
-    (TornBodyError, HTTPStatus.BAD_REQUEST),
+    (IncompleteBodyError, HTTPStatus.BAD_REQUEST),
     (SlowBodyError, HTTPStatus.REQUEST_TIMEOUT),
     (BodyTooLargeError, HTTPStatus.REQUEST_ENTITY_TOO_LARGE),
-    (UnreadableBodyError, HTTPStatus.UNSUPPORTED_MEDIA_TYPE),
+    (UnsupportedBodyError, HTTPStatus.UNSUPPORTED_MEDIA_TYPE),
     (StoreFaultError, HTTPStatus.INSUFFICIENT_STORAGE),
     (QueueFullError, HTTPStatus.TOO_MANY_REQUESTS),
     (TransientError, HTTPStatus.SERVICE_UNAVAILABLE),
     (RunError, HTTPStatus.UNPROCESSABLE_ENTITY),
     (msgspec.ValidationError, HTTPStatus.UNPROCESSABLE_ENTITY),
     (msgspec.DecodeError, HTTPStatus.BAD_REQUEST),
-    # Text that claims to be UTF-8 and is not.
+    # Text that is not valid UTF-8.
     (UnicodeDecodeError, HTTPStatus.BAD_REQUEST),
-    # A message nested deeper than anything this dialect has.
+    # A message nested too deeply.
     (RecursionError, HTTPStatus.BAD_REQUEST),
 )
-KNOWN = tuple(kind for kind, _ in STATUS_OF)
+KNOWN_ERRORS = tuple(kind for kind, _ in STATUSES)
 
 
 def status_of(error: Exception) -> HTTPStatus:
-    return next(status for kind, status in STATUS_OF if isinstance(error, kind))
+    return next(status for kind, status in STATUSES if isinstance(error, kind))
 
 
-def refusal(error: Exception) -> web.Response:
-    """The answer to a call that failed with one of `KNOWN`: readable for people with curl, structured for clients."""
+def error_response(error: Exception) -> web.Response:
+    """The response to a request that failed with one of `KNOWN_ERRORS`."""
     status = status_of(error)
     body = msgspec.json.encode(wire.ErrorReply(kind=type(error).__name__, message=str(error)))
     response = web.Response(status=status, body=body, content_type=wire.JSON_CONTENT_TYPE)
@@ -60,6 +60,5 @@ def refusal(error: Exception) -> web.Response:
     if status is HTTPStatus.UNAUTHORIZED:
         response.headers["WWW-Authenticate"] = "Bearer"
     if status in (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.REQUEST_ENTITY_TOO_LARGE):
-        # What is still to come of the body is not waited for.
-        response.force_close()
+        response.force_close()  # do not wait for the rest of the body
     return response

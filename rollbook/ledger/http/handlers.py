@@ -1,34 +1,34 @@
-"""HTTP in: parse, call the service, reply. MessagePack bodies under `/v1/runs/{run}/…`; errors as `{kind, message}`.
+"""Handlers of the native API: parse the request, call the service, encode the response.
 
-`routes.py` says what there is; this module answers it. Doors, in this order: the token's role, the form and size of the body, the
-fields of the message, and last the rules of the ledger.
+`verbs.py` declares the API; this module handles it, with one method per verb. A request is checked in this order: role of the
+token, format and size of the body, fields of the message, rules of the ledger. Errors are sent as `{kind, message}`.
 """
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import msgspec
 from aiohttp import web
 
 from rollbook.concurrency.clock import SystemClock
-from rollbook.contracts.admission import OwnerId, RunId
-from rollbook.contracts.batch import BatchManifest
-from rollbook.contracts.errors import RunError
-from rollbook.contracts.group import GroupId, GroupState
-from rollbook.ledger.config import LedgerConfig
+from rollbook.contracts.admission import DrawProgress, LedgerStatus, OpenReply, OwnerId, PastDraw, RunId
+from rollbook.contracts.batch import BatchManifest, TrainerRole
+from rollbook.contracts.errors import RollbookError, RunError
+from rollbook.contracts.group import DropReason, GroupId, GroupOutcome
+from rollbook.contracts.group_codec import check_frame, payload_digest
+from rollbook.contracts.policy import Publication
+from rollbook.contracts.task import TaskId
 from rollbook.ledger.http import wire
 from rollbook.ledger.http.auth import Keys
-from rollbook.ledger.http.bodies import BodyReader, reply
-from rollbook.ledger.http.errors import KNOWN, NotFoundError, refusal
-from rollbook.ledger.http.fast_path import HOT_ROUTES, HotRoute, HotRoutes
-from rollbook.ledger.http.metrics import RequestNumbers, ledger_metrics
+from rollbook.ledger.http.bodies import BodyReader, encode_response, wants_zstd
+from rollbook.ledger.http.errors import KNOWN_ERRORS, NotFoundError, error_response, status_of
+from rollbook.ledger.http.metrics import RequestMetrics, ledger_metrics
 from rollbook.ledger.http.openapi import openapi_document
-from rollbook.ledger.http.routes import ROUTES, Route
-from rollbook.ledger.http.streams import QUIET_S, send_frames, send_statuses
-from rollbook.ledger.http.submit import Submitting, drop_reason
-from rollbook.ledger.http.views import audit_view, group_view, life_view, producer_view
+from rollbook.ledger.http.streams import send_frames, send_statuses
+from rollbook.ledger.http.verbs import Form, Verb
+from rollbook.ledger.records import GroupRecord, ProducerRecord
+from rollbook.ledger.rules.groups import Submission
 from rollbook.ledger.service import Ledger
 from rollbook.ledger.tools.audit import audit_run
 from rollbook.ledger.tools.explain import explain_group
@@ -38,295 +38,292 @@ from rollbook.telemetry.prometheus import CONTENT_TYPE as METRICS_CONTENT_TYPE
 M = TypeVar("M", bound=wire.Message)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-MOST_LISTED = 1_000
-USUALLY_LISTED = 100
+MAX_RUN_NAME = 128
+KEEPALIVE_S = 15.0
+"""A stream of events sends at least one line in this time, so that proxies and clients do not close the connection."""
 
 
-def build_app(ledger: Ledger, config: LedgerConfig, *, keys: Keys | None = None) -> web.Application:
-    """The native dialect. Without `keys` every door is open."""
-    # Bodies are bounded where they are read; this bound is for other dialects on the same application.
-    app = web.Application(client_max_size=int(config.max_body_mb * 1_000_000))
-    native = NativeRoutes(ledger, config)
-    app[HOT_ROUTES] = HotRoutes(native.bodies)
-    for hot in native.hot_routes(keys or Keys({})):
-        app[HOT_ROUTES].add(hot)
-    # The busiest first: aiohttp looks for a path from the top, and a batch takes a thousand of these for one of the others.
-    for route in sorted(ROUTES, key=lambda route: not route.name.startswith("submit")):
-        app.router.add_route(route.method, route.path, native.door(route, keys or Keys({})))
+class LedgerHandlers:
+    """One method for each verb. It takes the request message and, by name, the parameters of the path, and returns the response.
 
-    async def measuring(_: web.Application) -> AsyncIterator[None]:
-        ticking = asyncio.create_task(native.lag.run(), name="ledger.loop_lag")
-        yield
-        ticking.cancel()
-        with suppress(asyncio.CancelledError):
-            await ticking
+    A method of a verb whose response is not a message takes the `web.Request` instead and returns a `web.StreamResponse`.
+    """
 
-    async def stop_waiting(_: web.Application) -> None:
-        ledger.stop_waiting()
-
-    app.cleanup_ctx.append(measuring)
-    app.on_shutdown.append(stop_waiting)
-    return app
-
-
-class NativeRoutes:
-    """One method for each line of `ROUTES`, of the same name."""
-
-    def __init__(self, ledger: Ledger, config: LedgerConfig) -> None:
+    def __init__(self, ledger: Ledger, bodies: BodyReader) -> None:
         self._ledger = ledger
-        self._submitting = Submitting(ledger)
-        self.bodies = BodyReader(config)
-        self._body_s = config.body_s
-        self._numbers = RequestNumbers()
+        self._bodies = bodies
+        self._requests = RequestMetrics()
         self._clock = SystemClock()
         self.lag = LoopLag(self._clock)
 
-    def door(self, route: Route, keys: Keys) -> Handler:
-        """The handler of a route behind its checks; whatever it raises on purpose becomes a clear answer."""
-        answer: Handler = getattr(self, route.name)
-        now, count = self._clock.now, self._numbers.add
+    def handler(self, verb: Verb[Any, Any], keys: Keys) -> Handler:
+        """The handler of a route. Expected errors become error responses."""
+        method: Callable[..., Awaitable[Any]] = getattr(self, verb.name)
+
+        async def call(request: web.Request) -> web.StreamResponse:
+            path = {name: _checked(name, value) for name, value in request.match_info.items()}
+            if verb.has_body:
+                message = await self._bodies.read(request, verb.request)
+            else:
+                message = _read_query(request, verb.request)
+            if verb.form is Form.MESSAGE:
+                return encode_response(request, await method(message, **path), is_json_default=not verb.has_body)
+            response: web.StreamResponse = await method(message, **path, http=request)
+            return response
 
         async def handle(request: web.Request) -> web.StreamResponse:
-            started = now()
+            started = self._clock.now()
             status = HTTPStatus.INTERNAL_SERVER_ERROR.value
             try:
-                if route.roles is not None:
-                    keys.require(request.headers.get("Authorization"), route.roles)
-                response = await answer(request)
+                if verb.roles is not None:
+                    keys.require(request.headers.get("Authorization"), verb.roles)
+                response = await call(request)
                 status = response.status
                 return response
-            except KNOWN as error:
-                refused = refusal(error)
-                status = refused.status
-                return refused
+            except KNOWN_ERRORS as error:
+                failed = error_response(error)
+                status = failed.status
+                return failed
             finally:
-                count(route.name, status, now() - started)
+                self._requests.add(verb.name, status, self._clock.now() - started)
 
         return handle
 
-    # ------------------------------------------------------------------ looking
+    # ------------------------------------------------------------------ reading
 
-    async def health(self, request: web.Request) -> web.Response:
-        answer = wire.Health(status="ok", runs=len(await self._ledger.runs()))
-        return reply(request, answer, json_by_default=True)
+    async def health(self, _: wire.Empty) -> wire.Health:
+        return wire.Health(status="ok", runs=len(await self._ledger.runs()))
 
-    async def openapi(self, _: web.Request) -> web.Response:
+    async def openapi(self, _: wire.Empty, *, http: web.Request) -> web.Response:
         return web.json_response(openapi_document())
 
-    async def metrics(self, _: web.Request) -> web.Response:
+    async def metrics(self, _: wire.Empty, *, http: web.Request) -> web.Response:
         statuses = [await self._ledger.status(run_id) for run_id in await self._ledger.runs()]
         text = ledger_metrics(
             statuses,
-            requests=self._numbers,
+            requests=self._requests,
             lag=self.lag,
-            receiving=self.bodies.receiving_bytes,
-            received=self.bodies.received_bytes,
+            receiving=self._bodies.receiving_bytes,
+            received=self._bodies.received_bytes,
         )
         return web.Response(body=text.encode(), headers={"Content-Type": METRICS_CONTENT_TYPE})
 
-    async def runs(self, request: web.Request) -> web.Response:
-        return reply(request, await self._ledger.runs(), json_by_default=True)
+    async def runs(self, _: wire.Empty) -> list[RunId]:
+        return await self._ledger.runs()
 
-    async def status(self, request: web.Request) -> web.Response:
-        return reply(request, await self._ledger.status(_run(request)), json_by_default=True)
+    async def status(self, _: wire.Empty, run: RunId) -> LedgerStatus:
+        return await self._ledger.status(run)
 
-    async def progress(self, request: web.Request) -> web.Response:
-        return reply(request, await self._ledger.progress(_run(request)), json_by_default=True)
+    async def progress(self, _: wire.Empty, run: RunId) -> DrawProgress:
+        return await self._ledger.progress(run)
 
-    async def audit(self, request: web.Request) -> web.Response:
-        run_id = _run(request)
-        report = await self._ledger.read(lambda tx: audit_run(tx, run_id))
-        return reply(request, audit_view(report), json_by_default=True)
+    async def outcomes(self, request: wire.OutcomeQuery, run: RunId) -> list[PastDraw]:
+        return await self._ledger.outcomes(run, after=request.start - 1, limit=request.limit)
 
-    async def events(self, request: web.Request) -> web.StreamResponse:
-        run_id = _run(request)
-        await self._ledger.status(run_id)
-        return await send_statuses(request, self._ledger.statuses(run_id, quiet_s=QUIET_S))
+    async def audit(self, _: wire.Empty, run: RunId) -> wire.AuditView:
+        return _view(wire.AuditView, await self._ledger.read(lambda tx: audit_run(tx, run)))
 
-    async def groups(self, request: web.Request) -> web.Response:
-        state = request.query.get("state")
-        if state is not None and state not in set(GroupState):
-            raise RunError(f"{state!r} is no state of a group; there are {', '.join(GroupState)}")
-        limit = _number(request, "limit", USUALLY_LISTED, most=MOST_LISTED)
-        offset = _number(request, "offset", 0, most=wire.LARGEST)
-        found = await self._ledger.groups(
-            _run(request), None if state is None else GroupState(state), limit=limit, offset=offset
+    async def events(self, _: wire.Empty, run: RunId, *, http: web.Request) -> web.StreamResponse:
+        await self._ledger.status(run)
+        return await send_statuses(http, self._ledger.statuses(run, quiet_s=KEEPALIVE_S))
+
+    async def groups(self, request: wire.GroupQuery, run: RunId) -> list[wire.GroupView]:
+        found = await self._ledger.groups(run, request.state, limit=request.limit, offset=request.offset)
+        return [_group_view(group) for group in found]
+
+    async def explain(self, _: wire.Empty, run: RunId, group: GroupId) -> wire.GroupHistory:
+        record, moves, sentences = await self._ledger.read(
+            lambda tx: (tx.groups.get(run, group), tx.history.of_group(run, group), explain_group(tx, run, group))
         )
-        return reply(request, [group_view(group) for group in found], json_by_default=True)
-
-    async def life(self, request: web.Request) -> web.Response:
-        run_id, group_id = _run(request), GroupId(request.match_info["group"])
-        group, moves, sentences = await self._ledger.read(
-            lambda tx: (
-                tx.groups.get(run_id, group_id),
-                tx.history.of_group(run_id, group_id),
-                explain_group(tx, run_id, group_id),
-            )
+        if record is None:
+            raise NotFoundError(f"run {run}: there is no group {group}")
+        return wire.GroupHistory(
+            group=_group_view(record),
+            moves=tuple(_view(wire.MoveView, move) for move in moves),
+            sentences=tuple(sentences),
         )
-        if group is None:
-            raise NotFoundError(f"run {run_id}: there is no group {group_id}")
-        return reply(request, life_view(group, moves, sentences), json_by_default=True)
 
-    async def payload(self, request: web.Request) -> web.Response:
-        run_id, group_id = _run(request), GroupId(request.match_info["group"])
-        await self._ledger.status(run_id)
-        found = await self._ledger.read(lambda tx: tx.payloads.get(run_id, group_id))
+    async def payload(self, _: wire.Empty, run: RunId, group: GroupId, *, http: web.Request) -> web.Response:
+        await self._ledger.status(run)
+        found = await self._ledger.read(lambda tx: tx.payloads.get(run, group))
         if found is None:
-            raise NotFoundError(f"run {run_id}: there is no payload of group {group_id}, or not any more")
+            raise NotFoundError(f"run {run}: group {group} has no payload, or it was deleted")
         return web.Response(body=found, content_type="application/octet-stream")
 
-    async def manifest(self, request: web.Request) -> web.Response:
-        run_id, step = _run(request), _whole(request.match_info["step"], "step", most=wire.LARGEST)
-        found = await self._ledger.batch_manifest(run_id, step)
+    async def manifest(self, _: wire.Empty, run: RunId, step: str) -> BatchManifest:
+        found = await self._ledger.batch_manifest(run, msgspec.convert(step, wire.Count, strict=False))
         if found is None:
-            raise NotFoundError(f"run {run_id}: batch {step} is not decided")
-        return reply(request, found, json_by_default=True)
+            raise NotFoundError(f"run {run}: batch {step} is not decided")
+        return found
 
-    async def publications(self, request: web.Request) -> web.Response:
-        found = await self._ledger.publications(_run(request))
-        return reply(request, [record.contract for record in found], json_by_default=True)
+    async def publications(self, _: wire.Empty, run: RunId) -> list[Publication]:
+        return [record.contract for record in await self._ledger.publications(run)]
 
-    async def producers(self, request: web.Request) -> web.Response:
-        found = await self._ledger.producers(_run(request))
-        return reply(request, [producer_view(producer) for producer in found], json_by_default=True)
+    async def producers(self, _: wire.Empty, run: RunId) -> list[wire.ProducerView]:
+        return [_producer_view(producer) for producer in await self._ledger.producers(run)]
 
     # ------------------------------------------------------------------ runs and producers
 
-    async def outcomes(self, request: web.Request) -> web.Response:
-        page = await self._ledger.outcomes(
-            _run(request),
-            after=_number(request, "from", 0, most=wire.LARGEST) - 1,
-            limit=_number(request, "limit", MOST_LISTED, most=MOST_LISTED),
+    async def create_run(self, request: wire.CreateRun, run: RunId) -> wire.Empty:
+        await self._ledger.create_run(run, request.settings)
+        return wire.Empty()
+
+    async def register_producer(self, request: wire.RegisterProducer, run: RunId, producer: str) -> wire.ProducerView:
+        record = await self._ledger.register_producer(run, producer, weight=request.weight, min_share=request.min_share)
+        return _producer_view(record)
+
+    async def join(self, request: wire.Join, run: RunId) -> wire.JoinReply:
+        return wire.JoinReply(owner=await self._ledger.join(run, request.owner_name, nonce=request.nonce))
+
+    async def open(self, request: wire.Open, run: RunId) -> OpenReply:
+        return await self._ledger.open(
+            run,
+            OwnerId(request.owner),
+            request.draws,
+            limit=request.limit,
+            wait_s=min(request.wait_s, wire.MAX_WAIT_S),
+            request_id=request.request_id,
         )
-        return reply(request, page, json_by_default=True)
 
-    async def create_run(self, request: web.Request) -> web.Response:
-        asked = await self.bodies.read(request, wire.CreateRun)
-        await self._ledger.create_run(_run(request), asked.settings)
-        return reply(request, wire.Empty())
+    async def heartbeat(self, request: wire.Heartbeat, run: RunId) -> wire.Empty:
+        await self._ledger.heartbeat(run, OwnerId(request.owner))
+        return wire.Empty()
 
-    async def register_producer(self, request: web.Request) -> web.Response:
-        asked = await self.bodies.read(request, wire.RegisterProducer)
-        name = request.match_info["producer"]
-        record = await self._ledger.register_producer(
-            _run(request), name, weight=asked.weight, min_share=asked.min_share
-        )
-        return reply(request, producer_view(record))
+    async def submit(self, request: wire.Submit, run: RunId) -> wire.ReceiptReply:
+        return wire.ReceiptReply(receipt=await self._ledger.submit_encoded(run, _submission(request)))
 
-    async def join(self, request: web.Request) -> web.Response:
-        asked = await self.bodies.read(request, wire.Join)
-        owner = await self._ledger.join(_run(request), asked.owner_name, nonce=asked.nonce)
-        return reply(request, wire.Joined(owner=owner))
+    async def submit_many(self, request: wire.SubmitMany, run: RunId) -> wire.SubmitManyReply:
+        """One result per group, in the order of the request. A rejected group does not affect the others."""
+        results: dict[int, wire.SubmitResult] = {}
+        valid: dict[int, Submission] = {}
+        for at, group in enumerate(request.groups):
+            try:
+                valid[at] = _submission(group)
+            except RunError as error:
+                results[at] = _submit_error(error)
+        outcomes = await self._ledger.submit_many_encoded(run, list(valid.values()))
+        for at, outcome in zip(valid, outcomes, strict=True):
+            if isinstance(outcome, RollbookError):
+                results[at] = _submit_error(outcome)
+            else:
+                results[at] = wire.SubmitResult(receipt=outcome)
+        return wire.SubmitManyReply(results=tuple(results[at] for at in range(len(request.groups))))
 
-    async def open(self, request: web.Request) -> web.Response:
-        asked = await self.bodies.read(request, wire.Open)
-        answer = await self._ledger.open(
-            _run(request),
-            OwnerId(asked.owner),
-            asked.draws,
-            limit=asked.limit,
-            wait_s=min(asked.wait_s, wire.MOST_WAIT_S),
-            request_id=asked.request_id,
-        )
-        return reply(request, answer)
+    async def close(self, request: wire.Close, run: RunId) -> wire.ReceiptReply:
+        group_id, reason = GroupId(request.group_id), _drop_reason(request.reason)
+        return wire.ReceiptReply(receipt=await self._ledger.close(run, group_id, reason, outcome=request.outcome))
 
-    async def heartbeat(self, request: web.Request) -> web.Response:
-        asked = await self.bodies.read(request, wire.Heartbeat)
-        await self._ledger.heartbeat(_run(request), OwnerId(asked.owner))
-        return reply(request, wire.Empty())
+    async def release(self, request: wire.Release, run: RunId) -> wire.Empty:
+        await self._ledger.release(run, GroupId(request.group_id), attempt=request.attempt, cause=request.cause)
+        return wire.Empty()
 
-    async def submit(self, request: web.Request) -> web.Response:
-        asked = await self.bodies.read(request, wire.Submit)
-        return reply(request, await self._submitting.one(_run(request), asked))
-
-    async def submit_many(self, request: web.Request) -> web.Response:
-        asked = await self.bodies.read(request, wire.SubmitMany)
-        return reply(request, await self._submitting.many(_run(request), asked))
-
-    def hot_routes(self, keys: Keys) -> Sequence[HotRoute]:
-        return self._submitting.hot_routes(keys, clock=self._clock, numbers=self._numbers, body_s=self._body_s)
-
-    async def close(self, request: web.Request) -> web.Response:
-        asked = await self.bodies.read(request, wire.Close)
-        receipt = await self._ledger.close(
-            _run(request), GroupId(asked.group_id), drop_reason(asked.reason), outcome=asked.outcome
-        )
-        return reply(request, wire.Receipted(receipt=receipt))
-
-    async def release(self, request: web.Request) -> web.Response:
-        asked = await self.bodies.read(request, wire.Release)
-        await self._ledger.release(_run(request), GroupId(asked.group_id), attempt=asked.attempt, cause=asked.cause)
-        return reply(request, wire.Empty())
-
-    async def exhausted(self, request: web.Request) -> web.Response:
-        await self.bodies.read(request, wire.Empty)
-        await self._ledger.exhausted(_run(request))
-        return reply(request, wire.Empty())
+    async def exhausted(self, _: wire.Empty, run: RunId) -> wire.Empty:
+        await self._ledger.exhausted(run)
+        return wire.Empty()
 
     # ------------------------------------------------------------------ the trainer
 
-    async def take_role(self, request: web.Request) -> web.Response:
-        asked = await self.bodies.read(request, wire.TakeRole)
-        return reply(request, await self._ledger.take_role(_run(request), restored_step=asked.restored_step))
+    async def take_role(self, request: wire.TakeRole, run: RunId) -> TrainerRole:
+        return await self._ledger.take_role(run, restored_step=request.restored_step)
 
-    async def batch(self, request: web.Request) -> web.Response:
-        asked = await self.bodies.read(request, wire.Batch)
-        decided = await self._ledger.decide(
-            _run(request), asked.step, epoch=asked.epoch, wait_s=min(asked.wait_s, wire.MOST_WAIT_S)
-        )
+    async def batch(self, request: wire.Batch, run: RunId) -> wire.BatchReply:
+        wait_s = min(request.wait_s, wire.MAX_WAIT_S)
+        decided = await self._ledger.decide(run, request.step, epoch=request.epoch, wait_s=wait_s)
         if isinstance(decided, BatchManifest):
-            return reply(request, wire.BatchReply(manifest=decided))
-        return reply(request, wire.BatchReply(end=decided))
+            return wire.BatchReply(manifest=decided)
+        return wire.BatchReply(end=decided)
 
-    async def payloads(self, request: web.Request) -> web.StreamResponse:
-        asked = await self.bodies.read(request, wire.Payloads)
-        run_id = _run(request)
-        decided = await self._ledger.decide(run_id, asked.step, epoch=asked.epoch, wait_s=0.0)
+    async def payloads(self, request: wire.Payloads, run: RunId, *, http: web.Request) -> web.StreamResponse:
+        decided = await self._ledger.decide(run, request.step, epoch=request.epoch, wait_s=0.0)
         if not isinstance(decided, BatchManifest):
             raise RunError(
-                f"run {run_id}: batch {asked.step} is not decided, so it has no payloads; ask for the batch first"
+                f"run {run}: batch {request.step} is not decided and has no payloads; request the batch first"
             )
-        return await send_frames(request, self._ledger.payloads(run_id, decided))
+        return await send_frames(http, self._ledger.payloads(run, decided), is_compressed=wants_zstd(http))
 
-    async def acknowledge(self, request: web.Request) -> web.Response:
-        asked = await self.bodies.read(request, wire.Acknowledge)
-        receipt = await self._ledger.acknowledge(_run(request), asked.step, asked.weights_digest, epoch=asked.epoch)
-        return reply(request, wire.Acknowledged(receipt=receipt))
+    async def acknowledge(self, request: wire.Acknowledge, run: RunId) -> wire.AcknowledgeReply:
+        receipt = await self._ledger.acknowledge(run, request.step, request.weights_digest, epoch=request.epoch)
+        return wire.AcknowledgeReply(receipt=receipt)
 
-    async def register(self, request: web.Request) -> web.Response:
-        asked = await self.bodies.read(request, wire.Register)
-        answer = await self._ledger.register(_run(request), asked.step, asked.weights_digest, epoch=asked.epoch)
-        return reply(request, answer)
+    async def register(self, request: wire.Register, run: RunId) -> Publication:
+        return await self._ledger.register(run, request.step, request.weights_digest, epoch=request.epoch)
 
-    async def confirm(self, request: web.Request) -> web.Response:
-        asked = await self.bodies.read(request, wire.Confirm)
-        await self._ledger.confirm(_run(request), asked.publication, epoch=asked.epoch)
-        return reply(request, wire.Empty())
+    async def confirm(self, request: wire.Confirm, run: RunId) -> wire.Empty:
+        await self._ledger.confirm(run, request.publication, epoch=request.epoch)
+        return wire.Empty()
 
-    async def checkpointed(self, request: web.Request) -> web.Response:
-        asked = await self.bodies.read(request, wire.Checkpointed)
-        await self._ledger.checkpointed(_run(request), asked.step, oldest_kept=asked.oldest_kept, epoch=asked.epoch)
-        return reply(request, wire.Empty())
+    async def checkpointed(self, request: wire.Checkpointed, run: RunId) -> wire.Empty:
+        await self._ledger.checkpointed(run, request.step, oldest_kept=request.oldest_kept, epoch=request.epoch)
+        return wire.Empty()
 
-    async def finish(self, request: web.Request) -> web.Response:
-        asked = await self.bodies.read(request, wire.Finish)
-        await self._ledger.finish(_run(request), asked.reason, epoch=asked.epoch)
-        return reply(request, wire.Empty())
+    async def finish(self, request: wire.Finish, run: RunId) -> wire.Empty:
+        await self._ledger.finish(run, request.reason, epoch=request.epoch)
+        return wire.Empty()
 
 
-def _run(request: web.Request) -> RunId:
-    run = request.match_info["run"]
-    if "\x00" in run or len(run) > 128:
+def _checked(name: str, value: str) -> str:
+    if name == "run" and ("\x00" in value or len(value) > MAX_RUN_NAME):
         raise NotFoundError("the ledger has no run of that name")
-    return RunId(run)
+    return value
 
 
-def _number(request: web.Request, name: str, usual: int, *, most: int) -> int:
-    told = request.query.get(name)
-    return usual if told is None else _whole(told, name, most=most)
+def _read_query(request: web.Request, expected: type[M]) -> M:
+    """The query parameters as a message. Unknown parameters are ignored."""
+    names = expected.__struct_encode_fields__
+    return msgspec.convert(
+        {name: request.query[name] for name in names if name in request.query}, expected, strict=False
+    )
 
 
-def _whole(told: str, name: str, *, most: int) -> int:
-    if not (told.isascii() and told.isdigit()) or len(told) > 16 or int(told) > most:
-        raise RunError(f"{name} is {told[:40]!r}; it must be a whole number from 0 to {most}")
-    return int(told)
+def _submission(request: wire.Submit) -> Submission:
+    """Raises `RunError` if the payload is damaged or is not a group."""
+    digest = payload_digest(request.payload)
+    if digest != request.payload_digest:
+        raise RunError(
+            f"group {request.group_id}: the payload is damaged: its digest is {digest}, not {request.payload_digest}"
+        )
+    check_frame(request.payload, group_id=request.group_id)
+    return Submission(
+        group_id=GroupId(request.group_id),
+        task_id=TaskId(request.task_id),
+        draw=request.draw,
+        attempt=request.attempt,
+        publications=request.publications,
+        outcome=request.outcome,
+        payload=request.payload,
+        payload_digest=request.payload_digest,
+        drop=None if request.drop is None else _drop_reason(request.drop),
+        producer=request.producer,
+    )
+
+
+def _drop_reason(text: str) -> DropReason:
+    try:
+        return DropReason.parse(text)
+    except ValueError as error:
+        raise RunError(f"{text!r} is not a drop reason: {error}") from error
+
+
+def _submit_error(error: RollbookError) -> wire.SubmitResult:
+    failed = wire.SubmitError(
+        status=status_of(error).value,
+        kind=type(error).__name__,
+        message=str(error),
+        retry_after_s=getattr(error, "retry_after_s", None),
+    )
+    return wire.SubmitResult(error=failed)
+
+
+def _view(kind: type[M], record: object, **changes: object) -> M:
+    """A record as a message: the fields of the message, taken from the record unless given in `changes`."""
+    names = (name for name in kind.__struct_fields__ if name not in changes)
+    return kind(**{name: getattr(record, name) for name in names}, **changes)
+
+
+def _group_view(group: GroupRecord) -> wire.GroupView:
+    outcome = None if group.outcome is None else msgspec.json.decode(group.outcome, type=GroupOutcome)
+    return _view(wire.GroupView, group, outcome=outcome)
+
+
+def _producer_view(producer: ProducerRecord) -> wire.ProducerView:
+    return _view(wire.ProducerView, producer)

@@ -1,4 +1,4 @@
-"""docs/http-api.md, made from the table of routes and the wire's structs: `python -m rollbook.ledger.http.reference` prints it."""
+"""Generates docs/http-api.md from the verbs and the message types: `python -m rollbook.ledger.http.reference` prints it."""
 
 import inspect
 import sys
@@ -9,34 +9,35 @@ import msgspec
 
 from rollbook.ledger.http import wire
 from rollbook.ledger.http.auth import Role
-from rollbook.ledger.http.openapi import REFUSALS, openapi_document
-from rollbook.ledger.http.routes import ROUTES, Form, Route
+from rollbook.ledger.http.openapi import ERRORS, openapi_document, query_parameters
+from rollbook.ledger.http.verbs import VERBS, Form, Verb
 
-INTRODUCTION = f"""# HTTP interface of the ledger (native dialect)
+INTRODUCTION = f"""# HTTP API of the ledger (native)
 
 This page is generated: `make docs`. A running ledger serves the same as OpenAPI 3.1
 under `/openapi.json`.
 
-**Bodies** are MessagePack (`Content-Type: {wire.CONTENT_TYPE}`; byte strings as they are) or, for people, JSON
-(`{wire.JSON_CONTENT_TYPE}`; byte strings in base64). Answers to POST and PUT are MessagePack unless `Accept` asks for JSON;
-answers to GET are JSON unless `Accept` asks for MessagePack. Unknown fields are refused. A body may be packed
-(`Content-Encoding: zstd`, `gzip` or `deflate`); answers are packed with zstd where `Accept-Encoding` names it.
+**Bodies** are MessagePack (`Content-Type: {wire.CONTENT_TYPE}`; byte strings as they are) or JSON
+(`{wire.JSON_CONTENT_TYPE}`; byte strings in base64). Responses to POST and PUT are MessagePack unless `Accept` requests JSON;
+responses to GET are JSON unless `Accept` requests MessagePack. Unknown fields are rejected. A body may be compressed
+(`Content-Encoding: zstd`, `gzip` or `deflate`); responses are compressed with zstd if `Accept-Encoding` contains it.
 
-**Repeating** any call is safe: groups have ids, requests carry a nonce or an epoch, and the second answer equals the first.
+**Retries** are safe for every request: groups have ids, requests carry a nonce or an epoch, and the second response equals
+the first.
 
-**Waiting** calls (`open`, `batch`) take `wait_s` and are answered as soon as there is something to say, after
-{wire.MOST_WAIT_S:g} seconds at the latest.
+**Long polls** (`open`, `batch`) take `wait_s`. The response is sent as soon as there is a result, and after
+{wire.MAX_WAIT_S:g} seconds at the latest.
 
-**Tokens**: `Authorization: Bearer …`. On loopback none is needed unless some were set; elsewhere each role has its own.
+**Tokens**: `Authorization: Bearer …`. On loopback none is required unless tokens are configured; elsewhere each role has its own.
 
-**Integers** have at most 53 bits, so that every store and every reader of JSON keeps them exactly.
+**Integers** have at most 53 bits, so that every store and every JSON parser keeps them exactly.
 """
 
 
 def http_api_page() -> str:
     """The whole page."""
-    parts = [INTRODUCTION, _roles(), _refusals(), "## Routes\n"]
-    parts += [_route(route) for route in ROUTES]
+    parts = [INTRODUCTION, _roles(), _errors(), "## Routes\n"]
+    parts += [_verb(verb) for verb in VERBS]
     parts += ["## Messages\n", *_messages()]
     return "\n".join(parts).rstrip() + "\n"
 
@@ -45,45 +46,49 @@ def _roles() -> str:
     rows = {
         Role.PRODUCER: "opens and submits groups",
         Role.TRAINER: "creates runs, takes batches and acknowledges them",
-        Role.VIEWER: "looks, and changes nothing",
+        Role.VIEWER: "reads only",
     }
-    lines = [f"| `{role}` | {meaning} |" for role, meaning in rows.items()]
+    lines = [f"| `{role}` | {description} |" for role, description in rows.items()]
     return "\n".join(["## Roles\n", "| role | what its token allows |", "|---|---|", *lines, ""])
 
 
-def _refusals() -> str:
-    lines = [f"| {status} {HTTPStatus(int(status)).phrase} | {meaning} |" for status, meaning in REFUSALS.items()]
-    told = 'A refusal is JSON: `{"kind": …, "message": …}`; the message says what is wrong and what to do.\n'
-    return "\n".join(["## Refusals\n", told, "| status | meaning |", "|---|---|", *lines, ""])
+def _errors() -> str:
+    lines = [f"| {status} {HTTPStatus(int(status)).phrase} | {cause} |" for status, cause in ERRORS.items()]
+    form = 'An error is JSON: `{"kind": …, "message": …}`. The message says what is wrong and what to do.\n'
+    return "\n".join(["## Errors\n", form, "| status | meaning |", "|---|---|", *lines, ""])
 
 
-def _route(route: Route) -> str:
-    who = "everybody" if route.roles is None else ", ".join(f"`{role}`" for role in sorted(route.roles))
-    lines = [f"### {route.method} {route.path}\n", f"{route.summary}\n", f"- for: {who}"]
-    lines += [f"- query `{query.name}`: {query.meaning}" for query in route.query]
-    if route.asked is not None:
-        lines.append(f"- body: {_link(route.asked)}")
-    lines.append(f"- answer: {_answer(route)}")
+def _verb(verb: Verb[Any, Any]) -> str:
+    roles = (
+        "any client, without a token" if verb.roles is None else ", ".join(f"`{role}`" for role in sorted(verb.roles))
+    )
+    lines = [f"### {verb.method} {verb.path}\n", f"{verb.summary}\n", f"- role: {roles}"]
+    for name, schema in query_parameters(verb).items():
+        default = msgspec.json.encode(schema["default"]).decode()
+        lines.append(f"- query `{name}`: {schema['description']} (default `{default}`)")
+    if verb.has_body:
+        lines.append(f"- body: {_link(verb.request)}")
+    lines.append(f"- response: {_response(verb)}")
     return "\n".join([*lines, ""])
 
 
-def _answer(route: Route) -> str:
-    if route.form is Form.MESSAGE:
-        return _link(route.answer)
-    if route.form is Form.EVENTS:
-        return f"server-sent events: `status` with {_link(route.answer)} as JSON, and `end` when the ledger stops"
+def _response(verb: Verb[Any, Any]) -> str:
+    if verb.form is Form.MESSAGE:
+        return _link(verb.response)
+    if verb.form is Form.EVENTS:
+        return f"server-sent events: `status` with {_link(verb.response)} as JSON, and `end` when the ledger stops"
     return {
-        Form.FRAMES: "payloads one after the other, each behind its length (8 bytes, big-endian)",
+        Form.FRAMES: "payloads one after the other, each preceded by its length (8 bytes, big-endian)",
         Form.FRAME: "one payload, as it is stored (MessagePack, see `rollbook/contracts/group_codec.py`)",
         Form.TEXT: "text",
         Form.JSON: "JSON",
-    }[route.form]
+    }[verb.form]
 
 
 def _link(kind: Any) -> str:
-    many = getattr(kind, "__args__", None)
-    if many:
-        return f"list of {_link(many[0])}"
+    items = getattr(kind, "__args__", None)
+    if items:
+        return f"list of {_link(items[0])}"
     if kind is str:
         return "string"
     return f"[`{kind.__name__}`](#{kind.__name__.lower()})"
@@ -97,20 +102,22 @@ def _messages() -> list[str]:
     return [_message(name, schema, known.get(name)) for name, schema in sorted(schemas.items())]
 
 
-def _message(name: str, schema: dict[str, Any], kind: type | None) -> str:
+def _message(name: str, message: dict[str, Any], kind: type | None) -> str:
     lines = [f"### {name}\n"]
     if kind is not None and kind.__doc__ and kind.__doc__ != wire.Message.__doc__:
         lines.append(f"{inspect.cleandoc(kind.__doc__)}\n")
-    if "enum" in schema:
-        return "\n".join([*lines, "one of " + ", ".join(f"`{value}`" for value in schema["enum"]), ""])
-    fields = schema.get("properties", {})
+    if "enum" in message:
+        return "\n".join([*lines, "one of " + ", ".join(f"`{value}`" for value in message["enum"]), ""])
+    fields = message.get("properties", {})
     if not fields:
         return "\n".join([*lines, "no fields", ""])
     lines += ["| field | type | |", "|---|---|---|"]
-    required = set(schema.get("required", ()))
-    for field, told in fields.items():
-        default = "required" if field in required else f"default `{msgspec.json.encode(told.get('default')).decode()}`"
-        lines.append(f"| `{field}` | {_type(told)} | {default} |")
+    required = set(message.get("required", ()))
+    for field, schema in fields.items():
+        default = (
+            "required" if field in required else f"default `{msgspec.json.encode(schema.get('default')).decode()}`"
+        )
+        lines.append(f"| `{field}` | {_type(schema)} | {default} |")
     return "\n".join([*lines, ""])
 
 
@@ -122,7 +129,7 @@ def _type(schema: dict[str, Any]) -> str:
         return " or ".join(_type(one) for one in schema["anyOf"])
     if "allOf" in schema:
         return _type(schema["allOf"][0])
-    kind = str(schema.get("type", "anything"))
+    kind = str(schema.get("type", "any value"))
     if kind == "array":
         return f"list of {_type(schema.get('items') or {})}"
     if kind == "object":
@@ -130,10 +137,10 @@ def _type(schema: dict[str, Any]) -> str:
     if schema.get("contentEncoding") == "base64":
         return "bytes"
     limits = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "minLength": "length ≥", "maxLength": "length ≤"}
-    told = [
+    found = [
         f"{sign} {schema[name]:g}" for name, sign in limits.items() if name in schema and schema[name] != wire.LARGEST
     ]
-    return f"{kind} ({', '.join(told)})" if told else kind
+    return f"{kind} ({', '.join(found)})" if found else kind
 
 
 if __name__ == "__main__":

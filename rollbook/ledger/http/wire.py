@@ -1,67 +1,68 @@
-"""What crosses between the ledger's server and its clients: one struct a request, MessagePack bodies (JSON for people).
+"""Messages between the ledger's server and its clients: one struct per request and response, MessagePack or JSON.
 
-Words of `contracts` are sent as they are; a group travels as the opaque frame of `contracts.group_codec`, with everything that the
-ledger has to know of it beside it. What no store could keep (numbers beyond 53 bits, numbers that are none, texts with zero bytes)
-is refused here, so that nobody behind this line meets it.
+Types of `contracts` are sent as they are. A group travels as an encoded frame, which the ledger does not decode, next to the fields
+that the ledger needs. Values that no store can keep (integers beyond 53 bits, NaN and infinity, texts with zero bytes) are rejected
+here.
 """
 
 import math
 from operator import attrgetter
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
 from rollbook.contracts.admission import RunSettings
 from rollbook.contracts.batch import AckReceipt, BatchManifest, EndOfRun
-from rollbook.contracts.group import GroupOutcome
+from rollbook.contracts.group import GroupOutcome, GroupState
 from rollbook.contracts.policy import Publication
 from rollbook.contracts.task import Draw
 
 CONTENT_TYPE = "application/msgpack"
 JSON_CONTENT_TYPE = "application/json"
 FRAME_HEADER_BYTES = 8
-"""Payloads are streamed one after the other, each behind its length as a big-endian integer of this size."""
+"""Payloads are streamed one after the other, each preceded by its length as a big-endian integer of this size."""
 LARGEST = 2**53 - 1
-"""The largest integer that every store, and every reader of JSON, keeps exactly."""
-MOST_WAIT_S = 60.0
-"""Longest long-poll: below the idle limits of common proxies. Asking for more is no mistake, it is answered earlier."""
+"""The largest integer that every store, and every JSON parser, keeps exactly."""
+MAX_WAIT_S = 60.0
+"""Longest long-poll, below the idle limits of common proxies. A longer `wait_s` is allowed and answered after this time."""
+MAX_GROUPS = 256
+"""Groups in one `submit_many` request."""
+MAX_LISTED = 1_000
+"""Groups or outcomes in one response."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
-Stamp = Annotated[int, msgspec.Meta(ge=-1, le=LARGEST)]
-"""A publication; -1 stands for unknown."""
+PublicationOrUnknown = Annotated[int, msgspec.Meta(ge=-1, le=LARGEST)]
+"""A publication id; -1 means unknown."""
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 Text = Annotated[str, msgspec.Meta(max_length=10_000)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Root of all. Unknown fields are refused: a misspelt one must not be ignored."""
+    """Base of all messages. Unknown fields are rejected, so that a misspelt field is not ignored."""
 
 
-_NUMBERS = frozenset({int, float})
-
-
-def _refuse_unstorable(what: str, *values: object) -> None:
-    """Numbers that are none or too large, and zero bytes in texts: raised as `ValueError`, told as a bad field."""
+def _reject_unstorable(what: str, *values: Any) -> None:
+    """Raises `ValueError` for integers beyond 53 bits, floats that are not finite and texts with zero bytes."""
     for value in values:
-        # What is usual is seen at a glance; a number that is none is neither smaller nor larger than anything.
-        if value is None or (type(value) in _NUMBERS and -LARGEST <= value <= LARGEST):  # type: ignore[operator]
+        # The common case first. NaN fails both comparisons.
+        if value is None or (isinstance(value, int | float) and -LARGEST <= value <= LARGEST):
             continue
         if isinstance(value, str) and "\x00" in value:
             raise ValueError(f"{what}: a text contains a zero byte")
-        if isinstance(value, int) and not -LARGEST <= value <= LARGEST:
+        if isinstance(value, int):
             raise ValueError(f"{what}: {value} has more than 53 bits")
         if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{what}: {value} is not a number that can be kept")
+            raise ValueError(f"{what}: {value} is not a finite number")
 
 
-_NUMBERS_OF_OUTCOME = attrgetter(*(name for name in GroupOutcome.__dataclass_fields__ if name != "invalid_causes"))
+_OUTCOME_NUMBERS = attrgetter(*(name for name in GroupOutcome.__dataclass_fields__ if name != "invalid_causes"))
 
 
-def _refuse_unstorable_outcome(outcome: GroupOutcome) -> None:
-    _refuse_unstorable("outcome", *_NUMBERS_OF_OUTCOME(outcome))
+def _reject_unstorable_outcome(outcome: GroupOutcome) -> None:
+    _reject_unstorable("outcome", *_OUTCOME_NUMBERS(outcome))
     if outcome.invalid_causes:
-        _refuse_unstorable("outcome", *outcome.invalid_causes, *outcome.invalid_causes.values())
+        _reject_unstorable("outcome", *outcome.invalid_causes, *outcome.invalid_causes.values())
 
 
 class ErrorReply(Message, frozen=True, kw_only=True):
@@ -75,10 +76,12 @@ class CreateRun(Message, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         settings, rule = self.settings, self.settings.rule
         spans = (settings.group_deadline_s, settings.owner_ttl_s)
-        _refuse_unstorable("settings", *spans, settings.max_attempts)
-        _refuse_unstorable("settings", rule.groups_per_step, rule.max_in_flight, rule.budget, rule.max_steps)
+        _reject_unstorable("settings", *spans, settings.max_attempts)
+        _reject_unstorable(
+            "settings", rule.groups_per_step, rule.max_in_flight, rule.max_head_offpolicy_versions, rule.max_steps
+        )
         if min(spans) <= 0 or settings.max_attempts < 1:
-            raise ValueError("settings: deadline and time-to-live must be above 0, and there is at least one attempt")
+            raise ValueError("settings: group_deadline_s and owner_ttl_s must be > 0, max_attempts must be >= 1")
         if rule.max_steps is not None and rule.max_steps < 0:
             raise ValueError(f"settings: max_steps is {rule.max_steps}; it must be >= 0")
 
@@ -86,10 +89,10 @@ class CreateRun(Message, frozen=True, kw_only=True):
 class Join(Message, frozen=True, kw_only=True):
     owner_name: Name
     nonce: Name
-    """The same in every repeat of one request."""
+    """The same in every retry of one request."""
 
 
-class Joined(Message, frozen=True, kw_only=True):
+class JoinReply(Message, frozen=True, kw_only=True):
     owner: str
 
 
@@ -99,11 +102,11 @@ class Open(Message, frozen=True, kw_only=True):
     limit: Count
     wait_s: Seconds
     request_id: Name
-    """The same in every repeat of one request."""
+    """The same in every retry of one request."""
 
     def __post_init__(self) -> None:
         for draw in self.draws:
-            _refuse_unstorable("draw", draw.task_id, draw.number, draw.position)
+            _reject_unstorable("draw", draw.task_id, draw.number, draw.position)
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
@@ -115,41 +118,27 @@ class Submit(Message, frozen=True, kw_only=True):
     task_id: Name
     draw: Count
     attempt: Count
-    publications: tuple[Stamp, ...]
+    publications: tuple[PublicationOrUnknown, ...]
     outcome: GroupOutcome
     drop: Text | None = None
     payload: bytes
     payload_digest: Name
     producer: Name | None = None
-    """The registered producer it comes from, for a group that the gate did not grant."""
+    """The registered producer, for a group that the gate did not grant."""
 
     def __post_init__(self) -> None:
-        _refuse_unstorable("group", self.group_id, self.task_id, self.drop)
-        _refuse_unstorable_outcome(self.outcome)
-
-
-class SubmitView(Submit, frozen=True, kw_only=True):
-    """The same, its payload a view into the request: what is only handed on need not be copied."""
-
-    payload: memoryview  # type: ignore[assignment]  # reads like bytes wherever a submission is stored
-
-
-MOST_GROUPS = 256
-"""In one request."""
+        _reject_unstorable("group", self.group_id, self.task_id, self.drop)
+        _reject_unstorable_outcome(self.outcome)
 
 
 class SubmitMany(Message, frozen=True, kw_only=True):
-    """Several groups, each judged by itself. A message that cannot be read is refused as a whole."""
+    """Several groups, each accepted or rejected on its own. A message that cannot be decoded is rejected as a whole."""
 
-    groups: Annotated[tuple[Submit, ...], msgspec.Meta(max_length=MOST_GROUPS)]
-
-
-class SubmitManyView(Message, frozen=True, kw_only=True):
-    groups: Annotated[tuple[SubmitView, ...], msgspec.Meta(max_length=MOST_GROUPS)]
+    groups: Annotated[tuple[Submit, ...], msgspec.Meta(max_length=MAX_GROUPS)]
 
 
-class Refused(Message, frozen=True, kw_only=True):
-    """What the same group would have been answered in a request of its own."""
+class SubmitError(Message, frozen=True, kw_only=True):
+    """The error response that `submit` would have sent for this group."""
 
     status: int
     kind: str
@@ -157,15 +146,15 @@ class Refused(Message, frozen=True, kw_only=True):
     retry_after_s: float | None = None
 
 
-class SubmitAnswer(Message, frozen=True, kw_only=True):
-    """One of both."""
+class SubmitResult(Message, frozen=True, kw_only=True):
+    """Either a receipt or an error."""
 
     receipt: str | None = None
-    refused: Refused | None = None
+    error: SubmitError | None = None
 
 
-class SubmittedMany(Message, frozen=True, kw_only=True):
-    answers: tuple[SubmitAnswer, ...]
+class SubmitManyReply(Message, frozen=True, kw_only=True):
+    results: tuple[SubmitResult, ...]
     """In the order of the groups."""
 
 
@@ -175,12 +164,12 @@ class Close(Message, frozen=True, kw_only=True):
     outcome: GroupOutcome | None = None
 
     def __post_init__(self) -> None:
-        _refuse_unstorable("group", self.group_id, self.reason)
+        _reject_unstorable("group", self.group_id, self.reason)
         if self.outcome is not None:
-            _refuse_unstorable_outcome(self.outcome)
+            _reject_unstorable_outcome(self.outcome)
 
 
-class Receipted(Message, frozen=True, kw_only=True):
+class ReceiptReply(Message, frozen=True, kw_only=True):
     receipt: str
 
 
@@ -190,7 +179,7 @@ class Release(Message, frozen=True, kw_only=True):
     cause: Text
 
     def __post_init__(self) -> None:
-        _refuse_unstorable("release", self.cause)
+        _reject_unstorable("release", self.cause)
 
 
 class TakeRole(Message, frozen=True, kw_only=True):
@@ -204,7 +193,7 @@ class Batch(Message, frozen=True, kw_only=True):
 
 
 class BatchReply(Message, frozen=True, kw_only=True):
-    """Both None: not enough groups yet."""
+    """Both fields are null while there are not enough groups."""
 
     manifest: BatchManifest | None = None
     end: EndOfRun | None = None
@@ -221,7 +210,7 @@ class Acknowledge(Message, frozen=True, kw_only=True):
     weights_digest: Name
 
 
-class Acknowledged(Message, frozen=True, kw_only=True):
+class AcknowledgeReply(Message, frozen=True, kw_only=True):
     receipt: AckReceipt
 
 
@@ -236,8 +225,8 @@ class Confirm(Message, frozen=True, kw_only=True):
     epoch: Count
 
     def __post_init__(self) -> None:
-        told = self.publication
-        _refuse_unstorable("publication", told.id, told.epoch, told.step, told.digest)
+        publication = self.publication
+        _reject_unstorable("publication", publication.id, publication.epoch, publication.step, publication.digest)
 
 
 class Checkpointed(Message, frozen=True, kw_only=True):
@@ -252,14 +241,14 @@ class Finish(Message, frozen=True, kw_only=True):
 
 
 class Empty(Message, frozen=True, kw_only=True):
-    """Nothing to say: the verb is all."""
+    """A message without fields."""
 
 
 class RegisterProducer(Message, frozen=True, kw_only=True):
     weight: Annotated[float, msgspec.Meta(gt=0, le=1e9)] = 1.0
-    """Its part of a batch beside other producers."""
+    """Its share of a batch relative to the other producers."""
     min_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
-    """The part of a batch that it has whenever it has groups ready."""
+    """The fraction of a batch that is reserved for it while it has queued groups."""
 
 
 class ProducerView(Message, frozen=True, kw_only=True):
@@ -267,18 +256,31 @@ class ProducerView(Message, frozen=True, kw_only=True):
     weight: float
     min_share: float
     credit: float
-    """Groups that it was owed when the last batch was decided."""
+    """Groups that it was owed when the last batch was decided; negative if it received more than its share."""
     num_batched: int
 
 
+class GroupQuery(Message, frozen=True, kw_only=True):
+    state: Annotated[GroupState | None, msgspec.Meta(description="only groups in this state")] = None
+    limit: Annotated[int, msgspec.Meta(ge=0, le=MAX_LISTED, description="maximum number of groups")] = 100
+    offset: Annotated[int, msgspec.Meta(ge=0, le=LARGEST, description="number of groups to skip")] = 0
+
+
+class OutcomeQuery(Message, frozen=True, kw_only=True):
+    start: Annotated[int, msgspec.Meta(ge=0, le=LARGEST, description="the first admission sequence number")] = (
+        msgspec.field(default=0, name="from")
+    )
+    limit: Annotated[int, msgspec.Meta(ge=0, le=MAX_LISTED, description="maximum number of draws")] = MAX_LISTED
+
+
 class GroupView(Message, frozen=True, kw_only=True):
-    """A group without its tokens."""
+    """The record of a group, without its payload."""
 
     group_id: str
     task_id: str
     draw: int
     origin: str
-    state: str
+    state: GroupState
     sequence: int
     opened_at: float
     attempt: int
@@ -296,14 +298,14 @@ class GroupView(Message, frozen=True, kw_only=True):
 
 class MoveView(Message, frozen=True, kw_only=True):
     at: float
-    from_state: str | None
-    to_state: str
+    from_state: GroupState | None
+    to_state: GroupState
     note: str
     by: str
 
 
-class Life(Message, frozen=True, kw_only=True):
-    """A group, what happened to it, and the same told in sentences."""
+class GroupHistory(Message, frozen=True, kw_only=True):
+    """A group, its state changes, and an explanation of them in sentences."""
 
     group: GroupView
     moves: tuple[MoveView, ...]

@@ -39,7 +39,7 @@ def _refuse_changes(run: RunRecord, settings: RunSettings) -> None:
         for name, before, after in (
             ("groups per step", old.groups_per_step, new.groups_per_step),
             ("batch policy", old.policy.value, new.policy.value),
-            ("staleness bound", old.budget, new.budget),
+            ("staleness bound", old.max_head_offpolicy_versions, new.max_head_offpolicy_versions),
         )
         if before != after
     ]

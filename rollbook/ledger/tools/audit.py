@@ -85,7 +85,7 @@ class _Findings:
             dropped=dict(sorted(self.dropped.items())),
             steps=self.run.last_acknowledged,
             max_lag=self.max_lag,
-            max_head_offpolicy_versions=self.run.settings.rule.budget,
+            max_head_offpolicy_versions=self.run.settings.rule.max_head_offpolicy_versions,
             violations=tuple(self.violations),
         )
 
@@ -110,9 +110,10 @@ def _check_batches(tx: Transaction, findings: _Findings) -> dict[GroupId, int]:
             if entry.oldest_version is not None:
                 found = lag(step=manifest.step, oldest_version=entry.oldest_version)
                 findings.max_lag = max(found, findings.max_lag or 0)
-                if not 0 <= found <= rule.budget:
+                if not 0 <= found <= rule.max_head_offpolicy_versions:
                     findings.say(
-                        f"group {entry.group_id} has lag {found} in batch {manifest.step}, the budget is {rule.budget}"
+                        f"group {entry.group_id} has lag {found} in batch {manifest.step}, "
+                        f"the bound is {rule.max_head_offpolicy_versions}"
                     )
     findings.expect("the last decided batch", last, run.last_decided)
     return step_of

@@ -127,7 +127,7 @@ def _batched(tx: Transaction, run: RunRecord, group: GroupRecord) -> str:
     told = f"Batch {step} took it because {order}"
     if entry is not None and entry.oldest_version is not None:
         found = lag(step=step, oldest_version=entry.oldest_version)
-        told += f" and its lag of {found} was within the budget of {rule.budget}"
+        told += f" and its lag of {found} was within the staleness bound of {rule.max_head_offpolicy_versions}"
     ends = {
         GroupState.BATCHED: "step {step} was not acknowledged yet",
         GroupState.TRAINED: "step {step} was trained, and no checkpoint covers it yet",

@@ -1,7 +1,7 @@
-"""Chat messages as agents send them, brought into one form: for the template, and to recognise them again.
+"""Normalises the chat messages that agents send: for the chat template, and to recognise earlier turns.
 
-Two messages are the same when they say the same: `null` content is empty content, a list of text parts is their text, arguments are
-compared as JSON, white space around an assistant's text is no difference.
+Messages are equal when their meaning is: `null` content equals empty content, a list of text parts equals their text, arguments are
+compared as JSON, and white space around an assistant's text is ignored.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from rollbook.rollout.contract import Message
 
 
 class BadChatError(EpisodeError):
-    """A request that cannot be answered as it stands. `param` names the field."""
+    """A request that is invalid or asks for something not supported. `param` names the field."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -30,9 +30,9 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 
 
 def normalised(messages: Sequence[Any]) -> list[Message]:
-    """As the template gets them. Raises `BadChatError` that names the message."""
+    """Messages for the template. Raises `BadChatError` that names the message."""
     if not messages:
-        raise BadChatError("messages: at least one is needed", "messages")
+        raise BadChatError("messages: at least one message is required", "messages")
     return [_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
 
 
@@ -40,7 +40,7 @@ def _message(raw: Any, where: str) -> Message:
     if not isinstance(raw, Mapping) or raw.get("role") not in ROLES:
         known = ", ".join(ROLES)
         raise BadChatError(f"{where}: a message is an object with a role, one of {known}", where)
-    message: dict[str, Any] = {"role": ROLES[raw["role"]], "content": text_of(raw.get("content"), f"{where}.content")}
+    message: dict[str, Any] = {"role": ROLES[raw["role"]], "content": _text(raw.get("content"), f"{where}.content")}
     if raw.get("name"):
         message["name"] = raw["name"]
     if raw.get("tool_call_id"):
@@ -50,14 +50,14 @@ def _message(raw: Any, where: str) -> Message:
     return message
 
 
-def text_of(content: Any, where: str) -> str:
-    """The text of a message's content; parts that are not text are refused."""
+def _text(content: Any, where: str) -> str:
+    """The text of a message. Raises `BadChatError` for parts that are not text."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise BadChatError(f"{where}: text or a list of text parts is needed, not a {type(content).__name__}", where)
+        raise BadChatError(f"{where}: text or a list of text parts is required, not a {type(content).__name__}", where)
     texts: list[str] = []
     for part in content:
         if isinstance(part, str):
@@ -66,17 +66,17 @@ def text_of(content: Any, where: str) -> str:
             texts.append(part["text"])
         else:
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise BadChatError(f"{where}: the policy reads text only, not {kind!r}", where)
+            raise BadChatError(f"{where}: only text is supported, not {kind!r}", where)
     return "".join(texts)
 
 
 def _call(raw: Any, where: str) -> dict[str, Any]:
     function = raw.get("function") if isinstance(raw, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise BadChatError(f"{where}: a tool call needs a function with a name", where)
+        raise BadChatError(f"{where}: a tool call must have a function with a name", where)
     arguments = function.get("arguments", "{}")
     with suppress(ValueError):
-        # Templates print arguments as JSON themselves: they expect the object, not its text.
+        # Templates write the JSON themselves, so they expect the object and not its text.
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     return {
         "id": raw.get("id", ""),
@@ -86,13 +86,13 @@ def _call(raw: Any, where: str) -> dict[str, Any]:
 
 
 def digests(messages: Iterable[Message], tools: Sequence[Mapping[str, Any]] | None) -> list[bytes]:
-    """One digest for each prefix of the messages, the tools included: equal ones say the same."""
+    """One digest for each prefix of the messages, tools included. Prefixes with the same meaning have the same digest."""
     rolling = hashlib.blake2b(_stable(list(tools or [])), digest_size=16)
-    found: list[bytes] = []
+    prefixes: list[bytes] = []
     for message in messages:
         rolling.update(_stable(_meaning(message)))
-        found.append(rolling.copy().digest())
-    return found
+        prefixes.append(rolling.copy().digest())
+    return prefixes
 
 
 def _meaning(message: Message) -> Any:

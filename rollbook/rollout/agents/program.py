@@ -1,6 +1,6 @@
-"""Running a program that nobody changed: an async function, a plain function in a thread, or a command.
+"""Runs unmodified agents: an async function, a plain function in a thread, or a command.
 
-It is given the row and a `base_url`; a command finds them in its environment and on its standard input.
+A function gets the row and a `base_url`; a command gets them by its standard input and environment.
 """
 
 import asyncio
@@ -18,38 +18,38 @@ from rollbook.rollout.contract import ChatSession
 
 STDERR_CHARS = 400
 MAX_OUTPUT_BYTES = 16 * 2**20
-ASK_S = 2.0
-"""From asking a command to end to ending it."""
+TERMINATE_S = 2.0
+"""From SIGTERM to SIGKILL."""
 
 Program: TypeAlias = Callable[[dict[str, Any], ChatSession], Awaitable[Any]]
 
 
 class AgentError(EpisodeError):
-    """The agent's program failed. Its own doing, or that of what the policy said to it."""
+    """The agent failed, by its own fault or because of what the policy wrote."""
 
 
 def function_program(function: Callable[..., Any]) -> Program:
-    """`function(row, base_url)`. A plain one runs in a thread of its own: it cannot be cancelled, but its session can be closed."""
-    call = getattr(function, "__call__", None)  # noqa: B004 - an object with an async __call__ is welcome
+    """Runs `function(row, base_url)`. A plain function runs in a thread: it cannot be cancelled, but its session can be closed."""
+    call = getattr(function, "__call__", None)  # noqa: B004 - an object with an async __call__ is accepted
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
     async def run(row: dict[str, Any], session: ChatSession) -> Any:
         try:
             if is_async:
                 return await function(row, session.base_url)
-            return await in_a_thread(function, row, session.base_url)
+            return await run_in_thread(function, row, session.base_url)
         except Exception as error:
             raise AgentError(f"the agent raised {type(error).__name__}: {error}") from error
 
     return run
 
 
-async def in_a_thread(function: Callable[..., Any], *args: Any) -> Any:
-    """Call it in a thread of its own: hundreds of episodes wait side by side, and one that hangs keeps no process from ending."""
+async def run_in_thread(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function in a new daemon thread: hundreds of episodes run concurrently, and a hanging one does not block exit."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
 
-    def tell(result: Any, error: BaseException | None) -> None:
+    def resolve(result: Any, error: BaseException | None) -> None:
         if done.cancelled():
             return
         if error is None:
@@ -63,23 +63,18 @@ async def in_a_thread(function: Callable[..., Any], *args: Any) -> Any:
             result = function(*args)
         except BaseException as error:
             failure = error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(tell, result, failure)
+        with suppress(RuntimeError):  # The loop is closed.
+            loop.call_soon_threadsafe(resolve, result, failure)
 
     threading.Thread(target=call, name="rollout.agent", daemon=True).start()
     return await done
 
 
 def command_program(command: Sequence[str], extra: Mapping[str, str]) -> Program:
-    """The row as JSON on standard input; what it prints last, read as JSON where it is some, is its result."""
+    """Runs a command with the row as JSON on standard input. Its last line of output, parsed as JSON if possible, is the result."""
 
     async def run(row: dict[str, Any], session: ChatSession) -> Any:
-        environment = {
-            **os.environ,
-            **extra,
-            "OPENAI_BASE_URL": session.base_url,
-            "OPENAI_API_KEY": session.id,
-        }
+        environment = {**os.environ, **extra, "OPENAI_BASE_URL": session.base_url, "OPENAI_API_KEY": session.id}
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -95,24 +90,24 @@ def command_program(command: Sequence[str], extra: Mapping[str, str]) -> Program
         try:
             out, err = await process.communicate(json.dumps(row).encode())
         finally:
-            await _end(process)
+            await _stop(process)
         if process.returncode:
-            told = err.decode(errors="replace").strip()[-STDERR_CHARS:]
-            raise AgentError(f"the agent's command ended with code {process.returncode}: {told}")
+            output = err.decode(errors="replace").strip()[-STDERR_CHARS:]
+            raise AgentError(f"the agent's command ended with code {process.returncode}: {output}")
         return _result(out.decode(errors="replace"))
 
     return run
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """Ask, then kill, the whole group that it may have started."""
-    for sign in (signal.SIGTERM, signal.SIGKILL):
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    """Terminate, then kill, the process group."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, sign)
+            os.killpg(process.pid, number)
         if process.returncode is not None:
             return
         with suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), ASK_S)
+            await asyncio.wait_for(process.wait(), TERMINATE_S)
 
 
 def _result(printed: str) -> Any:

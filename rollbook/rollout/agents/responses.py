@@ -1,4 +1,4 @@
-"""The dialect of `/v1/responses`: items in, items out. The conversation underneath is the same as that of chat completions."""
+"""`/v1/responses`: items to `ChatRequest`, turns to items. The conversation is the same as with chat completions."""
 
 import time
 import uuid
@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rollbook.rollout.agents.chat_completions import (
-    DECIDED_BY_THE_RUN,
     MODEL_NAME,
+    SET_BY_THE_RUN,
     checked_max_tokens,
     event,
-    refuse_unknown_wishes,
+    refuse_unsupported,
 )
 from rollbook.rollout.agents.messages import BadChatError
-from rollbook.rollout.agents.session import ChatAnswer, ChatRequest
+from rollbook.rollout.agents.session import ChatRequest, ChatTurn
 from rollbook.rollout.contract import Message
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -27,8 +27,8 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 
 
 def responses_request(body: Mapping[str, Any], known: Mapping[str, Sequence[Message]]) -> ChatRequest:
-    """`known`: the conversation behind each answer of this session, for `previous_response_id`."""
-    refuse_unknown_wishes(body, NEUTRAL)
+    """`known`: the conversation up to each response of this session, for `previous_response_id`."""
+    refuse_unsupported(body, NEUTRAL)
     messages: list[Any] = []
     if isinstance(body.get("instructions"), str):
         messages.append({"role": "system", "content": body["instructions"]})
@@ -36,7 +36,7 @@ def responses_request(body: Mapping[str, Any], known: Mapping[str, Sequence[Mess
     if previous is not None:
         if previous not in known:
             raise BadChatError(
-                f"previous_response_id: {previous!r} is not an answer of this episode", "previous_response_id"
+                f"previous_response_id: {previous!r} is not a response of this episode", "previous_response_id"
             )
         messages += known[previous]
     messages += _input_messages(body.get("input"))
@@ -45,21 +45,21 @@ def responses_request(body: Mapping[str, Any], known: Mapping[str, Sequence[Mess
         messages=messages,
         tools=None if tools is None else [_tool(tool, number) for number, tool in enumerate(tools)],
         max_tokens=checked_max_tokens(body.get("max_output_tokens"), "max_output_tokens"),
-        overridden=tuple(name for name in DECIDED_BY_THE_RUN if body.get(name) is not None),
+        overridden=tuple(name for name in SET_BY_THE_RUN if body.get(name) is not None),
     )
 
 
 def _input_messages(items: Any) -> list[dict[str, Any]]:
-    """Items to messages: calls join the text they came with, as one answer of the policy."""
+    """Items to messages. Text and calls of one turn become one assistant message."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     if not isinstance(items, list):
-        raise BadChatError("input: a text or a list of items is needed", "input")
+        raise BadChatError("input: a text or a list of items is required", "input")
     messages: list[dict[str, Any]] = []
     for number, item in enumerate(items):
         where = f"input[{number}]"
         if not isinstance(item, Mapping):
-            raise BadChatError(f"{where}: an item is an object", where)
+            raise BadChatError(f"{where}: an item must be an object", where)
         match item.get("type", "message"):
             case "message":
                 messages.append({"role": item.get("role"), "content": item.get("content")})
@@ -75,25 +75,25 @@ def _input_messages(items: Any) -> list[dict[str, Any]]:
                     {"role": "tool", "content": item.get("output"), "tool_call_id": item.get("call_id", "")}
                 )
             case "reasoning":
-                # Not ours: this server's answers hold their reasoning in their text.
+                # Not written by this server, which keeps reasoning in the text.
                 continue
             case kind:
-                raise BadChatError(f"{where}: items of type {kind!r} cannot be given to the policy", where)
+                raise BadChatError(f"{where}: items of type {kind!r} are not supported", where)
     return messages
 
 
 def _tool(tool: Any, number: int) -> Mapping[str, Any]:
-    """Flat here, nested in chat completions; templates know the nested form."""
+    """Tools are flat in this API. Templates expect the nested form of chat completions."""
     where = f"tools[{number}]"
     if not isinstance(tool, Mapping) or tool.get("type") != "function":
-        raise BadChatError(f"{where}: only tools of type function can be given to the policy", where)
+        raise BadChatError(f"{where}: only tools of type function are supported", where)
     function = {key: tool[key] for key in ("name", "description", "parameters") if tool.get(key) is not None}
     return {"type": "function", "function": function}
 
 
-def responses_reply(body: Mapping[str, Any], answer: ChatAnswer) -> dict[str, Any]:
-    is_cut = answer.finish_reason == "length"
-    sampled = len(answer.completion.token_ids)
+def responses_reply(body: Mapping[str, Any], turn: ChatTurn) -> dict[str, Any]:
+    is_cut = turn.finish_reason == "length"
+    sampled = len(turn.completion.token_ids)
     return {
         "id": f"resp_{uuid.uuid4().hex}",
         "object": "response",
@@ -104,7 +104,7 @@ def responses_reply(body: Mapping[str, Any], answer: ChatAnswer) -> dict[str, An
         "error": None,
         "instructions": body.get("instructions"),
         "metadata": {},
-        "output": _items(answer),
+        "output": _items(turn),
         "parallel_tool_calls": True,
         "temperature": None,
         "top_p": None,
@@ -112,19 +112,19 @@ def responses_reply(body: Mapping[str, Any], answer: ChatAnswer) -> dict[str, An
         "tools": body.get("tools") or [],
         "previous_response_id": body.get("previous_response_id"),
         "usage": {
-            "input_tokens": answer.num_prompt_tokens,
+            "input_tokens": turn.num_prompt_tokens,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
             "output_tokens": sampled,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": answer.num_prompt_tokens + sampled,
+            "total_tokens": turn.num_prompt_tokens + sampled,
         },
     }
 
 
-def _items(answer: ChatAnswer) -> list[dict[str, Any]]:
+def _items(turn: ChatTurn) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
-    if answer.said.content or not answer.said.calls:
-        part = {"type": "output_text", "text": answer.said.content, "annotations": [], "logprobs": []}
+    if turn.parsed.content or not turn.parsed.calls:
+        part = {"type": "output_text", "text": turn.parsed.content, "annotations": [], "logprobs": []}
         items.append(
             {
                 "id": f"msg_{uuid.uuid4().hex}",
@@ -143,39 +143,41 @@ def _items(answer: ChatAnswer) -> list[dict[str, Any]]:
             "arguments": call.arguments,
             "status": "completed",
         }
-        for call in answer.said.calls
+        for call in turn.parsed.calls
     ]
     return items
 
 
 def responses_events(reply: Mapping[str, Any]) -> Iterator[bytes]:
-    """The same answer as a stream of events. The whole turn was sampled before."""
+    """The same response as a stream of events. The turn is sampled whole before."""
     number = -1
 
-    def told(kind: str, **more: Any) -> bytes:
+    def next_event(kind: str, **more: Any) -> bytes:
         nonlocal number
         number += 1
         return event({"type": kind, "sequence_number": number, **more}, kind)
 
-    begun = {**reply, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
-    yield told("response.created", response=begun)
-    yield told("response.in_progress", response=begun)
+    started = {**reply, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+    yield next_event("response.created", response=started)
+    yield next_event("response.in_progress", response=started)
     for index, item in enumerate(reply["output"]):
         where = {"item_id": item["id"], "output_index": index}
         if item["type"] == "message":
             part = item["content"][0]
             inside = {**where, "content_index": 0}
             empty = {**item, "status": "in_progress", "content": []}
-            yield told("response.output_item.added", output_index=index, item=empty)
-            yield told("response.content_part.added", **inside, part={**part, "text": ""})
-            yield told("response.output_text.delta", **inside, delta=part["text"], logprobs=[])
-            yield told("response.output_text.done", **inside, text=part["text"], logprobs=[])
-            yield told("response.content_part.done", **inside, part=part)
+            yield next_event("response.output_item.added", output_index=index, item=empty)
+            yield next_event("response.content_part.added", **inside, part={**part, "text": ""})
+            yield next_event("response.output_text.delta", **inside, delta=part["text"], logprobs=[])
+            yield next_event("response.output_text.done", **inside, text=part["text"], logprobs=[])
+            yield next_event("response.content_part.done", **inside, part=part)
         else:
             empty = {**item, "status": "in_progress", "arguments": ""}
-            yield told("response.output_item.added", output_index=index, item=empty)
-            yield told("response.function_call_arguments.delta", **where, delta=item["arguments"])
-            yield told("response.function_call_arguments.done", **where, name=item["name"], arguments=item["arguments"])
-        yield told("response.output_item.done", output_index=index, item=item)
+            yield next_event("response.output_item.added", output_index=index, item=empty)
+            yield next_event("response.function_call_arguments.delta", **where, delta=item["arguments"])
+            yield next_event(
+                "response.function_call_arguments.done", **where, name=item["name"], arguments=item["arguments"]
+            )
+        yield next_event("response.output_item.done", output_index=index, item=item)
     end = "response.incomplete" if reply["status"] == "incomplete" else "response.completed"
-    yield told(end, response=reply)
+    yield next_event(end, response=reply)

@@ -1,7 +1,7 @@
-"""An OpenAI-compatible endpoint in the rollout worker: agents that nobody changed play episodes through it.
+"""An OpenAI-compatible server in the rollout worker, through which unmodified agents play episodes.
 
 A session is one episode. It is named in the path (`/s/SESSION/v1`, so that a `base_url` is enough), in the header
-`X-Rollbook-Session`, or as the API key. The server listens on loopback from the first session on, until the worker ends.
+`X-Rollbook-Session`, or as the API key. The server starts with the first session and stops with the worker.
 """
 
 import asyncio
@@ -13,10 +13,15 @@ import msgspec
 from aiohttp import web
 
 from rollbook.contracts.errors import EpisodeError, RollbookError, TransientError
+from rollbook.contracts.policy import SamplingParams
 from rollbook.rollout.agents.chat_completions import chat_chunks, chat_reply, chat_request, models
 from rollbook.rollout.agents.messages import BadChatError
 from rollbook.rollout.agents.responses import responses_events, responses_reply, responses_request
 from rollbook.rollout.agents.session import EpisodeOverError, ProxySession
+from rollbook.rollout.agents.tool_calls import load_parser
+from rollbook.rollout.contract import OpenChatSession, Tokenizer
+from rollbook.rollout.policy import EpisodePolicy
+from rollbook.rollout.settings import EpisodeLimits
 
 MAX_BODY_BYTES = 64 * 2**20
 SESSION_HEADER = "X-Rollbook-Session"
@@ -27,8 +32,6 @@ class MakeSession(Protocol):
 
 
 class ProxyServer:
-    """Made by `open_proxy`."""
-
     def __init__(self, make_session: MakeSession, *, host: str = "127.0.0.1", port: int = 0) -> None:
         self._make_session = make_session
         self._host = host
@@ -42,8 +45,8 @@ class ProxyServer:
     async def session(
         self, *, assembler: str = "branching", tool_parser: str = "hermes"
     ) -> AsyncIterator[ProxySession]:
-        """A session for the episode that is being played; closed at the end, whatever the agent still does."""
-        await self._start()
+        """A session for the current episode, closed at its end even if the agent still runs."""
+        await self.start()
         session = self._make_session(assembler=assembler, tool_parser=tool_parser)
         session.base_url = f"{self._url}/s/{session.id}/v1"
         self._sessions[session.id] = session
@@ -54,21 +57,16 @@ class ProxyServer:
             del self._sessions[session.id]
 
     async def start(self) -> str:
-        """Listen from now on; gives the URL."""
-        await self._start()
-        return self._url
-
-    async def _start(self) -> None:
-        """A worker whose rollout function needs no proxy never listens."""
+        """Listen, if not done yet. Returns the URL."""
         async with self._starting:
-            if self._runner is not None:
-                return
-            runner = web.AppRunner(self.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
-            await runner.setup()
-            await web.TCPSite(runner, self._host, self._port).start()
-            host, port = runner.addresses[0][:2]
-            self._url = f"http://{host}:{port}"
-            self._runner = runner
+            if self._runner is None:
+                runner = web.AppRunner(self.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+                await runner.setup()
+                await web.TCPSite(runner, self._host, self._port).start()
+                host, port = runner.addresses[0][:2]
+                self._url = f"http://{host}:{port}"
+                self._runner = runner
+            return self._url
 
     async def close(self) -> None:
         if self._runner is not None:
@@ -86,29 +84,29 @@ class ProxyServer:
         return _json(models())
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        async def answer(session: ProxySession, body: Mapping[str, Any]) -> tuple[Any, Iterable[bytes]]:
-            said = await session.complete(chat_request(body))
-            return chat_reply(body, said), chat_chunks(body, said)
+        async def complete(session: ProxySession, body: Mapping[str, Any]) -> tuple[Any, Iterable[bytes]]:
+            turn = await session.complete(chat_request(body))
+            return chat_reply(body, turn), chat_chunks(body, turn)
 
-        return await self._answered(request, answer)
+        return await self._respond(request, complete)
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:
-        async def answer(session: ProxySession, body: Mapping[str, Any]) -> tuple[Any, Iterable[bytes]]:
-            said = await session.complete(responses_request(body, session.responses))
-            reply = responses_reply(body, said)
-            # Instructions belong to one request; those of the next stand in their place.
-            session.responses[reply["id"]] = said.messages[1 if body.get("instructions") else 0 :]
+        async def complete(session: ProxySession, body: Mapping[str, Any]) -> tuple[Any, Iterable[bytes]]:
+            turn = await session.complete(responses_request(body, session.responses))
+            reply = responses_reply(body, turn)
+            # Instructions apply to one request only: the next request brings its own.
+            session.responses[reply["id"]] = turn.messages[1 if body.get("instructions") else 0 :]
             return reply, responses_events(reply)
 
-        return await self._answered(request, answer)
+        return await self._respond(request, complete)
 
-    async def _answered(self, request: web.Request, answer: Callable[..., Any]) -> web.StreamResponse:
+    async def _respond(self, request: web.Request, complete: Callable[..., Any]) -> web.StreamResponse:
         try:
             session = self._session_of(request)
             body = msgspec.json.decode(await request.read())
             if not isinstance(body, dict):
                 raise BadChatError("the body must be a JSON object")
-            reply, stream = await answer(session, body)
+            reply, stream = await complete(session, body)
         except msgspec.DecodeError as error:
             return _error(400, "invalid_request_error", f"the body is not JSON: {error}")
         except BadChatError as error:
@@ -128,26 +126,36 @@ class ProxyServer:
     def _session_of(self, request: web.Request) -> ProxySession:
         key = request.headers.get("Authorization", "").removeprefix("Bearer ")
         name = request.match_info.get("session") or request.headers.get(SESSION_HEADER) or key
-        return self._sessions.get(name) or self.unknown(name)
+        return self._sessions.get(name) or self.unknown_session(name)
 
-    def unknown(self, name: str) -> ProxySession:
-        """Asked for a session that is not open. In a worker that is an error; who only listens may open one."""
-        raise UnknownSessionError(
-            f"no episode {name!r} is being played here: it is over, or the base_url is not the one it was given"
-        )
+    def unknown_session(self, name: str) -> ProxySession:
+        """For a name that is not open. An error in a worker; `rollbook proxy` opens a session instead."""
+        raise UnknownSessionError(f"no episode {name!r} is open here: it is over, or the base_url is wrong")
 
 
 class UnknownSessionError(EpisodeError):
-    """A request for an episode that is not being played."""
+    """A request for an episode that is not open."""
 
 
 @asynccontextmanager
-async def open_proxy(
-    make_session: MakeSession, *, host: str = "127.0.0.1", port: int = 0
-) -> AsyncIterator[ProxyServer]:
-    server = ProxyServer(make_session, host=host, port=port)
+async def open_proxy_sessions(
+    policy: EpisodePolicy, tokenizer: Tokenizer, sampling: SamplingParams, limits: EpisodeLimits
+) -> AsyncIterator[OpenChatSession]:
+    """`RolloutSetup.open_proxy_session` of a worker."""
+
+    def make(*, assembler: str, tool_parser: str) -> ProxySession:
+        return ProxySession(
+            policy=policy,
+            tokenizer=tokenizer,
+            sampling=sampling,
+            limits=limits,
+            parser=load_parser(tool_parser),
+            assembler=assembler,
+        )
+
+    server = ProxyServer(make)
     try:
-        yield server
+        yield server.session
     finally:
         await server.close()
 
@@ -167,6 +175,6 @@ def _json(value: Any, *, status: int = 200) -> web.Response:
 
 def _error(status: int, kind: str, message: str, param: str | None = None) -> web.Response:
     response = _json({"error": {"message": message, "type": kind, "code": kind, "param": param}}, status=status)
-    # The policy client has retried within the episode's own deadline; a second layer of retries only hides the cause.
+    # The policy client has retried within the episode's deadline; retries of the agent would only hide the cause.
     response.headers["x-should-retry"] = "false"
     return response

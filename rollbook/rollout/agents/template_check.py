@@ -1,7 +1,7 @@
-"""Does a chat template keep what was sampled? Conversations played through it, turn by turn, as an agent would play them.
+"""Checks whether a chat template keeps sampled replies, by playing conversations turn by turn as an agent does.
 
-Exact continuation holds for a case when every prompt after the first is the exact tokens so far and more: then an episode is one
-sequence (`linear`). A template that rewrites earlier turns forks there (`branching`), and the first difference is shown.
+A case is exact when every prompt after the first extends the exact tokens so far: then an episode is one sequence (`linear`). A
+template that rewrites earlier turns starts a new sequence there (`branching`), and the first difference is reported.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from rollbook.rollout.agents.history import Answered, ChatHistory
+from rollbook.rollout.agents.history import ChatHistory, PlayedTurn
 from rollbook.rollout.agents.messages import normalised
 from rollbook.rollout.agents.tool_calls import PARSERS, ParsedText, ToolParser
 from rollbook.rollout.assemblers.assembler import first_difference
@@ -20,14 +20,14 @@ from rollbook.rollout.contract import Message, Tokenizer
 class Verdict(StrEnum):
     EXACT = "exact"
     REWRITTEN = "rewritten"
-    """The template does not keep what was said: a further sequence begins."""
+    """The template changes an earlier reply, so a new sequence starts."""
     UNSUPPORTED = "unsupported"
-    """The template refuses such messages, or leaves them out."""
+    """The template refuses such messages or omits them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A conversation: what comes before each answer, and the answer. `is_cut`: sampling ended without an end token."""
+    """A conversation: the messages before each reply, and the reply. `is_cut`: sampling ended without an end token."""
 
     name: str
     turns: Sequence[tuple[Sequence[Message], str]]
@@ -41,7 +41,7 @@ class Finding:
     verdict: Verdict
     detail: str = ""
     drift: int | None = None
-    """Where tokens would differ if the last history were tokenised again from its text; None where they would not."""
+    """First token that would differ if the last history were tokenised again from its text; None if none would."""
 
 
 def user(text: str) -> Message:
@@ -121,81 +121,76 @@ TOOL_CASES: dict[str, tuple[Case, ...]] = {
     ),
     "none": (),
 }
-"""By how the model writes tool calls."""
+"""By format of tool calls."""
 
 
 def check_template(tokenizer: Tokenizer, *, style: str = "hermes", parser: ToolParser | None = None) -> list[Finding]:
-    """`style`: how the model writes tool calls. A parser of one's own reads calls of the hermes kind here."""
+    """`style`: format of tool calls. A user's parser is checked with the Hermes cases."""
     cases = (*CASES, *TOOL_CASES.get(style, TOOL_CASES["hermes"]))
     return [_check(tokenizer, parser or PARSERS[style], case) for case in cases]
 
 
 def advice(findings: Sequence[Finding]) -> str:
-    """Which assembler to choose."""
+    """Which assembler to use."""
     rewritten = [finding.case for finding in findings if finding.verdict is Verdict.REWRITTEN]
     if not rewritten:
-        return "exact continuation holds: `linear` and `branching` make one sequence of an episode"
+        return "every case is exact: with `linear` and `branching` an episode is one sequence"
     if len(rewritten) == sum(finding.verdict is not Verdict.UNSUPPORTED for finding in findings):
-        return "no history is kept: use `per_turn`, or a template that keeps earlier turns as they were"
+        return "no history is kept: use `per_turn`, or a template that keeps earlier turns unchanged"
     return f"earlier turns are rewritten ({', '.join(rewritten)}): use `branching`; `linear` refuses such episodes"
 
 
 def _check(tokenizer: Tokenizer, parser: ToolParser, case: Case) -> Finding:
     try:
-        return _played(tokenizer, parser, case)
+        return _play(tokenizer, parser, case)
     except RenderError as error:
         return Finding(case=case.name, verdict=Verdict.UNSUPPORTED, detail=str(error))
 
 
-def _played(tokenizer: Tokenizer, parser: ToolParser, case: Case) -> Finding:
+def _play(tokenizer: Tokenizer, parser: ToolParser, case: Case) -> Finding:
     history = ChatHistory(tokenizer, parser)
     parse = parser if case.tools else ParsedText
     end = tokenizer.eos_token_ids[:1]
     end_text = "" if case.is_cut else tokenizer.decode(end, skip_special_tokens=False)
     messages: list[Message] = []
     drift: int | None = None
-    for number, (before, answer) in enumerate(case.turns, start=1):
+    for number, (before, reply) in enumerate(case.turns, start=1):
         messages = normalised([*messages, *before])
-        if left_out := _left_out(tokenizer, messages, before, case.tools):
-            return Finding(case=case.name, verdict=Verdict.UNSUPPORTED, detail=left_out)
+        if omission := _omission(tokenizer, messages, before, case.tools):
+            return Finding(case=case.name, verdict=Verdict.UNSUPPORTED, detail=omission)
         prompt = history.prompt(messages, case.tools)
         if prompt.rewrite is not None or (number > 1 and not prompt.is_continued):
-            told = prompt.rewrite or "the earlier answer was not recognised"
-            return Finding(case=case.name, verdict=Verdict.REWRITTEN, detail=f"before turn {number}: {told}")
-        again = tokenizer.encode(prompt.rendered)
-        drift = _first_drift(prompt.token_ids, again)
-        tokens = prompt.token_ids + tokenizer.encode(answer) + ([] if case.is_cut else list(end))
-        said = parse(answer)
-        reply: dict[str, Any] = {"role": "assistant", "content": said.content}
-        if said.calls:
-            reply["tool_calls"] = [call.to_openai() for call in said.calls]
-        messages = normalised([*messages, reply])
+            cause = prompt.rewrite or "the earlier reply was not recognised"
+            return Finding(case=case.name, verdict=Verdict.REWRITTEN, detail=f"before turn {number}: {cause}")
+        drift = _first_drift(prompt.token_ids, tokenizer.encode(prompt.rendered))
+        tokens = prompt.token_ids + tokenizer.encode(reply) + ([] if case.is_cut else list(end))
+        messages = normalised([*messages, parse(reply).to_message()])
         history.add(
             messages,
             case.tools,
-            Answered(tokens=tokens, rendered=prompt.rendered, said=answer, end_text=end_text),
+            PlayedTurn(tokens=tokens, rendered=prompt.rendered, reply=reply, end_text=end_text),
         )
     return Finding(case=case.name, verdict=Verdict.EXACT, drift=drift)
 
 
-def _left_out(
+def _omission(
     tokenizer: Tokenizer,
     messages: Sequence[Message],
     before: Sequence[Message],
     tools: Sequence[Mapping[str, Any]] | None,
 ) -> str:
-    """What the policy was to read and the template does not show."""
+    """What the template leaves out of the messages, as text; empty if nothing."""
     text = tokenizer.render(messages, add_generation_prompt=True, tools=tools)
     for message in before:
         if message["content"].strip() not in text:
-            return f"the template leaves out or changes {message['role']} messages ({message['content'][:40]!r})"
+            return f"the template omits or changes {message['role']} messages ({message['content'][:40]!r})"
     if tools and text == tokenizer.render(messages, add_generation_prompt=True):
-        return "the template does not show tools to the policy"
+        return "the template does not render tools"
     return ""
 
 
-def _first_drift(ours: Sequence[int], again: Sequence[int]) -> int | None:
-    at = first_difference(ours, again)
-    if at is None and len(ours) != len(again):
-        return min(len(ours), len(again))
+def _first_drift(exact: Sequence[int], again: Sequence[int]) -> int | None:
+    at = first_difference(exact, again)
+    if at is None and len(exact) != len(again):
+        return min(len(exact), len(again))
     return at

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from rollbook.contracts.plugin import load_plugin
 from rollbook.contracts.tool_calls import ToolCall, parse_call, parse_tool_calls
@@ -22,6 +22,13 @@ class ParsedText:
             [(call.name, canonical_arguments(call.arguments)) for call in parsed.calls] for parsed in (self, other)
         )
         return self.content.strip() == other.content.strip() and mine == theirs
+
+    def to_message(self) -> dict[str, Any]:
+        """The assistant message, as agents send it back."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.calls:
+            message["tool_calls"] = [call.to_openai() for call in self.calls]
+        return message
 
 
 ToolParser: TypeAlias = Callable[[str], ParsedText]

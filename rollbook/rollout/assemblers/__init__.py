@@ -1,1 +1,1 @@
-"""One file for each way in which turns become token rows."""
+"""Assemblers make token rows from the turns of an episode."""

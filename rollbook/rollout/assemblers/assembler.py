@@ -1,11 +1,13 @@
-"""From turns to token rows: what every assembler shares.
+"""From turns to token rows: the part that all assemblers share.
 
-The promise: the token ids of a sample are exactly what the engine consumed and produced. An assembler only ever appends, so sampled
-text is never tokenised again; what does not fit onto the tokens so far is an error that names the place, or a further sequence.
+Invariant: the token ids of a sample are exactly those that the engine consumed and produced. An assembler only appends, so sampled
+text is never tokenised again. A prompt that does not continue the tokens so far is an error, or starts a new sequence.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, TypedDict, Unpack
+
+import numpy as np
 
 from rollbook.contracts.errors import EpisodeError
 from rollbook.contracts.policy import NOT_SAMPLED, Completion, SamplingParams
@@ -13,11 +15,11 @@ from rollbook.contracts.trajectory import EndReason, RolloutSample, TokenRow, Tu
 
 
 class AssemblyError(EpisodeError):
-    """These turns do not make a trajectory."""
+    """These turns do not form a trajectory."""
 
 
 class PrefixMismatchError(AssemblyError):
-    """A prompt does not start with the tokens (or the text) so far. `position` is the first that differs."""
+    """A prompt does not start with the tokens (or the text) so far. `position` is the first difference."""
 
     def __init__(self, message: str, position: int) -> None:
         super().__init__(message)
@@ -27,69 +29,120 @@ class PrefixMismatchError(AssemblyError):
         return (type(self), (self.args[0], self.position))
 
 
-class Assembler(Protocol):
-    """What turns become. `TurnAssembler`s take tokens, `messages.MessageTrajectoryAssembler` chat messages."""
+class SampleFields(TypedDict, total=False):
+    """Fields of a `RolloutSample` that an assembler passes on unchanged."""
+
+    finish_reason: EndReason
+    invalid_cause: str | None
+    solved: bool | None
+
+
+class SequenceBuffer:
+    """One growing sequence. Token ids are a list, because they are the next prompt; the rest stays in the completions' arrays."""
+
+    __slots__ = ("_sampled", "token_ids")
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self._sampled: list[tuple[int, Completion]] = []
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def add_context(self, ids: Sequence[int]) -> None:
+        """Append tokens that the policy reads but did not sample."""
+        self.token_ids.extend(ids)
+
+    def add_sampled(self, completion: Completion) -> None:
+        self._sampled.append((len(self.token_ids), completion))
+        self.token_ids.extend(completion.token_ids.tolist())
+
+    def row(self, end: int) -> TokenRow:
+        """The first `end` tokens, which include all sampled ones."""
+        logprobs, loss_mask = np.zeros(end, dtype=np.float32), np.zeros(end, dtype=np.bool_)
+        versions = np.full(end, NOT_SAMPLED, dtype=np.int32)
+        for start, completion in self._sampled:
+            sampled = slice(start, start + len(completion.token_ids))
+            logprobs[sampled] = completion.logprobs
+            versions[sampled] = completion.versions
+            loss_mask[sampled] = True
+        token_ids = np.array(self.token_ids[:end], dtype=np.int32)
+        return TokenRow(token_ids=token_ids, logprobs=logprobs, loss_mask=loss_mask, versions=versions)
+
+
+class Assembler:
+    """The sequences and turns of one episode. Subclasses decide to which sequence a turn belongs."""
+
+    def __init__(self, sampling: SamplingParams) -> None:
+        self._sampling = sampling
+        self._buffers = [SequenceBuffer()]
+        self._current = 0
+        """Index of the sequence that grew last."""
+        self._turns: list[TurnMark] = []
 
     @property
     def prompt_ids(self) -> list[int]:
-        """The exact tokens so far of the sequence that grows."""
+        """The exact tokens so far of the sequence that grew last."""
+        return list(self._buffers[self._current].token_ids)
 
     @property
-    def num_turns(self) -> int: ...
+    def num_tokens(self) -> int:
+        return len(self._buffers[self._current])
+
+    @property
+    def num_turns(self) -> int:
+        return len(self._turns)
+
+    @property
+    def num_forks(self) -> int:
+        return len(self._buffers) - 1
 
     def build(
         self,
         *,
         reward: float | None,
-        finish_reason: EndReason = EndReason.DONE,
-        invalid_cause: str | None = None,
-        solved: bool | None = None,
-        metrics: Mapping[str, float] | None = None,
-        facts: Mapping[str, Any] | None = None,
-    ) -> RolloutSample: ...
-
-
-class TurnAssembler(Protocol):
-    """An assembler that is given whole turns; `assemblers.table` names them. It differs in what it makes of a rewritten history."""
-
-    @property
-    def prompt_ids(self) -> list[int]: ...
-
-    @property
-    def num_turns(self) -> int: ...
-
-    @property
-    def num_forks(self) -> int: ...
-
-    def add_turn(
-        self,
-        prompt_ids: Sequence[int],
-        completion: Completion,
-        *,
-        sampling: SamplingParams | None = None,
-        seconds: float = 0.0,
-    ) -> TurnMark:
-        """What the engine consumed and what it produced. The mark says where it went."""
-
-    def build(
-        self,
-        *,
-        reward: float | None,
-        finish_reason: EndReason = EndReason.DONE,
-        invalid_cause: str | None = None,
-        solved: bool | None = None,
         messages: Sequence[Mapping[str, Any]] | None = None,
         metrics: Mapping[str, float] | None = None,
         facts: Mapping[str, Any] | None = None,
-    ) -> RolloutSample: ...
+        **fields: Unpack[SampleFields],
+    ) -> RolloutSample:
+        if not any(map(len, self._buffers)):
+            raise AssemblyError("nothing was assembled: add a prompt and a completion before build()")
+        if reward is not None and not self._turns:
+            raise AssemblyError(f"reward {reward} for an episode without a turn: there is nothing to train")
+        # Context after the last turn of a sequence was never sent to the engine (a limit ended the episode), so it is left out.
+        ends = {turn.sequence: turn.end for turn in self._turns} or {0: len(self._buffers[0])}
+        return RolloutSample(
+            sequences=tuple(self._buffers[sequence].row(end) for sequence, end in ends.items()),
+            sampling=self._sampling,
+            reward=reward,
+            messages=None if messages is None else tuple(dict(message) for message in messages),
+            turns=tuple(self._turns),
+            metrics=dict(metrics or {}),
+            facts=dict(facts or {}),
+            **fields,
+        )
 
+    def _check(self, completion: Completion, sampling: SamplingParams | None) -> None:
+        if not len(completion.token_ids):
+            raise AssemblyError(f"turn {len(self._turns) + 1} is an empty completion ({completion.finish_reason})")
+        if sampling is not None:
+            require_same_sampling(self._sampling, sampling)
 
-def require_turn(prompt_ids: Sequence[int], completion: Completion, *, number: int) -> None:
-    """A turn needs something to answer and an answer."""
-    if not len(prompt_ids):
-        raise AssemblyError(f"turn {number} has an empty prompt: nothing would predict the first sampled token")
-    if not len(completion.token_ids):
-        raise AssemblyError(f"turn {number} is an empty completion ({completion.finish_reason})")
+    def _fork(self) -> int:
+        """Start a new sequence, or reuse the last one if it has no turn; returns its index."""
+        if any(turn.sequence == len(self._buffers) - 1 for turn in self._turns):
+            self._buffers.append(SequenceBuffer())
+        else:
+            self._buffers[-1] = SequenceBuffer()
+        return len(self._buffers) - 1
+
+    def _append(self, completion: Completion, seconds: float) -> TurnMark:
+        buffer = self._buffers[self._current]
+        start = len(buffer)
+        buffer.add_sampled(completion)
+        self._turns.append(TurnMark(sequence=self._current, start=start, end=len(buffer), seconds=seconds))
+        return self._turns[-1]
 
 
 def first_difference(left: Sequence[Any], right: Sequence[Any]) -> int | None:
@@ -97,80 +150,11 @@ def first_difference(left: Sequence[Any], right: Sequence[Any]) -> int | None:
     return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), None)
 
 
-def require_same_sampling(agreed: SamplingParams, other: SamplingParams) -> None:
-    """A sample has one sampling distribution: the trainer computes its logprobs at one temperature."""
+def require_same_sampling(expected: SamplingParams, other: SamplingParams) -> None:
+    """A sample has one sampling distribution, because the trainer computes its logprobs at one temperature."""
     for name in ("temperature", "top_p", "top_k"):
-        if getattr(agreed, name) != getattr(other, name):
+        if getattr(expected, name) != getattr(other, name):
             raise AssemblyError(
-                f"a turn was sampled with {name} {getattr(other, name)}, the others with {getattr(agreed, name)}: "
-                f"a sample cannot mix them, play every trained turn with the same settings"
+                f"a turn was sampled with {name} {getattr(other, name)}, the others with {getattr(expected, name)}: "
+                f"all trained turns of a sample need the same sampling settings"
             )
-
-
-class SequenceBuffer:
-    """One sequence that grows. Plain lists: a turn of a few tokens costs less this way than with arrays."""
-
-    __slots__ = ("logprobs", "loss_mask", "token_ids", "versions")
-
-    def __init__(self) -> None:
-        self.token_ids: list[int] = []
-        self.logprobs: list[float] = []
-        self.loss_mask: list[bool] = []
-        self.versions: list[int] = []
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
-
-    def add_context(self, ids: Sequence[int]) -> None:
-        """Tokens the policy read but did not sample."""
-        self.token_ids.extend(ids)
-        self.logprobs.extend([0.0] * len(ids))
-        self.loss_mask.extend([False] * len(ids))
-        self.versions.extend([NOT_SAMPLED] * len(ids))
-
-    def add_sampled(self, completion: Completion) -> None:
-        self.token_ids.extend(completion.token_ids.tolist())
-        self.logprobs.extend(completion.logprobs.tolist())
-        self.loss_mask.extend([True] * len(completion.token_ids))
-        self.versions.extend(completion.versions.tolist())
-
-    def row(self, end: int) -> TokenRow:
-        return TokenRow.of(
-            token_ids=self.token_ids[:end],
-            logprobs=self.logprobs[:end],
-            loss_mask=self.loss_mask[:end],
-            versions=self.versions[:end],
-        )
-
-
-def build_sample(
-    buffers: Sequence[SequenceBuffer],
-    turns: Sequence[TurnMark],
-    sampling: SamplingParams,
-    *,
-    reward: float | None,
-    finish_reason: EndReason,
-    invalid_cause: str | None,
-    solved: bool | None,
-    messages: Sequence[Mapping[str, Any]] | None,
-    metrics: Mapping[str, float] | None,
-    facts: Mapping[str, Any] | None,
-) -> RolloutSample:
-    if not any(len(buffer) for buffer in buffers):
-        raise AssemblyError("nothing was assembled: add a prompt and a completion before build()")
-    if reward is not None and not turns:
-        raise AssemblyError(f"reward {reward} for an episode without a turn: nothing could be learned from it")
-    # Context after a sequence's last turn was never sent to the engine (a limit ended the episode): it is not part of the record.
-    ends = {turn.sequence: turn.end for turn in turns} or {0: len(buffers[0])}
-    return RolloutSample(
-        sequences=tuple(buffers[sequence].row(end) for sequence, end in ends.items()),
-        sampling=sampling,
-        reward=reward,
-        finish_reason=finish_reason,
-        invalid_cause=invalid_cause,
-        solved=solved,
-        messages=None if messages is None else tuple(dict(message) for message in messages),
-        metrics=dict(metrics or {}),
-        turns=tuple(turns),
-        facts=dict(facts or {}),
-    )

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from rollbook.concurrency.clock import Clock, SystemClock
+from rollbook.concurrency.exception_groups import first_error
 from rollbook.contracts.admission import GateState, Grant, OpenReply, OwnerId, Receipt
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.freshness import FreshnessRule
@@ -27,7 +28,7 @@ from rollbook.rollout.groups.player import GroupOrder
 from rollbook.rollout.metrics import reward_names
 from rollbook.rollout.workers.messages import Finished
 from rollbook.rollout.workers.pool import WorkerPool
-from rollbook.rollout.workers.spec import WorkerRecipe
+from rollbook.rollout.workers.spec import WorkerSpec
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import MetricRecorder
 from rollbook.telemetry.spans import SpanRecorder
@@ -76,7 +77,7 @@ class Dispatcher:
         name: str,
         tasks: TaskSource,
         sink: GroupSink,
-        recipe: WorkerRecipe,
+        spec: WorkerSpec,
         config: RolloutConfig,
         rule: FreshnessRule,
         log: EventLog,
@@ -102,7 +103,7 @@ class Dispatcher:
             rewards=reward_names(config),
         )
         self._monitor = DispatchMonitor(config, self._slots, metrics=metrics, log=log, clock=self._clock)
-        self._pool = WorkerPool(recipe, config, listener=self, log=log, clock=self._clock)
+        self._pool = WorkerPool(spec, listener=self, log=log, clock=self._clock)
         self._attempts: dict[tuple[str, int], _Attempt] = {}
         # An attempt ends once and keeps its slot until the ledger has settled it, so the queue never exceeds the slots.
         self._ended: asyncio.Queue[_EndedAttempt] = asyncio.Queue(maxsize=config.slots)
@@ -136,7 +137,8 @@ class Dispatcher:
                 for task in background:
                     task.cancel()
         except BaseExceptionGroup as errors:
-            raise _most_important(errors) from errors
+            # A `RunError` ends the run, so it is the error to report.
+            raise first_error(errors, prefer=RunError) from errors
         finally:
             for attempt in self._attempts.values():
                 attempt.timer.cancel()
@@ -328,16 +330,3 @@ class Dispatcher:
         ):
             self._metrics.add(name, value)
         self._metrics.tick()
-
-
-def _most_important(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """A `RunError` before any other: it says what a person must do."""
-    flat: list[BaseException] = []
-    pending: list[BaseException] = [errors]
-    while pending:
-        error = pending.pop(0)
-        if isinstance(error, BaseExceptionGroup):
-            pending.extend(error.exceptions)
-        else:
-            flat.append(error)
-    return next((error for error in flat if isinstance(error, RunError)), flat[0])

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 
 from rollbook.contracts.errors import RunError
-from rollbook.rollout.settings.groups import tell_causes
+from rollbook.rollout.groups.failures import describe_causes
 
 MAX_CONSECUTIVE = 5
 WINDOW = 20
@@ -55,7 +55,7 @@ class FailureBreaker:
             return
         causes_text = "the rollout function returned None for every sample"
         if self._causes:
-            causes_text = tell_causes(self._causes, most=5)
+            causes_text = describe_causes(self._causes, most=5)
         if len(self._causes) > 1:
             # The first failure often causes the others.
             causes_text += f". The first was: {next(iter(self._causes))}"

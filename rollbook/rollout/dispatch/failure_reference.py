@@ -4,7 +4,7 @@ import sys
 
 from rollbook.rollout.dispatch.failure_breaker import MAX_CONSECUTIVE, MAX_SHARE, WINDOW
 from rollbook.rollout.groups.failures import FAILURES, OUTCOMES, Action
-from rollbook.rollout.workers.pool import MOST_BARREN_DEATHS
+from rollbook.rollout.workers.pool import MAX_BARREN_DEATHS
 
 MEANINGS = {
     Action.DROP_SAMPLE: "the sample stays in its group as unscorable, or is missing from it; it is not played again, has no "
@@ -77,7 +77,7 @@ def page() -> str:
             "## The failure breaker",
             "",
             f"{MAX_CONSECUTIVE} failed groups in a row, or {MAX_SHARE:.0%} of the last {WINDOW}, stop the run with the most",
-            f"frequent causes. {MOST_BARREN_DEATHS + 1} worker deaths without a finished group in between stop it",
+            f"frequent causes. {MAX_BARREN_DEATHS + 1} worker deaths without a finished group in between stop it",
             "with the last output.",
             "",
             "## Deadlines",

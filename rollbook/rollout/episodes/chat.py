@@ -9,26 +9,20 @@ whether the task was solved is what the world said last. An episode that reaches
 import time
 from typing import Any
 
-from pydantic import ValidationError
-
 from rollbook.contracts.environment import Observation
-from rollbook.contracts.errors import EpisodeError, RunError
+from rollbook.contracts.errors import EpisodeError
 from rollbook.contracts.policy import FinishReason
 from rollbook.contracts.ports import Environment
 from rollbook.contracts.trajectory import EndReason, RolloutSample
 from rollbook.rollout.assemblers.chat import MessageTrajectoryAssembler
 from rollbook.rollout.config import EpisodeSettings
 from rollbook.rollout.contract import RolloutFn, RolloutSetup
-from rollbook.rollout.episodes.policy import EpisodeTimeUpError, current_episode
-from rollbook.rollout.episodes.stopwatch import EpisodeTime
+from rollbook.rollout.policy import EpisodeTimeUpError, current_episode
+from rollbook.rollout.stopwatch import EpisodeTime
 
 
 def make_rollout(setup: RolloutSetup) -> RolloutFn:
-    try:
-        settings = EpisodeSettings.model_validate(dict(setup.settings))
-    except ValidationError as error:
-        faults = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
-        raise RunError(f"rollout.settings of the default rollout function: {faults}") from error
+    settings = setup.read_settings(EpisodeSettings)
 
     async def play_episode(row: dict[str, Any]) -> RolloutSample | None:
         async with setup.open_environment() as env:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from rollbook.contracts.environment import Observation
 from rollbook.contracts.errors import EpisodeError
 from rollbook.contracts.ports import Environment
-from rollbook.rollout.episodes.policy import not_the_episodes_time
+from rollbook.rollout.policy import not_the_episodes_time
 
 OpenEnvironment: TypeAlias = Callable[[], AbstractAsyncContextManager[Environment]]
 

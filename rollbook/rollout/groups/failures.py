@@ -1,37 +1,37 @@
-"""Who acts on which failure: the one table. `docs/failures.md` is written from it.
+"""Decides by its class what a failure means. `docs/failures.md` is generated from this table.
 
-A failure is judged by its class, the first row that fits decides. Limits of an episode are not in the table: reaching one is
-something the policy did, so it is an outcome with a reward (see `OUTCOMES`).
+The limits of an episode are not failures: the policy reached them, so the episode has an outcome and a reward (`OUTCOMES`).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 from rollbook.contracts.errors import EpisodeError, RunError, TransientError, WorkerError
 from rollbook.contracts.trajectory import EndReason
-from rollbook.rollout.episodes.policy import EpisodeTimeUpError
 from rollbook.rollout.groups.filters import FilterError
+from rollbook.rollout.policy import EpisodeTimeUpError
 
 
 class Action(StrEnum):
     DROP_SAMPLE = "dropped sample"
-    """It stays in its group as unscorable, or is missing from it; it is not played again."""
+    """The sample stays in its group as unscorable, or is missing; it is not played again."""
     RETRY_SAMPLE = "retried sample"
-    """It is played again while the group's budget (`rollout.retry_budget`) and its lease last; then as above."""
+    """The sample is played again within `rollout.retry_budget` and the lease; then it is dropped."""
     FAIL_GROUP = "failed group"
     """The group is stored as dropped(invalid) with the cause, and the circuit breaker counts it."""
     REPLACE_WORKER = "replaced worker"
     """The process is replaced; its groups get another attempt from the ledger."""
     STOP_RUN = "stopped run"
-    """A person must act: the run stops with exit code 1 and says why."""
+    """The run stops with exit code 1 and an error for the operator."""
 
 
 class RolloutHangsError(EpisodeError):
-    """A rollout function did not end by itself when the time of its episode was over."""
+    """A rollout function did not return when the time of its episode was over."""
 
 
 class BadSampleError(EpisodeError):
-    """A rollout function returned something that is no sample, or a sample that it calls invalid itself."""
+    """A rollout function returned something that is not a sample, or an invalid sample."""
 
 
 class UnscorableError(EpisodeError):
@@ -39,13 +39,11 @@ class UnscorableError(EpisodeError):
 
 
 class SampleRaisedError(EpisodeError):
-    """Foreign code raised something of its own."""
+    """A rollout function raised an exception that is not a `RollbookError`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One row: the first whose class fits decides."""
-
     error: type[BaseException]
     action: Action
     why: str
@@ -53,47 +51,50 @@ class Failure:
 
 FAILURES: tuple[Failure, ...] = (
     Failure(
-        RunError, Action.STOP_RUN, "bad config, an expired licence, a fenced process: no other sample would fare better"
+        RunError, Action.STOP_RUN, "bad config, expired licence, fenced process: every other sample would fail too"
     ),
-    Failure(WorkerError, Action.REPLACE_WORKER, "a leak, a lost heartbeat, a poisoned interpreter"),
+    Failure(WorkerError, Action.REPLACE_WORKER, "memory leak, lost heartbeat, broken interpreter state"),
     Failure(
-        MemoryError,
-        Action.REPLACE_WORKER,
-        "what is left of the process cannot be trusted, and its siblings need memory",
+        MemoryError, Action.REPLACE_WORKER, "the state of the process is unreliable, and other episodes need memory"
     ),
-    Failure(FilterError, Action.FAIL_GROUP, "a broken filter must not decide, neither to keep nor to drop in silence"),
+    Failure(FilterError, Action.FAIL_GROUP, "a broken filter must neither keep nor silently drop a group"),
     Failure(
         UnscorableError,
         Action.DROP_SAMPLE,
-        "None, NaN, a fault or a timeout of a reward function; another episode in its place would choose the samples that "
-        "are easy to score",
+        "a reward function returned None or NaN, raised or timed out; replacing the episode would select samples that are "
+        "easy to score",
     ),
     Failure(
         EpisodeTimeUpError,
         Action.DROP_SAMPLE,
-        "the function let its time run out and kept nothing; another try would choose the episodes that are fast",
+        "the function used all its time and returned nothing; a retry would select fast episodes",
     ),
-    Failure(RolloutHangsError, Action.RETRY_SAMPLE, "it hung in something that is not the policy"),
-    Failure(TransientError, Action.RETRY_SAMPLE, "a connection was lost or a request not answered in time"),
-    Failure(EpisodeError, Action.RETRY_SAMPLE, "the world broke, a sandbox died, a parse failed"),
+    Failure(RolloutHangsError, Action.RETRY_SAMPLE, "the function hung outside the policy"),
+    Failure(TransientError, Action.RETRY_SAMPLE, "connection lost, or no response in time"),
+    Failure(EpisodeError, Action.RETRY_SAMPLE, "environment failed, sandbox died, parse error"),
     Failure(
-        Exception, Action.RETRY_SAMPLE, "whatever else escapes foreign code is an infrastructure failure, never a 0"
+        Exception, Action.RETRY_SAMPLE, "any other exception in user code is an infrastructure failure, never reward 0"
     ),
 )
+"""The first row whose class matches decides."""
 
 OUTCOMES: dict[EndReason, str] = {
-    EndReason.DONE: "the world said so",
+    EndReason.DONE: "the environment ended the episode",
     EndReason.MAX_TURNS: "`rollout.max_turns` turns were played",
     EndReason.MAX_TOKENS: "`rollout.max_total_tokens` tokens were used",
-    EndReason.TIME: "`rollout.max_seconds` seconds of its own were used; waiting for an engine's queue or for a sandbox is not "
-    "among them",
+    EndReason.TIME: "`rollout.max_seconds` seconds were used, without time in the engine's queue or waiting for a sandbox",
 }
 
-
-def failure_of(error: BaseException) -> Failure:
-    """The row that decides. Cancellation is no failure and is never asked about."""
-    return next(row for row in FAILURES if isinstance(error, row.error))
+SHOWN_CAUSES = 3
 
 
 def action_on(error: BaseException) -> Action:
-    return failure_of(error).action
+    """Not for cancellation, which is not a failure."""
+    return next(row for row in FAILURES if isinstance(error, row.error)).action
+
+
+def describe_causes(causes: Mapping[str, int], *, most: int = SHOWN_CAUSES) -> str:
+    """`5 x rollout raised ValueError: no; 1 x env: connection lost`: the most frequent first."""
+    ranked = sorted(causes.items(), key=lambda item: -item[1])
+    shown = "; ".join(f"{count} x {cause}" for cause, count in ranked[:most])
+    return shown if len(ranked) <= most else f"{shown}; and {len(ranked) - most} further causes"

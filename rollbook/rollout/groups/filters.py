@@ -1,4 +1,4 @@
-"""Which finished groups carry something to learn. A filter takes a group and gives the reason to drop it, or None."""
+"""Filters decide which finished groups are dropped: a filter takes a group and returns the reason to drop it, or None."""
 
 from collections.abc import Callable
 from typing import TypeAlias
@@ -10,15 +10,15 @@ from rollbook.contracts.plugin import load_plugin
 GroupFilter: TypeAlias = Callable[[PromptGroup], str | None]
 
 SAME_REWARD = 1e-8
-"""Below this spread the advantages of a group are zero (the trainer uses the same number)."""
+"""Below this spread of rewards the advantages of a group are zero (the trainer uses the same number)."""
 
 
 class FilterError(EpisodeError):
-    """A filter of the user's broke on a group."""
+    """A user's filter failed on a group."""
 
 
 def one_sample(group: PromptGroup) -> str | None:
-    """Advantages are relative to the siblings: alone there is nothing to compare with."""
+    """Advantages are relative to the group, so a single sample has none."""
     return "one_sample" if len(group.scorable) == 1 else None
 
 
@@ -30,7 +30,7 @@ def constant_reward(group: PromptGroup) -> str | None:
 
 
 def load_filters(path: str | None, *, drop_constant_reward: bool) -> list[GroupFilter]:
-    """The filters of a run in the order they are asked: the cheap general ones first, then the user's."""
+    """The filters of a run in the order of their calls: the built-in ones first, then the user's."""
     filters: list[GroupFilter] = [one_sample]
     if drop_constant_reward:
         filters.append(constant_reward)
@@ -40,7 +40,7 @@ def load_filters(path: str | None, *, drop_constant_reward: bool) -> list[GroupF
 
 
 def _fenced(function: GroupFilter, path: str) -> GroupFilter:
-    def ask(group: PromptGroup) -> str | None:
+    def check(group: PromptGroup) -> str | None:
         try:
             reason = function(group)
         except RollbookError:
@@ -53,4 +53,4 @@ def _fenced(function: GroupFilter, path: str) -> GroupFilter:
             )
         return reason
 
-    return ask
+    return check

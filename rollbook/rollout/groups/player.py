@@ -1,6 +1,7 @@
-"""`GroupAssembler`: the siblings of one draw, played at the same time, fenced, and joined into a group with its outcome.
+"""`GroupAssembler`: plays the episodes of one draw concurrently and joins their samples into a group with its outcome.
 
-Rollout functions are foreign code. Whatever escapes one never touches its siblings; what becomes of it stands in `failures.py`.
+Rollout functions are user code. An exception in one never affects the other episodes of its group; `failures.py` decides what it
+means.
 """
 
 import asyncio
@@ -12,15 +13,15 @@ from typing import Any, TypeAlias
 import msgspec
 
 from rollbook.concurrency.clock import Clock, SystemClock
-from rollbook.concurrency.exception_groups import where_cancelled
+from rollbook.concurrency.exception_groups import first_error
 from rollbook.concurrency.retry import backoff
+from rollbook.concurrency.stacks import where_cancelled
 from rollbook.contracts.errors import RollbookError, WorkerError
 from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupOutcome, PromptGroup
 from rollbook.contracts.task import Task, TaskId
 from rollbook.contracts.trajectory import RolloutSample
+from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.contract import RolloutFn
-from rollbook.rollout.episodes.policy import EpisodeContext, enter_episode
-from rollbook.rollout.episodes.stopwatch import EpisodeTime
 from rollbook.rollout.groups.failures import (
     Action,
     BadSampleError,
@@ -28,29 +29,30 @@ from rollbook.rollout.groups.failures import (
     SampleRaisedError,
     UnscorableError,
     action_on,
+    describe_causes,
 )
 from rollbook.rollout.groups.filters import FilterError, GroupFilter
-from rollbook.rollout.settings.groups import GroupRules
+from rollbook.rollout.policy import EpisodeContext, enter_episode
+from rollbook.rollout.stopwatch import EpisodeTime
 
 CAUSE_CHARS = 300
-"""A cause is counted by its text and stored with the group: a message that quotes a whole document is cut."""
-
+"""Causes are counted by their text and stored with the group, so long ones are cut."""
 
 _ANNOTATIONS = msgspec.msgpack.Decoder(tuple[list[dict[str, Any]] | None, dict[str, float | bool], dict[str, Any]])
 """Messages, metrics and facts of a sample."""
 
 Score: TypeAlias = Callable[[Mapping[str, Any], RolloutSample], Awaitable[RolloutSample]]
-"""Takes the task's row and a finished episode; gives it with the reward of the user's functions."""
+"""Takes the row of the task and a finished sample; returns the sample with its reward."""
 
 
-def sample_name(group_id: str) -> str:
-    """How the tasks of a group's episodes are called, for whoever asks where they hang."""
+def episode_task_name(group_id: str) -> str:
+    """Prefix of the names of the asyncio tasks that play a group's episodes."""
     return f"rollout.sample.{group_id}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupOrder:
-    """One group to play: what a worker needs of a grant and its task."""
+    """One group to play: the fields of a grant and its task that a worker needs."""
 
     group_id: GroupId
     attempt: int
@@ -63,7 +65,7 @@ class GroupOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupResult:
-    """`group` is None when not one sample exists; then `drop` says why. `drop` with a group: to be stored as dropped."""
+    """`group` is None if there is no sample at all. With `drop`, the group is stored as dropped."""
 
     outcome: GroupOutcome
     group: PromptGroup | None = None
@@ -71,12 +73,12 @@ class GroupResult:
 
     def __post_init__(self) -> None:
         if self.group is None and self.drop is None:
-            raise ValueError("a result without a group needs the reason")
+            raise ValueError("a result without a group needs a drop reason")
 
 
 @dataclass(slots=True)
 class _Tally:
-    """What the siblings of one group share while they are played."""
+    """State that the episodes of one group share."""
 
     retries_left: int
     until: float
@@ -86,20 +88,19 @@ class _Tally:
     declined: int = 0
     scored: int = 0
     has_enough: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when as many scorable samples are there as a group has. Only with over-sampling do some still play then."""
+    """Set when the group has all its scorable samples. Episodes still run then only with over-sampling."""
 
-    def took(self, sample: RolloutSample) -> RolloutSample:
+    def add_scored(self) -> None:
         self.scored += 1
         if self.scored >= self.wanted:
             self.has_enough.set()
-        return sample
 
 
 class GroupAssembler:
     def __init__(
         self,
         rollout: RolloutFn,
-        rules: GroupRules,
+        config: RolloutConfig,
         *,
         filters: Sequence[GroupFilter] = (),
         score: Score | None = None,
@@ -107,36 +108,36 @@ class GroupAssembler:
     ) -> None:
         self._rollout = rollout
         self._score = score
-        self._rules = rules
+        self._config = config
         self._filters = tuple(filters)
         self._clock = clock or SystemClock()
 
     async def play(self, order: GroupOrder) -> GroupResult:
-        """Play every sample of the draw and join what came of it."""
+        """Play every episode of the draw and join the samples."""
         started = self._clock.now()
         tally = _Tally(
-            retries_left=self._rules.retry_budget,
+            retries_left=self._config.retry_budget,
             until=started + order.deadline_s,
-            wanted=self._rules.completions_per_prompt,
+            wanted=self._config.completions_per_prompt,
         )
         task = Task(id=order.task_id, row=order.row)
         try:
-            async with asyncio.TaskGroup() as siblings:
-                played = [
-                    siblings.create_task(self._sample(order, task, tally), name=f"{sample_name(order.group_id)}.{i}")
-                    for i in range(self._rules.samples_started)
+            async with asyncio.TaskGroup() as group:
+                episodes = [
+                    group.create_task(self._sample(order, task, tally), name=f"{episode_task_name(order.group_id)}.{i}")
+                    for i in range(self._config.episodes_per_group)
                 ]
-                if self._rules.oversample:
-                    siblings.create_task(_stop_surplus(tally, played), name=f"rollout.surplus.{order.group_id}")
-        except BaseExceptionGroup as escaped:
-            raise escaped.exceptions[0] from escaped
-        found = [sample for one in played if not one.cancelled() and (sample := one.result()) is not None]
-        samples, surplus = self._rules.choose(found)
-        surplus += sum(one.cancelled() for one in played)
+                if self._config.oversample:
+                    group.create_task(_cancel_surplus(tally, episodes), name=f"rollout.surplus.{order.group_id}")
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from errors
+        found = [sample for one in episodes if not one.cancelled() and (sample := one.result()) is not None]
+        samples = _select(found, self._config.completions_per_prompt)
+        surplus = len(found) - len(samples) + sum(one.cancelled() for one in episodes)
         return self._join(order, samples, tally, seconds=self._clock.now() - started, surplus=surplus)
 
     async def _sample(self, order: GroupOrder, task: Task, tally: _Tally) -> RolloutSample | None:
-        """One sample: scorable if the budget allows; else the unscorable one there is, or None."""
+        """One scorable sample if the retry budget allows, otherwise the unscorable one or None."""
         waits = backoff(first_s=0.1)
         while True:
             result = await self._attempt(order, task, tally)
@@ -144,11 +145,12 @@ class GroupAssembler:
                 tally.declined += 1
                 return None
             if isinstance(result, RolloutSample):
-                return tally.took(result)
+                tally.add_scored()
+                return result
             sample, error = result
             tally.causes[(str(error) or type(error).__name__)[:CAUSE_CHARS]] += 1
             wait_s = next(waits)
-            # An episode that could not end before the group's lease does would only be thrown away.
+            # A result after the end of the lease would be discarded.
             is_late = self._clock.now() + wait_s >= tally.until
             if action_on(error) is not Action.RETRY_SAMPLE or tally.retries_left == 0 or is_late:
                 return sample
@@ -159,7 +161,7 @@ class GroupAssembler:
     async def _attempt(
         self, order: GroupOrder, task: Task, tally: _Tally
     ) -> RolloutSample | tuple[RolloutSample | None, Exception] | None:
-        """One episode, fenced: a scorable sample, or what went wrong with the unscorable one there is. None: declined."""
+        """Play one episode: a scorable sample, or the error with the unscorable sample if there is one. None: declined."""
         try:
             sample = _checked(await self._episode(order, task, tally))
             if sample is None:
@@ -171,7 +173,7 @@ class GroupAssembler:
         except asyncio.CancelledError:
             if (me := asyncio.current_task()) is not None and me.cancelling():
                 raise
-            return None, SampleRaisedError("rollout raised CancelledError, though nobody cancelled it")
+            return None, SampleRaisedError("rollout raised CancelledError without being cancelled")
         except Exception as error:
             match action_on(error):
                 case Action.STOP_RUN | Action.REPLACE_WORKER:
@@ -187,42 +189,41 @@ class GroupAssembler:
         return sample
 
     async def _episode(self, order: GroupOrder, task: Task, tally: _Tally) -> object:
-        """Call the rollout function once, for no longer than the episode's own time lasts, and never beyond the lease."""
+        """Call the rollout function once, within the time of the episode and of the lease."""
         loop = asyncio.get_running_loop()
-        own = EpisodeTime(min(self._rules.max_seconds, tally.until - self._clock.now()), clock=self._clock)
+        time = EpisodeTime(min(self._config.max_seconds, tally.until - self._clock.now()), clock=self._clock)
         enter_episode(
-            EpisodeContext(group_id=order.group_id, min_publication=order.min_publication, until=tally.until, time=own)
+            EpisodeContext(group_id=order.group_id, min_publication=order.min_publication, until=tally.until, time=time)
         )
         try:
             async with asyncio.timeout(None) as limit:
 
-                def set_alarm() -> None:
+                def reschedule() -> None:
                     lease_s = tally.until - self._clock.now()
-                    left_s = lease_s if own.is_stopped else min(lease_s, own.left_s)
+                    left_s = lease_s if time.is_stopped else min(lease_s, time.left_s)
                     if not limit.expired():
-                        limit.reschedule(loop.time() + max(0.0, left_s) + self._rules.grace_s)
+                        limit.reschedule(loop.time() + max(0.0, left_s) + self._config.grace_s)
 
-                own.changed = set_alarm
-                set_alarm()
+                time.changed = reschedule
+                reschedule()
                 return await self._rollout(task.row_copy())
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            waited = f" and {own.waited_s:.3g} s of waiting" if own.waited_s > 0.05 else ""
+            waited = f" and {time.waited_s:.3g} s of waiting" if time.waited_s > 0.05 else ""
             raise RolloutHangsError(
-                f"rollout did not end within {own.seconds:g} s (max_seconds){waited} and was cancelled{where_cancelled(error)}"
+                f"rollout did not end within {time.seconds:g} s (max_seconds){waited} and was cancelled{where_cancelled(error)}"
             ) from error
         finally:
-            own.changed = lambda: None
+            time.changed = lambda: None
 
     def _join(
         self, order: GroupOrder, samples: tuple[RolloutSample, ...], tally: _Tally, *, seconds: float, surplus: int
     ) -> GroupResult:
-        scorable = sum(sample.is_scorable for sample in samples)
-        drop = self._rules.missing_floor(scorable=scorable, declined=tally.declined, causes=tally.causes)
+        drop = self._too_few(sum(sample.is_scorable for sample in samples), tally)
         if not samples:
             assert drop is not None
-            return GroupResult(outcome=_nothing(tally, seconds), drop=drop)
+            return GroupResult(outcome=_empty_outcome(tally, seconds), drop=drop)
         group = PromptGroup(id=order.group_id, task_id=order.task_id, draw=order.draw, samples=samples)
         if drop is None:
             drop = self._filtered(group, tally)
@@ -235,27 +236,44 @@ class GroupAssembler:
         )
         return GroupResult(group=group, outcome=outcome, drop=drop)
 
+    def _too_few(self, scorable: int, tally: _Tally) -> DropReason | None:
+        """A group with too few samples is invalid, but only filtered if the rollout function declined all the missing ones."""
+        if scorable >= self._config.min_samples:
+            return None
+        detail = f"{scorable} of {self._config.completions_per_prompt} samples scorable, min_samples is {self._config.min_samples}"
+        if tally.declined:
+            detail += f"; rollout returned None for {tally.declined}"
+        if not tally.causes:
+            return DropReason(DropKind.FILTERED, f"declined: {detail}")
+        return DropReason(DropKind.INVALID, f"{detail} ({describe_causes(tally.causes)})")
+
     def _filtered(self, group: PromptGroup, tally: _Tally) -> DropReason | None:
         try:
-            reason = next((reason for ask in self._filters if (reason := ask(group)) is not None), None)
+            reason = next((reason for check in self._filters if (reason := check(group)) is not None), None)
         except FilterError as error:
-            # Neither kept nor filtered: a broken filter must not decide, and the breaker must see it.
+            # The group is neither kept nor filtered, and the circuit breaker counts the failure.
             tally.causes[str(error)[:CAUSE_CHARS]] += 1
             return DropReason(DropKind.INVALID, str(error))
         return None if reason is None else DropReason(DropKind.FILTERED, reason)
 
 
-async def _stop_surplus(tally: _Tally, played: Sequence[asyncio.Task[RolloutSample | None]]) -> None:
-    """Over-sampling: end those that still play once the group is full. Ends: when all have ended."""
-    everyone = asyncio.gather(*played, return_exceptions=True)
-    everyone.add_done_callback(lambda _: tally.has_enough.set())
+def _select(samples: Sequence[RolloutSample], size: int) -> tuple[RolloutSample, ...]:
+    """At most `size` samples in their order; scorable ones are preferred."""
+    ranked = sorted(range(len(samples)), key=lambda i: not samples[i].is_scorable)
+    return tuple(samples[i] for i in sorted(ranked[:size]))
+
+
+async def _cancel_surplus(tally: _Tally, episodes: Sequence[asyncio.Task[RolloutSample | None]]) -> None:
+    """Cancel the remaining episodes once the group is full. Ends: when all episodes have ended."""
+    all_done = asyncio.gather(*episodes, return_exceptions=True)
+    all_done.add_done_callback(lambda _: tally.has_enough.set())
     await tally.has_enough.wait()
-    for one in played:
+    for one in episodes:
         one.cancel("surplus")
 
 
 def _checked(sample: object) -> RolloutSample | None:
-    """What a rollout function returned, if it is a sample that can be stored."""
+    """The return value of a rollout function if it can be stored; otherwise `BadSampleError`."""
     if sample is None:
         return None
     if not isinstance(sample, RolloutSample):
@@ -270,7 +288,7 @@ def _checked(sample: object) -> RolloutSample | None:
     return sample
 
 
-def _nothing(tally: _Tally, seconds: float) -> GroupOutcome:
+def _empty_outcome(tally: _Tally, seconds: float) -> GroupOutcome:
     return GroupOutcome(
         num_samples=0,
         num_scorable=0,

@@ -1,12 +1,12 @@
-"""A rollout function whose episodes are played by a remote service, over HTTP.
+"""A rollout function whose episodes are played by a remote service over HTTP.
 
     [rollout]
     function = "rollbook.rollout.remote.client"
     [rollout.settings]
     url = "http://agents.internal:9000"
 
-One deadline for an episode, and one further try within it: the same request id joins the episode that is already being played, so a
-lost connection costs nothing. When the episode is cancelled here, it is cancelled there.
+An episode has one deadline, and one retry within it: the same request id joins the running episode, so a lost connection costs
+nothing. Cancelling the episode here cancels it in the service.
 """
 
 import asyncio
@@ -17,12 +17,12 @@ from typing import Any, Literal
 
 import aiohttp
 import msgspec
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 
 from rollbook.contracts.errors import EpisodeError, RunError, TransientError
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.rollout.contract import RolloutFn, RolloutSetup
-from rollbook.rollout.episodes.policy import current_episode
+from rollbook.rollout.policy import current_episode
 from rollbook.rollout.remote.protocol import (
     TOKENIZER_MISMATCH,
     BadReplyError,
@@ -38,27 +38,23 @@ _DECODER = msgspec.json.Decoder(RolloutReply | None)
 
 
 class ServiceSettings(BaseModel, frozen=True, extra="forbid"):
-    """What this function reads from `rollout.settings`."""
+    """`rollout.settings` of this rollout function."""
 
     url: str
-    """Of the service: `POST {url}/rollouts`."""
+    """URL of the service: `POST {url}/rollouts`."""
 
     policy_url: str | None = None
-    """The policy server as the service reaches it. Unset: as this process does."""
+    """URL of the policy server, as seen from the service. Unset: the URL that this process uses."""
 
     token: str | None = Field(default=None, repr=False)
     """Sent as a bearer token."""
 
     assembler: Literal["linear", "branching", "per_turn"] = "branching"
-    """What becomes of turns that do not continue each other."""
+    """How turns become sequences, as in `rollbook.rollout.agents.rollout`."""
 
 
 def make_rollout(setup: RolloutSetup) -> RolloutFn:
-    try:
-        settings = ServiceSettings.model_validate(dict(setup.settings))
-    except ValidationError as error:
-        faults = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
-        raise RunError(f"rollout.settings of rollbook.rollout.remote.client: {faults}") from error
+    settings = setup.read_settings(ServiceSettings)
 
     async def play(row: dict[str, Any]) -> RolloutSample | None:
         episode = current_episode()
@@ -81,7 +77,7 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
 
 
 class _Exchange:
-    """One episode, asked for at most twice."""
+    """The request for one episode, sent at most twice."""
 
     def __init__(self, settings: ServiceSettings, request: RolloutRequest) -> None:
         self._url = f"{settings.url.rstrip('/')}/rollouts"
@@ -94,14 +90,14 @@ class _Exchange:
     async def run(self) -> RolloutReply | None:
         async with aiohttp.ClientSession(headers=self._headers) as session:
             try:
-                return await self._asked(session)
+                return await self._send(session)
             except asyncio.CancelledError:
                 await asyncio.shield(self._cancel(session))
                 raise
 
-    async def _asked(self, session: aiohttp.ClientSession) -> RolloutReply | None:
+    async def _send(self, session: aiohttp.ClientSession) -> RolloutReply | None:
         body = msgspec.json.encode(self._request)
-        trouble: TransientError | None = None
+        failure: TransientError | None = None
         for _ in range(TRIES):
             left = self._until - time.monotonic()
             if left <= 0:
@@ -111,12 +107,12 @@ class _Exchange:
                     return self._read(response.status, await response.read())
             except TimeoutError:
                 await self._cancel(session)
-                raise TransientError(f"{self._url} did not answer within {self._request.deadline_s:g} s") from None
+                raise TransientError(f"{self._url} did not respond within {self._request.deadline_s:g} s") from None
             except aiohttp.ClientError as error:
-                trouble = TransientError(f"{self._url}: {type(error).__name__}: {error}")
+                failure = TransientError(f"{self._url}: {type(error).__name__}: {error}")
             except TransientError as error:
-                trouble = error
-        raise trouble or TransientError(f"{self._url}: the episode's time was over before it could be asked for")
+                failure = error
+        raise failure or TransientError(f"{self._url}: the episode's time was over before the request")
 
     def _read(self, status: int, raw: bytes) -> RolloutReply | None:
         if status == 200:
@@ -124,16 +120,16 @@ class _Exchange:
                 reply: RolloutReply | None = _DECODER.decode(raw)
                 return reply
             except msgspec.MsgspecError as error:
-                raise BadReplyError(f"{self._url} gave an answer that cannot be read: {error}") from error
-        kind, message = _refusal(raw)
-        told = f"{self._url} answered {status}: {message}"
+                raise BadReplyError(f"{self._url} sent a response that cannot be decoded: {error}") from error
+        kind, message = _error_of(raw)
+        message = f"{self._url} responded {status}: {message}"
         if kind == TOKENIZER_MISMATCH:
-            raise TokenizerMismatchError(told)
+            raise TokenizerMismatchError(message)
         if status in (429, 502, 503, 504):
-            raise TransientError(told)
+            raise TransientError(message)
         if status in (401, 403, 404):
-            raise RunError(told)
-        raise EpisodeError(told)
+            raise RunError(message)
+        raise EpisodeError(message)
 
     async def _cancel(self, session: aiohttp.ClientSession) -> None:
         with suppress(aiohttp.ClientError, TimeoutError):
@@ -143,9 +139,9 @@ class _Exchange:
                 pass
 
 
-def _refusal(raw: bytes) -> tuple[str, str]:
+def _error_of(raw: bytes) -> tuple[str, str]:
     try:
-        told = msgspec.json.decode(raw)["error"]
-        return str(told["type"]), str(told["message"])
+        error = msgspec.json.decode(raw)["error"]
+        return str(error["type"]), str(error["message"])
     except (msgspec.MsgspecError, KeyError, TypeError):
         return "", raw[:300].decode(errors="replace")

@@ -1,11 +1,11 @@
-"""Episodes that are played elsewhere: the contract of a remote rollout service, and what is refused of its answers.
+"""The protocol of a remote rollout service, and the checks of its responses.
 
-The service gets a row, the policy's address and how to sample; it gives back turns, each with the exact tokens that the engine
-consumed and produced, and a reward. Which tokenizer is meant is said on both sides: tokens of another one would train nonsense.
+The service gets a row, the URL of the policy server and the sampling parameters. It returns turns, each with the exact tokens that
+the engine consumed and produced, and a reward. Both sides send the identity of their tokenizer, because token ids of another
+tokenizer would train nonsense.
 """
 
 import math
-from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -15,43 +15,43 @@ from rollbook.contracts.errors import EpisodeError, RunError
 from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
 from rollbook.contracts.trajectory import EndReason, RolloutSample
 from rollbook.rollout.assemblers.assembler import AssemblyError, require_same_sampling
-from rollbook.rollout.assemblers.registry import build_assembler
-from rollbook.rollout.settings.limits import EpisodeLimits
+from rollbook.rollout.assemblers.tokens import build_assembler
+from rollbook.rollout.settings import EpisodeLimits
 
 TOKENIZER_MISMATCH = "tokenizer_mismatch"
 
 
 class TokenizerMismatchError(RunError):
-    """Service and run do not mean the same tokens. No retry helps: a person must give both the same tokenizer."""
+    """Service and run use different tokenizers. Retries do not help."""
 
 
 class BadReplyError(EpisodeError):
-    """What a service answered is not a trajectory."""
+    """The response of a service is not a valid trajectory."""
 
 
 class RolloutRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """POST /rollouts."""
 
     request_id: str
-    """The same id again is the same episode: a repeated request joins it."""
+    """Identifies the episode: a repeated request joins it."""
     row: dict[str, Any]
     policy_url: str
-    """Speaks `/v1/completions` with token ids; its answers tell logprobs and versions."""
+    """Offers `/v1/completions` with token ids; its responses contain logprobs and versions."""
     tokenizer_id: str
     sampling: SamplingParams
     limits: EpisodeLimits
     deadline_s: float
     min_publication: int = 0
-    """Goes into every policy request: weights older than the group do not sample for it."""
+    """Must be sent with every policy request, so that weights older than the group's admission do not sample for it."""
 
 
 class ServiceTurn(msgspec.Struct, frozen=True, kw_only=True):
     prompt_ids: list[int]
-    """All tokens the engine consumed for this turn."""
+    """All tokens that the engine consumed for this turn."""
     token_ids: list[int]
     logprobs: list[float]
     versions: list[int]
-    """The publication behind each token, as the policy server told it."""
+    """Publication of each token, as reported by the policy server."""
     finish_reason: FinishReason = FinishReason.STOP
     seconds: float = 0.0
 
@@ -70,25 +70,25 @@ class RolloutReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolloutService(Protocol):
-    """Plays an episode somewhere."""
+    """Plays episodes, usually in another process."""
 
     @property
     def tokenizer_id(self) -> str: ...
 
     async def play(self, request: RolloutRequest) -> RolloutReply | None:
-        """None: drop this sample. Cancelled when the episode is."""
+        """None drops the sample. Cancelled together with the episode."""
 
 
 def require_same_tokenizer(ours: str, theirs: str, *, where: str) -> None:
     if ours != theirs:
         raise TokenizerMismatchError(
-            f"{where} uses tokenizer {theirs}, this run {ours}: its tokens would mean something else here. Give both the same "
+            f"{where} uses tokenizer {theirs}, this run {ours}: token ids have different meanings. Give both the same "
             "model directory (tokenizer.json, special tokens and chat template)"
         )
 
 
 def sample_of(reply: RolloutReply, request: RolloutRequest, *, assembler: str, where: str) -> RolloutSample:
-    """The sample of an answer, or an error that says what does not hold."""
+    """The sample of a reply. Raises an error that says which check failed."""
     require_same_tokenizer(request.tokenizer_id, reply.tokenizer_id, where=where)
     rows = build_assembler(assembler, request.sampling)
     try:
@@ -110,19 +110,19 @@ def sample_of(reply: RolloutReply, request: RolloutRequest, *, assembler: str, w
             facts=reply.facts,
         )
     except (ValueError, AssemblyError) as error:
-        raise BadReplyError(f"{where}: its answer makes no sample: {error}") from error
+        raise BadReplyError(f"{where}: its reply is not a valid sample: {error}") from error
 
 
 def _completion(turn: ServiceTurn, number: int, request: RolloutRequest, where: str) -> Completion:
     if not len(turn.token_ids) == len(turn.logprobs) == len(turn.versions):
         raise BadReplyError(
             f"{where}: turn {number} has {len(turn.token_ids)} tokens, {len(turn.logprobs)} logprobs and "
-            f"{len(turn.versions)} versions; each token needs one of each"
+            f"{len(turn.versions)} versions; each token must have one of each"
         )
     if turn.versions and min(turn.versions) < request.min_publication:
         raise BadReplyError(
             f"{where}: turn {number} was sampled from publication {min(turn.versions)}, but the group was admitted at "
-            f"{request.min_publication}; pass min_publication on in every policy request"
+            f"{request.min_publication}; send min_publication with every policy request"
         )
     return Completion(
         token_ids=np.array(turn.token_ids, dtype=np.int32),
@@ -133,7 +133,7 @@ def _completion(turn: ServiceTurn, number: int, request: RolloutRequest, where: 
 
 
 def reply_of(sample: RolloutSample, *, tokenizer_id: str) -> RolloutReply:
-    """The answer of a service that plays with a rollout function of this house."""
+    """The reply for a sample of a rollout function."""
     return RolloutReply(
         tokenizer_id=tokenizer_id,
         sampling=sample.sampling,
@@ -142,7 +142,7 @@ def reply_of(sample: RolloutSample, *, tokenizer_id: str) -> RolloutReply:
         invalid_cause=sample.invalid_cause,
         finish_reason=sample.finish_reason,
         solved=sample.solved,
-        messages=_plain(sample.messages),
+        messages=None if sample.messages is None else [dict(message) for message in sample.messages],
         metrics=dict(sample.metrics),
         facts=dict(sample.facts),
     )
@@ -157,7 +157,3 @@ def _turn(sample: RolloutSample, sequence: int, start: int, end: int, seconds: f
         versions=row.versions[start:end].tolist(),
         seconds=seconds,
     )
-
-
-def _plain(messages: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
-    return None if messages is None else [dict(message) for message in messages]

@@ -1,10 +1,10 @@
-"""To write a rollout service: give it something that plays, and it answers `POST /rollouts`.
+"""A rollout service: `POST /rollouts` around a function that plays episodes.
 
     service = FunctionService(tokenizer.identity, play)     # async def play(request) -> RolloutSample | None
     async with serve_rollouts(service, port=9000): ...
 
-A request id is one episode: asked for again, it is joined, not played twice. `DELETE /rollouts/ID` cancels it, and so does the end
-of its deadline. What the function raises becomes an answer that says who must act.
+A request id is one episode: a repeated request joins it. `DELETE /rollouts/ID` cancels it, and so does its deadline. The class of
+an exception decides the HTTP status.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from aiohttp import web
 from rollbook.contracts.errors import RollbookError, TransientError
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.trajectory import RolloutSample
-from rollbook.rollout.episodes.policy import EpisodeContext, enter_episode
+from rollbook.rollout.policy import EpisodeContext, enter_episode
 from rollbook.rollout.remote.protocol import (
     TOKENIZER_MISMATCH,
     RolloutReply,
@@ -33,20 +33,20 @@ from rollbook.rollout.remote.protocol import (
 
 MAX_BODY_BYTES = 64 * 2**20
 KEPT_S = 60.0
-"""How long an answer is kept for a caller whose connection broke."""
+"""How long a reply is kept for a client that lost its connection."""
 
 Play = Callable[[RolloutRequest], Awaitable[RolloutSample | None]]
 
 
 class FunctionService:
-    """A `RolloutService` around a function that plays one request."""
+    """A `RolloutService` that calls a function for each request."""
 
     def __init__(self, tokenizer_id: str, play: Play) -> None:
         self.tokenizer_id = tokenizer_id
         self._play = play
 
     async def play(self, request: RolloutRequest) -> RolloutReply | None:
-        # An `EpisodePolicy` that is used from here on knows the group's minimum version and the time that is left.
+        # An `EpisodePolicy` used by the function reads the minimum publication and the time left from this context.
         enter_episode(
             EpisodeContext(
                 group_id=GroupId(request.request_id),
@@ -58,7 +58,7 @@ class FunctionService:
         return None if sample is None else reply_of(sample, tokenizer_id=self.tokenizer_id)
 
 
-class _Desk:
+class _Handlers:
     def __init__(self, service: RolloutService, token: str | None) -> None:
         self._service = service
         self._token = token
@@ -66,28 +66,28 @@ class _Desk:
         self._decode = msgspec.json.Decoder(RolloutRequest).decode
 
     async def post(self, request: web.Request) -> web.Response:
-        if (refused := self._refused(request)) is not None:
-            return refused
+        if not self._is_authorized(request):
+            return _error(401, "unauthorized", "a bearer token is required")
         try:
-            asked = self._decode(await request.read())
-            require_same_tokenizer(self._service.tokenizer_id, asked.tokenizer_id, where="the caller")
+            rollout = self._decode(await request.read())
+            require_same_tokenizer(self._service.tokenizer_id, rollout.tokenizer_id, where="the client")
         except (msgspec.MsgspecError, ValueError) as error:
             return _error(400, "bad_request", str(error))
         except TokenizerMismatchError as error:
             return _error(409, TOKENIZER_MISMATCH, str(error))
-        episode = self._episodes.get(asked.request_id)
+        episode = self._episodes.get(rollout.request_id)
         if episode is None:
-            episode = asyncio.create_task(self._play(asked), name=f"service.{asked.request_id}")
-            self._episodes[asked.request_id] = episode
-            episode.add_done_callback(lambda _: self._forget_later(asked.request_id))
-        return await self._answer(episode)
+            episode = asyncio.create_task(self._play(rollout), name=f"service.{rollout.request_id}")
+            self._episodes[rollout.request_id] = episode
+            episode.add_done_callback(lambda _: self._forget_later(rollout.request_id))
+        return await self._respond(episode)
 
     async def delete(self, request: web.Request) -> web.Response:
-        if (refused := self._refused(request)) is not None:
-            return refused
+        if not self._is_authorized(request):
+            return _error(401, "unauthorized", "a bearer token is required")
         episode = self._episodes.get(request.match_info["id"])
         if episode is None:
-            return _error(404, "unknown_rollout", "no such rollout is being played")
+            return _error(404, "unknown_rollout", "this rollout is not being played")
         episode.cancel()
         return _json({"status": "cancelled"})
 
@@ -99,13 +99,13 @@ class _Desk:
             episode.cancel()
         await asyncio.gather(*self._episodes.values(), return_exceptions=True)
 
-    async def _play(self, asked: RolloutRequest) -> RolloutReply | None:
-        async with asyncio.timeout(asked.deadline_s):
-            return await self._service.play(asked)
+    async def _play(self, rollout: RolloutRequest) -> RolloutReply | None:
+        async with asyncio.timeout(rollout.deadline_s):
+            return await self._service.play(rollout)
 
-    async def _answer(self, episode: asyncio.Task[RolloutReply | None]) -> web.Response:
+    async def _respond(self, episode: asyncio.Task[RolloutReply | None]) -> web.Response:
         try:
-            # Shielded: a caller that lost its connection comes again for the same episode.
+            # Shielded, because a client that lost its connection may join the episode again.
             return _json(await asyncio.shield(episode))
         except asyncio.CancelledError:
             if episode.cancelled():
@@ -120,23 +120,21 @@ class _Desk:
         except Exception as error:
             return _error(422, "episode_failed", f"the rollout raised {type(error).__name__}: {error}")
 
-    def _refused(self, request: web.Request) -> web.Response | None:
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if self._token is None or hmac.compare_digest(given.encode(), self._token.encode()):
-            return None
-        return _error(401, "unauthorized", "a bearer token is needed")
+    def _is_authorized(self, request: web.Request) -> bool:
+        token = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        return self._token is None or hmac.compare_digest(token.encode(), self._token.encode())
 
     def _forget_later(self, request_id: str) -> None:
         asyncio.get_running_loop().call_later(KEPT_S, self._episodes.pop, request_id, None)
 
 
 def rollout_app(service: RolloutService, *, token: str | None = None) -> web.Application:
-    desk = _Desk(service, token)
+    handlers = _Handlers(service, token)
     app = web.Application(client_max_size=MAX_BODY_BYTES)
-    app.router.add_post("/rollouts", desk.post)
-    app.router.add_delete("/rollouts/{id}", desk.delete)
-    app.router.add_get("/health", desk.health)
-    app.on_shutdown.append(desk.close)
+    app.router.add_post("/rollouts", handlers.post)
+    app.router.add_delete("/rollouts/{id}", handlers.delete)
+    app.router.add_get("/health", handlers.health)
+    app.on_shutdown.append(handlers.close)
     return app
 
 
@@ -144,9 +142,9 @@ def rollout_app(service: RolloutService, *, token: str | None = None) -> web.App
 async def serve_rollouts(
     service: RolloutService, *, host: str = "127.0.0.1", port: int = 0, token: str | None = None
 ) -> AsyncIterator[str]:
-    """Listen, and give the URL. Off loopback a token is demanded: whoever can ask spends your sandboxes."""
+    """Listen, and yield the URL. A token is required unless the host is loopback, because requests use sandboxes and compute."""
     if token is None and host not in ("127.0.0.1", "localhost", "::1"):
-        raise ValueError(f"{host} can be reached from other machines: set a token")
+        raise ValueError(f"{host} can be reached from other machines: a token is required")
     runner = web.AppRunner(rollout_app(service, token=token), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:

@@ -1,14 +1,12 @@
-"""A process in which reward functions run: `python -m rollbook.rollout.rewards.main SOCKET_FD`.
+"""The main function of a reward process: runs the reward functions that it receives calls for.
 
-Foreign code may loop for ever, eat the interpreter or end it: whoever asked kills this process and starts another. Plain functions
-run one at a time, on the loop's own thread, so that killing is all it takes; async ones run side by side.
+User code may loop for ever, block the interpreter or exit: the pool then kills this process and starts another. Plain functions run
+one at a time on the event loop's thread, so a kill ends them in any state. Async functions run concurrently.
 """
 
 import asyncio
 import inspect
 import math
-import os
-import signal
 import socket
 import sys
 import time
@@ -16,34 +14,43 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from rollbook.concurrency.parent_watch import killed_with_parent
+from rollbook.concurrency.child_process.child import connect_to_parent, kill_with_parent
+from rollbook.concurrency.child_process.frames import Frames
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.plugin import extend_search_path, load_plugin
-from rollbook.rollout.rewards.messages import Answer, Ask, FromChild, Give, Load, Loaded, LoadFailed, encode, to_child
-from rollbook.rollout.workers.messages import frame, read_frame
+from rollbook.rollout.rewards.messages import (
+    Call,
+    CallResult,
+    CancelCall,
+    FromChild,
+    Load,
+    Loaded,
+    LoadFailed,
+    encode,
+    to_child,
+)
 
 
 class RewardLoop:
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
+    def __init__(self, parent: Frames) -> None:
+        self._parent = parent
         self._functions: dict[str, Callable[..., Any]] = {}
         self._running: dict[int, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Takes: calls. Gives: answers. Ends: when the other side is gone."""
+        """Takes: calls. Gives: results. Ends: when the parent is gone."""
         async with asyncio.TaskGroup() as group:
-            while (payload := await read_frame(self._reader)) is not None:
+            while (payload := await self._parent.receive()) is not None:
                 match to_child.decode(payload):
                     case Load() as load:
-                        await self._tell(self._load(load))
-                    case Ask() as ask if is_async(self._functions[ask.function]):
-                        self._running[ask.call] = group.create_task(self._answer(ask), name=f"reward.{ask.call}")
-                        self._running[ask.call].add_done_callback(partial(self._forget, ask.call))
-                    case Ask() as ask:
-                        await self._answer(ask)
-                    case Give(call=call):
-                        if (task := self._running.get(call)) is not None:
+                        await self._send(self._load(load))
+                    case Call() as call if is_async(self._functions[call.function]):
+                        self._running[call.number] = group.create_task(self._run(call), name=f"reward.{call.number}")
+                        self._running[call.number].add_done_callback(partial(self._forget, call.number))
+                    case Call() as call:
+                        await self._run(call)
+                    case CancelCall(number=number):
+                        if (task := self._running.get(number)) is not None:
                             task.cancel()
             for task in self._running.values():
                 task.cancel()
@@ -57,28 +64,25 @@ class RewardLoop:
             return LoadFailed(cause=str(error))
         return Loaded(is_async={name: is_async(function) for name, function in self._functions.items()})
 
-    async def _answer(self, ask: Ask) -> None:
-        began = time.monotonic()
+    async def _run(self, call: Call) -> None:
+        started = time.monotonic()
         value, cause = None, None
         try:
-            value, cause = checked(await _called(self._functions[ask.function], ask))
+            result = self._functions[call.function](call.case)
+            value, cause = checked(await result if inspect.isawaitable(result) else result)
         except asyncio.CancelledError:
-            cause = "was given up"
+            cause = "was cancelled"
         except Exception as error:
             cause = f"raised {type(error).__name__}: {error}"
-        await self._tell(Answer(call=ask.call, value=value, cause=cause, seconds=time.monotonic() - began))
+        seconds = time.monotonic() - started
+        await self._send(CallResult(number=call.number, value=value, cause=cause, seconds=seconds))
 
-    def _forget(self, call: int, _: asyncio.Task[None]) -> None:
-        self._running.pop(call, None)
+    def _forget(self, number: int, _: asyncio.Task[None]) -> None:
+        self._running.pop(number, None)
 
-    async def _tell(self, message: FromChild) -> None:
-        self._writer.write(frame(encode(message)))
-        await self._writer.drain()
-
-
-async def _called(function: Callable[..., Any], ask: Ask) -> object:
-    value = function(ask.case)
-    return await value if inspect.isawaitable(value) else value
+    async def _send(self, message: FromChild) -> None:
+        self._parent.send(encode(message))
+        await self._parent.drain()
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -86,7 +90,7 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def checked(value: object) -> tuple[float | None, str | None]:
-    """A number, or None where there is none; and what is wrong with it."""
+    """The reward (None: could not be scored), and what is wrong with the value."""
     if value is None:
         return None, None
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
@@ -98,23 +102,22 @@ def checked(value: object) -> tuple[float | None, str | None]:
     if math.isnan(number):
         return None, None
     if math.isinf(number):
-        return None, f"returned {number}, from which nothing can be learned"
+        return None, f"returned {number}; a reward must be finite"
     return number, None
 
 
-async def work(socket_fd: int) -> None:
-    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=socket_fd))
+async def work(sock: socket.socket) -> None:
+    parent = await Frames.open(sock)
     try:
-        await RewardLoop(reader, writer).run()
+        await RewardLoop(parent).run()
     finally:
-        writer.close()
+        parent.close()
 
 
-def main(socket_fd: int) -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    killed_with_parent()
-    os.set_inheritable(socket_fd, False)
-    asyncio.run(work(socket_fd))
+def main(channel_fd: int) -> int:
+    sock = connect_to_parent(channel_fd)
+    kill_with_parent()
+    asyncio.run(work(sock))
     return 0
 
 

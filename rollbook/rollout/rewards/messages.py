@@ -1,4 +1,4 @@
-"""What crosses the edge between a worker and the processes its reward functions run in. The frames are those of `wire.py`."""
+"""Messages between a worker and its reward processes, encoded as msgpack."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,20 +11,20 @@ from rollbook.contracts.trajectory import EndReason
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardCase:
-    """What a reward function is given: the task and what was made of it. Plain values, because it crosses a process edge."""
+    """The argument of a reward function: the task and the finished episode. Plain values, because it is sent to a process."""
 
     row: Mapping[str, Any]
     """The task's row."""
     messages: tuple[Mapping[str, Any], ...] = ()
-    """The whole conversation, where the rollout function recorded it."""
+    """The whole conversation, if the rollout function recorded it."""
     response: str = ""
-    """What the policy said last."""
+    """The last text of the policy."""
     finish_reason: EndReason = EndReason.DONE
     reward: float | None = None
-    """What the episode itself brought."""
+    """The environment's reward."""
     solved: bool | None = None
     num_sampled: int = 0
-    """Tokens that the policy sampled."""
+    """Number of tokens that the policy sampled."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
 
@@ -35,16 +35,16 @@ class Load(msgspec.Struct, tag="load", array_like=True, frozen=True):
     search_path: list[str]
 
 
-class Ask(msgspec.Struct, tag="ask", array_like=True, frozen=True):
-    call: int
+class Call(msgspec.Struct, tag="call", array_like=True, frozen=True):
+    number: int
     function: str
     case: RewardCase
 
 
-class Give(msgspec.Struct, tag="give", array_like=True, frozen=True):
-    """Give up a call of an async function: its time is over."""
+class CancelCall(msgspec.Struct, tag="cancel", array_like=True, frozen=True):
+    """Cancel a call of an async function that exceeded its timeout."""
 
-    call: int
+    number: int
 
 
 class Loaded(msgspec.Struct, tag="loaded", array_like=True, frozen=True):
@@ -55,15 +55,15 @@ class LoadFailed(msgspec.Struct, tag="load_failed", array_like=True, frozen=True
     cause: str
 
 
-class Answer(msgspec.Struct, tag="answer", array_like=True, frozen=True):
-    call: int
+class CallResult(msgspec.Struct, tag="result", array_like=True, frozen=True):
+    number: int
     value: float | None
     cause: str | None
     seconds: float
 
 
-ToChild: TypeAlias = Load | Ask | Give
-FromChild: TypeAlias = Loaded | LoadFailed | Answer
+ToChild: TypeAlias = Load | Call | CancelCall
+FromChild: TypeAlias = Loaded | LoadFailed | CallResult
 
 encode = msgspec.msgpack.Encoder().encode
 to_child = msgspec.msgpack.Decoder(ToChild)

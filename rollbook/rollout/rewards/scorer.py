@@ -1,4 +1,4 @@
-"""`Scorer`: gives a finished episode its reward, from functions that the user named, and writes down what each of them said.
+"""`Scorer`: computes the reward of a finished episode with the user's reward functions, and records the score of each.
 
     def correct(case: RewardCase) -> float | None: ...          # or async def
 
@@ -16,7 +16,7 @@ import msgspec
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.rollout.rewards.messages import RewardCase
 from rollbook.rollout.rewards.pool import RewardPool, open_reward_pool
-from rollbook.rollout.settings.rewards import SECONDS_KEY, TO_BE_SCORED, RewardRules, Score, combine, score_key
+from rollbook.rollout.settings import SECONDS_KEY, TO_BE_SCORED, RewardRules, Score, combine, score_key
 from rollbook.telemetry.events import EventLog
 
 __all__ = ["TO_BE_SCORED", "RewardCase", "Scorer", "open_scorer"]
@@ -31,7 +31,7 @@ class Scorer:
     async def score(self, row: Mapping[str, Any], sample: RolloutSample) -> RolloutSample:
         """The sample with its reward, or with the cause why it has none.
 
-        An episode that failed is not judged: what its world could not finish says nothing about the policy.
+        A failed episode is not scored: the failure says nothing about the policy.
         """
         if not sample.is_scorable and sample.invalid_cause != TO_BE_SCORED:
             return sample
@@ -45,16 +45,16 @@ class Scorer:
 async def open_scorer(
     rules: RewardRules, *, decode: Callable[[Sequence[int]], str], search_path: tuple[str, ...], log: EventLog
 ) -> AsyncIterator[Scorer]:
-    """`decode`: tokens to text, for episodes that recorded no messages."""
+    """`decode` turns tokens into text, for episodes without recorded messages."""
     async with open_reward_pool(rules, search_path=search_path, log=log) as pool:
         yield Scorer(pool, rules, decode=decode)
 
 
 def scored(sample: RolloutSample, rules: RewardRules, scores: Mapping[str, Score]) -> RolloutSample:
-    """The same episode with the verdict of the functions. Pure."""
+    """The sample with the combined score of the functions. Pure."""
     verdict = combine(rules, scores, environment=sample.reward)
-    told = {score_key(name): score.value for name, score in scores.items() if score.value is not None}
-    metrics = {**sample.metrics, **told, SECONDS_KEY: max((s.seconds for s in scores.values()), default=0.0)}
+    values = {score_key(name): score.value for name, score in scores.items() if score.value is not None}
+    metrics = {**sample.metrics, **values, SECONDS_KEY: max((s.seconds for s in scores.values()), default=0.0)}
     if sample.reward is not None:
         metrics[score_key("environment")] = float(sample.reward)
     faults = {name: score.cause for name, score in scores.items() if score.cause is not None}
@@ -64,15 +64,15 @@ def scored(sample: RolloutSample, rules: RewardRules, scores: Mapping[str, Score
 
 def case_of(row: Mapping[str, Any], sample: RolloutSample, *, decode: Callable[[Sequence[int]], str]) -> RewardCase:
     messages = sample.messages or ()
-    said = next((m.get("content") for m in reversed(messages) if m.get("role") == "assistant"), None)
-    if said is None and sample.turns:
+    response = next((m.get("content") for m in reversed(messages) if m.get("role") == "assistant"), None)
+    if response is None and sample.turns:
         last = sample.turns[-1]
-        said = decode(sample.sequences[last.sequence].token_ids[last.start : last.end].tolist())
+        response = decode(sample.sequences[last.sequence].token_ids[last.start : last.end].tolist())
     return RewardCase(
         row=dict(row),
-        # A message may hold what a model's template reads: whatever it is, the record of it is JSON.
+        # Messages may hold any values that a chat template reads; the reward process gets plain ones.
         messages=tuple(msgspec.to_builtins(dict(message)) for message in messages),
-        response=said if isinstance(said, str) else "",
+        response=response if isinstance(response, str) else "",
         finish_reason=sample.finish_reason,
         reward=sample.reward,
         solved=sample.solved,

@@ -1,9 +1,8 @@
-"""What crosses the edge between dispatcher and worker process: length-prefixed msgpack frames over a socket pair.
+"""Messages between the dispatcher and a worker process, encoded as msgpack.
 
 Arrays travel as raw bytes. Nothing is unpickled on the dispatcher's side: user code lives in the worker, and so do its types.
 """
 
-import asyncio
 from typing import Any, Self, TypeAlias
 
 import msgspec
@@ -14,10 +13,6 @@ from rollbook.contracts.policy import PublicationId
 from rollbook.contracts.task import TaskId
 from rollbook.rollout.groups.player import GroupOrder, GroupResult
 from rollbook.rollout.metrics import reported_scores
-
-LENGTH_BYTES = 4
-MAX_FRAME_BYTES = 1 << 31
-"""A group of 64 samples of 32k tokens is 27 MB; beyond this a frame is taken for garbage."""
 
 
 class Play(msgspec.Struct, tag="play", array_like=True, frozen=True):
@@ -120,22 +115,6 @@ class Finished(msgspec.Struct, tag="finished", array_like=True, frozen=True):
 ToWorker: TypeAlias = Play | Cancel | Stop
 FromWorker: TypeAlias = Ready | Beat | Failed | Finished | Stalled
 
-_encoder = msgspec.msgpack.Encoder()
+encode = msgspec.msgpack.Encoder().encode
 to_worker = msgspec.msgpack.Decoder(ToWorker)
 from_worker = msgspec.msgpack.Decoder(FromWorker)
-
-
-def frame(message: ToWorker | FromWorker | bytes) -> bytes:
-    payload = message if isinstance(message, bytes) else _encoder.encode(message)
-    return len(payload).to_bytes(LENGTH_BYTES, "big") + payload
-
-
-async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
-    """The next payload; None when the other side is gone."""
-    try:
-        length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
-        if length > MAX_FRAME_BYTES:
-            raise ConnectionError(f"a frame of {length} bytes")
-        return await reader.readexactly(length)
-    except (asyncio.IncompleteReadError, ConnectionError):
-        return None

@@ -1,4 +1,4 @@
-"""What a worker process is built from: names and plain values, because the child builds everything itself."""
+"""What a worker process is built from: names and plain values, because the child process builds all objects itself."""
 
 import dataclasses
 import pickle
@@ -7,47 +7,34 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollbook.contracts.errors import RunError
-from rollbook.rollout.settings.groups import GroupRules
-from rollbook.rollout.settings.rewards import RewardRules
-
-
-class RecipeError(RunError):
-    """A worker cannot be built from this."""
+from rollbook.rollout.config import RolloutConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerRecipe:
+class WorkerSpec:
     builder: str
-    """`module:function`; called in the child with `settings`, returns an async context manager of a `RolloutSetup`."""
-    rollout: str
-    """`module` or `module:attribute` of `make_rollout`."""
-    rules: GroupRules
-    rewards: RewardRules | None = None
+    """`module:function`. The child calls it with `settings`; it returns an async context manager of a `RolloutSetup`."""
+    config: RolloutConfig
     settings: Mapping[str, Any] = field(default_factory=dict)
     search_path: tuple[str, ...] = ()
-    """Directories in which user modules are looked for, the config's own first."""
+    """Directories of user modules; the directory of the config file is first."""
 
     def pickled(self) -> bytes:
-        """The recipe as the child gets it. A field that cannot cross the process edge is named here, before anything is spawned."""
+        """The spec for the child process. Raises `RunError` that names a value which cannot be pickled."""
         try:
             return pickle.dumps(self)
         except Exception as error:
-            culprit = next(
-                (_culprit(name, value) for name, value in self._parts() if not _can_pickle(value)), "a part of it"
-            )
-            raise RecipeError(
-                f"the worker's recipe cannot be sent to its process: {culprit} cannot be pickled "
+            values = [(f"settings[{key!r}]", value) for key, value in self.settings.items()]
+            values += [(f.name, getattr(self, f.name)) for f in dataclasses.fields(self)]
+            culprit = next((_culprit(name, value) for name, value in values if not _can_pickle(value)), "a part of it")
+            raise RunError(
+                f"the worker spec cannot be sent to its process: {culprit} cannot be pickled "
                 f"({type(error).__name__}: {error}); pass names and plain values, and build objects in the builder"
             ) from error
 
-    def _parts(self) -> list[tuple[str, object]]:
-        parts: list[tuple[str, object]] = [(f"settings[{key!r}]", value) for key, value in self.settings.items()]
-        parts += [(f.name, getattr(self, f.name)) for f in dataclasses.fields(self)]
-        return parts
-
 
 def _culprit(path: str, value: object) -> str:
-    """The innermost part of a value that cannot be pickled: `settings['grader']['client'] (a lock)`."""
+    """The innermost part that cannot be pickled: `settings['grader']['client'] (a lock)`."""
     parts: list[tuple[str, object]] = []
     if isinstance(value, Mapping):
         parts = [(f"{path}[{key!r}]", inner) for key, inner in value.items()]

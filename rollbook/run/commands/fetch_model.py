@@ -64,7 +64,7 @@ def get_model(name: str, *, target: Path | None, source: Path | None, force: boo
         convert = load_on_demand("rollbook.inference.engines.embedded.model.gguf:convert_gguf")
         origin = _file_digest(gguf)
         directory.parent.mkdir(parents=True, exist_ok=True)
-        parameters: int = convert(gguf, directory, pad_token=entry.pad_token, say=say)
+        parameters: int = convert(gguf, directory, pad_token=entry.pad_token, report=say)
     made = {
         "model": name,
         "about": entry.about,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rollbook.concurrency.parent_watch import die_with_parent
+from rollbook.concurrency.child_process.child import die_with_parent
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.errors import RunError, TransientError
 from rollbook.ledger.client.client import open_ledger_client
@@ -86,7 +86,7 @@ async def _hosted(supervisor: Supervisor, config: RunConfig, directory: RunDirec
     async def tell_when_ready() -> None:
         for process in supervisor.processes:
             await process.ready.wait()
-        write_json(directory.path / HOST_FILE, host_facts(supervisor.addresses, config, directory))
+        write_json(directory.path / HOST_FILE, host_info(supervisor.addresses, config, directory))
         console.print(f"ready for a trainer: {directory.path / HOST_FILE}", soft_wrap=True)
 
     telling = asyncio.create_task(tell_when_ready(), name="host.tell")
@@ -96,7 +96,7 @@ async def _hosted(supervisor: Supervisor, config: RunConfig, directory: RunDirec
         telling.cancel()
 
 
-def host_facts(addresses: dict[str, str], config: RunConfig, directory: RunDirectory) -> dict[str, object]:
+def host_info(addresses: dict[str, str], config: RunConfig, directory: RunDirectory) -> dict[str, object]:
     """What a trainer of other people needs to know."""
     return {
         "pid": os.getpid(),

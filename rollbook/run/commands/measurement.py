@@ -17,9 +17,9 @@ from rollbook.inference.weights.client import WeightTransferClient
 from rollbook.rollout.evaluation import Evaluator, LabelResult, by_label, open_evaluator, share_of_publication
 from rollbook.run.config.run import RunConfig
 from rollbook.run.policy_clients import policy_urls
-from rollbook.run.processes.rollout import worker_recipe
+from rollbook.run.processes.rollout import worker_spec
 from rollbook.run.supervision.child_main import RoleContext
-from rollbook.run.supervision.process import TERM_GRACE_S, ManagedProcess
+from rollbook.run.supervision.process import SupervisedProcess
 from rollbook.run.supervision.sockets import listening_socket, url_of
 from rollbook.tasks.dataset import load_tasks
 from rollbook.trainer.model.policy_model import PolicyModel
@@ -122,28 +122,30 @@ async def open_measuring(
 @asynccontextmanager
 async def _workers(context: RoleContext) -> AsyncIterator[Evaluator]:
     config, settings = context.loaded.config, context.loaded.config.evaluation
-    recipe = worker_recipe(context)
-    recipe = dataclasses.replace(
-        recipe,
-        rules=dataclasses.replace(
-            recipe.rules,
-            completions_per_prompt=settings.episodes,
-            min_samples=1,
+    rollout = config.rollout.model_copy(
+        update={
+            "workers": settings.workers,
+            "groups_per_worker": -(-settings.concurrency // settings.workers),
+            "completions_per_prompt": settings.episodes,
+            "min_samples": 1,
             # A measurement takes every episode, not those that finish first.
-            oversample=0,
-            drop_constant_reward=False,
-            filter=None,
-        ),
+            "oversample": 0,
+            "drop_constant_reward": False,
+            "filter": None,
+        }
+    )
+    spec = worker_spec(context)
+    spec = dataclasses.replace(
+        spec,
+        config=rollout,
         settings={
-            **recipe.settings,
+            **spec.settings,
             "is_greedy": settings.greedy,
             "log_file": str(context.directory.log_file("evaluation-worker")),
         },
     )
-    a_worker = -(-settings.concurrency // settings.workers)
-    rollout = config.rollout.model_copy(update={"workers": settings.workers, "groups_per_worker": a_worker})
     async with open_evaluator(
-        recipe, rollout, concurrency=settings.concurrency, label_field=settings.label_field, log=context.log
+        spec, concurrency=settings.concurrency, label_field=settings.label_field, log=context.log
     ) as evaluator:
         yield evaluator
 
@@ -153,7 +155,7 @@ async def _served(context: RoleContext, role: str) -> AsyncIterator[str]:
     """A server process for the evaluation alone. It is not restarted: a measurement that lost its policy is no measurement."""
     config = context.loaded.config
     sock = listening_socket("127.0.0.1", 0)
-    process = ManagedProcess(
+    process = SupervisedProcess(
         f"evaluation-{role}",
         role,
         context.directory,
@@ -161,19 +163,17 @@ async def _served(context: RoleContext, role: str) -> AsyncIterator[str]:
         listening=sock,
         env={"OMP_NUM_THREADS": str(config.inference.threads), "TOKENIZERS_PARALLELISM": "false"},
     )
-    living = asyncio.create_task(process.live(), name=f"evaluation.{role}")
+    living = asyncio.create_task(process.run(), name=f"evaluation.{role}")
     try:
         ready = asyncio.create_task(process.ready.wait(), name=f"evaluation.{role}.ready")
         await asyncio.wait({living, ready}, timeout=READY_S, return_when=asyncio.FIRST_COMPLETED)
         ready.cancel()
         if not process.ready.is_set():
-            raise RunError(f"the evaluation's {role} server did not start: {process.fault or process.last_words()}")
+            raise RunError(f"the evaluation's {role} server did not start: {process.fault or process.last_output()}")
         yield url_of(sock)
     finally:
-        process.ask_to_stop()
-        await asyncio.wait({living}, timeout=TERM_GRACE_S)
-        process.kill()
-        await asyncio.wait({living}, timeout=TERM_GRACE_S)
+        await process.stop()
+        living.cancel()
         sock.close()
 
 

@@ -9,22 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
-from aiohttp import web
 from pydantic import SecretStr
 
-from rollbook.concurrency.clock import SystemClock
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.plugin import load_on_demand
 from rollbook.ledger.atropos.config import AtroposConfig
-from rollbook.ledger.atropos.routes import add_atropos
-from rollbook.ledger.client.queries import audit_at, explain_at
+from rollbook.ledger.atropos.routes import atropos_dialect
+from rollbook.ledger.client.blocking import audit_at, explain_at
 from rollbook.ledger.config import Durability, LedgerConfig, LedgerServerConfig
-from rollbook.ledger.http.malloc import keep_memory_for_bodies
 from rollbook.ledger.serve import serve_ledger
-from rollbook.ledger.service import Ledger
-from rollbook.ledger.store import Store
 from rollbook.ledger.stores.registry import open_reader, open_store, reclaim, sqlite_url
 from rollbook.ledger.tools.audit import AuditReport
 from rollbook.ledger.tools.compaction import compact
@@ -46,7 +41,7 @@ def serve(
     atropos_run: str | None,
     say: Callable[[str], None],
 ) -> None:
-    """Serve until SIGINT or SIGTERM. With `atropos_run`, the Atropos dialect answers beside the native one."""
+    """Serve until SIGINT or SIGTERM. With `atropos_run`, the Atropos API of that run is served too."""
     config = LedgerServerConfig(
         store=store,
         host=host,
@@ -57,15 +52,9 @@ def serve(
         trainer_tokens=tuple(SecretStr(token) for token in tokens.get("trainer", ())),
         viewer_tokens=tuple(SecretStr(token) for token in tokens.get("viewer", ())),
     )
-    log = EventLog("ledger")
+    dialects = [] if atropos_run is None else [atropos_dialect(AtroposConfig(run=atropos_run))]
     say(f"opening {store} ({durability}), listening on {host}:{port}")
-
-    def mount(app: web.Application, _: Ledger, opened: Store) -> None:
-        dialect = AtroposConfig(run=str(atropos_run))
-        add_atropos(app, store=opened, config=dialect, limits=config.ledger, clock=SystemClock(), log=log)
-
-    keep_memory_for_bodies()
-    uvloop.run(serve_ledger(config, log=log, mount=mount if atropos_run is not None else None))
+    uvloop.run(serve_ledger(config, log=EventLog("ledger"), dialects=dialects))
 
 
 def shrink(store: str, *, run: str | None, up_to_step: int | None) -> dict[str, Any]:

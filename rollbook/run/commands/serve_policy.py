@@ -76,7 +76,7 @@ def model_directory(model: str | None, config: InferenceConfig) -> Path | None:
     return found
 
 
-def texts_of(directory: Path | None, say: Say = lambda text: None) -> ModelTokenizer | None:
+def load_tokenizer(directory: Path | None, say: Say = lambda text: None) -> ModelTokenizer | None:
     """The model's own tokenizer, as rollouts use it. Without one the server takes and gives token ids only."""
     if directory is None or not (directory / "tokenizer.json").exists():
         say("no tokenizer.json: token ids only, no text and no chat")
@@ -115,7 +115,7 @@ async def _serve(
     async with open_engine(config, directory) as engine:
         await adopt_directory_weights(engine)
         names = tuple(asked.served_model_name) or ((asked.model,) if asked.model else ("policy",))
-        app = build_app(engine, config, texts=texts_of(directory, say), model_names=names, api_key=key)
+        app = build_app(engine, config, tokenizer=load_tokenizer(directory, say), model_names=names, api_key=key)
         async with serving(app, sock) as url:
             say(f"serving {', '.join(names)} at {url}/v1 (context of {engine.max_model_len} tokens)")
             if asked.ready_file is not None:

@@ -21,9 +21,9 @@ from rollbook.rollout.agents.server import ProxyServer
 from rollbook.rollout.agents.session import ProxySession
 from rollbook.rollout.agents.tool_calls import load_parser
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
-from rollbook.rollout.episodes.policy import EpisodePolicy
+from rollbook.rollout.policy import EpisodePolicy
 from rollbook.rollout.remote.protocol import reply_of
-from rollbook.rollout.settings.limits import EpisodeLimits
+from rollbook.rollout.settings import EpisodeLimits
 
 NOT_SCORED = "no reward was given"
 
@@ -53,7 +53,7 @@ class RecordingProxy(ProxyServer):
         self._tokenizer = tokenizer
         self._sampling = sampling
 
-    def unknown(self, name: str) -> ProxySession:
+    def unknown_session(self, name: str) -> ProxySession:
         session = self._make(assembler=self._wishes.assembler, tool_parser=self._wishes.tool_parser)
         self._sessions[name] = session
         return session

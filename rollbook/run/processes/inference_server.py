@@ -2,7 +2,7 @@
 
 from rollbook.inference.engine import open_engine
 from rollbook.inference.server.app import SERVICE, build_app
-from rollbook.run.commands.serve_policy import texts_of
+from rollbook.run.commands.serve_policy import load_tokenizer
 from rollbook.run.model_location import model_location
 from rollbook.run.supervision.child_main import RoleContext
 from rollbook.run.supervision.sockets import serving
@@ -13,7 +13,7 @@ async def main(context: RoleContext) -> str:
     async with (
         open_engine(config.inference, model_location(context.directory), spans=context.spans) as engine,
         serving(
-            app := build_app(engine, config.inference, texts=texts_of(model_location(context.directory))),
+            app := build_app(engine, config.inference, tokenizer=load_tokenizer(model_location(context.directory))),
             context.listening(),
         ) as url,
     ):

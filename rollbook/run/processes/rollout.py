@@ -8,12 +8,11 @@ from rollbook.contracts.admission import RunId
 from rollbook.ledger.client.client import open_ledger_client
 from rollbook.rollout.dispatch.dispatcher import Dispatcher
 from rollbook.rollout.metrics import rollout_metrics
-from rollbook.rollout.workers.spec import WorkerRecipe
+from rollbook.rollout.workers.spec import WorkerSpec
 from rollbook.run.atropos_feed import AtroposSource
 from rollbook.run.model_location import model_location
 from rollbook.run.supervision.child_main import RoleContext
-from rollbook.tasks.dataset import load_tasks
-from rollbook.tasks.source import build_source
+from rollbook.tasks.dataset import build_source, load_tasks
 from rollbook.telemetry.metrics import MetricRecorder
 
 
@@ -33,7 +32,7 @@ async def main(context: RoleContext) -> str:
             name="dispatcher-0",
             tasks=tasks,
             sink=ledger,
-            recipe=worker_recipe(context),
+            spec=worker_spec(context),
             config=config.rollout,
             rule=config.gate.settings(max_steps=config.trainer.max_steps).rule,
             log=context.log,
@@ -80,14 +79,12 @@ async def _run_until_drained(work: Coroutine[Any, Any, None], context: RoleConte
         await asyncio.gather(playing, draining, return_exceptions=True)
 
 
-def worker_recipe(context: RoleContext) -> WorkerRecipe:
+def worker_spec(context: RoleContext) -> WorkerSpec:
     """What the workers of this run are built from."""
     config = context.loaded.config
-    return WorkerRecipe(
+    return WorkerSpec(
         builder="rollbook.run.processes.rollout_worker:build_setup",
-        rollout=config.rollout.function,
-        rules=config.rollout.group_rules,
-        rewards=config.rollout.rewards.rules,
+        config=config.rollout,
         settings={
             "policy_url": context.addresses["policy"],
             "model_dir": str(model_location(context.directory)),

@@ -9,11 +9,11 @@ from typing import Any
 from rollbook.envs.client.remote import open_environments
 from rollbook.envs.config import EnvConfig
 from rollbook.inference.config import InferenceConfig
-from rollbook.rollout.agents.setup import proxy_sessions
+from rollbook.rollout.agents.server import open_proxy_sessions
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
 from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.contract import RolloutSetup
-from rollbook.rollout.episodes.policy import EpisodePolicy
+from rollbook.rollout.policy import EpisodePolicy
 from rollbook.run.policy_clients import open_policy, policy_urls
 from rollbook.telemetry.events import EventLog
 
@@ -33,7 +33,7 @@ async def build_setup(settings: Mapping[str, Any]) -> AsyncIterator[RolloutSetup
         async with (
             open_policy(inference, settings["policy_url"], log=log) as policy,
             open_environments(EnvConfig.model_validate(settings["env"])) as open_environment,
-            proxy_sessions(
+            open_proxy_sessions(
                 asking := EpisodePolicy(policy, sampling, request_s=inference.request_s),
                 tokenizer,
                 sampling,

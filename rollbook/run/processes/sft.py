@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rollbook.concurrency.parent_watch import die_with_parent
+from rollbook.concurrency.child_process.child import die_with_parent
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.trajectory import TokenRow
 from rollbook.rollout.chat.tokenizer import ModelTokenizer

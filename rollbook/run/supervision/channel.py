@@ -1,68 +1,58 @@
-"""How a child tells its supervisor what it does: JSON lines over a pipe. One way, small, never blocking the child for long."""
+"""Reports from a supervised process to its supervisor."""
 
-import json
-import os
-import threading
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+
+import msgspec
+
+from rollbook.concurrency.child_process.frames import BlockingFrames
+
+MAX_MESSAGE_CHARS = 2000
 
 
-class Note(StrEnum):
+class ReportKind(StrEnum):
     READY = "ready"
     DOING = "doing"
-    BEAT = "beat"
-    """A sign of life from the event loop itself."""
+    HEARTBEAT = "heartbeat"
+    """The event loop runs."""
     FAULT = "fault"
-    """Stop the run: `message` is for a person."""
+    """The run must stop; `message` is for a person."""
     END = "end"
-    """The role ended as it should: `message` says how."""
+    """The role has ended as it should; `message` says how."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChildNote:
-    kind: Note
+class Report(msgspec.Struct, array_like=True, frozen=True):
+    kind: ReportKind
     message: str
 
-    @classmethod
-    def parse(cls, line: bytes) -> "ChildNote | None":
-        try:
-            row: dict[str, Any] = json.loads(line)
-            return cls(Note(row["kind"]), str(row["message"]))
-        except (ValueError, KeyError, TypeError):
-            return None
+
+encode_report = msgspec.msgpack.Encoder().encode
+decode_report = msgspec.msgpack.Decoder(Report).decode
 
 
 class Channel:
-    """The child's end. Without a file descriptor (a role started by hand) notes go nowhere."""
+    """The child's end. Without a connection (a role that has no supervisor) reports are discarded."""
 
-    def __init__(self, fd: int | None) -> None:
-        self._fd = fd
-        self._lock = threading.Lock()
+    def __init__(self, frames: BlockingFrames | None) -> None:
+        self._frames = frames
 
     def ready(self, message: str = "") -> None:
-        self._send(Note.READY, message)
+        self._send(ReportKind.READY, message)
 
-    def beat(self) -> None:
-        self._send(Note.BEAT, "")
+    def heartbeat(self) -> None:
+        self._send(ReportKind.HEARTBEAT, "")
 
     def doing(self, message: str) -> None:
-        self._send(Note.DOING, message)
+        self._send(ReportKind.DOING, message)
 
     def fault(self, message: str) -> None:
-        self._send(Note.FAULT, message)
+        self._send(ReportKind.FAULT, message)
 
     def end(self, message: str) -> None:
-        self._send(Note.END, message)
+        self._send(ReportKind.END, message)
 
-    def _send(self, kind: Note, message: str) -> None:
-        if self._fd is None:
-            return
-        # One line stays below the 4,096 bytes that a pipe keeps whole, escapes included, so that notes never mix.
-        short = message.encode()[:1800].decode(errors="ignore")
-        line = json.dumps({"kind": kind, "message": short}, ensure_ascii=False).encode() + b"\n"
-        with self._lock:
+    def _send(self, kind: ReportKind, message: str) -> None:
+        if self._frames is not None:
             try:
-                os.write(self._fd, line)
+                self._frames.send(encode_report(Report(kind, message[:MAX_MESSAGE_CHARS])))
             except OSError:
-                self._fd = None
+                self._frames = None  # the supervisor is gone; `die_with_parent` ends this process

@@ -1,12 +1,11 @@
-"""The life of a supervised process: `python -m rollbook.run.supervision.child_main --role trainer --run-dir DIR …`.
+"""The main function of a supervised process: `python -m rollbook.run.supervision.child_main CHANNEL_FD --role trainer ...`.
 
-It reads the resolved config, ends with its parent, tells over the channel what it does, turns SIGTERM into a request to drain, and
-turns whatever escapes into an exit code that says who must act.
+It loads the resolved config, runs the role's module, turns SIGTERM into a request to drain, and turns an error into an exit code
+that says what the supervisor must do.
 """
 
 import argparse
 import asyncio
-import faulthandler
 import json
 import os
 import signal
@@ -19,24 +18,34 @@ from typing import Protocol, cast
 
 import uvloop
 
-from rollbook.concurrency.parent_watch import die_with_parent
+from rollbook.concurrency.child_process.child import connect_to_parent, die_with_parent, heartbeat
+from rollbook.concurrency.child_process.frames import BlockingFrames
+from rollbook.concurrency.exception_groups import first_error
 from rollbook.contracts.errors import FencedError, RunError
 from rollbook.contracts.plugin import extend_search_path, load_on_demand
 from rollbook.run.config.run import LoadedConfig, load_config
 from rollbook.run.directory import RunDirectory
 from rollbook.run.supervision.channel import Channel
-from rollbook.run.supervision.roles import ROLES
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.spans import SpanRecorder
 
-BEAT_S = 1.0
-"""Between signs of life to the supervisor."""
-STACK_SIGNAL = signal.SIGUSR1
-"""On this every thread's stack is written to stderr, also while foreign code holds the interpreter."""
 EXIT_DONE = 0
 EXIT_CRASHED = 1
 EXIT_STOP_RUN = 2
 EXIT_FENCED = 3
+
+# The module of a role is imported only by the process that plays it.
+ROLES: dict[str, str] = {
+    "prepare": "rollbook.run.processes.prepare",
+    "ledger": "rollbook.run.processes.ledger_server",
+    "policy": "rollbook.run.processes.inference_server",
+    "vllm": "rollbook.run.processes.vllm_server",
+    "env": "rollbook.run.processes.env_server",
+    "rollout": "rollbook.run.processes.rollout",
+    "trainer": "rollbook.run.processes.trainer",
+    "evaluation": "rollbook.run.processes.evaluation",
+    "report": "rollbook.run.processes.report",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,26 +63,25 @@ class RoleContext:
     server_socket: socket.socket | None
     """The listening socket of a server role, opened by the supervisor."""
     draining: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set by SIGTERM: end soon, and well."""
+    """Set by SIGTERM: finish the current work and end."""
 
     def listening(self) -> socket.socket:
         if self.server_socket is None:
-            raise RunError(f"the role {self.role} needs a listening socket and was given none")
+            raise RunError(f"the role {self.role} needs a listening socket, and the supervisor passed none")
         return self.server_socket
 
 
 class RoleModule(Protocol):
     async def main(self, context: RoleContext) -> str:
-        """Play the role to its end; the answer says how it ended."""
+        """Play the role to its end; returns how it ended, in words."""
 
 
 def main(argv: list[str] | None = None) -> int:
     args = _arguments(argv)
-    faulthandler.register(STACK_SIGNAL, all_threads=True)
-    if args.parent_fd is not None:
-        die_with_parent(args.parent_fd)
+    parent = connect_to_parent(args.channel_fd)
+    die_with_parent(parent.fileno())
     directory = RunDirectory(Path(args.run_dir))
-    channel = Channel(args.channel_fd)
+    channel = Channel(BlockingFrames(parent))
     log = EventLog(args.name, directory.log_file(args.name))
     spans = SpanRecorder(args.name, directory.span_file(args.name))
     log.info("process.started", pid=os.getpid(), role=args.role)
@@ -93,35 +101,27 @@ def main(argv: list[str] | None = None) -> int:
         module = cast(RoleModule, load_on_demand(ROLES[args.role]))
         return uvloop.run(_play(module, context))
     except Exception as error:
-        return _verdict(error, channel, log)
+        return exit_code_of(error, channel, log)
     finally:
         spans.close()
         log.close()
 
 
 async def _play(module: RoleModule, context: RoleContext) -> int:
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, context.draining.set)
-    loop.add_signal_handler(signal.SIGINT, lambda: None)
-    beats = asyncio.create_task(_beat(context.channel), name="process.beat")
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, context.draining.set)
+    beating = asyncio.create_task(heartbeat(lambda _: context.channel.heartbeat()), name="process.heartbeat")
     try:
-        ended = await module.main(context)
+        end = await module.main(context)
     finally:
-        beats.cancel()
-    context.log.info("process.ended", how=ended)
-    context.channel.end(ended)
+        beating.cancel()
+    context.log.info("process.ended", how=end)
+    context.channel.end(end)
     return EXIT_DONE
 
 
-async def _beat(channel: Channel) -> None:
-    while True:
-        channel.beat()
-        await asyncio.sleep(BEAT_S)
-
-
-def _verdict(error: BaseException, channel: Channel, log: EventLog) -> int:
-    """Exit code by the class of the error: a person must act (2), a newer process took over (3), or try again (1)."""
-    cause = first_cause(error)
+def exit_code_of(error: BaseException, channel: Channel, log: EventLog) -> int:
+    """Report an error that ended the role. The exit code says what follows: stop the run, fenced, or restart."""
+    cause = first_error(error, prefer=RunError)
     if isinstance(cause, FencedError):
         log.warning("process.fenced", cause=str(cause))
         return EXIT_FENCED
@@ -134,23 +134,14 @@ def _verdict(error: BaseException, channel: Channel, log: EventLog) -> int:
     return EXIT_CRASHED
 
 
-def first_cause(error: BaseException) -> BaseException:
-    """Out of an exception group, the error that decides: a `RunError` if there is one, else the first."""
-    if not isinstance(error, BaseExceptionGroup):
-        return error
-    leaves = [first_cause(inner) for inner in error.exceptions]
-    return next((leaf for leaf in leaves if isinstance(leaf, RunError)), leaves[0])
-
-
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="rollbook.run.supervision.child_main")
+    parser.add_argument("channel_fd", type=int)
     parser.add_argument("--role", required=True, choices=sorted(ROLES))
     parser.add_argument("--name", required=True)
     parser.add_argument("--run-dir", required=True)
     parser.add_argument("--addresses", default="{}")
     parser.add_argument("--socket-fd", type=int)
-    parser.add_argument("--parent-fd", type=int)
-    parser.add_argument("--channel-fd", type=int)
     return parser.parse_args(argv)
 
 

@@ -1,4 +1,4 @@
-"""One supervised process: spawn it with its pipes, listen to its notes, and end it by asking, then insisting, then forcing."""
+"""`SupervisedProcess`: the supervisor's view of one process of a run, over all its restarts."""
 
 import asyncio
 import contextlib
@@ -6,22 +6,18 @@ import json
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from enum import StrEnum
 
-from rollbook.concurrency.process_state import process_state
+from rollbook.concurrency.child_process.process import EXIT_S, ChildEndedError, ChildProcess, ChildSpec
 from rollbook.run.directory import RunDirectory
-from rollbook.run.supervision.channel import ChildNote, Note
-from rollbook.run.supervision.child_main import STACK_SIGNAL
+from rollbook.run.supervision.channel import Report, ReportKind, decode_report
 
-# How a process is ended: seconds from the polite request to the forced end. A trainer in the middle of a step is given more by
-# the supervisor, which waits for its drain.
-TERM_GRACE_S = 8.0
-# How long a process may take to write its stack down. Done by the signal handler itself, so it is a matter of milliseconds.
-STACK_S = 0.5
-STACK_BYTES = 16_384
+STOP_GRACE_S = 8.0
+"""From SIGTERM to SIGKILL."""
+REPORTED_LINES = 12
+"""Last lines of a dead process's output that are shown to a person."""
 
 
 class ProcessState(StrEnum):
@@ -34,9 +30,7 @@ class ProcessState(StrEnum):
     FAILED = "failed"
 
 
-class ManagedProcess:
-    """The supervisor's view of one process, over all its incarnations."""
-
+class SupervisedProcess:
     def __init__(
         self,
         name: str,
@@ -46,163 +40,124 @@ class ManagedProcess:
         addresses: dict[str, str],
         listening: socket.socket | None = None,
         env: dict[str, str] | None = None,
-        changed: Callable[[], None] = lambda: None,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self.name = name
         self.role = role
         self.state = ProcessState.WAITING
         self.doing = ""
-        self.ended_with = ""
+        self.end_message = ""
         self.fault: str | None = None
-        self.lives_s: list[float] = []
+        self.lifetimes_s: list[float] = []
+        """How long each incarnation that has ended was alive."""
         self.was_ready = False
-        """In any of its lives."""
+        """At least one incarnation became ready."""
         self.ready = asyncio.Event()
-        self.gone = asyncio.Event()
-        """Set while no incarnation is alive."""
-        self.gone.set()
-        self._directory = directory
-        self._addresses = addresses
-        self._listening = listening
-        self._env = {**os.environ, **(env or {})}
-        self._changed = changed
-        self._process: asyncio.subprocess.Process | None = None
+        self._ended = asyncio.Event()
+        self._ended.set()
+        self._on_change = on_change
+        self._child: ChildProcess | None = None
         self._since = time.monotonic()
-        self._started = 0.0
-        self._heard = 0.0
+        arguments = ["--role", role, "--name", name, "--run-dir", str(directory.path)]
+        arguments += ["--addresses", json.dumps(addresses)]
+        arguments += ["--socket-fd", str(listening.fileno())] if listening else []
+        self._spec = ChildSpec(
+            module="rollbook.run.supervision.child_main",
+            arguments=arguments,
+            environment={**os.environ, **(env or {})},
+            inherited_fds=[listening.fileno()] if listening else [],
+            # Ctrl-C in the terminal reaches only the supervisor, which decides what it means.
+            has_own_group=True,
+            output=directory.stderr_file(name),
+        )
 
     @property
     def pid(self) -> int | None:
-        return self._process.pid if self._process is not None and self._process.returncode is None else None
+        return self._child.pid if self._child is not None and self._child.is_alive else None
 
     @property
     def restarts(self) -> int:
-        return max(0, len(self.lives_s) - (0 if self.pid is not None else 1))
+        return max(0, len(self.lifetimes_s) - (0 if self.pid is not None else 1))
 
     @property
     def since_s(self) -> float:
+        """Seconds since its state or activity changed."""
         return time.monotonic() - self._since
 
     @property
     def silent_s(self) -> float:
-        """Seconds since anything was heard from it."""
-        return time.monotonic() - self._heard
+        """Seconds since its last report."""
+        return self._child.silent_s if self._child is not None else 0.0
 
     def move(self, state: ProcessState, doing: str = "") -> None:
         self.state, self.doing, self._since = state, doing, time.monotonic()
-        self._changed()
+        self._on_change()
 
-    async def live(self) -> int:
-        """One incarnation, from spawn to exit; the answer is its return code (negative: the signal that ended it)."""
+    async def run(self) -> int:
+        """Run one incarnation, from start to exit. Returns its exit code (negative: the signal that ended it)."""
         self.ready.clear()
-        self.gone.clear()
+        self._ended.clear()
         self.move(ProcessState.STARTING)
-        parent_read, parent_write = os.pipe()
-        channel_read, channel_write = os.pipe()
-        fds = [parent_read, channel_write, *([self._listening.fileno()] if self._listening else [])]
         try:
-            with self._directory.stderr_file(self.name).open("ab") as stderr:
-                self._process = await asyncio.create_subprocess_exec(
-                    *self._command(parent_read, channel_write),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=stderr,
-                    stderr=stderr,
-                    pass_fds=fds,
-                    env=self._env,
-                    # Its own group: Ctrl-C in the terminal reaches the supervisor alone, which then decides.
-                    start_new_session=True,
-                )
-            os.close(parent_read)
-            os.close(channel_write)
-            self._started = self._heard = time.monotonic()
-            self._changed()
-            listener = asyncio.create_task(self._listen(channel_read), name=f"run.listen.{self.name}")
-            code = await self._process.wait()
-            self.lives_s.append(time.monotonic() - self._started)
-            await listener
+            self._child = child = await ChildProcess.start(self._spec)
+        except BaseException:
+            self._ended.set()
+            raise
+        started = time.monotonic()
+        self._on_change()
+        receiving = asyncio.create_task(self._receive_reports(child), name=f"run.reports.{self.name}")
+        try:
+            code = await child.ended()
+            self.lifetimes_s.append(time.monotonic() - started)
+            await asyncio.wait({receiving}, timeout=EXIT_S)
             return code
         finally:
-            os.close(parent_write)
-            self.kill()
-            self.gone.set()
+            receiving.cancel()
+            await child.kill()
+            self._ended.set()
 
-    def ask_to_stop(self) -> None:
-        self._signal(signal.SIGTERM)
+    def request_stop(self) -> None:
+        if self._child is not None:
+            self._child.send_signal(signal.SIGTERM)
 
-    async def stack(self) -> str:
-        """What each of its threads is doing, as far as it can still say so."""
-        path = self._directory.stderr_file(self.name)
-        before = path.stat().st_size if path.exists() else 0
-        self._signal(STACK_SIGNAL)
-        await asyncio.sleep(STACK_S)
-        try:
-            with path.open("rb") as file:
-                file.seek(before)
-                told = file.read(STACK_BYTES).decode(errors="replace").strip()
-        except OSError:
-            told = ""
-        return told or f"it cannot say where it is ({process_state(self.pid)})"
+    async def stop(self) -> bool:
+        """SIGTERM, then SIGKILL. Returns when it has ended; False when it had to be killed."""
+        is_graceful = self._child is None or await self._child.stop(grace_s=STOP_GRACE_S)
+        await self._ended.wait()
+        return is_graceful
+
+    async def ends_within(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._ended.wait()
 
     def kill(self) -> None:
-        """The whole process group: workers that a dying parent leaves behind go with it."""
-        if self._process is None:
-            return
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        """SIGKILL to the whole process group, without waiting."""
+        if self._child is not None:
+            self._child.send_kill()
 
-    def last_words(self, lines: int = 12) -> str:
-        """The end of its stderr: what a person wants to see first."""
-        try:
-            with self._directory.stderr_file(self.name).open("rb") as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - 8192))
-                return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
-        except OSError:
-            return ""
+    async def stack(self) -> str:
+        return await self._child.stack() if self._child is not None else "it is not running"
 
-    def _signal(self, number: signal.Signals) -> None:
-        if self._process is not None and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(number)
+    def last_output(self) -> str:
+        return self._child.last_output(REPORTED_LINES) if self._child is not None else ""
 
-    def _command(self, parent_fd: int, channel_fd: int) -> list[str]:
-        command = [
-            sys.executable,
-            "-m",
-            "rollbook.run.supervision.child_main",
-            "--role",
-            self.role,
-            "--name",
-            self.name,
-        ]
-        command += ["--run-dir", str(self._directory.path), "--addresses", json.dumps(self._addresses)]
-        command += ["--parent-fd", str(parent_fd), "--channel-fd", str(channel_fd)]
-        if self._listening is not None:
-            command += ["--socket-fd", str(self._listening.fileno())]
-        return command
+    async def _receive_reports(self, child: ChildProcess) -> None:
+        with contextlib.suppress(ChildEndedError):
+            while True:
+                self._take(decode_report(await child.receive()))
 
-    async def _listen(self, channel_fd: int) -> None:
-        """Take the child's notes until it closes its end, which it does at the latest by dying."""
-        reader = asyncio.StreamReader()
-        pipe = os.fdopen(channel_fd, "rb", buffering=0)
-        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), pipe
-        )
-        try:
-            while line := await reader.readline():
-                if (note := ChildNote.parse(line)) is not None:
-                    self._take(note)
-        finally:
-            transport.close()
-
-    def _take(self, note: ChildNote) -> None:
-        self._heard = time.monotonic()
-        if note.kind is Note.READY:
-            self.ready.set()
-            self.was_ready = True
-            self.move(ProcessState.RUNNING, note.message)
-        elif note.kind is Note.DOING:
-            self.doing, self._since = note.message, time.monotonic()
-        elif note.kind is Note.FAULT:
-            self.fault = note.message
-        elif note.kind is Note.END:
-            self.ended_with = note.message
+    def _take(self, report: Report) -> None:
+        match report.kind:
+            case ReportKind.READY:
+                self.ready.set()
+                self.was_ready = True
+                self.move(ProcessState.RUNNING, report.message)
+            case ReportKind.DOING:
+                self.doing, self._since = report.message, time.monotonic()
+            case ReportKind.FAULT:
+                self.fault = report.message
+            case ReportKind.END:
+                self.end_message = report.message
+            case ReportKind.HEARTBEAT:
+                pass

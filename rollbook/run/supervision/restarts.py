@@ -1,4 +1,4 @@
-"""May a process that died be started again, and when? Pure: no clock, no process."""
+"""May a process that died be restarted, and when? Pure: no clock, no process."""
 
 from dataclasses import dataclass
 
@@ -15,29 +15,28 @@ class GiveUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartRule:
-    """Restart with growing waits; give up on a process that keeps dying young.
+    """Restart with growing waits; give up on a process that repeatedly dies soon after its start.
 
-    A life of `healthy_s` or more clears the record: a machine that loses a process every few minutes heals for ever, one whose
-    process cannot stand up stops with the cause.
+    An incarnation that lives `healthy_s` or longer resets the count, so a process that dies every few minutes is restarted for
+    ever, and one that cannot start stops the run with its cause.
     """
 
     most_quick_deaths: int = 6
-    most_stillbirths: int = 2
-    """Deaths of a process that was never ready, in any of its lives: it cannot stand up, and waiting will not help."""
+    most_failed_starts: int = 2
+    """Deaths of a process of which no incarnation was ever ready: more restarts would not help."""
     healthy_s: float = 15.0
     first_wait_s: float = 0.2
     most_wait_s: float = 5.0
 
-    def decide(self, lives_s: list[float], *, was_ready: bool = True) -> Restart | GiveUp:
-        """`lives_s`: how long each incarnation lived, oldest first; the last one has just died. `was_ready`: one of them was."""
-        if not was_ready and len(lives_s) > self.most_stillbirths:
-            return GiveUp(f"it died {len(lives_s)} times before it was ready")
+    def decide(self, lifetimes_s: list[float], *, was_ready: bool = True) -> Restart | GiveUp:
+        """`lifetimes_s`: how long each incarnation lived, oldest first; the last one has just died."""
+        if not was_ready and len(lifetimes_s) > self.most_failed_starts:
+            return GiveUp(f"it died {len(lifetimes_s)} times before it was ready")
         quick = 0
-        for life in reversed(lives_s):
-            if life >= self.healthy_s:
+        for lifetime in reversed(lifetimes_s):
+            if lifetime >= self.healthy_s:
                 break
             quick += 1
         if quick > self.most_quick_deaths:
             return GiveUp(f"it died {quick} times in a row within {self.healthy_s:g} s of its start")
-        # The first death of a healthy process is answered almost at once.
         return Restart(min(self.most_wait_s, self.first_wait_s * 2 ** max(0, quick - 1)))

@@ -1,10 +1,10 @@
-"""May this configuration go on with that run? Says which settings stand in the way."""
+"""Checks whether a run can continue with a changed configuration."""
 
 from typing import Any
 
 from rollbook.run.config.run import ConfigError, ConfigFault, RunConfig, changed_fields
 
-# What the ledger's record was made with. Changing one of these would make the record mean something else.
+# The ledger's record depends on these settings; a change would invalidate it.
 FROZEN = (
     "run.name",
     "run.seed",
@@ -17,9 +17,9 @@ FROZEN = (
 
 
 def check_resume(stored: RunConfig, wanted: RunConfig, *, source: str) -> dict[str, tuple[Any, Any]]:
-    """What changed, if the run may go on with it; `ConfigError` otherwise.
+    """The changed settings, if the run can continue with them; else raises `ConfigError`.
 
-    Settings of the trainer that alter its numbers are judged by the trainer itself: it knows whether steps would be replayed.
+    The trainer itself checks the settings that alter its numbers: it knows whether steps would be replayed.
     """
     changed = changed_fields(stored, wanted)
     faults = [

@@ -1,7 +1,7 @@
-"""Serve an HTTP application on a socket that somebody else opened.
+"""Serve an HTTP application on a socket that another process opened.
 
-The supervisor binds the listening sockets and hands them to its servers, so that a server that dies and comes back finds its
-clients waiting in the backlog: nobody ever meets a refused connection.
+The supervisor binds the listening sockets and passes them to its servers. While a server restarts, its clients wait in the backlog
+and no connection is refused.
 """
 
 import socket
@@ -10,10 +10,10 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
-# Connections that may wait while a server restarts: one for each of some hundred concurrent episodes.
+# Connections that may wait while a server restarts: one for each of some hundred concurrent episodes, and more.
 BACKLOG = 4096
 DRAIN_S = 2.0
-"""What is under way when a server is asked to stop gets this long to end."""
+"""How long running requests may take when a server stops."""
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
@@ -32,7 +32,7 @@ def url_of(sock: socket.socket) -> str:
 
 @asynccontextmanager
 async def serving(app: web.Application, sock: socket.socket, *, drain_s: float = DRAIN_S) -> AsyncIterator[str]:
-    """Answer requests while the block runs; then let what is under way end, for at most `drain_s`."""
+    """Serve requests while the block runs; then give running requests `drain_s` to finish."""
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=drain_s, handler_cancellation=True)
     await runner.setup()
     try:

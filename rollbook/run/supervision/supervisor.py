@@ -1,7 +1,7 @@
-"""Start in order, wait for readiness, restart by rule, stop in reverse. Leaves no process behind.
+"""Starts the processes of a run in order, waits until they are ready, restarts them by rule, and stops them in reverse order.
 
-The supervisor trains nothing and stores nothing: kill it, and its children end with it (see `concurrency/parent_watch.py`);
-start it again on the same run directory, and the run goes on from the ledger.
+The supervisor holds no state of the run. When it is killed, its children end with it; a new supervisor on the same run directory
+continues the run from the ledger.
 """
 
 import asyncio
@@ -14,21 +14,21 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from rollbook.concurrency.child_process.process import exit_reason
 from rollbook.contracts.errors import RunError
+from rollbook.inference.config import InferenceConfig
 from rollbook.run.config.run import RunConfig
 from rollbook.run.directory import RunDirectory, write_json
 from rollbook.run.policy_clients import joined
 from rollbook.run.supervision.child_main import EXIT_DONE, EXIT_FENCED, EXIT_STOP_RUN
-from rollbook.run.supervision.policy_replicas import free_url, replica_names
-from rollbook.run.supervision.process import TERM_GRACE_S, ManagedProcess, ProcessState
+from rollbook.run.supervision.process import STOP_GRACE_S, ProcessState, SupervisedProcess
 from rollbook.run.supervision.restarts import GiveUp, RestartRule
 from rollbook.run.supervision.sockets import listening_socket, url_of
 from rollbook.telemetry.events import EventLog
 
-# From the last batch to the end of the other processes: the dispatcher learns at its next question that the run is over.
 WIND_DOWN_S = 10.0
-# How often processes are looked at for signs of life.
-LOOK_S = 0.25
+"""After the last batch: the dispatcher learns from its next request that the run is over, and ends."""
+WATCH_INTERVAL_S = 0.25
 
 
 class RunEnd(StrEnum):
@@ -60,7 +60,7 @@ class Supervisor:
         has_trainer: bool = True,
         until_over: Callable[[Mapping[str, str]], Awaitable[None]] | None = None,
     ) -> None:
-        """`until_over` is given the addresses and waited for when the last process has ended, before the servers stop."""
+        """`until_over` is called with the addresses and awaited when the last process has ended, before the servers stop."""
         self._directory = directory
         self._log = log
         self._settings = config.run
@@ -78,7 +78,7 @@ class Supervisor:
         policies = replica_names(config.inference)
         servers = ["ledger", *policies, *(["env"] if config.env.pool_size is not None else [])]
         own_ports = () if config.inference.engine == "vllm" else policies
-        # Environments of Atropos are told where the ledger is before it runs.
+        # Atropos environments are configured with the ledger's address before it runs.
         fixed = {"ledger": config.tasks.atropos.port} if config.tasks.is_posted and not config.tasks.atropos.url else {}
         for server in servers:
             if server not in policies or server in own_ports:
@@ -88,7 +88,7 @@ class Supervisor:
         addresses["policy"] = joined(config.inference.urls or list(replicas.values()))
         roles = dict.fromkeys(policies, "vllm" if config.inference.engine == "vllm" else "policy")
         self.processes = [
-            ManagedProcess(
+            SupervisedProcess(
                 name,
                 roles.get(name, name),
                 directory,
@@ -98,7 +98,7 @@ class Supervisor:
                     "OMP_NUM_THREADS": str(threads.get("policy" if name in policies else name, 1)),
                     "TOKENIZERS_PARALLELISM": "false",
                 },
-                changed=self._write_processes,
+                on_change=self._write_processes,
             )
             for name in (
                 *servers,
@@ -108,7 +108,7 @@ class Supervisor:
             )
         ]
         self.addresses = addresses
-        # Where somebody else trains, the dispatcher is the last of ours to end.
+        # Without a trainer of its own, the run is over when the dispatcher ends.
         self._last = next(p for p in self.processes if p.role == ("trainer" if has_trainer else "rollout"))
 
     async def run(self) -> RunOutcome:
@@ -129,11 +129,11 @@ class Supervisor:
         return self._outcome(time.monotonic() - began)
 
     async def run_once(self, role: str) -> None:
-        """A role that does one thing and ends. Its failure is the run's."""
-        process = ManagedProcess(role, role, self._directory, addresses={})
-        code = await process.live()
+        """Run a role that does one thing and ends. If it fails, the run fails."""
+        process = SupervisedProcess(role, role, self._directory, addresses={})
+        code = await process.run()
         if code != EXIT_DONE:
-            self._fail(process.fault or f"{role} failed with exit code {code}:\n{process.last_words()}")
+            self._fail(process.fault or f"{role} failed with exit code {code}:\n{process.last_output()}")
 
     async def _run_processes(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -150,29 +150,28 @@ class Supervisor:
             for keeper in keepers:
                 keeper.cancel()
 
-    async def _keep(self, process: ManagedProcess) -> None:
-        """Keep one process alive until the run is over.
+    async def _keep(self, process: SupervisedProcess) -> None:
+        """Restart one process until the run is over.
 
         Takes:  exits of the process.
-        Gives:  the end of the run, when the trainer ends or somebody must act; a new incarnation otherwise.
+        Gives:  the end of the run, when the trainer ends or a person must act; a new incarnation otherwise.
         Waits:  for the exit, then for the backoff.
-        Woken:  by the kernel.
         Ends:   when the process ended as it should, or the run stops.
         """
         while not self._stopping.is_set():
-            code = await process.live()
+            code = await process.run()
             if self._stopping.is_set():
                 break
             if code == EXIT_DONE:
-                process.move(ProcessState.ENDED, process.ended_with)
-                self._log.info("run.process_ended", process=process.name, how=process.ended_with)
+                process.move(ProcessState.ENDED, process.end_message)
+                self._log.info("run.process_ended", process=process.name, how=process.end_message)
                 if process is self._last:
                     if self._until_over is not None:
                         await self._until_over(self.addresses)
                     self._over.set()
                 return
             if process.role == "evaluation" and code == EXIT_STOP_RUN:
-                # Measuring is not training: its fault is told, and the run goes on without it.
+                # A failed evaluation does not stop training: it is reported, and the run continues without it.
                 process.move(ProcessState.FAILED, process.fault or "it gave no reason")
                 self._log.error("run.evaluation_failed", cause=process.fault)
                 self._say(f"evaluation stopped: {process.fault}; training goes on")
@@ -184,27 +183,25 @@ class Supervisor:
                 process.move(ProcessState.FAILED, cause)
                 self._fail(f"{process.name} stopped the run: {cause}")
                 return
-            verdict = self._rule.decide(process.lives_s, was_ready=process.was_ready)
-            told = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+            verdict = self._rule.decide(process.lifetimes_s, was_ready=process.was_ready)
+            reason = exit_reason(code)
             if isinstance(verdict, GiveUp):
                 process.move(ProcessState.FAILED, verdict.reason)
                 if process.role == "evaluation":
-                    self._log.error("run.evaluation_failed", cause=verdict.reason, last_words=process.last_words())
-                    self._say(f"evaluation ended with {told}; {verdict.reason}; training goes on")
+                    self._log.error("run.evaluation_failed", cause=verdict.reason, last_output=process.last_output())
+                    self._say(f"evaluation {reason}; {verdict.reason}; training goes on")
                     return
-                self._fail(
-                    f"{process.name} ended with {told}; {verdict.reason}. Its last words:\n{process.last_words()}"
-                )
+                self._fail(f"{process.name} {reason}; {verdict.reason}. Its last output:\n{process.last_output()}")
                 return
             self._log.warning(
                 "run.process_died", process=process.name, code=code, restart_in_s=round(verdict.after_s, 2)
             )
-            process.move(ProcessState.RESTARTING, told)
+            process.move(ProcessState.RESTARTING, reason)
             await asyncio.sleep(verdict.after_s)
         process.move(ProcessState.STOPPED)
 
-    async def _until_ready(self, process: ManagedProcess) -> None:
-        """Wait for the first readiness. A process that dies meanwhile is its keeper's matter; one that hangs is named here."""
+    async def _until_ready(self, process: SupervisedProcess) -> None:
+        """Wait until a process is ready for the first time. `_keep` handles its death; here a hang stops the run."""
         ready = asyncio.create_task(process.ready.wait(), name=f"run.await_ready.{process.name}")
         over = asyncio.create_task(self._over.wait(), name="run.await_over")
         try:
@@ -214,33 +211,33 @@ class Supervisor:
             if not done:
                 stack = await process.stack()
                 self._fail(
-                    f"{process.name} was not ready after {self._settings.ready_s:g} s (run.ready_s). Where it is:\n{stack}"
+                    f"{process.name} was not ready after {self._settings.ready_s:g} s (run.ready_s). Its stacks:\n{stack}"
                 )
         finally:
             for task in (ready, over):
                 task.cancel()
 
-    async def _all_ready(self, processes: list[ManagedProcess]) -> None:
+    async def _all_ready(self, processes: list[SupervisedProcess]) -> None:
         for process in processes:
             await self._until_ready(process)
 
     async def _watch(self) -> None:
-        """Name and kill what hangs; its keeper starts it again.
+        """Kill processes that hang; `_keep` restarts them.
 
-        Takes:  signs of life of every process, from its event loop.
-        Waits:  a moment between looks.
+        Takes:  heartbeats of every process, from its event loop.
+        Waits:  `WATCH_INTERVAL_S` between checks.
         Ends:   when the run is over.
         """
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(WATCH_INTERVAL_S)
             for process in self.processes:
                 limit_s = self._settings.silence_s if process.ready.is_set() else self._settings.ready_s
-                # Before its first readiness, slowness is the run's failure and not a hang: see `_until_ready`.
+                # A process that was never ready is handled by `_until_ready`: it stops the run.
                 if process.pid is None or not process.was_ready or process.silent_s < limit_s:
                     continue
                 silent_s, doing, stack = round(process.silent_s, 1), process.doing, await process.stack()
                 if process.silent_s < limit_s:
-                    continue  # it spoke meanwhile
+                    continue  # it sent a heartbeat meanwhile
                 self._log.error(
                     "run.process_silent",
                     process=process.name,
@@ -249,37 +246,26 @@ class Supervisor:
                     doing=doing,
                     stack=stack,
                 )
-                self._say(f"{process.name} gave no sign of life for {silent_s:g} s and is started again ({doing})")
+                self._say(f"{process.name} sent no heartbeat for {silent_s:g} s and is restarted ({doing})")
                 process.kill()
-                await self._gone([process], TERM_GRACE_S)
+                await process.ends_within(STOP_GRACE_S)
 
     async def _stop_all(self) -> None:
-        """In reverse order of the journey: who asks ends before who answers."""
+        """Stop clients before the servers they use."""
         rollout = next(p for p in self.processes if p.role == "rollout")
         evaluation = [p for p in self.processes if p.role == "evaluation"]
         if self._failure is None and not self._drained:
-            # The dispatcher hears from the ledger that the run is over and ends by itself.
-            await self._gone([rollout], WIND_DOWN_S)
-            # And the evaluation measures once more what came of it.
-            await self._gone(evaluation, self._final_evaluation_s)
+            # The ledger tells the dispatcher that the run is over, and it ends by itself.
+            await rollout.ends_within(WIND_DOWN_S)
+            # The evaluation measures the final policy.
+            for process in evaluation:
+                await process.ends_within(self._final_evaluation_s)
         self._stopping.set()
         servers = [p for p in self.processes if p.role not in ("rollout", "trainer", "evaluation")]
         trainers = [p for p in self.processes if p.role == "trainer"]
         for process in (*evaluation, rollout, *trainers, *reversed(servers)):
-            if process.pid is None:
-                continue
-            process.ask_to_stop()
-            await self._gone([process], TERM_GRACE_S)
-            if process.pid is not None:
-                self._log.warning("run.process_killed", process=process.name, after_s=TERM_GRACE_S)
-                process.kill()
-                await self._gone([process], TERM_GRACE_S)
-
-    async def _gone(self, processes: list[ManagedProcess], within_s: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(within_s):
-                for process in processes:
-                    await process.gone.wait()
+            if process.pid is not None and not await process.stop():
+                self._log.warning("run.process_killed", process=process.name, after_s=STOP_GRACE_S)
 
     def _fail(self, message: str) -> None:
         if self._failure is None:
@@ -298,13 +284,13 @@ class Supervisor:
             loop.remove_signal_handler(number)
 
     def _interrupted(self) -> None:
-        """The first time: let the trainer finish its step and write a checkpoint. The second time: stop at once."""
+        """First signal: the trainer finishes its step and writes a checkpoint. Second signal: stop at once."""
         self._interrupts += 1
         last = self._last
         if self._interrupts == 1 and last.pid is not None and last.ready.is_set():
             self._drained = True
             self._say(f"stopping: the {last.name} finishes its work (Ctrl-C again stops at once)")
-            last.ask_to_stop()
+            last.request_stop()
         else:
             self._drained = True
             self._over.set()
@@ -318,8 +304,10 @@ class Supervisor:
         last = self._last
         if self._drained:
             end = RunEnd.DRAINED if last.state is ProcessState.ENDED else RunEnd.INTERRUPTED
-            return RunOutcome(end=end, message=last.ended_with or "stopped at once", seconds=seconds, restarts=restarts)
-        return RunOutcome(end=RunEnd.FINISHED, message=last.ended_with, seconds=seconds, restarts=restarts)
+            return RunOutcome(
+                end=end, message=last.end_message or "stopped at once", seconds=seconds, restarts=restarts
+            )
+        return RunOutcome(end=RunEnd.FINISHED, message=last.end_message, seconds=seconds, restarts=restarts)
 
     def _write_processes(self) -> None:
         rows = {
@@ -332,4 +320,17 @@ class Supervisor:
 
 def require_posix() -> None:
     if os.name != "posix":
-        raise RunError("`rollbook train` needs a Unix: it hands sockets to its processes and groups them")
+        raise RunError("`rollbook train` needs a Unix: it passes sockets to its processes and uses process groups")
+
+
+def replica_names(config: InferenceConfig) -> list[str]:
+    """`policy`, `policy-1`, `policy-2`, ...; none if the servers run elsewhere."""
+    if config.urls:
+        return []
+    return ["policy", *(f"policy-{number}" for number in range(1, config.replicas))]
+
+
+def free_url() -> str:
+    """An address for a server that binds its port itself, as vLLM does. Other servers get an open socket."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return f"http://127.0.0.1:{probe.getsockname()[1]}"

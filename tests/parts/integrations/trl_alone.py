@@ -1,7 +1,7 @@
-"""TRL's AsyncGRPOTrainer with its own rollout worker, for comparison: how many samples does it drop as too old?
+"""TRL's AsyncGRPOTrainer with its own rollout worker, for comparison: counts the samples that it drops as stale.
 
-Run in the virtual environment of TRL. Its worker speaks to our policy server, as it would to vLLM; only a field that
-this server does not offer, at its neutral value, and the name of the model are taken out on the way. The last line is JSON.
+Run in the virtual environment of TRL. TRL's worker uses Rollbook's policy server instead of vLLM. A middleware removes the model
+name and one unsupported field with a neutral value. The last line of the output is JSON.
 """
 
 import asyncio
@@ -40,10 +40,10 @@ async def without_neutral_fields(request: web.Request, handler: Any) -> web.Stre
         body = json.loads(await request.read())
         assert body.pop("repetition_penalty", 1.0) == 1.0
         body["seed"] %= 2**31
-        del body["model"]  # it is called by its directory; the server has one model
+        del body["model"]  # TRL uses the directory as name; the server has one model
         request._read_bytes = json.dumps(body).encode()
-    answer: web.StreamResponse = await handler(request)
-    return answer
+    response: web.StreamResponse = await handler(request)
+    return response
 
 
 async def serve_policy(model_dir: Path, ready: Path) -> None:
@@ -56,8 +56,8 @@ async def serve_policy(model_dir: Path, ready: Path) -> None:
             await asyncio.Event().wait()
 
 
-class Push:
-    """A weight transfer with nothing behind it but the policy server."""
+class DirectTransfer:
+    """TRL's `weight_transfer` without a ledger: publishes to the policy server."""
 
     def __init__(self, url: str, directory: Path) -> None:
         self._url = url
@@ -83,8 +83,8 @@ class Push:
         asyncio.run(push())
 
 
-class Count(TrainerCallback):
-    """Takes as long for a step as a larger model would, and counts what TRL says it dropped."""
+class DropCounter(TrainerCallback):
+    """Slows each step down like a larger model, and collects the number of samples that TRL dropped."""
 
     def __init__(self, step_s: float) -> None:
         self.dropped: list[float] = []
@@ -120,9 +120,9 @@ def main(directory: Path, steps: int, step_s: float) -> None:
         url = ready.read_text()
         use_cpu()
         async_rollout_worker.is_vllm_available = lambda *_, **__: True
-        count = Count(step_s)
+        drops = DropCounter(step_s)
         tokenizer: Any = AutoTokenizer.from_pretrained(model_dir)
-        tokenizer.chat_template = qwen2_5_chat_template  # its worker wants a template that TRL knows
+        tokenizer.chat_template = qwen2_5_chat_template  # TRL's worker requires a template that TRL knows
         trainer = AsyncGRPOTrainer(
             model=str(model_dir),
             reward_funcs=reward,
@@ -146,11 +146,11 @@ def main(directory: Path, steps: int, step_s: float) -> None:
             ),
             train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": c}] for c in "abcdefgh" * 200]}),
             processing_class=tokenizer,
-            weight_transfer=Push(url, directory),
-            callbacks=[count],
+            weight_transfer=DirectTransfer(url, directory),
+            callbacks=[drops],
         )
         trainer.train()
-        print(json.dumps({"dropped_by_step": count.dropped, "samples_per_step": 16}), flush=True)  # noqa: T201
+        print(json.dumps({"dropped_by_step": drops.dropped, "samples_per_step": 16}), flush=True)  # noqa: T201
     finally:
         server.kill()
 

@@ -9,15 +9,13 @@ from typing import Any
 
 from aiohttp import ClientSession
 
-from rollbook.concurrency.clock import Clock, SystemClock
+from rollbook.concurrency.clock import Clock
 from rollbook.contracts.admission import RunId
 from rollbook.ledger.atropos.config import AtroposConfig
-from rollbook.ledger.atropos.routes import add_atropos
+from rollbook.ledger.atropos.routes import atropos_dialect
 from rollbook.ledger.config import LedgerConfig
-from rollbook.ledger.http.fast_path import answering
-from rollbook.ledger.http.handlers import build_app
-from rollbook.ledger.serve import BACKLOG, listening_socket, url_of
-from rollbook.ledger.service import Ledger, open_ledger
+from rollbook.ledger.serve import ledger_service_on, listening_socket, url_of
+from rollbook.ledger.service import Ledger
 from rollbook.ledger.store import Store
 from rollbook.ledger.stores.sqlite.store import open_sqlite_store
 from rollbook.ledger.tools.audit import audit_run
@@ -104,13 +102,14 @@ def name_of(group: dict[str, Any]) -> str:
 async def dialect_on(
     store: Store, *, config: AtroposConfig | None = None, limits: LedgerConfig | None = None, clock: Clock | None = None
 ) -> AsyncIterator[Client]:
-    limits, clock, log = limits or LedgerConfig(), clock or SystemClock(), EventLog("atropos", echo=sys.stdout)
-    async with open_ledger(store, limits, clock=clock, log=log) as ledger:
-        app = build_app(ledger, limits)
-        add_atropos(app, store=store, config=config or AtroposConfig(), limits=limits, clock=clock, log=log)
-        with listening_socket("127.0.0.1", 0) as sock:
-            async with answering(app, sock.dup(), drain_s=5, backlog=BACKLOG), ClientSession() as session:
-                yield Client(session, url_of(sock), ledger)
+    log, dialects = EventLog("atropos", echo=sys.stdout), [atropos_dialect(config or AtroposConfig())]
+    with listening_socket("127.0.0.1", 0) as sock:
+        async with (
+            ledger_service_on(store, limits or LedgerConfig(), log=log, clock=clock, dialects=dialects) as service,
+            service.serving(sock.dup(), drain_s=5),
+            ClientSession() as session,
+        ):
+            yield Client(session, url_of(sock), service.ledger)
 
 
 @asynccontextmanager

@@ -18,7 +18,7 @@ def settings(
     *,
     per_step: int = 2,
     in_flight: int = 8,
-    budget: int = 1,
+    staleness_bound: int = 1,
     policy: BatchPolicy = BatchPolicy.WAIT,
     max_steps: int | None = None,
     max_attempts: int = 3,
@@ -29,7 +29,11 @@ def settings(
 ) -> RunSettings:
     return RunSettings(
         rule=FreshnessRule(
-            groups_per_step=per_step, max_in_flight=in_flight, budget=budget, policy=policy, max_steps=max_steps
+            groups_per_step=per_step,
+            max_in_flight=in_flight,
+            max_head_offpolicy_versions=staleness_bound,
+            policy=policy,
+            max_steps=max_steps,
         ),
         group_deadline_s=deadline_s,
         max_attempts=max_attempts,

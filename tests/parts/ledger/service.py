@@ -1,4 +1,4 @@
-"""A ledger behind a real server on loopback, in this process or in a child that can be killed."""
+"""A ledger service on loopback, in this process or in a child process that can be killed."""
 
 import asyncio
 import os
@@ -12,11 +12,10 @@ from pathlib import Path
 
 from rollbook.concurrency.clock import Clock, SystemClock
 from rollbook.ledger.config import LedgerConfig
-from rollbook.ledger.http.fast_path import answering
-from rollbook.ledger.http.handlers import build_app
-from rollbook.ledger.serve import BACKLOG, listening_socket, url_of
+from rollbook.ledger.serve import listening_socket, open_ledger_service, url_of
 from rollbook.ledger.service import Ledger, open_ledger
-from rollbook.ledger.stores.sqlite.store import open_memory_store, open_sqlite_store
+from rollbook.ledger.stores.registry import sqlite_url
+from rollbook.ledger.stores.sqlite.store import open_memory_store
 from rollbook.telemetry.events import EventLog
 
 ROOT = Path(__file__).parents[3]
@@ -26,7 +25,7 @@ ROOT = Path(__file__).parents[3]
 async def open_memory_ledger(
     *, config: LedgerConfig | None = None, clock: Clock | None = None
 ) -> AsyncIterator[Ledger]:
-    """A real ledger whose store is in memory."""
+    """A real ledger whose store is in memory, without HTTP."""
     log = EventLog("ledger", echo=sys.stdout)
     async with (
         open_memory_store() as store,
@@ -36,30 +35,20 @@ async def open_memory_ledger(
 
 
 @asynccontextmanager
-async def open_sqlite_ledger(
-    directory: Path, *, config: LedgerConfig | None = None, clock: Clock | None = None
-) -> AsyncIterator[Ledger]:
-    config, log = config or LedgerConfig(), EventLog("ledger", echo=sys.stdout)
-    async with (
-        open_sqlite_store(directory, durability=config.durability) as store,
-        open_ledger(store, config, clock=clock or SystemClock(), log=log) as ledger,
-    ):
-        yield ledger
-
-
-@asynccontextmanager
 async def serving(
     directory: Path, *, config: LedgerConfig | None = None, clock: Clock | None = None, port: int = 0
 ) -> AsyncIterator[tuple[str, Ledger]]:
-    config = config or LedgerConfig()
-    async with open_sqlite_ledger(directory, config=config, clock=clock) as ledger:
-        with listening_socket("127.0.0.1", port) as sock:
-            async with answering(build_app(ledger, config), sock.dup(), drain_s=5, backlog=BACKLOG):
-                yield url_of(sock), ledger
+    log = EventLog("ledger", echo=sys.stdout)
+    with listening_socket("127.0.0.1", port) as sock:
+        async with (
+            open_ledger_service(sqlite_url(directory), config or LedgerConfig(), log=log, clock=clock) as service,
+            service.serving(sock.dup(), drain_s=5),
+        ):
+            yield url_of(sock), service.ledger
 
 
 class LedgerChild:
-    """A ledger in a process of its own, on a port that stays the same over restarts."""
+    """A ledger in its own process, with the same port after each restart."""
 
     def __init__(self, directory: Path, port: int) -> None:
         self.directory = directory
@@ -86,11 +75,11 @@ class LedgerChild:
             self._process = None
 
 
-async def _serve_for_ever(directory: Path, port: int) -> None:
+async def _serve_forever(directory: Path, port: int) -> None:
     async with serving(directory, port=port):
         (directory / "ready").touch()
         await asyncio.Event().wait()
 
 
 if __name__ == "__main__":
-    asyncio.run(_serve_for_ever(Path(sys.argv[1]), int(sys.argv[2])))
+    asyncio.run(_serve_forever(Path(sys.argv[1]), int(sys.argv[2])))

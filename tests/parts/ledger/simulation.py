@@ -28,7 +28,7 @@ def common_steps(one: Chain, other: Chain) -> int:
 @dataclass
 class SimulatedRun:
     driver: RunDriver
-    budget: int
+    staleness_bound: int
     chain: Chain = INITIAL
     salt: str = ""
     """Kernels of the current trainer: another salt gives other weights from the same batch."""
@@ -72,7 +72,9 @@ class SimulatedRun:
                 if publication >= 0:
                     true_version = common_steps(self.published[publication], self.chain)
                     # Deciding ahead: the weights the batch will meet extend the chain, so the agreement cannot shrink.
-                    assert lag(step=step, oldest_version=true_version) <= self.budget, f"{entry.group_id} is too old"
+                    assert lag(step=step, oldest_version=true_version) <= self.staleness_bound, (
+                        f"{entry.group_id} is too old"
+                    )
         return True
 
     def train(self) -> bool:

@@ -19,11 +19,11 @@ from rollbook.inference.client.client import open_policy_client
 from rollbook.inference.config import InferenceConfig, ScriptedConfig
 from rollbook.inference.engines.scripted import open_engine
 from rollbook.inference.server.app import build_app, serve
-from rollbook.rollout.agents.setup import proxy_sessions
+from rollbook.rollout.agents.server import open_proxy_sessions
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
 from rollbook.rollout.contract import RolloutSetup
-from rollbook.rollout.episodes.policy import EpisodePolicy
-from rollbook.rollout.settings.limits import EpisodeLimits
+from rollbook.rollout.policy import EpisodePolicy
+from rollbook.rollout.settings import EpisodeLimits
 from rollbook.telemetry.events import EventLog
 from tests.parts.inference.models import publish
 from tests.parts.rollout.guessing import open_guessing
@@ -138,7 +138,7 @@ async def agent_setup(
         await engine.load_weights(publish(weights, torch.nn.Linear(1, 1), publication), weights)
         async with serve(build_app(engine, config)) as url, open_policy_client(url, request_s=30) as client:
             policy = EpisodePolicy(client, sampling)
-            async with proxy_sessions(policy, tokenizer, sampling, allowed) as open_proxy_session:
+            async with open_proxy_sessions(policy, tokenizer, sampling, allowed) as open_proxy_session:
                 yield (
                     RolloutSetup(
                         policy=policy,

@@ -12,7 +12,7 @@ from rollbook.contracts.task import Task, TaskId
 from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.dispatch.dispatcher import Dispatcher
 from rollbook.rollout.metrics import rollout_metrics
-from rollbook.rollout.workers.spec import WorkerRecipe
+from rollbook.rollout.workers.spec import WorkerSpec
 from rollbook.tasks.cursor import CursorDataLoader
 from rollbook.telemetry.events import EventLog, read_events
 from rollbook.telemetry.metrics import MetricRecorder
@@ -22,12 +22,10 @@ from tests.parts.rollout.sink import MemorySink
 REPOSITORY = str(Path(__file__).parents[3])
 
 
-def recipe_of(config: RolloutConfig, **settings: Any) -> WorkerRecipe:
-    return WorkerRecipe(
+def spec_of(config: RolloutConfig, **settings: Any) -> WorkerSpec:
+    return WorkerSpec(
         builder="tests.parts.rollout.guessing:build",
-        rollout=config.function,
-        rules=config.group_rules,
-        rewards=config.rewards.rules,
+        config=config,
         settings=settings,
         search_path=(REPOSITORY,),
     )
@@ -97,9 +95,9 @@ def dispatching(
         name=name,
         tasks=source or tasks,
         sink=sink,
-        recipe=recipe_of(settings, **(worker or {})),
+        spec=spec_of(settings, **(worker or {})),
         config=settings,
-        rule=FreshnessRule(groups_per_step=4, max_in_flight=8, budget=1),
+        rule=FreshnessRule(groups_per_step=4, max_in_flight=8, max_head_offpolicy_versions=1),
         log=log,
         metrics=MetricRecorder("rollout", rollout_metrics(settings), directory / "metrics.jsonl"),
         spans=recorder,

@@ -19,8 +19,8 @@ from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
 from rollbook.inference.client.client import open_policy_client
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
 from rollbook.rollout.contract import RolloutSetup
-from rollbook.rollout.episodes.policy import EpisodePolicy
-from rollbook.rollout.settings.limits import EpisodeLimits
+from rollbook.rollout.policy import EpisodePolicy
+from rollbook.rollout.settings import EpisodeLimits
 from rollbook.telemetry.events import EventLog
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,!?<>/_\n"

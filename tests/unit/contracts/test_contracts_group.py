@@ -1,4 +1,4 @@
-"""Groups, their outcome, drop reasons and the table of moves; tasks and draws."""
+"""Groups with their outcome, drop reasons and moves; tasks and draws."""
 
 import pytest
 from hypothesis import given
@@ -34,7 +34,7 @@ def test_the_id_of_a_group_names_its_task_and_its_draw() -> None:
     assert group_id(TaskId("guess-7"), 3) == GroupId("guess-7@3")
 
 
-def test_a_group_without_samples_is_refused_by_id() -> None:
+def test_a_group_without_samples_is_rejected() -> None:
     with pytest.raises(ValueError, match="guess-7@3 has no samples"):
         group()
 
@@ -49,7 +49,7 @@ def test_statistics_are_over_the_scorable_samples_only() -> None:
     assert outcome.solved_rate == pytest.approx(0.5)
 
 
-def test_a_group_of_which_nothing_could_be_scored_has_no_reward_rather_than_zero() -> None:
+def test_a_group_without_scorable_samples_has_no_reward_instead_of_zero() -> None:
     outcome = group(played(None), played(None)).outcome(seconds=1.0, invalid_causes={"env: lost": 2})
     assert (outcome.reward_mean, outcome.reward_std, outcome.solved_rate) == (None, None, None)
     assert outcome.invalid_causes == {"env: lost": 2}
@@ -60,34 +60,34 @@ def test_one_scorable_sample_has_a_mean_and_no_spread() -> None:
     assert (outcome.reward_mean, outcome.reward_std) == (0.25, None)
 
 
-def test_truncated_episodes_turns_and_response_tokens_are_told() -> None:
+def test_the_outcome_contains_truncation_turns_and_response_tokens() -> None:
     outcome = group(played(0.0, end=EndReason.MAX_TURNS), played(1.0)).outcome(seconds=1.0)
     assert (outcome.truncated_rate, outcome.mean_turns, outcome.mean_response_tokens) == (0.5, 1.0, 1.0)
 
 
-def test_a_group_is_as_old_as_the_oldest_token_that_will_be_trained() -> None:
+def test_only_scorable_samples_count_for_the_trained_publications() -> None:
     mixed = group(played(1.0, version=4), played(0.0, version=6), played(None, version=1))
     assert mixed.trained_publications() == {4, 6}
 
 
 @given(kind=st.sampled_from(DropKind), detail=st.text())
-def test_a_drop_reason_reads_back_as_it_was_written(kind: DropKind, detail: str) -> None:
+def test_a_drop_reason_is_parsed_as_it_was_written(kind: DropKind, detail: str) -> None:
     reason = DropReason(kind, detail)
     assert DropReason.parse(str(reason)) == reason
 
 
 @pytest.mark.parametrize("text", ["", "no such kind", "bored: of it", "stale:no space"])
-def test_a_text_that_is_no_drop_reason_is_refused(text: str) -> None:
+def test_a_text_that_is_not_a_drop_reason_is_rejected(text: str) -> None:
     with pytest.raises(ValueError):
         DropReason.parse(text)
 
 
-def test_every_state_has_its_moves_and_ends_in_one_of_two() -> None:
+def test_every_state_has_moves_except_durable_and_dropped() -> None:
     assert set(MOVES) == set(GroupState)
     assert {state for state, moves in MOVES.items() if not moves} == {GroupState.DURABLE, GroupState.DROPPED}
 
 
-def test_a_group_that_was_batched_can_no_longer_be_dropped() -> None:
+def test_a_batched_group_cannot_be_dropped() -> None:
     reachable = {GroupState.BATCHED}
     while more := {after for state in reachable for after in MOVES[state]} - reachable:
         reachable |= more
@@ -100,13 +100,13 @@ def test_a_rollout_that_changes_its_row_changes_only_its_copy() -> None:
     assert task.row == {"numbers": [1, 2]}
 
 
-@pytest.mark.parametrize(("task_id", "complaint"), [("", "not empty"), ("a@b", "contains '@'")])
-def test_a_task_id_that_would_confuse_group_ids_is_refused(task_id: str, complaint: str) -> None:
-    with pytest.raises(ValueError, match=complaint):
+@pytest.mark.parametrize(("task_id", "message"), [("", "must not be empty"), ("a@b", "contains '@'")])
+def test_a_task_id_that_is_empty_or_contains_an_at_sign_is_rejected(task_id: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         Task(id=TaskId(task_id))
 
 
 @pytest.mark.parametrize(("number", "position"), [(-1, 0), (0, -1)])
-def test_a_draw_counts_from_zero(number: int, position: int) -> None:
+def test_a_draw_with_a_negative_number_or_position_is_rejected(number: int, position: int) -> None:
     with pytest.raises(ValueError, match="both must be >= 0"):
         Draw(task_id=TaskId("t"), number=number, position=position)

@@ -1,17 +1,27 @@
-"""Groups as bytes: everything survives, exactly."""
+"""The group codec: encoding is exact, and payloads that are not groups are rejected."""
 
 from types import MappingProxyType
 
+import msgspec
 import numpy as np
 import pytest
 
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import PromptGroup, group_id
-from rollbook.contracts.group_codec import decode_group, encode_group
+from rollbook.contracts.group_codec import (
+    FORMAT,
+    RUN_FIELDS,
+    RowFrame,
+    check_frame,
+    decode_group,
+    encode_group,
+)
 from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import EndReason, RolloutSample, TokenRow, TurnMark
-from tests.parts.ledger.groups import group_of, token_row
+from tests.parts.ledger.groups import big_group, group_of, token_row
+
+VALID = encode_group(group_of("a", (0, 3, -1))).payload
 
 
 def rich_group() -> PromptGroup:
@@ -39,7 +49,7 @@ def assert_same_row(left: TokenRow, right: TokenRow) -> None:
         assert one.tobytes() == other.tobytes()
 
 
-def test_a_group_survives_its_way_through_bytes_exactly() -> None:
+def test_an_encoded_group_is_decoded_exactly() -> None:
     group = rich_group()
     back = decode_group(encode_group(group).payload)
     assert (back.id, back.task_id, back.draw, len(back.samples)) == (group.id, group.task_id, group.draw, 2)
@@ -52,7 +62,7 @@ def test_a_group_survives_its_way_through_bytes_exactly() -> None:
     assert np.isnan(back.samples[0].metrics["nan"])
 
 
-def test_logprobs_keep_every_bit_also_where_they_are_unknown() -> None:
+def test_logprobs_keep_every_bit_including_nan() -> None:
     row = TokenRow.of(
         token_ids=[1, 2, 3],
         logprobs=[0.0, -0.1, float("nan")],
@@ -64,7 +74,7 @@ def test_logprobs_keep_every_bit_also_where_they_are_unknown() -> None:
     assert_same_row(decode_group(encode_group(group).payload).samples[0].sequences[0], row)
 
 
-def test_arrays_that_come_back_can_be_written_to() -> None:
+def test_decoded_arrays_are_writable() -> None:
     row = decode_group(encode_group(group_of("a")).payload).samples[0].sequences[0]
     assert all(getattr(row, name).flags.writeable for name in ("token_ids", "logprobs", "loss_mask", "versions"))
 
@@ -74,7 +84,7 @@ def test_equal_groups_have_equal_bytes_and_digests() -> None:
     assert encode_group(group_of("a")).digest != encode_group(group_of("b")).digest
 
 
-def test_numbers_of_numpy_and_other_mappings_are_written_as_plain_values() -> None:
+def test_numpy_values_and_mappings_are_encoded_as_plain_values() -> None:
     sample = RolloutSample(
         sequences=(token_row([0]),),
         sampling=SamplingParams(),
@@ -88,15 +98,89 @@ def test_numbers_of_numpy_and_other_mappings_are_written_as_plain_values() -> No
     assert back.facts == {"n": 3, "m": {"x": 1}, "v": [1, 2]}
 
 
-def test_a_value_that_has_no_place_in_a_payload_is_named_with_its_group() -> None:
+def test_a_value_that_cannot_be_encoded_is_named_with_its_group() -> None:
     sample = RolloutSample(sequences=(token_row([0]),), sampling=SamplingParams(), reward=1.0, facts={"what": object()})
     group = PromptGroup(id=group_id(TaskId("t"), 0), task_id=TaskId("t"), draw=0, samples=(sample,))
     with pytest.raises(RunError, match=r"t@0 cannot be encoded: a value of type object"):
         encode_group(group)
 
 
-def test_bytes_that_are_no_group_are_refused() -> None:
+def test_bytes_that_are_not_a_group_are_rejected() -> None:
     with pytest.raises(RunError, match="cannot be decoded"):
         decode_group(b"\x93\x01\x02\x03")
     with pytest.raises(RunError, match="cannot be decoded"):
         decode_group(encode_group(group_of("a")).payload[:-10])
+
+
+def frame_with(**fields: object) -> bytes:
+    return msgspec.msgpack.encode({**msgspec.msgpack.decode(VALID), **fields})
+
+
+def frame_with_row(row: list[bytes]) -> bytes:
+    frame = msgspec.msgpack.decode(VALID)
+    frame["samples"][0]["sequences"][0] = row
+    return msgspec.msgpack.encode(frame)
+
+
+def runs(*triples: tuple[int, int, int]) -> bytes:
+    return np.array(triples, dtype="<i4").tobytes()
+
+
+def test_a_valid_frame_passes_the_check() -> None:
+    check_frame(VALID, group_id="a@0")
+    check_frame(encode_group(big_group("b")).payload, group_id="b@0")
+
+
+@pytest.mark.parametrize(
+    ("payload", "message"),
+    [
+        (b"", "not a group"),
+        (VALID[:-3], "not a group"),
+        (VALID + b"\x00", "not a group"),
+        (frame_with(format=FORMAT + 1), "supported is"),
+        (frame_with(group_id="b@0"), "that of group b@0"),
+        (frame_with(samples=[]), "no samples"),
+        (frame_with_row([b"", b"", b""]), "empty or of unequal length"),
+        (frame_with_row([bytes(8), bytes(4), runs((2, -1, 0))]), "empty or of unequal length"),
+        (frame_with_row([bytes(8), bytes(8), runs((1, -1, 0))]), "empty or of unequal length"),
+        (frame_with_row([bytes(8), bytes(8), runs((3, -1, 0), (-1, 0, 1))]), "empty or of unequal length"),
+        (frame_with_row([bytes(8), bytes(8), b"abc"]), "empty or of unequal length"),
+        (frame_with_row([bytes(7), bytes(7), runs((1, -1, 0))]), "empty or of unequal length"),
+    ],
+)
+def test_a_frame_that_cannot_be_decoded_is_rejected(payload: bytes, message: str) -> None:
+    with pytest.raises(RunError, match=message):
+        check_frame(payload, group_id="a@0")
+
+
+def test_a_damaged_run_length_allocates_no_memory() -> None:
+    row = RowFrame(token_ids=bytes(8), logprobs=bytes(8), runs=runs((2**31 - 1, -1, 0), (2**31 - 1, 0, 1)))
+    with pytest.raises(ValueError, match="do not cover its 2 tokens"):
+        row.to_contract()
+
+
+def test_a_sequence_with_one_run_per_token_is_decoded_exactly() -> None:
+    count = 64
+    row = TokenRow.of(
+        token_ids=range(count),
+        logprobs=[-0.5] * count,
+        loss_mask=[at % 2 == 1 for at in range(count)],
+        versions=[at % 3 - 1 for at in range(count)],
+    )
+    frame = RowFrame.of(row)
+    assert len(frame.runs) == 4 * RUN_FIELDS * count
+    back = frame.to_contract()
+    assert (back.versions == row.versions).all()
+    assert (back.loss_mask == row.loss_mask).all()
+
+
+def test_a_long_sequence_takes_about_eight_bytes_per_token() -> None:
+    """Four bytes of a token id and four of a logprob; runs take almost nothing."""
+    assert len(encode_group(big_group("b", samples=8, tokens=1024)).payload) < 8 * 1024 * 8 + 2_000
+
+
+def test_a_bool_as_reward_or_metric_is_encoded_as_a_number() -> None:
+    sample = RolloutSample(sequences=(token_row([0]),), sampling=SamplingParams(), reward=True, metrics={"won": True})
+    group = PromptGroup(id=group_id(TaskId("t"), 0), task_id=TaskId("t"), draw=0, samples=(sample,))
+    decoded = decode_group(encode_group(group).payload).samples[0]
+    assert (decoded.reward, decoded.metrics) == (1.0, {"won": 1.0})

@@ -1,4 +1,4 @@
-"""Token rows and samples are checked at birth: what exists is whole."""
+"""Token rows and samples are checked at birth: what exists is valid."""
 
 import math
 from typing import Any
@@ -35,14 +35,14 @@ def test_a_row_knows_its_length_its_trained_tokens_and_their_publications() -> N
     assert row().token_ids.dtype == np.int32
 
 
-def test_an_unknown_publication_of_a_trained_token_is_told() -> None:
+def test_an_unknown_publication_of_a_trained_token_is_reported() -> None:
     assert row(versions=[-1, -1, 5, -1]).trained_publications() == {-1, 5}
 
 
 @pytest.mark.parametrize(
-    ("changed", "complaint"),
+    ("changed", "message"),
     [
-        ({"token_ids": [1, 7, 8]}, "3 ids, 4 logprobs, 4 marks, 4 versions"),
+        ({"token_ids": [1, 7, 8]}, "3 ids, 4 logprobs, 4 loss mask, 4 versions"),
         ({"versions": [-1, 4]}, "2 versions"),
         ({"token_ids": [], "logprobs": [], "loss_mask": [], "versions": []}, "empty"),
         ({"token_ids": [1, -7, 8, 3]}, "negative token id at position 1"),
@@ -50,30 +50,30 @@ def test_an_unknown_publication_of_a_trained_token_is_told() -> None:
         ({"loss_mask": [True, True, True, False]}, "first token cannot be trained"),
         ({"logprobs": [0.0, -0.5, 0.4, 0.0]}, r"logprob 0\.4\d* at position 2"),
         ({"logprobs": [0.0, -math.inf, -0.5, 0.0]}, "logprob -inf at position 1"),
-        ({"token_ids": [[1, 7], [8, 3]]}, "flat array"),
+        ({"token_ids": [[1, 7], [8, 3]]}, "one-dimensional array"),
     ],
 )
-def test_a_row_that_is_not_whole_is_refused_with_the_reason(changed: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ValueError, match=complaint):
+def test_an_invalid_row_is_rejected_with_the_reason(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         row(**changed)
 
 
-def test_arrays_of_another_dtype_are_refused_where_nobody_converts_them() -> None:
-    whole = row()
-    with pytest.raises(ValueError, match="token_ids must be a flat array of int32, got int64"):
+def test_arrays_of_another_dtype_are_rejected() -> None:
+    valid = row()
+    with pytest.raises(ValueError, match="token_ids must be a one-dimensional array of int32, got int64"):
         TokenRow(
-            token_ids=whole.token_ids.astype("int64"),
-            logprobs=whole.logprobs,
-            loss_mask=whole.loss_mask,
-            versions=whole.versions,
+            token_ids=valid.token_ids.astype("int64"),
+            logprobs=valid.logprobs,
+            loss_mask=valid.loss_mask,
+            versions=valid.versions,
         )
 
 
-def test_a_logprob_that_is_a_rounding_above_zero_is_taken() -> None:
+def test_a_logprob_slightly_above_zero_is_accepted() -> None:
     assert row(logprobs=[0.0, 1e-4, -1.5, 0.0]).has_logprobs
 
 
-def test_an_unknown_logprob_of_a_trained_token_is_told() -> None:
+def test_only_unknown_logprobs_of_trained_tokens_matter() -> None:
     assert not row(logprobs=[0.0, math.nan, -1.5, 0.0]).has_logprobs
     assert row(logprobs=[math.nan, -0.5, -1.5, math.nan]).has_logprobs
 
@@ -82,21 +82,21 @@ def test_an_unknown_logprob_of_a_trained_token_is_told() -> None:
     lengths=st.tuples(*(st.integers(0, 6) for _ in range(4))),
     trains_first=st.booleans(),
 )
-def test_a_row_is_born_exactly_when_its_arrays_agree(lengths: tuple[int, ...], trains_first: bool) -> None:
-    ids, logprobs, marks, versions = lengths
-    mask = [trains_first, *([True] * 5)][:marks]
-    is_whole = len(set(lengths)) == 1 and ids > 0 and not trains_first
+def test_a_row_is_accepted_exactly_when_its_arrays_agree(lengths: tuple[int, ...], trains_first: bool) -> None:
+    ids, logprobs, num_mask, versions = lengths
+    mask = [trains_first, *([True] * 5)][:num_mask]
+    is_valid = len(set(lengths)) == 1 and ids > 0 and not trains_first
     try:
-        born = TokenRow.of(token_ids=[1] * ids, logprobs=[-1.0] * logprobs, loss_mask=mask, versions=[0] * versions)
+        built = TokenRow.of(token_ids=[1] * ids, logprobs=[-1.0] * logprobs, loss_mask=mask, versions=[0] * versions)
     except ValueError:
-        assert not is_whole
+        assert not is_valid
     else:
-        assert is_whole
-        assert born.num_trained == ids - 1
+        assert is_valid
+        assert built.num_trained == ids - 1
 
 
 @pytest.mark.parametrize(
-    ("changed", "complaint"),
+    ("changed", "message"),
     [
         ({"sequences": ()}, "at least one sequence"),
         ({"reward": math.nan}, "reward is nan"),
@@ -108,12 +108,12 @@ def test_a_row_is_born_exactly_when_its_arrays_agree(lengths: tuple[int, ...], t
         ({"turns": (TurnMark(sequence=1, start=0, end=1),)}, "outside the sample's sequences"),
     ],
 )
-def test_a_sample_that_cannot_be_judged_is_refused_with_the_reason(changed: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ValueError, match=complaint):
+def test_an_invalid_sample_is_rejected_with_the_reason(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         sample(**changed)
 
 
-def test_an_infrastructure_failure_is_no_reward() -> None:
+def test_an_infrastructure_failure_has_no_reward() -> None:
     broken = sample(reward=None, invalid_cause="env: connection lost", sequences=(row(loss_mask=[False] * 4),))
     assert not broken.is_scorable
     assert broken.reward is None
@@ -124,7 +124,7 @@ def test_a_forked_sample_counts_the_tokens_of_all_its_sequences() -> None:
     assert (forked.num_tokens, forked.num_trained) == (8, 4)
 
 
-def test_only_an_episode_that_came_to_its_end_is_not_truncated() -> None:
+def test_every_end_reason_except_done_is_truncated() -> None:
     assert [reason for reason in EndReason if not reason.is_truncated] == [EndReason.DONE]
 
 
@@ -132,12 +132,12 @@ def test_only_an_episode_that_came_to_its_end_is_not_truncated() -> None:
     ("field", "value"),
     [("max_tokens", 0), ("temperature", -0.1), ("temperature", math.nan), ("top_p", 0.0), ("top_k", -1)],
 )
-def test_sampling_parameters_that_mean_nothing_are_refused_by_name(field: str, value: float) -> None:
+def test_invalid_sampling_parameters_are_rejected_by_name(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{field} is"):
         SamplingParams(**{field: value})  # type: ignore[arg-type]  # a float where an int is due is part of the table
 
 
-def test_a_completion_whose_arrays_differ_in_length_is_refused() -> None:
+def test_a_completion_whose_arrays_differ_in_length_is_rejected() -> None:
     with pytest.raises(ValueError, match="2 ids, 1 logprobs, 2 versions"):
         Completion(
             token_ids=np.array([1, 2], np.int32),

@@ -1,4 +1,4 @@
-"""The digest of weights: the same for whoever computes it, another one for any difference."""
+"""The digest of weights does not depend on the order of tensors and changes with any difference."""
 
 from dataclasses import dataclass, replace
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rollbook.envs.sandboxes.confinement import OutOfReachError, Reach, guard
-from rollbook.envs.sandboxes.orphans import orphaned_processes, owner_lives
+from rollbook.envs.sandboxes.orphans import is_owner_alive, orphaned_processes
 from rollbook.envs.sandboxes.process import owner_mark
 
 
@@ -75,8 +75,8 @@ def test_moving_and_linking_check_both_ends(reach: Reach, scratch: Path) -> None
 
 
 def test_a_process_number_that_was_given_away_again_is_not_the_owner() -> None:
-    assert owner_lives(owner_mark(os.getpid()))
-    assert not owner_lives(f"{os.getpid()}-1")
+    assert is_owner_alive(owner_mark(os.getpid()))
+    assert not is_owner_alive(f"{os.getpid()}-1")
 
 
 def test_only_our_own_processes_with_a_dead_owner_are_orphans(tmp_path: Path) -> None:

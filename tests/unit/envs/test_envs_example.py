@@ -14,8 +14,8 @@ from rollbook.contracts.trajectory import EndReason
 from rollbook.envs.catalog import EnvironmentSource
 from rollbook.envs.config import EnvConfig
 from rollbook.rollout.contract import Message, RolloutSetup
-from rollbook.rollout.episodes.policy import EpisodePolicy
-from rollbook.rollout.settings.limits import EpisodeLimits
+from rollbook.rollout.policy import EpisodePolicy
+from rollbook.rollout.settings import EpisodeLimits
 from rollbook.telemetry.events import EventLog
 
 WORDS = ["<bos>", *map(str, range(16)), "higher", "lower", "correct", "invalid"]

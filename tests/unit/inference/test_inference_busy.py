@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from rollbook.inference.engines.busy import IDLE_GAP_S, LONGEST_S, BusyPeriods
+from rollbook.inference.engines.busy import IDLE_GAP_S, MAX_PERIOD_S, BusyPeriods
 from rollbook.telemetry.spans import Span, SpanRecorder, read_spans
 
 
@@ -14,7 +14,7 @@ def told(tmp_path: Path, steps: list[tuple[float, float, int]], *, update_at: in
         if at == update_at:
             busy.updated(0.0, publication=publication, step=publication)
         busy.step(began, ended, requests=1, tokens=2, publication=publication)
-    busy.cut()
+    busy.end_period()
     spans.close()
     return [span for span in read_spans(path) if span.name == "policy.generate"]
 
@@ -39,7 +39,7 @@ def test_a_long_period_is_told_piece_by_piece(tmp_path: Path) -> None:
     steps = [(at * 0.1, (at + 1) * 0.1, 1) for at in range(25)]
     spans = told(tmp_path, steps)
     assert len(spans) == 3
-    assert max(span.seconds for span in spans) <= LONGEST_S + 0.11
+    assert max(span.seconds for span in spans) <= MAX_PERIOD_S + 0.11
     assert sum(span.fields["tokens"] for span in spans) == 50
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.weights import weights_digest
-from rollbook.inference.client.vllm import VllmServerApi, publication_of
+from rollbook.inference.client.vllm import VllmServerApi, publication_id
 from rollbook.inference.engine import WeightsError
 from rollbook.inference.weights.transport import TransportOptions, open_transport
 from rollbook.inference.weights.transports.cuda_ipc import decode_handle, encode_handle
@@ -107,4 +107,4 @@ async def test_nccl_invites_and_sends_as_vllms_receiver_expects(monkeypatch: pyt
 
 
 def test_versions_of_vllm_that_are_no_publication_are_older_than_any() -> None:
-    assert [publication_of(version) for version in ("default", "7", "nightly")] == [-1, 7, -1]
+    assert [publication_id(version) for version in ("default", "7", "nightly")] == [-1, 7, -1]

@@ -1,4 +1,4 @@
-"""What crosses the wire, both ways, and what is refused."""
+"""Messages between policy server and client, in both directions, and invalid ones."""
 
 import pickle
 
@@ -8,36 +8,48 @@ import pytest
 
 from rollbook.contracts.errors import EpisodeError, FencedError, RunError, TransientError
 from rollbook.contracts.policy import Completion, FinishReason
-from rollbook.inference.connection import verdict
+from rollbook.inference.connection import error_of
 from rollbook.inference.request import BadRequestError, seeded_uniform
-from rollbook.inference.server.generation import Generated
-from rollbook.inference.server.routes.completions import choice_of
-from rollbook.inference.wire.completions import Choice, CompletionBody, VersionSpan, spans, stamps
+from rollbook.inference.wire.completions import (
+    CompletionBody,
+    TokenCompletion,
+    TokenReply,
+    VersionSpan,
+    token_versions,
+    version_spans,
+)
 from rollbook.inference.wire.weights import WeightInfo
 from tests.parts.inference.models import publication
 
 
-def test_a_completion_survives_the_wire_to_the_last_bit() -> None:
+def test_a_completion_crosses_the_wire_bit_by_bit_and_without_a_copy() -> None:
     completion = Completion(
         token_ids=np.array([5, 0, 7], np.int32),
         logprobs=np.array([-0.1, -1e-7, -33.3], np.float32),
         versions=np.array([4, 4, 6], np.int32),
         finish_reason=FinishReason.ABORT,
     )
-    asked = CompletionBody(prompt=[1], return_token_ids=True, logprobs=0)
-    sent = msgspec.json.encode(choice_of(Generated(completion=completion, text=""), 0, asked, None))
-    got = msgspec.json.decode(sent, type=Choice).to_contract()
-    assert got.token_ids.tolist() == [5, 0, 7]
-    assert got.logprobs.tobytes() == completion.logprobs.tobytes()
-    assert got.versions.tolist() == [4, 4, 6]
-    assert got.finish_reason is FinishReason.ABORT
+    sent = msgspec.msgpack.encode(TokenReply(completions=[TokenCompletion.of(completion)]))
+    received = msgspec.msgpack.decode(sent, type=TokenReply).completions[0].to_contract()
+    assert received.token_ids.tolist() == [5, 0, 7]
+    assert received.logprobs.tobytes() == completion.logprobs.tobytes()
+    assert received.versions.tolist() == [4, 4, 6]
+    assert received.finish_reason is FinishReason.ABORT
+    assert not any(array.flags.owndata for array in (received.token_ids, received.logprobs, received.versions))
 
 
-def test_spans_join_equal_stamps_and_come_apart_again() -> None:
-    found = spans([3, 3, 5, 5, 5, 6])
-    assert [(span.version, span.start, span.end) for span in found] == [(3, 0, 2), (5, 2, 5), (6, 5, 6)]
-    assert stamps(found, 6).tolist() == [3, 3, 5, 5, 5, 6]
-    assert spans([]) == []
+def test_arrays_of_different_lengths_are_invalid() -> None:
+    three, two = np.zeros(3, np.int32).data, np.zeros(2, np.int32).data
+    with pytest.raises(ValueError, match="3 ids, 3 logprobs, 2 versions"):
+        TokenCompletion(three, three, two, FinishReason.STOP).to_contract()
+
+
+def test_spans_join_equal_versions_and_can_be_expanded_again() -> None:
+    versions = np.array([3, 3, 5, 5, 5, 6], np.int32)
+    assert version_spans(versions) == [VersionSpan(3, 0, 2), VersionSpan(5, 2, 5), VersionSpan(6, 5, 6)]
+    assert token_versions(version_spans(versions), 6).tolist() == versions.tolist()
+    assert version_spans(versions[:3], offset=10) == [VersionSpan(3, 10, 12), VersionSpan(5, 12, 13)]
+    assert version_spans(versions[:0]) == []
 
 
 @pytest.mark.parametrize(
@@ -50,22 +62,22 @@ def test_spans_join_equal_stamps_and_come_apart_again() -> None:
         [VersionSpan(1, 0, 0), VersionSpan(1, 0, 3)],
     ],
 )
-def test_spans_that_do_not_cover_the_tokens_are_refused(broken: list[VersionSpan]) -> None:
+def test_spans_that_do_not_cover_all_tokens_are_invalid(broken: list[VersionSpan]) -> None:
     with pytest.raises(ValueError, match="token"):
-        stamps(broken, 3)
+        token_versions(broken, 3)
 
 
-def test_versions_may_be_spelled_as_text() -> None:
-    assert stamps([VersionSpan("7", 0, 2)], 2).tolist() == [7, 7]
+def test_versions_may_be_texts() -> None:
+    assert token_versions([VersionSpan("7", 0, 2)], 2).tolist() == [7, 7]
 
 
-def test_weight_info_names_unpublished_weights_as_vllm_does() -> None:
+def test_unpublished_weights_have_the_version_that_vllm_uses() -> None:
     assert WeightInfo.of(None).weight_version == "default"
     assert WeightInfo.of(None).to_contract() is None
     assert WeightInfo.of(publication(3, "d")).to_contract() == publication(3, "d")
 
 
-def test_a_prompt_is_text_or_ids_or_lists_of_them_and_no_mixture() -> None:
+def test_a_prompt_is_text_or_ids_or_lists_of_them_but_not_a_mixture() -> None:
     assert CompletionBody(prompt=[1, 2]).prompts() == [[1, 2]]
     assert CompletionBody(prompt=[[1], [2, 3]]).prompts() == [[1], [2, 3]]
     assert CompletionBody(prompt="text").prompts() == ["text"]
@@ -87,20 +99,20 @@ def test_a_prompt_is_text_or_ids_or_lists_of_them_and_no_mixture() -> None:
         (404, "HTTPNotFound", RunError),
     ],
 )
-def test_the_status_decides_who_must_act(status: int, kind: str, expected: type[Exception]) -> None:
+def test_status_and_type_decide_the_class_of_the_error(status: int, kind: str, expected: type[Exception]) -> None:
     body = msgspec.json.encode({"error": {"message": "m", "type": kind, "code": status}})
-    error = verdict(status, body, "0.25", where="http://there")
+    error = error_of(status, body, "0.25", where="http://there")
     assert isinstance(error, expected)
     assert "http://there" in str(error)
     if isinstance(error, TransientError):
         assert error.retry_after_s == 0.25
 
 
-def test_an_error_that_is_not_json_is_quoted() -> None:
-    assert "bad gateway" in str(verdict(502, b"<html>bad gateway", "soon", where="x"))
+def test_an_error_body_that_is_not_json_is_quoted() -> None:
+    assert "bad gateway" in str(error_of(502, b"<html>bad gateway", "soon", where="x"))
 
 
-def test_errors_cross_process_edges() -> None:
+def test_errors_can_be_pickled() -> None:
     error = pickle.loads(pickle.dumps(BadRequestError("too long", param="prompt")))
     assert (str(error), error.param) == ("too long", "prompt")
 

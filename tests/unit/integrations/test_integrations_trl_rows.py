@@ -1,4 +1,4 @@
-"""A batch of the ledger as TRL's rows: tokens, masks, logprobs and advantages are ours, versions are counted as TRL counts them."""
+"""A batch of the ledger as TRL's rows: exact tokens, masks, logprobs and advantages, and TRL's version numbers."""
 
 from types import SimpleNamespace
 
@@ -11,9 +11,8 @@ from rollbook.contracts.group import GroupId, PromptGroup
 from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import RolloutSample
-from rollbook.integrations.trl_rows import FILLER, rows_of
-from rollbook.rollout.assemblers.branching import BranchingAssembler
-from rollbook.rollout.assemblers.linear import TrajectoryAssembler
+from rollbook.integrations.trl_rows import FILLER, batch_rows
+from rollbook.rollout.assemblers.tokens import BranchingAssembler, TrajectoryAssembler
 from tests.parts.rollout.guessing import completion
 
 
@@ -21,7 +20,7 @@ def sample(reward: float | None, *, forks: bool = False) -> RolloutSample:
     assembler = BranchingAssembler(SamplingParams()) if forks else TrajectoryAssembler(SamplingParams())
     assembler.add_turn([5, 6], completion([7, 8], version=3))
     assembler.add_turn([9] if forks else [5, 6, 7, 8, 9], completion([10], version=4))
-    return assembler.build(reward=reward, invalid_cause=None if reward is not None else "world broke")
+    return assembler.build(reward=reward, invalid_cause=None if reward is not None else "environment broke")
 
 
 def batch(*samples: RolloutSample, step: int = 5, oldest: int | None = 3) -> TrainingBatch:
@@ -31,41 +30,41 @@ def batch(*samples: RolloutSample, step: int = 5, oldest: int | None = 3) -> Tra
 
 
 def test_rows_hold_the_exact_tokens_and_the_group_relative_advantages() -> None:
-    rows = rows_of(batch(sample(1.0), sample(0.0), sample(None)), rows_per_step=3, restored_step=2)
+    rows = batch_rows(batch(sample(1.0), sample(0.0), sample(None)), rows_per_step=3, restored_step=2)
     assert [row.input_ids.tolist() for row in rows] == [[5, 6, 7, 8, 9, 10]] * 3
     assert rows[0].completion_mask.tolist() == [0, 0, 1, 1, 0, 1]
     assert rows[0].old_log_probs.tolist() == [0, 0, -0.5, -0.5, 0, -0.5]
     assert [round(row.advantage, 3) for row in rows] == [0.707, -0.707, 0.0]
     assert [row.metrics["reward"] for row in rows[:2]] == [1.0, 0.0]
-    assert np.isnan(rows[2].metrics["reward"]), "what could not be scored is never 0"
+    assert np.isnan(rows[2].metrics["reward"]), "a sample without a reward has no reward of 0"
     assert (str(rows[0].input_ids.dtype), str(rows[0].old_log_probs.dtype)) == ("int64", "float32")
 
 
 @pytest.mark.parametrize(("restored", "expected"), [(0, 4), (4, 0)])
-def test_versions_are_counted_as_trl_counts_them(restored: int, expected: int) -> None:
-    """TRL is at version 1 with the weights it starts from; the lag it computes is the ledger's."""
-    row = rows_of(batch(sample(1.0)), rows_per_step=1, restored_step=restored)[0]
-    version_of_trl_before_step_5 = 4 - restored + 1
+def test_versions_are_those_of_trl(restored: int, expected: int) -> None:
+    """TRL starts at version 1. The lag that it computes equals the lag of the ledger."""
+    row = batch_rows(batch(sample(1.0)), rows_per_step=1, restored_step=restored)[0]
+    trl_version_before_step_5 = 4 - restored + 1
     assert row.model_version == expected
-    assert version_of_trl_before_step_5 - row.model_version == row.metrics["rollbook/lag"] == 1
+    assert trl_version_before_step_5 - row.model_version == row.metrics["rollbook/lag"] == 1
 
 
-def test_a_short_batch_is_filled_with_rows_that_teach_nothing() -> None:
-    rows = rows_of(batch(sample(1.0), sample(0.0)), rows_per_step=4, restored_step=0)
+def test_a_short_batch_is_filled_with_rows_without_a_gradient() -> None:
+    rows = batch_rows(batch(sample(1.0), sample(0.0)), rows_per_step=4, restored_step=0)
     assert [FILLER in row.metrics for row in rows] == [False, False, True, True]
     assert [(row.advantage, row.completion_mask.sum()) for row in rows[2:]] == [(0.0, 1), (0.0, 1)]
 
 
-def test_more_rows_than_a_step_takes_are_refused_with_the_groups_name() -> None:
+def test_more_rows_than_a_step_takes_raise_an_error_naming_the_group() -> None:
     with pytest.raises(RunError, match=r"batch 5 has 4 rows, but a step of TRL takes 2: the histories of t@0 forked"):
-        rows_of(batch(sample(1.0, forks=True), sample(0.0, forks=True)), rows_per_step=2, restored_step=0)
+        batch_rows(batch(sample(1.0, forks=True), sample(0.0, forks=True)), rows_per_step=2, restored_step=0)
 
 
-def test_settings_that_would_break_the_mapping_are_all_named() -> None:
+def test_all_settings_that_break_the_mapping_are_reported() -> None:
     pytest.importorskip("accelerate")
-    from rollbook.integrations.trl import faults_of
+    from rollbook.integrations.trl import setting_problems
 
-    facts = SimpleNamespace(
+    info = SimpleNamespace(
         rows_per_step=16,
         groups_per_step=4,
         completions_per_prompt=4,
@@ -82,7 +81,7 @@ def test_settings_that_would_break_the_mapping_are_all_named() -> None:
         max_staleness=1,
         max_steps=20,
     )
-    told = "; ".join(faults_of(args, facts))  # type: ignore[arg-type]
+    problems = "; ".join(setting_problems(args, info))  # type: ignore[arg-type]
     for name in ("per_device_train_batch_size", "token_budget", "weight_sync_steps", "temperature", "max_staleness"):
-        assert name in told
-    assert "max_steps is 20" in told
+        assert name in problems
+    assert "max_steps is 20" in problems

@@ -11,7 +11,7 @@ import pytest
 from rollbook.concurrency.clock import ManualClock
 from rollbook.contracts.admission import RunId
 from rollbook.ledger.atropos.config import AtroposConfig
-from rollbook.ledger.atropos.models import Refusal
+from rollbook.ledger.atropos.models import InvalidBodyError
 from rollbook.ledger.atropos.posts import Incoming, Post
 from rollbook.ledger.atropos.scored_data import read_group
 from rollbook.ledger.atropos.service import AtroposService, open_atropos_service
@@ -86,7 +86,7 @@ def test_an_unreadable_post_is_refused_every_time_it_is_taken() -> None:
     incoming = Incoming(reader_of(b"[1, 2"))
     incoming.parse()
     for _ in range(2):
-        with pytest.raises(Refusal):
+        with pytest.raises(InvalidBodyError):
             incoming.take()
 
 
@@ -98,7 +98,7 @@ async def test_an_unreadable_post_does_not_affect_the_others_of_its_transaction(
         reads = [reader_of(body_of(1)), reader_of(b"{"), broken, reader_of(body_of(2))]
         answers = await asyncio.gather(*(post(service, Incoming(read)) for read in reads), return_exceptions=True)
         assert answers[0] == answers[3] == {"status": "received"}
-        assert isinstance(answers[1], Refusal)
+        assert isinstance(answers[1], InvalidBodyError)
         assert isinstance(answers[2], MemoryError)
         assert await num_queued(store) == 2
 

@@ -18,7 +18,7 @@ from tests.parts.ledger.run_driver import RunDriver, blocking_sqlite
 def write_a_run(directory: Path) -> None:
     """Two steps trained, one durable; one group batched, queued, leased, dropped each. A short batch ends it."""
     file = blocking_sqlite(directory / FILE_NAME)
-    driver = RunDriver(file).create(settings(budget=2))
+    driver = RunDriver(file).create(settings(staleness_bound=2))
     driver.take_role()
     live = driver.publish(0)
     owner = driver.join()
@@ -74,7 +74,7 @@ def test_a_sound_record_adds_up(tmp_path: Path) -> None:
         ("DELETE FROM payload_places WHERE group_id = 'task8@0'", "task8@0 is queued and its payload is missing"),
         ("UPDATE payload_places SET digest = 0 WHERE group_id = 'task5@0'", "bytes is damaged"),
         ("UPDATE groups SET payload_digest = 'x' WHERE group_id = 'task5@0'", "task5@0: its payload does not match"),
-        ("UPDATE batch_entries SET oldest_version = -3 WHERE step = 1", "has lag 3 in batch 1, the budget is 2"),
+        ("UPDATE batch_entries SET oldest_version = -3 WHERE step = 1", "has lag 3 in batch 1, the bound is 2"),
         ("UPDATE batch_entries SET group_id = 'x' WHERE step = 1 AND place = 0", "batch 1: digest"),
         ("DELETE FROM batch_entries WHERE step = 3 AND place = 1", "batch 3: groups: 1, expected 2"),
         ("DELETE FROM batches WHERE step = 2", "not contiguous"),

@@ -64,7 +64,7 @@ def test_wait_takes_groups_in_order_of_admission() -> None:
 
 def test_wait_lets_a_group_overtake_within_the_window() -> None:
     # O = 3: S = 2, W = (3 - 2) * 2 + 1 = 3, so sequences 0..2 may go while 0 is being played.
-    driver, owner = started(budget=3)
+    driver, owner = started(staleness_bound=3)
     driver.open(owner, draws(0, 5))
     for task in ("task1", "task3", "task4"):
         driver.submit(task)
@@ -86,7 +86,7 @@ def test_drop_takes_groups_in_order_of_arrival() -> None:
 
 
 def test_a_group_that_is_too_old_for_the_step_is_dropped_as_stale() -> None:
-    driver, owner = started(policy=BatchPolicy.DROP, budget=1)
+    driver, owner = started(policy=BatchPolicy.DROP, staleness_bound=1)
     driver.open(owner, draws(0, 4))
     for task in ("task1", "task2"):
         driver.submit(task)
@@ -104,7 +104,7 @@ def test_a_group_that_is_too_old_for_the_step_is_dropped_as_stale() -> None:
 
 
 def test_an_attempt_to_decide_that_forms_nothing_drops_the_stale_all_the_same() -> None:
-    driver, owner = started(policy=BatchPolicy.DROP, budget=0)
+    driver, owner = started(policy=BatchPolicy.DROP, staleness_bound=0)
     driver.open(owner, draws(0, 2))
     driver.submit("task0")
     driver.submit("task1")
@@ -118,7 +118,7 @@ def test_an_attempt_to_decide_that_forms_nothing_drops_the_stale_all_the_same() 
 
 
 def test_groups_of_unknown_versions_are_never_stale() -> None:
-    driver, _ = started(budget=0)
+    driver, _ = started(staleness_bound=0)
     for task in ("a", "b", "c", "d"):
         driver.submit(task, (-1,))
     assert tasks(driver.decide(1).manifest) == ["a", "b"]

@@ -19,7 +19,7 @@ def test_the_gate_config_becomes_the_settings_of_a_run() -> None:
     )
     settings = config.settings(max_steps=9, keep_payloads=False)
     rule = settings.rule
-    assert (rule.groups_per_step, rule.max_in_flight, rule.budget) == (4, 2, 3)
+    assert (rule.groups_per_step, rule.max_in_flight, rule.max_head_offpolicy_versions) == (4, 2, 3)
     assert (rule.policy, rule.max_steps) == (BatchPolicy.DROP, 9)
     assert (settings.group_deadline_s, settings.max_attempts, settings.owner_ttl_s) == (5, 2, 7)
     assert settings.end_of_data == config.end_of_data

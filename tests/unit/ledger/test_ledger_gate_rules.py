@@ -125,7 +125,7 @@ def test_a_heartbeat_keeps_an_owner_alive(driver: RunDriver) -> None:
 
 
 def test_another_attempt_needs_a_free_slot_but_no_place_in_the_gate() -> None:
-    driver = RunDriver().create(settings(in_flight=2, budget=0))
+    driver = RunDriver().create(settings(in_flight=2, staleness_bound=0))
     driver.take_role()
     driver.publish(0)
     owner = driver.join()
@@ -208,7 +208,7 @@ def test_progress_tells_the_opened_and_the_settled_prefix(driver: RunDriver) -> 
 
 
 def test_no_group_is_admitted_that_no_batch_could_take() -> None:
-    driver = RunDriver().create(settings(budget=5, max_steps=2))
+    driver = RunDriver().create(settings(staleness_bound=5, max_steps=2))
     driver.take_role()
     driver.publish(0)
     assert len(driver.open(driver.join(), draws(0, 10)).grants) == 4
@@ -227,9 +227,9 @@ def test_the_gate_ends_with_the_last_batch() -> None:
 
 
 def test_settings_that_batches_depend_on_cannot_change() -> None:
-    driver = RunDriver().create(settings(per_step=2, budget=1))
+    driver = RunDriver().create(settings(per_step=2, staleness_bound=1))
     with pytest.raises(RunError, match="groups per step was 2 and would be 4; staleness bound was 1 and would be 3"):
-        driver.create(settings(per_step=4, budget=3))
+        driver.create(settings(per_step=4, staleness_bound=3))
 
 
 def test_other_settings_of_a_run_follow_the_newest_word() -> None:

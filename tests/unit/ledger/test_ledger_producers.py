@@ -41,7 +41,7 @@ def send(
 
 
 def training(per_step: int = 4) -> RunDriver:
-    driver = RunDriver().create(settings(per_step=per_step, in_flight=8, budget=1))
+    driver = RunDriver().create(settings(per_step=per_step, in_flight=8, staleness_bound=1))
     driver.take_role()
     driver.publish(0)
     return driver

@@ -12,10 +12,10 @@ from tests.parts.ledger.groups import RUN, draws, settings
 from tests.parts.ledger.run_driver import RunDriver
 
 
-def trained(steps: int, *, keep_payloads: bool = True, budget: int = 2) -> tuple[RunDriver, OwnerId]:
+def trained(steps: int, *, keep_payloads: bool = True, staleness_bound: int = 2) -> tuple[RunDriver, OwnerId]:
     """A run with one group a step that trained and published so many steps."""
     driver = RunDriver().create(
-        settings(per_step=1, budget=budget, policy=BatchPolicy.DROP, keep_payloads=keep_payloads)
+        settings(per_step=1, staleness_bound=staleness_bound, policy=BatchPolicy.DROP, keep_payloads=keep_payloads)
     )
     driver.take_role()
     live = driver.publish(0)

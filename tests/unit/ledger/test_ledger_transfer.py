@@ -41,7 +41,7 @@ LOG = EventLog("ledger")
 
 def write_a_bit_of_everything(driver: RunDriver) -> None:
     """Trained, durable, batched, queued, dropped, leased, waiting and external groups; and rows of the Atropos dialect."""
-    driver.create(settings(per_step=2, in_flight=12, budget=6, policy=BatchPolicy.DROP, keep_payloads=True))
+    driver.create(settings(per_step=2, in_flight=12, staleness_bound=6, policy=BatchPolicy.DROP, keep_payloads=True))
     driver.take_role()
     driver.publish(0)
     owner = driver.join("rollout")

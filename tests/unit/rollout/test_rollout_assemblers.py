@@ -6,7 +6,7 @@ from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.trajectory import EndReason
 from rollbook.rollout.assemblers.assembler import AssemblyError, PrefixMismatchError
 from rollbook.rollout.assemblers.chat import MessageTrajectoryAssembler
-from rollbook.rollout.assemblers.linear import TrajectoryAssembler
+from rollbook.rollout.assemblers.tokens import TrajectoryAssembler
 from tests.parts.rollout.guessing import CHATML, FORGETFUL, completion, letter_tokenizer
 
 SAMPLING = SamplingParams(temperature=0.9)
@@ -37,7 +37,7 @@ def test_a_prompt_that_was_tokenised_again_is_refused_at_the_first_differing_pos
     assembler = linear(5, 6)
     assembler.add_completion(completion([7, 8]))
     assert assembler.expect_prefix([5, 6, 7, 8, 1, 2]) == [1, 2]
-    with pytest.raises(PrefixMismatchError, match="at position 2 it has token 78 where 7 stands") as raised:
+    with pytest.raises(PrefixMismatchError, match="token 78 instead of 7 at position 2") as raised:
         assembler.expect_prefix([5, 6, 78, 1, 2])
     assert raised.value.position == 2
     with pytest.raises(

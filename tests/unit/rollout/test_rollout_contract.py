@@ -10,10 +10,10 @@ from rollbook.concurrency.clock import ManualClock
 from rollbook.contracts.errors import RunError, TransientError
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.policy import Completion, SamplingParams
+from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.contract import build_rollout, load_rollout
-from rollbook.rollout.episodes.policy import EpisodeContext, EpisodePolicy, EpisodeTimeUpError, enter_episode
-from rollbook.rollout.settings.groups import GroupRules
-from rollbook.rollout.workers.spec import WorkerRecipe
+from rollbook.rollout.policy import EpisodeContext, EpisodePolicy, EpisodeTimeUpError, enter_episode
+from rollbook.rollout.workers.spec import WorkerSpec
 from tests.parts.rollout.guessing import completion, setup_of
 
 HERE = "tests.parts.rollout.functions"
@@ -43,19 +43,17 @@ def test_what_make_rollout_returns_is_checked_before_anything_is_played(name: st
         build_rollout(load_rollout(f"{HERE}:{name}"), setup, path=name)
 
 
-def test_a_recipe_that_cannot_cross_the_process_edge_names_the_field() -> None:
-    recipe = WorkerRecipe(
-        builder="a:b", rollout="c", rules=GroupRules(completions_per_prompt=2), settings={"fine": 1, "lock": lambda: 0}
-    )
+def test_a_spec_that_cannot_cross_the_process_edge_names_the_field() -> None:
+    spec = WorkerSpec(builder="a:b", config=RolloutConfig(), settings={"fine": 1, "lock": lambda: 0})
     with pytest.raises(RunError, match=r"settings\['lock'\] \(a function\) cannot be pickled"):
-        recipe.pickled()
+        spec.pickled()
 
 
 def test_the_innermost_part_that_cannot_be_sent_is_named() -> None:
     grader = {"grader": {"clients": [1, lambda: 0]}}
-    recipe = WorkerRecipe(builder="a:b", rollout="c", rules=GroupRules(completions_per_prompt=2), settings=grader)
+    spec = WorkerSpec(builder="a:b", config=RolloutConfig(), settings=grader)
     with pytest.raises(RunError, match=r"settings\['grader'\]\['clients'\]\[1\] \(a function\) cannot be pickled"):
-        recipe.pickled()
+        spec.pickled()
 
 
 class _Asked:

@@ -13,8 +13,8 @@ from rollbook.contracts.errors import EpisodeError, RunError
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.trajectory import EndReason, RolloutSample
 from rollbook.rollout.episodes.chat import make_rollout
-from rollbook.rollout.episodes.policy import EpisodeContext, enter_episode
-from rollbook.rollout.settings.limits import EpisodeLimits
+from rollbook.rollout.policy import EpisodeContext, enter_episode
+from rollbook.rollout.settings import EpisodeLimits
 from tests.parts.rollout.guessing import GuessingEnvironment, setup_of
 
 

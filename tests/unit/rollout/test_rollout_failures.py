@@ -12,17 +12,9 @@ from rollbook.contracts.group import GroupId
 from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
 from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import EndReason, RolloutSample
-from rollbook.rollout.assemblers.linear import TrajectoryAssembler
+from rollbook.rollout.assemblers.tokens import TrajectoryAssembler
+from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.episodes.env_calls import EnvironmentTimeoutError, watched
-from rollbook.rollout.episodes.policy import (
-    EpisodeContext,
-    EpisodePolicy,
-    EpisodeTimeUpError,
-    current_episode,
-    enter_episode,
-    not_the_episodes_time,
-)
-from rollbook.rollout.episodes.stopwatch import EpisodeTime
 from rollbook.rollout.groups.failures import (
     FAILURES,
     OUTCOMES,
@@ -34,7 +26,15 @@ from rollbook.rollout.groups.failures import (
 )
 from rollbook.rollout.groups.filters import FilterError
 from rollbook.rollout.groups.player import GroupAssembler, GroupOrder, GroupResult
-from rollbook.rollout.settings.groups import GroupRules
+from rollbook.rollout.policy import (
+    EpisodeContext,
+    EpisodePolicy,
+    EpisodeTimeUpError,
+    current_episode,
+    enter_episode,
+    not_the_episodes_time,
+)
+from rollbook.rollout.stopwatch import EpisodeTime
 from rollbook.rollout.workers.handle import WorkerDiedError
 from tests.parts.rollout.guessing import completion, open_guessing
 
@@ -90,7 +90,7 @@ def order(deadline_s: float = 60.0) -> GroupOrder:
 
 
 async def play(rollout: Any, *, score: Any = None, **rules: Any) -> GroupResult:
-    made = GroupRules(**{"completions_per_prompt": 2, "retry_budget": 4, **rules})
+    made = RolloutConfig(**{"completions_per_prompt": 2, "retry_budget": 4, **rules})
     return await GroupAssembler(rollout, made, score=score).play(order())
 
 
@@ -232,7 +232,7 @@ async def test_a_request_that_was_aborted_at_its_last_token_is_whole() -> None:
 
 
 async def test_a_server_that_only_aborts_is_a_failure_and_no_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollbook.rollout.episodes.policy.MOST_BARREN_ABORTS", 2)
+    monkeypatch.setattr("rollbook.rollout.policy.MOST_BARREN_ABORTS", 2)
     with pytest.raises(TransientError, match="aborted a request 3 times without sampling"):
         await EpisodePolicy(Aborting(*[0] * 50), SamplingParams()).complete([1])
 

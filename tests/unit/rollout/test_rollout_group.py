@@ -12,11 +12,12 @@ from rollbook.contracts.group import DropKind, GroupId
 from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import RolloutSample
-from rollbook.rollout.assemblers.linear import TrajectoryAssembler
-from rollbook.rollout.episodes.policy import current_episode
+from rollbook.rollout.assemblers.tokens import TrajectoryAssembler
+from rollbook.rollout.config import RolloutConfig
+from rollbook.rollout.groups.failures import describe_causes
 from rollbook.rollout.groups.filters import load_filters
 from rollbook.rollout.groups.player import GroupAssembler, GroupOrder, GroupResult
-from rollbook.rollout.settings.groups import GroupRules, tell_causes
+from rollbook.rollout.policy import current_episode
 from tests.parts.rollout.guessing import completion
 
 ORDER = GroupOrder(
@@ -69,7 +70,7 @@ async def play(
     order: GroupOrder = ORDER,
     max_seconds: float = 120.0,
 ) -> GroupResult:
-    rules = GroupRules(
+    rules = RolloutConfig(
         completions_per_prompt=size, min_samples=floor, retry_budget=retries, max_seconds=max_seconds, grace_s=0.01
     )
     filters = load_filters(filter_path, drop_constant_reward=drop_constant_reward)
@@ -119,7 +120,7 @@ async def test_below_the_floor_a_group_is_dropped_as_invalid_with_its_causes() -
     assert result.drop is not None
     assert result.drop.kind is DropKind.INVALID
     assert (
-        "1 of 4 samples scorable, the floor is 2 (2 x rollout raised ValueError: no; 1 x rollout returned a int"
+        "1 of 4 samples scorable, min_samples is 2 (2 x rollout raised ValueError: no; 1 x rollout returned a int"
         in str(result.drop)
     )
     assert result.group is not None, "what was played is kept for the record"
@@ -211,7 +212,7 @@ async def test_nothing_is_played_again_after_the_groups_deadline() -> None:
         clock.jump(70)
         raise EpisodeError("slow and broken")
 
-    rules = GroupRules(completions_per_prompt=2, retry_budget=100)
+    rules = RolloutConfig(completions_per_prompt=2, retry_budget=100)
     result = await GroupAssembler(rollout, rules, clock=clock).play(ORDER)
     assert result.outcome.retried_samples == 0
 
@@ -242,7 +243,7 @@ async def test_a_cancellation_that_leaks_out_of_user_code_is_a_failure_and_no_st
         raise asyncio.CancelledError
 
     result = await play(rollout)
-    assert result.outcome.invalid_causes == {"rollout raised CancelledError, though nobody cancelled it": 4}
+    assert result.outcome.invalid_causes == {"rollout raised CancelledError without being cancelled": 4}
 
 
 async def test_facts_that_cannot_be_stored_are_the_samples_failure_and_not_the_groups() -> None:
@@ -255,4 +256,4 @@ async def test_facts_that_cannot_be_stored_are_the_samples_failure_and_not_the_g
 
 
 def test_causes_are_told_commonest_first_and_not_without_end() -> None:
-    assert tell_causes({"a": 1, "b": 5, "c": 2, "d": 1}) == "5 x b; 2 x c; 1 x a; and 1 further causes"
+    assert describe_causes({"a": 1, "b": 5, "c": 2, "d": 1}) == "5 x b; 2 x c; 1 x a; and 1 further causes"

@@ -73,7 +73,9 @@ def open_monitor(
     directory: Path, clock: ManualClock, *, slots: int = 64, adaptive: bool = False
 ) -> Iterator[tuple[DispatchMonitor, StalenessController, MetricRecorder]]:
     config = RolloutConfig.model_validate({"adaptive": {"enabled": adaptive, "interval_s": 1.0}})
-    controller = StalenessController(FreshnessRule(groups_per_step=8, max_in_flight=slots, budget=1), slots=slots)
+    controller = StalenessController(
+        FreshnessRule(groups_per_step=8, max_in_flight=slots, max_head_offpolicy_versions=1), slots=slots
+    )
     metrics = MetricRecorder("rollout", rollout_metrics(config), directory / "metrics.jsonl")
     log = EventLog("rollout", directory / "events.jsonl", echo=io.StringIO())
     yield DispatchMonitor(config, controller, metrics=metrics, log=log, clock=clock), controller, metrics

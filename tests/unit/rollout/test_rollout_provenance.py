@@ -6,7 +6,7 @@ from openai import AsyncOpenAI
 
 from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.trajectory import RolloutSample
-from rollbook.rollout.assemblers.linear import TrajectoryAssembler
+from rollbook.rollout.assemblers.tokens import TrajectoryAssembler
 from rollbook.rollout.chat.provenance import spans_of
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
 from tests.parts.rollout.agents import agent_setup, in_turn, word_tokenizer

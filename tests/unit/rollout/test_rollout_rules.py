@@ -5,6 +5,7 @@ import asyncio
 import pytest
 from pydantic import ValidationError
 
+from rollbook.concurrency.child_process.frames import frame, read_frame
 from rollbook.contracts.admission import GateState, LedgerStatus, OpenReply, RunId
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.freshness import FreshnessRule, GateCounts
@@ -15,8 +16,8 @@ from rollbook.rollout.dispatch.failure_breaker import FailureBreaker, GroupEnd, 
 from rollbook.rollout.dispatch.slots import StalenessController
 from rollbook.rollout.episodes.chat import make_rollout
 from rollbook.rollout.groups.player import GroupAssembler, GroupOrder
-from rollbook.rollout.settings.limits import EpisodeLimits
-from rollbook.rollout.workers.messages import Finished, Play, frame, from_worker, read_frame, to_worker
+from rollbook.rollout.settings import EpisodeLimits
+from rollbook.rollout.workers.messages import Finished, Play, encode, from_worker, to_worker
 from tests.parts.rollout.guessing import setup_of
 
 USEFUL, DECLINED, FAILED = GroupEnd.USEFUL, GroupEnd.DECLINED, GroupEnd.FAILED
@@ -67,7 +68,7 @@ def reply(grants: int, capacity: int) -> OpenReply:
 
 
 def test_the_controller_asks_for_what_it_can_play_and_counts_what_became_of_it() -> None:
-    rule = FreshnessRule(groups_per_step=4, max_in_flight=10, budget=1)
+    rule = FreshnessRule(groups_per_step=4, max_in_flight=10, max_head_offpolicy_versions=1)
     controller = StalenessController(rule, slots=64)
     assert controller.to_propose == 10, "more than C would never be granted"
     controller.opened(reply(7, capacity=1))
@@ -83,7 +84,7 @@ def test_the_controller_asks_for_what_it_can_play_and_counts_what_became_of_it()
 
 
 def test_the_controllers_capacity_is_the_gates_formula() -> None:
-    rule = FreshnessRule(groups_per_step=4, max_in_flight=10, budget=1)
+    rule = FreshnessRule(groups_per_step=4, max_in_flight=10, max_head_offpolicy_versions=1)
     controller = StalenessController(rule, slots=64)
     counts = GateCounts(leased=3, queued=2, batches_decided=2)
     status = LedgerStatus(run_id=RunId("r"), gate=GateState.OPEN, capacity=99, counts=counts, opened=13, version=2)
@@ -113,29 +114,16 @@ def test_settings_that_could_never_work_are_refused() -> None:
             RolloutConfig.model_validate(wrong)
 
 
-def test_every_rule_of_a_group_comes_from_the_config() -> None:
-    config = RolloutConfig(
-        completions_per_prompt=5,
-        min_samples=3,
-        retry_budget=7,
-        max_seconds=9,
-        drop_constant_reward=False,
-        filter="a:b",
-        max_turns=2,
-        max_total_tokens=77,
-        workers=2,
-        groups_per_worker=3,
-    )
-    rules, limits = config.group_rules, config.limits
-    assert (rules.completions_per_prompt, rules.min_samples, rules.retry_budget) == (5, 3, 7)
-    assert (rules.max_seconds, rules.drop_constant_reward, rules.filter) == (9, False, "a:b")
+def test_limits_slots_and_sampling_come_from_the_config() -> None:
+    config = RolloutConfig(max_seconds=9, max_turns=2, max_total_tokens=77, workers=2, groups_per_worker=3)
+    limits = config.limits
     assert (limits.max_turns, limits.max_total_tokens, limits.max_seconds, config.slots) == (2, 77, 9, 6)
     assert config.sampling.params((4,)).stop_token_ids == (4,)
 
 
 async def test_an_order_and_its_result_cross_the_process_edge_unchanged() -> None:
     setup, _ = setup_of()
-    rules = RolloutConfig(drop_constant_reward=False).group_rules
+    config = RolloutConfig(drop_constant_reward=False)
     order = GroupOrder(
         group_id="t@1",  # type: ignore[arg-type]  # as it comes from the wire
         attempt=2,
@@ -146,15 +134,15 @@ async def test_an_order_and_its_result_cross_the_process_edge_unchanged() -> Non
         deadline_s=60,
     )
     reader = asyncio.StreamReader()
-    reader.feed_data(frame(Play.of(order)))
+    reader.feed_data(frame(encode(Play.of(order))))
     payload = await read_frame(reader)
     assert payload is not None
     play = to_worker.decode(payload)
     assert isinstance(play, Play)
     assert play.to_contract() == order
 
-    result = await GroupAssembler(make_rollout(setup), rules).play(order)
-    reader.feed_data(frame(Finished.of(order, result)))
+    result = await GroupAssembler(make_rollout(setup), config).play(order)
+    reader.feed_data(frame(encode(Finished.of(order, result))))
     payload = await read_frame(reader)
     assert payload is not None
     finished = from_worker.decode(payload)

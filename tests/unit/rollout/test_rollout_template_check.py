@@ -32,7 +32,7 @@ def test_a_template_that_keeps_everything_holds_in_every_case() -> None:
 def test_chatml_without_tools_holds_and_says_that_tools_are_not_shown() -> None:
     found = findings(CHATML)
     assert found["tool call and result"].verdict is Verdict.UNSUPPORTED
-    assert "does not show tools" in found["tool call and result"].detail
+    assert "does not render tools" in found["tool call and result"].detail
     assert all(f.verdict is Verdict.EXACT for f in found.values() if "tool" not in f.case and "call" not in f.case)
 
 

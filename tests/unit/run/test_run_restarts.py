@@ -19,7 +19,7 @@ def test_a_process_that_keeps_dying_young_is_given_up() -> None:
 
 
 def test_a_process_that_was_never_ready_is_given_up_soon() -> None:
-    rule = RestartRule(most_stillbirths=2)
+    rule = RestartRule(most_failed_starts=2)
     assert isinstance(rule.decide([1.0, 1.0], was_ready=False), Restart)
     assert isinstance(rule.decide([1.0, 1.0, 30.0], was_ready=False), GiveUp)
 

@@ -1,6 +1,6 @@
 """The embedded engine: any Hugging Face causal language model, continuous batching, exact sampling logprobs.
 
-One thread (`engine_thread.py`) owns model and cache and runs rounds; the event loop only hands requests over and takes answers.
+One thread (`thread.py`) owns model and cache and runs rounds; the event loop only submits requests and receives completions.
 """
 
 import asyncio
@@ -29,9 +29,9 @@ from rollbook.inference.engine import (
     UnpublishedError,
 )
 from rollbook.inference.engines.busy import BusyPeriods
-from rollbook.inference.engines.embedded.build import EngineParts, assemble
+from rollbook.inference.engines.embedded.build import EngineParts, build_parts
+from rollbook.inference.engines.embedded.graph_runner import Capture
 from rollbook.inference.engines.embedded.live_weights import LoadPlan
-from rollbook.inference.engines.embedded.model.graph_runner import Capture
 from rollbook.inference.engines.embedded.thread import EngineThread
 from rollbook.inference.pause import PauseMode, needs_loading, require_unpublished
 from rollbook.inference.request import Request, checked_request
@@ -39,12 +39,9 @@ from rollbook.inference.weights.safetensors import read_published_weights, requi
 from rollbook.telemetry.spans import SpanRecorder
 
 RETRY_FULL_S = 0.2
-"""Advice to a client that met a full queue."""
+"""Retry advice for a client when the queue is full."""
 GPU_SWITCH_S = 0.0005
-"""How long a thread may keep the interpreter while another wants it, beside a GPU. Python's own is ten times that."""
-
-Order = Callable[[], None]
-Answer = tuple[asyncio.Future[Completion], Completion | Exception]
+"""Thread switch interval of the interpreter when a GPU is used: a tenth of Python's default."""
 
 
 @asynccontextmanager
@@ -55,22 +52,22 @@ async def open_engine(
     spans: SpanRecorder | None = None,
     capture: Capture | None = None,
 ) -> AsyncIterator["TransformersEngine"]:
-    """Load the model and start the engine's thread. On leaving, requests that are still in it fail."""
+    """Load the model and start the engine's thread. On exit, the remaining requests fail."""
     if model_dir is None:
-        raise RunError("the transformers engine needs a model directory; none was given")
+        raise RunError("the transformers engine needs a model directory")
     torch.set_num_threads(config.threads)
-    began = time.perf_counter()
-    parts = await asyncio.to_thread(assemble, config, model_dir, capture=capture)
+    started = time.perf_counter()
+    parts = await asyncio.to_thread(build_parts, config, model_dir, capture=capture)
     engine = TransformersEngine(parts, config, loop=asyncio.get_running_loop(), spans=spans)
-    thread = threading.Thread(target=engine.run, name="policy-engine", daemon=True)
+    thread = threading.Thread(target=engine.thread.run, name="policy-engine", daemon=True)
     switch_s = sys.getswitchinterval()
     if parts.model.device.type == "cuda":
-        # The thread that keeps the GPU busy must not wait long for the interpreter while HTTP is parsed.
+        # The thread that launches GPU work must not wait long for the interpreter while HTTP is parsed.
         sys.setswitchinterval(GPU_SWITCH_S)
     thread.start()
     try:
         await engine.warm_up()
-        engine.opening_s = time.perf_counter() - began
+        engine.opening_s = time.perf_counter() - started
         yield engine
     finally:
         engine.close()
@@ -79,7 +76,7 @@ async def open_engine(
 
 
 class TransformersEngine:
-    """Made by `open_engine`. Public methods belong to the event loop, `run` to the thread."""
+    """Made by `open_engine`. Its methods are called on the event loop."""
 
     def __init__(
         self,
@@ -96,9 +93,9 @@ class TransformersEngine:
         self._loop = loop
         self._rng = random.Random(config.seed)
         self._busy = BusyPeriods(spans)
-        self._thread = EngineThread(parts, config, loop=loop, busy=self._busy)
+        self.thread = EngineThread(parts, config, loop=loop, busy=self._busy)
         self._updating = asyncio.Lock()
-        # One thread for all updates: what a GPU library sets up for a thread is set up once.
+        # One thread for all updates, because a GPU library initialises itself once for each thread.
         self._stager = ThreadPoolExecutor(max_workers=1, thread_name_prefix="policy-staging")
         self._arrived: list[Request] = []
         self._cancelled: list[Request] = []
@@ -114,7 +111,7 @@ class TransformersEngine:
 
     @property
     def publication(self) -> Publication | None:
-        return self._thread.publication
+        return self.thread.publication
 
     @property
     def adapter(self) -> Adapter | None:
@@ -122,67 +119,57 @@ class TransformersEngine:
 
     @property
     def is_paused(self) -> bool:
-        return not self._thread.gate.may_admit
+        return not self.thread.gate.may_admit
 
     def stats(self) -> EngineStats:
         return EngineStats(
-            running=self.parts.stepper.num_running,
-            queued=self._submitted - self._thread.admitted,
-            requests=self._thread.answered,
-            tokens=self._thread.tokens,
-            steps=self._thread.steps,
+            running=self.parts.scheduler.num_running,
+            queued=self._submitted - self.thread.admitted,
+            requests=self.thread.completed,
+            tokens=self.thread.tokens,
+            steps=self.thread.steps,
             forwards=self.parts.runner.forwards,
             busy_s=self._busy.busy_s,
             kv_after_update=self._config.kv_after_update,
-            cached_tokens=self.parts.stepper.prefixes.cached_tokens,
+            cached_tokens=self.parts.scheduler.prefixes.cached_tokens,
         )
 
     def submit(
         self, prompt_ids: Sequence[int], sampling: SamplingParams, *, on_tokens: OnTokens | None = None
     ) -> asyncio.Future[Completion]:
-        if self._thread.is_closed:
+        if self.thread.is_closed:
             raise EngineClosedError("the engine is closed")
-        if self._thread.publication is None:
+        if self.thread.publication is None:
             raise UnpublishedError("no weights were published to this engine yet, so it does not sample")
-        if self._submitted - self._thread.admitted >= self._config.max_queued:
+        if self._submitted - self.thread.admitted >= self._config.max_queued:
             raise QueueFullError(
-                f"{self._config.max_queued} requests wait already; try again later", retry_after_s=RETRY_FULL_S
+                f"the queue is full ({self._config.max_queued} requests); try again later", retry_after_s=RETRY_FULL_S
             )
-        answer: asyncio.Future[Completion] = self._loop.create_future()
+        future: asyncio.Future[Completion] = self._loop.create_future()
         request = checked_request(
             prompt_ids,
             sampling,
             vocab_size=self.vocab_size,
             max_model_len=self.max_model_len,
-            answer=answer,
+            future=future,
             on_tokens=on_tokens,
         )
         request.order = self._submitted
         request.seed = self._rng.getrandbits(64) if sampling.seed is None else sampling.seed
         self._submitted += 1
-        if not self._arrived and not self._cancelled:
-            # The rest of this turn of the loop brings more of them: they cross together.
-            self._loop.call_soon(self._hand_over)
+        self._schedule_flush()
         self._arrived.append(request)
-        answer.add_done_callback(lambda future: self._cancel(request) if future.cancelled() else None)
-        return answer
-
-    def run(self) -> None:
-        """The thread's life."""
-        self._thread.run()
-
-    async def order(self, act: Callable[[], None]) -> None:
-        """Have the thread do something between two rounds; returns when it is done, raises what it raised."""
-        await self._thread.order(act)
+        future.add_done_callback(lambda done: self._cancel(request) if done.cancelled() else None)
+        return future
 
     async def warm_up(self) -> None:
-        """Capture what can be captured ahead. Nothing runs yet."""
+        """Capture graphs before the first request."""
 
         def prepare() -> None:
             with torch.inference_mode():
                 self.parts.runner.warm_up()
 
-        await self._thread.order(prepare)
+        await self.thread.between_rounds(prepare)
         if self._config.publish == "adapter":
             await self._loop.run_in_executor(self._stager, self.parts.weights.warm_up_adapters)
 
@@ -190,16 +177,16 @@ class TransformersEngine:
         return await self.submit(prompt_ids, sampling)
 
     async def load_weights(self, publication: Publication, path: Path, *, adapter: Adapter | None = None) -> None:
-        await self._load(publication, lambda: self._planned(read_published_weights(path, publication), adapter))
+        await self._load(publication, lambda: self._plan(read_published_weights(path, publication), adapter))
 
     async def load_tensors(
         self, publication: Publication, tensors: Mapping[str, TensorSource], *, adapter: Adapter | None = None
     ) -> None:
-        def checked() -> LoadPlan:
+        def plan() -> LoadPlan:
             require_published(publication, tensors)
-            return self._planned(tensors, adapter)
+            return self._plan(tensors, adapter)
 
-        await self._load(publication, checked)
+        await self._load(publication, plan)
 
     async def unload_adapter(self, publication: Publication) -> None:
         await self._load(publication, self.parts.weights.plan_base)
@@ -208,62 +195,66 @@ class TransformersEngine:
         async with self._updating:
             return await self._loop.run_in_executor(self._stager, self.parts.weights.base_digest)
 
-    def _planned(self, tensors: Mapping[str, TensorSource], adapter: Adapter | None) -> LoadPlan:
+    def _plan(self, tensors: Mapping[str, TensorSource], adapter: Adapter | None) -> LoadPlan:
         weights = self.parts.weights
         return weights.plan(tensors) if adapter is None else weights.plan_adapter(adapter, tensors)
 
-    async def _load(self, publication: Publication, planned: Callable[[], LoadPlan]) -> None:
+    async def _load(self, publication: Publication, make_plan: Callable[[], LoadPlan]) -> None:
         async with self._updating:
-            if not needs_loading(self._thread.publication, publication):
+            if not needs_loading(self.thread.publication, publication):
                 return
-            began = time.time()
-            plan = await self._loop.run_in_executor(self._stager, planned)
+            started = time.time()
+            plan = await self._loop.run_in_executor(self._stager, make_plan)
 
             def apply() -> None:
                 self.parts.weights.apply(plan)
-                self.parts.stepper.weights_changed()
-                self._thread.is_cache_outdated = self._config.kv_after_update is KvAfterUpdate.RECOMPUTE
-                self._thread.publication = publication
-                self._busy.updated(began, publication=publication.id, step=publication.step)
+                self.parts.scheduler.weights_changed()
+                self.thread.is_cache_outdated = self._config.kv_after_update is KvAfterUpdate.RECOMPUTE
+                self.thread.publication = publication
+                self._busy.updated(started, publication=publication.id, step=publication.step)
 
-            await self._thread.order(apply)
+            await self.thread.between_rounds(apply)
 
     async def adopt(self, publication: Publication) -> None:
         async with self._updating:
-            require_unpublished(self._thread.publication, publication)
-            self._thread.publication = publication
+            require_unpublished(self.thread.publication, publication)
+            self.thread.publication = publication
 
     async def weights_digest(self) -> str:
         async with self._updating:
-            taken = await self._loop.run_in_executor(self._stager, self.parts.weights.adapter_snapshot)
-            if taken is not None:
-                return await asyncio.to_thread(weights_digest, taken)
+            adapter = await self._loop.run_in_executor(self._stager, self.parts.weights.adapter_snapshot)
+            if adapter is not None:
+                return await asyncio.to_thread(weights_digest, adapter)
         snapshot: list[RawTensor] = []
-        await self._thread.order(lambda: snapshot.extend(self.parts.weights.snapshot()))
+        await self.thread.between_rounds(lambda: snapshot.extend(self.parts.weights.snapshot()))
         return await asyncio.to_thread(weights_digest, snapshot)
 
     async def abort_all(self) -> int:
-        self._hand_over()
-        return await self._thread.abort_all()
+        self._flush()
+        return await self.thread.abort_all()
 
     async def pause(self, mode: PauseMode) -> None:
-        await self._thread.pause(mode)
+        await self.thread.pause(mode)
 
     async def resume(self) -> None:
-        await self._thread.order(self._thread.gate.resume)
+        await self.thread.between_rounds(self.thread.gate.resume)
 
     def close(self) -> None:
-        self._hand_over()
-        self._thread.close()
+        self._flush()
+        self.thread.close()
         self._stager.shutdown(wait=False)
 
     def _cancel(self, request: Request) -> None:
-        """Somebody left. Called on the event loop; the thread frees the slot before its next step."""
-        if not self._arrived and not self._cancelled:
-            self._loop.call_soon(self._hand_over)
+        """The thread frees the slot before its next step."""
+        self._schedule_flush()
         self._cancelled.append(request)
 
-    def _hand_over(self) -> None:
+    def _schedule_flush(self) -> None:
+        """All requests of one event loop iteration are passed to the thread together."""
+        if not self._arrived and not self._cancelled:
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
         arrived, self._arrived = self._arrived, []
         cancelled, self._cancelled = self._cancelled, []
-        self._thread.put(arrived, cancelled)
+        self.thread.enqueue(arrived, cancelled)

@@ -1,7 +1,7 @@
-"""The weights a model samples from: checked, staged and replaced in place, and read back.
+"""The weights in use: checks, stages and replaces them in place, and reads them back.
 
-Replacing is a copy into the very memory the forwards read, between two of them: addresses never change. On a GPU the new weights
-are brought over beforehand, on a stream of their own, so that what happens between two forwards is a copy inside the device.
+New weights are copied into the memory that the forwards read, between two of them, so addresses never change. On a GPU they are
+transferred before that on a separate stream, so that only a copy within the device happens between two forwards.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.weights import RawTensor, weights_digest
 from rollbook.inference.engine import TensorSource, WeightsError
-from rollbook.inference.engines.embedded.adapter_merge import Beside
+from rollbook.inference.engines.embedded.adapter_merge import AdapterMerge
 from rollbook.inference.weights.lora import checked_settings, low_rank_pairs
 from rollbook.inference.weights.safetensors import FileTensor, is_raw
 from rollbook.inference.weights.transports.packing import headers_of, layout, unpack_views
@@ -32,38 +32,37 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-WARM_RANK = 16
+WARM_UP_RANK = 16
 SAFETENSORS_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """From and to, all checked, of equal shapes; and what is true of the weights once they are there."""
+    """A checked update: pairs of source and target of equal shapes, and the adapter that is live afterwards."""
 
     sources: list[Tensor]
     targets: list[Tensor]
-    beside: Beside | None = None
-    """The adapter that is then live, with what it stands beside. None: the weights are whole by themselves."""
+    merge: AdapterMerge | None = None
+    """The adapter that is live afterwards. None: no adapter."""
     is_new_base: bool = False
 
 
 class LiveWeights:
-    """Made once the model is in its final memory; `plan` may be called from any thread, `apply` from the engine's only."""
+    """`plan` may be called from any thread, `apply` only from the engine's thread."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._targets = dict(model.state_dict())
-        self._turned = {f"{name}.weight" for name, part in model.named_modules() if isinstance(part, Conv1D)}
+        self._transposed = {f"{name}.weight" for name, part in model.named_modules() if isinstance(part, Conv1D)}
         self._device = device
         self._staging = _stream(device) if device.type == "cuda" else None
-        self._beside: Beside | None = None
+        self._merge: AdapterMerge | None = None
         self._base_digest: str | None = None
         self._pinned: Tensor | None = None
         self._applied: torch.cuda.Event | None = None
 
     @property
     def adapter(self) -> Adapter | None:
-        """The one that is live."""
-        return None if self._beside is None else self._beside.adapter
+        return None if self._merge is None else self._merge.adapter
 
     @property
     def num_parameters(self) -> int:
@@ -75,14 +74,16 @@ class LiveWeights:
         return sum(target.numel() * target.element_size() for target in distinct.values())
 
     def plan(self, tensors: Mapping[str, TensorSource]) -> LoadPlan:
-        """Tied weights may be named once or by each of their names. On a GPU, everything is over there when this returns."""
+        """Tied weights may be named once or by each of their names. On a GPU, the transfer is complete when this returns."""
         unknown = sorted(set(tensors) - set(self._targets))
         if unknown:
-            raise WeightsError(f"weights name tensors this model does not have: {_some(unknown)}; nothing was loaded")
+            raise WeightsError(
+                f"the weights have tensors that this model does not have: {_some(unknown)}; nothing was loaded"
+            )
         covered = {self._targets[name].data_ptr() for name in tensors}
         missing = sorted(name for name, target in self._targets.items() if target.data_ptr() not in covered)
         if missing:
-            raise WeightsError(f"weights lack tensors this model has: {_some(missing)}; nothing was loaded")
+            raise WeightsError(f"the weights lack tensors of this model: {_some(missing)}; nothing was loaded")
         sources = [self._as_torch(name, tensor, self._targets[name].shape) for name, tensor in tensors.items()]
         targets = [self._targets[name] for name in tensors]
         if self._staging is not None:
@@ -94,71 +95,78 @@ class LiveWeights:
         return LoadPlan(sources=sources, targets=targets, is_new_base=True)
 
     def plan_adapter(self, adapter: Adapter, tensors: Mapping[str, TensorSource]) -> LoadPlan:
-        """Every adapted matrix becomes base + scale x B A; one that only the adapter before had goes back to its base.
+        """Every adapted matrix becomes base + scale x B A; a matrix that only the previous adapter changed becomes its base.
 
-        The base of adapted matrices is kept beside the live ones, so that an adapter is never taken off by subtracting.
+        The base of adapted matrices is kept, so that removing an adapter needs no subtraction.
         """
         pairs = low_rank_pairs(checked_settings(adapter.settings), tensors)
         self._require_targets([pair.target for pair in pairs])
         self._require_base(adapter)
-        kept = {} if self._beside is None else self._beside.base
-        halves: dict[str, Tensor] = {}
+        old_base = self._adapted_base()
+        factors: dict[str, Tensor] = {}
         for pair in pairs:
-            out, into = self._targets[pair.target].shape[:: -1 if pair.target in self._turned else 1]
-            halves[pair.a] = _as_torch(pair.a, tensors[pair.a], torch.Size((pair.rank, into)), is_pinned=False)
-            halves[pair.b] = _as_torch(pair.b, tensors[pair.b], torch.Size((out, pair.rank)), is_pinned=False)
+            rows, columns = self._targets[pair.target].shape[:: -1 if pair.target in self._transposed else 1]
+            factors[pair.a] = _as_torch(pair.a, tensors[pair.a], torch.Size((pair.rank, columns)), is_pinned=False)
+            factors[pair.b] = _as_torch(pair.b, tensors[pair.b], torch.Size((rows, pair.rank)), is_pinned=False)
         with self._staged():
-            held = self._held(halves)
             base = {
-                pair.target: kept[pair.target] if pair.target in kept else self._targets[pair.target].clone()
+                pair.target: old_base[pair.target] if pair.target in old_base else self._targets[pair.target].clone()
                 for pair in pairs
             }
-            beside = Beside(adapter=adapter, pairs=pairs, halves=held, base=base, turned=self._turned)
-            # By groups on a GPU: there a few large products disturb the steps beside them less than many small ones.
-            changed = beside.merged_by_groups() if self._staging is not None else beside.merged_one_by_one()
-        restored = {name: tensor for name, tensor in kept.items() if name not in changed}
+            merge = AdapterMerge(
+                adapter=adapter,
+                pairs=pairs,
+                factors=self._copied_to_device(factors),
+                base=base,
+                transposed=self._transposed,
+            )
+            # By groups on a GPU: a few large products disturb concurrent steps less than many small ones.
+            changed = merge.merged_by_groups() if self._staging is not None else merge.merged_one_by_one()
+        restored = {name: tensor for name, tensor in old_base.items() if name not in changed}
         sources = {**restored, **changed}
-        return LoadPlan(
-            sources=list(sources.values()), targets=[self._targets[name] for name in sources], beside=beside
-        )
+        return LoadPlan(sources=list(sources.values()), targets=[self._targets[name] for name in sources], merge=merge)
 
-    def _held(self, halves: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """On the device, in memory of our own: what was given may be a view into the trainer's. From the host in one piece."""
-        if self._staging is None or any(half.is_cuda for half in halves.values()):
-            return {name: half.to(device=self._device, copy=True) for name, half in halves.items()}
-        headers = headers_of(halves)
+    def _adapted_base(self) -> Mapping[str, Tensor]:
+        """The base of the matrices that the live adapter changes."""
+        return {} if self._merge is None else self._merge.base
+
+    def _copied_to_device(self, factors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """A copy, because the tensors may be views into the trainer's memory. From the host as one block."""
+        if self._staging is None or any(factor.is_cuda for factor in factors.values()):
+            return {name: factor.to(device=self._device, copy=True) for name, factor in factors.items()}
+        headers = headers_of(factors)
         ranges, size = layout(headers)
         if self._pinned is None or self._pinned.numel() < size:
             self._pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        for part, half in zip(ranges, halves.values(), strict=True):
-            self._pinned[part.start : part.end].copy_(half.reshape(-1).view(torch.uint8))
+        for part, factor in zip(ranges, factors.values(), strict=True):
+            self._pinned[part.start : part.end].copy_(factor.reshape(-1).view(torch.uint8))
         return unpack_views(self._pinned[:size].to(self._device, non_blocking=True), headers)
 
     def warm_up_adapters(self) -> None:
-        """On a GPU: load the kernels of the products ahead, in the thread that will ask for them. Loading holds up every stream."""
+        """On a GPU: load the kernels of the products in the thread that will use them, because loading blocks every stream."""
         if self._staging is None:
             return
         with self._staged():
             for shape, dtype in {(tuple(t.shape), t.dtype) for t in self._targets.values() if t.ndim == 2}:
-                b = torch.zeros(2, shape[0], WARM_RANK, device=self._device)
-                a = torch.zeros(2, WARM_RANK, shape[1], device=self._device)
+                b = torch.zeros(2, shape[0], WARM_UP_RANK, device=self._device)
+                a = torch.zeros(2, WARM_UP_RANK, shape[1], device=self._device)
                 torch.bmm(b, a).mul_(2.0).to(dtype)
 
     def plan_base(self) -> LoadPlan:
-        """Take the adapter off: its matrices go back to their base."""
-        kept = {} if self._beside is None else self._beside.base
-        return LoadPlan(sources=list(kept.values()), targets=[self._targets[name] for name in kept])
+        """Remove the adapter: its matrices become their base again."""
+        base = self._adapted_base()
+        return LoadPlan(sources=list(base.values()), targets=[self._targets[name] for name in base])
 
     def apply(self, plan: LoadPlan) -> None:
         sources, targets = plan.sources, plan.targets
         if plan.is_new_base:
             self._base_digest = None
-        self._beside = plan.beside
+        self._merge = plan.merge
         with torch.inference_mode():
             if self._staging is not None:
                 torch._foreach_copy_(targets, sources)
                 for source in sources:
-                    # Allocated on the staging stream: its memory may be used again only after this copy.
+                    # Allocated on the staging stream: its memory may be reused only after this copy.
                     source.record_stream(torch.cuda.current_stream(self._device))
                 self._applied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
                 self._applied.record()
@@ -167,69 +175,69 @@ class LiveWeights:
                 target.copy_(source)
 
     def snapshot(self) -> list[RawTensor]:
-        """The live weights as host bytes, under the names a publication gives them: tied ones once. In the engine's thread."""
+        """The live weights as host bytes, under their published names, tied weights once. Call in the engine's thread."""
         return self._snapshot(self._targets)
 
     def adapter_snapshot(self) -> list[RawTensor] | None:
-        """The live adapter as host bytes; None where there is none, or where the live matrices are not what it makes of its base.
+        """The live adapter as host bytes; None if there is none, or if the live matrices are not the merge of it and its base.
 
-        In any thread while nothing replaces the weights: steps only read them, and go on.
+        Call in any thread while nothing replaces the weights. Steps may run, because they only read.
         """
-        beside = self._beside
-        if beside is None:
+        merge = self._merge
+        if merge is None:
             return None
         with self._staged():
-            if not beside.is_live_in(self._targets, by_groups=self._staging is not None):
+            if not merge.is_live_in(self._targets, by_groups=self._staging is not None):
                 return None
-            return [_host_bytes(name, half) for name, half in beside.halves.items()]
+            return [_host_bytes(name, factor) for name, factor in merge.factors.items()]
 
     def base_digest(self) -> str:
-        """Of the weights without any adapter. Read while nothing replaces them; steps may go on."""
+        """Of the weights without an adapter. Call while nothing replaces them; steps may run."""
         if self._base_digest is None:
-            kept = {} if self._beside is None else self._beside.base
             with self._staged():
-                taken = self._snapshot({**self._targets, **kept})
-            self._base_digest = weights_digest(taken)
+                snapshot = self._snapshot({**self._targets, **self._adapted_base()})
+            self._base_digest = weights_digest(snapshot)
         return self._base_digest
 
     def _snapshot(self, weights: Mapping[str, Tensor]) -> list[RawTensor]:
-        """Tied ones once."""
         seen: set[int] = set()
-        taken: list[RawTensor] = []
+        snapshot: list[RawTensor] = []
         for name, target in self._targets.items():
             if target.data_ptr() not in seen:
                 seen.add(target.data_ptr())
-                taken.append(_host_bytes(name, weights[name]))
-        return taken
+                snapshot.append(_host_bytes(name, weights[name]))
+        return snapshot
 
     def _require_targets(self, names: Sequence[str]) -> None:
         unknown = sorted(name for name in names if name not in self._targets)
         if unknown:
-            raise WeightsError(f"the adapter is for matrices this model does not have: {_some(unknown)}")
-        flat = [name for name in names if self._targets[name].ndim != 2]
-        if flat:
-            raise WeightsError(f"the adapter is for tensors that are no matrices: {_some(flat)}; nothing was loaded")
-        tenants = Counter(target.data_ptr() for target in self._targets.values())
-        tied = [name for name in names if tenants[self._targets[name].data_ptr()] > 1]
+            raise WeightsError(f"the adapter changes matrices that this model does not have: {_some(unknown)}")
+        not_matrices = [name for name in names if self._targets[name].ndim != 2]
+        if not_matrices:
+            raise WeightsError(
+                f"the adapter changes tensors that are not matrices: {_some(not_matrices)}; nothing was loaded"
+            )
+        users = Counter(target.data_ptr() for target in self._targets.values())
+        tied = [name for name in names if users[self._targets[name].data_ptr()] > 1]
         if tied:
             raise WeightsError(
-                f"the adapter changes {_some(tied)}, which shares its memory with another matrix of this model: both would change; "
-                "nothing was loaded"
+                f"the adapter changes {_some(tied)}, which shares its memory with another matrix of this model, so both would "
+                "change; nothing was loaded"
             )
 
     def _require_base(self, adapter: Adapter) -> None:
-        """Digests are of float32; an engine of another dtype has other bytes and cannot compare."""
+        """The digest is of float32 weights; an engine with another dtype has other bytes and cannot compare."""
         if adapter.base_digest is None or any(t.dtype is not torch.float32 for t in self._targets.values()):
             return
         if (digest := self.base_digest()) != adapter.base_digest:
             raise WeightsError(
-                f"adapter {adapter.name} was trained beside weights with digest {adapter.base_digest}, and this engine's base has "
+                f"adapter {adapter.name} was trained on weights with digest {adapter.base_digest}, but this engine's base has "
                 f"{digest}; serve the same model, or publish whole weights (inference.publish = 'full')"
             )
 
     @contextmanager
     def _staged(self) -> Iterator[None]:
-        """On a GPU: on the staging stream, after what was applied before, and done when the block is left."""
+        """On a GPU, run the block on the staging stream, after the last applied update, and wait for its completion."""
         if self._staging is None:
             with torch.inference_mode():
                 yield
@@ -257,7 +265,7 @@ def _host_bytes(name: str, tensor: Tensor) -> FileTensor:
 def _as_torch(name: str, tensor: TensorSource, shape: torch.Size, *, is_pinned: bool) -> Tensor:
     if not is_raw(tensor):
         if not isinstance(tensor, Tensor):
-            raise WeightsError(f"tensor {name} is a {type(tensor).__name__}, not one of torch's; nothing was loaded")
+            raise WeightsError(f"tensor {name} is a {type(tensor).__name__}, not a torch tensor; nothing was loaded")
         if tensor.shape != shape:
             raise WeightsError(
                 f"tensor {name} has shape {tuple(tensor.shape)}, the model's is {tuple(shape)}; nothing was loaded"
@@ -273,7 +281,7 @@ def _as_torch(name: str, tensor: TensorSource, shape: torch.Size, *, is_pinned: 
         raise WeightsError(f"tensor {name} has {len(tensor.data)} bytes for {count} numbers; nothing was loaded")
     if not count:
         return torch.empty(tensor.shape, dtype=dtype)
-    # A private copy: the mapped file is read-only and may go away. For a GPU in memory it can fetch from directly.
+    # A copy, because the mapped file is read-only and may be removed. Pinned for a GPU, which then reads it directly.
     host = torch.empty(tensor.shape, dtype=dtype, pin_memory=is_pinned)
     host.view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(tensor.data, dtype=np.uint8)
     return host

@@ -1,7 +1,9 @@
-"""Prompts on their way into the slots: in pieces, batched, and once for all who ask the same.
+"""Prefills prompts into the slots: in pieces, batched, and once for all requests with the same tokens.
 
-A request that is being filled owns its row and is not decoded yet. When its last piece is in, its first token is sampled.
+A request in prefill owns its row but is not decoded yet. After its last piece, its first token is sampled.
 """
+
+# N rows, V vocabulary
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,43 +12,43 @@ import torch
 from torch import Tensor
 
 from rollbook.inference.engines.batching import Piece, pieces_of_round, prefill_forwards
-from rollbook.inference.engines.embedded.cache.prefix_cache import NEVER, PrefixHit, PrefixStore
-from rollbook.inference.engines.embedded.cache.prompt_memo import PromptMemo
+from rollbook.inference.engines.embedded.prefix_cache import NOT_REUSABLE, PrefixCache, PrefixHit, PromptMemo
 from rollbook.inference.engines.embedded.row_table import RowTable
 from rollbook.inference.engines.embedded.runner import Runner
 from rollbook.inference.request import Request
 
 
 @dataclass(slots=True, eq=False)
-class Filling:
-    """A request whose row is being prefilled. Siblings bring the same tokens: they get a copy."""
+class Prefill:
+    """A request in prefill. Its siblings have the same tokens and get a copy of its row."""
 
     request: Request
     tokens: list[int]
     done: int = 0
     hit: PrefixHit | None = None
-    """What its row still has to be given before the rest is filled."""
+    """A cached prefix that is still to be copied into the row."""
     siblings: list[Request] = field(default_factory=list)
 
     @property
-    def is_ready(self) -> bool:
+    def is_complete(self) -> bool:
         return self.done >= len(self.tokens)
 
     @property
-    def wants_one_token(self) -> bool:
+    def is_memoizable(self) -> bool:
+        """Whether one of the requests needs a single token only."""
         return any(r.limit - len(r.tokens) == 1 for r in (self.request, *self.siblings))
 
 
 @dataclass(frozen=True, slots=True)
-class _Heads:
-    """Logits of a forward, and who is ready to sample from which line of it."""
+class _ForwardOutput:
+    """The logits of a forward, and the line of each prefill that it completed."""
 
     logits_NV: Tensor
-    ready: list[tuple[int, Filling]]
+    completed: list[tuple[int, Prefill]]
 
 
 class Prefiller:
-    """Who is being filled, in order of arrival."""
+    """The requests in prefill, in order of arrival."""
 
     def __init__(
         self,
@@ -56,113 +58,113 @@ class Prefiller:
         round_tokens: int,
         forward_tokens: int,
         memo_rows: int,
-        prefixes: PrefixStore,
+        prefixes: PrefixCache,
     ) -> None:
         self._runner = runner
         self._prefixes = prefixes
         self._table = table
         self._round_tokens, self._forward_tokens = round_tokens, forward_tokens
         self._memo = PromptMemo(memo_rows)
-        self._known: list[tuple[Request, Tensor]] = []
-        self._filling: list[Filling] = []
+        self._memoized: list[tuple[Request, Tensor]] = []
+        self._prefills: list[Prefill] = []
 
     @property
     def has_work(self) -> bool:
-        return bool(self._filling or self._known)
+        return bool(self._prefills or self._memoized)
 
     @property
     def longest(self) -> int:
-        """Positions that the longest of them will need, its first token included."""
-        return max((len(filling.tokens) + 1 for filling in self._filling), default=1)
+        """Positions that the longest of them needs, its first new token included."""
+        return max((len(prefill.tokens) + 1 for prefill in self._prefills), default=1)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """They have their rows."""
-        leaders: dict[tuple[int, ...], Filling] = {}
+        """Each request must already own a row."""
+        leaders: dict[tuple[int, ...], Prefill] = {}
         for request in requests:
             tokens = (*request.prompt, *request.tokens)
             leader = leaders.get(tokens)
             if leader is not None:
                 leader.siblings.append(request)
             elif request.limit - len(request.tokens) == 1 and (logits_V := self._memo.get(tokens)) is not None:
-                self._known.append((request, logits_V))
+                self._memoized.append((request, logits_V))
             else:
                 hit = self._prefixes.find(tokens)
-                leaders[tokens] = Filling(request, list(tokens), 0 if hit is None else hit.length, hit)
-        self._filling.extend(leaders.values())
+                leaders[tokens] = Prefill(request, list(tokens), 0 if hit is None else hit.length, hit)
+        self._prefills.extend(leaders.values())
 
-    def forget(self, request: Request) -> None:
-        """It is over, or over here. Its siblings go on without it."""
-        self._known = [(known, logits_V) for known, logits_V in self._known if known is not request]
-        for filling in self._filling:
-            if request is filling.request and filling.siblings:
-                # The next sibling is filled from the beginning, in its own row.
-                filling.request, filling.done, filling.hit = filling.siblings.pop(0), 0, None
-            elif request in filling.siblings:
-                filling.siblings.remove(request)
-        self._filling = [filling for filling in self._filling if filling.request is not request]
+    def remove(self, request: Request) -> None:
+        """Its siblings continue without it."""
+        self._memoized = [(other, logits_V) for other, logits_V in self._memoized if other is not request]
+        for prefill in self._prefills:
+            if request is prefill.request and prefill.siblings:
+                # The next sibling is prefilled from the start, in its own row.
+                prefill.request, prefill.done, prefill.hit = prefill.siblings.pop(0), 0, None
+            elif request in prefill.siblings:
+                prefill.siblings.remove(request)
+        self._prefills = [prefill for prefill in self._prefills if prefill.request is not request]
 
     def weights_changed(self) -> None:
         self._memo.clear()
 
-    def begin_again(self) -> None:
-        """What was filled under older weights is filled again, in rounds to come."""
-        for filling in self._filling:
-            filling.done, filling.hit = 0, None
-            filling.request.cached_tokens = 0
-            self._table.positions[filling.request.row] = 0
+    def restart(self) -> None:
+        """Prefill again, in later rounds, what was prefilled under older weights."""
+        for prefill in self._prefills:
+            prefill.done, prefill.hit = 0, None
+            prefill.request.cached_tokens = 0
+            self._table.positions[prefill.request.row] = 0
 
-    def fill_now(self, rows: Sequence[tuple[Request, list[int]]]) -> None:
-        """Fill rows that are being decoded, all of them, and sample nothing."""
-        fillings = [Filling(request, tokens) for request, tokens in rows]
-        while not all(filling.is_ready for filling in fillings):
-            for _ in self._fill(fillings):
+    def recompute(self, rows: Sequence[tuple[Request, list[int]]]) -> None:
+        """Prefill rows that are being decoded, completely, and sample nothing."""
+        prefills = [Prefill(request, tokens) for request, tokens in rows]
+        while not all(prefill.is_complete for prefill in prefills):
+            for _ in self._forwards(prefills):
                 pass
 
     def round(self) -> list[int]:
-        """Fill what a round may fill. Gives the rows that sampled their first token."""
-        begun: list[int] = []
+        """Prefill one round's share of tokens. Returns the rows that sampled their first token."""
+        started: list[int] = []
         self._table.prepare()
-        if self._known:
-            begun += [request.row for request, _ in self._known]
-            logits_NV = torch.stack([logits_V for _, logits_V in self._known])
-            self._runner.begin_rows(self._table, begun, logits_NV, range(len(begun)))
-            self._known = []
-        self._take_over()
-        for heads in self._fill(self._filling):
+        if self._memoized:
+            started += [request.row for request, _ in self._memoized]
+            logits_NV = torch.stack([logits_V for _, logits_V in self._memoized])
+            self._runner.sample_first_tokens(self._table, started, logits_NV, range(len(started)))
+            self._memoized = []
+        self._copy_prefixes()
+        for output in self._forwards(self._prefills):
             rows: list[int] = []
             sources: list[int] = []
-            for line, filling in heads.ready:
-                self._copy_to_siblings(filling)
-                for sibling in filling.siblings:
-                    sibling.cached_tokens = filling.request.cached_tokens
-                if filling.wants_one_token:
-                    self._memo.put(tuple(filling.tokens), heads.logits_NV[line])
-                for request in (filling.request, *filling.siblings):
+            for line, prefill in output.completed:
+                self._copy_to_siblings(prefill)
+                for sibling in prefill.siblings:
+                    sibling.cached_tokens = prefill.request.cached_tokens
+                if prefill.is_memoizable:
+                    self._memo.put(tuple(prefill.tokens), output.logits_NV[line])
+                for request in (prefill.request, *prefill.siblings):
                     rows.append(request.row)
                     sources.append(line)
-                    self._table.positions[request.row] = len(filling.tokens)
+                    self._table.positions[request.row] = len(prefill.tokens)
             if rows:
-                self._runner.begin_rows(self._table, rows, heads.logits_NV, sources)
-                begun += rows
-        self._filling = [filling for filling in self._filling if not filling.is_ready]
-        self._table.counts[begun] += 1
-        self._table.is_active[begun] = True
-        return begun
+                self._runner.sample_first_tokens(self._table, rows, output.logits_NV, sources)
+                started += rows
+        self._prefills = [prefill for prefill in self._prefills if not prefill.is_complete]
+        self._table.counts[started] += 1
+        self._table.is_active[started] = True
+        return started
 
-    def _take_over(self) -> None:
-        """Give rows what earlier requests had computed of their tokens. At once: these are the weights it was computed with."""
-        for filling in self._filling:
-            if filling.hit is not None:
-                row = filling.request.row
-                self._prefixes.put_in(filling.hit, row)
-                self._table.positions[row] = filling.done
-                filling.request.cached_tokens = min(filling.hit.length, len(filling.request.prompt))
-                filling.hit = None
+    def _copy_prefixes(self) -> None:
+        """Copy cached prefixes into their rows now, because a weight update would make them stale."""
+        for prefill in self._prefills:
+            if prefill.hit is not None:
+                row = prefill.request.row
+                self._prefixes.copy_in(prefill.hit, row)
+                self._table.positions[row] = prefill.done
+                prefill.request.cached_tokens = min(prefill.hit.length, len(prefill.request.prompt))
+                prefill.hit = None
 
-    def _fill(self, fillings: Sequence[Filling]) -> Iterator[_Heads]:
-        """One round's share of prefilling, forward by forward."""
+    def _forwards(self, prefills: Sequence[Prefill]) -> Iterator[_ForwardOutput]:
+        """Run the prefill forwards of one round."""
         waves = pieces_of_round(
-            [(filling.done, len(filling.tokens)) for filling in fillings],
+            [(prefill.done, len(prefill.tokens)) for prefill in prefills],
             max_tokens=self._round_tokens,
             piece_tokens=self._forward_tokens,
         )
@@ -174,31 +176,31 @@ class Prefiller:
                     max_tokens=self._forward_tokens,
                     forward_cost=self._runner.forward_cost_tokens,
                 ):
-                    yield self._forward(fillings, [pieces[index] for index in forward], is_fresh=is_fresh)
+                    yield self._forward(prefills, [pieces[index] for index in forward], is_fresh=is_fresh)
 
-    def _forward(self, fillings: Sequence[Filling], pieces: Sequence[Piece], *, is_fresh: bool) -> _Heads:
+    def _forward(self, prefills: Sequence[Prefill], pieces: Sequence[Piece], *, is_fresh: bool) -> _ForwardOutput:
         logits_NV = self._runner.prefill(
-            [fillings[piece.index].request.row for piece in pieces],
-            [fillings[piece.index].tokens[piece.start : piece.end] for piece in pieces],
+            [prefills[piece.index].request.row for piece in pieces],
+            [prefills[piece.index].tokens[piece.start : piece.end] for piece in pieces],
             [piece.start for piece in pieces],
             is_fresh=is_fresh,
         )
-        ready: list[tuple[int, Filling]] = []
+        completed: list[tuple[int, Prefill]] = []
         for line, piece in enumerate(pieces):
-            filling = fillings[piece.index]
-            filling.done = piece.end
-            if not self._table.is_active[filling.request.row]:
-                self._table.positions[filling.request.row] = piece.end
-            if filling.is_ready:
-                ready.append((line, filling))
-        return _Heads(logits_NV, ready)
+            prefill = prefills[piece.index]
+            prefill.done = piece.end
+            if not self._table.is_active[prefill.request.row]:
+                self._table.positions[prefill.request.row] = piece.end
+            if prefill.is_complete:
+                completed.append((line, prefill))
+        return _ForwardOutput(logits_NV, completed)
 
-    def _copy_to_siblings(self, filling: Filling) -> None:
-        targets = [sibling.row for sibling in filling.siblings if sibling.limit - len(sibling.tokens) > 1]
-        for sibling in filling.siblings:
+    def _copy_to_siblings(self, prefill: Prefill) -> None:
+        targets = [sibling.row for sibling in prefill.siblings if sibling.limit - len(sibling.tokens) > 1]
+        for sibling in prefill.siblings:
             if sibling.row not in targets:
-                # Its one token is sampled from the leader's logits: nothing stands in its row.
-                sibling.mark = NEVER
+                # Its only token is sampled from the leader's logits, so its row stays empty.
+                sibling.weights_generation = NOT_REUSABLE
         if targets:
-            sources = [filling.request.row] * len(targets)
-            self._runner.slots.copy_rows(sources, targets, length=len(filling.tokens))
+            sources = [prefill.request.row] * len(targets)
+            self._runner.slots.copy_rows(sources, targets, length=len(prefill.tokens))

@@ -1,7 +1,7 @@
-"""What the host knows of every slot, as arrays: who owns it, where it stands, how it samples. No Python loop over rows in a step.
+"""The host's state of every slot, as arrays: owner, position, sampling settings. A step needs no Python loop over rows.
 
-Lengths are known to the host ahead of the tokens: each decode step moves every active row by one. So steps can be launched before
-the tokens of earlier ones have been read, and a row that reaches its limit is free for the next request at launch.
+Each decode step moves every active row by one position, so the host knows the lengths before it has read the tokens. Steps can
+therefore be launched ahead, and a row that reaches its limit is free at launch.
 """
 
 # S slots
@@ -18,36 +18,36 @@ NO_STOP = -1
 
 
 Tops = tuple[NDArray[np.int32], NDArray[np.float32]]
-"""The likeliest tokens of every row, and their logprobs."""
+"""The most likely tokens of every row, and their logprobs."""
 
 
 class RowTable:
-    """One thread's. `packed` is all that a device must be told, as one block of memory."""
+    """Used by one thread. `packed` holds all columns that the device needs, as one block of memory."""
 
     def __init__(self, max_rows: int) -> None:
         self.max_rows = max_rows
         self.packed = np.zeros(6 * max_rows, dtype=np.int32)
         blocks = self.packed.reshape(6, max_rows)
         self.keys = blocks[:2].reshape(-1).view(np.int64)
-        """Random bits behind the next token of each row."""
+        """Random bits for the next token of each row."""
         self.positions = blocks[2]
-        """Where the next token of each row is written. A free row stands at 0, one that is being prefilled at what it has."""
+        """Where the next token of each row is written: 0 for a free row, the prefilled length for a row in prefill."""
         self.temperatures = blocks[3].view(np.float32)
         self.top_k = blocks[4]
         self.top_p = blocks[5].view(np.float32)
         self.owners: NDArray[np.object_] = np.full(max_rows, None, dtype=object)
         self.is_active = np.zeros(max_rows, dtype=np.bool_)
-        """Whether the row is decoded. A row that is owned and not active is being prefilled."""
+        """Whether the row is decoded. An owned row that is not active is in prefill."""
         self.counts = np.zeros(max_rows, dtype=np.int64)
         """Tokens launched for the owner so far."""
         self.limits = np.zeros(max_rows, dtype=np.int64)
         self.tops = np.zeros(max_rows, dtype=np.int64)
-        """How many of the likeliest tokens are told beside each."""
+        """Number of most likely tokens to report for each token."""
         self.stops = np.full((max_rows, 1), NO_STOP, dtype=np.int32)
         self._seeds = np.zeros(max_rows, dtype=np.uint64)
         self._is_owned = np.zeros(max_rows, dtype=np.bool_)
         self.is_scaled = self.is_truncated = self.is_any_greedy = self.has_stops = self.has_tops = False
-        self._is_settled = True
+        self._has_current_flags = True
         self.num_owned = 0
         self.temperatures[:] = 1.0
         self.top_p[:] = 1.0
@@ -62,13 +62,14 @@ class RowTable:
         return list(self.owners[self._is_owned])
 
     def free_rows(self, count: int) -> list[int]:
-        """The lowest free rows: the table stays dense."""
+        """The lowest free rows, so that the table stays dense."""
         free: list[int] = np.flatnonzero(~self._is_owned)[:count].tolist()
         return free
 
-    def holes(self, extent: int) -> list[bool]:
-        kept: list[bool] = self._is_owned[:extent].tolist()
-        return kept
+    def is_owned(self, extent: int) -> list[bool]:
+        """Of the first `extent` rows."""
+        owned: list[bool] = self._is_owned[:extent].tolist()
+        return owned
 
     def occupy(self, row: int, request: Request) -> None:
         sampling = request.sampling
@@ -91,7 +92,7 @@ class RowTable:
             self.stops = wider
         self.stops[row] = NO_STOP
         self.stops[row, : len(stops)] = stops
-        self._is_settled = False
+        self._has_current_flags = False
 
     def release(self, row: int) -> None:
         self.owners[row] = None
@@ -104,10 +105,10 @@ class RowTable:
         self.top_p[row] = 1.0
         self.tops[row] = 0
         self.stops[row] = NO_STOP
-        self._is_settled = False
+        self._has_current_flags = False
 
     def move(self, source: int, target: int) -> None:
-        """The owner of a row goes on in another, free one."""
+        """Move the owner of a row to a free row."""
         request: Request = self.owners[source]
         for column in (
             self.positions,
@@ -129,17 +130,17 @@ class RowTable:
         request.row = target
 
     def prepare(self) -> None:
-        """Before a launch: random bits of each row's next token, a hash of its seed and the token's index (splitmix64)."""
-        if not self._is_settled:
-            self._settle()
+        """Before a launch: compute each row's random bits, a hash (splitmix64) of its seed and the token's index."""
+        if not self._has_current_flags:
+            self._update_flags()
         with np.errstate(over="ignore"):
             mixed = self._seeds + (self.counts.astype(np.uint64) + np.uint64(1)) * _STREAM
             mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
             mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
             self.keys[:] = (mixed ^ (mixed >> np.uint64(31))).view(np.int64)
 
-    def _settle(self) -> None:
-        self._is_settled = True
+    def _update_flags(self) -> None:
+        self._has_current_flags = True
         self.is_scaled = bool(((self.temperatures != 1.0) & (self.temperatures != 0.0)).any())
         self.is_any_greedy = bool((self.temperatures == 0.0).any())
         self.is_truncated = bool(((self.top_k > 0) | (self.top_p < 1.0)).any())
@@ -148,7 +149,7 @@ class RowTable:
 
 
 class RoundLog:
-    """Tokens and logprobs of the last rounds, one line a round, one column a row: a request's own are a slice of a column."""
+    """Tokens and logprobs of recent rounds, one line per round, one column per row. A request's tokens are a slice of a column."""
 
     def __init__(self, max_rows: int, capacity: int) -> None:
         self.capacity = capacity
@@ -171,22 +172,22 @@ class RoundLog:
         self.logprobs[line] = logprobs
         self.versions[line] = version
 
-    def hand_over(self, request: Request, until: int) -> None:
-        """Give a request its tokens of the rounds before `until`. Each must be given its own before they are overwritten."""
+    def flush(self, request: Request, until: int) -> None:
+        """Append a request's tokens of the rounds before `until`. Must be called before their lines are overwritten."""
         segments, request.segments = request.segments, []
-        for row, begin, end in segments:
+        for row, start, end in segments:
             last = until if end is None else min(end, until)
-            if begin < last:
-                lines = np.arange(begin, last) % self.capacity
+            if start < last:
+                lines = np.arange(start, last) % self.capacity
                 request.extend(self.tokens[lines, row], self.logprobs[lines, row], self.versions[lines])
                 if count := request.sampling.top_logprobs:
-                    self._hand_over_tops(request, lines.tolist(), row, count)
+                    self._flush_tops(request, lines.tolist(), row, count)
             if end is None or end > last:
-                request.segments.append((row, max(begin, last), end))
+                request.segments.append((row, max(start, last), end))
 
-    def _hand_over_tops(self, request: Request, lines: list[int], row: int, count: int) -> None:
+    def _flush_tops(self, request: Request, lines: list[int], row: int, count: int) -> None:
         for line in lines:
             tops = self.tops[line]
-            assert tops is not None, "a row that asks for them is never launched without"
+            assert tops is not None, "a round with such a row collects them"
             request.top_tokens.append(tops[0][row, :count].copy())
             request.top_logprobs.append(tops[1][row, :count].copy())

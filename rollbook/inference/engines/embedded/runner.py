@@ -1,8 +1,8 @@
-"""Runs the forwards of a round on the device and brings back what they sampled.
+"""Runs the forwards of a round on the device and transfers the sampled tokens to the host.
 
-`Runner` calls the model directly: on a CPU, and on any device for models that run through their own module. `GraphRunner` replays
-captured graphs of bucketed shapes, so that a step costs the host one launch. Either only enqueues work on a GPU: `Flight.wait` is
-where the host waits.
+`Runner` calls the model directly: on a CPU, and on any device for models that use their Hugging Face module. `GraphRunner` replays
+captured CUDA graphs of bucketed shapes, so that a step is one launch for the host. On a GPU both only enqueue work; the host waits
+in `PendingResults.wait`.
 """
 
 # S slots, N rows, C tokens a row, V vocabulary
@@ -16,17 +16,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollbook.contracts.policy import MAX_TOP_LOGPROBS
-from rollbook.inference.engines.embedded.cache.slot_cache import SlotCache, on_device
 from rollbook.inference.engines.embedded.model.forward import PrefillInput, SlotModel
 from rollbook.inference.engines.embedded.row_table import RowTable, Tops
-from rollbook.inference.engines.embedded.sampling import RowSampling, likeliest, sample
+from rollbook.inference.engines.embedded.sampling import RowSampling, most_likely, sample
+from rollbook.inference.engines.embedded.slot_cache import SlotCache, to_device
 
 Sampler = Callable[[Tensor, RowSampling], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
-    """Results that are on their way to the host: tokens and logprobs of every row, also of those that sampled nothing."""
+class PendingResults:
+    """Tokens and logprobs of every row, in transfer to the host. Rows that sampled nothing are included."""
 
     tokens_S: Tensor
     logprobs_S: Tensor
@@ -40,14 +40,14 @@ class Flight:
         return self.tokens_S.numpy(), self.logprobs_S.numpy()
 
     def tops(self) -> Tops | None:
-        """Once it has arrived: the likeliest tokens of every row, where any row asked for them."""
+        """The most likely tokens of every row, if any row requested them. Call after `wait`."""
         if self.top_tokens_SK is None or self.top_logprobs_SK is None:
             return None
         return self.top_tokens_SK.numpy(), self.top_logprobs_SK.numpy()
 
 
 class Runner:
-    """Owns the device's copy of the rows' state. One thread's."""
+    """Owns the rows' state on the device. Used by one thread."""
 
     forward_cost_tokens = 64
 
@@ -57,7 +57,7 @@ class Runner:
         self.forwards = 0
         self._sampler = sampler
         self._device = model.device
-        # Float64, which exact sampling needs, does not exist on Apple's GPUs: there, logits are sampled from on the CPU.
+        # Exact sampling needs float64, which Apple GPUs do not support: there, tokens are sampled on the CPU.
         self._sampling_device = torch.device("cpu") if model.device.type == "mps" else model.device
         self._tokens_S = torch.zeros(max_rows, dtype=torch.long, device=self._device)
         self._logprobs_S = torch.zeros(max_rows, dtype=torch.float32, device=self._device)
@@ -67,14 +67,14 @@ class Runner:
         self._top_logprobs_SK = torch.zeros(max_rows, self._num_tops, dtype=torch.float32, device=self._device)
 
     def warm_up(self) -> None:
-        """Nothing to prepare: what is called directly is ready."""
+        """Direct calls need no preparation."""
 
     def is_smaller(self, fewer: int, rows: int) -> bool:
         """Whether a step over fewer rows costs less."""
         return fewer < rows
 
     def decode(self, table: RowTable, count: int, *, length: int) -> None:
-        """One token in each of the first `count` rows. `length`: positions attention must see."""
+        """Sample one token in each of the first `count` rows. `length`: the number of positions attention reads."""
         state = self._state(table)
         positions_N = state.positions_S[:count].long()
         logits_NV = self.model.decode(self._tokens_S[:count], positions_N, self.slots, length=length)
@@ -83,60 +83,62 @@ class Runner:
         self._tokens_S[:count] = tokens_N
         self._logprobs_S[:count] = logprobs_N
         if table.has_tops:
-            self._note_tops(slice(0, count), logits_NV, sampling)
+            self._store_tops(slice(0, count), logits_NV, sampling)
         self.forwards += 1
 
     def prefill(
         self, rows: Sequence[int], pieces: Sequence[Sequence[int]], starts: Sequence[int], *, is_fresh: bool
     ) -> Tensor:
-        """Logits (N, V) after the last token of each piece, which goes on at its start in its row."""
-        given = self._prefill_input(rows, pieces, starts, is_fresh=is_fresh, width=max(map(len, pieces)))
+        """Logits (N, V) after the last token of each piece. Piece i is written to `rows[i]` from position `starts[i]`."""
+        inputs = self._prefill_input(rows, pieces, starts, is_fresh=is_fresh, width=max(map(len, pieces)))
         self.forwards += 1
-        return self.model.prefill(given, self.slots)
+        return self.model.prefill(inputs, self.slots)
 
-    def begin_rows(self, table: RowTable, rows: Sequence[int], logits_MV: Tensor, sources: Sequence[int]) -> None:
-        """Sample the first token of rows, each from the line of `logits_MV` that `sources` names."""
+    def sample_first_tokens(
+        self, table: RowTable, rows: Sequence[int], logits_MV: Tensor, sources: Sequence[int]
+    ) -> None:
+        """Sample the first token of each row from line `sources[i]` of `logits_MV`."""
         state = self._state(table)
-        rows_N = on_device(torch.tensor(rows), self._device)
+        rows_N = to_device(torch.tensor(rows), self._device)
         if list(sources) != list(range(len(logits_MV))):
-            logits_MV = logits_MV[on_device(torch.tensor(sources), self._device)]
+            logits_MV = logits_MV[to_device(torch.tensor(sources), self._device)]
         sampling = state.sampling(table, rows_N)
         tokens_N, logprobs_N = self._sampled(logits_MV, sampling)
         self._tokens_S[rows_N] = tokens_N
         self._logprobs_S[rows_N] = logprobs_N
         if table.has_tops:
-            self._note_tops(rows_N, logits_MV, sampling)
+            self._store_tops(rows_N, logits_MV, sampling)
 
     def move_tokens(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        sources_N = on_device(torch.tensor(sources), self._device)
-        self._tokens_S[on_device(torch.tensor(targets), self._device)] = self._tokens_S[sources_N]
+        sources_N = to_device(torch.tensor(sources), self._device)
+        self._tokens_S[to_device(torch.tensor(targets), self._device)] = self._tokens_S[sources_N]
 
-    def collect(self, *, has_tops: bool = False) -> Flight:
-        """Start bringing back what the rows hold now."""
+    def collect(self, *, has_tops: bool = False) -> PendingResults:
+        """Start the transfer of the rows' tokens and logprobs to the host."""
         tops = [self._top_tokens_SK, self._top_logprobs_SK] if has_tops else []
         if self._device.type != "cuda":
-            return Flight(
+            return PendingResults(
                 self._tokens_S.to("cpu", torch.int32),
                 self._logprobs_S.to("cpu", copy=True),
                 None,
-                *(held.to("cpu", copy=True) for held in tops),
+                *(tensor.to("cpu", copy=True) for tensor in tops),
             )
         tokens = torch.empty(self._max_rows, dtype=torch.int32, pin_memory=True)
         logprobs = torch.empty(self._max_rows, dtype=torch.float32, pin_memory=True)
         tokens.copy_(self._tokens_S.to(torch.int32), non_blocking=True)
         logprobs.copy_(self._logprobs_S, non_blocking=True)
-        tops = [torch.empty_like(held, device="cpu", pin_memory=True).copy_(held, non_blocking=True) for held in tops]
+        tops = [torch.empty_like(t, device="cpu", pin_memory=True).copy_(t, non_blocking=True) for t in tops]
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         arrived.record()
-        return Flight(tokens, logprobs, arrived, *tops)
+        return PendingResults(tokens, logprobs, arrived, *tops)
 
-    def _note_tops(self, rows: slice | Tensor, logits_NV: Tensor, sampling: RowSampling) -> None:
-        tokens_NK, logprobs_NK = likeliest(logits_NV, sampling, self._num_tops)
+    def _store_tops(self, rows: slice | Tensor, logits_NV: Tensor, sampling: RowSampling) -> None:
+        tokens_NK, logprobs_NK = most_likely(logits_NV, sampling, self._num_tops)
         self._top_tokens_SK[rows] = tokens_NK.to(torch.int32)
         self._top_logprobs_SK[rows] = logprobs_NK
 
     def _state(self, table: RowTable) -> "DeviceRows":
-        return DeviceRows.of(on_device(torch.from_numpy(table.packed), self._device), table.max_rows)
+        return DeviceRows.of(to_device(torch.from_numpy(table.packed), self._device), table.max_rows)
 
     def _sampled(self, logits_NV: Tensor, rows: RowSampling) -> tuple[Tensor, Tensor]:
         if self._sampling_device == self._device:
@@ -154,13 +156,15 @@ class Runner:
         width: int,
     ) -> PrefillInput:
         packed = packed_prefill(pieces, rows, starts, count=len(rows), width=width, scratch_row=self.slots.scratch_row)
-        reach = min(self.slots.length, max(starts) + width)
-        return unpacked_prefill(on_device(torch.from_numpy(packed), self._device), reach=reach, is_fresh=is_fresh)
+        attention_length = min(self.slots.length, max(starts) + width)
+        return unpacked_prefill(
+            to_device(torch.from_numpy(packed), self._device), attention_length=attention_length, is_fresh=is_fresh
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRows:
-    """`RowTable.packed` on the device, as its columns."""
+    """The columns of `RowTable.packed` on the device."""
 
     keys_S: Tensor
     positions_S: Tensor
@@ -180,11 +184,11 @@ class DeviceRows:
         )
 
     def sampling(self, table: RowTable, rows: slice | Tensor) -> RowSampling:
-        return self.sampling_as(
+        return self.sampling_with(
             rows, is_scaled=table.is_scaled, is_truncated=table.is_truncated, is_any_greedy=table.is_any_greedy
         )
 
-    def sampling_as(
+    def sampling_with(
         self, rows: slice | Tensor, *, is_scaled: bool, is_truncated: bool, is_any_greedy: bool
     ) -> RowSampling:
         return RowSampling(
@@ -207,23 +211,23 @@ def packed_prefill(
     width: int,
     scratch_row: int,
 ) -> NDArray[np.int64]:
-    """Tokens padded to `width`, then row, start and last index; lines beyond the pieces stand in the scratch row."""
+    """One line per piece: tokens padded to `width`, then row, start and last index. Extra lines use the scratch row."""
     packed = np.zeros((count, width + 3), dtype=np.int64)
     packed[:, width] = scratch_row
     for line, piece in enumerate(pieces):
         packed[line, : len(piece)] = piece
-        # Padded by repeating a token of the row itself: any id will do, and some models warn about their pad token.
+        # Padded with a token of the piece: any id works, and some models warn about their pad token.
         packed[line, len(piece) : width] = piece[-1]
         packed[line, width:] = (rows[line], starts[line], len(piece) - 1)
     return packed
 
 
-def unpacked_prefill(packed: Tensor, *, reach: int, is_fresh: bool) -> PrefillInput:
+def unpacked_prefill(packed: Tensor, *, attention_length: int, is_fresh: bool) -> PrefillInput:
     return PrefillInput(
         tokens_NC=packed[:, :-3],
         rows_N=packed[:, -3],
         starts_N=packed[:, -2],
         lasts_N=packed[:, -1],
-        reach=reach,
+        attention_length=attention_length,
         is_fresh=is_fresh,
     )

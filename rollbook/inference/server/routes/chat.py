@@ -1,22 +1,21 @@
-"""POST /v1/chat/completions: the chat template makes the prompt; tool calls are taken out of what the model wrote."""
+"""POST /v1/chat/completions: the chat template makes the prompt, and tool calls are parsed from the sampled text."""
 
 import time
-from contextlib import aclosing
 from typing import Any
 
 import msgspec
+import numpy as np
 from aiohttp import web
+from numpy.typing import NDArray
 
 from rollbook.contracts.policy import TopLogprobs
 from rollbook.contracts.tool_calls import ToolCall, parse_tool_calls
 from rollbook.inference.request import BadRequestError
-from rollbook.inference.server.generation import Generated, Generation, Piece, joined
-from rollbook.inference.server.routes.alternatives import top_list
-from rollbook.inference.server.routes.replies import EventStream, json_response
-from rollbook.inference.server.routes.streaming import merged
-from rollbook.inference.server.service import Ask, PolicyService, require_count
-from rollbook.inference.server.tokenizer import Texts
-from rollbook.inference.server.tool_calls import ToolCallText
+from rollbook.inference.server.generation import Generation, GenerationResult, Piece
+from rollbook.inference.server.routes.responses import json_response
+from rollbook.inference.server.routes.streaming import EventStream, possible_tokens, stream_completions
+from rollbook.inference.server.service import PolicyService
+from rollbook.inference.server.text import Tokenizer, ToolCallStream
 from rollbook.inference.wire.chat import (
     AssistantMessage,
     ChatBody,
@@ -29,8 +28,9 @@ from rollbook.inference.wire.chat import (
     FunctionCall,
     TokenLogprob,
     ToolCallPart,
+    TopLogprob,
 )
-from rollbook.inference.wire.completions import Usage, derived_seed, spans
+from rollbook.inference.wire.completions import Usage, version_spans
 
 
 class ChatRoutes:
@@ -40,193 +40,185 @@ class ChatRoutes:
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = self._decode(await request.read())
-        model = self._service.model(body.model)
-        texts = self._service.require_texts("messages")
-        prompt = self._prompt(body, texts)
+        model = self._service.resolve_model(body.model)
+        tokenizer = self._service.require_tokenizer("messages")
+        prompt = _prompt(body, tokenizer)
+        samplings = body.samplings(
+            [body.seed],
+            max_model_len=self._service.engine.max_model_len,
+            eos_token_ids=self._service.eos_token_ids,
+        )
         with self._service.generations(
-            self._asks(body, prompt),
+            [(prompt, sampling) for sampling in samplings],
             min_publication=body.min_publication,
             stops=body.stops(),
-            is_watched=bool(body.stream),
+            is_streamed=bool(body.stream),
             request_id=body.request_id,
-        ) as begun:
+        ) as generations:
             reply_id, created = self._service.new_id("chatcmpl"), int(time.time())
             if body.stream:
                 head = ChatChunk(id=reply_id, created=created, model=model, choices=[])
-                return await _ChatStream(body, texts, head, prompt).send(begun, EventStream(request))
-            ended = [await generation.result() for generation in begun]
-            reply = ChatReply(
-                id=reply_id,
-                created=created,
-                model=model,
-                choices=[_choice(index, end, body, texts, reply_id) for index, end in enumerate(ended)],
-                usage=Usage.of(len(prompt), [end.completion for end in ended], n=body.count),
-                prompt_token_ids=prompt if body.return_token_ids else None,
-            )
-            if any(len(choice.weight_versions) > 1 for choice in reply.choices):
-                reply.kv_after_update = self._service.engine.stats().kv_after_update.value
-            return json_response(reply)
-
-    def _prompt(self, body: ChatBody, texts: Texts) -> list[int]:
-        if not body.messages:
-            raise BadRequestError("messages: it is empty; at least one message is needed", param="messages")
-        messages = [_plain(message, at) for at, message in enumerate(body.messages)]
-        tools = body.rendered_tools()
-        rendered = texts.render(messages, add_generation_prompt=body.add_generation_prompt, tools=tools or None)
-        return texts.encode(rendered)
-
-    def _asks(self, body: ChatBody, prompt: list[int]) -> list[Ask]:
-        refused = body.refused_field()
-        if refused is not None:
-            raise BadRequestError(f"{refused}: this server does not offer it; leave it out", param=refused)
-        require_count(body.count, 1)
-        limit = body.limit()
-        most = self._service.engine.max_model_len if limit is None else limit
-        eos = self._service.eos_token_ids
-        return [
-            Ask(
-                prompt=prompt,
-                sampling=body.sampling(derived_seed(body.seed, at), max_tokens=most, eos_token_ids=eos),
-            )
-            for at in range(body.count)
-        ]
+                return await _stream(EventStream(request), generations, body, head, prompt=prompt, tokenizer=tokenizer)
+            results = [await generation.result() for generation in generations]
+        reply = ChatReply(
+            id=reply_id,
+            created=created,
+            model=model,
+            choices=[_choice(index, result, body, tokenizer) for index, result in enumerate(results)],
+            usage=Usage.of(len(prompt), [result.completion for result in results], n=body.count),
+            prompt_token_ids=prompt if body.return_token_ids else None,
+        )
+        if any(len(choice.weight_versions) > 1 for choice in reply.choices):
+            reply.kv_after_update = self._service.engine.stats().kv_after_update.value
+        return json_response(reply)
 
 
-def _plain(message: dict[str, Any], at: int) -> dict[str, Any]:
-    """Content given in parts becomes one text; tool calls' arguments become objects, which is what templates expect."""
+def _prompt(body: ChatBody, tokenizer: Tokenizer) -> list[int]:
+    if not body.messages:
+        raise BadRequestError("messages: is empty; at least one message is required", param="messages")
+    messages = [_template_message(message, at) for at, message in enumerate(body.messages)]
+    tools = body.rendered_tools() or None
+    return tokenizer.encode(tokenizer.render(messages, add_generation_prompt=body.add_generation_prompt, tools=tools))
+
+
+def _template_message(message: dict[str, Any], at: int) -> dict[str, Any]:
+    """A message as templates expect it: content as one text, tool call arguments as objects."""
     if not isinstance(message.get("role"), str):
         raise BadRequestError(f"messages: number {at} has no role", param="messages")
-    plain = dict(message)
+    result = dict(message)
     content = message.get("content")
     if isinstance(content, list):
         if any(not isinstance(part, dict) or part.get("type") != "text" for part in content):
-            raise BadRequestError(f"messages: number {at} holds parts that are not text", param="messages")
-        plain["content"] = "".join(str(part.get("text", "")) for part in content)
+            raise BadRequestError(f"messages: number {at} has parts that are not text", param="messages")
+        result["content"] = "".join(str(part.get("text", "")) for part in content)
     elif content is None:
-        plain["content"] = ""
+        result["content"] = ""
     elif not isinstance(content, str):
-        raise BadRequestError(f"messages: the content of number {at} is no text", param="messages")
+        raise BadRequestError(f"messages: the content of number {at} is not text", param="messages")
     if calls := message.get("tool_calls"):
-        plain["tool_calls"] = [_plain_call(call, at) for call in calls]
-    return plain
+        result["tool_calls"] = [_template_call(call, at) for call in calls]
+    return result
 
 
-def _plain_call(call: Any, at: int) -> dict[str, Any]:
+def _template_call(call: Any, at: int) -> dict[str, Any]:
     try:
         function = dict(call["function"])
         if isinstance(function.get("arguments"), str):
             function["arguments"] = msgspec.json.decode(function["arguments"] or "{}")
     except (TypeError, KeyError, msgspec.MsgspecError) as error:
         raise BadRequestError(
-            f"messages: a tool call of number {at} cannot be read: {error}", param="messages"
+            f"messages: a tool call of number {at} cannot be parsed: {error}", param="messages"
         ) from error
     return {**call, "function": function}
 
 
-def _parts(calls: list[ToolCall], reply_id: str, index: int, *, is_stream: bool = False) -> list[ToolCallPart]:
+def _choice(index: int, result: GenerationResult, body: ChatBody, tokenizer: Tokenizer) -> ChatChoice:
+    completion, content, calls = result.completion, result.text, list[ToolCall]()
+    if body.rendered_tools():
+        content, calls = parse_tool_calls(result.text)
+    return ChatChoice(
+        index=index,
+        message=AssistantMessage(
+            content=(content.strip() or None) if calls else content,
+            tool_calls=_tool_call_parts(calls) if calls else None,
+        ),
+        finish_reason="tool_calls" if calls else completion.finish_reason.value,
+        weight_versions=version_spans(completion.versions),
+        logprobs=_logprobs(completion.token_ids, completion.logprobs, completion.tops, tokenizer)
+        if body.logprobs
+        else None,
+        token_ids=completion.token_ids.tolist() if body.return_token_ids else None,
+        raw_text=result.text if calls else None,
+        stop_reason=result.stop_reason,
+    )
+
+
+def _tool_call_parts(calls: list[ToolCall], *, has_index: bool = False) -> list[ToolCallPart]:
     return [
         ToolCallPart(
-            id=f"call-{reply_id}-{index}-{at}",
+            id=call.id,
             function=FunctionCall(name=call.name, arguments=call.arguments),
-            index=at if is_stream else msgspec.UNSET,
+            index=at if has_index else msgspec.UNSET,
         )
         for at, call in enumerate(calls)
     ]
 
 
-def _choice(index: int, end: Generated, body: ChatBody, texts: Texts, reply_id: str) -> ChatChoice:
-    completion, content, calls = end.completion, end.text, list[ToolCall]()
-    if body.rendered_tools():
-        content, calls = parse_tool_calls(end.text)
-    ids = completion.token_ids.tolist()
-    return ChatChoice(
-        index=index,
-        message=AssistantMessage(
-            content=(content.strip() or None) if calls else content,
-            tool_calls=_parts(calls, reply_id, index) if calls else None,
-        ),
-        finish_reason="tool_calls" if calls else completion.finish_reason.value,
-        weight_versions=spans(completion.versions.tolist()),
-        logprobs=_logprobs(ids, completion.logprobs.tolist(), texts, completion.tops) if body.logprobs else None,
-        token_ids=ids if body.return_token_ids else None,
-        raw_text=end.text if calls else None,
-        stop_reason=end.stop_reason,
-    )
-
-
-def _logprobs(ids: list[int], logprobs: list[float], texts: Texts, tops: TopLogprobs | None) -> ChatLogprobs:
+def _logprobs(
+    token_ids: NDArray[np.int32], logprobs: NDArray[np.float32], tops: TopLogprobs | None, tokenizer: Tokenizer
+) -> ChatLogprobs:
     content = []
-    for at, (token, logprob) in enumerate(zip(ids, logprobs, strict=True)):
-        raw = texts.token_bytes(token)
+    for at, (token, logprob) in enumerate(zip(token_ids.tolist(), logprobs.tolist(), strict=True)):
+        raw = tokenizer.token_bytes(token)
+        alternatives = []
+        for other, value in possible_tokens(tops, at) if tops is not None else ():
+            other_raw = tokenizer.token_bytes(other)
+            alternatives.append(
+                TopLogprob(token=other_raw.decode(errors="replace"), logprob=value, bytes=list(other_raw))
+            )
         content.append(
             TokenLogprob(
-                token=raw.decode(errors="replace"),
-                logprob=logprob,
-                bytes=list(raw),
-                top_logprobs=[] if tops is None else top_list(tops, at, texts),
+                token=raw.decode(errors="replace"), logprob=logprob, bytes=list(raw), top_logprobs=alternatives
             )
         )
     return ChatLogprobs(content=content)
 
 
-class _ChatStream:
-    """One answer as chunks. Where tools were offered, text from the first call on is held until it can be read."""
+async def _stream(
+    stream: EventStream,
+    generations: list[Generation],
+    body: ChatBody,
+    head: ChatChunk,
+    *,
+    prompt: list[int],
+    tokenizer: Tokenizer,
+) -> web.StreamResponse:
+    has_tools = bool(body.rendered_tools())
+    choices = [_StreamedChoice(body, tokenizer, ToolCallStream() if has_tools else None) for _ in generations]
+    await stream.send(
+        msgspec.structs.replace(
+            head,
+            choices=[ChunkChoice(index=at, delta=Delta(role="assistant", content="")) for at in range(len(choices))],
+            prompt_token_ids=prompt if body.return_token_ids else None,
+        )
+    )
+    return await stream_completions(
+        stream,
+        generations,
+        body,
+        prompt_tokens=len(prompt),
+        chunk=lambda index, piece: msgspec.structs.replace(head, choices=[choices[index].chunk(index, piece)]),
+        usage_chunk=lambda usage: msgspec.structs.replace(head, usage=usage),
+    )
 
-    def __init__(self, body: ChatBody, texts: Texts, head: ChatChunk, prompt: list[int]) -> None:
+
+class _StreamedChoice:
+    def __init__(self, body: ChatBody, tokenizer: Tokenizer, tools: ToolCallStream | None) -> None:
         self._body = body
-        self._texts = texts
-        self._head = head
-        self._prompt = prompt
+        self._tokenizer = tokenizer
+        self._tools = tools
+        self._num_tokens = 0
 
-    async def send(self, begun: list[Generation], stream: EventStream) -> web.StreamResponse:
-        tools = [ToolCallText() if self._body.rendered_tools() else None for _ in begun]
-        sent = [0] * len(begun)
-        try:
-            first = msgspec.structs.replace(
-                self._head,
-                choices=[ChunkChoice(index=at, delta=Delta(role="assistant", content="")) for at in range(len(begun))],
-                prompt_token_ids=self._prompt if self._body.return_token_ids else None,
-            )
-            await stream.send(first)
-            async with aclosing(merged(begun)) as pieces:
-                async for index, piece, end in pieces:
-                    choice = self._choice(index, piece, end, tools[index], sent[index])
-                    sent[index] += len(piece.token_ids)
-                    await stream.send(msgspec.structs.replace(self._head, choices=[choice]))
-        except Exception as error:
-            await stream.fail(error)
-            return await stream.end()
-        if self._body.stream_options is not None and self._body.stream_options.include_usage:
-            ended = [generation.ended.completion for generation in begun if generation.ended is not None]
-            usage = Usage.of(len(self._prompt), ended, n=self._body.count)
-            await stream.send(msgspec.structs.replace(self._head, usage=usage))
-        return await stream.end()
-
-    def _choice(
-        self, index: int, piece: Piece, end: Generated | None, tools: ToolCallText | None, sent: int
-    ) -> ChunkChoice:
-        content, calls = piece.text, list[ToolCall]()
-        if tools is not None:
-            content = tools.feed(piece.text)
-            if end is not None:
-                rest, calls = tools.finish()
+    def chunk(self, index: int, piece: Piece) -> ChunkChoice:
+        content, calls, result, tokens = piece.text, list[ToolCall](), piece.result, piece.tokens
+        if self._tools is not None:
+            content = self._tools.feed(piece.text)
+            if result is not None:
+                rest, calls = self._tools.finish()
                 content += rest
-        found = spans(piece.versions)
-        for span in found:
-            span.start += sent
-            span.end += sent
-        reason = None if end is None else ("tool_calls" if calls else end.completion.finish_reason.value)
+        spans = version_spans(tokens.versions, offset=self._num_tokens)
+        self._num_tokens += len(tokens.token_ids)
+        finish_reason = None
+        if result is not None:
+            finish_reason = "tool_calls" if calls else result.completion.finish_reason.value
         return ChunkChoice(
             index=index,
-            delta=Delta(
-                content=content or None,
-                tool_calls=_parts(calls, self._head.id, index, is_stream=True) if calls else None,
-            ),
-            finish_reason=reason,
-            logprobs=_logprobs(piece.token_ids, piece.logprobs, self._texts, joined(piece.tops))
+            delta=Delta(content=content or None, tool_calls=_tool_call_parts(calls, has_index=True) if calls else None),
+            finish_reason=finish_reason,
+            logprobs=_logprobs(tokens.token_ids, tokens.logprobs, tokens.tops, self._tokenizer)
             if self._body.logprobs
             else None,
-            token_ids=piece.token_ids if self._body.return_token_ids else None,
-            weight_versions=found if piece.token_ids else None,
-            stop_reason=None if end is None else end.stop_reason,
+            token_ids=tokens.token_ids.tolist() if self._body.return_token_ids else None,
+            weight_versions=spans or None,
+            stop_reason=None if result is None else result.stop_reason,
         )

@@ -1,28 +1,30 @@
-"""POST /v1/completions: text or token ids in; text, ids, logprobs and version spans out, whole or as a stream."""
+"""POST /v1/completions: text or token ids in; text, ids, logprobs and version spans out, whole or streamed."""
 
 import time
 from collections.abc import Sequence
-from contextlib import aclosing
 
 import msgspec
+import numpy as np
 from aiohttp import web
+from numpy.typing import NDArray
 
-from rollbook.contracts.policy import Completion, TopLogprobs
+from rollbook.contracts.policy import TopLogprobs
 from rollbook.inference.request import BadRequestError
-from rollbook.inference.server.generation import Generated, Piece, joined
-from rollbook.inference.server.routes.alternatives import top_dicts
-from rollbook.inference.server.routes.replies import EventStream, json_response
-from rollbook.inference.server.routes.streaming import merged
-from rollbook.inference.server.service import Ask, PolicyService, require_count
-from rollbook.inference.server.tokenizer import Texts
+from rollbook.inference.server.generation import GenerationResult, Piece
+from rollbook.inference.server.routes.responses import json_response
+from rollbook.inference.server.routes.streaming import EventStream, possible_tokens, stream_completions
+from rollbook.inference.server.service import PolicyService
+from rollbook.inference.server.text import Tokenizer
 from rollbook.inference.wire.completions import (
+    MSGPACK,
     Choice,
     CompletionBody,
     CompletionReply,
     LogprobsBlock,
+    TokenCompletion,
+    TokenReply,
     Usage,
-    derived_seed,
-    spans,
+    version_spans,
 )
 
 
@@ -33,145 +35,154 @@ class CompletionRoutes:
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = self._decode(await request.read())
-        model = self._service.model(body.model)
-        prompts = self._prompts(body)
-        asks = self._asks(body, prompts)
+        model = self._service.resolve_model(body.model)
+        prompts = [
+            self._service.require_tokenizer("prompt").encode_prompt(prompt) if isinstance(prompt, str) else prompt
+            for prompt in body.prompts()
+        ]
+        if body.seeds is not None and len(body.seeds) != len(prompts):
+            raise BadRequestError(f"seeds: {len(body.seeds)} for {len(prompts)} prompts", param="seeds")
+        samplings = body.samplings(
+            body.seeds or [body.seed] * len(prompts),
+            max_model_len=self._service.engine.max_model_len,
+            eos_token_ids=self._service.eos_token_ids,
+        )
         stops = body.stops()
         if stops:
-            self._service.require_texts("stop")
+            self._service.require_tokenizer("stop")
         with self._service.generations(
-            asks,
+            [(prompts[at // body.count], sampling) for at, sampling in enumerate(samplings)],
             min_publication=body.min_publication,
             stops=stops,
-            is_watched=bool(body.stream),
+            is_streamed=bool(body.stream),
             has_text=body.detokenize or bool(stops),
             request_id=body.request_id,
-        ) as begun:
+        ) as generations:
             head = CompletionReply(
                 id=self._service.new_id("cmpl"), created=int(time.time()), model=model, choices=[], usage=None
             )
-            if not body.stream:
-                ended = [await generation.result() for generation in begun]
-                return json_response(self._reply(head, body, prompts, ended))
-            stream = EventStream(request)
-            shapes = [_ChoiceShape(self._service.texts, body) for _ in begun]
-            try:
-                async with aclosing(merged(begun)) as pieces:
-                    async for index, piece, end in pieces:
-                        prompt = prompts[index // body.count] if shapes[index].is_first else None
-                        choice = shapes[index].of(index, piece, end)
-                        choice.prompt_token_ids = prompt if body.return_token_ids else None
-                        await stream.send(msgspec.structs.replace(head, choices=[choice]))
-            except Exception as error:
-                await stream.fail(error)
-                return await stream.end()
-            if body.stream_options is not None and body.stream_options.include_usage:
-                completions = [g.ended.completion for g in begun if g.ended is not None]
-                usage = Usage.of(sum(map(len, prompts)), completions, n=body.count)
-                await stream.send(msgspec.structs.replace(head, usage=usage, choices=[]))
-            return await stream.end()
+            if body.stream:
+                choices = [_StreamedChoice(self._service.tokenizer, body) for _ in generations]
 
-    def _prompts(self, body: CompletionBody) -> list[list[int]]:
-        prompts: list[list[int]] = []
-        for prompt in body.prompts():
-            if isinstance(prompt, str):
-                prompts.append(self._service.require_texts("prompt").encode_prompt(prompt))
-            else:
-                prompts.append(prompt)
-        return prompts
+                def chunk(index: int, piece: Piece) -> CompletionReply:
+                    choice = choices[index].chunk(index, piece, prompts[index // body.count])
+                    return msgspec.structs.replace(head, choices=[choice])
 
-    def _asks(self, body: CompletionBody, prompts: list[list[int]]) -> list[Ask]:
-        refused = body.refused_field()
-        if refused is not None:
-            raise BadRequestError(f"{refused}: this server does not offer it; leave it out", param=refused)
-        require_count(body.count, len(prompts))
-        if body.seeds is not None and len(body.seeds) != len(prompts):
-            raise BadRequestError(f"seeds: {len(body.seeds)} for {len(prompts)} prompts", param="seeds")
-        seeds = body.seeds or [body.seed] * len(prompts)
-        most = self._service.engine.max_model_len if body.max_tokens is None else body.max_tokens
-        eos = self._service.eos_token_ids
-        all_seeds = [derived_seed(seed, at) for seed in seeds for at in range(body.count)]
-        samplings = {seed: body.sampling(seed, max_tokens=most, eos_token_ids=eos) for seed in set(all_seeds)}
-        return [Ask(prompt=prompts[at // body.count], sampling=samplings[seed]) for at, seed in enumerate(all_seeds)]
+                return await stream_completions(
+                    EventStream(request),
+                    generations,
+                    body,
+                    prompt_tokens=sum(map(len, prompts)),
+                    chunk=chunk,
+                    usage_chunk=lambda usage: msgspec.structs.replace(head, usage=usage),
+                )
+            results = [await generation.result() for generation in generations]
+        if request.headers.get("Accept") == MSGPACK:
+            arrays = TokenReply(completions=[TokenCompletion.of(result.completion) for result in results])
+            return web.Response(body=msgspec.msgpack.encode(arrays), content_type=MSGPACK)
+        return json_response(self._reply(head, body, prompts, results))
 
     def _reply(
-        self, head: CompletionReply, body: CompletionBody, prompts: list[list[int]], ended: Sequence[Generated]
+        self, head: CompletionReply, body: CompletionBody, prompts: list[list[int]], results: Sequence[GenerationResult]
     ) -> CompletionReply:
-        texts = self._service.texts if body.detokenize else None
-        choices = [choice_of(end, index, body, texts) for index, end in enumerate(ended)]
+        tokenizer = self._service.tokenizer if body.detokenize else None
+        choices = [completion_choice(result, index, body, tokenizer) for index, result in enumerate(results)]
         if body.return_token_ids and body.detokenize:
             for index, choice in enumerate(choices):
                 choice.prompt_token_ids = prompts[index // body.count]
         head.choices = choices
-        head.usage = Usage.of(sum(map(len, prompts)), [end.completion for end in ended], n=body.count)
+        head.usage = Usage.of(sum(map(len, prompts)), [result.completion for result in results], n=body.count)
         if any(len(choice.weight_versions) > 1 for choice in choices):
             head.kv_after_update = self._service.engine.stats().kv_after_update.value
         return head
 
 
-def choice_of(end: Generated, index: int, body: CompletionBody, texts: Texts | None) -> Choice:
-    completion = end.completion
-    ids = completion.token_ids.tolist()
+def completion_choice(
+    result: GenerationResult, index: int, body: CompletionBody, tokenizer: Tokenizer | None
+) -> Choice:
+    completion = result.completion
     return Choice(
         index=index,
         finish_reason=completion.finish_reason.value,
-        weight_versions=spans(completion.versions.tolist()),
-        token_ids=ids if body.return_token_ids else None,
-        logprobs=None if body.logprobs is None else logprobs_block(ids, _exact(completion), texts, 0, completion.tops),
-        text=end.text,
-        stop_reason=end.stop_reason,
+        weight_versions=version_spans(completion.versions),
+        token_ids=completion.token_ids.tolist() if body.return_token_ids else None,
+        logprobs=None
+        if body.logprobs is None
+        else _logprobs_block(completion.token_ids, completion.logprobs, completion.tops, tokenizer, text_offset=0),
+        text=result.text,
+        stop_reason=result.stop_reason,
         generation_s=None if completion.generation_s is None else round(completion.generation_s, 4),
     )
 
 
-def _exact(completion: Completion) -> list[float]:
-    logprobs: list[float] = completion.logprobs.tolist()
-    return logprobs
-
-
-def logprobs_block(
-    ids: list[int], logprobs: list[float], texts: Texts | None, offset: int, tops: TopLogprobs | None = None
-) -> LogprobsBlock:
-    """`offset`: where the first of these tokens begins in the text. Without text, alternatives are named by their ids."""
-    alternatives = None if tops is None else top_dicts(ids, logprobs, tops, texts)
-    if texts is None:
-        return LogprobsBlock(token_logprobs=logprobs, top_logprobs=alternatives)
-    tokens = [texts.token_bytes(token).decode(errors="replace") for token in ids]
-    offsets: list[int] = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token)
-    return LogprobsBlock(token_logprobs=logprobs, tokens=tokens, text_offset=offsets, top_logprobs=alternatives)
-
-
-class _ChoiceShape:
-    """One choice of a stream, piece by piece."""
-
-    def __init__(self, texts: Texts | None, body: CompletionBody) -> None:
-        self._texts = texts if body.detokenize else None
+class _StreamedChoice:
+    def __init__(self, tokenizer: Tokenizer | None, body: CompletionBody) -> None:
+        self._tokenizer = tokenizer if body.detokenize else None
         self._body = body
-        self._sent = 0
-        self._offset = 0
-        self.is_first = True
+        self._num_tokens = 0
+        self._text_offset = 0
+        self._is_first = True
 
-    def of(self, index: int, piece: Piece, end: Generated | None) -> Choice:
-        self.is_first = False
-        found = spans(piece.versions)
-        for span in found:
-            span.start += self._sent
-            span.end += self._sent
-        self._sent += len(piece.token_ids)
+    def chunk(self, index: int, piece: Piece, prompt: list[int]) -> Choice:
+        tokens, result = piece.tokens, piece.result
         block = None
         if self._body.logprobs is not None:
-            tops = joined(piece.tops)
-            block = logprobs_block(piece.token_ids, piece.logprobs, self._texts, self._offset, tops)
-            self._offset += sum(map(len, block.tokens or ()))
-        return Choice(
+            block = _logprobs_block(
+                tokens.token_ids, tokens.logprobs, tokens.tops, self._tokenizer, text_offset=self._text_offset
+            )
+            self._text_offset += sum(map(len, block.tokens or ()))
+        choice = Choice(
             index=index,
-            finish_reason=None if end is None else end.completion.finish_reason.value,
-            weight_versions=found,
-            token_ids=piece.token_ids if self._body.return_token_ids else None,
+            finish_reason=None if result is None else result.completion.finish_reason.value,
+            weight_versions=version_spans(tokens.versions, offset=self._num_tokens),
+            token_ids=tokens.token_ids.tolist() if self._body.return_token_ids else None,
             logprobs=block,
             text=piece.text,
-            stop_reason=None if end is None else end.stop_reason,
+            stop_reason=None if result is None else result.stop_reason,
+            prompt_token_ids=prompt if self._body.return_token_ids and self._is_first else None,
         )
+        self._num_tokens += len(tokens.token_ids)
+        self._is_first = False
+        return choice
+
+
+def _logprobs_block(
+    token_ids: NDArray[np.int32],
+    logprobs: NDArray[np.float32],
+    tops: TopLogprobs | None,
+    tokenizer: Tokenizer | None,
+    *,
+    text_offset: int,
+) -> LogprobsBlock:
+    """`text_offset`: where the first of these tokens starts in the text."""
+    values = logprobs.tolist()
+    alternatives = None
+    if tops is not None:
+        sampled = enumerate(zip(token_ids.tolist(), values, strict=True))
+        alternatives = [_alternatives(tops, at, token, value, tokenizer) for at, (token, value) in sampled]
+    if tokenizer is None:
+        return LogprobsBlock(token_logprobs=values, top_logprobs=alternatives)
+    tokens = [_token_text(token, tokenizer) for token in token_ids.tolist()]
+    offsets: list[int] = []
+    for token in tokens:
+        offsets.append(text_offset)
+        text_offset += len(token)
+    return LogprobsBlock(token_logprobs=values, tokens=tokens, text_offset=offsets, top_logprobs=alternatives)
+
+
+def _alternatives(
+    tops: TopLogprobs, at: int, sampled: int, logprob: float, tokenizer: Tokenizer | None
+) -> dict[str, float]:
+    """Text to logprob. The sampled token is always included, so there may be one more than requested."""
+    by_token = dict(possible_tokens(tops, at))
+    by_token.setdefault(sampled, logprob)
+    by_text: dict[str, float] = {}
+    for token, value in by_token.items():
+        # Tokens that are parts of a character may have the same text. They are sorted, so the most likely one is kept.
+        by_text.setdefault(_token_text(token, tokenizer), value)
+    return by_text
+
+
+def _token_text(token: int, tokenizer: Tokenizer | None) -> str:
+    """Without a tokenizer, the id in vLLM's format."""
+    return f"token_id:{token}" if tokenizer is None else tokenizer.token_bytes(token).decode(errors="replace")

@@ -1,36 +1,107 @@
-"""Several completions as one stream: pieces come in the order they are made, each with the index of its choice."""
+"""Completions as server-sent events, and what the completion routes have in common."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+import math
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing
 
-from rollbook.inference.server.generation import Generated, Generation, Piece
+import msgspec
+from aiohttp import web
 
-MOST_PIECES_AHEAD = 64
-"""Pieces that wait for a slow reader at most. Beyond it the generations' own queues hold them: those are bounded by max_tokens."""
+from rollbook.contracts.policy import TopLogprobs
+from rollbook.inference.server.generation import Generation, Piece
+from rollbook.inference.server.routes.responses import encode_json, response_to
+from rollbook.inference.wire.completions import SamplingBody, Usage
+
+MAX_WAITING_PIECES = 64
+"""For a slow reader. Further pieces stay in the queues of their generations, which `max_tokens` bounds."""
 
 
-async def merged(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, Piece, Generated | None], None]:
-    """Index, piece, and with the last piece of each completion the whole. Raises what any of them raises."""
-    ready: asyncio.Queue[tuple[int, Piece, Generated | None] | Exception] = asyncio.Queue(MOST_PIECES_AHEAD)
+class EventStream:
+    """Server-sent events. The first event opens the stream, so that an earlier error can still set the HTTP status."""
+
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+        self._response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+        )
+
+    async def send(self, value: object) -> None:
+        await self._write(encode_json(value))
+
+    async def send_error(self, error: Exception) -> None:
+        """An error after the start of the stream: the status has been sent, so it is sent as an event."""
+        response = response_to(error)
+        if response is None:
+            raise error
+        assert isinstance(response.body, bytes)
+        await self._write(response.body)
+
+    async def finish(self) -> web.StreamResponse:
+        await self._write(b"[DONE]")
+        await self._response.write_eof()
+        return self._response
+
+    async def _write(self, event: bytes) -> None:
+        if not self._response.prepared:
+            await self._response.prepare(self._request)
+        await self._response.write(b"data: " + event + b"\n\n")
+
+
+async def stream_completions(
+    stream: EventStream,
+    generations: Sequence[Generation],
+    body: SamplingBody,
+    *,
+    prompt_tokens: int,
+    chunk: Callable[[int, Piece], msgspec.Struct],
+    usage_chunk: Callable[[Usage], msgspec.Struct],
+) -> web.StreamResponse:
+    """Send a chunk for each piece, then the usage if it was requested."""
+    completions = {}
+    try:
+        async with aclosing(merged(generations)) as pieces:
+            async for index, piece in pieces:
+                await stream.send(chunk(index, piece))
+                if piece.result is not None:
+                    completions[index] = piece.result.completion
+    except Exception as error:
+        await stream.send_error(error)
+        return await stream.finish()
+    if body.has_usage_chunk:
+        ordered = [completions[index] for index in sorted(completions)]
+        await stream.send(usage_chunk(Usage.of(prompt_tokens, ordered, n=body.count)))
+    return await stream.finish()
+
+
+async def merged(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, Piece], None]:
+    """The pieces of several generations in the order they are made, each with the index of its choice."""
+    ready: asyncio.Queue[tuple[int, Piece] | Exception] = asyncio.Queue(MAX_WAITING_PIECES)
 
     async def follow(index: int, generation: Generation) -> None:
         try:
             async for piece in generation.pieces():
-                # Set before the last piece is handed out, so the reader learns with it that there is no further one.
-                await ready.put((index, piece, generation.ended))
+                await ready.put((index, piece))
         except Exception as error:
             await ready.put(error)
 
     tasks = [asyncio.create_task(follow(i, g), name=f"policy.stream.{i}") for i, g in enumerate(generations)]
     try:
-        open_streams = len(tasks)
-        while open_streams:
+        num_open = len(tasks)
+        while num_open:
             item = await ready.get()
             if isinstance(item, Exception):
                 raise item
-            open_streams -= item[2] is not None
+            num_open -= item[1].result is not None
             yield item
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def possible_tokens(tops: TopLogprobs, at: int) -> Iterator[tuple[int, float]]:
+    """The alternatives to a token with their logprobs, without those that truncation made impossible."""
+    for token, logprob in zip(tops.token_ids[at].tolist(), tops.logprobs[at].tolist(), strict=True):
+        if not math.isinf(logprob):
+            yield token, logprob

@@ -1,4 +1,8 @@
-"""The verbs that change weights, in vLLM's shapes. An update names its publication: an old epoch is refused, a repeat harmless."""
+"""Weight updates and LoRA adapters, in vLLM's format.
+
+An update names its publication. An old epoch is refused; a repeated update has no effect. The adapter routes are for operators:
+they are refused once a trainer has published. The engine holds one adapter; loading another one replaces it.
+"""
 
 import asyncio
 from collections.abc import Coroutine
@@ -8,54 +12,58 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.policy import Publication, PublicationId
 from rollbook.contracts.weights import weights_digest
 from rollbook.inference.engine import Engine
 from rollbook.inference.pause import ADOPTED_EPOCH, OutdatedUpdateError
 from rollbook.inference.request import BadRequestError
-from rollbook.inference.server.routes.replies import json_response
+from rollbook.inference.server.routes.responses import error_response, json_response
 from rollbook.inference.server.service import PolicyService
-from rollbook.inference.server.weight_updates import WeightIntake
+from rollbook.inference.server.weight_updates import WeightUpdates
+from rollbook.inference.weights.lora import read_adapter
 from rollbook.inference.weights.safetensors import read_weight_directory
 from rollbook.inference.wire.weights import (
     UNPUBLISHED,
     CheckBody,
     FinishBody,
     InitBody,
+    LoadAdapterBody,
     NewVersionBody,
     RpcBody,
+    UnloadAdapterBody,
     UpdateBody,
     WeightCheck,
     WeightInfo,
 )
 
+INVALID_INPUT, NOT_FOUND = "InvalidUserInput", "NotFoundError"
+
 
 class WeightRoutes:
-    def __init__(self, service: PolicyService, intake: WeightIntake) -> None:
+    def __init__(self, service: PolicyService, updates: WeightUpdates) -> None:
         self._engine = service.engine
         self._dtype = service.config.dtype
-        self._intake = intake
-        self._decode_update = msgspec.json.Decoder(UpdateBody).decode
-        self._decode_init = msgspec.json.Decoder(InitBody).decode
+        self._updates = updates
 
     async def world_size(self, _request: web.Request) -> web.Response:
         return json_response({"world_size": 1})
 
     async def init(self, request: web.Request) -> web.Response:
-        await self._intake.join(self._decode_init(await request.read()).init_info)
+        await self._updates.join(msgspec.json.decode(await request.read(), type=InitBody).init_info)
         return json_response({"message": "Weight transfer initialized"})
 
     async def leave(self, _request: web.Request) -> web.Response:
-        await self._intake.leave()
+        await self._updates.leave()
         return json_response({"message": "Weight transfer shut down"})
 
     async def start(self, _request: web.Request) -> web.Response:
-        # Nothing to prepare: an update is staged beside the weights in use and applied between two forwards.
+        # Nothing to prepare: an update is staged next to the live weights and applied between two forwards.
         return json_response({"message": "Weight update started"})
 
     async def update(self, request: web.Request) -> web.Response:
-        info = self._decode_update(await request.read()).update_info
-        await to_its_end(self._intake.take(info))
+        info = msgspec.json.decode(await request.read(), type=UpdateBody).update_info
+        await _uninterrupted(self._updates.apply(info))
         return json_response({"message": "Weights updated"})
 
     async def finish(self, request: web.Request) -> web.Response:
@@ -65,9 +73,9 @@ class WeightRoutes:
         return json_response({"message": "Weight update finished"})
 
     async def rename(self, request: web.Request) -> web.Response:
-        asked = msgspec.json.decode(await request.read(), type=NewVersionBody).new_version
-        self._require_current(asked)
-        return json_response({"success": True, "new_version": asked})
+        version = msgspec.json.decode(await request.read(), type=NewVersionBody).new_version
+        self._require_current(version)
+        return json_response({"success": True, "new_version": version})
 
     async def info(self, _request: web.Request) -> web.Response:
         return json_response(WeightInfo.of(self._engine.publication, self._dtype, self._engine.adapter))
@@ -76,7 +84,7 @@ class WeightRoutes:
         raw = await request.read()
         action = msgspec.json.decode(raw, type=CheckBody).action if raw else "checksum"
         if action != "checksum":
-            raise BadRequestError(f"action: {action!r} is not offered; there is checksum", param="action")
+            raise BadRequestError(f"action: {action!r} is not supported; use checksum", param="action")
         publication = self._engine.publication
         check = WeightCheck(
             digest=await self._engine.weights_digest(),
@@ -89,40 +97,91 @@ class WeightRoutes:
     async def collective_rpc(self, request: web.Request) -> web.Response:
         body = msgspec.json.decode(await request.read(), type=RpcBody)
         if body.method != "reload_weights":
-            raise BadRequestError(f"method: {body.method!r} is not offered; there is reload_weights", param="method")
+            raise BadRequestError(f"method: {body.method!r} is not supported; use reload_weights", param="method")
         path = body.kwargs.get("weights_path") or (body.args[0] if body.args else None)
         if not isinstance(path, str):
             raise BadRequestError("kwargs: weights_path must name a directory", param="kwargs")
-        await to_its_end(self._reload(Path(path)))
+        await _uninterrupted(self._reload(Path(path)))
         return json_response({"results": [None]})
 
     async def _reload(self, directory: Path) -> None:
         tensors = await asyncio.to_thread(read_weight_directory, directory)
         digest = await asyncio.to_thread(weights_digest, tensors.values())
-        await self._engine.load_tensors(publication_by_hand(self._engine, digest, what="reload_weights"), tensors)
+        await self._engine.load_tensors(_manual_publication(self._engine, digest, what="reload_weights"), tensors)
 
     def _require_current(self, version: str | None) -> None:
-        """Versions are publications with a digest. Renaming one would make every stamp a lie, so only its own name is taken."""
+        """A version is a publication with a digest, so it cannot be renamed: only the current name is accepted."""
         current = WeightInfo.of(self._engine.publication).weight_version
         if version is not None and version != current:
             raise OutdatedUpdateError(
-                f"weight_version: {version!r} is not what this server has ({current}); it comes with /update_weights"
+                f"weight_version: {version!r} is not the current version ({current}); /update_weights changes it"
             )
 
 
-def publication_by_hand(engine: Engine, digest: str, *, what: str) -> Publication:
-    """Weights without a trainer: allowed only while no trainer has published, since they carry no epoch to be fenced by."""
+class AdapterRoutes:
+    def __init__(self, service: PolicyService) -> None:
+        self._service = service
+        self._engine = service.engine
+        self._lock = asyncio.Lock()
+
+    async def load(self, request: web.Request) -> web.Response:
+        body = msgspec.json.decode(await request.read(), type=LoadAdapterBody)
+        name = body.lora_name
+        if not name or not body.lora_path:
+            return error_response(400, INVALID_INPUT, "Both 'lora_name' and 'lora_path' must be provided.")
+        if name in self._service.model_names:
+            return error_response(400, INVALID_INPUT, f"The lora adapter '{name}' conflicts with a served base model.")
+        async with self._lock:
+            if not body.load_inplace and self._live_name == name:
+                return error_response(
+                    400,
+                    INVALID_INPUT,
+                    f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set "
+                    "'load_inplace' to True.",
+                )
+            try:
+                settings, tensors = await asyncio.to_thread(read_adapter, Path(body.lora_path))
+            except FileNotFoundError:
+                return error_response(
+                    404, NOT_FOUND, f"Loading lora {name} failed: No adapter found for {body.lora_path}"
+                )
+            digest = await asyncio.to_thread(weights_digest, tensors.values())
+            publication = _manual_publication(self._engine, digest, what=f"load_lora_adapter {name}")
+            adapter = Adapter(name=name, settings=settings)
+            await _uninterrupted(self._engine.load_tensors(publication, tensors, adapter=adapter))
+        return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def unload(self, request: web.Request) -> web.Response:
+        name = msgspec.json.decode(await request.read(), type=UnloadAdapterBody).lora_name
+        if not name:
+            return error_response(400, INVALID_INPUT, "'lora_name' needs to be provided to unload a LoRA adapter.")
+        async with self._lock:
+            if self._live_name != name:
+                return error_response(404, NOT_FOUND, f"The lora adapter '{name}' cannot be found.")
+            publication = _manual_publication(
+                self._engine, await self._engine.base_digest(), what=f"unload_lora_adapter {name}"
+            )
+            await _uninterrupted(self._engine.unload_adapter(publication))
+        return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
+
+    @property
+    def _live_name(self) -> str | None:
+        return None if self._engine.adapter is None else self._engine.adapter.name
+
+
+def _manual_publication(engine: Engine, digest: str, *, what: str) -> Publication:
+    """A publication without a trainer. Refused once a trainer has published, because it has no epoch that could fence it."""
     current = engine.publication
     if current is not None and current.epoch > ADOPTED_EPOCH:
         raise OutdatedUpdateError(
-            f"{what} refused: a trainer of epoch {current.epoch} has published {current.id}; it uses /update_weights"
+            f"{what} refused: the trainer of epoch {current.epoch} has published {current.id}; use /update_weights"
         )
     number = 0 if current is None else current.id + 1
     return Publication(id=PublicationId(number), epoch=ADOPTED_EPOCH, step=0, digest=digest)
 
 
-async def to_its_end(update: Coroutine[Any, Any, None]) -> None:
-    """A trainer that hangs up in the middle must find the update either done or not begun."""
+async def _uninterrupted(update: Coroutine[Any, Any, None]) -> None:
+    """Finish an update although its client disconnects, so that it is either complete or not started."""
     task = asyncio.ensure_future(update)
-    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, even if nobody waits any more
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # mark the exception as retrieved
     await asyncio.shield(task)

@@ -3,11 +3,14 @@
 import asyncio
 import contextlib
 import socket
+from pathlib import Path
 
 import aiohttp
 
+from rollbook.concurrency.child_process.process import ChildProcess
 from rollbook.concurrency.deadline import Deadline, DeadlineExceededError
-from rollbook.envs.sandboxes.process import Child, ChildSpec, private_directory, remove_directory
+from rollbook.concurrency.exception_groups import first_error
+from rollbook.envs.sandboxes.process import private_directory, remove_directory, start_sandbox_process
 from rollbook.envs.sandboxes.sandbox import SandboxDiedError, SandboxStartError
 
 MODULE = "rollbook.envs.builtin.awscli.cloud.simulator_process"
@@ -31,9 +34,9 @@ ENVIRONMENT = {
 class Simulator:
     """One running MiniStack, all of whose state is in its memory."""
 
-    def __init__(self, child: Child, spec: ChildSpec, port: int, http: aiohttp.ClientSession) -> None:
+    def __init__(self, child: ChildProcess, directory: Path, port: int, http: aiohttp.ClientSession) -> None:
         self._child = child
-        self._spec = spec
+        self._directory = directory
         self._http = http
         self.port = port
         self.endpoint = f"http://{HOST}:{port}"
@@ -44,21 +47,20 @@ class Simulator:
         with listening_socket(port) as listener:
             port = listener.getsockname()[1]
             directory = private_directory(f"ministack-{port}")
-            spec = ChildSpec(
-                module=MODULE,
-                settings={"socket_fd": listener.fileno(), "port": port},
-                directory=directory,
-                environment={**ENVIRONMENT, "GATEWAY_PORT": str(port)},
-                sockets=(listener.fileno(),),
-            )
             try:
-                child = await Child.start(spec)
+                child = await start_sandbox_process(
+                    MODULE,
+                    settings={"socket_fd": listener.fileno()},
+                    directory=directory,
+                    environment={**ENVIRONMENT, "GATEWAY_PORT": str(port)},
+                    inherited_fds=(listener.fileno(),),
+                )
             except BaseException:
                 remove_directory(directory)
                 raise
         # Our copy of the socket is closed now: when the child dies, connections are refused at once and do not hang.
         http = aiohttp.ClientSession(base_url=f"http://{HOST}:{port}", timeout=aiohttp.ClientTimeout(total=RESET_S))
-        simulator = cls(child, spec, port, http)
+        simulator = cls(child, directory, port, http)
         try:
             await simulator._wait_until_it_answers()
         except BaseException:
@@ -106,7 +108,7 @@ class Simulator:
         with contextlib.suppress(Exception):
             await self._http.close()
         await self._child.kill()
-        remove_directory(self._spec.directory)
+        remove_directory(self._directory)
 
     async def _wait_until_it_answers(self) -> None:
         # The socket listens already, so the first question waits in its queue until the simulator is up: no polling.
@@ -116,10 +118,10 @@ class Simulator:
                 await self._first_answer()
                 ended.cancel()
         except* SandboxStartError as errors:
-            raise errors.exceptions[0] from None
+            raise first_error(errors) from None
         except* DeadlineExceededError as errors:
             raise SandboxStartError(
-                f"ministack:{self.port}: {errors.exceptions[0]}; {self._child.last_words()}"
+                f"ministack:{self.port}: {first_error(errors)}; {self._child.last_output()}"
             ) from None
 
     async def _first_answer(self) -> None:
@@ -129,14 +131,14 @@ class Simulator:
                 await reply.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise SandboxStartError(
-                f"ministack:{self.port} did not answer: {type(error).__name__}: {error}; {self._child.last_words()}"
+                f"ministack:{self.port} did not answer: {type(error).__name__}: {error}; {self._child.last_output()}"
             ) from error
 
     async def _fail_when_it_ends(self) -> None:
         code = await self._child.ended()
         raise SandboxStartError(
             f"ministack:{self.port} ended with code {code} before it answered; is the extra installed "
-            f"(pip install 'rollbook[aws]')? {self._child.last_words()}"
+            f"(pip install 'rollbook[aws]')? {self._child.last_output()}"
         )
 
 

@@ -1,9 +1,7 @@
-"""The simulator's own process: MiniStack on a socket that its parent bound, confined to its private directory.
+"""The main function of a simulator process: MiniStack on a socket that its parent bound, confined to its private directory.
 
-Its parent runs it as `python -m rollbook.envs.builtin.awscli.cloud.simulator_process SETTINGS`. Besides `LAMBDA_STRICT=1`,
-which keeps the code
-of functions from being executed on this machine, the confinement refuses every program start and every outgoing connection: a
-subscription to `http://127.0.0.1:<a neighbour's port>/` reaches nobody.
+`LAMBDA_STRICT=1` prevents the execution of Lambda code on this machine. The confinement also refuses every program start and every
+outgoing connection: a subscription to `http://127.0.0.1:PORT/` of another simulator is not delivered.
 """
 
 import asyncio
@@ -14,7 +12,7 @@ from hypercorn.asyncio import serve
 from hypercorn.config import Config
 from ministack.app import app  # type: ignore[import-untyped]  # the package ships no types
 
-from rollbook.concurrency.parent_watch import die_with_parent
+from rollbook.concurrency.child_process.child import connect_to_parent, die_with_parent
 from rollbook.envs.sandboxes.confinement import Reach, confine, interpreter_roots, limit
 
 MEMORY_BYTES = 4 * 2**30
@@ -22,8 +20,9 @@ FILE_BYTES = 256 * 2**20
 
 
 def main() -> None:
-    settings = json.loads(sys.argv[1])
-    die_with_parent(int(settings["watch_fd"]))
+    parent = connect_to_parent(int(sys.argv[1]))
+    die_with_parent(parent.fileno())
+    settings = json.loads(sys.argv[2])
     limit(memory_bytes=MEMORY_BYTES, file_bytes=FILE_BYTES)
     config = Config()
     config.bind = [f"fd://{settings['socket_fd']}"]

@@ -1,14 +1,16 @@
-"""The parent's side of a warm AWS CLI: play a command line, ask the API, and start anew when the worker hangs."""
+"""The parent's side of a warm AWS CLI process: run a command line, call the API, and restart the process when it hangs."""
 
 import asyncio
+import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rollbook.concurrency.child_process.process import ChildEndedError, ChildProcess
 from rollbook.concurrency.deadline import Deadline, DeadlineExceededError
-from rollbook.envs.sandboxes.process import Child, ChildSpec, private_directory, remove_directory
+from rollbook.envs.sandboxes.process import private_directory, remove_directory, start_sandbox_process
 from rollbook.envs.sandboxes.sandbox import SandboxDiedError, SandboxStartError
 
 MODULE = "rollbook.envs.builtin.awscli.cloud.worker_process"
@@ -16,13 +18,13 @@ MODULE = "rollbook.envs.builtin.awscli.cloud.worker_process"
 TIMED_OUT = 124
 START_S = 60.0
 CALLS_S = 30.0
-# The worker itself stops what it can; this much later it is killed, with the command it plays.
+# The process itself stops a late command; if it does not, it is killed this much later.
 GRACE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandResult:
-    """What the agent's terminal showed."""
+    """The output of one command."""
 
     rc: int
     stdout: str
@@ -36,7 +38,7 @@ class CommandResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiCall:
-    """One question to the API: `ApiCall(service="s3", operation="get_bucket_versioning", params={"Bucket": "a"})`."""
+    """One API request: `ApiCall(service="s3", operation="get_bucket_versioning", params={"Bucket": "a"})`."""
 
     service: str
     operation: str
@@ -54,7 +56,7 @@ class ApiCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiAnswer:
-    """What the API said: a result, or the code of its refusal."""
+    """The API's response: a result, or an error code."""
 
     result: Any = None
     code: str | None = None
@@ -63,7 +65,7 @@ class ApiAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
-    """`endpoint` None: the real account that `environment` holds the credentials of."""
+    """Without an `endpoint`, the real account whose credentials are in `environment`."""
 
     name: str
     endpoint: str | None
@@ -73,13 +75,13 @@ class WorkerSettings:
 
 
 class AwsWorker:
-    """One warm CLI with a scratch directory of its own. Calls to one worker never overlap."""
+    """One warm CLI process with its own scratch directory. It runs one call at a time."""
 
-    def __init__(self, child: Child, directory: Path, settings: WorkerSettings) -> None:
+    def __init__(self, child: ChildProcess, directory: Path, settings: WorkerSettings) -> None:
         self._child = child
         self._directory = directory
         self._settings = settings
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self.restarts = 0
 
     @classmethod
@@ -94,7 +96,7 @@ class AwsWorker:
 
     @property
     def scratch(self) -> Path:
-        """Where the agent's local files are: the working directory of its commands."""
+        """The working directory of the agent's commands, with its local files."""
         return self._directory / "files"
 
     @property
@@ -109,19 +111,19 @@ class AwsWorker:
         return self._child.memory_bytes()
 
     async def ended(self) -> None:
-        """Returns when the worker has died by itself; a restart of our own is not a death."""
+        """Returns when the process has died. A restart by `_restart` does not count."""
         child = None
         while child is not self._child:
             child = self._child
             await child.ended()
-            async with self._turn:  # a restart in progress puts a new child in place first
+            async with self._lock:  # a restart in progress replaces the child first
                 pass
 
     async def run(self, argv: Sequence[str]) -> CommandResult:
-        """Play one command, without the leading `aws`. Over its time it is stopped, with the code 124."""
-        async with self._turn:
+        """Run one command, given without the leading `aws`. A late command is stopped, with the code 124."""
+        async with self._lock:
             try:
-                reply = await self._ask({"run": list(argv)}, self._settings.command_s + GRACE_S)
+                reply = await self._request({"run": list(argv)}, self._settings.command_s + GRACE_S)
             except DeadlineExceededError:
                 await self._restart()
                 limit = f"the command did not finish within {self._settings.command_s:g} s and was stopped"
@@ -129,12 +131,12 @@ class AwsWorker:
             return CommandResult(**reply)
 
     async def ask(self, calls: Sequence[ApiCall]) -> list[ApiAnswer]:
-        """Ask the API, in order. Raises `SandboxDiedError` when nobody answers, `ValueError` for a call that does not exist."""
+        """Call the API, in order. Raises `SandboxDiedError` without a response, `ValueError` for a call that does not exist."""
         if not calls:
             return []
-        async with self._turn:
+        async with self._lock:
             try:
-                reply = await self._ask({"calls": [call.message() for call in calls]}, CALLS_S)
+                reply = await self._request({"calls": [call.message() for call in calls]}, CALLS_S)
             except DeadlineExceededError as error:
                 await self._restart()
                 raise SandboxDiedError(f"{self._settings.name}: the API did not answer: {error}") from error
@@ -147,7 +149,7 @@ class AwsWorker:
         return [ApiAnswer(**answer) for answer in answers]
 
     async def clean(self) -> None:
-        """Empty the scratch directory; the directory itself stays, since the worker stands in it."""
+        """Empty the scratch directory. The directory itself stays: it is the working directory of the process."""
         for path in self.scratch.iterdir():
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
@@ -158,17 +160,18 @@ class AwsWorker:
         await self._child.kill()
         remove_directory(self._directory)
 
-    async def _ask(self, message: Mapping[str, Any], within_s: float) -> dict[str, Any]:
+    async def _request(self, message: Mapping[str, Any], within_s: float) -> dict[str, Any]:
         try:
             async with Deadline(within_s, "command").limit("a command of the AWS CLI"):
-                await self._child.send(message)
-                return await self._child.receive()
-        except (EOFError, OSError) as error:
+                self._child.send(json.dumps(message).encode())
+                reply: dict[str, Any] = json.loads(await self._child.receive())
+                return reply
+        except ChildEndedError as error:
             raise SandboxDiedError(
-                f"{self._settings.name}: the CLI worker died: {error}; {self._child.last_words()}"
+                f"{self._settings.name}: the CLI worker died: it {error}; {self._child.last_output()}"
             ) from error
         except asyncio.CancelledError:
-            # The answer to a question nobody waits for any more must not be read as the answer to the next one.
+            # The reply to this request must not be read as the reply to the next one.
             await self._child.kill()
             raise
 
@@ -178,27 +181,26 @@ class AwsWorker:
         self._child = await _started(self._directory, self._settings)
 
 
-async def _started(directory: Path, settings: WorkerSettings) -> Child:
-    child = await Child.start(
-        ChildSpec(
-            module=MODULE,
-            settings={
-                "endpoint": settings.endpoint,
-                "scratch": str(directory / "files"),
-                "max_output_bytes": settings.max_output_bytes,
-                "command_s": settings.command_s,
-            },
-            directory=directory,
-            environment=settings.environment,
-        )
+async def _started(directory: Path, settings: WorkerSettings) -> ChildProcess:
+    child = await start_sandbox_process(
+        MODULE,
+        settings={
+            "endpoint": settings.endpoint,
+            "scratch": str(directory / "files"),
+            "max_output_bytes": settings.max_output_bytes,
+            "command_s": settings.command_s,
+        },
+        directory=directory,
+        environment=settings.environment,
     )
     try:
         async with Deadline(START_S, "worker start").limit("the AWS CLI worker"):
             await child.receive()
-    except (EOFError, DeadlineExceededError) as error:
+    except (ChildEndedError, DeadlineExceededError) as error:
         await child.kill()
         raise SandboxStartError(
-            f"the AWS CLI worker did not start: {error}; is the extra installed (pip install 'rollbook[aws]')? {child.last_words()}"
+            f"the AWS CLI worker did not start: {error}; is the extra installed (pip install 'rollbook[aws]')? "
+            f"{child.last_output()}"
         ) from error
     except BaseException:
         await child.kill()

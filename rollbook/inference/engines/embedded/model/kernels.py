@@ -1,8 +1,9 @@
 """The operations of `torch_ops.py` and the sampling of `sampling.py` as Triton kernels, for a GPU.
 
-Attention over the slots reads each row up to its own length, known on the device only: no masks, no length in a captured graph, and
-free rows cost nothing. Queries that share keys are one block of a matrix product, so keys and values are read once. Long rows of a
-small batch are split over several programs and joined afterwards. Triton may be missing: `kernels_missing` says why.
+Attention reads each row up to its own length, which only the device knows: there are no masks, captured graphs do not depend on a
+length, and free rows cost nothing. Queries that share keys form one block of a matrix product, so keys and values are read once.
+Long rows of a small batch are split over several programs and joined afterwards. If Triton cannot be imported, `kernels_missing`
+says why.
 """
 
 # M tokens, N rows, S slots, H key/value heads, G query heads a key/value head, T positions, D head size, V vocabulary
@@ -13,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollbook.inference.engines.embedded.cache.slot_cache import SlotCache
-from rollbook.inference.engines.embedded.model.forward import PrefillPlaces
+from rollbook.inference.engines.embedded.model.forward import PrefillPositions
 from rollbook.inference.engines.embedded.model.torch_ops import HeadShape, TorchOps
 from rollbook.inference.engines.embedded.sampling import RowSampling, truncated
+from rollbook.inference.engines.embedded.slot_cache import SlotCache
 
 try:
     from rollbook.inference.engines.embedded.model import triton_kernels
@@ -26,23 +27,23 @@ else:
     kernels_missing = None
 
 PROGRAMS_WANTED = 528
-"""Programs of the attention kernel that fill a GPU of 132 multiprocessors four times."""
+"""Number of attention programs that fills a GPU of 132 multiprocessors four times."""
 MAX_SPLITS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelStep:
-    """Of one forward: where its tokens stand and where they are written."""
+    """Shared by all layers of one forward: the positions of its tokens and where they are written."""
 
     positions_M: Tensor
     write_rows_M: Tensor
     write_at_M: Tensor
     torch_step: Any = None
-    """What attention over several tokens a row needs; None when decoding."""
+    """For attention over several tokens per row; None when decoding."""
 
 
 class KernelOps(TorchOps):
-    """Prefill attention stays torch's own (flash attention); everything else is a kernel of ours."""
+    """Prefill attention is torch's (flash attention); everything else is a Triton kernel."""
 
     needs_length = False
 
@@ -56,13 +57,14 @@ class KernelOps(TorchOps):
         rows_N = torch.arange(len(positions_N), device=positions_N.device, dtype=torch.int32)
         return KernelStep(positions_M=positions_N, write_rows_M=rows_N, write_at_M=positions_N)
 
-    def prefill_step(self, places: PrefillPlaces, slots: SlotCache) -> KernelStep:  # type: ignore[override]
+    def prefill_step(self, positions: PrefillPositions, slots: SlotCache) -> KernelStep:  # type: ignore[override]
         return KernelStep(
-            positions_M=places.positions_NC.flatten(),
-            write_rows_M=places.write_rows_NC.flatten(),
-            write_at_M=places.write_at_NC.flatten(),
+            positions_M=positions.positions_NC.flatten(),
+            write_rows_M=positions.write_rows_NC.flatten(),
+            write_at_M=positions.write_at_NC.flatten(),
             torch_step=_AttentionStep(
-                mask=None if places.is_fresh else places.mask_N1CT(self._cosines_TD.dtype), length=places.reach
+                mask=None if positions.is_fresh else positions.mask_N1CT(self._cosines_TD.dtype),
+                length=positions.attention_length,
             ),
         )
 
@@ -86,7 +88,7 @@ class KernelOps(TorchOps):
     def attend_one(self, fused_NX: Tensor, step: KernelStep, joint: Tensor) -> Tensor:  # type: ignore[override]
         count = len(fused_NX)
         splits = max(1, min(MAX_SPLITS, PROGRAMS_WANTED // max(1, count * self._heads.keys)))
-        # Splitting pays for long rows only, and needs a second kernel.
+        # Splitting needs a second kernel, so it pays for long rows only.
         if joint.shape[3] <= 512:
             splits = 1
         out_NX = torch.empty(
@@ -96,9 +98,9 @@ class KernelOps(TorchOps):
         return out_NX
 
     def attend_many(  # type: ignore[override]
-        self, fused_MX: Tensor, step: KernelStep, joint: Tensor, places: PrefillPlaces
+        self, fused_MX: Tensor, step: KernelStep, joint: Tensor, positions: PrefillPositions
     ) -> Tensor:
-        return super().attend_many(fused_MX, step.torch_step, joint, places)
+        return super().attend_many(fused_MX, step.torch_step, joint, positions)
 
     def gate(self, both_MF: Tensor) -> Tensor:
         out_MF = torch.empty((len(both_MF), both_MF.shape[1] // 2), dtype=both_MF.dtype, device=both_MF.device)
@@ -115,7 +117,7 @@ class _AttentionStep:
 
 
 def sample_with_kernels(logits_NV: Tensor, rows: RowSampling) -> tuple[Tensor, Tensor]:
-    """As `sampling.sample`; noise of each token's own (Gumbel), drawn from the row's key, so one pass over the logits is enough."""
+    """As `sampling.sample`, with Gumbel noise for each token, drawn from the row's key, so one pass over the logits is enough."""
     temperatures_N = rows.temperatures_N
     is_greedy_N = temperatures_N == 0
     if rows.is_truncated:

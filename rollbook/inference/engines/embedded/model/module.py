@@ -1,7 +1,7 @@
-"""Loads a Hugging Face causal language model, and runs any of them through its own module over our slots.
+"""Loads a Hugging Face causal language model, and runs its module over the slots.
 
-Prompts are padded on the right: under causal attention a real token never sees padding, so a fresh prefill needs no mask and the
-fastest attention kernel applies. Only the last real position of each row passes through the output head.
+Prompts are padded on the right: under causal attention a real token never attends to padding, so a fresh prefill needs no mask and
+can use the fastest attention kernel. Only the last real position of each row passes through the output head.
 """
 
 # N rows, C tokens a row, T positions, V vocabulary, E hidden size
@@ -17,15 +17,15 @@ from transformers.utils import logging
 from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.errors import RunError
 from rollbook.inference.engine import WeightsError
-from rollbook.inference.engines.embedded.cache.hf_cache import DecodeCache, PrefillCache, ProbeCache
-from rollbook.inference.engines.embedded.cache.slot_cache import LayerShape, SlotCache
 from rollbook.inference.engines.embedded.live_weights import LiveWeights
-from rollbook.inference.engines.embedded.model.forward import PrefillInput, PrefillPlaces
+from rollbook.inference.engines.embedded.model.forward import PrefillInput, PrefillPositions
+from rollbook.inference.engines.embedded.model.hf_cache import DecodeCache, PrefillCache, ProbeCache
+from rollbook.inference.engines.embedded.slot_cache import LayerShape, SlotCache
 from rollbook.inference.weights.lora import CONFIG_FILE, read_adapter
 
 
 def load_module(directory: Path, *, device: str, dtype: str, max_model_len: int | None) -> tuple[Any, int]:
-    """Config and weights of a Hugging Face directory, and the longest sequence it may have; nothing is fetched."""
+    """The model in a Hugging Face directory, and its maximum length. Nothing is downloaded."""
     try:
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
         adapter = read_adapter(directory) if (directory / CONFIG_FILE).is_file() else None
@@ -36,7 +36,7 @@ def load_module(directory: Path, *, device: str, dtype: str, max_model_len: int 
             local_files_only=True,
         )
         if adapter is not None:
-            # A PEFT directory, such as a checkpoint of a run with LoRA: served as one model, the adapter added for good.
+            # A PEFT directory, such as a checkpoint of a run with LoRA: the adapter is merged permanently.
             weights = LiveWeights(model, torch.device("cpu"))
             weights.apply(weights.plan_adapter(Adapter(name=directory.name, settings=adapter[0]), adapter[1]))
     except (OSError, ValueError, KeyError, WeightsError) as error:
@@ -45,17 +45,17 @@ def load_module(directory: Path, *, device: str, dtype: str, max_model_len: int 
     length = max_model_len or built_for
     if length < 2 or (built_for and length > built_for):
         raise RunError(
-            f"max_model_len {max_model_len} does not suit the model in {directory}, which was built for {built_for} positions"
+            f"max_model_len {max_model_len} does not fit the model in {directory}, which supports {built_for} positions"
         )
     _require_full_attention(model.config, length)
     try:
         return model.to(device).eval().requires_grad_(False), length
-    except (RuntimeError, AssertionError) as error:  # torch says so in both ways
-        raise RunError(f"inference.device is {device!r}, which this machine does not offer: {error}") from error
+    except (RuntimeError, AssertionError) as error:  # torch raises either
+        raise RunError(f"inference.device is {device!r}, which this machine does not have: {error}") from error
 
 
-class CausalLM:
-    """Any architecture, through its own module. Not thread-safe: one engine thread owns it."""
+class ModuleForward:
+    """Runs any architecture through its Hugging Face module. Not thread-safe."""
 
     def __init__(self, model: Any, *, max_model_len: int) -> None:
         self._model = model
@@ -68,15 +68,15 @@ class CausalLM:
         head.register_forward_pre_hook(self._keep_last_positions)
         self.shapes = self._probed_shapes(int(model.config.num_hidden_layers))
 
-    def prefill(self, given: PrefillInput, slots: SlotCache) -> Tensor:
-        places = PrefillPlaces.of(given, scratch_row=slots.scratch_row, max_model_len=self.max_model_len)
-        more: dict[str, Any] = {}
-        if not given.is_fresh:
-            more = {"position_ids": places.positions_NC, "attention_mask": places.mask_N1CT(self.dtype)}
-        self._last_N = given.lasts_N
+    def prefill(self, inputs: PrefillInput, slots: SlotCache) -> Tensor:
+        positions = PrefillPositions.of(inputs, scratch_row=slots.scratch_row, max_model_len=self.max_model_len)
+        masked: dict[str, Any] = {}
+        if not inputs.is_fresh:
+            masked = {"position_ids": positions.positions_NC, "attention_mask": positions.mask_N1CT(self.dtype)}
+        self._last_N = inputs.lasts_N
         try:
             logits_N1V: Tensor = self._model(
-                input_ids=given.tokens_NC, past_key_values=PrefillCache(slots, places), use_cache=True, **more
+                input_ids=inputs.tokens_NC, past_key_values=PrefillCache(slots, positions), use_cache=True, **masked
             ).logits
         finally:
             self._last_N = None
@@ -107,7 +107,7 @@ class CausalLM:
         return [layer.shape for layer in probe.probes]
 
     def _keep_last_positions(self, _head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Before the output head: one position a row is sampled from, the others would be thrown away (V is large)."""
+        """Keep one position per row before the output head, because only that one is sampled from (V is large)."""
         if self._last_N is None:
             return None
         hidden_NCE: Tensor = args[0]
@@ -120,6 +120,6 @@ def _require_full_attention(config: Any, length: int) -> None:
     kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention"}
     if kinds and not (kinds == {"sliding_attention"} and window and window >= length):
         raise RunError(
-            f"this engine decodes full attention only; the model has layers of kind {', '.join(sorted(kinds))}. "
+            f"this engine supports full attention only; the model has layers of type {', '.join(sorted(kinds))}. "
             f"Set max_model_len to at most its window ({window}), or serve it with vLLM"
         )

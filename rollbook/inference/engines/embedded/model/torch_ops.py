@@ -1,6 +1,6 @@
-"""The small operations of a decoder layer over slots, in plain torch: for a CPU, and wherever Triton is missing.
+"""The small operations of a decoder layer over slots, in plain torch: for a CPU, and where Triton is not installed.
 
-`kernels.py` has the same operations as Triton kernels. `Step` holds what all layers of one forward share.
+`kernels.py` has the same operations as Triton kernels. `Step` holds the data that all layers of one forward share.
 """
 
 # M tokens of a forward, N rows, C tokens a row, S slots, H key/value heads, G query heads a key/value head, Q = H x G, T positions,
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rollbook.inference.engines.embedded.cache.slot_cache import SlotCache
-from rollbook.inference.engines.embedded.model.forward import PrefillPlaces
+from rollbook.inference.engines.embedded.model.forward import PrefillPositions
+from rollbook.inference.engines.embedded.slot_cache import SlotCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,28 +33,28 @@ class HeadShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """Of one forward: where its tokens stand (cosines and signed sines, M x 1 x D) and which slots they write."""
+    """Shared by all layers of one forward: rotary factors (cosines and signed sines, M x 1 x D) and target slots of its tokens."""
 
     cosines_M1D: Tensor
     sines_M1D: Tensor
     write_at: Tensor
-    """(M x 2 x H) indices into a layer's slots seen as rows of D numbers."""
+    """(M x 2 x H) indices into a layer's slots, viewed as rows of D numbers."""
     mask: Tensor | None
-    """Additive. None: causal among the forward's own tokens."""
+    """Additive. None: causal attention among the tokens of this forward."""
     length: int
 
 
 class TorchOps:
-    """Stateless but for the tables of the rotary embedding."""
+    """The only state is the tables of the rotary embedding."""
 
     needs_length = True
-    """Attention reads the slots up to a length that the caller must know."""
+    """Whether the caller must pass the number of positions that attention reads."""
 
     def __init__(self, heads: HeadShape, *, cosines_TD: Tensor, sines_TD: Tensor) -> None:
         self._heads = heads
         self._cosines_TD = cosines_TD
         half = heads.size // 2
-        # The sign of "minus the second half, then the first" is kept in the table: rotating is then a swap of halves.
+        # The table includes the sign of the rotation, so that rotating only swaps the halves.
         self._signed_sines_TD = torch.cat((-sines_TD[:, :half], sines_TD[:, half:]), dim=1)
 
     def decode_step(self, positions_N: Tensor, slots: SlotCache, *, length: int) -> Step:
@@ -65,16 +65,16 @@ class TorchOps:
         mask_NT.masked_fill_(is_future_NT, float("-inf"))
         return self._step(positions_N, rows_N, positions_N, slots, mask=mask_NT[:, None, None], length=length)
 
-    def prefill_step(self, places: PrefillPlaces, slots: SlotCache) -> Step:
-        positions_M = places.positions_NC.flatten()
-        mask = None if places.is_fresh else places.mask_N1CT(self._cosines_TD.dtype)
+    def prefill_step(self, positions: PrefillPositions, slots: SlotCache) -> Step:
+        positions_M = positions.positions_NC.flatten()
+        mask = None if positions.is_fresh else positions.mask_N1CT(self._cosines_TD.dtype)
         return self._step(
             positions_M,
-            places.write_rows_NC.flatten(),
-            places.write_at_NC.flatten(),
+            positions.write_rows_NC.flatten(),
+            positions.write_at_NC.flatten(),
             slots,
             mask=mask,
-            length=places.reach,
+            length=positions.attention_length,
         )
 
     def norm(self, x_ME: Tensor, weight_E: Tensor, epsilon: float) -> Tensor:
@@ -91,7 +91,7 @@ class TorchOps:
         joint.view(-1, heads.size).index_copy_(0, step.write_at, fused_MXD[:, heads.queries :].reshape(-1, heads.size))
 
     def attend_one(self, fused_NX: Tensor, step: Step, joint: Tensor) -> Tensor:
-        """One query a row against the row's slot. The queries that share keys stand as one block: nothing is repeated."""
+        """One query per row, over the row's slot. Queries that share keys form one block, so keys are not repeated."""
         heads, count = self._heads, len(fused_NX)
         queries_NHGD = fused_NX.view(count, heads.fused, heads.size)[:, : heads.queries].view(
             count, heads.keys, heads.group, heads.size
@@ -100,15 +100,15 @@ class TorchOps:
         attended = F.scaled_dot_product_attention(queries_NHGD, keys_NHTD, values_NHTD, attn_mask=step.mask)
         return attended.reshape(count, heads.queries * heads.size)
 
-    def attend_many(self, fused_MX: Tensor, step: Step, joint: Tensor, places: PrefillPlaces) -> Tensor:
+    def attend_many(self, fused_MX: Tensor, step: Step, joint: Tensor, positions: PrefillPositions) -> Tensor:
         heads = self._heads
-        rows, tokens = places.positions_NC.shape
+        rows, tokens = positions.positions_NC.shape
         fused_NXCD = fused_MX.view(rows, tokens, heads.fused, heads.size).transpose(1, 2)
         queries = fused_NXCD[:, : heads.queries]
         if step.mask is None:
             keys, values = fused_NXCD[:, heads.queries :].chunk(2, dim=1)
         else:
-            keys, values = joint[:, places.rows_N, :, : step.length]
+            keys, values = joint[:, positions.rows_N, :, : step.length]
         is_fused = queries.device.type == "cuda" and queries.dtype != torch.float32
         if heads.group > 1 and not is_fused:
             keys, values = keys.repeat_interleave(heads.group, dim=1), values.repeat_interleave(heads.group, dim=1)

@@ -1,12 +1,12 @@
-"""The kernels themselves. Imported by `kernels.py` only, where Triton is installed.
+"""The Triton kernels and their launch functions. Imported by `kernels.py` only, if Triton is installed.
 
-Rounding follows the Hugging Face modules: where they round to the model's dtype between two operations, so do these.
+Results are rounded to the model's dtype at the same places as in the Hugging Face modules.
 """
 
 # M tokens, N rows, S slots, H key/value heads, G query heads a key/value head, T positions, D head size, V vocabulary
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-# ruff: noqa: PLR0917  # a kernel's arguments are what they are
+# ruff: noqa: PLR0917  # kernels take many positional arguments
 
 import torch
 import triton
@@ -16,7 +16,7 @@ from torch import Tensor
 from rollbook.inference.engines.embedded.model.torch_ops import HeadShape
 
 ATTEND_BLOCK, ATTEND_WARPS, ATTEND_STAGES = 64, 4, 3
-"""Positions a program reads at once, its warps, and how many reads are under way."""
+"""Positions that a program reads at once, its warps, and its pipeline stages."""
 SAMPLE_BLOCK = 4096
 GATE_BLOCK = 1024
 
@@ -171,7 +171,7 @@ def launch_attend_one(
     fused_NX: Tensor, joint: Tensor, positions_N: Tensor, out_NX: Tensor, *, heads: HeadShape, splits: int
 ) -> None:
     count, size_block = len(fused_NX), max(16, triton.next_power_of_2(heads.size))
-    # A matrix product has at least sixteen rows.
+    # tl.dot needs at least sixteen rows.
     group_block = max(16, triton.next_power_of_2(heads.group))
     partial, lse = out_NX, out_NX
     if splits > 1:
@@ -221,7 +221,7 @@ def _sample(
     cold = tl.minimum(1.0 / tl.where(is_greedy, 1.0, temperature), 1e37)
     key = tl.load(keys_ptr + row)
     lanes = tl.arange(0, BLOCK)
-    # The largest logit is taken off before scaling: a tiny temperature must not overflow.
+    # The largest logit is subtracted before scaling: a very small temperature must not overflow.
     peaks = tl.full((BLOCK,), -float("inf"), dtype=tl.float32)
     for start in range(0, vocab_size, BLOCK):
         at = start + lanes
@@ -237,7 +237,7 @@ def _sample(
         logits = tl.load(logits_ptr + row * vocab_size + at, mask=is_in, other=-float("inf")).to(tl.float32)
         scaled = (logits - peak) * cold
         totals += tl.where(is_in, tl.exp(scaled), 0.0)
-        # An exponential variate, exact where it is small: those win. Half a grain is added, so that it is never zero.
+        # An exponential variate, exact for small values, because those win. The offset keeps it above zero.
         uniform = tl.rand(key, at) + 2.3e-10
         waiting = tl.where(uniform < 1e-3, uniform + 0.5 * uniform * uniform, -tl.log(1.0 - uniform))
         noise = tl.where(is_greedy, 0.0, -tl.log(waiting))

@@ -1,0 +1,121 @@
+"""The keys and values of running requests: one slot for each row, all slots equally long, rows at different positions.
+
+The tensors grow and shrink with use, within a memory budget. There is one extra slot as scratch space, into which padding of
+bucketed forwards is written. `generation` changes whenever the memory moves, so that captured graphs are captured again.
+"""
+
+# L layers, S slots, H key/value heads, T positions, D head size, N rows of this forward
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """Of the keys and values of one position in one layer."""
+
+    heads: int
+    key_size: int
+    value_size: int
+
+    @property
+    def elements(self) -> int:
+        return self.heads * (self.key_size + self.value_size)
+
+
+def host_copy(host: Tensor, device: torch.device) -> Tensor:
+    """A copy in host memory that does not change while an asynchronous transfer reads it."""
+    return host.pin_memory() if device.type == "cuda" else host.clone()
+
+
+def to_device(host: Tensor, device: torch.device) -> Tensor:
+    """Transfers to a GPU are asynchronous: a wait here would stall the rounds that were launched ahead."""
+    if device.type == "cuda":
+        return host.pin_memory().to(device, non_blocking=True)
+    return host if device.type == "cpu" else host.to(device)
+
+
+class SlotCache:
+    def __init__(self, shapes: Sequence[LayerShape], *, dtype: torch.dtype, device: torch.device) -> None:
+        self._shapes = list(shapes)
+        self._dtype, self._device = dtype, device
+        self.rows = 0
+        self.length = 0
+        self.generation = 0
+        self.pairs: list[tuple[Tensor, Tensor]] = []
+        """Keys and values of each layer, (S + 1, H, T, D) each."""
+        self.joint: list[Tensor] = []
+        """The same memory as one tensor (2, S + 1, H, T, D) for each layer; empty if keys and values differ in size."""
+        self.resize(0, 0)
+
+    @property
+    def scratch_row(self) -> int:
+        return self.rows
+
+    @staticmethod
+    def bytes_per_token(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
+        return sum(shape.elements for shape in shapes) * dtype.itemsize
+
+    def resize(self, rows: int, length: int) -> None:
+        """Change to `rows` slots of `length` positions and keep what fits. Layer by layer, to limit the extra memory."""
+        if self.generation and (rows, length) == (self.rows, self.length):
+            return
+        keep_rows, keep_length = min(rows, self.rows), min(length, self.length)
+        is_joint = all(shape.key_size == shape.value_size for shape in self._shapes)
+        for index, shape in enumerate(self._shapes):
+            old = self.pairs[index] if index < len(self.pairs) else None
+            # Zeros, not uninitialised memory: a masked position contributes 0 x value, and 0 x NaN is NaN.
+            if is_joint:
+                joint = self._zeros(2, rows + 1, shape.heads, length, shape.key_size)
+                pair = (joint[0], joint[1])
+                self.joint[index : index + 1] = [joint]
+            else:
+                pair = (
+                    self._zeros(rows + 1, shape.heads, length, shape.key_size),
+                    self._zeros(rows + 1, shape.heads, length, shape.value_size),
+                )
+            if old is not None:
+                for new_SHTD, old_SHTD in zip(pair, old, strict=True):
+                    new_SHTD[:keep_rows, :, :keep_length] = old_SHTD[:keep_rows, :, :keep_length]
+            self.pairs[index : index + 1] = [pair]
+            del old
+        self.rows, self.length = rows, length
+        self.generation += 1
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def copy_rows(self, sources: Sequence[int], targets: Sequence[int], *, length: int) -> None:
+        """Copy the first `length` positions from row to row. No target may be a source."""
+        sources_N = to_device(torch.tensor(sources), self._device)
+        targets_N = to_device(torch.tensor(targets), self._device)
+        for pair in self.pairs:
+            for slots_SHTD in pair:
+                slots_SHTD[targets_N, :, :length] = slots_SHTD[sources_N, :, :length]
+
+    def copy_out(self, row: int, length: int) -> list[Tensor]:
+        """A copy of the first `length` positions of a row."""
+        if self.joint:
+            return [joint[:, row, :, :length].clone() for joint in self.joint]
+        return [slots_SHTD[row, :, :length].clone() for pair in self.pairs for slots_SHTD in pair]
+
+    def copy_in(self, row: int, copied: Sequence[Tensor], length: int) -> None:
+        """Write the first `length` positions of a copy by `copy_out` into a row."""
+        if self.joint:
+            for joint, layer in zip(self.joint, copied, strict=True):
+                joint[:, row, :, :length] = layer[:, :, :length]
+            return
+        slots = (slots_SHTD for pair in self.pairs for slots_SHTD in pair)
+        for slots_SHTD, layer in zip(slots, copied, strict=True):
+            slots_SHTD[row, :, :length] = layer[:, :length]
+
+    def zero_rows(self, rows: Sequence[int]) -> None:
+        rows_N = to_device(torch.tensor(rows), self._device)
+        for pair in self.pairs:
+            for slots_SHTD in pair:
+                slots_SHTD[rows_N] = 0
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=self._dtype, device=self._device)

@@ -1,0 +1,109 @@
+"""The HTTP application of a ledger: the native API, and other dialects of the same ledger."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from rollbook.concurrency.clock import Clock
+from rollbook.ledger.config import LedgerConfig
+from rollbook.ledger.http.auth import Keys
+from rollbook.ledger.http.bodies import BodyReader
+from rollbook.ledger.http.errors import KNOWN_ERRORS, error_response
+from rollbook.ledger.http.handlers import Handler, LedgerHandlers
+from rollbook.ledger.http.verbs import PRODUCER, TRAINER, VERBS
+from rollbook.ledger.service import Ledger
+from rollbook.ledger.store import Store
+from rollbook.telemetry.events import EventLog
+
+BACKLOG = 4096
+"""Connections that may wait while a ledger restarts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerService:
+    """An open ledger and its HTTP application."""
+
+    ledger: Ledger
+    store: Store
+    app: web.Application
+    bodies: BodyReader
+    config: LedgerConfig
+    clock: Clock
+    log: EventLog
+
+    @asynccontextmanager
+    async def serving(self, sock: socket.socket, *, drain_s: float) -> AsyncIterator[None]:
+        """Serve requests on a listening socket. At the end, requests in progress get `drain_s` seconds to finish."""
+        runner = web.AppRunner(self.app, access_log=None, shutdown_timeout=drain_s, handler_cancellation=True)
+        await runner.setup()
+        try:
+            await web.SockSite(runner, sock, backlog=BACKLOG).start()
+            yield
+        finally:
+            await runner.cleanup()
+
+
+Dialect = Callable[[LedgerService], None]
+"""Adds the routes of another API to the application. If tokens are set, its routes require one of a producer or trainer."""
+
+
+def build_service(
+    ledger: Ledger,
+    store: Store,
+    config: LedgerConfig,
+    *,
+    clock: Clock,
+    log: EventLog,
+    keys: Keys | None = None,
+    dialects: Sequence[Dialect] = (),
+) -> LedgerService:
+    """Without `keys` no token is required."""
+    keys = keys or Keys({})
+    bodies = BodyReader(config)
+    # `bodies` limits the size of a body. This limit only guards against handlers that do not use it.
+    app = web.Application(client_max_size=bodies.max_bytes)
+    handlers = LedgerHandlers(ledger, bodies)
+    # aiohttp tries routes in order: `submit`, the most frequent request, goes first.
+    for verb in sorted(VERBS, key=lambda verb: not verb.name.startswith("submit")):
+        app.router.add_route(verb.method, verb.path, handlers.handler(verb, keys))
+
+    async def measure_loop_lag(_: web.Application) -> AsyncIterator[None]:
+        measuring = asyncio.create_task(handlers.lag.run(), name="ledger.loop_lag")
+        yield
+        measuring.cancel()
+        with suppress(asyncio.CancelledError):
+            await measuring
+
+    async def stop_waiting(_: web.Application) -> None:
+        ledger.stop_waiting()
+
+    app.cleanup_ctx.append(measure_loop_lag)
+    app.on_shutdown.append(stop_waiting)
+    service = LedgerService(ledger=ledger, store=store, app=app, bodies=bodies, config=config, clock=clock, log=log)
+    for dialect in dialects:
+        dialect(service)
+    if dialects and keys.roles:
+        app.middlewares.append(_require_token(keys))
+    return service
+
+
+def _require_token(keys: Keys) -> Middleware:
+    """Checks the token for all routes but the native ones, which check it themselves."""
+    native = {verb.path for verb in VERBS}
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        resource = request.match_info.route.resource
+        if resource is None or resource.canonical not in native:
+            try:
+                keys.require(request.headers.get("Authorization"), PRODUCER | TRAINER)
+            except KNOWN_ERRORS as error:
+                return error_response(error)
+        return await handler(request)
+
+    return check

@@ -1,0 +1,119 @@
+"""Plain values that worker code reads: the limits of an episode, and how reward functions make one reward."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rollbook.contracts.trajectory import EndReason
+
+TO_BE_SCORED = "to be scored by rollout.rewards"
+"""The `invalid_cause` of a sample whose rollout function leaves scoring to the reward functions."""
+
+SECONDS_KEY = "reward_seconds"
+"""Metric of a sample: seconds of its slowest reward function."""
+
+
+def score_key(name: str) -> str:
+    """Metric of a sample and of the run: the value of one reward function; absent if it could not score."""
+    return f"reward/{name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeLimits:
+    """Turns, tokens and seconds of one episode.
+
+    An episode that reaches a limit keeps its reward and is marked as truncated. Discarding it would teach the policy to stall.
+    """
+
+    max_turns: int = 6
+    max_total_tokens: int = 4096
+    """Prompt, completions and observations of one sequence together."""
+    max_seconds: float = 120.0
+
+    def __post_init__(self) -> None:
+        if self.max_turns < 1 or self.max_total_tokens < 2 or not self.max_seconds > 0:
+            raise ValueError(
+                f"an episode needs at least one turn, two tokens and some time, got max_turns={self.max_turns}, "
+                f"max_total_tokens={self.max_total_tokens}, max_seconds={self.max_seconds}"
+            )
+
+    def tokens_left(self, num_tokens: int) -> int:
+        """Tokens the policy may still sample after a prompt of `num_tokens`."""
+        return max(0, self.max_total_tokens - num_tokens)
+
+    def before_turn(self, *, turns: int, num_tokens: int, seconds: float) -> EndReason | None:
+        """The limit that forbids the next turn, or None. `num_tokens` is the length of its prompt."""
+        if turns >= self.max_turns:
+            return EndReason.MAX_TURNS
+        if self.tokens_left(num_tokens) == 0:
+            return EndReason.MAX_TOKENS
+        if seconds >= self.max_seconds:
+            return EndReason.TIME
+        return None
+
+
+class Missing(StrEnum):
+    UNSCORABLE = "unscorable"
+    """A sample that one function could not score is unscorable."""
+    SKIP = "skip"
+    """A function that returns None or NaN does not apply: the others make the reward. Failures still make it unscorable."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardFunction:
+    name: str
+    path: str
+    """`module:function`."""
+    weight: float = 1.0
+    """0: recorded only; its failures do not matter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardRules:
+    functions: tuple[RewardFunction, ...]
+    environment_weight: float = 0.0
+    missing: Missing = Missing.UNSCORABLE
+    timeout_s: float = 10.0
+    start_s: float = 60.0
+    processes: int = 2
+    concurrent: int = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """The result of one function. Neither value nor cause: it could not score, without a failure."""
+
+    value: float | None = None
+    cause: str | None = None
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CombinedReward:
+    """The reward, or the cause why there is none."""
+
+    reward: float | None
+    cause: str | None = None
+
+
+def combine(rules: RewardRules, scores: Mapping[str, Score], *, environment: float | None) -> CombinedReward:
+    """The weighted sum, or why there is none. `environment` is the reward that the episode returned.
+
+    None and NaN mean "could not be scored". They are never 0, which would teach that the sample was bad.
+    """
+    total, counted = 0.0, 0
+    if rules.environment_weight:
+        if environment is None:
+            return CombinedReward(None, "environment_weight is set, but the episode returned no reward")
+        total, counted = rules.environment_weight * environment, 1
+    for function in rules.functions:
+        if not function.weight:
+            continue
+        score = scores[function.name]
+        if score.cause is not None:
+            return CombinedReward(None, f"reward {function.name}: {score.cause}")
+        if score.value is not None:
+            total, counted = total + function.weight * score.value, counted + 1
+        elif rules.missing is Missing.UNSCORABLE:
+            return CombinedReward(None, f"reward {function.name} could not score it (None or NaN)")
+    return CombinedReward(total) if counted else CombinedReward(None, "no reward function could score it (None or NaN)")

@@ -1,0 +1,65 @@
+"""A child process for tests: `python -m tests.parts.concurrency.child_main CHANNEL_FD BEHAVIOUR`."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from rollbook.concurrency.child_process.child import connect_to_parent, die_with_parent, kill_with_parent
+from rollbook.concurrency.child_process.frames import BlockingFrames, frame
+
+
+def echo(parent: BlockingFrames) -> None:
+    while (payload := parent.receive()) is not None:
+        if payload == b"stop":
+            break
+        parent.send(payload)
+
+
+def ignore_requests(parent: BlockingFrames) -> None:
+    while parent.receive() is not None:
+        pass
+
+
+def wait(parent: BlockingFrames) -> None:
+    time.sleep(600)
+
+
+def start_grandchild(parent: BlockingFrames) -> None:
+    grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    parent.send(str(grandchild.pid).encode())
+    time.sleep(600)
+
+
+def main(channel_fd: int, behaviour: str) -> int:
+    sock = connect_to_parent(channel_fd)
+    if behaviour == "ignore_sigterm":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if behaviour == "killed_with_parent":
+        kill_with_parent()
+    else:
+        die_with_parent(channel_fd, grace_s=0.3)
+    parent = BlockingFrames(sock)
+    print("first line", flush=True)  # noqa: T201
+    parent.send(b"ready")
+    match behaviour:
+        case "echo" | "killed_with_parent":
+            echo(parent)
+        case "ignore_requests":
+            ignore_requests(parent)
+        case "exit_3":
+            print("last line", flush=True)  # noqa: T201
+            return 3
+        case "half_a_frame":
+            sock.sendall(frame(b"never finished")[:10])
+            os._exit(0)
+        case "grandchild":
+            start_grandchild(parent)
+        case _:
+            wait(parent)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), sys.argv[2]))
