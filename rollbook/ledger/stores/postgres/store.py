@@ -95,12 +95,12 @@ class _Listener:
 
     def _run(self) -> None:
         """Announces notified runs until `close`. Reconnects after a lost connection."""
-        delays = backoff(most_s=1.0)
+        delays = backoff(max_s=1.0)
         while not self._stopping.is_set():
             try:
                 with explained(self._writer.where):
                     self._listen()
-                delays = backoff(most_s=1.0)
+                delays = backoff(max_s=1.0)
             except Exception:  # calls report the error; without a listener every waiting call would time out
                 self._stopping.wait(next(delays))
 

@@ -50,7 +50,7 @@ SETTINGS = {
 def retry_connection(work: Callable[[], T], *, within_s: float, where: str) -> T:
     """Repeat `work`, with growing delays, while the connection fails."""
     deadline = Deadline(within_s, f"ledger in {where}")
-    delays = backoff(first_s=0.02, most_s=1.0)
+    delays = backoff(first_s=0.02, max_s=1.0)
     while True:
         try:
             return work()
