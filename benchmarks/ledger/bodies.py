@@ -1,4 +1,4 @@
-"""What both servers are sent: the same groups of 8 sequences of 1024 tokens with masks and logprobs, made beforehand."""
+"""The groups that both servers receive: 8 sequences of 1024 tokens with masks and logprobs."""
 
 import gzip
 import json
@@ -34,12 +34,12 @@ def json_group(seed: int) -> bytes:
 
 
 def packed(body: bytes) -> bytes:
-    """As Atropos's environments send it."""
+    """Compressed as Atropos environments send it."""
     return gzip.compress(body)
 
 
 def native_group(number: int) -> wire.Submit:
-    """The same group as a native producer sends it, under a name of its own."""
+    """A group of the same size for the native API."""
     rng = np.random.default_rng(number)
     is_trained = np.arange(TOKENS) >= PROMPT
     samples = tuple(

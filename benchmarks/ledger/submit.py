@@ -1,7 +1,7 @@
-"""What one submitted group costs the native service: CPU of its process, for each durability, with many connections.
+"""CPU time of the ledger process per submitted group, for each durability mode, with many connections.
 
-`python -m benchmarks.ledger.submit` starts the ledger as people run it, sends groups of 8 x 1024 tokens encoded beforehand,
-and tells where the CPU goes: HTTP alone (a handler of the same framework that reads and answers), and all of it.
+`python -m benchmarks.ledger.submit` starts a ledger service and sends encoded groups of 8 x 1024 tokens. `http_alone` is the cost
+of an aiohttp handler that only reads the body and responds.
 """
 
 import argparse
@@ -68,13 +68,13 @@ async def send(port: int, left: list[bytes]) -> None:
         writer.write(left.pop())
         head = await reader.readuntil(b"\r\n\r\n")
         if not head.startswith(b"HTTP/1.1 200"):
-            raise RuntimeError(f"the ledger answered {head[:60]!r}")
+            raise RuntimeError(f"the ledger responded {head[:60]!r}")
         await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
     writer.close()
 
 
 def serve(sock: socket.socket, directory: str, durability: str | None) -> None:
-    """In a process of its own. Without a durability: HTTP alone."""
+    """Runs in its own process. Without a durability it measures HTTP alone."""
     if durability is None:
         uvloop.run(_serve_http_alone(sock))
         return
@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=3000)
     parser.add_argument("--connections", type=int, default=16)
     parser.add_argument(
-        "--rounds", type=int, default=3, help="each kind this often, in turns; the best of each is told"
+        "--rounds", type=int, default=3, help="rounds of each kind, alternating; the best one is reported"
     )
     args = parser.parse_args()
     kinds: dict[str, Durability | None] = {"http_alone": None, **{d.value: d for d in Durability}}

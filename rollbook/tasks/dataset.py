@@ -1,31 +1,34 @@
-"""Tasks from a JSONL file or a Python function, with ids that survive edits of the source.
+"""Loads tasks from a JSONL file or a Python function, with ids that survive edits of the source, and builds the `TaskSource`.
 
-Rows are plain JSON values once they are loaded: a row crosses process edges, and its digest must mean the same everywhere.
-Faults of a source stop the run before anything is played, and name the row.
+Loaded rows are plain JSON values, because they are sent to other processes and their digests must be the same everywhere.
 """
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.plugin import extend_search_path, load_plugin
+from rollbook.contracts.ports import TaskSource
 from rollbook.contracts.task import Task, TaskId
 from rollbook.tasks.config import TasksConfig
+from rollbook.tasks.curriculum import Curriculum
+from rollbook.tasks.cursor import CursorDataLoader
+from rollbook.tasks.mastery_log import MasteryLog
 
 MAX_TASKS = 10_000_000
-"""A source that yields more is taken for an endless generator: every task is held in memory."""
+"""A source with more rows is assumed to be an endless generator. All tasks are kept in memory."""
 
 
 class DatasetError(RunError):
-    """The source of tasks cannot be used as it is."""
+    """The source of tasks is faulty."""
 
 
 def load_tasks(config: TasksConfig, *, base_dir: Path) -> tuple[Task, ...]:
-    """Every task of the source, in its order. `base_dir` is the directory of the config file."""
+    """All tasks, in the order of the source. `base_dir` is the directory of the config file."""
     if config.is_function:
         rows = _rows_of_function(config.source, config.args, base_dir)
     else:
@@ -33,38 +36,46 @@ def load_tasks(config: TasksConfig, *, base_dir: Path) -> tuple[Task, ...]:
     tasks = tuple(_with_ids(rows, id_field=config.id_field))
     if not tasks:
         raise DatasetError(f"{config.source} has no tasks; at least one row is needed")
+    # The split is applied after ids are assigned, so that ids do not depend on it.
     return tasks if config.split is None else _of_split(tasks, config.split, config)
 
 
+def build_source(config: TasksConfig, tasks: Sequence[Task], *, mastery_file: Path | None = None) -> TaskSource:
+    """`mastery_file`: where a curriculum logs mastery over time."""
+    if config.order == "curriculum":
+        log = None if mastery_file is None else MasteryLog(mastery_file)
+        return Curriculum(tasks, config.curriculum, seed=config.seed, log=log)
+    return CursorDataLoader(tasks, epochs=config.epochs, shuffle=config.shuffle, seed=config.seed)
+
+
 def _of_split(tasks: tuple[Task, ...], split: str, config: TasksConfig) -> tuple[Task, ...]:
-    """After the ids are given: a task has the same one whichever split is loaded."""
     field = config.split_field
     without = next((task.id for task in tasks if not isinstance(task.row.get(field), str)), None)
     if without is not None:
         raise DatasetError(
-            f"{config.source}: task {without!r} has no text in field {field!r}, so it is in no split; "
-            f"name one in each row, or remove tasks.split"
+            f"{config.source}: task {without!r} has no text in field {field!r}; "
+            f"name a split in each row, or remove tasks.split"
         )
     chosen = tuple(task for task in tasks if task.row[field] == split)
     if not chosen:
         known = ", ".join(sorted({str(task.row[field]) for task in tasks}))
-        raise DatasetError(f"{config.source}: no task is of split {split!r}; there are: {known}")
+        raise DatasetError(f"{config.source}: no task is in split {split!r}; the splits are: {known}")
     return chosen
 
 
 def content_digest(row: Mapping[str, Any]) -> str:
-    """The id of a row that has none: a digest of its canonical JSON."""
+    """The id of a row without one: a digest of its canonical JSON."""
     canonical = json.dumps(row, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.blake2b(canonical.encode(), digest_size=8).hexdigest()
 
 
 def _with_ids(rows: Iterable[tuple[str, dict[str, Any]]], *, id_field: str) -> Iterator[Task]:
-    """Give each row its id. A repeated one gets a suffix that depends on the order of the source only."""
+    """Assign ids. A repeated id gets a suffix that depends only on the order of the source."""
     seen: dict[str, int] = {}
     for where, row in islice(rows, MAX_TASKS + 1):
         if len(seen) >= MAX_TASKS:
             raise DatasetError(f"{where}: more than {MAX_TASKS} tasks; a function must end (`epochs` repeats it)")
-        base = _own_id(row, id_field, where)
+        base = _id_of(row, id_field, where)
         unique = base
         while unique in seen:
             seen[base] += 1
@@ -73,13 +84,13 @@ def _with_ids(rows: Iterable[tuple[str, dict[str, Any]]], *, id_field: str) -> I
         yield Task(id=TaskId(unique), row=row)
 
 
-def _own_id(row: Mapping[str, Any], id_field: str, where: str) -> str:
+def _id_of(row: Mapping[str, Any], id_field: str, where: str) -> str:
     value = row.get(id_field)
     if value is None:
         return content_digest(row)
     if isinstance(value, bool) or not isinstance(value, str | int) or not str(value):
         raise DatasetError(
-            f"{where}: field {id_field!r} is {value!r}; an id is a text that is not empty, or a whole number"
+            f"{where}: field {id_field!r} is {value!r}; an id must be a non-empty text or a whole number"
         )
     if "@" in str(value):
         raise DatasetError(
@@ -93,9 +104,9 @@ def _rows_of_file(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DatasetError(
-            f"tasks: cannot read {path}: {error}. A relative source is looked up beside the config file"
+            f"tasks: cannot read {path}: {error}. A relative path is relative to the directory of the config file"
         ) from error
-    # Only a newline ends a row: JSON strings may hold other line separators.
+    # Split at newlines only: JSON strings may contain other line separators.
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
@@ -103,9 +114,9 @@ def _rows_of_file(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise DatasetError(f"{where}: not JSON ({error}); each line must hold one object") from error
+            raise DatasetError(f"{where}: not JSON ({error}); each line must be one object") from error
         if not isinstance(row, dict):
-            raise DatasetError(f"{where}: a {type(row).__name__}; each line must hold one JSON object, like {{...}}")
+            raise DatasetError(f"{where}: a {type(row).__name__}; each line must be one JSON object, like {{...}}")
         yield where, row
 
 

@@ -1,22 +1,20 @@
-"""How well each task and each tier is mastered: pure values that are folded over results, one after the other.
+"""Mastery of tasks and tiers, as immutable values that are updated result by result. Pure.
 
-A *result* is the success of one draw, between 0 and 1. A task remembers its last results and weighs the younger ones more. It
-graduates by rate and count, stays graduated until its rate falls below the lower mark, and while it is graduated it is drawn again
-at intervals that double with each review that goes well. Tiers open one after the other: the highest open one is promoted past by
-rate and count, or at once on the fast track, and is left again when nothing succeeds in it.
-
-Nothing here knows the clock, the ledger or chance: the same results in the same order give the same mastery.
+A result is the success of one draw, between 0 and 1. A task keeps its last results and weighs newer ones more. It graduates by rate
+and number of draws, and stays graduated until its rate falls below a lower limit. A graduated task is drawn again at intervals that
+double with each successful review. Tiers open one after the other: the next one opens by rate and number of draws of the highest
+open tier, sooner on the fast track, and the highest one closes again when nothing succeeds in it.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollbook.contracts.group import GroupOutcome
-from rollbook.tasks.curriculum_config import CurriculumConfig
+from rollbook.tasks.config import CurriculumConfig
 
 
 def decayed_rate(results: Sequence[float], decay: float) -> float:
-    """The mean of the results, oldest first, each weighing `decay` times its successor. 0 for none."""
+    """Weighted mean of the results, oldest first; each weighs `decay` times its successor. 0 without results."""
     total = weights = 0.0
     for result in results:
         total = total * decay + result
@@ -25,23 +23,21 @@ def decayed_rate(results: Sequence[float], decay: float) -> float:
 
 
 def success_of(outcome: GroupOutcome) -> float | None:
-    """What a draw says about mastery: its solve rate, or its mean reward where the world does not say what is solved.
+    """Solve rate of a draw, or its mean reward if the environment does not report what is solved.
 
-    None when nothing could be scored: a failure of the infrastructure is no failure of the policy.
+    None if nothing could be scored: an infrastructure failure is not a failure of the policy.
     """
-    told = outcome.solved_rate if outcome.solved_rate is not None else outcome.reward_mean
-    return None if told is None else min(1.0, max(0.0, told))
+    success = outcome.solved_rate if outcome.solved_rate is not None else outcome.reward_mean
+    return None if success is None else min(1.0, max(0.0, success))
 
 
 @dataclass(frozen=True, slots=True)
 class TaskMastery:
-    """What is known of one task."""
-
     results: tuple[float, ...] = ()
-    """The last ones, oldest first."""
+    """The last results, oldest first."""
     is_graduated: bool = False
     reviews: int = 0
-    """Draws that went well in a row since it graduated: each doubles the time to the next."""
+    """Successful draws in a row since it graduated. Each doubles the interval to the next."""
 
     def rate(self, rules: CurriculumConfig) -> float:
         return decayed_rate(self.results, rules.decay)
@@ -59,14 +55,12 @@ class TaskMastery:
 
 @dataclass(frozen=True, slots=True)
 class TierProgress:
-    """Which tiers are open, and how the highest of them goes."""
-
     opened_at: tuple[int, ...] = (0,)
-    """Of each open tier, from the lowest on: the position of the draw whose result opened it."""
+    """For each open tier, lowest first: the position of the draw whose result opened it."""
     results: tuple[float, ...] = ()
-    """The last ones of the highest open tier since it became that."""
+    """The last results of the highest open tier, since it is the highest."""
     is_on_probation: bool = False
-    """A tier above was left again: the next promotion takes the long way."""
+    """The tier above was closed again, so it does not reopen by the fast track."""
 
     @property
     def highest_open(self) -> int:
@@ -75,7 +69,7 @@ class TierProgress:
     def after(
         self, result: float, *, rank: int, position: int, num_tiers: int, rules: CurriculumConfig
     ) -> "TierProgress":
-        """Only results of the highest open tier move anything: what lies below is the tasks' own affair."""
+        """Only results of the highest open tier have an effect."""
         if rank != self.highest_open:
             return self
         results = (*self.results, result)[-rules.tier_window :]

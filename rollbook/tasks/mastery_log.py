@@ -1,4 +1,4 @@
-"""Mastery over time, for people: one line of `mastery.jsonl` now and then. Shown and plotted, never read back by the curriculum."""
+"""Writes mastery over time to `mastery.jsonl`, for plots. The curriculum never reads it."""
 
 import json
 import logging
@@ -7,8 +7,8 @@ from pathlib import Path
 
 from rollbook.concurrency.clock import Clock, SystemClock
 
-DRAWN_POINTS = 200
-"""Lines a doubling of the run adds, roughly: enough for a smooth curve."""
+POINTS_PER_DOUBLING = 200
+"""Lines written while the number of draws doubles: enough for a smooth curve."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +17,7 @@ class TierView:
     is_open: bool
     num_tasks: int
     num_drawn: int
-    """Tasks that were drawn at least once."""
+    """Tasks drawn at least once."""
     num_graduated: int
     rate: float | None
     """Mean decayed success rate of the drawn tasks; None before the first draw."""
@@ -26,27 +26,27 @@ class TierView:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MasteryView:
     draws: int
-    """Handed out so far."""
+    """Draws taken so far."""
     tiers: tuple[TierView, ...]
     """Easiest first."""
 
 
 class MasteryLog:
-    """Appends what it is told. A disk that refuses is reported once and never stops a run."""
+    """Appends views to a file. A failed write is reported once and never stops a run."""
 
     def __init__(self, path: Path, *, clock: Clock | None = None) -> None:
         self._path = path
         self._clock = clock or SystemClock()
-        self._told_at: int | None = None
+        self._written_at: int | None = None
         self._has_failed = False
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def is_due(self, draws: int) -> bool:
-        """Ever more seldom, so that the file stays small however long the run: a picture cannot show more."""
-        return self._told_at is None or draws - self._told_at >= max(1, draws // DRAWN_POINTS)
+        """Less often the longer the run is, so that the file stays small."""
+        return self._written_at is None or draws - self._written_at >= max(1, draws // POINTS_PER_DOUBLING)
 
-    def tell(self, view: MasteryView) -> None:
-        self._told_at = view.draws
+    def write(self, view: MasteryView) -> None:
+        self._written_at = view.draws
         row = {
             "time": round(self._clock.wall(), 4),
             "draws": view.draws,

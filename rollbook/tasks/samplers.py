@@ -1,11 +1,11 @@
-"""Who is drawn next, among the open tasks. Pure: the same standing, position and seed give the same task.
+"""Samplers choose the next task among the open ones. Pure: the same task states, position and seed give the same task.
 
-Chance is a digest of (seed, position, task), so there is no generator whose state would have to be kept over restarts.
+Random numbers are a hash of (seed, position, task), so no generator state must be kept over restarts.
 
-By mastery, a task's score is novelty + weakness + repetition − recency, and the highest is drawn. Repetition grows with every draw
-that a task is overdue and with nothing else, which bounds every wait: let B = (novelty + weakness) / repetition. Once a task is
-overdue by more than B, whoever is drawn before it was due no later than B after it, and is then not due for a while. So each other
-task comes before it once at most, and the wait is at most its interval + B + the number of open tasks.
+The mastery sampler draws the task with the highest score: novelty + weakness + repetition - recency. Repetition grows with every
+draw that a task is overdue, which bounds every wait. Let B = (novelty + weakness) / repetition. Once a task is overdue by more than
+B, any task drawn before it was due at most B later, and is then not due for a while. So every other task is drawn before it at most
+once, and the wait is at most its interval + B + the number of open tasks.
 """
 
 from dataclasses import dataclass
@@ -14,21 +14,21 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rollbook.tasks.curriculum_config import CurriculumConfig
+from rollbook.tasks.config import CurriculumConfig
 
 NEVER = -1
-"""`last_position` of a task that was not drawn yet."""
+"""`last_position` of a task that was never drawn."""
 _GOLDEN, _MIX_1, _MIX_2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
-    """Every task at one moment, side by side. Index is the task's place in the source."""
+class TaskStates:
+    """The state of every task, in the order of the source."""
 
     is_open: NDArray[np.bool_]
-    """Its tier is unlocked."""
+    """Its tier is open."""
     open_since: NDArray[np.int64]
-    """The position at which its tier was unlocked: waiting begins there."""
+    """The position at which its tier opened; waiting starts there."""
     num_draws: NDArray[np.int64]
     last_position: NDArray[np.int64]
     rate: NDArray[np.float64]
@@ -38,12 +38,12 @@ class Standing:
 
 
 class Sampler(Protocol):
-    def choose(self, standing: Standing, position: int) -> int:
-        """The task of the draw at `position`: always an open one."""
+    def choose(self, states: TaskStates, position: int) -> int:
+        """The open task for the draw at `position`."""
 
 
-def chances(seed: int, position: int, count: int) -> NDArray[np.float64]:
-    """One number in [0, 1) for each task: the same on every machine (splitmix64)."""
+def random_numbers(seed: int, position: int, count: int) -> NDArray[np.float64]:
+    """One random number in [0, 1) for each task, the same on every machine (splitmix64)."""
     with np.errstate(over="ignore"):
         at = np.array([seed % 2**64, position % 2**64], dtype=np.uint64)
         start = _mixed(_mixed(at[:1]) + at[1:])
@@ -59,63 +59,63 @@ def _mixed(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 class SequentialSampler:
-    """Round after round in the order of the source: the open task that was drawn least, the earlier one of equals."""
+    """The open task with the fewest draws, the first one of equals: rounds in the order of the source."""
 
-    def choose(self, standing: Standing, position: int) -> int:
-        return int(np.argmin(np.where(standing.is_open, standing.num_draws, np.iinfo(np.int64).max)))
+    def choose(self, states: TaskStates, position: int) -> int:
+        return int(np.argmin(np.where(states.is_open, states.num_draws, np.iinfo(np.int64).max)))
 
 
 @dataclass(frozen=True, slots=True)
 class WeightedSampler:
-    """By chance, in proportion to the weights of the open tasks."""
+    """Random, in proportion to the weights of the open tasks."""
 
     seed: int
 
-    def choose(self, standing: Standing, position: int) -> int:
-        reached = np.cumsum(np.where(standing.is_open, standing.weight, 0.0))
-        mark = float(chances(self.seed, position, 1)[0]) * reached[-1]
-        # The product may be rounded up to the very end; the last open task holds that place.
-        return min(int(np.searchsorted(reached, mark, side="right")), int(np.flatnonzero(standing.is_open)[-1]))
+    def choose(self, states: TaskStates, position: int) -> int:
+        reached = np.cumsum(np.where(states.is_open, states.weight, 0.0))
+        mark = float(random_numbers(self.seed, position, 1)[0]) * reached[-1]
+        # Rounding may move the mark to the very end; then the last open task is meant.
+        return min(int(np.searchsorted(reached, mark, side="right")), int(np.flatnonzero(states.is_open)[-1]))
 
 
 @dataclass(frozen=True, slots=True)
 class MasterySampler:
-    """By score; equals by chance."""
+    """The highest score; a random one of equals."""
 
     rules: CurriculumConfig
     seed: int
 
-    def choose(self, standing: Standing, position: int) -> int:
-        scores = np.where(standing.is_open, self.scores(standing, position), -np.inf)
+    def choose(self, states: TaskStates, position: int) -> int:
+        scores = np.where(states.is_open, self.scores(states, position), -np.inf)
         best = np.flatnonzero(scores == scores.max())
-        return int(best[np.argmax(chances(self.seed, position, len(scores))[best])])
+        return int(best[np.argmax(random_numbers(self.seed, position, len(scores))[best])])
 
-    def scores(self, standing: Standing, position: int) -> NDArray[np.float64]:
+    def scores(self, states: TaskStates, position: int) -> NDArray[np.float64]:
         rules = self.rules
-        round_draws = max(1, int(standing.is_open.sum()))
-        has_waited = position - np.where(
-            standing.last_position == NEVER,
-            standing.open_since,
-            np.maximum(standing.last_position, standing.open_since),
+        round_draws = max(1, int(states.is_open.sum()))
+        waited = position - np.where(
+            states.last_position == NEVER,
+            states.open_since,
+            np.maximum(states.last_position, states.open_since),
         )
-        overdue = np.maximum(0.0, has_waited - self.intervals(standing, round_draws))
-        drawn_ago = position - standing.last_position
-        recent = np.where(standing.last_position == NEVER, 0.0, np.maximum(0.0, 1.0 - drawn_ago / round_draws))
+        overdue = np.maximum(0.0, waited - self.intervals(states, round_draws))
+        drawn_ago = position - states.last_position
+        recent = np.where(states.last_position == NEVER, 0.0, np.maximum(0.0, 1.0 - drawn_ago / round_draws))
         scores: NDArray[np.float64] = (
-            rules.novelty / (1.0 + standing.num_draws)
-            + rules.weakness * (1.0 - standing.rate)
+            rules.novelty / (1.0 + states.num_draws)
+            + rules.weakness * (1.0 - states.rate)
             + rules.repetition * overdue
             - rules.recency * recent
         )
         return scores
 
-    def intervals(self, standing: Standing, round_draws: int) -> NDArray[np.float64]:
+    def intervals(self, states: TaskStates, round_draws: int) -> NDArray[np.float64]:
         """Draws after which each task is due again."""
         rules = self.rules
-        # Beyond sixty doublings every interval is the longest one; further on the power itself would be infinite.
-        doubled = rules.repeat_after * np.exp2(np.minimum(standing.reviews, 60))
+        # After sixty doublings every interval is the longest; larger powers would overflow.
+        doubled = rules.repeat_after * np.exp2(np.minimum(states.reviews, 60))
         graduated = np.minimum(rules.repeat_at_most, doubled)
-        return np.where(standing.is_graduated, graduated, rules.longest_wait) * round_draws
+        return np.where(states.is_graduated, graduated, rules.longest_wait) * round_draws
 
 
 def build_sampler(rules: CurriculumConfig, *, seed: int) -> Sampler:

@@ -1,17 +1,17 @@
-"""The tiers of a dataset: their names in order, and the rank of each task. Faults of the rows stop the run, and name the task."""
+"""Reads tiers and weights from the rows of the tasks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.task import Task
-from rollbook.tasks.curriculum_config import CurriculumConfig
+from rollbook.tasks.config import CurriculumConfig
 
 ONLY_TIER = "all"
 
 
 class CurriculumError(RunError):
-    """The rows do not fit the curriculum's settings."""
+    """The rows do not match the curriculum's settings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Tiers:
     names: tuple[str, ...]
     """Easiest first."""
     ranks: tuple[int, ...]
-    """Of each task, in the order of the source: the place of its tier in `names`."""
+    """Of each task, in the order of the source: the index of its tier in `names`."""
 
 
 def tiers_of(tasks: Sequence[Task], rules: CurriculumConfig) -> Tiers:
@@ -41,7 +41,7 @@ def tiers_of(tasks: Sequence[Task], rules: CurriculumConfig) -> Tiers:
                 f"task {task.id!r} is of tier {value!r}, which tasks.curriculum.tiers does not name "
                 f"({', '.join(map(repr, order))}); add it there"
             )
-    # A tier without tasks could never be promoted past: nothing of it is ever drawn.
+    # A tier without tasks is left out: without draws, the tier above it would never open.
     used = [value for value in order if value in set(values)]
     rank_of = {value: rank for rank, value in enumerate(used)}
     return Tiers(tuple(str(value) for value in used), tuple(rank_of[value] for value in values))
@@ -50,7 +50,9 @@ def tiers_of(tasks: Sequence[Task], rules: CurriculumConfig) -> Tiers:
 def _tier(task: Task, field: str) -> str | int:
     value = task.row[field]
     if isinstance(value, bool) or not isinstance(value, str | int):
-        raise CurriculumError(f"task {task.id!r}: field {field!r} is {value!r}; a tier is a text or a whole number")
+        raise CurriculumError(
+            f"task {task.id!r}: field {field!r} is {value!r}; a tier must be a text or a whole number"
+        )
     return value
 
 
@@ -61,7 +63,7 @@ def _natural_order(values: Sequence[str | int]) -> tuple[str | int, ...]:
 
 
 def weights_of(tasks: Sequence[Task], rules: CurriculumConfig) -> list[float]:
-    """What the weighted sampler goes by; 1 for everybody under the others."""
+    """Weights for the weighted sampler; 1 for the other samplers."""
     if rules.sampler != "weighted":
         return [1.0] * len(tasks)
     weights = []
@@ -69,7 +71,7 @@ def weights_of(tasks: Sequence[Task], rules: CurriculumConfig) -> list[float]:
         weight = task.row.get(rules.weight_field, 1.0)
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
             raise CurriculumError(
-                f"task {task.id!r}: field {rules.weight_field!r} is {weight!r}; a weight is a number above 0"
+                f"task {task.id!r}: field {rules.weight_field!r} is {weight!r}; a weight must be a number above 0"
             )
         weights.append(float(weight))
     return weights

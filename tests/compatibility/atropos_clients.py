@@ -1,4 +1,4 @@
-"""Unmodified atroposlib 0.4.0 against a server: environments and the example trainer's calls. Runs in atroposlib's own environment.
+"""Unmodified atroposlib 0.4.0 as a client: environments and the calls of its example trainer. Runs in its own virtual environment.
 
 python atropos_clients.py env NAME GROUP_SIZE URL ACKNOWLEDGED_FILE TOKENIZER_DIR
 python atropos_clients.py trainer URL DELIVERED_FILE BATCH_SIZE STEPS
@@ -22,7 +22,7 @@ def play(name: str, group_size: int, url: str, acknowledged: Path, tokenizer_dir
     server = importlib.import_module("atroposlib.envs.server_handling.server_manager")
 
     class ScriptedEnv(base.BaseEnv):  # type: ignore[name-defined,misc]  # atroposlib is in another environment
-        """Plays nothing: every group has tokens that name it."""
+        """Every group is identified by its tokens."""
 
         async def setup(self) -> None:
             self.num_items = 0
@@ -32,7 +32,7 @@ def play(name: str, group_size: int, url: str, acknowledged: Path, tokenizer_dir
             return self.num_items
 
         async def wandb_log(self, *_: Any, **__: Any) -> None:
-            """There is nobody to tell."""
+            """Logs nothing."""
 
         async def evaluate(self, *_: Any, **__: Any) -> None:
             pass
@@ -70,7 +70,7 @@ def play(name: str, group_size: int, url: str, acknowledged: Path, tokenizer_dir
 
 
 def train(url: str, delivered: Path, batch_size: int, steps: int) -> None:
-    # The package of the example trainer pulls in torch for its learning part; only its calls to the API are wanted here.
+    # The package of the example trainer imports torch. Only its API calls are used here.
     package = types.ModuleType("example_trainer")
     found = importlib.util.find_spec("example_trainer")
     assert found is not None

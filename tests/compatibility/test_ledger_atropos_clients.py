@@ -1,4 +1,4 @@
-"""`make test-atropos`: real atroposlib environments and trainer calls, with the server killed in the middle."""
+"""`make test-atropos`: atroposlib environments and trainer against our server, which is killed twice."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from tests.parts.ledger.run_api import ROOT, RunApi, running_api
 PYTHON = Path(os.environ.get("ATROPOS_PYTHON", ROOT / ".venvs" / "atropos" / "bin" / "python"))
 CLIENTS = Path(__file__).with_name("atropos_clients.py")
 BATCH_SIZE, STEPS, KILL_AFTER = 8, 24, (6, 14)
-PATIENCE_S = 180.0
+TIMEOUT_S = 180.0
 MAKE_TOKENIZER = """
 import sys
 from tokenizers import Tokenizer, models
@@ -44,9 +44,7 @@ def lines(path: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def test_every_group_that_real_clients_had_acknowledged_is_delivered_once_though_the_server_is_killed(
-    api: RunApi, tmp_path: Path
-) -> None:
+def test_every_acknowledged_group_is_delivered_once_although_the_server_is_killed(api: RunApi, tmp_path: Path) -> None:
     delivered, tokenizer = tmp_path / "delivered", tmp_path / "tokenizer"
     acknowledged = {name: tmp_path / f"acknowledged-{name}" for name in ("adds", "multiplies")}
     subprocess.run([PYTHON, "-c", MAKE_TOKENIZER, tokenizer], check=True, cwd=tmp_path)
@@ -60,7 +58,7 @@ def test_every_group_that_real_clients_had_acknowledged_is_delivered_once_though
             wait_for(lambda step=step: len(lines(delivered)) >= step, trainer)
             time.sleep(0.1)  # while the trainer trains and the environments post
             api.kill_server()
-        assert trainer.wait(PATIENCE_S) == 0
+        assert trainer.wait(TIMEOUT_S) == 0
     finally:
         for process in (*envs, trainer):
             process.terminate()
@@ -79,7 +77,7 @@ def test_every_group_that_real_clients_had_acknowledged_is_delivered_once_though
 
 def wait_for(is_true: object, process: subprocess.Popen[bytes]) -> None:
     assert callable(is_true)
-    until = time.monotonic() + PATIENCE_S
+    until = time.monotonic() + TIMEOUT_S
     while not is_true():
         assert process.poll() is None, "the trainer ended"
         assert time.monotonic() < until, "nothing moved"

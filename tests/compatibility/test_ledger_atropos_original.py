@@ -1,4 +1,4 @@
-"""Side by side with the original server: the same requests, the same answers, the same batches."""
+"""Comparison with the original server: the same requests have the same responses and batches."""
 
 import asyncio
 import json
@@ -49,26 +49,26 @@ def wait_until_listening(port: int) -> None:
             time.sleep(0.1)
 
 
-class FormsMoreError(Exception):
-    """Sizes that make no packs: the original waits, ours fills a batch exactly. From here on they differ, as they should."""
+class FillsBatchError(Exception):
+    """For these group sizes the original waits, and ours fills a batch exactly. From here on they differ by design."""
 
 
 def names_in(answer: Any) -> Any:
     return [name_of(group) for group in answer["batch"]]
 
 
-def places_in(answer: Any) -> Any:
+def locations_in(answer: Any) -> Any:
     return [(detail["type"], detail["loc"]) for detail in answer["detail"]]
 
 
 class Both:
-    """Asks both and holds them against each other."""
+    """Sends each request to both servers and compares the responses."""
 
     def __init__(self, ours: Client, original: str) -> None:
         self.ours = ours
         self.original = original
 
-    async def ask(self, method: str, path: str, body: Any = None, *, raw: bytes | None = None) -> tuple[int, Any]:
+    async def send(self, method: str, path: str, body: Any = None, *, raw: bytes | None = None) -> tuple[int, Any]:
         data = raw if raw is not None else (None if body is None else json.dumps(body).encode())
         answers = []
         for url in (self.ours.url, self.original):
@@ -79,7 +79,7 @@ class Both:
         mine: Any
         theirs: Any
         (status, mine), (wanted, theirs) = answers
-        if wanted >= 500:  # where the original fails, ours says what is wrong
+        if wanted >= 500:  # where the original fails, ours reports the error
             assert 400 <= status < 500
             return status, None
         assert status == wanted, (path, body, mine, theirs)
@@ -87,57 +87,57 @@ class Both:
             return status, None
         if path == "/batch" and mine.get("batch"):
             if theirs["batch"] is None:
-                raise FormsMoreError
+                raise FillsBatchError
             mine, theirs = names_in(mine), names_in(theirs)
         if status == 422:
-            mine, theirs = places_in(mine), places_in(theirs)
+            mine, theirs = locations_in(mine), locations_in(theirs)
         assert mine == theirs, (path, body)
         return status, mine
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_the_same_requests_get_the_same_answers(tmp_path: Path, original: str, seed: int) -> None:
+async def test_the_same_requests_have_the_same_responses(tmp_path: Path, original: str, seed: int) -> None:
     rng = random.Random(seed)
     has_minimums = seed % 2 == 1
     async with dialect(tmp_path) as client:
         both = Both(client, original)
         for path in ("/", "/info", "/wandb_info", "/status", "/batch", "/latest_example"):
-            await both.ask("GET", path)
-        await both.ask("POST", "/register", registration(16, starting_step=3))
-        await both.ask("GET", "/batch")
+            await both.send("GET", path)
+        await both.send("POST", "/register", registration(16, starting_step=3))
+        await both.send("GET", "/batch")
         sizes = [rng.choice((2, 4, 8)) for _ in range(3)]
         for number, size in enumerate(sizes):
             minimum = rng.choice((0.25, 0.5)) if has_minimums and number < 2 else None
-            asked = {"max_token_length": 64, "desired_name": f"e{number % 2}", "weight": rng.randint(1, 3)}
-            await both.ask("POST", "/register-env", {**asked, "group_size": size, "min_batch_allocation": minimum})
+            request = {"max_token_length": 64, "desired_name": f"e{number % 2}", "weight": rng.randint(1, 3)}
+            await both.send("POST", "/register-env", {**request, "group_size": size, "min_batch_allocation": minimum})
         num_batches = await play(both, rng, sizes, has_minimums=has_minimums)
         assert has_minimums or num_batches >= 3
-        await both.ask("GET", "/reset_data")
-        await both.ask("GET", "/wandb_info")
+        await both.send("GET", "/reset_data")
+        await both.send("GET", "/wandb_info")
 
 
 async def play(both: Both, rng: random.Random, sizes: list[int], *, has_minimums: bool) -> int:
-    """Post and ask at random; returns the number of batches that came out the same."""
+    """Random posts and requests. Returns the number of equal batches."""
     num_batches = 0
     try:
         for name in range(150):
             env = rng.randrange(3)
             size = sizes[env] if rng.random() < 0.8 else rng.choice((1, 2, 4))
-            await both.ask("POST", "/scored_data", scored(name, size, env_id=env))
+            await both.send("POST", "/scored_data", scored(name, size, env_id=env))
             if rng.random() < 0.3:
-                await both.ask("GET", "/status-env", {"env_id": rng.randrange(3)})
-            # Before a second batch could be formed: the original forms all at once and serves the last first.
+                await both.send("GET", "/status-env", {"env_id": rng.randrange(3)})
+            # Request each batch before a second one is formed: the original forms all at once and serves the last one first.
             if not has_minimums:
-                _, batch = await both.ask("GET", "/batch")
+                _, batch = await both.send("GET", "/batch")
                 num_batches += batch != {"batch": None}
-                await both.ask("GET", "/status")
-        await both.ask("GET", "/latest_example")
-    except FormsMoreError:
+                await both.send("GET", "/status")
+        await both.send("GET", "/latest_example")
+    except FillsBatchError:
         pass
     return num_batches
 
 
-async def test_the_same_bodies_are_refused(tmp_path: Path, original: str) -> None:
+async def test_the_same_bodies_are_rejected(tmp_path: Path, original: str) -> None:
     whole = scored(1)
     bodies: list[bytes] = [b"{", b"[]", b"null", b'"x"', b"{}", b""]
     for name, value in (
@@ -150,9 +150,9 @@ async def test_the_same_bodies_are_refused(tmp_path: Path, original: str) -> Non
     async with dialect(tmp_path) as client:
         both = Both(client, original)
         for body in bodies:
-            await both.ask("POST", "/scored_data", raw=body)
+            await both.send("POST", "/scored_data", raw=body)
         for path in ("/register", "/register-env", "/disconnect-env", "/scored_data_list"):
             for body in (b"{}", b"{", b"7"):
-                await both.ask("POST", path, raw=body)
+                await both.send("POST", path, raw=body)
         for method, path in (("POST", "/batch"), ("GET", "/register"), ("GET", "/nothing")):
-            await both.ask(method, path)
+            await both.send(method, path)

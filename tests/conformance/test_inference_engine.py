@@ -13,7 +13,7 @@ from rollbook.inference.pause import OutdatedUpdateError, PauseMode
 from rollbook.inference.request import BadRequestError
 from rollbook.inference.weights.safetensors import read_weights
 from rollbook.telemetry.spans import SpanRecorder, read_spans
-from tests.parts.inference.engines import Workshop, until
+from tests.parts.inference.engines import TinyModel, until
 from tests.parts.inference.models import MAX_LEN, VOCAB, publication
 
 LONG = SamplingParams(max_tokens=200)
@@ -25,12 +25,12 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    return Workshop(root=tmp_path_factory.mktemp("workshop"))
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return TinyModel(root=tmp_path_factory.mktemp("tiny"))
 
 
-async def test_a_completion_has_as_many_tokens_as_asked_for(workshop: Workshop, name: str) -> None:
-    async with workshop.engine(name) as engine:
+async def test_a_completion_has_as_many_tokens_as_asked_for(tiny: TinyModel, name: str) -> None:
+    async with tiny.engine(name) as engine:
         completion = await engine.generate([1, 2, 3], SamplingParams(max_tokens=5))
         assert completion.finish_reason is FinishReason.LENGTH
         assert len(completion.token_ids) == 5
@@ -39,16 +39,16 @@ async def test_a_completion_has_as_many_tokens_as_asked_for(workshop: Workshop, 
         assert completion.versions.tolist() == [1] * 5
 
 
-async def test_a_stop_token_ends_a_completion_and_is_part_of_it(workshop: Workshop, name: str) -> None:
-    async with workshop.engine(name) as engine:
+async def test_a_stop_token_ends_a_completion_and_is_part_of_it(tiny: TinyModel, name: str) -> None:
+    async with tiny.engine(name) as engine:
         every_token = tuple(range(VOCAB))
         completion = await engine.generate([1], SamplingParams(max_tokens=9, stop_token_ids=every_token))
         assert completion.finish_reason is FinishReason.STOP
         assert len(completion.token_ids) == 1
 
 
-async def test_a_completion_ends_where_the_models_length_ends(workshop: Workshop, name: str) -> None:
-    async with workshop.engine(name, max_model_len=10) as engine:
+async def test_a_completion_ends_where_the_models_length_ends(tiny: TinyModel, name: str) -> None:
+    async with tiny.engine(name, max_model_len=10) as engine:
         completion = await engine.generate([1] * 7, SamplingParams(max_tokens=50))
         assert completion.finish_reason is FinishReason.LENGTH
         assert len(completion.token_ids) == 3
@@ -59,24 +59,24 @@ async def test_a_completion_ends_where_the_models_length_ends(workshop: Workshop
     [([], "empty"), ([1] * MAX_LEN, "max_model_len"), ([1, VOCAB], "position 1"), ([-1], "vocabulary")],
 )
 async def test_a_prompt_that_can_never_be_answered_is_refused_at_once(
-    workshop: Workshop, name: str, prompt: list[int], told: str
+    tiny: TinyModel, name: str, prompt: list[int], told: str
 ) -> None:
-    async with workshop.engine(name) as engine:
+    async with tiny.engine(name) as engine:
         with pytest.raises(BadRequestError, match=told):
             await engine.generate(prompt, SamplingParams())
         assert len((await engine.generate([1], SamplingParams(max_tokens=1))).token_ids) == 1
 
 
-async def test_nothing_is_sampled_before_weights_were_published(workshop: Workshop, name: str) -> None:
-    async with workshop.engine(name, published=None) as engine:
+async def test_nothing_is_sampled_before_weights_were_published(tiny: TinyModel, name: str) -> None:
+    async with tiny.engine(name, published=None) as engine:
         assert engine.publication is None
         with pytest.raises(UnpublishedError):
             engine.submit([1], SamplingParams())
 
 
-async def test_the_same_seed_gives_the_same_tokens_whatever_runs_beside_it(workshop: Workshop, name: str) -> None:
+async def test_the_same_seed_gives_the_same_tokens_whatever_runs_beside_it(tiny: TinyModel, name: str) -> None:
     seeded = SamplingParams(max_tokens=20, seed=7)
-    async with workshop.engine(name) as engine:
+    async with tiny.engine(name) as engine:
         alone = await engine.generate([3, 4], seeded)
         noise = [engine.submit([number % VOCAB] * (number + 1), SamplingParams(max_tokens=9)) for number in range(12)]
         crowded = await engine.generate([3, 4], seeded)
@@ -86,8 +86,8 @@ async def test_the_same_seed_gives_the_same_tokens_whatever_runs_beside_it(works
     assert other.token_ids.tolist() != alone.token_ids.tolist()
 
 
-async def test_new_requests_join_between_decode_steps_and_leave_at_once(workshop: Workshop, name: str) -> None:
-    async with workshop.engine(name) as engine:
+async def test_new_requests_join_between_decode_steps_and_leave_at_once(tiny: TinyModel, name: str) -> None:
+    async with tiny.engine(name) as engine:
         long = engine.submit([1, 2], LONG)
         await until(lambda: engine.stats().tokens >= 1)
         short = await asyncio.gather(*(engine.generate([n], SamplingParams(max_tokens=3)) for n in range(10)))
@@ -100,9 +100,9 @@ async def test_new_requests_join_between_decode_steps_and_leave_at_once(workshop
 
 
 async def test_no_more_requests_run_than_there_are_slots_and_the_rest_follow_in_order(
-    workshop: Workshop, name: str
+    tiny: TinyModel, name: str
 ) -> None:
-    async with workshop.engine(name, max_running=2) as engine:
+    async with tiny.engine(name, max_running=2) as engine:
         await engine.pause(PauseMode.KEEP)
         order: list[int] = []
         answers = [engine.submit([number], SamplingParams(max_tokens=4)) for number in range(7)]
@@ -119,8 +119,8 @@ async def test_no_more_requests_run_than_there_are_slots_and_the_rest_follow_in_
         assert engine.stats().steps >= 4 * 3
 
 
-async def test_cancelling_frees_the_slot(workshop: Workshop, name: str) -> None:
-    async with workshop.engine(name, max_running=1) as engine:
+async def test_cancelling_frees_the_slot(tiny: TinyModel, name: str) -> None:
+    async with tiny.engine(name, max_running=1) as engine:
         long = asyncio.create_task(engine.generate([1], LONG))
         await until(lambda: engine.stats().tokens >= 2)
         long.cancel()
@@ -130,8 +130,8 @@ async def test_cancelling_frees_the_slot(workshop: Workshop, name: str) -> None:
         assert engine.stats().tokens < 200
 
 
-async def test_cancelling_a_request_that_waits_takes_it_out_of_the_queue(workshop: Workshop, name: str) -> None:
-    async with workshop.engine(name) as engine:
+async def test_cancelling_a_request_that_waits_takes_it_out_of_the_queue(tiny: TinyModel, name: str) -> None:
+    async with tiny.engine(name) as engine:
         await engine.pause(PauseMode.KEEP)
         waiting = engine.submit([1], LONG)
         waiting.cancel()
@@ -141,12 +141,12 @@ async def test_cancelling_a_request_that_waits_takes_it_out_of_the_queue(worksho
         assert engine.stats().queued == 0
 
 
-async def test_weights_that_arrive_in_flight_stamp_the_tokens_after_them(workshop: Workshop, name: str) -> None:
-    async with workshop.engine(name) as engine:
+async def test_weights_that_arrive_in_flight_stamp_the_tokens_after_them(tiny: TinyModel, name: str) -> None:
+    async with tiny.engine(name) as engine:
         for number in range(2, 12):
             running = engine.submit([1, 2, 3], LONG)
             await until(lambda: engine.stats().running == 1)
-            await engine.load_weights(*workshop.weights(number))
+            await engine.load_weights(*tiny.weights(number))
             versions = (await running).versions
             assert (np.diff(versions) >= 0).all()
             if set(versions.tolist()) == {number - 1, number}:
@@ -154,15 +154,15 @@ async def test_weights_that_arrive_in_flight_stamp_the_tokens_after_them(worksho
     raise AssertionError("no update ever arrived while a request was running")
 
 
-async def test_pause_keep_holds_running_requests_and_resume_lets_them_finish(workshop: Workshop, name: str) -> None:
-    async with workshop.engine(name) as engine:
+async def test_pause_keep_holds_running_requests_and_resume_lets_them_finish(tiny: TinyModel, name: str) -> None:
+    async with tiny.engine(name) as engine:
         running = engine.submit([1, 2], LONG)
         await until(lambda: engine.stats().tokens >= 2)
         await engine.pause(PauseMode.KEEP)
         assert engine.is_paused
         held = engine.stats().tokens
         newcomer = engine.submit([5], SamplingParams(max_tokens=1))
-        await engine.load_weights(*workshop.weights(2))
+        await engine.load_weights(*tiny.weights(2))
         await asyncio.sleep(0.02)
         assert engine.stats().tokens == held < 200
         assert not running.done()
@@ -173,8 +173,8 @@ async def test_pause_keep_holds_running_requests_and_resume_lets_them_finish(wor
         assert (await newcomer).versions.tolist() == [2]
 
 
-async def test_pause_wait_lets_running_requests_finish_and_begins_none(workshop: Workshop, name: str) -> None:
-    async with workshop.engine(name) as engine:
+async def test_pause_wait_lets_running_requests_finish_and_begins_none(tiny: TinyModel, name: str) -> None:
+    async with tiny.engine(name) as engine:
         running = engine.submit([1, 2], SamplingParams(max_tokens=60))
         await until(lambda: engine.stats().tokens >= 2)
         pausing = asyncio.create_task(engine.pause(PauseMode.WAIT))
@@ -188,8 +188,8 @@ async def test_pause_wait_lets_running_requests_finish_and_begins_none(workshop:
         assert len((await newcomer).token_ids) == 1
 
 
-async def test_pause_abort_ends_running_requests_with_what_they_have(workshop: Workshop, name: str) -> None:
-    async with workshop.engine(name) as engine:
+async def test_pause_abort_ends_running_requests_with_what_they_have(tiny: TinyModel, name: str) -> None:
+    async with tiny.engine(name) as engine:
         running = engine.submit([1, 2], LONG)
         await until(lambda: engine.stats().tokens >= 2)
         await engine.pause(PauseMode.ABORT)
@@ -200,8 +200,8 @@ async def test_pause_abort_ends_running_requests_with_what_they_have(workshop: W
         assert len((await engine.generate([1], SamplingParams(max_tokens=1))).token_ids) == 1
 
 
-async def test_pausing_twice_and_resuming_without_a_pause_are_harmless(workshop: Workshop, name: str) -> None:
-    async with workshop.engine(name) as engine:
+async def test_pausing_twice_and_resuming_without_a_pause_are_harmless(tiny: TinyModel, name: str) -> None:
+    async with tiny.engine(name) as engine:
         await engine.resume()
         await engine.pause(PauseMode.WAIT)
         await engine.pause(PauseMode.KEEP)
@@ -209,8 +209,8 @@ async def test_pausing_twice_and_resuming_without_a_pause_are_harmless(workshop:
         assert len((await engine.generate([1], SamplingParams(max_tokens=2))).token_ids) == 2
 
 
-async def test_a_resume_ends_a_pause_that_still_waits(workshop: Workshop, name: str) -> None:
-    async with workshop.engine(name) as engine:
+async def test_a_resume_ends_a_pause_that_still_waits(tiny: TinyModel, name: str) -> None:
+    async with tiny.engine(name) as engine:
         running = engine.submit([1, 2], LONG)
         await until(lambda: engine.stats().tokens >= 2)
         pausing = asyncio.create_task(engine.pause(PauseMode.WAIT))
@@ -221,9 +221,9 @@ async def test_a_resume_ends_a_pause_that_still_waits(workshop: Workshop, name: 
         assert len((await running).token_ids) == 200
 
 
-async def test_weights_whose_digest_differs_are_refused_and_nothing_changes(workshop: Workshop, name: str) -> None:
-    async with workshop.engine(name) as engine:
-        _, path = workshop.weights(2)
+async def test_weights_whose_digest_differs_are_refused_and_nothing_changes(tiny: TinyModel, name: str) -> None:
+    async with tiny.engine(name) as engine:
+        _, path = tiny.weights(2)
         with pytest.raises(WeightsError, match="digest"):
             await engine.load_weights(publication(2, "0" * 32), path)
         with pytest.raises(RunError, match="cannot be read"):
@@ -233,21 +233,21 @@ async def test_weights_whose_digest_differs_are_refused_and_nothing_changes(work
         assert (await engine.generate([1], SamplingParams(max_tokens=1))).versions.tolist() == [1]
 
 
-async def test_outdated_updates_are_refused_and_the_same_one_again_is_harmless(workshop: Workshop, name: str) -> None:
-    async with workshop.engine(name, published=None) as engine:
-        await engine.load_weights(*workshop.weights(5, epoch=3))
-        await engine.load_weights(*workshop.weights(5, epoch=3))
+async def test_outdated_updates_are_refused_and_the_same_one_again_is_harmless(tiny: TinyModel, name: str) -> None:
+    async with tiny.engine(name, published=None) as engine:
+        await engine.load_weights(*tiny.weights(5, epoch=3))
+        await engine.load_weights(*tiny.weights(5, epoch=3))
         with pytest.raises(OutdatedUpdateError, match="epoch 3"):
-            await engine.load_weights(*workshop.weights(6, epoch=2))
+            await engine.load_weights(*tiny.weights(6, epoch=2))
         with pytest.raises(OutdatedUpdateError, match="newer publication 5"):
-            await engine.load_weights(*workshop.weights(4, epoch=3))
-        await engine.load_weights(*workshop.weights(6, epoch=4))
+            await engine.load_weights(*tiny.weights(4, epoch=3))
+        await engine.load_weights(*tiny.weights(6, epoch=4))
         assert engine.publication is not None
         assert engine.publication.id == 6
 
 
-async def test_a_full_queue_is_told_and_empties_again(workshop: Workshop, name: str) -> None:
-    async with workshop.engine(name, max_queued=3) as engine:
+async def test_a_full_queue_is_told_and_empties_again(tiny: TinyModel, name: str) -> None:
+    async with tiny.engine(name, max_queued=3) as engine:
         await engine.pause(PauseMode.KEEP)
         waiting = [engine.submit([1], SamplingParams(max_tokens=1)) for _ in range(3)]
         with pytest.raises(QueueFullError) as caught:
@@ -259,8 +259,8 @@ async def test_a_full_queue_is_told_and_empties_again(workshop: Workshop, name: 
         await engine.generate([1], SamplingParams(max_tokens=1))
 
 
-async def test_requests_that_are_in_a_closing_engine_fail(workshop: Workshop, name: str) -> None:
-    async with workshop.engine(name) as engine:
+async def test_requests_that_are_in_a_closing_engine_fail(tiny: TinyModel, name: str) -> None:
+    async with tiny.engine(name) as engine:
         running = engine.submit([1], LONG)
         await until(lambda: engine.stats().tokens >= 1)
         waiting = engine.submit([1], LONG)
@@ -270,11 +270,11 @@ async def test_requests_that_are_in_a_closing_engine_fail(workshop: Workshop, na
         await waiting
 
 
-async def test_busy_periods_and_updates_are_told_as_spans(workshop: Workshop, name: str, tmp_path: Path) -> None:
+async def test_busy_periods_and_updates_are_told_as_spans(tiny: TinyModel, name: str, tmp_path: Path) -> None:
     spans = SpanRecorder("policy", tmp_path / "spans.jsonl")
-    async with workshop.engine(name, spans=spans) as engine:
+    async with tiny.engine(name, spans=spans) as engine:
         await asyncio.gather(*(engine.generate([n], SamplingParams(max_tokens=3)) for n in range(4)))
-        await engine.load_weights(*workshop.weights(2))
+        await engine.load_weights(*tiny.weights(2))
         await engine.generate([9], SamplingParams(max_tokens=5))
     told = read_spans(tmp_path / "spans.jsonl")
     spans.close()
@@ -285,10 +285,10 @@ async def test_busy_periods_and_updates_are_told_as_spans(workshop: Workshop, na
     assert [s.fields["publication"] for s in told if s.name == "policy.update_weights"] == [1, 2]
 
 
-async def test_whoever_streams_hears_every_token_once_and_before_the_answer(workshop: Workshop, name: str) -> None:
+async def test_whoever_streams_hears_every_token_once_and_before_the_answer(tiny: TinyModel, name: str) -> None:
     chunks: list[TokenChunk] = []
     heard_at_answer: list[int] = []
-    async with workshop.engine(name) as engine:
+    async with tiny.engine(name) as engine:
         answer = engine.submit([1, 2], SamplingParams(max_tokens=30), on_tokens=chunks.append)
         answer.add_done_callback(lambda _: heard_at_answer.append(sum(len(chunk.token_ids) for chunk in chunks)))
         silent = engine.submit([2], SamplingParams(max_tokens=30))
@@ -302,11 +302,9 @@ async def test_whoever_streams_hears_every_token_once_and_before_the_answer(work
     assert np.concatenate([chunk.versions for chunk in chunks]).tolist() == completion.versions.tolist()
 
 
-async def test_tensors_in_memory_are_loaded_as_a_file_is_and_tell_the_same_digest(
-    workshop: Workshop, name: str
-) -> None:
-    async with workshop.engine(name) as engine:
-        published, path = workshop.weights(2)
+async def test_tensors_in_memory_are_loaded_as_a_file_is_and_tell_the_same_digest(tiny: TinyModel, name: str) -> None:
+    async with tiny.engine(name) as engine:
+        published, path = tiny.weights(2)
         await engine.load_tensors(published, read_weights(path))
         assert engine.publication == published
         assert await engine.weights_digest() == published.digest
@@ -314,18 +312,18 @@ async def test_tensors_in_memory_are_loaded_as_a_file_is_and_tell_the_same_diges
         assert completion.versions.tolist() == [2] * 3
 
 
-async def test_tensors_in_memory_that_are_not_the_published_ones_are_refused(workshop: Workshop, name: str) -> None:
-    async with workshop.engine(name) as engine:
-        published, _ = workshop.weights(3)
-        _, other_path = workshop.weights(2)
+async def test_tensors_in_memory_that_are_not_the_published_ones_are_refused(tiny: TinyModel, name: str) -> None:
+    async with tiny.engine(name) as engine:
+        published, _ = tiny.weights(3)
+        _, other_path = tiny.weights(2)
         with pytest.raises(WeightsError, match="announced with"):
             await engine.load_tensors(published, read_weights(other_path))
         assert engine.publication is not None
         assert engine.publication.id == 1
 
 
-async def test_aborting_all_ends_who_runs_and_who_waits_with_what_they_have(workshop: Workshop, name: str) -> None:
-    async with workshop.engine(name, max_running=1) as engine:
+async def test_aborting_all_ends_who_runs_and_who_waits_with_what_they_have(tiny: TinyModel, name: str) -> None:
+    async with tiny.engine(name, max_running=1) as engine:
         running, waiting = engine.submit([1], LONG), engine.submit([2], LONG)
         await until(lambda: engine.stats().tokens >= 3)
         assert await engine.abort_all() == 2
@@ -338,7 +336,7 @@ async def test_aborting_all_ends_who_runs_and_who_waits_with_what_they_have(work
         assert len((await engine.generate([1], SamplingParams(max_tokens=2))).token_ids) == 2
 
 
-async def test_the_engine_says_what_becomes_of_its_cache_at_an_update(workshop: Workshop, name: str) -> None:
+async def test_the_engine_says_what_becomes_of_its_cache_at_an_update(tiny: TinyModel, name: str) -> None:
     for setting in ("keep", "recompute"):
-        async with workshop.engine(name, kv_after_update=setting) as engine:
+        async with tiny.engine(name, kv_after_update=setting) as engine:
             assert engine.stats().kv_after_update == setting

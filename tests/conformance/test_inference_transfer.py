@@ -24,15 +24,15 @@ from rollbook.inference.weights.client import WeightTransferClient
 from rollbook.inference.weights.server_api import RollbookServerApi
 from rollbook.inference.weights.transport import TransportOptions, WeightTransport, open_transport
 from rollbook.trainer.model.weights import digest_of, named_weights
-from tests.parts.inference.engines import Workshop, engine_config, until
+from tests.parts.inference.engines import TinyModel, engine_config, until
 from tests.parts.inference.models import publication
 
 LONG = SamplingParams(max_tokens=200)
 
 
 @pytest.fixture(scope="module")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    return Workshop(root=tmp_path_factory.mktemp("transfer"))
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return TinyModel(root=tmp_path_factory.mktemp("transfer"))
 
 
 @pytest.fixture(params=["directory", "shared_memory", "gloo"])
@@ -48,13 +48,13 @@ class Setup:
     transport: WeightTransport
     engines: list[Engine]
     urls: list[str]
-    workshop: Workshop
+    tiny: TinyModel
     unreachable: set[int]
     requests: list[tuple[int, str]]
     """Replica and path of every request."""
 
     def published(self, number: int, *, epoch: int = 1) -> tuple[Publication, dict[str, Any]]:
-        weights = named_weights(self.workshop.model(number))
+        weights = named_weights(self.tiny.model(number))
         return publication(number, digest_of(weights), epoch=epoch), weights
 
     async def push(self, number: int, *, epoch: int = 1) -> Publication:
@@ -65,7 +65,7 @@ class Setup:
 
 @asynccontextmanager
 async def two_replicas(
-    workshop: Workshop, name: str, tmp_path: Path, *, engine: str = "transformers", **settings: Any
+    tiny: TinyModel, name: str, tmp_path: Path, *, engine: str = "transformers", **settings: Any
 ) -> AsyncIterator[Setup]:
     unreachable, requests = set[int](), list[tuple[int, str]]()
     async with AsyncExitStack() as stack:
@@ -79,7 +79,7 @@ async def two_replicas(
                     return web.Response(status=502)
                 return await handler(request)
 
-            opened = await stack.enter_async_context(workshop.engine(engine, published=None))
+            opened = await stack.enter_async_context(tiny.engine(engine, published=None))
             app = build_app(opened, engine_config(engine))
             app.middlewares.append(record)
             engines.append(opened)
@@ -93,14 +93,14 @@ async def two_replicas(
             transport=transport,
             engines=engines,
             urls=urls,
-            workshop=workshop,
+            tiny=tiny,
             unreachable=unreachable,
             requests=requests,
         )
 
 
-async def test_every_replica_uses_exactly_the_published_bytes(workshop: Workshop, name: str, tmp_path: Path) -> None:
-    async with two_replicas(workshop, name, tmp_path) as setup:
+async def test_every_replica_uses_exactly_the_published_bytes(tiny: TinyModel, name: str, tmp_path: Path) -> None:
+    async with two_replicas(tiny, name, tmp_path) as setup:
         for number in (1, 2):
             published = await setup.push(number)
             assert [engine.publication for engine in setup.engines] == [published, published]
@@ -109,9 +109,9 @@ async def test_every_replica_uses_exactly_the_published_bytes(workshop: Workshop
 
 
 async def test_pushing_again_changes_nothing_and_an_old_epoch_is_refused(
-    workshop: Workshop, name: str, tmp_path: Path
+    tiny: TinyModel, name: str, tmp_path: Path
 ) -> None:
-    async with two_replicas(workshop, name, tmp_path) as setup:
+    async with two_replicas(tiny, name, tmp_path) as setup:
         newest = await setup.push(3, epoch=2)
         assert await setup.push(3, epoch=2) == newest
         with pytest.raises(FencedError):
@@ -121,9 +121,9 @@ async def test_pushing_again_changes_nothing_and_an_old_epoch_is_refused(
 
 
 async def test_weights_are_updated_during_running_requests_and_each_token_is_stamped(
-    workshop: Workshop, name: str, tmp_path: Path
+    tiny: TinyModel, name: str, tmp_path: Path
 ) -> None:
-    async with two_replicas(workshop, name, tmp_path) as setup:
+    async with two_replicas(tiny, name, tmp_path) as setup:
         await setup.push(1)
         numbers = itertools.count(2)
         has_update_inside = False
@@ -140,9 +140,9 @@ async def test_weights_are_updated_during_running_requests_and_each_token_is_sta
 
 
 async def test_the_paused_sequence_pauses_every_replica_until_all_have_the_weights(
-    workshop: Workshop, name: str, tmp_path: Path
+    tiny: TinyModel, name: str, tmp_path: Path
 ) -> None:
-    async with two_replicas(workshop, name, tmp_path, engine="scripted", sequence=UpdateSequence.PAUSED) as setup:
+    async with two_replicas(tiny, name, tmp_path, engine="scripted", sequence=UpdateSequence.PAUSED) as setup:
         await setup.push(1)
         setup.requests.clear()
         await setup.push(2)
@@ -155,9 +155,9 @@ async def test_the_paused_sequence_pauses_every_replica_until_all_have_the_weigh
 
 
 async def test_a_replica_that_cannot_be_reached_is_quarantined_and_updated_later(
-    workshop: Workshop, name: str, tmp_path: Path
+    tiny: TinyModel, name: str, tmp_path: Path
 ) -> None:
-    async with two_replicas(workshop, name, tmp_path, engine="scripted", confirm_s=3.0) as setup:
+    async with two_replicas(tiny, name, tmp_path, engine="scripted", confirm_s=3.0) as setup:
         await setup.push(1)
         setup.unreachable.add(1)
         second = await setup.push(2)
@@ -174,9 +174,9 @@ async def test_a_replica_that_cannot_be_reached_is_quarantined_and_updated_later
 
 
 async def test_if_no_replica_can_be_reached_the_push_fails_and_none_is_quarantined(
-    workshop: Workshop, name: str, tmp_path: Path
+    tiny: TinyModel, name: str, tmp_path: Path
 ) -> None:
-    async with two_replicas(workshop, name, tmp_path, engine="scripted") as setup:
+    async with two_replicas(tiny, name, tmp_path, engine="scripted") as setup:
         await setup.push(1)
         transport = open_transport(name, TransportOptions(directory=str(tmp_path / "elsewhere"), timeout_s=5))
         closed_port = "http://127.0.0.1:9"
@@ -188,9 +188,9 @@ async def test_if_no_replica_can_be_reached_the_push_fails_and_none_is_quarantin
 
 
 async def test_while_no_replica_accepts_weights_none_is_quarantined_and_the_push_is_retried_within_its_budget(
-    workshop: Workshop, tmp_path: Path
+    tiny: TinyModel, tmp_path: Path
 ) -> None:
-    async with two_replicas(workshop, "directory", tmp_path, engine="scripted", confirm_s=2.5) as setup:
+    async with two_replicas(tiny, "directory", tmp_path, engine="scripted", confirm_s=2.5) as setup:
         await setup.push(1)
         setup.unreachable.update({0, 1})
         setup.requests.clear()
@@ -209,7 +209,7 @@ async def test_while_no_replica_accepts_weights_none_is_quarantined_and_the_push
 
 
 async def test_replicas_that_do_not_know_epochs_get_no_weights_from_a_replaced_trainer(
-    workshop: Workshop, tmp_path: Path
+    tiny: TinyModel, tmp_path: Path
 ) -> None:
     class WithoutEpochs(RollbookServerApi):
         refuses_old_epochs = False
@@ -220,7 +220,7 @@ async def test_replicas_that_do_not_know_epochs_get_no_weights_from_a_replaced_t
         fence_checks.append("ledger")
         raise FencedError("a newer trainer has the role")
 
-    async with two_replicas(workshop, "directory", tmp_path, engine="scripted", server_api=WithoutEpochs()) as setup:
+    async with two_replicas(tiny, "directory", tmp_path, engine="scripted", server_api=WithoutEpochs()) as setup:
         first = await setup.push(1)
         offered, weights = setup.published(2)
         with pytest.raises(FencedError, match="newer trainer"):
@@ -229,8 +229,8 @@ async def test_replicas_that_do_not_know_epochs_get_no_weights_from_a_replaced_t
         assert [engine.publication for engine in setup.engines] == [first, first]
 
 
-async def test_weights_that_are_no_longer_needed_are_freed(workshop: Workshop, name: str, tmp_path: Path) -> None:
-    async with two_replicas(workshop, name, tmp_path, engine="scripted") as setup:
+async def test_weights_that_are_no_longer_needed_are_freed(tiny: TinyModel, name: str, tmp_path: Path) -> None:
+    async with two_replicas(tiny, name, tmp_path, engine="scripted") as setup:
         first, first_weights = setup.published(1)
         old = await setup.client.put(first, first_weights)
         offered, weights = setup.published(2)
@@ -247,10 +247,8 @@ async def test_weights_that_are_no_longer_needed_are_freed(workshop: Workshop, n
         assert Path(new).parent.parent.exists() is (name == "directory")
 
 
-async def test_weights_that_were_damaged_on_their_path_are_refused(
-    workshop: Workshop, name: str, tmp_path: Path
-) -> None:
-    async with two_replicas(workshop, name, tmp_path) as setup:
+async def test_weights_that_were_damaged_on_their_path_are_refused(tiny: TinyModel, name: str, tmp_path: Path) -> None:
+    async with two_replicas(tiny, name, tmp_path) as setup:
         first = await setup.push(1)
         offered, weights = setup.published(2)
         location = await setup.client.put(offered, weights)
@@ -268,9 +266,9 @@ async def test_weights_that_were_damaged_on_their_path_are_refused(
 
 
 async def test_weights_that_changed_in_a_replicas_memory_are_noticed_by_their_digest(
-    workshop: Workshop, tmp_path: Path
+    tiny: TinyModel, tmp_path: Path
 ) -> None:
-    async with two_replicas(workshop, "directory", tmp_path) as setup:
+    async with two_replicas(tiny, "directory", tmp_path) as setup:
         published = await setup.push(1)
         server_api = RollbookServerApi()
         async with open_connection(setup.urls[0], max_connections=1) as replica:

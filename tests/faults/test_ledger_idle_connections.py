@@ -57,7 +57,7 @@ async def idle(url: str, count: int, pid: int) -> None:
         assert created.status == 200
         for at in range(20):
             assert (await caller.call("POST", "/submit", submission(f"t{at}"))).status == 200
-        assert (await caller.call("GET", "/audit")).told["ok"]
+        assert (await caller.call("GET", "/audit")).json["ok"]
         grown = psutil.Process(pid).memory_info().rss - before
         assert grown < MOST_BYTES_EACH * count
         for writer in writers:

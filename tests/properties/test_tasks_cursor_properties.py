@@ -1,4 +1,4 @@
-"""Whatever happens in between (partial takes, settlements, restarts), every draw is opened exactly once."""
+"""With partial takes, settlements and restarts in any order, every draw is opened exactly once."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +20,7 @@ MOVES = st.lists(
 
 
 def progress_of(opened: set[int], settled: set[int]) -> DrawProgress:
-    """What a ledger would say that holds these positions."""
+    """The progress that a ledger with these positions reports."""
     opened_below = next(p for p in range(len(opened) + 1) if p not in opened)
     settled_below = next(p for p in range(len(settled) + 1) if p not in settled)
     return DrawProgress(
@@ -46,7 +46,7 @@ def test_any_interleaving_opens_every_draw_exactly_once(
     cursor, opened, settled = fresh(), set[int](), set[int]()
 
     def open_some(count: int, most: int) -> None:
-        """As the ledger does: known draws are skipped over, then a prefix of the new ones is opened."""
+        """As the ledger does: skip known draws, then open a prefix of the new ones."""
         taken = 0
         for draw in cursor.propose(count):
             assert draw == reference[draw.position]
@@ -56,7 +56,7 @@ def test_any_interleaving_opens_every_draw_exactly_once(
                 most -= 1
                 opened.add(draw.position)
             else:
-                assert draw.position in foreign, "a draw of our own was proposed twice"
+                assert draw.position in foreign, "one of our draws was proposed twice"
             taken += 1
         cursor.taken(taken)
 
@@ -69,7 +69,7 @@ def test_any_interleaving_opens_every_draw_exactly_once(
             settled.add(position)
             cursor.observe(GroupId("x"), position, None)
         elif move == "foreign" and len(opened) + first < end:
-            # Another dispatcher opened a draw somewhat ahead.
+            # Another dispatcher opened a later draw.
             position = min(set(range(end)) - opened) + first
             if position < end and position not in opened:
                 opened.add(position)
@@ -77,7 +77,7 @@ def test_any_interleaving_opens_every_draw_exactly_once(
         elif move == "restart":
             cursor, foreign = fresh(), set()
             cursor.rebuild(progress_of(opened, settled))
-        assert cursor.position <= min(set(range(end + 1)) - settled), "it moved over something unsettled"
+        assert cursor.position <= min(set(range(end + 1)) - settled), "it moved past an unsettled draw"
     while not cursor.is_exhausted:
         open_some(5, 5)
     assert opened == set(range(end))

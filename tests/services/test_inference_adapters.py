@@ -22,19 +22,19 @@ from rollbook.inference.weights.client import WeightTransferClient
 from rollbook.inference.weights.lora import CONFIG_FILE
 from rollbook.inference.weights.transport import TransportOptions, open_transport
 from tests.parts.inference.adapters import make_adapter, peft_model, published_adapter
-from tests.parts.inference.engines import Workshop, engine_config, until
+from tests.parts.inference.engines import TinyModel, engine_config, until
 from tests.parts.inference.models import plain_logprobs
 from tests.services.test_inference_server import Served, served, update_body
 
 
 @pytest.fixture(scope="module")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    return Workshop(root=tmp_path_factory.mktemp("adapters-served"))
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return TinyModel(root=tmp_path_factory.mktemp("adapters-served"))
 
 
 @pytest.fixture(scope="module")
-def adapters(workshop: Workshop) -> list[Path]:
-    return [make_adapter(workshop.root / f"adapter-{seed}", workshop.model_dir, seed=seed) for seed in (1, 2)]
+def adapters(tiny: TinyModel) -> list[Path]:
+    return [make_adapter(tiny.root / f"adapter-{seed}", tiny.model_dir, seed=seed) for seed in (1, 2)]
 
 
 async def say(server: Served, verb: str, **body: Any) -> tuple[int, str]:
@@ -42,10 +42,8 @@ async def say(server: Served, verb: str, **body: Any) -> tuple[int, str]:
         return response.status, await response.text()
 
 
-async def test_an_adapter_is_loaded_asked_for_and_unloaded_by_its_name(
-    workshop: Workshop, adapters: list[Path]
-) -> None:
-    async with served(workshop, "transformers", published=None) as server:
+async def test_an_adapter_is_loaded_asked_for_and_unloaded_by_its_name(tiny: TinyModel, adapters: list[Path]) -> None:
+    async with served(tiny, "transformers", published=None) as server:
         assert (await say(server, "load", lora_name="one", lora_path=str(adapters[0]))) == (
             200,
             "Success: LoRA adapter 'one' added successfully.",
@@ -57,7 +55,7 @@ async def test_an_adapter_is_loaded_asked_for_and_unloaded_by_its_name(
         status, reply = await server.post("/v1/completions", asked)
         assert (status, reply["model"]) == (200, "one")
         choice = reply["choices"][0]
-        expected = plain_logprobs(peft_model(workshop.model_dir, adapters[0]), [1, 2, *choice["token_ids"]], 2)
+        expected = plain_logprobs(peft_model(tiny.model_dir, adapters[0]), [1, 2, *choice["token_ids"]], 2)
         assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=1e-4)
 
         assert (await say(server, "load", lora_name="two", lora_path=str(adapters[1])))[0] == 200
@@ -72,8 +70,8 @@ async def test_an_adapter_is_loaded_asked_for_and_unloaded_by_its_name(
         assert check["digest"] == check["published"], "the base is back"
 
 
-async def test_what_cannot_be_loaded_is_answered_as_vllm_answers_it(workshop: Workshop, adapters: list[Path]) -> None:
-    async with served(workshop, "transformers", published=None) as server:
+async def test_what_cannot_be_loaded_is_answered_as_vllm_answers_it(tiny: TinyModel, adapters: list[Path]) -> None:
+    async with served(tiny, "transformers", published=None) as server:
         path = str(adapters[0])
         assert (await say(server, "load", lora_name="one", lora_path=path))[0] == 200
         for verb, body, status, kind, words in (
@@ -89,14 +87,12 @@ async def test_what_cannot_be_loaded_is_answered_as_vllm_answers_it(workshop: Wo
         assert (await say(server, "load", lora_name="one", lora_path=path, load_inplace=True))[0] == 200
 
 
-async def test_once_a_trainer_has_published_nobody_else_loads_adapters(
-    workshop: Workshop, adapters: list[Path]
-) -> None:
-    async with served(workshop, "transformers", published=1) as server:
+async def test_once_a_trainer_has_published_nobody_else_loads_adapters(tiny: TinyModel, adapters: list[Path]) -> None:
+    async with served(tiny, "transformers", published=1) as server:
         assert (await say(server, "load", lora_name="one", lora_path=str(adapters[0])))[0] == 409
         offered, path, adapter = published_adapter(adapters[0], 2)
         info = {"name": adapter.name, "settings": dict(adapter.settings)}
-        body = update_body(workshop, 1, publication=2, step=2, digest=offered.digest, path=str(path), adapter=info)
+        body = update_body(tiny, 1, publication=2, step=2, digest=offered.digest, path=str(path), adapter=info)
         assert (await server.post("/update_weights", body))[0] == 200
         assert (await server.get("/weight_info"))[1]["adapter"] == "policy-v2"
         assert (await say(server, "unload", lora_name="policy-v2"))[0] == 409
@@ -122,9 +118,7 @@ class Bench:
 
 
 @asynccontextmanager
-async def bench(
-    workshop: Workshop, tmp_path: Path, transport: str = "directory", **settings: Any
-) -> AsyncIterator[Bench]:
+async def bench(tiny: TinyModel, tmp_path: Path, transport: str = "directory", **settings: Any) -> AsyncIterator[Bench]:
     cut = [False]
     async with AsyncExitStack() as stack:
         engines, urls = [], []
@@ -136,7 +130,7 @@ async def bench(
                     return web.Response(status=502)
                 return await handler(request)
 
-            engine = await stack.enter_async_context(workshop.engine("transformers", published=None))
+            engine = await stack.enter_async_context(tiny.engine("transformers", published=None))
             app = build_app(engine, engine_config("transformers"))
             app.middlewares.append(stand_in)
             engines.append(engine)
@@ -150,9 +144,9 @@ async def bench(
 
 @pytest.mark.parametrize("transport", ["directory", "shared_memory", "gloo"])
 async def test_a_published_adapter_is_live_everywhere_and_its_digest_is_checked(
-    workshop: Workshop, adapters: list[Path], tmp_path: Path, transport: str
+    tiny: TinyModel, adapters: list[Path], tmp_path: Path, transport: str
 ) -> None:
-    async with bench(workshop, tmp_path, transport) as b:
+    async with bench(tiny, tmp_path, transport) as b:
         for number, directory in enumerate(adapters, start=1):
             offered, location = await b.push(directory, number)
             assert b.live == [f"policy-v{number}"] * 2
@@ -162,28 +156,28 @@ async def test_a_published_adapter_is_live_everywhere_and_its_digest_is_checked(
                 # What lies there is a directory that PEFT reads: an adapter, and small.
                 assert (Path(location).parent / CONFIG_FILE).is_file()
                 completion = await b.engines[0].generate([1, 2], SamplingParams(max_tokens=6))
-                theirs = peft_model(workshop.model_dir, Path(location).parent)
+                theirs = peft_model(tiny.model_dir, Path(location).parent)
                 expected = plain_logprobs(theirs, [1, 2, *completion.token_ids.tolist()], 2)
                 assert completion.logprobs == pytest.approx(expected, abs=1e-4)
 
 
 async def test_an_adapter_of_an_old_epoch_is_refused_and_one_for_another_model_stops_the_trainer(
-    workshop: Workshop, adapters: list[Path], tmp_path: Path
+    tiny: TinyModel, adapters: list[Path], tmp_path: Path
 ) -> None:
-    async with bench(workshop, tmp_path) as b:
+    async with bench(tiny, tmp_path) as b:
         newest, _ = await b.push(adapters[0], 3, epoch=2)
         with pytest.raises(FencedError):
             await b.push(adapters[1], 4, epoch=1)
         assert list(await b.client.reported()) == [newest] * 2
-        foreign = make_adapter(tmp_path / "gpt2", Workshop(root=tmp_path, kind="gpt2").model_dir)
+        foreign = make_adapter(tmp_path / "gpt2", TinyModel(root=tmp_path, kind="gpt2").model_dir)
         with pytest.raises(RunError, match="does not have"):
             await b.push(foreign, 5, epoch=2)
 
 
 async def test_a_replica_that_missed_an_adapter_is_quarantined_and_brought_up_to_date(
-    workshop: Workshop, adapters: list[Path], tmp_path: Path
+    tiny: TinyModel, adapters: list[Path], tmp_path: Path
 ) -> None:
-    async with bench(workshop, tmp_path, confirm_s=2.0) as b:
+    async with bench(tiny, tmp_path, confirm_s=2.0) as b:
         await b.push(adapters[0], 1)
         b.cut[0] = True
         second, location = await b.push(adapters[1], 2)
@@ -196,9 +190,9 @@ async def test_a_replica_that_missed_an_adapter_is_quarantined_and_brought_up_to
 
 
 async def test_adapters_arrive_in_flight_and_each_token_says_which_one_sampled_it(
-    workshop: Workshop, adapters: list[Path], tmp_path: Path
+    tiny: TinyModel, adapters: list[Path], tmp_path: Path
 ) -> None:
-    async with bench(workshop, tmp_path) as b:
+    async with bench(tiny, tmp_path) as b:
         await b.push(adapters[0], 1)
         for number in range(2, 14):
             running = b.engines[0].submit([1, 2, 3], SamplingParams(max_tokens=200))
@@ -210,11 +204,11 @@ async def test_adapters_arrive_in_flight_and_each_token_says_which_one_sampled_i
 
 
 async def test_who_asks_by_name_finds_the_newest_adapter_and_stamps_its_tokens_with_it(
-    workshop: Workshop, adapters: list[Path]
+    tiny: TinyModel, adapters: list[Path]
 ) -> None:
     """vLLM's dialect, at our own server: it lists adapters and answers to their names as vLLM does."""
     async with (
-        served(workshop, "transformers", published=None) as server,
+        served(tiny, "transformers", published=None) as server,
         open_policy_client(server.url, request_s=20, protocol=VllmAdapterProtocol(model_name="policy")) as client,
     ):
         waiting = asyncio.create_task(client.complete([1, 2], SamplingParams(max_tokens=3)))

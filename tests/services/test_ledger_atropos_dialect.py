@@ -1,4 +1,4 @@
-"""What Atropos clients see: every endpoint, status and shape, over HTTP."""
+"""The Atropos API over HTTP: every endpoint, status and message."""
 
 import asyncio
 import gzip
@@ -32,7 +32,7 @@ async def client(tmp_path: Path) -> AsyncIterator[Client]:
         yield client
 
 
-async def test_before_a_trainer_registers_everything_answers_as_the_original(client: Client) -> None:
+async def test_the_responses_before_a_trainer_registers(client: Client) -> None:
     assert await client.get("/") == {"message": "AtroposLib API"}
     assert await client.get("/info") == {"batch_size": -1, "max_token_len": -1}
     assert await client.get("/wandb_info") == {"group": None, "project": None}
@@ -43,16 +43,16 @@ async def test_before_a_trainer_registers_everything_answers_as_the_original(cli
         "batch": [],
     }
     assert (await client.get("/latest_example"))["tokens"] == []
-    asked = {"max_token_length": 1, "desired_name": "e", "weight": 1.0, "group_size": 2}
-    assert await client.post("/register-env", asked) == {"status": "wait for trainer to start"}
+    request = {"max_token_length": 1, "desired_name": "e", "weight": 1.0, "group_size": 2}
+    assert await client.post("/register-env", request) == {"status": "wait for trainer to start"}
 
 
-async def test_an_environment_is_welcome_once_the_trainer_has_asked_for_a_batch(client: Client) -> None:
-    asked = {"max_token_length": 1, "desired_name": "e", "weight": 1.0, "group_size": 2}
+async def test_an_environment_may_register_after_the_first_batch_request(client: Client) -> None:
+    request = {"max_token_length": 1, "desired_name": "e", "weight": 1.0, "group_size": 2}
     await client.register(4)
-    assert await client.post("/register-env", asked) == {"status": "wait for trainer to start"}
+    assert await client.post("/register-env", request) == {"status": "wait for trainer to start"}
     assert await client.get("/batch") == {"batch": None}
-    assert await client.post("/register-env", asked) == {
+    assert await client.post("/register-env", request) == {
         "status": "success",
         "env_id": 0,
         "wandb_name": "e_0",
@@ -61,12 +61,12 @@ async def test_an_environment_is_welcome_once_the_trainer_has_asked_for_a_batch(
         "checkpoint_interval": 5,
         "num_steps": 9,
     }
-    assert (await client.post("/register-env", asked))["wandb_name"] == "e_1"
+    assert (await client.post("/register-env", request))["wandb_name"] == "e_1"
     assert await client.get("/info") == {"batch_size": 4, "max_token_len": 99}
     assert await client.get("/wandb_info") == {"group": "group", "project": "project"}
 
 
-async def test_values_survive_to_the_last_digit_and_every_key_is_there(client: Client) -> None:
+async def test_numbers_keep_every_digit_and_every_key_is_present(client: Client) -> None:
     await client.start(2)
     digits = "[[1.0,-0.1234567890123456789,-1e-7],[0.30000000000000004,5e-324,1]]"
     body = (
@@ -94,7 +94,7 @@ async def test_unknown_fields_are_dropped(client: Client) -> None:
 
 
 @pytest.mark.parametrize("accept", ["identity", "gzip, deflate"])
-async def test_requests_and_answers_may_be_packed(client: Client, accept: str) -> None:
+async def test_requests_and_responses_may_be_compressed(client: Client, accept: str) -> None:
     await client.start(4)
     body = gzip.compress(json.dumps(scored(1, 4, images=["x" * 5000])).encode())
     headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
@@ -106,22 +106,20 @@ async def test_requests_and_answers_may_be_packed(client: Client, accept: str) -
 
 @pytest.mark.parametrize("accept", ["identity", "gzip, deflate"])
 @pytest.mark.parametrize("num_groups", [7, 8, 9, 33])
-async def test_a_batch_of_many_groups_is_one_body_in_the_order_of_the_posts(
-    client: Client, accept: str, num_groups: int
-) -> None:
+async def test_a_batch_has_its_groups_in_the_order_of_the_posts(client: Client, accept: str, num_groups: int) -> None:
     await client.start(2 * num_groups)
     for number in range(num_groups):
         await client.post("/scored_data", scored(number, 2, images=["x" * (97 * number)]))
     async with client.session.get(f"{client.url}/batch", headers={"Accept-Encoding": accept}) as answer:
-        raw = await answer.read()  # unpacked by the client, which compares the sum at its end
+        raw = await answer.read()  # decompressed by the client, which checks the checksum
     assert [group["tokens"][0][0] for group in json.loads(raw)["batch"]] == [
         scored(number, 2)["tokens"][0][0] for number in range(num_groups)
     ]
 
 
 @pytest.mark.parametrize("accept", ["identity", "gzip"])
-async def test_a_packed_batch_is_one_gzip_member_that_any_reader_unpacks(client: Client, accept: str) -> None:
-    """Also for a client that knows no chunks, whose body ends with the connection."""
+async def test_a_compressed_batch_is_one_gzip_member(client: Client, accept: str) -> None:
+    """Over HTTP/1.0, without chunks: the body ends with the connection."""
     await client.start(34)
     for number in range(17):
         await client.post("/scored_data", scored(number, 2))
@@ -132,21 +130,21 @@ async def test_a_packed_batch_is_one_gzip_member_that_any_reader_unpacks(client:
     writer.close()
     assert b"chunked" not in head
     if accept == "gzip":
-        unpacker = zlib.decompressobj(31)
-        body = unpacker.decompress(body)
-        assert unpacker.eof
-        assert unpacker.unused_data == b""
+        decompressor = zlib.decompressobj(31)
+        body = decompressor.decompress(body)
+        assert decompressor.eof
+        assert decompressor.unused_data == b""
     assert len(json.loads(body)["batch"]) == 17
 
 
-async def test_bodies_that_are_not_what_they_say_are_told_so(client: Client) -> None:
-    packed = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
-    assert await client.status_of("POST", "/scored_data", data=b"plain", headers=packed) == (
+async def test_invalid_bodies_and_paths_have_the_status_of_the_original(client: Client) -> None:
+    gzipped = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    assert await client.status_of("POST", "/scored_data", data=b"plain", headers=gzipped) == (
         400,
         "Invalid gzip payload",
     )
     whole = gzip.compress(json.dumps(scored(1)).encode())
-    status, _ = await client.status_of("POST", "/scored_data", data=whole[:-20], headers=packed)
+    status, _ = await client.status_of("POST", "/scored_data", data=whole[:-20], headers=gzipped)
     assert status in (400, 422)
     status, answer = await client.status_of(
         "POST", "/scored_data", data=b"{", headers={"Content-Type": "application/json"}
@@ -160,7 +158,7 @@ async def test_bodies_that_are_not_what_they_say_are_told_so(client: Client) -> 
     assert await client.status_of("GET", "/nothing") == (404, {"detail": "Not Found"})
 
 
-async def test_types_are_lax(client: Client) -> None:
+async def test_field_types_are_lax(client: Client) -> None:
     assert (await client.status_of("POST", "/register", json={**registration(4), "batch_size": "4"}))[0] == 200
     assert (await client.get("/info"))["batch_size"] == 4
     group = {**scored(1), "tokens": [["1", 2.0, True], [4, 5, 6]]}
@@ -172,7 +170,7 @@ async def test_types_are_lax(client: Client) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "place"),
+    ("change", "location"),
     [
         ({"scores": [float("nan"), 1.0]}, ["scores", 0]),
         ({"inference_logprobs": [[1.0], [float("inf")]]}, ["inference_logprobs", 1, 0]),
@@ -182,24 +180,24 @@ async def test_types_are_lax(client: Client) -> None:
         ({"messages": [[{"role": "user"}]]}, ["messages"]),
     ],
 )
-async def test_what_would_spoil_a_batch_is_refused_with_its_place(
-    client: Client, wrong: dict[str, Any], place: list[str | int]
+async def test_the_error_for_an_invalid_group_has_its_location(
+    client: Client, change: dict[str, Any], location: list[str | int]
 ) -> None:
     await client.start(2)
-    body = json.dumps({**scored(1), **wrong})
+    body = json.dumps({**scored(1), **change})
     headers = {"Content-Type": "application/json"}
     status, answer = await client.status_of("POST", "/scored_data", data=body, headers=headers)
-    assert (status, answer["detail"][0]["loc"]) == (422, ["body", *place])
+    assert (status, answer["detail"][0]["loc"]) == (422, ["body", *location])
     assert await client.batch() is None
 
 
-async def test_per_token_fields_of_another_length_are_taken_as_they_come(client: Client) -> None:
+async def test_optional_fields_may_have_any_length(client: Client) -> None:
     await client.start(2)
     await client.post("/scored_data", scored(1, advantages=[[0.5]], distill_token_ids=[[[1, 2]]]))
     assert await client.batch() == ["1"]
 
 
-async def test_a_group_larger_than_the_batch_is_refused_at_once(client: Client) -> None:
+async def test_a_group_larger_than_the_batch_is_rejected(client: Client) -> None:
     await client.post("/scored_data", scored(1, 5))
     await client.start(4)
     status, answer = await client.status_of("POST", "/scored_data", json=scored(2, 5))
@@ -210,7 +208,7 @@ async def test_a_group_larger_than_the_batch_is_refused_at_once(client: Client) 
     assert await client.audited() == {"batched": 1, "dropped": 1}
 
 
-async def test_a_list_of_groups_is_taken_whole_or_not_at_all(client: Client) -> None:
+async def test_a_list_of_groups_is_stored_completely_or_not_at_all(client: Client) -> None:
     await client.start(4)
     env = await client.env(group_size=2)
     answer = await client.post("/scored_data_list", [scored(1, env_id=env), scored(2, 1, env_id=env)])
@@ -220,7 +218,7 @@ async def test_a_list_of_groups_is_taken_whole_or_not_at_all(client: Client) -> 
     assert await client.get("/status") == {"current_step": 0, "queue_size": 1}
 
 
-async def test_groups_of_other_sizes_wait_until_they_add_up(client: Client) -> None:
+async def test_groups_of_other_sizes_are_buffered_until_they_add_up(client: Client) -> None:
     await client.start(4)
     env = await client.env(group_size=4)
     assert await client.post("/scored_data", scored(1, 3, env_id=env)) == {"status": "buffered", "buffer_size": 3}
@@ -232,7 +230,7 @@ async def test_groups_of_other_sizes_wait_until_they_add_up(client: Client) -> N
     assert await client.batch() == ["4"]
 
 
-async def test_batches_come_in_order_and_the_step_counts_them(client: Client) -> None:
+async def test_batches_are_in_order_and_the_step_counts_them(client: Client) -> None:
     await client.start(4)
     for name in range(6):
         await client.post("/scored_data", scored(name))
@@ -243,7 +241,7 @@ async def test_batches_come_in_order_and_the_step_counts_them(client: Client) ->
     assert await client.audited() == {"trained": 6}
 
 
-async def test_sizes_that_never_make_packs_are_batched_all_the_same(client: Client) -> None:
+async def test_groups_of_different_sizes_fill_a_batch(client: Client) -> None:
     await client.start(8)
     for name, size in enumerate((3, 7, 5, 3, 5)):
         await client.post("/scored_data", scored(name, size))
@@ -252,7 +250,7 @@ async def test_sizes_that_never_make_packs_are_batched_all_the_same(client: Clie
     assert await client.batch() is None
 
 
-async def test_status_env_counts_as_the_original_does(client: Client) -> None:
+async def test_status_env_has_the_counts_of_the_original(client: Client) -> None:
     await client.start(16)
     one, other = await client.env("one", group_size=2, weight=3), await client.env("other", group_size=4, minimum=0.25)
     for name in range(3):
@@ -274,7 +272,7 @@ async def test_status_env_counts_as_the_original_does(client: Client) -> None:
     assert (await client.post("/disconnect-env", {"env_id": 7}))["status"] == "failure"
 
 
-async def test_a_reset_drops_everything_with_its_reason(client: Client) -> None:
+async def test_a_reset_drops_all_groups(client: Client) -> None:
     await client.start(2)
     for name in range(3):
         await client.post("/scored_data", scored(name))
@@ -289,7 +287,7 @@ async def test_a_reset_drops_everything_with_its_reason(client: Client) -> None:
     assert await client.audited() == {"trained": 1, "batched": 1, "dropped": 2}
 
 
-async def test_other_runs_live_under_a_prefix(client: Client) -> None:
+async def test_other_runs_are_served_under_a_prefix(client: Client) -> None:
     await client.start(2)
     await client.post("/atropos/second/register", registration(4))
     await client.post("/atropos/second/scored_data", scored(5, 4))
@@ -298,9 +296,9 @@ async def test_other_runs_live_under_a_prefix(client: Client) -> None:
     assert await client.get("/atropos/third/info") == {"batch_size": -1, "max_token_len": -1}
 
 
-async def test_browsers_may_call_from_anywhere_and_the_api_describes_itself(client: Client) -> None:
-    asked = {"Origin": "http://x", "Access-Control-Request-Method": "POST"}
-    async with client.session.options(f"{client.url}/register", headers=asked) as answer:
+async def test_cors_headers_and_documentation(client: Client) -> None:
+    request = {"Origin": "http://x", "Access-Control-Request-Method": "POST"}
+    async with client.session.options(f"{client.url}/register", headers=request) as answer:
         assert (answer.status, answer.headers["Access-Control-Allow-Origin"]) == (200, "*")
     async with client.session.get(f"{client.url}/info", headers={"Origin": "http://x"}) as answer:
         assert answer.headers["Access-Control-Allow-Origin"] == "*"

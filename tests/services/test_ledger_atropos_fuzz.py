@@ -1,4 +1,4 @@
-"""Whatever comes through the dialect's door: a clear 2xx or 4xx, and the service lives."""
+"""Invalid requests to the Atropos API never cause a server error."""
 
 import asyncio
 import gzip
@@ -17,7 +17,7 @@ from rollbook.ledger.atropos.openapi import VERBS
 from rollbook.ledger.config import LedgerConfig
 from tests.parts.ledger.atropos import Client, dialect, registration, scored
 
-STRANGE: tuple[Any, ...] = (
+INVALID: tuple[Any, ...] = (
     *(
         None,
         True,
@@ -47,13 +47,13 @@ async def client(tmp_path: Path) -> AsyncIterator[Client]:
         yield client
 
 
-async def answered(client: Client, method: str, path: str, **options: Any) -> int:
+async def status_of(client: Client, method: str, path: str, **options: Any) -> int:
     status, answer = await client.status_of(method, path, **options)
     assert status < 500, (method, path, answer)
     return status
 
 
-def usual(model: type[BaseModel]) -> dict[str, Any]:
+def valid(model: type[BaseModel]) -> dict[str, Any]:
     if model is Registration:
         return registration(4)
     if model is RegisterEnv:
@@ -62,29 +62,29 @@ def usual(model: type[BaseModel]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_strange_values_in_any_field_never_make_it_fail(client: Client, seed: int) -> None:
+async def test_invalid_values_in_any_field_never_cause_a_server_error(client: Client, seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(120):
         verb = rng.choice(VERBS)
         model = verb.body
         if model is None:
-            await answered(client, verb.method, verb.path)
+            await status_of(client, verb.method, verb.path)
             continue
-        message = usual(model)
+        message = valid(model)
         for name in rng.sample(sorted(model.model_fields), k=rng.randint(0, min(2, len(model.model_fields)))):
-            message[name] = rng.choice(STRANGE)
+            message[name] = rng.choice(INVALID)
         if rng.random() < 0.1:
             message.pop(rng.choice(sorted(message)))
-        body = json.dumps([message, usual(model)] if verb.is_list else message)
-        await answered(client, verb.method, verb.path, data=body, headers=JSON)
-    await alive(client)
+        body = json.dumps([message, valid(model)] if verb.is_list else message)
+        await status_of(client, verb.method, verb.path, data=body, headers=JSON)
+    await assert_healthy(client)
 
 
 @pytest.mark.parametrize("path", [verb.path for verb in VERBS if verb.body is not None])
-async def test_bodies_that_are_no_message_are_refused(client: Client, path: str) -> None:
+async def test_bodies_that_are_not_a_message_are_rejected(client: Client, path: str) -> None:
     method = "GET" if path == "/status-env" else "POST"
     whole = json.dumps(scored(1)).encode()
-    packed = gzip.compress(whole)
+    compressed = gzip.compress(whole)
     bomb = gzip.compress(b" " * 50_000_000)
     for body, headers in (
         (b"", JSON),
@@ -94,22 +94,22 @@ async def test_bodies_that_are_no_message_are_refused(client: Client, path: str)
         (whole[:-3], JSON),
         (whole, {**JSON, "Content-Type": "application/msgpack"}),
         (whole, {**JSON, "Content-Type": "multipart/form-data; boundary=x"}),
-        (packed[: len(packed) // 2], {**JSON, "Content-Encoding": "gzip"}),
-        (packed[:12], {**JSON, "Content-Encoding": "gzip"}),
+        (compressed[: len(compressed) // 2], {**JSON, "Content-Encoding": "gzip"}),
+        (compressed[:12], {**JSON, "Content-Encoding": "gzip"}),
         (whole, {**JSON, "Content-Encoding": "gzip"}),
         (bomb, {**JSON, "Content-Encoding": "gzip"}),
     ):
-        assert 400 <= await answered(client, method, path, data=body, headers=headers) < 500
-    await alive(client)
+        assert 400 <= await status_of(client, method, path, data=body, headers=headers) < 500
+    await assert_healthy(client)
 
 
-async def test_a_body_that_unpacks_beyond_the_bound_is_too_large(client: Client) -> None:
+async def test_a_body_that_is_too_large_after_decompression_is_rejected(client: Client) -> None:
     bomb = gzip.compress(b'{"images":"' + b"x" * 50_000_000 + b'"}')
-    status = await answered(client, "POST", "/scored_data", data=bomb, headers={**JSON, "Content-Encoding": "gzip"})
+    status = await status_of(client, "POST", "/scored_data", data=bomb, headers={**JSON, "Content-Encoding": "gzip"})
     assert status == 413
 
 
-async def test_idle_and_torn_connections_do_no_harm(client: Client) -> None:
+async def test_idle_and_broken_connections_do_not_affect_others(client: Client) -> None:
     host, port = client.url.removeprefix("http://").split(":")
     idle = await asyncio.to_thread(lambda: [socket.create_connection((host, int(port))) for _ in range(200)])
     for at, sock in enumerate(idle):
@@ -120,13 +120,13 @@ async def test_idle_and_torn_connections_do_no_harm(client: Client) -> None:
         elif at % 4 == 3:
             sock.sendall(b"GET /batch HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 20_000 + b"\r\n\r\n")
     await asyncio.sleep(0.1)
-    await alive(client)
+    await assert_healthy(client)
     for sock in idle:
         sock.close()
-    await alive(client)
+    await assert_healthy(client)
 
 
-async def alive(client: Client) -> None:
+async def assert_healthy(client: Client) -> None:
     assert await client.get("/reset_data") == "Reset successful"
     await client.start(2)
     await client.post("/scored_data", scored(5))

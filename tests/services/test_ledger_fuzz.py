@@ -1,4 +1,4 @@
-"""Requests made up from the served OpenAPI document: never a 5xx, always a clear answer, and the record adds up afterwards."""
+"""Generated requests, from the OpenAPI document: never a server error, and the audit passes afterwards."""
 
 import asyncio
 import random
@@ -21,7 +21,7 @@ from rollbook.ledger.tools.audit import audit_run
 from tests.parts.ledger.fuzz import Shapes
 from tests.parts.ledger.groups import RUN, group_of
 from tests.parts.ledger.groups import settings as run_settings
-from tests.parts.ledger.http import Answer, Caller, submission
+from tests.parts.ledger.http import Caller, Response, submission
 from tests.parts.ledger.service import serving
 
 ENCODED = encode_group(group_of("a", (-1,)))
@@ -48,7 +48,7 @@ PATHS = {
 
 
 class Target:
-    """A ledger, its document, and a way to throw things at it."""
+    """A ledger, its OpenAPI document, and a client for arbitrary requests."""
 
     def __init__(self, caller: Caller, ledger: Ledger, document: dict[str, Any]) -> None:
         self.caller, self.ledger, self.document = caller, ledger, document
@@ -64,31 +64,31 @@ class Target:
                     found.append((method.upper(), path, schema))
         return found
 
-    async def throw(self, method: str, path: str, body: Any, *, as_json: bool = False) -> Answer:
+    async def send(self, method: str, path: str, body: Any, *, as_json: bool = False) -> Response:
         form: Any = msgspec.json if as_json else msgspec.msgpack
         raw = None if body is None else form.encode(body)
         content_type = wire.JSON_CONTENT_TYPE if as_json else wire.CONTENT_TYPE
         answer = await self.caller.call(method, f"/{path}", raw=raw, content_type=content_type)
-        assert answer.status < 500, (method, path, body, answer.told)
-        if answer.status >= 400 and answer.told is not None:
-            assert answer.told["message"], (method, path, body)
+        assert answer.status < 500, (method, path, body, answer.json)
+        if answer.status >= 400 and answer.json is not None:
+            assert answer.json["message"], (method, path, body)
         return answer
 
 
 @pytest.fixture
 async def target(tmp_path: Path) -> AsyncIterator[Target]:
-    # A step takes nearly a run's worth of groups, so that no made-up call to `batch` waits long.
+    # One step needs nearly all groups of the run, so that no generated call of `batch` waits long.
     config = LedgerConfig(max_body_mb=1, max_queued_groups=500, max_queued_mb=1)
     async with serving(tmp_path, config=config) as (url, ledger), aiohttp.ClientSession() as session:
         await ledger.create_run(RUN, run_settings())
         await ledger.join(RUN, "w", nonce="n")
         caller = Caller(session, url)
-        document = (await caller.call("GET", "//openapi.json")).told
+        document = (await caller.call("GET", "//openapi.json")).json
         yield Target(caller, ledger, document)
 
 
-async def still_well(target: Target) -> None:
-    assert (await target.caller.call("GET", "//health")).told["status"] == "ok"
+async def assert_healthy(target: Target) -> None:
+    assert (await target.caller.call("GET", "//health")).json["status"] == "ok"
     for run_id in await target.ledger.runs():
         report = await target.ledger.read(lambda tx, run_id=run_id: audit_run(tx, run_id))  # type: ignore[misc]
         assert report.violations == ()
@@ -100,8 +100,8 @@ def filled(path: str, choose: Any) -> str:
     return path
 
 
-async def test_one_damaged_byte_never_breaks_the_service(target: Target) -> None:
-    """Deterministic: a good submission with bytes flipped, cut off and inserted at places that a seed chooses."""
+async def test_a_damaged_submission_never_causes_a_server_error(target: Target) -> None:
+    """A valid submission with a flipped, removed or inserted byte, chosen by a seed."""
     rng = random.Random(7)
     good = msgspec.msgpack.encode(submission("a"))
     for _ in range(300):
@@ -115,13 +115,13 @@ async def test_one_damaged_byte_never_breaks_the_service(target: Target) -> None
         else:
             raw.insert(at, rng.randrange(256))
         answer = await target.caller.call("POST", "/submit", raw=bytes(raw))
-        assert answer.status in (200, 400, 422), answer.told
-    await still_well(target)
+        assert answer.status in (200, 400, 422), answer.json
+    await assert_healthy(target)
 
 
-async def test_every_route_takes_every_wrong_kind_of_value(target: Target) -> None:
-    """Deterministic: each field of each message in turn gets each of a few values it should not have."""
-    wrong: list[Any] = [None, -1, 2**63, 2**64 - 1, 1.5, float("nan"), "", "x\x00", b"\xff", [], {}, [[[]]], True]
+async def test_an_invalid_value_in_any_field_never_causes_a_server_error(target: Target) -> None:
+    """Each field of each message gets each of some invalid values."""
+    invalid: list[Any] = [None, -1, 2**63, 2**64 - 1, 1.5, float("nan"), "", "x\x00", b"\xff", [], {}, [[[]]], True]
     base = {
         **submission("a"),
         "limit": 1,
@@ -147,18 +147,18 @@ async def test_every_route_takes_every_wrong_kind_of_value(target: Target) -> No
         fields = target.document["components"]["schemas"][schema["$ref"].rsplit("/", 1)[1]].get("properties", {})
         message = {name: base[name] for name in fields}
         for name in fields:
-            for value in wrong:
-                await target.throw(method, filled(path, lambda values: values[0]), {**message, name: value})
-    await still_well(target)
+            for value in invalid:
+                await target.send(method, filled(path, lambda values: values[0]), {**message, name: value})
+    await assert_healthy(target)
 
 
 @pytest.mark.slow
-def test_made_up_requests_never_break_the_service(tmp_path: Path) -> None:
-    """Thousands of requests in the shape of the document, most with something wrong, as MessagePack and as JSON."""
+def test_generated_requests_never_cause_a_server_error(tmp_path: Path) -> None:
+    """Thousands of requests from the document, most of them invalid, as MessagePack and as JSON."""
 
-    async def session_of(drawn: list[tuple[str, str, Any, bool]]) -> None:
+    async def send_all(drawn: list[tuple[str, str, Any, bool]]) -> None:
         for method, path, body, as_json in drawn:
-            await holder[0].throw(method, path, body, as_json=as_json)
+            await holder[0].send(method, path, body, as_json=as_json)
 
     loop = asyncio.new_event_loop()
     opened = target.__wrapped__(tmp_path)  # type: ignore[attr-defined]  # the fixture as a plain generator, on one loop for all examples
@@ -168,17 +168,17 @@ def test_made_up_requests_never_break_the_service(tmp_path: Path) -> None:
     @st.composite
     def request(draw: st.DrawFn) -> tuple[str, str, Any, bool]:
         method, path, schema = draw(st.sampled_from(operations))
-        body = None if schema is None else draw(holder[0].shapes.spoiled(schema))
+        body = None if schema is None else draw(holder[0].shapes.mutated(schema))
         return method, filled(path, lambda values: draw(st.sampled_from(values))), body, draw(st.booleans())
 
     @settings(max_examples=400, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(st.lists(request(), min_size=1, max_size=12))
-    def throw(drawn: list[tuple[str, str, Any, bool]]) -> None:
-        loop.run_until_complete(session_of(drawn))
+    def send(drawn: list[tuple[str, str, Any, bool]]) -> None:
+        loop.run_until_complete(send_all(drawn))
 
     try:
-        throw()
-        loop.run_until_complete(still_well(holder[0]))
+        send()
+        loop.run_until_complete(assert_healthy(holder[0]))
     finally:
         loop.run_until_complete(opened.aclose())
         loop.close()

@@ -55,7 +55,7 @@ async def with_tokens(tmp_path: Path) -> AsyncIterator[Caller]:
 async def test_a_body_of_another_content_type_is_rejected(caller: Caller, content_type: str | None) -> None:
     answer = await caller.call("POST", "/submit", submission("a"), content_type=content_type)
     assert answer.status == 415
-    assert "application/msgpack" in answer.told["message"]
+    assert "application/msgpack" in answer.json["message"]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ async def test_a_body_of_another_content_type_is_rejected(caller: Caller, conten
 async def test_malformed_messagepack_is_rejected(caller: Caller, raw: bytes) -> None:
     answer = await caller.call("POST", "/submit", raw=raw)
     assert answer.status in (400, 422)
-    assert answer.told["message"]
+    assert answer.json["message"]
 
 
 @pytest.mark.parametrize(
@@ -106,8 +106,8 @@ async def test_malformed_messagepack_is_rejected(caller: Caller, raw: bytes) -> 
 )
 async def test_a_submission_with_an_invalid_field_is_not_stored(caller: Caller, field: str, value: Any) -> None:
     answer = await caller.call("POST", "/submit", submission("a", **{field: value}))
-    assert answer.status == 422, answer.told
-    assert (await caller.call("GET", "/status")).told["opened"] == 0
+    assert answer.status == 422, answer.json
+    assert (await caller.call("GET", "/status")).json["opened"] == 0
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), 2**70 * 1.0 * 10**300])
@@ -129,7 +129,7 @@ async def test_a_compressed_body_is_accepted(caller: Caller, compressor: Any) ->
     encoding = "gzip" if compressor is gzip.compress else "zstd"
     raw = compressor(msgspec.msgpack.encode(submission("a")))
     answer = await caller.call("POST", "/submit", raw=raw, headers={"Content-Encoding": encoding})
-    assert (answer.status, answer.told) == (200, {"receipt": "stored"})
+    assert (answer.status, answer.json) == (200, {"receipt": "stored"})
 
 
 @pytest.mark.parametrize("compressor", [compress, gzip.compress])
@@ -165,13 +165,13 @@ async def test_an_unknown_content_encoding_is_rejected(caller: Caller) -> None:
 async def test_a_body_that_is_too_large_is_rejected(caller: Caller) -> None:
     answer = await caller.call("POST", "/submit", raw=bytes(600_000))
     assert answer.status == 413
-    assert "500000" in answer.told["message"]
+    assert "500000" in answer.json["message"]
 
 
 async def test_json_is_accepted_and_returned(caller: Caller) -> None:
     raw = msgspec.json.encode({"owner_name": "me", "nonce": "n"})
     answer = await caller.call("POST", "/join", raw=raw, content_type="application/json")
-    assert answer.told == {"owner": "me#0"}
+    assert answer.json == {"owner": "me#0"}
 
 
 @pytest.mark.parametrize("path", ["/groups?limit=-1", "/groups?limit=x", "/groups?limit=9999", "/groups?state=odd"])
@@ -198,7 +198,7 @@ async def test_only_health_and_the_openapi_document_need_no_token(with_tokens: C
 async def test_a_wrong_token_is_rejected(with_tokens: Caller, header: str) -> None:
     answer = await with_tokens.call("GET", "/status", headers={"Authorization": header})
     assert answer.status == 401
-    assert "wrong" not in answer.told["message"]
+    assert "wrong" not in answer.json["message"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""kill -9 of a real ledger process in the middle of submits: nothing that was answered is lost, and clients do not notice."""
+"""kill -9 of a ledger process during submissions: no acknowledged group is lost, and clients continue."""
 
 import asyncio
 import socket
@@ -34,7 +34,7 @@ def child(tmp_path: Path) -> Iterator[LedgerChild]:
     child.kill()
 
 
-async def test_nothing_that_was_acknowledged_is_lost_when_the_ledger_is_killed(child: LedgerChild) -> None:
+async def test_no_acknowledged_group_is_lost_when_the_ledger_is_killed(child: LedgerChild) -> None:
     answered: list[str] = []
     is_busy = asyncio.Event()
 
@@ -65,7 +65,7 @@ async def test_nothing_that_was_acknowledged_is_lost_when_the_ledger_is_killed(c
     assert set(map(GroupId, answered)) <= stored
 
 
-async def test_clients_do_not_notice_a_ledger_that_is_killed_and_comes_back(child: LedgerChild) -> None:
+async def test_clients_continue_after_the_ledger_is_killed_and_restarted(child: LedgerChild) -> None:
     async with (
         open_ledger_client(child.url, RUN, request_s=60, log=LOG) as dispatcher,
         open_ledger_client(child.url, RUN, request_s=60, log=LOG) as trainer,

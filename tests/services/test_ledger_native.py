@@ -1,4 +1,4 @@
-"""The native service as people run it: on its own, watched, audited, explained, from code with and without `await`."""
+"""A ledger service on its own: startup, tokens, producers, events, metrics, audit, and the blocking client."""
 
 import asyncio
 import re
@@ -32,7 +32,7 @@ LOG = EventLog("test", echo=sys.stdout)
 
 @asynccontextmanager
 async def running(directory: Path, **changes: object) -> AsyncIterator[str]:
-    """`serve_ledger` on a socket of its own, until the block ends."""
+    """Runs `serve_ledger` until the block ends."""
     ready = directory / "ready"
     config = LedgerServerConfig.model_validate(
         {"store": sqlite_url(directory / "ledger"), "port": 0, "ready_file": ready, "drain_s": 1.0, **changes}
@@ -40,7 +40,7 @@ async def running(directory: Path, **changes: object) -> AsyncIterator[str]:
     stop = asyncio.Event()
     async with asyncio.TaskGroup() as group:
         group.create_task(serve_ledger(config, log=LOG, stop=stop), name="ledger")
-        while not ready.exists():  # noqa: ASYNC110 - the file is all that is told
+        while not ready.exists():  # noqa: ASYNC110 - the file is the only signal
             await asyncio.sleep(0.01)
         try:
             yield ready.read_text(encoding="utf-8").strip()
@@ -72,7 +72,7 @@ async def send(client: LedgerClient, task: str, producer: str | None = None) -> 
     return await client.submit(encode_group(group), outcome_of(group), attempt=1, producer=producer)
 
 
-async def test_who_calls_while_the_store_opens_waits_and_is_answered(tmp_path: Path) -> None:
+async def test_a_request_during_startup_waits_for_the_store(tmp_path: Path) -> None:
     sock = listening_socket("127.0.0.1", 0)
     config = LedgerServerConfig(store=sqlite_url(tmp_path), port=0, drain_s=1.0)
     stop = asyncio.Event()
@@ -86,13 +86,13 @@ async def test_who_calls_while_the_store_opens_waits_and_is_answered(tmp_path: P
     sock.close()
 
 
-async def test_a_ledger_that_would_be_open_to_others_does_not_start(tmp_path: Path) -> None:
+async def test_a_ledger_without_tokens_does_not_start_off_loopback(tmp_path: Path) -> None:
     config = LedgerServerConfig(store=sqlite_url(tmp_path), host="0.0.0.0", port=0)
     with pytest.raises(RunError, match="set a token for each role"):
         await serve_ledger(config, log=LOG, stop=asyncio.Event())
 
 
-async def test_a_dialect_that_knows_no_tokens_stands_behind_them(tmp_path: Path) -> None:
+async def test_the_routes_of_a_dialect_require_a_token(tmp_path: Path) -> None:
     def dialect(service: LedgerService) -> None:
         async def answer(_: web.Request) -> web.Response:
             return web.Response(text="hello")
@@ -119,18 +119,18 @@ async def test_a_dialect_that_knows_no_tokens_stands_behind_them(tmp_path: Path)
     sock.close()
 
 
-async def test_an_address_that_is_taken_is_told(tmp_path: Path) -> None:
+async def test_the_error_for_a_used_port_names_it(tmp_path: Path) -> None:
     with listening_socket("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(RunError, match=f"cannot listen on 127.0.0.1:{port}"):
             await serve_ledger(LedgerServerConfig(store=sqlite_url(tmp_path), port=port), log=LOG, stop=asyncio.Event())
 
 
-def test_as_many_files_are_allowed_as_the_system_lets() -> None:
+def test_the_limit_of_open_files_is_raised() -> None:
     assert allow_many_connections() >= 1024
 
 
-async def test_several_runs_on_one_ledger_are_fenced_apart(url: str) -> None:
+async def test_runs_of_one_ledger_have_separate_epochs(url: str) -> None:
     async with (
         client_of(url, RunId("one")) as one,
         client_of(url, RunId("two")) as two,
@@ -149,7 +149,7 @@ async def test_several_runs_on_one_ledger_are_fenced_apart(url: str) -> None:
         assert (await two.status()).epoch == 1
 
 
-async def test_producers_share_batches_over_the_wire(url: str) -> None:
+async def test_registered_producers_share_batches_by_weight(url: str) -> None:
     async with client_of(url) as client:
         await started(client, per_step=4)
         await client.register_producer("fast", weight=3)
@@ -162,30 +162,30 @@ async def test_producers_share_batches_over_the_wire(url: str) -> None:
         assert sorted(group.id for group in batch.groups) == ["f0@0", "f1@0", "f2@0", "s0@0"]
         assert {p.name: p.num_batched for p in await client.producers()} == {"fast": 3, "slow/one": 1}
         with pytest.raises(RunError, match="not registered"):
-            await send(client, "x", "nobody")
+            await send(client, "x", "unknown")
 
 
-async def test_a_full_queue_in_bytes_is_told_with_a_time_to_come_back(tmp_path: Path) -> None:
+async def test_a_queue_with_too_many_bytes_is_reported_with_a_retry_time(tmp_path: Path) -> None:
     ledger = LedgerConfig(max_queued_mb=0.001)
     async with running(tmp_path, ledger=ledger) as url, aiohttp.ClientSession() as session:
         async with client_of(url) as client:
             await client.create_run(settings())
         caller = Caller(session, url)
-        told = [(await caller.call("POST", "/submit", submission(f"t{at}"))) for at in range(4)]
-        assert told[0].status == 200
-        assert told[-1].status == 429
-        assert float(told[-1].headers["Retry-After"]) > 0
-        # A repeat of what was stored is told so, however full it is.
-        assert (await caller.call("POST", "/submit", submission("t0"))).told == {"receipt": "already_stored"}
+        responses = [(await caller.call("POST", "/submit", submission(f"t{at}"))) for at in range(4)]
+        assert responses[0].status == 200
+        assert responses[-1].status == 429
+        assert float(responses[-1].headers["Retry-After"]) > 0
+        # The repetition of a stored group is recognised, however full the queue is.
+        assert (await caller.call("POST", "/submit", submission("t0"))).json == {"receipt": "already_stored"}
 
 
-async def test_bodies_travel_packed_both_ways_and_come_out_the_same(url: str) -> None:
-    async with client_of(url, is_compressed=True) as packed, client_of(url) as plain:
-        await started(packed)
+async def test_compressed_requests_and_responses_have_the_same_content(url: str) -> None:
+    async with client_of(url, is_compressed=True) as compressed, client_of(url) as plain:
+        await started(compressed)
         for task in ("a", "b"):
             group = big_group(task, publication=-1)
-            assert await packed.submit(encode_group(group), outcome_of(group), attempt=1) is Receipt.STORED
-        batch = await packed.batch(1, wait_s=5)
+            assert await compressed.submit(encode_group(group), outcome_of(group), attempt=1) is Receipt.STORED
+        batch = await compressed.batch(1, wait_s=5)
         assert isinstance(batch, TrainingBatch)
         assert (
             batch.groups[0].samples[0].sequences[0].token_ids == big_group("a").samples[0].sequences[0].token_ids
@@ -204,7 +204,7 @@ async def events_of(session: aiohttp.ClientSession, url: str) -> AsyncIterator[t
                 yield name, line[6:]
 
 
-async def test_a_watcher_is_told_what_moves_and_when_the_ledger_stops(tmp_path: Path) -> None:
+async def test_events_report_changes_and_the_end_of_the_ledger(tmp_path: Path) -> None:
     async with aiohttp.ClientSession() as session:
         async with running(tmp_path) as url, client_of(url) as client:
             await started(client)
@@ -220,7 +220,7 @@ async def test_a_watcher_is_told_what_moves_and_when_the_ledger_stops(tmp_path: 
         assert [name async for name, _ in events][-1:] == ["end"]
 
 
-async def test_prometheus_reads_the_numbers_of_every_run(url: str) -> None:
+async def test_the_metrics_of_every_run_are_exposed_to_prometheus(url: str) -> None:
     async with client_of(url) as client, aiohttp.ClientSession() as session:
         await started(client)
         await send(client, "a")
@@ -234,7 +234,7 @@ async def test_prometheus_reads_the_numbers_of_every_run(url: str) -> None:
             assert re.fullmatch(r'# (HELP|TYPE) .*|[a-z_]+(\{([a-z]+="[^"]*",?)+\})? [-+0-9.e]+(Inf)?', line), line
 
 
-async def test_the_life_of_a_group_is_told_in_sentences(url: str) -> None:
+async def test_a_group_is_explained_in_sentences(url: str) -> None:
     async with client_of(url) as client:
         await started(client)
         owner = await client.join("rollout")
@@ -262,10 +262,10 @@ async def test_the_life_of_a_group_is_told_in_sentences(url: str) -> None:
         assert dropped.group.state == "dropped"
         assert dropped.sentences[-1].startswith("It was dropped as filtered: a filter of the rollout")
         with pytest.raises(RunError, match=r"404.*never opened, or its submission was refused"):
-            await client.explain(GroupId("nobody@0"))
+            await client.explain(GroupId("unknown@0"))
 
 
-async def test_the_audit_and_the_groups_are_read_over_http(url: str) -> None:
+async def test_audit_and_groups_over_http(url: str) -> None:
     async with client_of(url) as client:
         await started(client)
         for at in range(3):
@@ -277,7 +277,7 @@ async def test_the_audit_and_the_groups_are_read_over_http(url: str) -> None:
         assert len(await client.groups(limit=2, offset=1)) == 2
 
 
-async def test_the_command_line_asks_a_ledger_over_http(url: str) -> None:
+async def test_audit_and_explain_by_url(url: str) -> None:
     async with client_of(url) as client, client_of(url, RunId("other")) as other:
         await client.create_run(settings())
         await other.create_run(settings())
@@ -316,7 +316,7 @@ def drive(client: SyncLedgerClient) -> None:
         client.acknowledge(7, "w7")
 
 
-async def test_code_without_await_drives_a_whole_run(url: str) -> None:
+async def test_a_whole_run_with_the_blocking_client(url: str) -> None:
     def script() -> None:
         with open_sync_ledger_client(url, RUN) as client:
             drive(client)
@@ -324,8 +324,8 @@ async def test_code_without_await_drives_a_whole_run(url: str) -> None:
     await asyncio.to_thread(script)
 
 
-async def test_a_large_answer_to_a_slow_reader_holds_up_nobody(url: str) -> None:
-    """The trainer reads nothing of what it asked for; others go on, and the ledger keeps only what the kernel does not take."""
+async def test_a_client_that_does_not_read_its_batch_does_not_delay_others(url: str) -> None:
+    """The trainer does not read its batch. Other requests are answered."""
     async with client_of(url) as client, aiohttp.ClientSession() as session:
         await started(client, per_step=16)
         for at in range(16):

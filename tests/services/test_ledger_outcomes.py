@@ -1,4 +1,4 @@
-"""What a curriculum is rebuilt from, over loopback: a real server, a real client, a real file; and a curriculum that comes back."""
+"""Outcomes of past draws over HTTP, and a curriculum that is rebuilt from them."""
 
 import sys
 from collections.abc import AsyncIterator
@@ -22,7 +22,7 @@ from tests.parts.ledger.service import serving
 from tests.parts.tasks.curriculum import outcome, rules, tiered
 
 
-class Place:
+class Service:
     def __init__(self, url: str, ledger: Ledger, client: LedgerClient) -> None:
         self.url = url
         self.ledger = ledger
@@ -30,7 +30,7 @@ class Place:
 
 
 @pytest.fixture
-async def place(tmp_path: Path) -> AsyncIterator[Place]:
+async def service(tmp_path: Path) -> AsyncIterator[Service]:
     async with AsyncExitStack() as stack:
         url, ledger = await stack.enter_async_context(serving(tmp_path))
         await ledger.create_run(RUN, settings(per_step=100, in_flight=50))
@@ -39,11 +39,11 @@ async def place(tmp_path: Path) -> AsyncIterator[Place]:
         await ledger.confirm(RUN, publication, epoch=role.epoch)
         log = EventLog("test", echo=sys.stdout)
         client = await stack.enter_async_context(open_ledger_client(url, RUN, request_s=10.0, log=log))
-        yield Place(url, ledger, client)
+        yield Service(url, ledger, client)
 
 
-async def test_past_draws_come_page_by_page_with_what_came_of_them(place: Place) -> None:
-    client = place.client
+async def test_outcomes_of_past_draws_are_paged(service: Service) -> None:
+    client = service.client
     owner = await client.join("worker")
     await client.open(owner, draws(0, 4), limit=4)
     group = group_of("task1")
@@ -67,48 +67,48 @@ async def test_past_draws_come_page_by_page_with_what_came_of_them(place: Place)
         GroupState.QUEUED,
     ]
     assert [draw.outcome for draw in past] == [None, outcome_of(group), outcome(1.0), None, outcome_of(foreign)]
-    assert past == await place.ledger.outcomes(RUN, after=-1, limit=100)
+    assert past == await service.ledger.outcomes(RUN, after=-1, limit=100)
 
 
-async def test_invalid_query_parameters_are_rejected(place: Place) -> None:
+async def test_invalid_query_parameters_are_rejected(service: Service) -> None:
     with pytest.raises(RunError, match="at least 1"):
-        await place.client.outcomes(after=-1, limit=0)
+        await service.client.outcomes(after=-1, limit=0)
     async with (
         aiohttp.ClientSession() as session,
-        session.get(f"{place.url}/v1/runs/{RUN}/outcomes?from=soon") as response,
+        session.get(f"{service.url}/v1/runs/{RUN}/outcomes?from=soon") as response,
     ):
         assert response.status == 422
         assert "`$.from`" in (await response.json())["message"]
 
 
-async def test_outcomes_can_be_read_as_json(place: Place) -> None:
-    owner = await place.client.join("worker")
-    await place.client.open(owner, draws(0, 1), limit=1)
-    async with aiohttp.ClientSession() as session, session.get(f"{place.url}/v1/runs/{RUN}/outcomes") as response:
-        (told,) = await response.json()
-    assert (told["task_id"], told["state"], told["outcome"]) == ("task0", "dispatched", None)
+async def test_outcomes_can_be_read_as_json(service: Service) -> None:
+    owner = await service.client.join("worker")
+    await service.client.open(owner, draws(0, 1), limit=1)
+    async with aiohttp.ClientSession() as session, session.get(f"{service.url}/v1/runs/{RUN}/outcomes") as response:
+        (past,) = await response.json()
+    assert (past["task_id"], past["state"], past["outcome"]) == ("task0", "dispatched", None)
 
 
-async def test_a_curriculum_that_comes_back_goes_on_where_the_ledger_stands(place: Place) -> None:
-    """Played through the real ledger with draws that overlap; then another process starts from the ledger alone."""
+async def test_a_curriculum_is_rebuilt_from_the_ledger(service: Service) -> None:
+    """Draws overlap and their results arrive out of order. The second curriculum knows only the ledger."""
     tasks, chosen = tiered(3, 3), rules(promote_tries=4)
     live = Curriculum(tasks, chosen, seed=5)
-    owner = await place.client.join("dispatcher")
-    flying: list[Draw] = []
+    owner = await service.client.join("dispatcher")
+    in_flight: list[Draw] = []
     for turn in range(30):
-        flying += await opened(place.client, owner, live, 2)
-        # The younger one first, every other time: results arrive out of order.
-        draw = flying.pop(turn % 2 - 1)
+        in_flight += await opened(service.client, owner, live, 2)
+        # Alternate between the oldest and the newest draw, so that results arrive out of order.
+        draw = in_flight.pop(turn % 2 - 1)
         success = float(draw.task_id in ("a0", "a1", "a2", "b1"))
         reason = DropReason(DropKind.FILTERED, "all alike")
-        told = outcome(success)
-        await place.client.close(GroupId(f"{draw.task_id}@{draw.number}"), reason, outcome=told)
-        live.observe(GroupId(f"{draw.task_id}@{draw.number}"), draw.position, told)
+        result = outcome(success)
+        await service.client.close(GroupId(f"{draw.task_id}@{draw.number}"), reason, outcome=result)
+        live.observe(GroupId(f"{draw.task_id}@{draw.number}"), draw.position, result)
 
     again = Curriculum(tasks, chosen, seed=5)
-    again.rebuild(await place.client.progress())
+    again.rebuild(await service.client.progress())
     after = -1
-    while past := await place.client.outcomes(after=after, limit=7):
+    while past := await service.client.outcomes(after=after, limit=7):
         again.recall(past)
         after = past[-1].sequence
     assert again.view() == live.view()

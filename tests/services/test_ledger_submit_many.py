@@ -21,7 +21,7 @@ from rollbook.ledger.service import Ledger
 from rollbook.ledger.tools.audit import audit_run
 from rollbook.telemetry.events import EventLog
 from tests.parts.ledger.groups import RUN, group_of, outcome_of, settings
-from tests.parts.ledger.http import Answer, Caller, submission
+from tests.parts.ledger.http import Caller, Response, submission
 from tests.parts.ledger.service import serving
 
 LOG = EventLog("test", echo=sys.stdout)
@@ -35,7 +35,7 @@ async def served(tmp_path: Path) -> AsyncIterator[tuple[str, Ledger]]:
         yield url, ledger
 
 
-async def send(url: str, groups: list[dict[str, Any]]) -> Answer:
+async def send(url: str, groups: list[dict[str, Any]]) -> Response:
     async with aiohttp.ClientSession() as session:
         return await Caller(session, url).call("POST", "/submit_many", {"groups": groups})
 
@@ -54,7 +54,7 @@ async def test_each_group_has_its_own_result_and_a_rejected_one_does_not_affect_
         submission("f", drop="no such reason"),
         submission("g"),
     ]
-    results = (await send(url, groups)).told["results"]
+    results = (await send(url, groups)).json["results"]
     assert [result["receipt"] for result in results] == ["stored", None, None, "already_stored", *[None] * 3, "stored"]
     errors = {at: result["error"] for at, result in enumerate(results) if result["error"] is not None}
     assert {at: error["status"] for at, error in errors.items()} == dict.fromkeys((1, 2, 4, 5, 6), 422)
@@ -66,7 +66,7 @@ async def test_each_group_has_its_own_result_and_a_rejected_one_does_not_affect_
 
 async def test_a_full_queue_rejects_the_rest_with_a_retry_time(served: tuple[str, Ledger]) -> None:
     url, ledger = served
-    results = (await send(url, [submission(name) for name in "abcdef"])).told["results"]
+    results = (await send(url, [submission(name) for name in "abcdef"])).json["results"]
     assert [result["receipt"] for result in results] == ["stored"] * 4 + [None] * 2
     assert [(r["error"]["status"], r["error"]["retry_after_s"]) for r in results[4:]] == [(429, 1.0)] * 2
     assert (await ledger.status(RUN)).by_state[GroupState.QUEUED] == 4

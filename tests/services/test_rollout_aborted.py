@@ -12,26 +12,26 @@ from rollbook.inference.engine import open_engine
 from rollbook.inference.server.app import build_app, serve
 from rollbook.inference.weights.client import WeightTransferClient
 from rollbook.rollout.policy import EpisodePolicy
-from tests.parts.inference.engines import Workshop, until
+from tests.parts.inference.engines import TinyModel, until
 
 MOST = 60
 
 
 async def test_an_abort_costs_no_token_and_each_keeps_the_version_that_sampled_it(tmp_path: Path) -> None:
     config = InferenceConfig(engine="scripted", scripted=ScriptedConfig(token_s=0.01, max_model_len=4096))
-    workshop = Workshop(root=tmp_path)
+    tiny = TinyModel(root=tmp_path)
     async with (
         open_engine(config, None) as engine,
         serve(build_app(engine, config)) as url,
         open_policy_client(url, request_s=60.0) as client,
         WeightTransferClient([url], request_s=30.0) as control,
     ):
-        await engine.load_weights(*workshop.weights(1))
+        await engine.load_weights(*tiny.weights(1))
         policy = EpisodePolicy(client, SamplingParams(max_tokens=MOST))
         asked = asyncio.create_task(policy.complete([1, 2, 3]))
         await until(lambda: engine.stats().tokens >= 10)
         await control.pause("abort")
-        await engine.load_weights(*workshop.weights(2))
+        await engine.load_weights(*tiny.weights(2))
         await asyncio.sleep(0.2)
         await control.resume()
         answer = await asked

@@ -22,6 +22,8 @@ from rollbook.telemetry.events import EventLog
 
 BACKLOG = 4096
 """Connections that may wait while a ledger restarts."""
+READ_BUFFER_BYTES = 1 << 20
+"""Unread bytes of one connection. With aiohttp's default of 64 KB, reading would pause several times per body."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +41,13 @@ class LedgerService:
     @asynccontextmanager
     async def serving(self, sock: socket.socket, *, drain_s: float) -> AsyncIterator[None]:
         """Serve requests on a listening socket. At the end, requests in progress get `drain_s` seconds to finish."""
-        runner = web.AppRunner(self.app, access_log=None, shutdown_timeout=drain_s, handler_cancellation=True)
+        runner = web.AppRunner(
+            self.app,
+            access_log=None,
+            shutdown_timeout=drain_s,
+            handler_cancellation=True,
+            read_bufsize=READ_BUFFER_BYTES,
+        )
         await runner.setup()
         try:
             await web.SockSite(runner, sock, backlog=BACKLOG).start()

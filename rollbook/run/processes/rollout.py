@@ -12,8 +12,7 @@ from rollbook.rollout.workers.spec import WorkerSpec
 from rollbook.run.atropos_feed import AtroposSource
 from rollbook.run.model_location import model_location
 from rollbook.run.supervision.child_main import RoleContext
-from rollbook.tasks.dataset import load_tasks
-from rollbook.tasks.source import build_source
+from rollbook.tasks.dataset import build_source, load_tasks
 from rollbook.telemetry.metrics import MetricRecorder
 
 

@@ -1,4 +1,4 @@
-"""A tiny model that speaks text: one token a byte, a chat template with tools, seeded random weights."""
+"""A tiny model with text: one token per byte, a chat template with tools, seeded random weights."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ MAX_LEN = 512
 
 def chat_model(directory: Path, *, seed: int = 1, is_tied: bool = True) -> Path:
     build = ModelBuildConfig(
-        # Heads of 32: vLLM's attention on a CPU knows no smaller ones.
+        # Heads of size 32, the smallest that vLLM's attention on a CPU supports.
         hidden_size=64,
         layers=2,
         heads=2,

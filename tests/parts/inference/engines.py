@@ -1,4 +1,4 @@
-"""Opens either engine the same way, over one tiny model, for tests that must hold for both."""
+"""Opens either engine over one tiny model, for tests that apply to both."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -15,8 +15,8 @@ from tests.parts.inference.models import MAX_LEN, VOCAB, build_model, publish, s
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workshop:
-    """A model directory, and weights to publish: each number has a file of its own, with different weights."""
+class TinyModel:
+    """A model directory, and weights to publish: each number has its own file with different weights."""
 
     root: Path
     kind: str = "llama"
@@ -47,13 +47,13 @@ class Workshop:
 
 
 def engine_config(name: str, **settings: Any) -> InferenceConfig:
-    # The scripted engine gets a step of a millisecond, so that a test can act while something runs.
+    # A decode step of the scripted engine takes a millisecond, so that a test can act while a request runs.
     scripted = ScriptedConfig(vocab_size=VOCAB, max_model_len=MAX_LEN, token_s=0.001)
     return InferenceConfig.model_validate({"engine": name, "scripted": scripted, **settings})
 
 
 async def until(is_true: Callable[[], bool], *, within_s: float = 30.0) -> None:
-    """Wait for something that another thread or task brings about."""
+    """Wait for a condition that another thread or task fulfils."""
     async with asyncio.timeout(within_s):
-        while not is_true():  # noqa: ASYNC110  # a counter of another thread has no event to wait for
+        while not is_true():  # noqa: ASYNC110  # the counters of another thread have no event
             await asyncio.sleep(0.0005)

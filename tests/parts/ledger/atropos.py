@@ -1,4 +1,4 @@
-"""The Atropos dialect on a real server in this process, and the little that its clients say."""
+"""The Atropos API on a server in this process, and a client for it."""
 
 import json
 import sys
@@ -25,7 +25,7 @@ RUN = RunId("atropos")
 
 
 class Client:
-    """Speaks as Atropos clients do."""
+    """Sends requests as Atropos clients do."""
 
     def __init__(self, session: ClientSession, url: str, ledger: Ledger) -> None:
         self.session = session
@@ -51,7 +51,7 @@ class Client:
         assert isinstance(answer["uuid"], int)
 
     async def start(self, batch_size: int) -> None:
-        """Register and ask once, so that environments may come."""
+        """Register and request one batch, so that environments may register."""
         await self.register(batch_size)
         assert (await self.get("/batch"))["batch"] is None
 
@@ -88,7 +88,7 @@ def registration(batch_size: int, *, starting_step: int = 0) -> dict[str, Any]:
 
 
 def scored(name: int | str, size: int = 2, *, env_id: int | None = None, **more: Any) -> dict[str, Any]:
-    """A group that carries its name in its first token."""
+    """A group whose name is its first token."""
     tokens = [[int(name), at, 7] for at in range(size)]
     masks = [[-100, *row[1:]] for row in tokens]
     return {"tokens": tokens, "masks": masks, "scores": [float(at) for at in range(size)], "env_id": env_id, **more}

@@ -1,11 +1,11 @@
-"""Requests made up from the OpenAPI document that a ledger serves: good ones, and ones with one thing wrong."""
+"""Generates requests from an OpenAPI document: valid ones, and ones with one error."""
 
 from typing import Any
 
 from hypothesis import strategies as st
 
 EDGES = (-(2**63), -1, 0, 1, 2, 7, 2**31, 2**53 - 1, 2**53, 2**63 - 1, 2**63, 2**64 - 1)
-"""Integers that MessagePack can carry and that something may stumble over."""
+"""Integers at the limits of common types."""
 
 junk: st.SearchStrategy[Any] = st.recursive(
     st.one_of(
@@ -17,12 +17,12 @@ junk: st.SearchStrategy[Any] = st.recursive(
 
 
 class Shapes:
-    """JSON schemas as strategies."""
+    """Hypothesis strategies for JSON schemas."""
 
     def __init__(self, document: dict[str, Any], known: dict[str, list[Any]]) -> None:
         self._schemas: dict[str, Any] = document["components"]["schemas"]
         self._known = known
-        """Values that exist, by field: so that requests also get behind the first door."""
+        """Values that exist in the ledger, by field, so that some requests are valid."""
 
     def of(self, schema: dict[str, Any], field: str = "") -> st.SearchStrategy[Any]:
         made = self._of(schema, field)
@@ -39,7 +39,7 @@ class Shapes:
             return st.sampled_from(schema["enum"])
         kind = schema.get("type")
         if kind == "object" and "properties" in schema:
-            fields = {name: self.of(told, name) for name, told in schema["properties"].items()}
+            fields = {name: self.of(field_schema, name) for name, field_schema in schema["properties"].items()}
             required = {name: fields.pop(name) for name in schema.get("required", ())}
             return st.fixed_dictionaries(required, optional=fields)
         if kind == "object":
@@ -55,8 +55,8 @@ class Shapes:
         }
         return simple.get(kind, junk)
 
-    def spoiled(self, schema: dict[str, Any]) -> st.SearchStrategy[Any]:
-        """A message of that shape, as it is or with one field replaced, left out or added."""
+    def mutated(self, schema: dict[str, Any]) -> st.SearchStrategy[Any]:
+        """A message of this schema, unchanged or with one field replaced, left out or added."""
 
         @st.composite
         def build(draw: st.DrawFn) -> Any:

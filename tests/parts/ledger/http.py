@@ -1,4 +1,4 @@
-"""Plain HTTP against a ledger, as somebody without our client would speak it."""
+"""Plain HTTP requests to a ledger, without our client."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,11 +12,11 @@ from tests.parts.ledger.groups import RUN, group_of, outcome_of
 
 
 @dataclass
-class Answer:
+class Response:
     status: int
     headers: dict[str, str]
     body: bytes
-    told: Any = field(default=None)
+    json: Any = field(default=None)
     """The body as JSON, where it is."""
 
 
@@ -34,8 +34,8 @@ class Caller:
         raw: bytes | None = None,
         headers: dict[str, str] | None = None,
         content_type: str | None = wire.CONTENT_TYPE,
-    ) -> Answer:
-        """`body` is sent as MessagePack; `raw` as it is. Paths are below the run unless they start with two slashes."""
+    ) -> Response:
+        """`body` is sent as MessagePack, `raw` as it is. Paths are relative to the run unless they start with two slashes."""
         sent = {"Accept": "application/json", **(headers or {})}
         data = raw if raw is not None else (None if body is None else msgspec.msgpack.encode(body))
         if data is not None and content_type is not None:
@@ -45,11 +45,13 @@ class Caller:
         async with self.session.request(method, at, data=data, headers=sent, skip_auto_headers=skip) as response:
             read = await response.read()
             is_json = response.content_type == "application/json"
-            return Answer(response.status, dict(response.headers), read, msgspec.json.decode(read) if is_json else None)
+            return Response(
+                response.status, dict(response.headers), read, msgspec.json.decode(read) if is_json else None
+            )
 
 
 def submission(task: str, **changes: Any) -> dict[str, Any]:
-    """A good `submit`, or one with fields changed."""
+    """A valid `submit` message, with some fields changed."""
     group = group_of(task, (-1,))
     encoded = encode_group(group)
     good = wire.Submit(

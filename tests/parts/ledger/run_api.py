@@ -1,4 +1,4 @@
-"""The command `run-api` in processes of its own, and its server killed under it."""
+"""The command `run-api` in its own processes. Its server process can be killed."""
 
 import socket
 import subprocess
@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).parents[3]
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 
 
 class RunApi:
@@ -32,8 +32,8 @@ class RunApi:
         )
 
     def server(self) -> psutil.Process:
-        """The process that answers, a child of the one that holds the socket."""
-        until = time.monotonic() + PATIENCE_S
+        """The server process, a child of the process that holds the socket."""
+        until = time.monotonic() + TIMEOUT_S
         while time.monotonic() < until:
             children = [p for p in psutil.Process(self._process.pid).children() if p.status() != psutil.STATUS_ZOMBIE]
             if children:
@@ -46,10 +46,10 @@ class RunApi:
 
     def stop(self) -> int:
         self._process.terminate()
-        return self._process.wait(PATIENCE_S)
+        return self._process.wait(TIMEOUT_S)
 
     def wait_until_listening(self) -> None:
-        until = time.monotonic() + PATIENCE_S
+        until = time.monotonic() + TIMEOUT_S
         host, port = self.url.removeprefix("http://").split(":")
         while True:
             try:

@@ -1,12 +1,12 @@
-"""A ledger of draws in a dictionary, and a curriculum that is driven against it as a dispatcher would."""
+"""A ledger of draws in memory, and helpers that drive a curriculum like a dispatcher."""
 
 from collections.abc import Callable, Iterable
 
 from rollbook.contracts.admission import DrawProgress, PastDraw
 from rollbook.contracts.group import GroupOutcome, GroupState, group_id
 from rollbook.contracts.task import Draw, Task, TaskId
+from rollbook.tasks.config import CurriculumConfig
 from rollbook.tasks.curriculum import Curriculum
-from rollbook.tasks.curriculum_config import CurriculumConfig
 
 
 def tiered(*counts: int, **row: object) -> list[Task]:
@@ -35,18 +35,18 @@ def outcome(solved: float | None, *, reward: float | None = None) -> GroupOutcom
 
 
 class DrawBook:
-    """What a ledger would remember of the draws, and what it would tell a curriculum that starts."""
+    """The draws that a ledger stores, and their replay to a curriculum that starts."""
 
     def __init__(self) -> None:
         self.draws: list[Draw] = []
         self.outcomes: dict[Draw, GroupOutcome | None] = {}
 
     def open(self, draw: Draw) -> None:
-        assert draw not in self.draws, f"{draw} was handed out twice"
+        assert draw not in self.draws, f"{draw} was opened twice"
         self.draws.append(draw)
 
-    def settle(self, draw: Draw, told: GroupOutcome | None) -> None:
-        self.outcomes[draw] = told
+    def settle(self, draw: Draw, outcome: GroupOutcome | None) -> None:
+        self.outcomes[draw] = outcome
 
     def waiting(self) -> list[Draw]:
         return [draw for draw in self.draws if draw not in self.outcomes]
@@ -65,8 +65,8 @@ class DrawBook:
             for sequence, draw in enumerate(self.draws)
         ]
 
-    def tell(self, curriculum: Curriculum, *, page: int = 7) -> Curriculum:
-        """As a dispatcher does when it starts."""
+    def replay_to(self, curriculum: Curriculum, *, page: int = 7) -> Curriculum:
+        """As a dispatcher does at its start."""
         curriculum.rebuild(DrawProgress(opened_below=len(self.draws)))
         past = self.past()
         for start in range(0, len(past), page):
@@ -75,7 +75,7 @@ class DrawBook:
 
 
 def play(curriculum: Curriculum, count: int, success: Callable[[Draw], float | None]) -> list[Draw]:
-    """Draw one after the other, each settled before the next."""
+    """Draw one after the other; each is settled before the next."""
     drawn = []
     for _ in range(count):
         (draw,) = curriculum.propose(1)

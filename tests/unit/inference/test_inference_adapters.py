@@ -23,15 +23,15 @@ from rollbook.inference.weights.lora import checked_settings, low_rank_pairs, re
 from rollbook.trainer.model.policy_model import PolicyModel
 from rollbook.trainer.model.weights import digest_of, named_weights
 from tests.parts.inference.adapters import make_adapter, peft_model, published_adapter
-from tests.parts.inference.engines import Workshop
+from tests.parts.inference.engines import TinyModel
 from tests.parts.inference.models import build_model, plain_logprobs
 
 PROMPT = [3, 4, 5]
 
 
 @pytest.fixture(scope="module")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    return Workshop(root=tmp_path_factory.mktemp("adapters"))
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return TinyModel(root=tmp_path_factory.mktemp("adapters"))
 
 
 async def deviation(engine: Engine, model: Any, *, count: int = 24) -> float:
@@ -47,9 +47,9 @@ async def deviation(engine: Engine, model: Any, *, count: int = 24) -> float:
     [{}, {"use_rslora": True, "rank_pattern": {"(q_proj|c_attn)": 2}, "alpha_pattern": {"(q_proj|c_attn)": 3}}],
 )
 async def test_logprobs_with_an_adapter_are_those_of_pefts_own_forward(
-    workshop: Workshop, tmp_path: Path, kind: str, settings: dict[str, Any]
+    tiny: TinyModel, tmp_path: Path, kind: str, settings: dict[str, Any]
 ) -> None:
-    shop = replace(workshop, kind=kind)
+    shop = replace(tiny, kind=kind)
     directory = make_adapter(tmp_path / "adapter", shop.model_dir, **settings)
     offered, path, adapter = published_adapter(directory, 1)
     async with open_engine(InferenceConfig(), shop.model_dir) as engine:
@@ -61,40 +61,40 @@ async def test_logprobs_with_an_adapter_are_those_of_pefts_own_forward(
 
 
 async def test_one_adapter_takes_the_place_of_another_and_the_base_comes_back_to_the_bit(
-    workshop: Workshop, tmp_path: Path
+    tiny: TinyModel, tmp_path: Path
 ) -> None:
-    wide = make_adapter(tmp_path / "wide", workshop.model_dir, seed=1)
-    narrow = make_adapter(tmp_path / "narrow", workshop.model_dir, seed=2, target_modules=["q_proj"], r=2)
-    async with open_engine(InferenceConfig(), workshop.model_dir) as engine:
+    wide = make_adapter(tmp_path / "wide", tiny.model_dir, seed=1)
+    narrow = make_adapter(tmp_path / "narrow", tiny.model_dir, seed=2, target_modules=["q_proj"], r=2)
+    async with open_engine(InferenceConfig(), tiny.model_dir) as engine:
         base = await engine.weights_digest()
         for number, directory in enumerate((wide, narrow, wide, narrow), start=1):
             offered, path, adapter = published_adapter(directory, number)
             await engine.load_weights(offered, path, adapter=adapter)
-            assert await deviation(engine, peft_model(workshop.model_dir, directory)) < 1e-4
+            assert await deviation(engine, peft_model(tiny.model_dir, directory)) < 1e-4
             assert await engine.base_digest() == base
         await engine.unload_adapter(replace(offered, id=PublicationId(9), digest=base))
         assert engine.adapter is None
         assert await engine.weights_digest() == base
 
 
-async def test_whole_weights_end_an_adapter_and_become_the_next_base(workshop: Workshop, tmp_path: Path) -> None:
-    directory = make_adapter(tmp_path / "adapter", workshop.model_dir)
+async def test_whole_weights_end_an_adapter_and_become_the_next_base(tiny: TinyModel, tmp_path: Path) -> None:
+    directory = make_adapter(tmp_path / "adapter", tiny.model_dir)
     first, path, adapter = published_adapter(directory, 1)
-    async with open_engine(InferenceConfig(), workshop.model_dir) as engine:
+    async with open_engine(InferenceConfig(), tiny.model_dir) as engine:
         await engine.load_weights(first, path, adapter=adapter)
-        whole, file = workshop.weights(2)
+        whole, file = tiny.weights(2)
         await engine.load_weights(whole, file)
         assert engine.adapter is None
         assert await engine.base_digest() == await engine.weights_digest() == whole.digest
 
 
 async def test_an_adapter_for_another_base_is_refused_and_the_same_base_accepted(
-    workshop: Workshop, tmp_path: Path
+    tiny: TinyModel, tmp_path: Path
 ) -> None:
-    directory = make_adapter(tmp_path / "adapter", workshop.model_dir)
+    directory = make_adapter(tmp_path / "adapter", tiny.model_dir)
     offered, path, adapter = published_adapter(directory, 1)
     base = digest_of(named_weights(build_model("llama", seed=0)))
-    async with open_engine(InferenceConfig(), workshop.model_dir) as engine:
+    async with open_engine(InferenceConfig(), tiny.model_dir) as engine:
         with pytest.raises(WeightsError, match="was trained on weights with digest other"):
             await engine.load_weights(offered, path, adapter=replace(adapter, base_digest="other"))
         assert engine.publication is None
@@ -104,10 +104,10 @@ async def test_an_adapter_for_another_base_is_refused_and_the_same_base_accepted
         await engine.load_weights(again, path, adapter=replace(adapter, base_digest=base))
 
 
-async def test_an_adapter_is_a_publication_like_any_other(workshop: Workshop, tmp_path: Path) -> None:
-    directory = make_adapter(tmp_path / "adapter", workshop.model_dir)
+async def test_an_adapter_is_a_publication_like_any_other(tiny: TinyModel, tmp_path: Path) -> None:
+    directory = make_adapter(tmp_path / "adapter", tiny.model_dir)
     offered, path, adapter = published_adapter(directory, 5, epoch=2)
-    async with open_engine(InferenceConfig(), workshop.model_dir) as engine:
+    async with open_engine(InferenceConfig(), tiny.model_dir) as engine:
         await engine.load_weights(offered, path, adapter=adapter)
         completion = await engine.generate(PROMPT, SamplingParams(max_tokens=4))
         assert completion.versions.tolist() == [5] * 4
@@ -119,9 +119,9 @@ async def test_an_adapter_is_a_publication_like_any_other(workshop: Workshop, tm
         assert engine.publication == offered
 
 
-async def test_a_damaged_matrix_is_seen_in_the_digest(workshop: Workshop, tmp_path: Path) -> None:
-    offered, path, adapter = published_adapter(make_adapter(tmp_path / "adapter", workshop.model_dir), 1)
-    async with open_engine(InferenceConfig(), workshop.model_dir) as engine:
+async def test_a_damaged_matrix_is_seen_in_the_digest(tiny: TinyModel, tmp_path: Path) -> None:
+    offered, path, adapter = published_adapter(make_adapter(tmp_path / "adapter", tiny.model_dir), 1)
+    async with open_engine(InferenceConfig(), tiny.model_dir) as engine:
         await engine.load_weights(offered, path, adapter=adapter)
         weights: Any = engine.parts.weights
 
@@ -174,9 +174,9 @@ def test_tensors_that_are_no_pair_are_refused() -> None:
         low_rank_pairs(settings, [])
 
 
-async def test_an_adapter_that_does_not_fit_the_model_changes_nothing(workshop: Workshop, tmp_path: Path) -> None:
-    tied = replace(workshop, kind="qwen2")
-    other = make_adapter(tmp_path / "gpt2", replace(workshop, kind="gpt2").model_dir)
+async def test_an_adapter_that_does_not_fit_the_model_changes_nothing(tiny: TinyModel, tmp_path: Path) -> None:
+    tied = replace(tiny, kind="qwen2")
+    other = make_adapter(tmp_path / "gpt2", replace(tiny, kind="gpt2").model_dir)
     async with open_engine(InferenceConfig(), tied.model_dir) as engine:
         base = await engine.weights_digest()
         offered, path, adapter = published_adapter(other, 1)
@@ -194,12 +194,12 @@ async def test_an_adapter_that_does_not_fit_the_model_changes_nothing(workshop: 
         assert engine.publication is None
 
 
-async def test_a_peft_directory_is_served_as_one_model(workshop: Workshop, tmp_path: Path) -> None:
-    directory = make_adapter(tmp_path / "adapter", workshop.model_dir)
+async def test_a_peft_directory_is_served_as_one_model(tiny: TinyModel, tmp_path: Path) -> None:
+    directory = make_adapter(tmp_path / "adapter", tiny.model_dir)
     async with open_engine(InferenceConfig(), directory) as engine:
         await engine.adopt(Publication(id=PublicationId(0), epoch=0, step=0, digest=await engine.weights_digest()))
         assert any("llama" in choice for choice in engine.parts.choices)
-        assert await deviation(engine, peft_model(workshop.model_dir, directory)) < 1e-4
+        assert await deviation(engine, peft_model(tiny.model_dir, directory)) < 1e-4
         # The trainer's reading of it is the same weights.
         assert await engine.weights_digest() == PolicyModel.load(directory).digest()
 
@@ -216,9 +216,9 @@ class Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves i
         return func(*args, **(kwargs or {}))
 
 
-async def test_the_stepping_thread_only_copies_what_was_computed_beside_it(workshop: Workshop, tmp_path: Path) -> None:
-    offered, path, adapter = published_adapter(make_adapter(tmp_path / "adapter", workshop.model_dir), 1)
-    async with open_engine(InferenceConfig(publish="adapter"), workshop.model_dir) as engine:
+async def test_the_stepping_thread_only_copies_what_was_computed_beside_it(tiny: TinyModel, tmp_path: Path) -> None:
+    offered, path, adapter = published_adapter(make_adapter(tmp_path / "adapter", tiny.model_dir), 1)
+    async with open_engine(InferenceConfig(publish="adapter"), tiny.model_dir) as engine:
         weights: Any = engine.parts.weights
         plan, apply = weights.plan_adapter, weights.apply
         threads: dict[str, str] = {}
@@ -240,8 +240,8 @@ async def test_the_stepping_thread_only_copies_what_was_computed_beside_it(works
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_products_by_groups_are_those_one_by_one(workshop: Workshop, tmp_path: Path, kind: str) -> None:
-    shop = replace(workshop, kind=kind)
+def test_products_by_groups_are_those_one_by_one(tiny: TinyModel, tmp_path: Path, kind: str) -> None:
+    shop = replace(tiny, kind=kind)
     directory = make_adapter(tmp_path / "adapter", shop.model_dir, rank_pattern={"(q_proj|c_attn)": 2})
     settings, tensors = read_adapter(directory)
     weights = LiveWeights(build_model(kind, seed=0), torch.device("cpu"))

@@ -12,7 +12,7 @@ import torch
 from rollbook.contracts.policy import Completion, SamplingParams
 from rollbook.inference.engine import Engine, GenerationError, WeightsError
 from rollbook.inference.pause import PauseMode
-from tests.parts.inference.engines import Workshop, until
+from tests.parts.inference.engines import TinyModel, until
 from tests.parts.inference.models import VOCAB, plain_logprobs, publish, write_weights
 
 KINDS = ["llama", "qwen2", "gpt2"]
@@ -51,20 +51,20 @@ async def play(engine: Engine, prompts: list[list[int]], *, temperature: float =
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 async def test_sampling_logprobs_equal_those_of_a_plain_forward(root: Path, kind: str, temperature: float) -> None:
-    workshop = Workshop(root=root, kind=kind)
+    tiny = TinyModel(root=root, kind=kind)
     prompts = prompts_of_many_lengths(40)
-    async with workshop.engine("transformers", max_running=8) as engine:
+    async with tiny.engine("transformers", max_running=8) as engine:
         completions = await play(engine, prompts, temperature=temperature)
-    model = workshop.model(1)
+    model = tiny.model(1)
     for prompt, completion in zip(prompts, completions, strict=True):
         assert_faithful(model, prompt, completion, temperature=temperature)
 
 
 async def test_greedy_takes_the_likeliest_token_and_tells_its_logprob_at_temperature_one(root: Path) -> None:
-    workshop = Workshop(root=root)
-    async with workshop.engine("transformers") as engine:
+    tiny = TinyModel(root=root)
+    async with tiny.engine("transformers") as engine:
         completion = await engine.generate([1, 2, 3], SamplingParams(max_tokens=8, temperature=0.0))
-    model = workshop.model(1)
+    model = tiny.model(1)
     tokens = [1, 2, 3]
     for token in completion.token_ids.tolist():
         with torch.inference_mode():
@@ -74,56 +74,56 @@ async def test_greedy_takes_the_likeliest_token_and_tells_its_logprob_at_tempera
 
 
 async def test_samples_follow_the_models_distribution(root: Path) -> None:
-    workshop = Workshop(root=root)
+    tiny = TinyModel(root=root)
     count = 4000
-    async with workshop.engine("transformers") as engine:
+    async with tiny.engine("transformers") as engine:
         drawn = await asyncio.gather(*(engine.generate([5, 6], SamplingParams(max_tokens=1)) for _ in range(count)))
     frequency = np.bincount([int(completion.token_ids[0]) for completion in drawn], minlength=VOCAB) / count
     with torch.inference_mode():
-        expected = workshop.model(1)(input_ids=torch.tensor([[5, 6]])).logits[0, -1].softmax(-1).numpy()
+        expected = tiny.model(1)(input_ids=torch.tensor([[5, 6]])).logits[0, -1].softmax(-1).numpy()
     # Five standard deviations of a binomial frequency, at its widest.
     assert np.abs(frequency - expected).max() < 5 * (0.25 / count) ** 0.5
 
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_after_recompute_every_token_is_as_if_its_weights_had_read_everything(root: Path, kind: str) -> None:
-    workshop = Workshop(root=root, kind=kind)
+    tiny = TinyModel(root=root, kind=kind)
     prompts = prompts_of_many_lengths(6, seed=3)
     sampling = SamplingParams(max_tokens=60)
-    async with workshop.engine("transformers", kv_after_update="recompute") as engine:
+    async with tiny.engine("transformers", kv_after_update="recompute") as engine:
         answers = [engine.submit(prompt, sampling) for prompt in prompts]
         await until(lambda: engine.stats().tokens > 30)
         await engine.pause(PauseMode.KEEP)
-        await engine.load_weights(*workshop.weights(2))
+        await engine.load_weights(*tiny.weights(2))
         await engine.resume()
         completions = await asyncio.gather(*answers)
     for prompt, completion in zip(prompts, completions, strict=True):
         changed = int((completion.versions == 1).sum())
         assert 0 < changed < 60
-        assert_faithful(workshop.model(2), prompt, completion, start=changed)
+        assert_faithful(tiny.model(2), prompt, completion, start=changed)
 
 
 async def test_after_keep_the_cache_still_holds_keys_of_the_older_weights(root: Path) -> None:
-    workshop = Workshop(root=root)
-    async with workshop.engine("transformers", kv_after_update="keep") as engine:
+    tiny = TinyModel(root=root)
+    async with tiny.engine("transformers", kv_after_update="keep") as engine:
         answer = engine.submit([1, 2, 3, 4, 5, 6], SamplingParams(max_tokens=60))
         await until(lambda: engine.stats().tokens > 5)
         await engine.pause(PauseMode.KEEP)
-        await engine.load_weights(*workshop.weights(2))
+        await engine.load_weights(*tiny.weights(2))
         await engine.resume()
         completion = await answer
     changed = int((completion.versions == 1).sum())
     tokens = [1, 2, 3, 4, 5, 6, *completion.token_ids.tolist()]
-    fresh = plain_logprobs(workshop.model(2), tokens, 6 + changed)
+    fresh = plain_logprobs(tiny.model(2), tokens, 6 + changed)
     assert np.abs(completion.logprobs[changed:] - fresh).max() > 1e-3
 
 
 async def test_an_update_changes_what_repeated_prompts_are_answered_from(root: Path) -> None:
-    workshop = Workshop(root=root)
+    tiny = TinyModel(root=root)
     one = SamplingParams(max_tokens=1)
-    async with workshop.engine("transformers") as engine:
+    async with tiny.engine("transformers") as engine:
         for number in (1, 2):
-            await engine.load_weights(*workshop.weights(number))
+            await engine.load_weights(*tiny.weights(number))
             before = engine.stats().forwards
             first = await engine.generate([7, 8, 9], one)
             second = await engine.generate([7, 8, 9], one)
@@ -131,13 +131,13 @@ async def test_an_update_changes_what_repeated_prompts_are_answered_from(root: P
             assert engine.stats().forwards == before + 1
             for completion in (first, second):
                 assert completion.versions.tolist() == [number]
-                assert_faithful(workshop.model(number), [7, 8, 9], completion)
+                assert_faithful(tiny.model(number), [7, 8, 9], completion)
 
 
 async def test_siblings_with_one_prompt_share_its_prefill_and_go_their_own_ways(root: Path) -> None:
-    workshop = Workshop(root=root)
+    tiny = TinyModel(root=root)
     prompt = [4, 9, 2, 7]
-    async with workshop.engine("transformers") as engine:
+    async with tiny.engine("transformers") as engine:
         await engine.pause(PauseMode.KEEP)
         siblings = [engine.submit(prompt, SamplingParams(max_tokens=12, seed=number)) for number in range(8)]
         await engine.resume()
@@ -145,15 +145,15 @@ async def test_siblings_with_one_prompt_share_its_prefill_and_go_their_own_ways(
         assert engine.stats().forwards == 1 + 11
     assert len({tuple(completion.token_ids.tolist()) for completion in completions}) > 1
     for completion in completions:
-        assert_faithful(workshop.model(1), prompt, completion)
+        assert_faithful(tiny.model(1), prompt, completion)
 
 
 async def test_logits_that_are_not_numbers_fail_their_request_and_the_engine_lives(root: Path, tmp_path: Path) -> None:
-    workshop = Workshop(root=root)
-    broken = workshop.model(1)
+    tiny = TinyModel(root=root)
+    broken = tiny.model(1)
     with torch.no_grad():
         broken.lm_head.weight.fill_(float("nan"))
-    async with workshop.engine("transformers") as engine:
+    async with tiny.engine("transformers") as engine:
         running = engine.submit([1, 2], SamplingParams(max_tokens=100))
         await until(lambda: engine.stats().tokens >= 2)
         path = tmp_path / "broken.safetensors"
@@ -162,65 +162,65 @@ async def test_logits_that_are_not_numbers_fail_their_request_and_the_engine_liv
             await running
         with pytest.raises(GenerationError, match="at position 3"):
             await engine.generate([1, 2, 3], SamplingParams(max_tokens=1))
-        await engine.load_weights(*workshop.weights(3))
+        await engine.load_weights(*tiny.weights(3))
         completion = await engine.generate([1, 2, 3], SamplingParams(max_tokens=20))
-    assert_faithful(workshop.model(3), [1, 2, 3], completion)
+    assert_faithful(tiny.model(3), [1, 2, 3], completion)
 
 
 async def test_keys_that_are_not_numbers_do_not_linger_in_a_slot(root: Path, tmp_path: Path) -> None:
-    workshop = Workshop(root=root)
-    broken = workshop.model(1)
+    tiny = TinyModel(root=root)
+    broken = tiny.model(1)
     with torch.no_grad():
         broken.model.layers[0].self_attn.v_proj.weight.fill_(float("nan"))
-    async with workshop.engine("transformers") as engine:
+    async with tiny.engine("transformers") as engine:
         running = engine.submit([1, 2], SamplingParams(max_tokens=100))
         await until(lambda: engine.stats().tokens >= 20)
         path = tmp_path / "broken.safetensors"
         await engine.load_weights(publish(path, broken, 2), path)
         with pytest.raises(GenerationError):
             await running
-        await engine.load_weights(*workshop.weights(3))
+        await engine.load_weights(*tiny.weights(3))
         # Too different in length to share a prefill: the short one takes the slot as the broken request left it, and the long
         # one makes it read, masked, the positions that were written there.
         prompts = [[1], [n % VOCAB for n in range(100)]]
         completions = await asyncio.gather(*(engine.generate(p, SamplingParams(max_tokens=9)) for p in prompts))
     for prompt, completion in zip(prompts, completions, strict=True):
-        assert_faithful(workshop.model(3), prompt, completion)
+        assert_faithful(tiny.model(3), prompt, completion)
 
 
 async def test_weights_of_another_model_are_refused_by_name_and_nothing_changes(root: Path, tmp_path: Path) -> None:
-    workshop = Workshop(root=root)
+    tiny = TinyModel(root=root)
     path = tmp_path / "other.safetensors"
-    async with workshop.engine("transformers") as engine:
+    async with tiny.engine("transformers") as engine:
         with pytest.raises(WeightsError, match=r"transformer\.h"):
-            await engine.load_weights(publish(path, Workshop(root=root, kind="gpt2").model(1), 2), path)
-        model = workshop.model(2)
+            await engine.load_weights(publish(path, TinyModel(root=root, kind="gpt2").model(1), 2), path)
+        model = tiny.model(2)
         del model.lm_head
         with pytest.raises(WeightsError, match=r"lack tensors.*lm_head\.weight"):
             await engine.load_weights(publish(path, model, 2), path)
         completion = await engine.generate([1, 2, 3], SamplingParams(max_tokens=5))
     assert completion.versions.tolist() == [1] * 5
-    assert_faithful(workshop.model(1), [1, 2, 3], completion)
+    assert_faithful(tiny.model(1), [1, 2, 3], completion)
 
 
 async def test_tied_weights_are_published_once_and_change_both_ends(root: Path, tmp_path: Path) -> None:
-    workshop = Workshop(root=root, kind="qwen2")
+    tiny = TinyModel(root=root, kind="qwen2")
     path = tmp_path / "tied.safetensors"
-    digest = write_weights(path, workshop.model(2))
-    published, _ = workshop.weights(2)
+    digest = write_weights(path, tiny.model(2))
+    published, _ = tiny.weights(2)
     assert published.digest == digest
-    async with workshop.engine("transformers") as engine:
+    async with tiny.engine("transformers") as engine:
         await engine.load_weights(published, path)
         completion = await engine.generate([1, 2, 3], SamplingParams(max_tokens=10))
-    assert_faithful(workshop.model(2), [1, 2, 3], completion)
+    assert_faithful(tiny.model(2), [1, 2, 3], completion)
 
 
 async def test_a_sequence_outgrows_the_cache_it_began_with(root: Path) -> None:
-    workshop = Workshop(root=root)
-    async with workshop.engine("transformers") as engine:
+    tiny = TinyModel(root=root)
+    async with tiny.engine("transformers") as engine:
         short = engine.submit([3], SamplingParams(max_tokens=200))
         await until(lambda: engine.stats().tokens > 5)
         others = [engine.submit([n], SamplingParams(max_tokens=150)) for n in range(5)]
         completion = await short
         await asyncio.gather(*others)
-    assert_faithful(workshop.model(1), [3], completion)
+    assert_faithful(tiny.model(1), [3], completion)

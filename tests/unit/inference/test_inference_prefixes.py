@@ -15,7 +15,7 @@ from rollbook.contracts.policy import Completion, SamplingParams
 from rollbook.inference.engines.embedded.engine import TransformersEngine
 from rollbook.inference.engines.embedded.prefix_cache import PrefixCache
 from rollbook.inference.engines.embedded.slot_cache import LayerShape, SlotCache
-from tests.parts.inference.engines import Workshop, until
+from tests.parts.inference.engines import TinyModel, until
 from tests.parts.inference.models import MAX_LEN, VOCAB, plain_logprobs
 from tests.unit.inference.test_inference_stepping import BYTES_A_TOKEN, assert_faithful, embedded, some_prompts
 
@@ -43,13 +43,13 @@ async def turns(
 
 
 async def mixed_completion(
-    engine: TransformersEngine, workshop: Workshop, prompt: list[int], numbers: range
+    engine: TransformersEngine, tiny: TinyModel, prompt: list[int], numbers: range
 ) -> tuple[Completion, int]:
     """One that new weights met while it ran, and their number."""
     for number in numbers:
         running = engine.submit(prompt, SamplingParams(max_tokens=150))
         await until(lambda: engine.stats().running > 0)
-        await engine.load_weights(*workshop.weights(number))
+        await engine.load_weights(*tiny.weights(number))
         mixed = await running
         if set(mixed.versions.tolist()) == {number - 1, number}:
             return mixed, number
@@ -70,11 +70,11 @@ async def mixed_completion(
 async def test_turns_that_go_on_from_each_other_give_the_same_tokens_and_logprobs(
     root: Path, kind: str, stop: tuple[int, ...], way: dict[str, Any]
 ) -> None:
-    workshop = Workshop(root=root, kind=kind)
+    tiny = TinyModel(root=root, kind=kind)
     prompts = some_prompts(4, 20, 40, seed=1)
     played = {}
     for share in (0.25, 0.0):
-        async with embedded(workshop, prefix_cache_share=share, prefix_cache_least=16, **way) as engine:
+        async with embedded(tiny, prefix_cache_share=share, prefix_cache_least=16, **way) as engine:
             played[share] = await asyncio.gather(
                 *(turns(engine, prompt, count=3, seed=number, stop=stop) for number, prompt in enumerate(prompts))
             )
@@ -82,7 +82,7 @@ async def test_turns_that_go_on_from_each_other_give_the_same_tokens_and_logprob
     for kept, plain in zip(played[0.25], played[0.0], strict=True):
         for (prompt, ours), (_, theirs) in zip(kept, plain, strict=True):
             assert ours.token_ids.tolist() == theirs.token_ids.tolist()
-            assert_faithful(workshop, prompt, ours)
+            assert_faithful(tiny, prompt, ours)
         # All of the turn before but its last token, whose keys were never written.
         expected = [0] + [len(before) + len(said.token_ids) - 1 for before, said in kept[:-1]]
         assert [said.cached_tokens for _, said in kept] == expected
@@ -90,39 +90,39 @@ async def test_turns_that_go_on_from_each_other_give_the_same_tokens_and_logprob
 
 
 async def test_new_weights_empty_the_cache_and_a_request_that_saw_both_is_not_kept(root: Path) -> None:
-    workshop = Workshop(root=root)
+    tiny = TinyModel(root=root)
     prompt = some_prompts(1, 40, 40)[0]
-    async with embedded(workshop, prefix_cache_least=16) as engine:
+    async with embedded(tiny, prefix_cache_least=16) as engine:
         first = await engine.generate(prompt, SamplingParams(max_tokens=4, seed=1))
-        await engine.load_weights(*workshop.weights(2))
+        await engine.load_weights(*tiny.weights(2))
         longer = [*prompt, *first.token_ids.tolist(), 1]
         assert (await engine.generate(longer, SamplingParams(max_tokens=2))).cached_tokens == 0
-        mixed, number = await mixed_completion(engine, workshop, prompt, range(3, 15))
+        mixed, number = await mixed_completion(engine, tiny, prompt, range(3, 15))
         after = [*prompt, *mixed.token_ids.tolist(), 1]
         completion = await engine.generate(after, SamplingParams(max_tokens=3))
         # Its keys are of two versions: taking them over would make the next turn's stamp untrue.
         assert completion.cached_tokens == 0
-        expected = plain_logprobs(workshop.model(number), [*after, *completion.token_ids.tolist()], len(after))
+        expected = plain_logprobs(tiny.model(number), [*after, *completion.token_ids.tolist()], len(after))
         np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
 
 
 async def test_where_running_requests_are_recomputed_they_may_be_kept(root: Path) -> None:
-    workshop = Workshop(root=root)
+    tiny = TinyModel(root=root)
     prompt = some_prompts(1, 40, 40)[0]
-    async with embedded(workshop, prefix_cache_least=16, kv_after_update="recompute") as engine:
-        mixed, number = await mixed_completion(engine, workshop, prompt, range(2, 14))
+    async with embedded(tiny, prefix_cache_least=16, kv_after_update="recompute") as engine:
+        mixed, number = await mixed_completion(engine, tiny, prompt, range(2, 14))
         after = [*prompt, *mixed.token_ids.tolist(), 1]
         completion = await engine.generate(after, SamplingParams(max_tokens=3))
         assert completion.cached_tokens == len(after) - 2
-        expected = plain_logprobs(workshop.model(number), [*after, *completion.token_ids.tolist()], len(after))
+        expected = plain_logprobs(tiny.model(number), [*after, *completion.token_ids.tolist()], len(after))
         np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
 
 
 async def test_siblings_branch_from_one_beginning_and_a_full_cache_preempts_as_before(root: Path) -> None:
-    workshop = Workshop(root=root)
+    tiny = TinyModel(root=root)
     memory_mb = (2 * MAX_LEN + 6 * 64) * BYTES_A_TOKEN["llama"] / 1e6
     system = some_prompts(1, 40, 40, seed=4)[0]
-    async with embedded(workshop, prefix_cache_least=16, kv_memory_mb=memory_mb, max_running=16) as engine:
+    async with embedded(tiny, prefix_cache_least=16, kv_memory_mb=memory_mb, max_running=16) as engine:
         await engine.generate(system, SamplingParams(max_tokens=2))
         prompts = [[*system, *tail] for tail in some_prompts(4, 3, 6, seed=5)]
         asked = [prompt for prompt in prompts for _ in range(3)]
@@ -131,7 +131,7 @@ async def test_siblings_branch_from_one_beginning_and_a_full_cache_preempts_as_b
         assert engine.parts.scheduler.preemptions > 0
         assert engine.parts.scheduler.prefixes.num_tokens <= MAX_LEN + 6 * 64
     for prompt, answer in zip([*asked, *asked], [*answers, *one], strict=True):
-        assert_faithful(workshop, prompt, answer)
+        assert_faithful(tiny, prompt, answer)
     assert sum(answer.cached_tokens >= len(system) for answer in answers) >= 3
 
 

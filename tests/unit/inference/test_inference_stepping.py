@@ -19,7 +19,7 @@ from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
 from rollbook.inference.engine import GenerationError, QueueFullError
 from rollbook.inference.engines.embedded.engine import TransformersEngine, open_engine
 from rollbook.inference.pause import PauseMode
-from tests.parts.inference.engines import Workshop, engine_config, until
+from tests.parts.inference.engines import TinyModel, engine_config, until
 from tests.parts.inference.models import MAX_LEN, VOCAB, plain_logprobs
 
 BYTES_A_TOKEN = {"llama": 2 * 2 * 2 * 8 * 4, "gpt2": 2 * 2 * 4 * 8 * 4}
@@ -32,13 +32,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @asynccontextmanager
-async def embedded(
-    workshop: Workshop, *, is_captured: bool = False, **settings: Any
-) -> AsyncIterator[TransformersEngine]:
+async def embedded(tiny: TinyModel, *, is_captured: bool = False, **settings: Any) -> AsyncIterator[TransformersEngine]:
     """`is_captured`: the way of a GPU, bucketed shapes and all, with plain calls in place of captured graphs."""
     options: dict[str, Any] = {"capture": lambda act: act} if is_captured else {}
-    async with open_engine(engine_config("transformers", **settings), workshop.model_dir, **options) as engine:
-        await engine.load_weights(*workshop.weights(1))
+    async with open_engine(engine_config("transformers", **settings), tiny.model_dir, **options) as engine:
+        await engine.load_weights(*tiny.weights(1))
         yield engine
 
 
@@ -47,17 +45,17 @@ def some_prompts(count: int, shortest: int, longest: int, *, seed: int = 0) -> l
     return [[rng.randrange(VOCAB) for _ in range(rng.randint(shortest, longest))] for _ in range(count)]
 
 
-def assert_faithful(workshop: Workshop, prompt: list[int], completion: Completion, **changes: Any) -> None:
+def assert_faithful(tiny: TinyModel, prompt: list[int], completion: Completion, **changes: Any) -> None:
     tokens = [*prompt, *completion.token_ids.tolist()]
-    expected = plain_logprobs(workshop.model(1), tokens, len(prompt), **changes)
+    expected = plain_logprobs(tiny.model(1), tokens, len(prompt), **changes)
     np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 async def test_a_long_prompt_is_prefilled_in_pieces_while_others_go_on(root: Path, kind: str) -> None:
-    workshop = Workshop(root=root, kind=kind)
+    tiny = TinyModel(root=root, kind=kind)
     long, short = some_prompts(1, 200, 200)[0], [1, 2, 3]
-    async with embedded(workshop, step_prefill_tokens=16, forward_tokens=16) as engine:
+    async with embedded(tiny, step_prefill_tokens=16, forward_tokens=16) as engine:
         running = engine.submit(short, SamplingParams(max_tokens=120))
         await until(lambda: engine.stats().tokens >= 1)
         waiting = engine.submit(long, SamplingParams(max_tokens=5))
@@ -67,19 +65,19 @@ async def test_a_long_prompt_is_prefilled_in_pieces_while_others_go_on(root: Pat
         # Thirteen rounds of prefill, and in each of them the running request got its token.
         assert engine.stats().tokens - before.tokens >= 13
         completions = await asyncio.gather(running, waiting)
-    assert_faithful(workshop, short, completions[0])
-    assert_faithful(workshop, long, completions[1])
+    assert_faithful(tiny, short, completions[0])
+    assert_faithful(tiny, long, completions[1])
 
 
 @pytest.mark.parametrize("is_captured", [False, True])
 async def test_a_full_cache_preempts_the_youngest_and_loses_none_of_its_tokens(root: Path, is_captured: bool) -> None:
-    workshop = Workshop(root=root)
+    tiny = TinyModel(root=root)
     prompts = some_prompts(6, 3, 30)
     # Room for four slots of 64 or one of 256, with a spare of full length beside.
     memory_mb = (MAX_LEN + 4 * 64) * BYTES_A_TOKEN["llama"] / 1e6
     heard: list[int] = []
     async with embedded(
-        workshop, is_captured=is_captured, kv_memory_mb=memory_mb, steps_ahead=2 if is_captured else 0
+        tiny, is_captured=is_captured, kv_memory_mb=memory_mb, steps_ahead=2 if is_captured else 0
     ) as engine:
         answers = [
             engine.submit(
@@ -92,21 +90,21 @@ async def test_a_full_cache_preempts_the_youngest_and_loses_none_of_its_tokens(r
         completions = await asyncio.gather(*answers)
         assert engine.parts.scheduler.preemptions > 0
         assert engine.stats().running == engine.stats().queued == 0
-    async with embedded(workshop) as roomy:
+    async with embedded(tiny) as roomy:
         alone = await asyncio.gather(
             *(roomy.generate(prompt, SamplingParams(max_tokens=150, seed=at)) for at, prompt in enumerate(prompts))
         )
     for prompt, completion, expected in zip(prompts, completions, alone, strict=True):
         assert completion.token_ids.tolist() == expected.token_ids.tolist()
         assert completion.versions.tolist() == [1] * 150
-        assert_faithful(workshop, prompt, completion)
+        assert_faithful(tiny, prompt, completion)
     assert heard == completions[3].token_ids.tolist()
 
 
 async def test_the_cache_never_takes_more_than_its_memory(root: Path) -> None:
-    workshop = Workshop(root=root)
+    tiny = TinyModel(root=root)
     memory_mb = 3 * MAX_LEN * BYTES_A_TOKEN["llama"] / 1e6
-    async with embedded(workshop, kv_memory_mb=memory_mb, max_running=64) as engine:
+    async with embedded(tiny, kv_memory_mb=memory_mb, max_running=64) as engine:
         slots = engine.parts.runner.slots
         answers = [engine.submit(p, SamplingParams(max_tokens=90)) for p in some_prompts(20, 1, 120)]
         most = 0
@@ -118,21 +116,21 @@ async def test_the_cache_never_takes_more_than_its_memory(root: Path) -> None:
 
 async def test_memory_for_not_even_one_sequence_is_refused_with_what_to_do(root: Path) -> None:
     with pytest.raises(RunError, match=r"raise inference\.kv_memory_mb or lower inference\.max_model_len"):
-        async with embedded(Workshop(root=root), kv_memory_mb=0.01):
+        async with embedded(TinyModel(root=root), kv_memory_mb=0.01):
             raise AssertionError("it must not open")
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 @pytest.mark.parametrize("is_captured", [False, True])
 async def test_steps_launched_ahead_change_nothing_that_is_told(root: Path, is_captured: bool, ahead: int) -> None:
-    workshop = Workshop(root=root)
+    tiny = TinyModel(root=root)
     prompts = some_prompts(30, 1, 40, seed=ahead)
     rng = random.Random(5)
     samplings = [
         SamplingParams(max_tokens=rng.choice([1, 2, 7, 40]), stop_token_ids=rng.choice([(), (3,), (4, 5)]), seed=at)
         for at in range(30)
     ]
-    async with embedded(workshop, is_captured=is_captured, steps_ahead=ahead, max_running=7) as engine:
+    async with embedded(tiny, is_captured=is_captured, steps_ahead=ahead, max_running=7) as engine:
         answers = []
         for at, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
             answers.append(engine.submit(prompt, sampling))
@@ -148,22 +146,22 @@ async def test_steps_launched_ahead_change_nothing_that_is_told(root: Path, is_c
             assert hits == [len(tokens) - 1]
         else:
             assert (hits, len(tokens)) == ([], sampling.max_tokens)
-        assert_faithful(workshop, prompt, completion)
+        assert_faithful(tiny, prompt, completion)
 
 
 async def test_an_update_in_flight_stamps_each_token_with_the_weights_of_its_own_step(root: Path) -> None:
-    workshop = Workshop(root=root)
-    async with embedded(workshop, is_captured=True, steps_ahead=3) as engine:
+    tiny = TinyModel(root=root)
+    async with embedded(tiny, is_captured=True, steps_ahead=3) as engine:
         answers = [engine.submit([n], SamplingParams(max_tokens=200)) for n in range(5)]
         await until(lambda: engine.stats().tokens > 40)
-        await engine.load_weights(*workshop.weights(2))
+        await engine.load_weights(*tiny.weights(2))
         completions = await asyncio.gather(*answers)
     for number, completion in enumerate(completions):
         old = int((completion.versions == 1).sum())
         assert 0 < old < 200
         assert completion.versions.tolist() == [1] * old + [2] * (200 - old)
         tokens = [number, *completion.token_ids.tolist()]
-        expected = plain_logprobs(workshop.model(1), tokens[: old + 1], 1)
+        expected = plain_logprobs(tiny.model(1), tokens[: old + 1], 1)
         np.testing.assert_allclose(completion.logprobs[:old], expected, atol=1e-4)
 
 
@@ -171,10 +169,10 @@ async def test_an_update_in_flight_stamps_each_token_with_the_weights_of_its_own
 async def test_logprobs_of_truncated_distributions_are_those_of_a_plain_forward_truncated_likewise(
     root: Path, kind: str
 ) -> None:
-    workshop = Workshop(root=root, kind=kind)
+    tiny = TinyModel(root=root, kind=kind)
     sampling = SamplingParams(max_tokens=25, temperature=0.8, top_k=9, top_p=0.8)
     prompts = some_prompts(8, 2, 20)
-    async with embedded(workshop, is_captured=kind == "llama") as engine:
+    async with embedded(tiny, is_captured=kind == "llama") as engine:
         # Rows that ask for nothing of the kind run beside them.
         beside = [engine.submit([n], SamplingParams(max_tokens=25)) for n in range(4)]
         completions = await asyncio.gather(*(engine.generate(prompt, sampling) for prompt in prompts))
@@ -182,7 +180,7 @@ async def test_logprobs_of_truncated_distributions_are_those_of_a_plain_forward_
     for prompt, completion in zip(prompts, completions, strict=True):
         tokens = [*prompt, *completion.token_ids.tolist()]
         with torch.inference_mode():
-            logits = workshop.model(1)(input_ids=torch.tensor([tokens])).logits[0, len(prompt) - 1 : -1].float() / 0.8
+            logits = tiny.model(1)(input_ids=torch.tensor([tokens])).logits[0, len(prompt) - 1 : -1].float() / 0.8
         for step, (line, token) in enumerate(zip(logits, completion.token_ids.tolist(), strict=True)):
             ordered, order = line.sort(descending=True)
             ordered[9:] = -torch.inf
@@ -191,12 +189,12 @@ async def test_logprobs_of_truncated_distributions_are_those_of_a_plain_forward_
             expected = float(ordered.log_softmax(-1)[(order == token).nonzero()[0, 0]])
             assert completion.logprobs[step] == pytest.approx(expected, abs=1e-3)
     for number, completion in enumerate(whole):
-        assert_faithful(workshop, [number], completion)
+        assert_faithful(tiny, [number], completion)
 
 
 async def test_a_thousand_requests_wait_in_order_and_one_more_is_told_to_come_back(root: Path) -> None:
-    workshop = Workshop(root=root)
-    async with embedded(workshop, max_running=64, max_queued=1000) as engine:
+    tiny = TinyModel(root=root)
+    async with embedded(tiny, max_running=64, max_queued=1000) as engine:
         await engine.pause(PauseMode.KEEP)
         answers = [engine.submit([n % VOCAB], SamplingParams(max_tokens=2)) for n in range(1000)]
         with pytest.raises(QueueFullError) as refused:
@@ -211,45 +209,45 @@ async def test_a_thousand_requests_wait_in_order_and_one_more_is_told_to_come_ba
 
 
 async def test_siblings_that_leave_during_their_prefill_do_not_take_the_others_with_them(root: Path) -> None:
-    workshop = Workshop(root=root)
+    tiny = TinyModel(root=root)
     prompt = some_prompts(1, 150, 150)[0]
-    async with embedded(workshop, step_prefill_tokens=8, forward_tokens=8) as engine:
+    async with embedded(tiny, step_prefill_tokens=8, forward_tokens=8) as engine:
         siblings = [engine.submit(prompt, SamplingParams(max_tokens=4, seed=n)) for n in range(3)]
         await until(lambda: engine.stats().running == 3)
         siblings[0].cancel()
         completions = await asyncio.gather(*siblings[1:])
     for completion in completions:
-        assert_faithful(workshop, prompt, completion)
+        assert_faithful(tiny, prompt, completion)
 
 
 @pytest.mark.parametrize("is_captured", [False, True])
 async def test_recomputing_after_an_update_reaches_prompts_that_were_half_read(root: Path, is_captured: bool) -> None:
-    workshop = Workshop(root=root)
+    tiny = TinyModel(root=root)
     prompt = some_prompts(1, 180, 180)[0]
     async with embedded(
-        workshop, is_captured=is_captured, step_prefill_tokens=8, forward_tokens=8, kv_after_update="recompute"
+        tiny, is_captured=is_captured, step_prefill_tokens=8, forward_tokens=8, kv_after_update="recompute"
     ) as engine:
         running = engine.submit([1], SamplingParams(max_tokens=100))
         await until(lambda: engine.stats().tokens >= 1)
         reading = engine.submit(prompt, SamplingParams(max_tokens=6))
         await until(lambda: engine.stats().running == 2)
-        await engine.load_weights(*workshop.weights(2))
+        await engine.load_weights(*tiny.weights(2))
         completion = await reading
         await running
     new = completion.versions == 2
     assert new.any()
     tokens = [*prompt, *completion.token_ids.tolist()]
-    expected = np.array(plain_logprobs(workshop.model(2), tokens, len(prompt)))
+    expected = np.array(plain_logprobs(tiny.model(2), tokens, len(prompt)))
     np.testing.assert_allclose(completion.logprobs[new], expected[new], atol=1e-4)
 
 
 async def test_the_engine_says_which_way_it_took_and_why(root: Path) -> None:
-    async with embedded(Workshop(root=root, kind="gpt2")) as engine:
+    async with embedded(TinyModel(root=root, kind="gpt2")) as engine:
         assert "because model type gpt2 is not supported" in engine.parts.choices[0]
-    async with embedded(Workshop(root=root), forward="module") as engine:
+    async with embedded(TinyModel(root=root), forward="module") as engine:
         assert "because the config requires it" in engine.parts.choices[0]
         completion = await engine.generate([1, 2], SamplingParams(max_tokens=10))
-    assert_faithful(Workshop(root=root), [1, 2], completion)
+    assert_faithful(TinyModel(root=root), [1, 2], completion)
 
 
 async def test_a_device_this_machine_lacks_is_named(root: Path) -> None:
@@ -257,7 +255,7 @@ async def test_a_device_this_machine_lacks_is_named(root: Path) -> None:
         pytest.skip("it is here")
     for device in ("cuda", "mps"):
         with pytest.raises(RunError, match=device):
-            async with embedded(Workshop(root=root), device=device):
+            async with embedded(TinyModel(root=root), device=device):
                 raise AssertionError("it must not open")
 
 
@@ -265,8 +263,8 @@ async def test_a_device_this_machine_lacks_is_named(root: Path) -> None:
 async def test_a_forward_that_fails_answers_everybody_who_was_in_it_and_the_engine_lives(
     root: Path, monkeypatch: pytest.MonkeyPatch, ahead: int
 ) -> None:
-    workshop = Workshop(root=root)
-    async with embedded(workshop, steps_ahead=ahead, max_running=4) as engine:
+    tiny = TinyModel(root=root)
+    async with embedded(tiny, steps_ahead=ahead, max_running=4) as engine:
         runner, decode = engine.parts.runner, engine.parts.runner.decode
         calls = 0
 
@@ -287,11 +285,11 @@ async def test_a_forward_that_fails_answers_everybody_who_was_in_it_and_the_engi
         assert all(isinstance(outcome, GenerationError | Completion) for outcome in outcomes)
         completion = await engine.generate([1, 2, 3], SamplingParams(max_tokens=9))
         assert engine.stats().running == engine.stats().queued == 0
-    assert_faithful(workshop, [1, 2, 3], completion)
+    assert_faithful(tiny, [1, 2, 3], completion)
 
 
 async def test_who_leaves_while_waiting_makes_place_in_the_queue(root: Path) -> None:
-    async with embedded(Workshop(root=root), max_queued=3) as engine:
+    async with embedded(TinyModel(root=root), max_queued=3) as engine:
         await engine.pause(PauseMode.KEEP)
         leaving = [engine.submit([1], SamplingParams(max_tokens=1)) for _ in range(3)]
         for answer in leaving:

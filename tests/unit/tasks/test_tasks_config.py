@@ -1,4 +1,4 @@
-"""What an operator may set about the order of tasks; nothing that is set goes unread."""
+"""Settings of tasks and of the curriculum."""
 
 from pathlib import Path
 from typing import Any
@@ -7,12 +7,10 @@ import pytest
 from pydantic import ValidationError
 
 from rollbook.contracts.task import Task, TaskId
-from rollbook.tasks.config import TasksConfig
+from rollbook.tasks.config import CurriculumConfig, TasksConfig
 from rollbook.tasks.curriculum import Curriculum
-from rollbook.tasks.curriculum_config import CurriculumConfig
 from rollbook.tasks.cursor import CursorDataLoader
-from rollbook.tasks.dataset import DatasetError, load_tasks
-from rollbook.tasks.source import build_source
+from rollbook.tasks.dataset import DatasetError, build_source, load_tasks
 from tests.parts.tasks.curriculum import tiered
 
 
@@ -26,7 +24,7 @@ def test_the_order_chooses_the_source(tmp_path: Path) -> None:
     assert isinstance(built, Curriculum)
     assert built.propose(9) == Curriculum(tiered(9), seed=3).propose(9) != Curriculum(tiered(9), seed=4).propose(9)
     (draw,) = built.propose(1)
-    assert not (tmp_path / "mastery.jsonl").exists(), "nothing to tell before the first result"
+    assert not (tmp_path / "mastery.jsonl").exists(), "nothing is logged before the first result"
     assert draw.position == 0
 
 
@@ -47,7 +45,7 @@ def test_a_source_is_endless_by_the_settings_of_its_order() -> None:
         ({"order": "random"}, "'cursor' or 'curriculum'"),
     ],
 )
-def test_what_nobody_would_read_is_refused(given: dict[str, Any], message: str) -> None:
+def test_a_setting_without_effect_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         config(**given)
 
@@ -57,13 +55,13 @@ def test_what_nobody_would_read_is_refused(given: dict[str, Any], message: str) 
     [
         ({"relapse_rate": 0.8}, "relapse_rate = 0.8 is above graduate_rate = 0.7"),
         ({"demote_rate": 0.8}, "demote_rate = 0.8 is above promote_rate"),
-        ({"fast_track_rate": 0.6}, "the fast track would be the easy one"),
-        ({"fast_track_tries": 11}, "the fast track would be the slow one"),
+        ({"fast_track_rate": 0.6}, "the fast track would need a lower rate"),
+        ({"fast_track_tries": 11}, "the fast track would need more draws"),
         ({"task_window": 2}, "no task could ever graduate"),
-        ({"tier_window": 12}, "no tier could ever be left"),
-        ({"promote_tries": 21}, "no tier could ever be promoted past"),
-        ({"repeat_after": 20.0}, "the first repetition would come after the last"),
-        ({"tiers": ["a", "a"]}, "names one twice"),
+        ({"tier_window": 12}, "no tier could ever be closed again"),
+        ({"promote_tries": 21}, "no further tier could ever open"),
+        ({"repeat_after": 20.0}, "the first interval would be longer than the longest"),
+        ({"tiers": ["a", "a"]}, "contains a tier twice"),
         ({"sampler": "sequential", "novelty": 2.0}, "'sequential' does not read novelty"),
         ({"weight_field": "share"}, "'mastery' does not read weight_field"),
         ({"sampler": "weighted", "recency": 0.5, "repeat_after": 1.0}, "does not read recency, repeat_after"),
@@ -71,30 +69,30 @@ def test_what_nobody_would_read_is_refused(given: dict[str, Any], message: str) 
         ({"speed": 1}, "speed"),
     ],
 )
-def test_a_curriculum_that_cannot_work_is_refused(given: dict[str, Any], message: str) -> None:
+def test_inconsistent_curriculum_settings_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         CurriculumConfig.model_validate(given)
 
 
-def test_the_resolved_form_of_any_order_loads_again() -> None:
+def test_a_resolved_config_loads_again() -> None:
     for given in ({}, {"order": "curriculum", "curriculum": {"tiers": ["a", 1], "sampler": "weighted"}}):
         resolved = config(**given)
         assert TasksConfig.model_validate(resolved.model_dump(exclude_none=True)) == resolved
 
 
-def test_a_split_keeps_its_rows_under_the_ids_they_have_in_the_whole(tmp_path: Path) -> None:
+def test_ids_do_not_depend_on_the_split(tmp_path: Path) -> None:
     rows = ['{"id": "x", "split": "test"}', '{"id": "x", "split": "train"}', '{"id": "y", "split": "train"}']
     (tmp_path / "t.jsonl").write_text("\n".join(rows), encoding="utf-8")
     assert [task.id for task in load_tasks(config(split="train"), base_dir=tmp_path)] == ["x#2", "y"]
     assert [task.id for task in load_tasks(config(split="test"), base_dir=tmp_path)] == ["x"]
     assert len(load_tasks(config(), base_dir=tmp_path)) == 3
-    with pytest.raises(DatasetError, match="no task is of split 'dev'; there are: test, train"):
+    with pytest.raises(DatasetError, match="no task is in split 'dev'; the splits are: test, train"):
         load_tasks(config(split="dev"), base_dir=tmp_path)
     with pytest.raises(DatasetError, match="task 'x' has no text in field 'part'"):
         load_tasks(config(split="train", split_field="part"), base_dir=tmp_path)
 
 
-def test_a_cursor_does_not_care_for_history() -> None:
+def test_a_cursor_ignores_history() -> None:
     cursor = CursorDataLoader([Task(id=TaskId("t"))])
     before = cursor.propose(3)
     assert not cursor.needs_history

@@ -13,7 +13,7 @@ def tasks(count: int) -> list[Task]:
     return [Task(id=TaskId(f"t{i}"), row={"words": ["a"]}) for i in range(count)]
 
 
-def test_every_epoch_has_every_task_once_in_an_order_of_its_own() -> None:
+def test_every_epoch_has_every_task_once_in_its_own_order() -> None:
     cursor = CursorDataLoader(tasks(20), seed=3)
     draws = cursor.propose(60)
     epochs = [[draw.task_id for draw in draws[i : i + 20]] for i in (0, 20, 40)]
@@ -23,7 +23,7 @@ def test_every_epoch_has_every_task_once_in_an_order_of_its_own() -> None:
     assert [draw.position for draw in draws] == list(range(60))
 
 
-def test_the_order_depends_on_the_seed_and_on_nothing_else() -> None:
+def test_the_order_depends_only_on_the_seed() -> None:
     assert CursorDataLoader(tasks(9), seed=5).propose(30) == CursorDataLoader(tasks(9), seed=5).propose(30)
     assert CursorDataLoader(tasks(9), seed=5).propose(30) != CursorDataLoader(tasks(9), seed=6).propose(30)
     assert [d.task_id for d in CursorDataLoader(tasks(3), shuffle=False).propose(4)] == ["t0", "t1", "t2", "t0"]
@@ -38,18 +38,18 @@ def test_proposing_again_before_taking_gives_the_same_draws() -> None:
     assert cursor.propose(1) == first[2:]
 
 
-def test_a_rollout_that_changes_its_row_poisons_nobody() -> None:
+def test_a_changed_row_does_not_affect_later_draws() -> None:
     cursor = CursorDataLoader(tasks(1))
-    cursor.task(TaskId("t0")).row["words"].append("poison")
+    cursor.task(TaskId("t0")).row["words"].append("changed")
     assert cursor.task(TaskId("t0")).row == {"words": ["a"]}
 
 
-def test_a_task_that_the_dataset_lost_stops_the_run() -> None:
+def test_a_task_missing_from_the_dataset_stops_the_run() -> None:
     with pytest.raises(RunError, match="no longer has it"):
         CursorDataLoader(tasks(1)).task(TaskId("t1"))
 
 
-def test_it_is_exhausted_when_the_last_draw_was_taken_and_not_before() -> None:
+def test_the_cursor_is_exhausted_only_after_the_last_draw_is_taken() -> None:
     cursor = CursorDataLoader(tasks(2), epochs=2)
     assert len(cursor.propose(10)) == 4
     assert cursor.state().is_exhausted is False
@@ -58,7 +58,7 @@ def test_it_is_exhausted_when_the_last_draw_was_taken_and_not_before() -> None:
     assert cursor.propose(1) == []
 
 
-def test_the_position_moves_over_the_settled_prefix_only() -> None:
+def test_the_position_advances_only_over_settled_draws() -> None:
     cursor = CursorDataLoader(tasks(5))
     cursor.propose(4)
     cursor.taken(3)
@@ -71,15 +71,15 @@ def test_the_position_moves_over_the_settled_prefix_only() -> None:
     assert cursor.state().unsettled == 0
 
 
-def test_after_a_restart_gaps_are_proposed_first_and_what_is_open_is_left_to_the_ledger() -> None:
+def test_after_a_restart_gaps_are_proposed_first_and_opened_draws_are_not_proposed() -> None:
     cursor = CursorDataLoader(tasks(100), shuffle=False)
     cursor.rebuild(DrawProgress(opened_below=3, opened_beyond=(4, 7), settled_below=1, settled_beyond=(4,)))
     assert [draw.position for draw in cursor.propose(5)] == [3, 5, 6, 8, 9]
     assert cursor.position == 1
-    assert cursor.state().unsettled == 3, "1, 2 and 7 are being played or wait in the ledger"
+    assert cursor.state().unsettled == 3, "1, 2 and 7 are opened and not settled"
 
 
-def test_taking_more_than_was_proposed_is_a_mistake() -> None:
+def test_taking_more_draws_than_proposed_is_an_error() -> None:
     cursor = CursorDataLoader(tasks(5))
     cursor.propose(1)
     with pytest.raises(ValueError, match="only 1"):

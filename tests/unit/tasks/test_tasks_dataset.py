@@ -1,4 +1,4 @@
-"""Datasets: lasting ids, and errors that name the row."""
+"""Loading of tasks: permanent ids, and errors that name the row."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ def write_rows(path: Path, rows: list[object]) -> None:
     path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
 
 
-def test_rows_keep_their_own_ids_and_others_get_a_digest_of_their_content(tmp_path: Path) -> None:
+def test_rows_keep_their_ids_and_rows_without_one_get_a_digest(tmp_path: Path) -> None:
     write_rows(tmp_path / "t.jsonl", [{"id": "a", "x": 1}, {"id": 7}, {"x": 2, "y": 3}])
     tasks = load_tasks(TasksConfig(source="t.jsonl"), base_dir=tmp_path)
     assert [task.id for task in tasks] == ["a", "7", content_digest({"y": 3, "x": 2})]
@@ -37,7 +37,7 @@ def test_repeated_ids_get_suffixes_that_never_collide(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ("{broken", "line 2: not JSON"),
         ("[1, 2]", "line 2: a list"),
@@ -46,15 +46,15 @@ def test_repeated_ids_get_suffixes_that_never_collide(tmp_path: Path) -> None:
         ('{"id": ""}', "line 2: field 'id' is ''"),
     ],
 )
-def test_a_bad_row_is_named_with_its_line(tmp_path: Path, line: str, told: str) -> None:
+def test_a_bad_row_is_named_with_its_line(tmp_path: Path, line: str, message: str) -> None:
     (tmp_path / "t.jsonl").write_text(f'{{"x": 1}}\n{line}\n')
     with pytest.raises(RunError) as raised:
         load_tasks(TasksConfig(source="t.jsonl"), base_dir=tmp_path)
-    assert told in str(raised.value)
+    assert message in str(raised.value)
     assert "t.jsonl" in str(raised.value)
 
 
-def test_a_missing_or_empty_file_is_an_error_that_says_where_it_was_looked_for(tmp_path: Path) -> None:
+def test_the_error_for_a_missing_or_empty_file_contains_its_path(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=str(tmp_path)):
         load_tasks(TasksConfig(source="missing.jsonl"), base_dir=tmp_path)
     (tmp_path / "empty.jsonl").write_text("\n\n")
@@ -62,7 +62,7 @@ def test_a_missing_or_empty_file_is_an_error_that_says_where_it_was_looked_for(t
         load_tasks(TasksConfig(source="empty.jsonl"), base_dir=tmp_path)
 
 
-def test_a_function_beside_the_config_yields_rows(tmp_path: Path) -> None:
+def test_a_function_in_the_directory_of_the_config_yields_rows(tmp_path: Path) -> None:
     (tmp_path / "tasks_made_here.py").write_text(
         "def numbers(count):\n    for n in range(count):\n        yield {'id': f'n{n}', 'pair': (n, n)}\n"
         "def broken():\n    yield {'x': 1}\n    raise OSError('disk on fire')\n"
@@ -71,7 +71,7 @@ def test_a_function_beside_the_config_yields_rows(tmp_path: Path) -> None:
     config = TasksConfig(source="tasks_made_here:numbers", args={"count": 3})
     tasks = load_tasks(config, base_dir=tmp_path)
     assert [task.id for task in tasks] == ["n0", "n1", "n2"]
-    assert tasks[1].row["pair"] == [1, 1], "rows are plain JSON wherever they come from"
+    assert tasks[1].row["pair"] == [1, 1], "rows are plain JSON, also from a function"
     with pytest.raises(RunError, match="disk on fire"):
         load_tasks(TasksConfig(source="tasks_made_here:broken"), base_dir=tmp_path)
     with pytest.raises(RunError, match="row 0: not plain JSON"):

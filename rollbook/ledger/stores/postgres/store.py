@@ -94,12 +94,12 @@ class _Ear:
 
     def _run(self) -> None:
         """Waits: for notifications. Gives: announcements. Ends: when stopping; a lost connection is made anew."""
-        waits = backoff(most_s=1.0)
+        waits = backoff(max_s=1.0)
         while not self._stopping.is_set():
             try:
                 with explained(self._writer.where):
                     self._listen()
-                waits = backoff(most_s=1.0)
+                waits = backoff(max_s=1.0)
             except (
                 Exception
             ):  # whatever it is, calls report it; an ear that stays deaf would make every wait a long one

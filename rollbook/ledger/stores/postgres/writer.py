@@ -49,7 +49,7 @@ SETTINGS = {
 def patiently(work: Callable[[], T], *, patience_s: float, where: str) -> T:
     """Do it again, with growing waits, as long as the connection is what fails."""
     deadline = Deadline(patience_s, f"ledger in {where}")
-    waits = backoff(first_s=0.02, most_s=1.0)
+    waits = backoff(first_s=0.02, max_s=1.0)
     while True:
         try:
             return work()

@@ -1,8 +1,8 @@
-"""`MasteryRecord`: results are folded into mastery in the order of their draws, whatever the order in which they arrive.
+"""`MasteryRecord`: folds results into mastery in the order of their draws, not of their arrival.
 
-Draws overlap, so a slow one is heard of after faster ones that were handed out later. Mastery depends on order; were it the order
-of arrival, a restart (which reads the ledger by draw) would find another mastery. So results above the oldest draw that is still
-open are kept aside and folded again when one arrives in their midst. What is kept is what is in flight, never history.
+A slow draw finishes after faster ones that were drawn later. Mastery depends on the order, and a restart reads the ledger by draw,
+so the order of arrival must not matter. Results above the oldest unsettled draw are kept, and folded again when an earlier result
+arrives. The kept results are bounded by the draws in flight.
 """
 
 from bisect import bisect_left, insort
@@ -12,19 +12,19 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from rollbook.tasks.curriculum_config import CurriculumConfig
+from rollbook.tasks.config import CurriculumConfig
 from rollbook.tasks.mastery import TaskMastery, TierProgress
-from rollbook.tasks.samplers import NEVER, Standing
+from rollbook.tasks.samplers import NEVER, TaskStates
 from rollbook.tasks.tiers import Tiers
 
 LATE_DRAWS = 1024
-"""A draw that is open for longer than this many later ones is not waited for: more than any gate lets run at the same time. Should
-its result come after all, it counts as of the day it comes."""
+"""A draw is not waited for after this many later ones, which is more than any gate admits at the same time. Its result, should it
+still arrive, counts from its arrival."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Result:
-    """The success of one draw. Sorted by position; draws of two dispatchers may share one."""
+    """The success of one draw. Sorted by position, which draws of two dispatchers may share."""
 
     position: int
     task: int
@@ -39,7 +39,7 @@ class MasteryRecord:
         self._tiers = tiers
         self._rules = rules
         self._ranks = np.array(tiers.ranks, dtype=np.int64)
-        # Folded for good, and folded for now on top of it.
+        # Mastery of settled draws, and on top of it that of the kept results.
         self._settled: dict[int, TaskMastery] = {}
         self._settled_progress = TierProgress()
         self._current: dict[int, TaskMastery] = {}
@@ -54,16 +54,15 @@ class MasteryRecord:
         self._reviews = np.zeros(count, dtype=np.int64)
         self._weight = np.array(weights, dtype=np.float64)
 
-    def handed_out(self, task: int, number: int, position: int) -> None:
-        """A draw of the task is under way or behind us."""
+    def add_draw(self, task: int, number: int, position: int) -> None:
         self._num_draws[task] = max(self._num_draws[task], number + 1)
         self._last_position[task] = max(self._last_position[task], position)
 
     def next_number(self, task: int) -> int:
         return int(self._num_draws[task])
 
-    def add(self, result: Result) -> None:
-        """Note a result; the next `fold` counts it."""
+    def add_result(self, result: Result) -> None:
+        """Keep a result for the next `fold`."""
         self._is_in_order &= bisect_left(self._kept, result) >= self._num_folded
         insort(self._kept, result)
 
@@ -75,24 +74,24 @@ class MasteryRecord:
         at = bisect_left(self._kept, result)
         return at < len(self._kept) and self._kept[at] == result
 
-    def fold(self, *, open_from: int) -> None:
-        """Bring mastery up to date: for good below `open_from`, where every draw is settled or given up; for now above it."""
-        touched: set[int] = set()
+    def fold(self, *, settled_below: int) -> None:
+        """Update mastery with all results. Those below `settled_below` are final and no longer kept."""
+        changed: set[int] = set()
         if not self._is_in_order:
-            touched |= set(self._current)
+            changed |= set(self._current)
             self._current, self._progress, self._num_folded = {}, self._settled_progress, 0
             self._is_in_order = True
         for result in self._kept[self._num_folded :]:
-            self._current[result.task] = self._after(self.mastery(result.task), result)
+            self._current[result.task] = self._with_result(self.mastery(result.task), result)
             self._progress = self._progressed(self._progress, result)
-            touched.add(result.task)
-        num_settled = bisect_left(self._kept, open_from, key=lambda result: result.position)
+            changed.add(result.task)
+        num_settled = bisect_left(self._kept, settled_below, key=lambda result: result.position)
         for result in self._kept[:num_settled]:
-            self._settled[result.task] = self._after(self._settled.get(result.task, TaskMastery()), result)
+            self._settled[result.task] = self._with_result(self._settled.get(result.task, TaskMastery()), result)
             self._settled_progress = self._progressed(self._settled_progress, result)
         del self._kept[:num_settled]
         self._num_folded = len(self._kept)
-        for task in touched:
+        for task in changed:
             mastery = self.mastery(task)
             self._rate[task] = mastery.rate(self._rules)
             self._is_graduated[task] = mastery.is_graduated
@@ -105,11 +104,11 @@ class MasteryRecord:
     def progress(self) -> TierProgress:
         return self._progress
 
-    def standing(self) -> Standing:
+    def task_states(self) -> TaskStates:
         """As of the last `fold`."""
         opened_at = np.array(self._progress.opened_at, dtype=np.int64)
         is_open = self._ranks < len(opened_at)
-        return Standing(
+        return TaskStates(
             is_open=is_open,
             open_since=np.where(is_open, opened_at[np.minimum(self._ranks, len(opened_at) - 1)], 0),
             num_draws=self._num_draws,
@@ -124,7 +123,7 @@ class MasteryRecord:
     def ranks(self) -> NDArray[np.int64]:
         return self._ranks
 
-    def _after(self, mastery: TaskMastery, result: Result) -> TaskMastery:
+    def _with_result(self, mastery: TaskMastery, result: Result) -> TaskMastery:
         return mastery.after(result.success, self._rules)
 
     def _progressed(self, progress: TierProgress, result: Result) -> TierProgress:
