@@ -24,7 +24,8 @@ import psutil
 import uvloop
 
 from rollbook.envs.builtin.awscli.tasks.task_bank import task_bank
-from rollbook.envs.client.pools import EnvSession, GrpoPool
+from rollbook.envs.client.group import GrpoPool
+from rollbook.envs.client.session import EnvSession
 from rollbook.envs.config import EnvConfig
 from rollbook.envs.server.run import serve_environments
 

@@ -1,4 +1,4 @@
-"""Name to environment: one explicit table, and `module:Class` for environments of your own."""
+"""Maps names to environment classes, and creates environments from them."""
 
 import inspect
 from collections.abc import AsyncIterator, Callable
@@ -23,28 +23,32 @@ CATALOG: dict[str, type] = {
     "number_guessing": NumberGuessing,
     "terminal": Terminal,
 }
-# Environments that need an extra: named here, imported when they are chosen.
+# Environments that need an optional package, imported only if they are chosen.
 ON_DEMAND = {
     "aws": "rollbook.envs.builtin.awscli.environment:AwsCliEnvironment",
     "reasoning_gym": "rollbook.envs.builtin.reasoning_gym_maths:ReasoningGymMaths",
 }
-# An environment that gives back a container or a connection may take seconds; one that takes longer hangs.
+# Closing a container or a connection may take seconds; longer means that it hangs.
 CLOSE_WITHIN_S = 20.0
 METHODS = ("reset", "step", "close")
 
 
 class EnvironmentSource:
-    """Makes a fresh environment for each episode. Name and arguments are checked when it is built, not in the first episode."""
+    """Creates an environment for each episode. Name and arguments are checked in the constructor."""
 
     def __init__(self, config: EnvConfig) -> None:
         if config.url is not None:
-            raise RunError(
-                f"env.url names the server {config.url}; no environment is made here (rollbook.envs.client.remote opens it)"
-            )
+            raise RunError(f"env.url is {config.url}: environments are on that server; use rollbook.envs.client.remote")
         self._config = config
         self._kind = environment_class(config.name)
-        check_arguments(config.name, self._kind, config.args)
-        # Threads start with the first call that needs one: quick and async environments cost none.
+        try:
+            self._kind(**config.args)
+        except Exception as error:  # user code may raise anything
+            raise RunError(
+                f"env.args: {config.name} does not accept {config.args!r}: {type(error).__name__}: {error}; "
+                f"its arguments are {inspect.signature(self._kind)}"
+            ) from error
+        # Threads start with the first call that needs one: quick and async environments use none.
         self._threads = DaemonThreads(config.max_threads, name=f"env-{config.name}")
 
     def __call__(self) -> EnvironmentAdapter:
@@ -52,44 +56,33 @@ class EnvironmentSource:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[EnvironmentAdapter]:
-        """A fresh environment for one episode, closed at its end however it ends."""
-        environment = self()
+        """An environment for one episode, always closed at the end."""
+        env = self()
         try:
-            yield environment
+            yield env
         finally:
-            # An environment that hangs or breaks while closing must not cost the episode that was played in it.
-            await finish(environment.close(), within_s=CLOSE_WITHIN_S, name=f"env {self._config.name}.close")
+            # A failed or hanging close does not change the episode's result.
+            await finish(env.close(), within_s=CLOSE_WITHIN_S, name=f"env {self._config.name}.close")
 
     def close(self) -> None:
-        """Let go of the threads. Calls that still run in one are not waited for."""
+        """Shut down the threads without waiting for running calls."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 def environment_class(name: str) -> Callable[..., Any]:
-    """The class behind a name of the catalog or a dotted path. Raises `RunError` that lists what is known."""
+    """The class of a catalog name or of `module:Class`. Raises `RunError` with the known names."""
     if name in CATALOG:
         return CATALOG[name]
-    name = ON_DEMAND.get(name, name)
-    if ":" not in name:
+    path = ON_DEMAND.get(name, name)
+    if ":" not in path:
         raise RunError(
             f"env.name: there is no environment {name!r}; known are {', '.join(sorted([*CATALOG, *ON_DEMAND]))}, "
-            "and 'module:Class' for one of your own"
+            "and 'module:Class' for your own"
         )
-    kind = load_plugin(name, setting="env.name")
+    kind = load_plugin(path, setting="env.name")
     if not isinstance(kind, type):
-        raise RunError(f"env.name = {name!r} is not a class")
+        raise RunError(f"env.name = {path!r} is not a class")
     missing = [method for method in METHODS if not callable(getattr(kind, method, None))]
     if missing:
-        raise RunError(f"env.name: {name} lacks {', '.join(missing)}; an environment has reset, step and close")
+        raise RunError(f"env.name: {path} lacks {', '.join(missing)}; an environment has reset, step and close")
     return kind
-
-
-def check_arguments(name: str, kind: Callable[..., Any], args: dict[str, Any]) -> None:
-    """Build one environment and throw it away: a wrong argument is told before anything starts."""
-    try:
-        kind(**args)
-    except Exception as error:  # foreign code again, at start-up
-        signature = inspect.signature(kind)
-        raise RunError(
-            f"env.args: {name} does not take {args!r}: {type(error).__name__}: {error}; its arguments are {signature}"
-        ) from error

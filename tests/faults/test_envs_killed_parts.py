@@ -7,7 +7,7 @@ import pytest
 
 from rollbook.concurrency.deadline import Deadline
 from rollbook.contracts.errors import EpisodeError, RollbookError, TransientError
-from rollbook.envs.client.pools import GrpoPool
+from rollbook.envs.client.group import GrpoPool
 from rollbook.envs.client.session import (
     ClientOptions,
     EnvSession,

@@ -3,14 +3,14 @@
 import asyncio
 import signal
 import threading
-import time
 
 import psutil
 import pytest
 
 from rollbook.contracts.environment import Observation
 from rollbook.contracts.errors import EpisodeError
-from rollbook.envs.client.pools import GrpoPool, MultiTurnEnvPool
+from rollbook.envs.client.blocking import MultiTurnEnvPool
+from rollbook.envs.client.group import GrpoPool
 from rollbook.envs.client.session import ClientOptions, EnvSession, SessionLostError
 from tests.parts.envs.environments import AWS_ARGS, GAME, served, until
 from tests.parts.envs.server_process import process
@@ -39,24 +39,26 @@ async def test_closing_a_pool_of_a_server_that_stands_still_ends() -> None:
             assert len(again.sessions) == 8
 
 
-async def test_closing_a_blocking_pool_whose_loop_somebody_blocks_ends_too(
+async def test_closing_a_blocking_pool_ends_even_if_a_rollout_blocks_its_loop(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("rollbook.envs.client.blocking.CLOSE_MARGIN_S", 0.1)
-    released = threading.Event()
+    began, released = threading.Event(), threading.Event()
 
-    async def rude(session: EnvSession, first: Observation) -> None:
-        while not released.is_set():
-            time.sleep(0.01)  # noqa: ASYNC251 - the very mistake this test is about
+    async def blocking_rollout(session: EnvSession, first: Observation) -> None:
+        began.set()
+        released.wait()
 
     async with served("number_guessing", size=1) as server:
         pool = await asyncio.to_thread(MultiTurnEnvPool, server.url, 1, options=ClientOptions(close_s=0.1))
-        playing = asyncio.ensure_future(asyncio.to_thread(pool.try_group, GAME, rude))
-        await asyncio.sleep(0.3)
-        await asyncio.to_thread(pool.close)
-        assert "something blocks its event loop" in caplog.text
-        released.set()
-        await asyncio.gather(playing, return_exceptions=True)
+        playing = asyncio.ensure_future(asyncio.to_thread(pool.try_group, GAME, blocking_rollout))
+        try:
+            await asyncio.to_thread(began.wait)
+            await asyncio.to_thread(pool.close)
+            assert "its event loop is blocked" in caplog.text
+        finally:
+            released.set()
+            await asyncio.gather(playing, return_exceptions=True)
         await until(lambda: server.pool.health().busy == 0)
 
 

@@ -240,7 +240,7 @@ async def test_chaos_strikes_the_same_way_for_the_same_seed(environments: AwsCli
     assert texts[0] == texts[1]
 
 
-async def test_a_environment_alone_brings_its_own_simulator_and_takes_it_away() -> None:
+async def test_an_environment_alone_brings_its_own_simulator_and_takes_it_away() -> None:
     env = AwsCliEnvironment()
     try:
         seen = await play(env, bucket_task(), ["aws s3 mb s3://wanted"])

@@ -12,8 +12,9 @@ from aiohttp import web
 
 from rollbook.contracts.environment import Observation
 from rollbook.contracts.errors import EpisodeError, RunError, TransientError
-from rollbook.envs.client.pools import BlockingSession, GroupResult, GroupTooLargeError, GrpoPool, MultiTurnEnvPool
-from rollbook.envs.client.session import ClientOptions, EnvSession
+from rollbook.envs.client.blocking import BlockingSession, MultiTurnEnvPool
+from rollbook.envs.client.group import GroupResult, GrpoPool
+from rollbook.envs.client.session import ClientOptions, EnvSession, GroupTooLargeError
 from tests.parts.envs.environments import GAME, FailsOneReset, Notebook, Waiter, served, until
 
 
@@ -271,11 +272,11 @@ async def test_closing_a_blocking_pool_ends_a_rollout_that_still_waits() -> None
 async def test_tickets_that_make_no_sense_are_refused() -> None:
     async with served("number_guessing", size=2) as server, aiohttp.ClientSession(server.url) as http:
         for body in ({"sessions": 0}, {"sessions": "many"}, {"places": 2}):
-            async with http.post("/tickets", json=body) as reply:
+            async with http.post("/reservations", json=body) as reply:
                 assert reply.status == 422
-        async with http.get("/ws?ticket=never-granted") as reply:
+        async with http.get("/ws?reservation=never-granted") as reply:
             assert reply.status == 410
-        async with http.delete("/tickets/never-granted") as reply:
+        async with http.delete("/reservations/never-granted") as reply:
             assert reply.status == 200
 
 
@@ -291,7 +292,7 @@ def test_the_clients_import_nothing_heavy() -> None:
         "fastapi",
         "websockets",
     }
-    code = "import sys, rollbook.envs.client.pools; print(*sorted(sys.modules))"
+    code = "import sys, rollbook.envs.client.blocking; print(*sorted(sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert heavy.isdisjoint(loaded)
     assert "rollbook.envs.server.app" not in loaded

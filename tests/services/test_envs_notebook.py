@@ -26,7 +26,7 @@ async def test_eight_sessions_of_the_notebook_leave_eight_independent_traces(
                 await result
     shown = capsys.readouterr().out
     assert "eight independent traces" in shown
-    assert "every environment was given back" in shown
+    assert "every environment was returned" in shown
     written = "".join(line for cell in cells for output in cell.get("outputs", []) for line in output["text"])
     assert [line for line in shown.splitlines() if " sees " in line] == [
         line for line in written.splitlines() if " sees " in line

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from rollbook.contracts.errors import EpisodeError, RunError
-from rollbook.envs.client.pools import GroupTooLargeError, GrpoPool
-from rollbook.envs.client.session import ClientOptions, open_session
+from rollbook.envs.client.group import GrpoPool
+from rollbook.envs.client.session import ClientOptions, GroupTooLargeError, open_session
 from tests.parts.envs.environments import served
 
 ROOT = Path(__file__).parents[2]

@@ -141,12 +141,12 @@ async def test_a_client_that_is_already_in_hears_capacity_reached_when_no_enviro
     [
         ({"break": "reset"}, None, "OSError: no disk"),
         ({}, "boom", "KeyError: 'boom'"),
-        ({}, "nan", "a reward is a finite number"),
+        ({}, "nan", "it must be finite"),
         ({}, "surrogate", "cannot be sent as JSON"),
         ({}, "circle", "cannot be sent as JSON"),
     ],
 )
-async def test_what_a_environment_raises_is_an_episode_error_and_the_session_goes_on(
+async def test_what_an_environment_raises_is_an_episode_error_and_the_session_goes_on(
     task: dict[str, str], action: str | None, told: str
 ) -> None:
     async with served(Breaker) as server, open_session(server.url) as environment:
@@ -159,7 +159,7 @@ async def test_what_a_environment_raises_is_an_episode_error_and_the_session_goe
         assert (await environment.step("fact")).facts["when"] == "(1+2j)"
 
 
-async def test_a_environment_that_cannot_be_made_is_told_and_its_place_is_free_again() -> None:
+async def test_an_environment_that_cannot_be_made_is_told_and_its_place_is_free_again() -> None:
     CannotBeMade.made = 0
     async with served(CannotBeMade, size=1) as server:
         for _ in range(2):
@@ -168,7 +168,7 @@ async def test_a_environment_that_cannot_be_made_is_told_and_its_place_is_free_a
         await until(lambda: server.pool.health().busy == 0)
 
 
-async def test_a_environment_that_breaks_while_closing_costs_nobody_a_place(tmp_path: Path) -> None:
+async def test_an_environment_that_breaks_while_closing_costs_nobody_a_place(tmp_path: Path) -> None:
     log = EventLog("env-server", tmp_path / "log.jsonl", echo=(tmp_path / "echo").open("w"))
     env = EnvConfig(name=f"{Breaker.__module__}:Breaker")
     async with serve_environments(env, EnvServerConfig(connect_wait_s=0), size=1, log=log) as server:
@@ -273,9 +273,9 @@ async def test_an_answer_that_comes_too_late_is_never_taken_for_the_next_one() -
     async with served(Waiter) as server:
         environment = await now(server.url, ClientOptions(request_s=0.1))
         await environment.reset({})
-        with pytest.raises(SessionLostError, match="no answer within"):
+        with pytest.raises(SessionLostError, match="no reply within"):
             await environment.step("0.3")
-        with pytest.raises(SessionLostError, match="not answered"):
+        with pytest.raises(SessionLostError, match="got no reply"):
             await environment.step("0")
         await environment.close()
 
@@ -383,7 +383,7 @@ async def test_no_server_and_no_such_server_are_told_apart() -> None:
 
 
 async def test_the_playground_is_for_a_single_environment() -> None:
-    with pytest.raises(RunError, match=r"single environment.* 8 sessions"):
+    with pytest.raises(RunError, match=r"one environment.* 8 sessions"):
         async with served("number_guessing", size=8, playground=True):
             pass
     async with served("number_guessing", size=1, playground=True) as server, aiohttp.ClientSession() as http:

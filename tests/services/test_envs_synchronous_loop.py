@@ -9,7 +9,8 @@ import pytest
 from rollbook.contracts.environment import Observation
 from rollbook.contracts.group import GroupOutcome
 from rollbook.contracts.task import Task, TaskId
-from rollbook.envs.client.pools import BlockingSession, GroupResult, MultiTurnEnvPool
+from rollbook.envs.client.blocking import BlockingSession, MultiTurnEnvPool
+from rollbook.envs.client.group import GroupResult
 from rollbook.tasks.curriculum import Curriculum
 from tests.parts.envs.environments import AWS_ARGS, served
 

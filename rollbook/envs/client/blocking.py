@@ -1,10 +1,10 @@
-"""`MultiTurnEnvPool`: a group of sessions for trainers that cannot await. It has a thread and a loop of its own.
+"""`MultiTurnEnvPool`: a group of sessions for trainers that cannot await. It runs an event loop in its own thread.
 
     with MultiTurnEnvPool("http://localhost:8000", size=8) as pool:
         rewards = pool.run_group(task, play)               # play(session, first_observation), plain or async
 
-The invariants are those of `GrpoPool`, which does the work. The loop answers pings and messages while the trainer computes, so a
-long generation never costs a connection. `close` ends within its budget whatever the server or a rollout does.
+`GrpoPool` does the work and keeps the invariants. The loop answers pings while the trainer computes, so a long generation loses no
+connection. `close` ends within its time limit even if the server or a rollout hangs.
 """
 
 import asyncio
@@ -13,22 +13,22 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError as FutureCancelledError
-from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
 from rollbook.contracts.environment import Observation
 from rollbook.contracts.errors import RunError
-from rollbook.envs.client.group import GroupResult, GrpoPool, Task
+from rollbook.envs.client.group import GroupResult, GrpoPool, Task, results_of
 from rollbook.envs.client.session import DEFAULTS, ClientOptions, EnvSession
+from rollbook.envs.daemon_threads import DaemonThreads
 
 T = TypeVar("T")
-# Beyond the goodbyes themselves: for the loop to notice, and for the thread to end.
+# Added to the time limits of the sessions: for the loop to react and the thread to end.
 CLOSE_MARGIN_S = 5.0
 
 
 class BlockingSession:
-    """A session as plain code sees it. Safe to use from any thread but the pool's own."""
+    """A session with blocking methods, for any thread except the pool's own."""
 
     def __init__(self, session: EnvSession, loop: asyncio.AbstractEventLoop) -> None:
         self._session = session
@@ -49,7 +49,7 @@ AsyncRollout = Callable[[EnvSession, Observation], Awaitable[T]]
 
 
 class MultiTurnEnvPool:
-    """`size` sessions, connected when the constructor returns; what it raises is the first error, and then nothing is left open."""
+    """`size` sessions, connected when the constructor returns. If it raises, no session is left open."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class MultiTurnEnvPool:
         self._close_s = 3 * options.close_s + CLOSE_MARGIN_S
         self._loop = asyncio.new_event_loop()
         self._is_closed = False
-        # A daemon: a rollout that never returns must not keep the interpreter from ending.
+        # A daemon: a rollout that never returns must not keep the interpreter from exiting.
         self._thread = threading.Thread(target=self._run_loop, name="env-pool", daemon=True)
         self._thread.start()
         try:
@@ -94,16 +94,13 @@ class MultiTurnEnvPool:
     def run_group(self, task: Task, rollout_fn: PlainRollout[T] | AsyncRollout[T]) -> list[T]:
         """Reset every session to `task`, then call `rollout_fn(session, first_observation)` for each, concurrently.
 
-        A plain function runs in a thread of its own with a `BlockingSession`; an `async def` runs in the pool's loop. All are
-        awaited; then the first error, if there was one, is raised.
+        A plain function runs in its own thread with a `BlockingSession`; an `async def` runs in the pool's loop. Waits for all,
+        then raises the first error, if any.
         """
-        for outcome in (outcomes := self.try_group(task, rollout_fn)):
-            if isinstance(outcome, Exception):
-                raise outcome
-        return [outcome for outcome in outcomes if not isinstance(outcome, Exception)]
+        return results_of(self.try_group(task, rollout_fn))
 
     def try_group(self, task: Task, rollout_fn: PlainRollout[T] | AsyncRollout[T]) -> list[T | Exception]:
-        """Like `run_group`, but a sibling's failure is an entry of the answer."""
+        """Like `run_group`, but an exception is returned in place of the result."""
 
         async def play() -> list[T | Exception]:
             seen = await self._pool.reset_group(task)
@@ -116,18 +113,16 @@ class MultiTurnEnvPool:
         return self._pool.record_group_result(task, rewards)
 
     def close(self) -> None:
-        """Close every session and end the thread, within a budget. Twice does no harm."""
+        """Close every session and end the thread, within a time limit. A second call does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
         try:
             asyncio.run_coroutine_threadsafe(self._pool.close(), self._loop).result(self._close_s)
         except TimeoutError:
-            # Somebody's async rollout blocks the loop. Its sockets close with the process, and the server then has its places back.
+            # An async rollout blocks the loop. Its sockets close with the process, which frees the server's slots.
             logging.getLogger("rollbook.envs").warning(
-                "the pool of %s did not close within %g s: something blocks its event loop",
-                self._pool.url,
-                self._close_s,
+                "the pool of %s did not close within %g s: its event loop is blocked", self._pool.url, self._close_s
             )
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_MARGIN_S)
@@ -140,12 +135,12 @@ class MultiTurnEnvPool:
             self._loop.run_until_complete(self._end(asyncio.all_tasks(self._loop)))
             self._loop.close()
 
-    async def _end(self, left: set[asyncio.Task[Any]]) -> None:
-        """What still runs is cancelled. If the loop was blocked, the goodbye of `close` never began: it is said here."""
-        for task in left:
+    async def _end(self, running: set[asyncio.Task[Any]]) -> None:
+        """Cancel running tasks. If the loop was blocked during `close`, the sessions are closed here."""
+        for task in running:
             task.cancel()
-        if left:
-            await asyncio.wait(left, timeout=self._close_s)
+        if running:
+            await asyncio.wait(running, timeout=self._close_s)
         await self._pool.close()
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
@@ -162,27 +157,18 @@ class MultiTurnEnvPool:
     async def _play(self, rollout_fn: PlainRollout[T] | AsyncRollout[T], session: EnvSession, first: Observation) -> T:
         if inspect.iscoroutinefunction(rollout_fn):
             return await cast(AsyncRollout[T], rollout_fn)(session, first)
-        return await _in_thread(cast(PlainRollout[T], rollout_fn), BlockingSession(session, self._loop), first)
-
-
-async def _in_thread(rollout_fn: PlainRollout[T], session: BlockingSession, first: Observation) -> T:
-    """One daemon thread for one rollout: an executor's threads would be waited for when the interpreter ends."""
-    done: Future[T] = Future()
-
-    def work() -> None:
-        if not done.set_running_or_notify_cancel():
-            return
+        # One thread for each rollout: a hanging one must not delay others.
+        thread = DaemonThreads(1, name="env-rollout")
         try:
-            done.set_result(rollout_fn(session, first))
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=work, name="env-rollout", daemon=True).start()
-    return await asyncio.wrap_future(done)
+            return await self._loop.run_in_executor(
+                thread, cast(PlainRollout[T], rollout_fn), BlockingSession(session, self._loop), first
+            )
+        finally:
+            thread.shutdown(wait=False)
 
 
 def _wait(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> T:
-    """The result of a coroutine in another thread's loop. An interrupt here cancels it there."""
+    """The result of a coroutine in another thread's loop. An interrupt here cancels the coroutine."""
     if loop.is_closed():
         work.close()
         raise RunError("this pool is closed; make a new one")
@@ -190,7 +176,7 @@ def _wait(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> T:
     try:
         return future.result()
     except FutureCancelledError:
-        raise RunError("this pool was closed while the call was under way") from None
+        raise RunError("this pool was closed during the call") from None
     except BaseException:
         future.cancel()
         raise

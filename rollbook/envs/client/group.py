@@ -1,42 +1,43 @@
-"""Groups of sessions: `GrpoPool` for asynchronous code. For trainers that cannot await, `blocking_pool.py` has `MultiTurnEnvPool`.
+"""Groups of sessions for asynchronous code: `GrpoPool`. For trainers that cannot await, `blocking.py` has `MultiTurnEnvPool`.
 
     async with GrpoPool("http://localhost:8000", size=8) as pool:
         seen = await pool.reset_group(task)
-        rewards = await pool.run_group(rollout)            # one call for each session, at the same time
+        rewards = await pool.run_group(rollout)            # one call for each session, concurrently
         pool.record_group_result(task, rewards)
 
-A group is whole or it is not there: its places are taken by one ticket, every session has answered before the pool is handed out,
-and whatever fails on the way closes all of them and raises the first error. Two groups can never hold half of what they need.
+A group is connected completely or not at all: one reservation covers all of its sessions, and every session has replied before
+`connect` returns. Any failure closes all of them and raises the first error. Two groups can never block each other halfway.
 """
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from aiohttp import ClientError, ClientSession
+from aiohttp import ClientSession
 
-from rollbook.concurrency.deadline import Deadline, DeadlineExceededError
-from rollbook.concurrency.retry import retry
 from rollbook.concurrency.shield import finish
 from rollbook.contracts.environment import Observation
-from rollbook.contracts.errors import EpisodeError, RollbookError, RunError, TransientError
-from rollbook.envs.client.session import DEFAULTS, ClientOptions, EnvSession, ServerFullError, connect, new_http
-from rollbook.envs.server.protocol import TICKETS_PATH
+from rollbook.contracts.errors import EpisodeError, RunError
+from rollbook.envs.client.session import (
+    DEFAULTS,
+    ClientOptions,
+    EnvSession,
+    all_or_first_error,
+    close_sessions,
+    new_http,
+    open_sessions,
+)
 
 T = TypeVar("T")
 Task = Mapping[str, Any]
 
 
-class GroupTooLargeError(RunError):
-    """The pool asks for more sessions than the server has. The message names both numbers."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupResult:
-    """What a group earned. A reward is None where the episode could not be scored."""
+    """The rewards of a group. A reward is None if the episode could not be scored."""
 
     task: Task
     rewards: tuple[float | None, ...]
@@ -63,7 +64,7 @@ class GrpoPool:
         options: ClientOptions = DEFAULTS,
     ) -> None:
         if size < 1:
-            raise ValueError(f"a pool of {size} sessions plays nothing; size is at least 1")
+            raise ValueError(f"size is {size}; a pool needs at least 1 session")
         self.url = url.rstrip("/")
         self.size = size
         self._first_task = first_task
@@ -84,33 +85,32 @@ class GrpoPool:
 
     @property
     def sessions(self) -> tuple[EnvSession, ...]:
-        """All of them, or none before `connect` and after `close`."""
+        """All sessions; empty before `connect` and after `close`."""
         return self._sessions
 
     async def connect(self) -> None:
-        """Open every session, and play the first reset where a `first_task` was given. All or nothing."""
+        """Open every session, and reset to `first_task` if it was given. All or nothing."""
         if self._sessions:
             return
         http = new_http(self._options)
         try:
-            sessions = await self._open(http, self.size)
+            sessions = await open_sessions(http, self.url, self.size, self._options)
             try:
                 last: list[Observation | None] = [None] * self.size
                 if self._first_task is not None:
                     task = self._first_task
                     last = list(await all_or_first_error([session.reset(task) for session in sessions]))
             except BaseException:
-                await self._leave(sessions)
+                await close_sessions(sessions, self._options)
                 raise
         except BaseException:
             await http.close()
             raise
-        # Published only now, when it is complete.
         self._http, self._sessions, self._last = http, tuple(sessions), last
 
     async def reset_group(self, task: Task) -> list[Observation]:
-        """Begin the same task in every session. Lost sessions are replaced first; if any reset fails, all sessions are closed."""
-        await self._mend()
+        """Reset every session to the task. Lost sessions are replaced first; if any reset fails, all sessions are closed."""
+        await self._replace_lost()
         sessions = self._sessions
         try:
             seen = await all_or_first_error([session.reset(task) for session in sessions])
@@ -121,21 +121,26 @@ class GrpoPool:
         return seen
 
     async def run_group(self, rollout_fn: Callable[[EnvSession], Awaitable[T]]) -> list[T]:
-        """Call `rollout_fn` once for each session, concurrently. All are awaited; then the first error, if any, is raised."""
-        outcomes = await self.try_group(rollout_fn)
-        for outcome in outcomes:
-            if isinstance(outcome, Exception):
-                raise outcome
-        return [outcome for outcome in outcomes if not isinstance(outcome, Exception)]
+        """Call `rollout_fn` once for each session, concurrently. Waits for all, then raises the first error, if any."""
+        return results_of(await self.try_group(rollout_fn))
 
     async def try_group(self, rollout_fn: Callable[[EnvSession], Awaitable[T]]) -> list[T | Exception]:
-        """Like `run_group`, but a sibling's failure is an entry of the answer: the others keep what they played."""
-        await self._mend()
-        return await asyncio.gather(*(_outcome(rollout_fn, session) for session in self._sessions))
+        """Like `run_group`, but an exception is returned in place of the result: the other sessions keep theirs."""
+        await self._replace_lost()
+
+        async def outcome(session: EnvSession) -> T | Exception:
+            try:
+                return await rollout_fn(session)
+            except Exception as error:  # the caller's code may raise anything
+                return error
+
+        return await asyncio.gather(*(outcome(session) for session in self._sessions))
 
     async def run_group_step(self, actions: Sequence[str | Mapping[str, Any] | None]) -> list[Observation]:
-        """One step in each session. None where an episode is over: its last observation is repeated."""
-        sessions = self._connected()
+        """One step in each session. None for an episode that is over; its last observation is repeated."""
+        if not self._sessions:
+            raise RunError("this pool is not connected; use `async with GrpoPool(…)`, or await connect() first")
+        sessions = self._sessions
         if len(actions) != self.size:
             raise ValueError(
                 f"{len(actions)} actions for {self.size} sessions; give one each, None where the episode is over"
@@ -147,19 +152,15 @@ class GrpoPool:
                 raise EpisodeError(f"session {index} has no episode yet; call reset_group first")
             if action is None and not last.done:
                 raise ValueError(f"session {index} is not done, but its action is None")
-            return last if action is None else await sessions[index].step(action)
+            seen = last if action is None else await sessions[index].step(action)
+            self._last[index] = seen
+            return seen
 
-        answers = await asyncio.gather(*(act(i, action) for i, action in enumerate(actions)), return_exceptions=True)
-        for index, answer in enumerate(answers):
-            if isinstance(answer, Observation):
-                self._last[index] = answer
-        failed = [answer for answer in answers if isinstance(answer, BaseException)]
-        if failed:
-            raise failed[0]
-        return [answer for answer in answers if isinstance(answer, Observation)]
+        outcomes = await asyncio.gather(*(act(i, action) for i, action in enumerate(actions)), return_exceptions=True)
+        return results_of(outcomes)
 
     def record_group_result(self, task: Task, rewards: Sequence[float | None]) -> GroupResult:
-        """Tell `on_result` (a curriculum) what the group earned. NaN and None mean: could not be scored, which is not a zero."""
+        """Report the rewards to `on_result` (a curriculum). NaN and None mean "could not be scored", not 0."""
         if len(rewards) != self.size:
             raise ValueError(
                 f"{len(rewards)} rewards for a group of {self.size}; give one each, None where there is none"
@@ -171,134 +172,40 @@ class GrpoPool:
         return result
 
     async def close(self) -> None:
-        """Close every session, within `close_s`. Twice does no harm."""
+        """Close every session, within a time limit. A second call does nothing."""
         sessions, self._sessions = self._sessions, ()
         http, self._http = self._http, None
         self._last = []
         try:
-            await self._leave(sessions)
+            await close_sessions(sessions, self._options)
         finally:
             if http is not None:
                 await finish(http.close(), within_s=self._options.close_s, name="closing connections")
 
-    def _connected(self) -> tuple[EnvSession, ...]:
-        if not self._sessions:
-            raise RunError("this pool is not connected; use `async with GrpoPool(…)`, or await connect() first")
-        return self._sessions
-
-    async def _mend(self) -> None:
-        """Replace sessions whose environment or connection was lost. A pool that a failure has closed is connected again."""
+    async def _replace_lost(self) -> None:
+        """Replace lost sessions. Reconnect a pool that was closed by a failure."""
         if not self._sessions:
             await self.connect()
         lost = [index for index, session in enumerate(self._sessions) if session.is_lost]
         if not lost:
             return
         assert self._http is not None  # set together with the sessions
-        await self._leave([self._sessions[index] for index in lost])
+        await close_sessions([self._sessions[index] for index in lost], self._options)
         try:
-            fresh = dict(zip(lost, await self._open(self._http, len(lost)), strict=True))
+            opened = await open_sessions(self._http, self.url, len(lost), self._options)
         except BaseException:
             await self.close()
             raise
+        fresh = dict(zip(lost, opened, strict=True))
         self._sessions = tuple(fresh.get(index, session) for index, session in enumerate(self._sessions))
         self._last = [None if index in fresh else seen for index, seen in enumerate(self._last)]
 
-    async def _open(self, http: ClientSession, count: int) -> list[EnvSession]:
-        """`count` sessions that have all answered. A full server is asked again until `connect_s` is over."""
-        deadline = Deadline(self._options.connect_s, f"connecting {count} sessions to {self.url}")
 
-        async def attempt() -> list[EnvSession]:
-            ticket = await take_ticket(http, self.url, count, deadline=deadline)
-            opened: list[EnvSession] = []
-
-            async def one() -> None:
-                opened.append(await connect(http, self.url, self._options, deadline=deadline, ticket=ticket))
-
-            try:
-                await all_or_first_error([one() for _ in range(count)])
-            except BaseException as error:
-                await self._leave(opened)
-                if ticket is not None:
-                    await drop_ticket(http, self.url, ticket, within_s=self._options.close_s)
-                if isinstance(error, ServerFullError) and error.capacity is not None and error.capacity < count:
-                    raise _too_large(count, error.capacity, self.url) from error
-                raise
-            return opened
-
-        return await retry(attempt, on=ServerFullError, deadline=deadline)
-
-    async def _leave(self, sessions: Sequence[EnvSession]) -> None:
-        # Each goodbye has its own budget; twice that bounds all of them together, whatever a server does.
-        goodbyes = _gather([session.close() for session in sessions])
-        await finish(goodbyes, within_s=2 * self._options.close_s, name="closing sessions")
-
-
-async def take_ticket(http: ClientSession, url: str, count: int, *, deadline: Deadline) -> str | None:
-    """One ticket for `count` sessions, waited for in the server's queue; None from a server that knows no tickets."""
-    wait_s = deadline.require()
-    try:
-        async with (
-            deadline.limit(f"a ticket for {count} sessions"),
-            http.post(f"{url}{TICKETS_PATH}", json={"sessions": count, "wait_s": 0.9 * wait_s}) as reply,
-        ):
-            if reply.status in (404, 405):
-                return None
-            body = await reply.json(content_type=None)
-    except DeadlineExceededError as error:
-        raise TransientError(str(error)) from error
-    except (ClientError, OSError, ValueError) as error:
-        raise TransientError(f"no ticket from {url}: {error}; is the server running?") from error
-    if reply.status == 200:
-        return str(body["ticket"])
-    message = body.get("data", {}).get("message", body) if isinstance(body, Mapping) else body
-    if reply.status == 409:
-        raise GroupTooLargeError(f"{url}: {message}")
-    if reply.status == 503:
-        raise ServerFullError(f"{url}: {message}")
-    raise RunError(f"{url} answered {reply.status} to a request for {count} sessions: {message}")
-
-
-async def drop_ticket(http: ClientSession, url: str, ticket: str, *, within_s: float) -> None:
-    """Give back what is left of a ticket. If that fails, the server takes it back by itself when its hold is over."""
-
-    async def drop() -> None:
-        async with http.delete(f"{url}{TICKETS_PATH}/{ticket}"):
-            pass
-
-    await finish(drop(), within_s=within_s, name="dropping a ticket")
-
-
-def _too_large(size: int, capacity: int, url: str) -> GroupTooLargeError:
-    return GroupTooLargeError(
-        f"{url}: {size} sessions were asked for, but this server has {capacity}; "
-        f"ask for at most {capacity}, or start the server with a pool of at least {size}"
-    )
-
-
-async def all_or_first_error(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Every result, in order; or the error that came first, with the others cancelled and ended."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        failed = [task.exception() for task in tasks if task.done() and not task.cancelled()]
-        first = next((error for error in failed if error is not None), None)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    if first is not None:
-        raise first
-    return [task.result() for task in tasks]
-
-
-async def _outcome(rollout_fn: Callable[[EnvSession], Awaitable[T]], session: EnvSession) -> T | Exception:
-    try:
-        return await rollout_fn(session)
-    except RollbookError as error:
-        return error
-    except Exception as error:  # the caller's own code: it decides what this means
-        return error
-
-
-async def _gather(calls: Sequence[Coroutine[Any, Any, None]]) -> None:
-    await asyncio.gather(*calls, return_exceptions=True)
+def results_of(outcomes: Sequence[T | BaseException]) -> list[T]:
+    """All results; raises the first exception, if any."""
+    results: list[T] = []
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+        results.append(outcome)
+    return results

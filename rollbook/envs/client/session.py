@@ -1,19 +1,19 @@
-"""A client of an OpenEnv server over a plain WebSocket: one session, one environment. Satisfies `Environment`.
+"""A client of an OpenEnv server over a WebSocket: one session, one environment. Satisfies `Environment`.
 
-    async with open_session("http://localhost:8000") as environment:
-        seen = await environment.reset({"secret": 7, "low": 0, "high": 15})
-        seen = await environment.step("7")
+    async with open_session("http://localhost:8000") as env:
+        seen = await env.reset({"secret": 7, "low": 0, "high": 15})
+        seen = await env.step("7")
 
-It imports nothing heavy, and it speaks to servers of the `openenv` package as well. A lost connection, a dead environment and a
-late
-answer are `EpisodeError`s: the episode is given up and never scored.
+It also works with servers of the `openenv` package. A lost connection, a dead environment and a late reply raise `EpisodeError`:
+the
+episode is dropped and never scored.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import (
     ClientError,
@@ -28,10 +28,12 @@ from aiohttp import (
 
 from rollbook.concurrency.deadline import Deadline, DeadlineExceededError
 from rollbook.concurrency.retry import retry
+from rollbook.concurrency.shield import finish
 from rollbook.contracts.environment import Observation
 from rollbook.contracts.errors import EpisodeError, RunError, TransientError
 from rollbook.envs.server.protocol import (
     ACTION_FIELD,
+    RESERVATIONS_PATH,
     SOCKET_PATH,
     ErrorCode,
     Reply,
@@ -43,41 +45,47 @@ from rollbook.envs.server.protocol import (
     read_reply,
 )
 
+T = TypeVar("T")
+
 
 class ServerFullError(TransientError):
-    """The server has no place now. `capacity` is how many it has, where it said so."""
+    """The server has no free session. `capacity` is its number of sessions, if it reported it."""
 
     def __init__(self, message: str, *, capacity: int | None = None, retry_after_s: float | None = None) -> None:
         super().__init__(message, retry_after_s=retry_after_s)
         self.capacity = capacity
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_revive_full, (str(self), self.capacity, self.retry_after_s))
+        return (_unpickle_full, (str(self), self.capacity, self.retry_after_s))
 
 
-def _revive_full(message: str, capacity: int | None, retry_after_s: float | None) -> ServerFullError:
+def _unpickle_full(message: str, capacity: int | None, retry_after_s: float | None) -> ServerFullError:
     return ServerFullError(message, capacity=capacity, retry_after_s=retry_after_s)
 
 
+class GroupTooLargeError(RunError):
+    """The request is for more sessions than the server has. The message contains both numbers."""
+
+
 class SessionLostError(EpisodeError):
-    """The session is gone or out of step; its episode cannot go on."""
+    """The session is closed or its replies are out of order; its episode cannot continue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientOptions:
-    """How to speak to a server. The names of fields matter for servers that are not ours."""
+    """Time limits and field names. The field names matter for other OpenEnv servers."""
 
     connect_s: float = 60.0
-    """The whole connect, waits for a place included."""
+    """The whole connect, including the wait for a free session."""
     request_s: float = 180.0
-    """The longest wait for one answer. Above the server's own budgets, so that its explanation arrives."""
+    """The longest wait for one reply. Longer than the server's limits, so that its error message arrives."""
     close_s: float = 10.0
-    """The longest goodbye."""
+    """The longest wait for the server to close the session."""
     max_message_bytes: int = 64 * 1024 * 1024
     action_field: str = ACTION_FIELD
-    """The name of the text in an action; an echo server calls it `message`."""
+    """The field of the text in an action; an echo server calls it `message`."""
     task_field: str | None = "task"
-    """The name a task is sent under; None sends the fields of the row themselves."""
+    """The field of the task in a reset; None sends the fields of the row themselves."""
     token: str | None = field(default=None, repr=False)
 
 
@@ -85,24 +93,105 @@ DEFAULTS = ClientOptions()
 
 
 def new_http(options: ClientOptions = DEFAULTS) -> ClientSession:
-    """The connections of a client or of a pool."""
+    """The HTTP connections of a client or of a pool."""
     headers = {} if options.token is None else {"Authorization": f"Bearer {options.token}"}
-    # No limit: how many there are is decided by who asks for sessions, and a hidden queue here would be a wait nobody can see.
+    # No limit: the callers bound the number of sessions, and a queue inside aiohttp would be an invisible wait.
     return ClientSession(connector=TCPConnector(limit=0), headers=headers, timeout=ClientTimeout(total=None))
 
 
 @asynccontextmanager
 async def open_session(url: str, options: ClientOptions = DEFAULTS) -> AsyncIterator["EnvSession"]:
-    """A session with an environment of its own, closed at the end. A full server is asked again until `connect_s` is over."""
+    """One session, closed at the end. Waits up to `connect_s` for a full server."""
     async with new_http(options) as http:
-        deadline = Deadline(options.connect_s, f"connecting to {url}")
-        session = await retry(
-            lambda: connect(http, url, options, deadline=deadline), on=ServerFullError, deadline=deadline
-        )
+        (session,) = await open_sessions(http, url.rstrip("/"), 1, options)
         try:
             yield session
         finally:
             await session.close()
+
+
+async def open_sessions(http: ClientSession, url: str, count: int, options: ClientOptions) -> list["EnvSession"]:
+    """Open `count` sessions, all or none. Waits up to `connect_s` for a full server."""
+    deadline = Deadline(options.connect_s, f"connecting {count} sessions to {url}")
+
+    async def attempt() -> list[EnvSession]:
+        reservation = await _reserve(http, url, count, deadline=deadline)
+        opened: list[EnvSession] = []
+
+        async def open_one() -> None:
+            opened.append(await connect(http, url, options, deadline=deadline, reservation=reservation))
+
+        try:
+            await all_or_first_error([open_one() for _ in range(count)])
+        except BaseException as error:
+            await close_sessions(opened, options)
+            if reservation is not None:
+                # If this fails, the server cancels the reservation when its hold time is over.
+                cancel = _cancel_reservation(http, f"{url}{RESERVATIONS_PATH}/{reservation}")
+                await finish(cancel, within_s=options.close_s, name="cancelling a reservation")
+            if isinstance(error, ServerFullError) and error.capacity is not None and error.capacity < count:
+                raise GroupTooLargeError(
+                    f"{url}: {count} sessions were requested, but this server has {error.capacity}; "
+                    f"request at most {error.capacity}, or start the server with a pool of at least {count}"
+                ) from error
+            raise
+        return opened
+
+    return await retry(attempt, on=ServerFullError, deadline=deadline)
+
+
+async def close_sessions(sessions: Sequence["EnvSession"], options: ClientOptions) -> None:
+    async def close() -> None:
+        await asyncio.gather(*(session.close() for session in sessions), return_exceptions=True)
+
+    # Each close has its own limit; twice that bounds all of them together.
+    await finish(close(), within_s=2 * options.close_s, name="closing sessions")
+
+
+async def all_or_first_error(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results, in order. On the first error the other calls are cancelled, and the error is raised."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        failed = [task.exception() for task in tasks if task.done() and not task.cancelled()]
+        first = next((error for error in failed if error is not None), None)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    if first is not None:
+        raise first
+    return [task.result() for task in tasks]
+
+
+async def _reserve(http: ClientSession, url: str, count: int, *, deadline: Deadline) -> str | None:
+    """A reservation of `count` sessions, after waiting in the server's queue; None if the server has no reservations."""
+    wait_s = deadline.require()
+    try:
+        async with (
+            deadline.limit(f"reserving {count} sessions"),
+            http.post(f"{url}{RESERVATIONS_PATH}", json={"sessions": count, "wait_s": 0.9 * wait_s}) as reply,
+        ):
+            if reply.status in (404, 405):
+                return None
+            body = await reply.json(content_type=None)
+    except DeadlineExceededError as error:
+        raise TransientError(str(error)) from error
+    except (ClientError, OSError, ValueError) as error:
+        raise TransientError(f"no reservation from {url}: {error}; is the server running?") from error
+    if reply.status == 200:
+        return str(body["reservation"])
+    message = body.get("data", {}).get("message", body) if isinstance(body, Mapping) else body
+    if reply.status == 409:
+        raise GroupTooLargeError(f"{url}: {message}")
+    if reply.status == 503:
+        raise ServerFullError(f"{url}: {message}")
+    raise RunError(f"{url} replied {reply.status} to a request for {count} sessions: {message}")
+
+
+async def _cancel_reservation(http: ClientSession, address: str) -> None:
+    async with http.delete(address):
+        pass
 
 
 async def connect(
@@ -111,14 +200,15 @@ async def connect(
     options: ClientOptions = DEFAULTS,
     *,
     deadline: Deadline,
-    ticket: str | None = None,
+    reservation: str | None = None,
 ) -> "EnvSession":
-    """One session that has answered once: a server may accept a connection first and refuse it then.
+    """One session that has replied once, since a server may accept a connection first and refuse it then.
 
-    Raises `ServerFullError` when there is no place, `TransientError` when there is no server, `RunError` when it is no such server.
+    Raises `ServerFullError` if no session is free, `TransientError` if there is no server, `RunError` if it is not an OpenEnv
+    server.
     """
     address = f"{url.rstrip('/')}{SOCKET_PATH}"
-    params = {} if ticket is None else {"ticket": ticket}
+    params = {} if reservation is None else {"reservation": reservation}
     try:
         async with deadline.limit(f"opening {address}"):
             socket = await http.ws_connect(
@@ -129,14 +219,14 @@ async def connect(
                 compress=0,
             )
     except WSServerHandshakeError as error:
-        raise _refused(address, error) from error
+        raise _handshake_error(address, error) from error
     except DeadlineExceededError as error:
         raise TransientError(str(error)) from error
     except (ClientError, OSError) as error:
         raise TransientError(f"no connection to {address}: {error}; is the server running?") from error
     session = EnvSession(socket, address, options)
     try:
-        async with deadline.limit(f"the first answer of {address}"):
+        async with deadline.limit(f"the first reply of {address}"):
             await session.state()
     except DeadlineExceededError as error:
         await session.close()
@@ -147,25 +237,25 @@ async def connect(
     return session
 
 
-def _refused(address: str, error: WSServerHandshakeError) -> Exception:
+def _handshake_error(address: str, error: WSServerHandshakeError) -> Exception:
     match error.status:
         case 503:
-            advice = error.headers.get("Retry-After", "") if error.headers else ""
+            retry_after = error.headers.get("Retry-After", "") if error.headers else ""
             return ServerFullError(
-                f"{address} has no free session", retry_after_s=float(advice) if advice.isdigit() else None
+                f"{address} has no free session", retry_after_s=float(retry_after) if retry_after.isdigit() else None
             )
         case 401 | 403:
-            return RunError(f"{address} refused the connection ({error.status}); give the client the server's token")
+            return RunError(f"{address} refused the connection ({error.status}); set the server's token in the client")
         case 410:
-            return TransientError(f"{address}: the ticket of this group is no longer valid; ask for a new one")
+            return TransientError(f"{address}: the reservation is no longer valid; request a new one")
         case _:
             return RunError(
-                f"{address} answered {error.status} to a WebSocket; is this the address of an OpenEnv server?"
+                f"{address} replied {error.status} to a WebSocket; is this the address of an OpenEnv server?"
             )
 
 
 class EnvSession:
-    """One session. One call at a time; a call that is cancelled or late ends it, since its answer could be taken for the next."""
+    """One session. Calls are sequential. A cancelled or late call closes it, since its reply could be taken for the next one's."""
 
     def __init__(self, socket: ClientWebSocketResponse, address: str, options: ClientOptions) -> None:
         self._socket = socket
@@ -176,7 +266,7 @@ class EnvSession:
 
     @property
     def is_lost(self) -> bool:
-        """Whether this session can serve no more. A new one is needed."""
+        """Whether this session is unusable and must be replaced."""
         return self._lost is not None or self._socket.closed
 
     async def reset(self, task: Mapping[str, Any], *, episode_id: str | None = None) -> Observation:
@@ -184,18 +274,18 @@ class EnvSession:
         data: dict[str, Any] = dict(task) if name is None else {name: dict(task)}
         if episode_id is not None:
             data["episode_id"] = episode_id
-        return self._observation(await self._ask(Verb.RESET, data))
+        return self._observation(await self._request(Verb.RESET, data))
 
     async def step(self, action: str | Mapping[str, Any]) -> Observation:
-        """One step. A text goes under `action_field`; an object is sent as it is."""
+        """One step. A text is sent in `action_field`; a mapping is sent unchanged."""
         data = {self._options.action_field: action} if isinstance(action, str) else dict(action)
-        return self._observation(await self._ask(Verb.STEP, data))
+        return self._observation(await self._request(Verb.STEP, data))
 
     async def state(self) -> dict[str, Any]:
-        return (await self._ask(Verb.STATE)).data
+        return (await self._request(Verb.STATE)).data
 
     async def close(self) -> None:
-        """Say goodbye and wait until the server has tidied up, for at most `close_s`. Never raises, and twice does no harm."""
+        """Close the session and wait up to `close_s` for the server to free it. Never raises; a second call does nothing."""
         was_lost, self._lost = self._lost is not None, self._lost or "it was closed here"
         if self._socket.closed:
             return
@@ -203,44 +293,42 @@ class EnvSession:
             if not was_lost:
                 async with asyncio.timeout(self._options.close_s):
                     await self._socket.send_str(encode(Verb.CLOSE))
-                    # The server closes its end once the place is free again: then somebody may connect at once.
+                    # The server closes its side once the slot is free, so the next connect succeeds.
                     while (await self._socket.receive()).type in (WSMsgType.TEXT, WSMsgType.BINARY):
                         pass
         with suppress(ClientError, ConnectionError):
             await self._socket.close()
 
-    async def _ask(self, verb: Verb, data: Mapping[str, Any] | None = None) -> Reply:
+    async def _request(self, verb: Verb, data: Mapping[str, Any] | None = None) -> Reply:
         async with self._lock:
             if self._lost is not None:
-                raise SessionLostError(f"{verb}: the session with {self._address} is over ({self._lost})")
+                raise SessionLostError(f"{verb}: the session with {self._address} is closed ({self._lost})")
             finished = False
             try:
                 async with asyncio.timeout(self._options.request_s):
                     await self._socket.send_str(encode(verb, data))
                     message = await self._socket.receive()
                 if message.type not in (WSMsgType.TEXT, WSMsgType.BINARY):
-                    raise SessionLostError(f"{verb}: {self._address} closed the connection; this episode is given up")
+                    raise SessionLostError(f"{verb}: {self._address} closed the connection; this episode is dropped")
                 reply = read_reply(message.data)
                 finished = True
             except TimeoutError:
-                late = f"no answer within {self._options.request_s:g} s"
-                raise SessionLostError(f"{verb}: {late} from {self._address}; this episode is given up") from None
+                limit = f"no reply within {self._options.request_s:g} s"
+                raise SessionLostError(f"{verb}: {limit} from {self._address}; this episode is dropped") from None
             except (ClientError, ConnectionError) as error:
                 raise SessionLostError(f"{verb}: the connection to {self._address} broke: {error}") from error
             except WireError as error:
                 raise EpisodeError(f"{verb}: {self._address}: {error}") from error
             finally:
                 if not finished:
-                    self._lost = f"{verb} was not answered"
+                    self._lost = f"{verb} got no reply"
         if reply.kind is ReplyKind.ERROR:
-            raise self._told(verb, reply.data)
+            raise self._error(verb, reply.data)
         return reply
 
-    def _told(self, verb: Verb, data: Mapping[str, Any]) -> Exception:
-        code, message = (
-            data.get("code"),
-            f"{verb}: {self._address} says: {data.get('message', 'nothing')} ({data.get('code')})",
-        )
+    def _error(self, verb: Verb, data: Mapping[str, Any]) -> Exception:
+        code = data.get("code")
+        message = f"{verb}: {self._address} reports: {data.get('message', 'nothing')} ({code})"
         if code == ErrorCode.CAPACITY_REACHED:
             self._lost = "the server is full"
             capacity = data.get("max_sessions")

@@ -1,26 +1,25 @@
-"""Places on a server, given out whole and in order: who asks for N gets N at once, or waits as one.
+"""Reservations of session slots: a request for N slots gets all N at once or waits in a FIFO queue.
 
-Two groups that each took half of the places and waited for the rest would wait for ever. Here a ticket is granted for all its
-places or for none, strictly first come first served, so a large group is not starved by small ones either. `SlotBook` decides and
-knows no clock and no task; `Tickets` waits.
+If two groups could each hold half of the slots and wait for the rest, they would deadlock. A reservation is therefore granted for
+all of its slots or none, strictly in order, so that small groups do not starve a large one. `SlotQueue` decides and has no clock
+and no tasks; `Reservations` waits.
 """
 
 import asyncio
 import uuid
 from collections import OrderedDict
-from dataclasses import dataclass
 from typing import NewType
 
 from rollbook.concurrency.clock import Clock
 from rollbook.contracts.errors import RunError, TransientError
 
-TicketId = NewType("TicketId", str)
-# Everybody who waits holds a connection; beyond this many a refusal is kinder than a queue that never moves.
+ReservationId = NewType("ReservationId", str)
+# Each waiting client holds a connection. Requests beyond this number are refused at once.
 MAX_WAITING = 4096
 
 
 class CapacityReachedError(TransientError):
-    """No place came free in time."""
+    """No slot became free in time."""
 
     def __init__(self, message: str, *, active: int, capacity: int, retry_after_s: float | None = 1.0) -> None:
         super().__init__(message, retry_after_s=retry_after_s)
@@ -28,31 +27,33 @@ class CapacityReachedError(TransientError):
         self.capacity = capacity
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_revive_capacity, (str(self), self.active, self.capacity, self.retry_after_s))
+        return (_unpickle_capacity, (str(self), self.active, self.capacity, self.retry_after_s))
 
 
-def _revive_capacity(message: str, active: int, capacity: int, retry_after_s: float | None) -> CapacityReachedError:
+def _unpickle_capacity(message: str, active: int, capacity: int, retry_after_s: float | None) -> CapacityReachedError:
     return CapacityReachedError(message, active=active, capacity=capacity, retry_after_s=retry_after_s)
 
 
 class PoolTooSmallError(RunError):
-    """More sessions are asked for than the server will ever have: a person must change one of the two numbers."""
+    """The request is for more sessions than the server has."""
 
 
-class UnknownTicketError(RunError):
-    """A connection named a ticket that was never granted, is used up, or has expired."""
+class UnknownReservationError(RunError):
+    """The reservation was never granted, is used up, or has expired."""
 
 
-class SlotBook:
-    """Who holds how many places, and who is next. Every change returns the tickets it granted, in order."""
+class SlotQueue:
+    """The slots in use, the granted reservations and the waiting ones. Each change returns the reservations it granted, in
+    order.
+    """
 
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
-            raise ValueError(f"{capacity} places serve nobody; there must be at least one")
+            raise ValueError(f"the capacity is {capacity}; it must be at least 1")
         self.capacity = capacity
-        self.taken = 0
-        self._granted: dict[TicketId, int] = {}
-        self._waiting: OrderedDict[TicketId, int] = OrderedDict()
+        self.in_use = 0
+        self._granted: dict[ReservationId, int] = {}
+        self._waiting: OrderedDict[ReservationId, int] = OrderedDict()
 
     @property
     def reserved(self) -> int:
@@ -60,159 +61,150 @@ class SlotBook:
 
     @property
     def free(self) -> int:
-        return self.capacity - self.taken - self.reserved
+        return self.capacity - self.in_use - self.reserved
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    def ask(self, ticket: TicketId, places: int) -> list[TicketId]:
-        """Join the queue. The ticket itself is in the answer when it is granted at once."""
-        if not 1 <= places <= self.capacity:
-            raise ValueError(f"a ticket is for 1 to {self.capacity} places, not for {places}")
-        if ticket in self._granted or ticket in self._waiting:
-            raise ValueError(f"ticket {ticket} exists already")
-        self._waiting[ticket] = places
+    def request(self, reservation: ReservationId, num_slots: int) -> list[ReservationId]:
+        """Join the queue. The result contains the reservation itself if it is granted at once."""
+        if not 1 <= num_slots <= self.capacity:
+            raise ValueError(f"a reservation is for 1 to {self.capacity} slots, not {num_slots}")
+        if reservation in self._granted or reservation in self._waiting:
+            raise ValueError(f"reservation {reservation} exists already")
+        self._waiting[reservation] = num_slots
         return self._grant()
 
-    def claim(self, ticket: TicketId) -> bool:
-        """Turn one place of a granted ticket into a taken one; False when the ticket has none."""
-        left = self._granted.get(ticket)
+    def claim(self, reservation: ReservationId) -> bool:
+        """Use one slot of a granted reservation; False if it has none."""
+        left = self._granted.get(reservation)
         if left is None:
             return False
-        self.taken += 1
+        self.in_use += 1
         if left == 1:
-            del self._granted[ticket]
+            del self._granted[reservation]
         else:
-            self._granted[ticket] = left - 1
+            self._granted[reservation] = left - 1
         return True
 
-    def has_unclaimed(self, ticket: TicketId) -> bool:
-        return ticket in self._granted
+    def has_unclaimed(self, reservation: ReservationId) -> bool:
+        return reservation in self._granted
 
-    def drop(self, ticket: TicketId) -> list[TicketId]:
-        """Give up a place in the queue, or the places that a granted ticket has not claimed. Unknown tickets are passed over."""
-        self._waiting.pop(ticket, None)
-        self._granted.pop(ticket, None)
+    def cancel(self, reservation: ReservationId) -> list[ReservationId]:
+        """Leave the queue, or free the unclaimed slots of a granted reservation. Unknown reservations are ignored."""
+        self._waiting.pop(reservation, None)
+        self._granted.pop(reservation, None)
         return self._grant()
 
-    def release(self) -> list[TicketId]:
-        """A taken place is free again."""
-        if self.taken == 0:
-            raise ValueError("a place was given back that nobody had taken")
-        self.taken -= 1
+    def release(self) -> list[ReservationId]:
+        """Free one slot in use."""
+        if self.in_use == 0:
+            raise ValueError("no slot is in use, so none can be released")
+        self.in_use -= 1
         return self._grant()
 
-    def _grant(self) -> list[TicketId]:
-        granted: list[TicketId] = []
+    def _grant(self) -> list[ReservationId]:
+        granted: list[ReservationId] = []
         while self._waiting:
-            ticket, places = next(iter(self._waiting.items()))
-            if places > self.free:
-                break  # whoever is first waits; letting smaller ones pass would starve it
-            del self._waiting[ticket]
-            self._granted[ticket] = places
-            granted.append(ticket)
+            reservation, num_slots = next(iter(self._waiting.items()))
+            if num_slots > self.free:
+                break  # later, smaller requests must not overtake the first one
+            del self._waiting[reservation]
+            self._granted[reservation] = num_slots
+            granted.append(reservation)
         return granted
 
 
-class Place:
-    """One taken place. Giving it back twice does no harm."""
+class SessionSlot:
+    """One slot in use. A second `release` does nothing."""
 
-    def __init__(self, tickets: "Tickets") -> None:
-        self._tickets: Tickets | None = tickets
+    def __init__(self, reservations: "Reservations") -> None:
+        self._reservations: Reservations | None = reservations
 
     def release(self) -> None:
-        tickets, self._tickets = self._tickets, None
-        if tickets is not None:
-            tickets.give_back()
+        reservations, self._reservations = self._reservations, None
+        if reservations is not None:
+            reservations.release_slot()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ticket:
-    id: TicketId
-    places: int
-
-
-class Tickets:
-    """Waiting around a `SlotBook`. A granted ticket that is not claimed within `hold_s` goes back to the queue's next."""
+class Reservations:
+    """Waits for grants of a `SlotQueue`. A granted reservation that is not claimed within `hold_s` is cancelled."""
 
     def __init__(self, capacity: int, *, hold_s: float, clock: Clock) -> None:
-        self.book = SlotBook(capacity)
-        self.hold_s = hold_s
+        self.slots = SlotQueue(capacity)
+        self._hold_s = hold_s
         self._clock = clock
-        self._granted: dict[TicketId, asyncio.Future[None]] = {}
-        self._expires: dict[TicketId, float] = {}
+        self._waiters: dict[ReservationId, asyncio.Future[None]] = {}
+        self._expires: dict[ReservationId, float] = {}
 
-    async def take(self, places: int, *, wait_s: float) -> Ticket:
-        """A ticket for `places` places. Raises `PoolTooSmallError`, or `CapacityReachedError` when the wait is over."""
-        if places > self.book.capacity:
+    async def reserve(self, num_slots: int, *, wait_s: float) -> ReservationId:
+        """Wait for `num_slots` slots. Raises `PoolTooSmallError`, or `CapacityReachedError` after `wait_s`."""
+        if num_slots > self.slots.capacity:
             raise PoolTooSmallError(
-                f"{places} sessions were asked for, but this server has {self.book.capacity}; "
-                f"ask for at most {self.book.capacity}, or start the server with a pool of at least {places}"
+                f"{num_slots} sessions were requested, but this server has {self.slots.capacity}; "
+                f"request at most {self.slots.capacity}, or start the server with a pool of at least {num_slots}"
             )
-        if self.book.num_waiting >= MAX_WAITING:
-            raise self._refusal(f"{MAX_WAITING} others wait already")
-        ticket = TicketId(uuid.uuid4().hex)
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._granted[ticket] = turn
-        self._announce(self.book.ask(ticket, places))
+        if self.slots.num_waiting >= MAX_WAITING:
+            raise self._capacity_error(f"{MAX_WAITING} requests are waiting already")
+        reservation = ReservationId(uuid.uuid4().hex)
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters[reservation] = granted
+        self._on_granted(self.slots.request(reservation, num_slots))
         try:
-            if not turn.done():
-                await asyncio.wait_for(turn, wait_s)
+            if not granted.done():
+                await asyncio.wait_for(granted, wait_s)
         except TimeoutError:
-            self.drop(ticket)
-            raise self._refusal(f"no {places} came free within {wait_s:g} s") from None
+            self.cancel(reservation)
+            raise self._capacity_error(f"{num_slots} did not become free within {wait_s:g} s") from None
         except BaseException:
-            self.drop(ticket)
+            self.cancel(reservation)
             raise
-        return Ticket(id=ticket, places=places)
+        return reservation
 
-    def claim(self, ticket: TicketId) -> Place:
-        """One place of a granted ticket."""
-        if not self.book.claim(ticket):
-            raise UnknownTicketError(
-                f"ticket {ticket}: it was never granted here, all its places are claimed, or it was not claimed within "
-                f"{self.hold_s:g} s; ask for a new one"
+    def claim(self, reservation: ReservationId) -> SessionSlot:
+        """Use one slot of a granted reservation."""
+        if not self.slots.claim(reservation):
+            raise UnknownReservationError(
+                f"reservation {reservation} was never granted, is used up, or was not claimed within {self._hold_s:g} s; "
+                "request a new one"
             )
-        if not self.book.has_unclaimed(ticket):
-            self._forget(ticket)
-        return Place(self)
+        if not self.slots.has_unclaimed(reservation):
+            self._forget(reservation)
+        return SessionSlot(self)
 
-    async def place(self, *, wait_s: float) -> Place:
-        """One place, for a client that knows nothing of tickets."""
-        return self.claim((await self.take(1, wait_s=wait_s)).id)
+    def cancel(self, reservation: ReservationId) -> None:
+        """Free the unclaimed slots of a reservation."""
+        self._forget(reservation)
+        self._on_granted(self.slots.cancel(reservation))
 
-    def drop(self, ticket: TicketId) -> None:
-        """The holder needs what is left of it no more."""
-        self._forget(ticket)
-        self._announce(self.book.drop(ticket))
+    def release_slot(self) -> None:
+        self._on_granted(self.slots.release())
 
-    def give_back(self) -> None:
-        self._announce(self.book.release())
-
-    def expire(self) -> list[TicketId]:
-        """Take back what was granted and not claimed in time."""
+    def expire(self) -> list[ReservationId]:
+        """Cancel reservations that were not claimed in time, and return them."""
         now = self._clock.now()
-        late = [ticket for ticket, until in self._expires.items() if until <= now]
-        for ticket in late:
-            self.drop(ticket)
-        return late
+        expired = [reservation for reservation, until in self._expires.items() if until <= now]
+        for reservation in expired:
+            self.cancel(reservation)
+        return expired
 
-    def _announce(self, granted: list[TicketId]) -> None:
-        for ticket in granted:
-            self._expires[ticket] = self._clock.now() + self.hold_s
-            turn = self._granted.pop(ticket, None)
-            if turn is not None and not turn.done():
-                turn.set_result(None)
+    def _on_granted(self, granted: list[ReservationId]) -> None:
+        for reservation in granted:
+            self._expires[reservation] = self._clock.now() + self._hold_s
+            waiter = self._waiters.pop(reservation, None)
+            if waiter is not None and not waiter.done():
+                waiter.set_result(None)
 
-    def _forget(self, ticket: TicketId) -> None:
-        self._granted.pop(ticket, None)
-        self._expires.pop(ticket, None)
+    def _forget(self, reservation: ReservationId) -> None:
+        self._waiters.pop(reservation, None)
+        self._expires.pop(reservation, None)
 
-    def _refusal(self, why: str) -> CapacityReachedError:
-        book = self.book
+    def _capacity_error(self, reason: str) -> CapacityReachedError:
+        slots = self.slots
         return CapacityReachedError(
-            f"all {book.capacity} sessions of this server are taken or promised ({why}); try again, or start it with a larger pool",
-            active=book.taken,
-            capacity=book.capacity,
+            f"all {slots.capacity} sessions of this server are in use or reserved ({reason}); "
+            "retry, or start it with a larger pool",
+            active=slots.in_use,
+            capacity=slots.capacity,
         )

@@ -1,4 +1,4 @@
-"""What stands before every route of the server: who may come in, and how a refusal is told over HTTP."""
+"""Middlewares of the server: token and origin checks, and errors as HTTP responses."""
 
 import hmac
 from collections.abc import Awaitable, Callable
@@ -9,26 +9,24 @@ from aiohttp.typedefs import Middleware
 
 from rollbook.contracts.errors import RollbookError, RunError
 from rollbook.envs.config import EnvServerConfig
-from rollbook.envs.pools.reservations import CapacityReachedError, PoolTooSmallError, UnknownTicketError
+from rollbook.envs.pools.reservations import CapacityReachedError, PoolTooSmallError, UnknownReservationError
 from rollbook.envs.server.protocol import HEALTH_PATH, ErrorCode, ReplyKind, WireError, encode
 from rollbook.envs.server.sessions import EnvironmentStartError, SessionEndedError
 
-# Every client of a full server asks again after this; a place is free as soon as an environment is tidied up.
+# A slot becomes free as soon as an environment is closed, so clients of a full server retry soon.
 RETRY_AFTER_S = 1
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 HTTP_STATUS: dict[type[Exception], int] = {
     CapacityReachedError: 503,
     PoolTooSmallError: 409,
-    UnknownTicketError: 410,
+    UnknownReservationError: 410,
     WireError: 422,
 }
 Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def check_exposure(host: str, config: EnvServerConfig) -> None:
-    """A server that other machines reach lends environments (and, in a terminal environment, a keyboard) to whoever asks: it
-    needs a token.
-    """
+    """Raise `RunError` for a server that other machines can reach without a token."""
     if host not in LOOPBACK and config.token is None:
         raise RunError(
             f"the environment server on {host} can be reached from other machines; set a token, or use 127.0.0.1"
@@ -36,7 +34,7 @@ def check_exposure(host: str, config: EnvServerConfig) -> None:
 
 
 def error_message(error: Exception) -> str:
-    """An error as clients of the wire know it."""
+    """An exception as an error message of the protocol."""
     data: dict[str, Any] = {"message": str(error), "code": ErrorCode.EXECUTION_ERROR}
     match error:
         case WireError():
@@ -47,7 +45,7 @@ def error_message(error: Exception) -> str:
                 "active_sessions": error.active,
                 "max_sessions": error.capacity,
             }
-        case PoolTooSmallError() | UnknownTicketError() | SessionEndedError():
+        case PoolTooSmallError() | UnknownReservationError() | SessionEndedError():
             data["code"] = ErrorCode.SESSION_ERROR
         case EnvironmentStartError():
             data["code"] = ErrorCode.FACTORY_ERROR
@@ -55,8 +53,8 @@ def error_message(error: Exception) -> str:
 
 
 @web.middleware
-async def tell_refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """What is raised before a socket is open becomes an HTTP answer with the same body as an error on the socket."""
+async def report_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Exceptions before a socket is open become HTTP responses with the same body as an error message on the socket."""
     try:
         return await handler(request)
     except (RollbookError, WireError) as error:
@@ -65,24 +63,24 @@ async def tell_refusals(request: web.Request, handler: Handler) -> web.StreamRes
         return web.Response(text=error_message(error), status=status, headers=headers, content_type="application/json")
 
 
-def token_needed(config: EnvServerConfig) -> Middleware:
+def require_token(config: EnvServerConfig) -> Middleware:
     token = None if config.token is None else config.token.get_secret_value().encode()
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         if token is not None and request.path != HEALTH_PATH:
-            # A browser cannot send a header with a WebSocket, so the playground shows its token in the address.
-            shown = request.headers.get("Authorization", "").removeprefix("Bearer ") or request.query.get("token", "")
-            if not hmac.compare_digest(shown.encode(), token):
-                raise web.HTTPUnauthorized(text="this server asks for a token: send 'Authorization: Bearer …'")
+            # A browser cannot set headers for a WebSocket, so the playground sends its token in the query.
+            given = request.headers.get("Authorization", "").removeprefix("Bearer ") or request.query.get("token", "")
+            if not hmac.compare_digest(given.encode(), token):
+                raise web.HTTPUnauthorized(text="this server requires a token: send 'Authorization: Bearer …'")
         return await handler(request)
 
     return check
 
 
 @web.middleware
-async def refuse_strangers(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """A page of another site, open in a browser on this machine, could otherwise play here."""
+async def check_origin(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Refuse requests from pages of other sites that are open in a browser on this machine."""
     origin = request.headers.get("Origin")
     if origin is not None and origin.partition("://")[2] != request.host:
         raise web.HTTPForbidden(text=f"pages of {origin} may not connect to {request.host}")

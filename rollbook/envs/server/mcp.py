@@ -1,8 +1,7 @@
-"""The two verbs of MCP that an environment needs, for agents that know tools and not steps: `tools/list` and `tools/call`.
+"""MCP for agents that use tools instead of steps: `tools/list` and `tools/call`.
 
-An environment has one tool, `act`; calling it is a step of the session's episode. Its result is what the agent sees; reward and
-end stand
-beside it, as structured content.
+An environment has one tool, `act`: a call is one step of the session's episode. The result contains the text for the agent; reward
+and done are structured content.
 """
 
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ INVALID_REQUEST, METHOD_NOT_FOUND, INVALID_PARAMS, SERVER_ERROR = -32600, -32601
 async def answer_mcp(
     request: Mapping[str, Any], session: Session | None, dialect: Dialect, *, name: str
 ) -> dict[str, Any]:
-    """The JSON-RPC answer. Whatever goes wrong is told in it."""
+    """The JSON-RPC response. Errors are part of it."""
     call_id = request.get("id")
     match request.get("method"):
         case "initialize":
@@ -28,40 +27,40 @@ async def answer_mcp(
             )
         case "tools/list":
             schema = dialect.schema()["action"]
-            tool = {"name": TOOL, "description": f"Act in the environment {name}: one step.", "inputSchema": schema}
+            tool = {"name": TOOL, "description": f"One step in the environment {name}.", "inputSchema": schema}
             return _result(call_id, {"tools": [tool]})
         case "tools/call":
             return await _call(call_id, request.get("params"), session, dialect)
         case str() as method:
-            return _fault(
+            return _error(
                 call_id,
                 METHOD_NOT_FOUND,
-                f"there is no method {method!r}; known are initialize, tools/list, tools/call",
+                f"unknown method {method!r}; known are initialize, tools/list, tools/call",
             )
         case _:
-            return _fault(call_id, INVALID_REQUEST, "a JSON-RPC request needs a method")
+            return _error(call_id, INVALID_REQUEST, "a JSON-RPC request needs a method")
 
 
 async def _call(call_id: Any, params: Any, session: Session | None, dialect: Dialect) -> dict[str, Any]:
     if session is None:
-        return _fault(
-            call_id, SERVER_ERROR, "a tool acts in a session: connect to /ws and send this as an 'mcp' message"
+        return _error(
+            call_id, SERVER_ERROR, "a tool call needs a session: connect to /ws and send this as an 'mcp' message"
         )
     if (
         not isinstance(params, Mapping)
         or params.get("name") != TOOL
         or not isinstance(params.get("arguments"), Mapping)
     ):
-        return _fault(call_id, INVALID_PARAMS, f"the one tool is {TOOL!r}: send its name and an object of arguments")
+        return _error(call_id, INVALID_PARAMS, f"the only tool is {TOOL!r}: send its name and an object of arguments")
     try:
-        answer = await session.step(dialect.action_of(params["arguments"]))
+        seen = await session.step(dialect.action_of(params["arguments"]))
     except (RollbookError, WireError) as error:
         return _result(call_id, {"content": [{"type": "text", "text": str(error)}], "isError": True})
     return _result(
         call_id,
         {
-            "content": [{"type": "text", "text": answer.text}],
-            "structuredContent": {"reward": answer.reward, "done": answer.done},
+            "content": [{"type": "text", "text": seen.text}],
+            "structuredContent": {"reward": seen.reward, "done": seen.done},
             "isError": False,
         },
     )
@@ -71,5 +70,5 @@ def _result(call_id: Any, result: dict[str, Any]) -> dict[str, Any]:
     return {"jsonrpc": "2.0", "id": call_id, "result": result}
 
 
-def _fault(call_id: Any, code: int, message: str) -> dict[str, Any]:
+def _error(call_id: Any, code: int, message: str) -> dict[str, Any]:
     return {"jsonrpc": "2.0", "id": call_id, "error": {"code": code, "message": message}}

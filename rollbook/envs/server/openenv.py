@@ -1,9 +1,8 @@
-"""Host an environment written for the `openenv` package: `rollbook env serve --openenv module:Class`.
+"""Hosts an environment written for the `openenv` package: `rollbook env serve --openenv module:Class`.
 
-Such a class has its own objects for actions and observations (pydantic models) and plain, possibly blocking methods. Its module
-brings the package along; nothing is imported from it here. Each environment gets one thread of its own for its whole life, since
-many of
-these classes hold things that belong to one thread (a browser, a database connection).
+Such a class has pydantic models for actions and observations, and plain, possibly blocking methods. This module imports nothing
+from the package; the user's module does. Each environment gets one thread for its lifetime, since many of these classes hold
+objects that belong to one thread (a browser, a database connection).
 """
 
 import asyncio
@@ -25,18 +24,18 @@ from rollbook.envs.environment import EnvironmentsExhaustedError, PoolHealth
 from rollbook.envs.server.protocol import EpisodeState, ErrorCode, WireError
 
 OBSERVED, STATE = "observed", "state"
-# Fields that every OpenEnv observation has and that the wire tells beside it.
-BESIDE = {"reward", "done"}
+# Fields of every OpenEnv observation that messages contain outside the observation.
+OUTER_FIELDS = {"reward", "done"}
 
 
 class OpenEnvPool:
-    """Environments of one OpenEnv class. Satisfies `EnvironmentPool`."""
+    """A pool of environments of one OpenEnv class. Satisfies `EnvironmentPool`."""
 
     def __init__(self, path: str, args: Mapping[str, Any], *, size: int) -> None:
         kind = openenv_class(path)
         if size > 1 and not getattr(kind, "SUPPORTS_CONCURRENT_SESSIONS", False):
             raise RunError(
-                f"{path} does not say SUPPORTS_CONCURRENT_SESSIONS = True, so it can be served with a pool of 1 only, not {size}"
+                f"{path} does not set SUPPORTS_CONCURRENT_SESSIONS = True, so its pool size must be 1, not {size}"
             )
         action, observation, state = model_classes(path, kind)
         self.name = path.partition(":")[2]
@@ -47,7 +46,7 @@ class OpenEnvPool:
         self._args = dict(args)
         self._size = size
         self._busy = 0
-        self._places = asyncio.Semaphore(size)
+        self._slots = asyncio.Semaphore(size)
         self._threads: set[DaemonThreads] = set()
 
     @property
@@ -57,20 +56,20 @@ class OpenEnvPool:
     async def acquire(self, deadline: Deadline) -> Environment:
         try:
             async with deadline.limit("waiting for a free environment"):
-                await self._places.acquire()
+                await self._slots.acquire()
         except DeadlineExceededError as error:
-            raise EnvironmentsExhaustedError(f"all {self._size} environments are taken: {error}") from error
+            raise EnvironmentsExhaustedError(f"all {self._size} environments are in use: {error}") from error
         self._busy += 1
         thread = DaemonThreads(1, name=f"openenv-{self.name}")
         self._threads.add(thread)
         try:
-            with fenced(f"env {self.name}: making it"):
+            with fenced(f"env {self.name}: creating it"):
                 env = await asyncio.get_running_loop().run_in_executor(thread, lambda: self._kind(**self._args))
         except BaseException:
-            self._given_back(thread)
+            self._release(thread)
             raise
         return HostedEnvironment(
-            env, self._action, name=self.name, thread=thread, give_back=lambda: self._given_back(thread)
+            env, self._action, name=self.name, thread=thread, on_close=lambda: self._release(thread)
         )
 
     def health(self) -> PoolHealth:
@@ -80,15 +79,15 @@ class OpenEnvPool:
         for thread in list(self._threads):
             thread.shutdown(wait=False, cancel_futures=True)
 
-    def _given_back(self, thread: DaemonThreads) -> None:
+    def _release(self, thread: DaemonThreads) -> None:
         thread.shutdown(wait=False, cancel_futures=True)
         self._threads.discard(thread)
         self._busy -= 1
-        self._places.release()
+        self._slots.release()
 
 
 class HostedEnvironment:
-    """One OpenEnv environment in its thread. Satisfies `Environment`; actions are the JSON of the model it declares."""
+    """One OpenEnv environment in its thread. Satisfies `Environment`; actions are JSON of the declared action model."""
 
     def __init__(
         self,
@@ -97,33 +96,35 @@ class HostedEnvironment:
         *,
         name: str,
         thread: DaemonThreads,
-        give_back: Callable[[], None],
+        on_close: Callable[[], None],
     ) -> None:
         self._env = env
         self._action = action
         self._name = name
         self._thread = thread
-        self._give_back: Callable[[], None] | None = give_back
-        self._reset_words = _keywords(env.reset)
+        self._on_close: Callable[[], None] | None = on_close
+        self._reset_parameters = _parameter_names(env.reset)
 
     async def reset(self, task: Mapping[str, Any]) -> Observation:
-        words, row = self._reset_words, dict(task)
-        if words is not None and "task" not in words and isinstance(row.get("task"), Mapping):
-            row |= row.pop("task")  # a client of ours sends a row under this name; here its fields are the arguments
-        # What `reset` does not take is passed over, as the package's own server does.
-        given = {name: value for name, value in row.items() if words is None or name in words}
+        parameters, row = self._reset_parameters, dict(task)
+        if parameters is not None and "task" not in parameters and isinstance(row.get("task"), Mapping):
+            row |= row.pop("task")  # our clients send the row under this name; the class takes its fields as arguments
+        # Fields that `reset` does not accept are ignored, as by the server of the package.
+        given = {name: value for name, value in row.items() if parameters is None or name in parameters}
         return await self._call("reset", **given)
 
     async def step(self, action: str) -> Observation:
         try:
             model = self._action.model_validate_json(action)
         except ValidationError as error:
-            raise EpisodeError(f"env {self._name}: {action[:200]!r} is no {self._action.__name__}: {error}") from error
+            raise EpisodeError(
+                f"env {self._name}: {action[:200]!r} is not a {self._action.__name__}: {error}"
+            ) from error
         return await self._call("step", model)
 
     async def close(self) -> None:
-        give_back, self._give_back = self._give_back, None
-        if give_back is None:
+        on_close, self._on_close = self._on_close, None
+        if on_close is None:
             return
         try:
             close = getattr(self._env, "close", None)
@@ -131,7 +132,7 @@ class HostedEnvironment:
                 with fenced(f"env {self._name}.close"):
                     await asyncio.get_running_loop().run_in_executor(self._thread, close)
         finally:
-            give_back()
+            on_close()
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Observation:
         with fenced(f"env {self._name}.{method}"):
@@ -142,7 +143,7 @@ class HostedEnvironment:
             def call() -> Any:
                 return getattr(self._env, method)(*args, **kwargs)
 
-            # One thread: a call that was given up and still runs there is waited for by the next one.
+            # One thread: the next call waits for a cancelled call that still runs.
             seen, state = await asyncio.get_running_loop().run_in_executor(
                 self._thread, lambda: (call(), self._env.state)
             )
@@ -151,9 +152,9 @@ class HostedEnvironment:
     def _observation(self, method: str, seen: Any, state: Any) -> Observation:
         if not isinstance(seen, BaseModel):
             raise EpisodeError(
-                f"env {self._name}: {method} returned {type(seen).__name__} where an observation model is due"
+                f"env {self._name}: {method} returned {type(seen).__name__} instead of an observation model"
             )
-        observed = seen.model_dump(mode="json", exclude=BESIDE)
+        observed = seen.model_dump(mode="json", exclude=OUTER_FIELDS)
         reward = getattr(seen, "reward", None)
         return Observation(
             text=json.dumps(
@@ -166,7 +167,7 @@ class HostedEnvironment:
 
 
 class ModelDialect:
-    """Actions and observations as the models of the hosted class say."""
+    """The dialect of the action and observation models of a hosted class."""
 
     def __init__(self, action: type[BaseModel], observation: type[BaseModel], state: type[BaseModel]) -> None:
         self._action = action
@@ -183,37 +184,39 @@ class ModelDialect:
         try:
             return self._action.model_validate(dict(data)).model_dump_json()
         except ValidationError as error:
-            raise WireError(ErrorCode.VALIDATION_ERROR, f"step: this is no {self._action.__name__}: {error}") from error
+            raise WireError(
+                ErrorCode.VALIDATION_ERROR, f"step: this is not a {self._action.__name__}: {error}"
+            ) from error
 
-    def observed(self, answer: Observation) -> Mapping[str, Any]:
-        observed: Mapping[str, Any] = answer.facts[OBSERVED]
+    def observed(self, seen: Observation) -> Mapping[str, Any]:
+        observed: Mapping[str, Any] = seen.facts[OBSERVED]
         return observed
 
-    def facts(self, answer: Observation) -> Mapping[str, Any]:
-        metadata: Mapping[str, Any] = answer.facts[OBSERVED].get("metadata") or {}
+    def facts(self, seen: Observation) -> Mapping[str, Any]:
+        metadata: Mapping[str, Any] = seen.facts[OBSERVED].get("metadata") or {}
         return metadata
 
     def state(self, state: EpisodeState) -> Mapping[str, Any]:
-        own = {} if state.last is None else state.last.facts.get(STATE, {})
-        return {"episode_id": state.episode_id, "step_count": state.step_count, **own}
+        extra = {} if state.last is None else state.last.facts.get(STATE, {})
+        return {"episode_id": state.episode_id, "step_count": state.step_count, **extra}
 
     def schema(self) -> Mapping[str, Any]:
         return self._schema
 
 
 def openenv_class(path: str) -> type[Any]:
-    """The class behind `module:Class`. Raises `RunError` that says what is missing."""
+    """The class at `module:Class`. Raises `RunError` if it is not an OpenEnv class."""
     kind = load_plugin(path, setting="--openenv")
     missing = [name for name in ("reset", "step", "state") if not hasattr(kind, name)]
     if not isinstance(kind, type) or missing:
         raise RunError(
-            f"--openenv {path}: this is no OpenEnv environment class; it lacks {', '.join(missing) or 'a class'}"
+            f"--openenv {path}: not an OpenEnv environment class; missing: {', '.join(missing) or 'a class'}"
         )
     return kind
 
 
 def model_classes(path: str, kind: type[Any]) -> tuple[type[BaseModel], type[BaseModel], type[BaseModel]]:
-    """Action, observation and state: from `Environment[A, O, S]`, else from the annotations of `step` and `state`."""
+    """The action, observation and state models: from `Environment[A, O, S]`, or from the annotations of `step` and `state`."""
     for base in kind.__mro__:
         for generic in getattr(base, "__orig_bases__", ()):
             models = [
@@ -228,8 +231,8 @@ def model_classes(path: str, kind: type[Any]) -> tuple[type[BaseModel], type[Bas
     state = typing.get_type_hints(getter).get("return") if getter is not None else None
     if action is None or not _is_model(observation):
         raise RunError(
-            f"--openenv {path}: its action and observation models are not declared; "
-            "write Environment[MyAction, MyObservation, MyState] as the base class, or annotate step"
+            f"--openenv {path}: it does not declare its action and observation models; "
+            "derive it from Environment[MyAction, MyObservation, MyState], or annotate step"
         )
     return (
         action,
@@ -239,7 +242,7 @@ def model_classes(path: str, kind: type[Any]) -> tuple[type[BaseModel], type[Bas
 
 
 def has_own_async(kind: type[Any], method: str) -> bool:
-    """Whether a class wrote `reset_async` or `step_async` itself; the package's own base only calls the plain one."""
+    """Whether a class overrides `reset_async` or `step_async`; the base class of the package only calls the plain method."""
     owner = next((base for base in kind.__mro__ if f"{method}_async" in vars(base)), None)
     return owner is not None and not (owner.__name__ == "Environment" and owner.__module__.startswith("openenv."))
 
@@ -248,8 +251,8 @@ def _is_model(hint: Any) -> bool:
     return isinstance(hint, type) and issubclass(hint, BaseModel)
 
 
-def _keywords(function: Callable[..., Any]) -> set[str] | None:
-    """The names a function takes; None when it takes any."""
+def _parameter_names(function: Callable[..., Any]) -> set[str] | None:
+    """The parameter names of a function; None if it accepts any keyword."""
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return None

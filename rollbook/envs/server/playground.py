@@ -1,7 +1,6 @@
-"""A page to play one environment by hand: `rollbook env play`. It speaks the same wire as every client.
+"""A web page to play one environment by hand: `rollbook env play`. It is a client of the same protocol.
 
-It is served only where there is a single environment: on a training server each visitor would hold an environment that episodes
-wait for.
+Only for a pool of one environment: on a training server each visitor would occupy an environment that episodes need.
 """
 
 import html
@@ -16,10 +15,10 @@ PATH = "/web"
 def mount_playground(app: web.Application, *, capacity: int, name: str) -> None:
     if capacity > 1:
         raise RunError(
-            f"the playground is for a single environment, and this server has {capacity} sessions; "
-            "serve it with a pool of 1, or without the playground"
+            f"the playground needs a pool of one environment, but this server has {capacity} sessions; "
+            "use a pool of 1, or disable the playground"
         )
-    page = PAGE.replace("ENVIRONMENT", html.escape(name))
+    page = PAGE.replace("ENV_NAME", html.escape(name))
 
     async def show(_: web.Request) -> web.Response:
         return web.Response(text=page, content_type="text/html")
@@ -32,7 +31,7 @@ def mount_playground(app: web.Application, *, capacity: int, name: str) -> None:
 
 
 PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>ENVIRONMENT: playground</title>
+<html lang="en"><head><meta charset="utf-8"><title>ENV_NAME: playground</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <style>
   :root { color-scheme: light dark; --line: #8884; --soft: #8882; --good: #2a8; --bad: #c54 }
@@ -45,7 +44,7 @@ PAGE = """<!doctype html>
   font: 14px/1.5 ui-monospace, monospace; overflow-wrap: anywhere }
   .you { opacity: .7 } .you::before { content: "> " } .error { color: var(--bad) } .paid { color: var(--good) }
 </style></head><body>
-<h1>ENVIRONMENT</h1>
+<h1>ENV_NAME</h1>
 <label for="task">Task (a JSON object)</label>
 <textarea id="task" rows="3">{}</textarea>
 <div class="row"><span id="status">connecting</span><button id="reset">Reset</button></div>
@@ -62,7 +61,7 @@ const status = text => { $("status").textContent = text; };
 function connect() {
   socket = new WebSocket((location.protocol === "https:" ? "wss://" : "ws://") + location.host + "/ws" + location.search);
   socket.onopen = () => status("connected: reset to begin");
-  socket.onclose = () => status("not connected: reset connects again (somebody else may be playing)");
+  socket.onclose = () => status("not connected: reset connects again (the session may be in use)");
   socket.onmessage = event => {
     const {type, data} = JSON.parse(event.data);
     if (type === "error") return say(data.code + ": " + data.message, "error");

@@ -1,4 +1,4 @@
-"""The OpenEnv wire: what a client and a server of environments say to each other, as JSON texts over one WebSocket.
+"""The OpenEnv protocol: JSON text messages between client and server over one WebSocket.
 
     {"type": "reset", "data": {"task": {…}, "seed": 1}}
     {"type": "step", "data": {"action": "7"}}
@@ -6,12 +6,11 @@
     {"type": "state"}
         {"type": "state", "data": {"episode_id": "…", "step_count": 3}}
     {"type": "close"}
-    and, whenever something is wrong:
+    and, on any error:
         {"type": "error", "data": {"message": "…", "code": "EXECUTION_ERROR"}}
 
-Both ends live here, so that they cannot disagree. Environments of ours hear and say text; `Dialect` is the seam for an
-environment whose actions
-and observations are objects of its own (`openenv_host.py`).
+Client and server share this module. Actions and observations of our environments are text. A `Dialect` maps them to messages; an
+environment with its own message models has another one (`openenv.py`).
 """
 
 import json
@@ -26,10 +25,10 @@ import msgspec
 from rollbook.contracts.environment import Observation
 
 SOCKET_PATH = "/ws"
-TICKETS_PATH = "/tickets"
+RESERVATIONS_PATH = "/reservations"
 HEALTH_PATH = "/health"
-# What OpenEnv itself puts beside a row: never part of the task.
-RESET_WORDS = ("task", "seed", "episode_id")
+# The fields of a reset message next to the object `task`.
+RESET_FIELDS = {"task", "seed", "episode_id"}
 ACTION_FIELD = "action"
 
 
@@ -59,7 +58,7 @@ class ErrorCode(StrEnum):
 
 
 class WireError(Exception):
-    """A message that cannot be used. The code is what the other end is told."""
+    """A message that cannot be used, with the error code for the other side."""
 
     def __init__(self, code: ErrorCode, message: str) -> None:
         super().__init__(message)
@@ -72,7 +71,7 @@ class _Message(msgspec.Struct):
 
 
 _decode = msgspec.json.Decoder(_Message).decode
-# Facts may hold anything an environment's author put there; what JSON has no word for is told as text.
+# Facts may hold any object; an object without a JSON form is sent as text.
 _encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
@@ -89,14 +88,14 @@ class Reply:
 
 
 def encode(kind: str, data: Mapping[str, Any] | None = None) -> str:
-    """One message as text. Raises `WireError` when the data cannot be told in JSON (a lone surrogate in a text)."""
+    """One message as text. Raises `WireError` if the data has no JSON form (for example a lone surrogate)."""
     return encode_body({"type": kind, "data": data} if data is not None else {"type": kind})
 
 
 def encode_body(body: Mapping[str, Any]) -> str:
     try:
         return _encode(body).decode()
-    except Exception as error:  # facts are foreign: a circle, a huge number, an object whose own text fails
+    except Exception as error:  # facts are user data: a circular structure, a huge number, an object whose `str` fails
         raise WireError(
             ErrorCode.EXECUTION_ERROR, f"this cannot be sent as JSON: {type(error).__name__}: {error}"
         ) from error
@@ -108,7 +107,7 @@ def read_request(text: str | bytes) -> Request:
         return Request(Verb(message.type), message.data)
     except ValueError:
         raise WireError(
-            ErrorCode.UNKNOWN_TYPE, f"there is no message {message.type!r}; known are {', '.join(Verb)}"
+            ErrorCode.UNKNOWN_TYPE, f"unknown message type {message.type!r}; known are {', '.join(Verb)}"
         ) from None
 
 
@@ -118,7 +117,7 @@ def read_reply(text: str | bytes) -> Reply:
         return Reply(ReplyKind(message.type), message.data)
     except ValueError:
         raise WireError(
-            ErrorCode.UNKNOWN_TYPE, f"the server answered with a {message.type!r}, which no client knows"
+            ErrorCode.UNKNOWN_TYPE, f"the server replied with the unknown message type {message.type!r}"
         ) from None
 
 
@@ -133,71 +132,45 @@ def _read(text: str | bytes) -> _Message:
         raise WireError(ErrorCode.INVALID_JSON, f"this is not JSON: {error}") from error
 
 
-def task_of(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The row in the data of a reset: the object `task`, or, where there is none, the fields themselves. A seed joins the row."""
-    task = data.get("task")
-    if not isinstance(task, Mapping):
-        return {name: value for name, value in data.items() if name != "episode_id"}
-    strays = sorted(set(data) - set(RESET_WORDS))
-    if strays:
-        raise WireError(
-            ErrorCode.VALIDATION_ERROR,
-            f"reset: beside the object 'task' only seed and episode_id are read, and here is also {', '.join(strays)}; "
-            "put it into the task",
-        )
-    seed = {} if data.get("seed") is None else {"seed": data["seed"]}
-    return {**seed, **task}
-
-
 def episode_id_of(data: Mapping[str, Any]) -> str | None:
     given = data.get("episode_id")
     if given is not None and (not isinstance(given, str) or len(given) > 255):
-        raise WireError(ErrorCode.VALIDATION_ERROR, "reset: episode_id is a text of at most 255 characters")
+        raise WireError(ErrorCode.VALIDATION_ERROR, "reset: episode_id must be a text of at most 255 characters")
     return given
 
 
-def text_action_of(data: Mapping[str, Any]) -> str:
-    """The one text in an action, under whichever name its client knows (`action`, `command`, `message` …)."""
-    fields = {name: value for name, value in data.items() if name != "metadata"}
-    if len(fields) == 1 and isinstance(text := next(iter(fields.values())), str):
-        return text
-    raise WireError(
-        ErrorCode.VALIDATION_ERROR,
-        f'step: an action is an object with one text, as in {{"action": "…"}}; this one has {described(fields)}',
-    )
-
-
-def described(fields: Mapping[str, Any]) -> str:
+def _field_types(fields: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} ({type(value).__name__})" for name, value in fields.items()) or "no field"
 
 
-def result_data(dialect: "Dialect", answer: Observation, *, with_facts: bool) -> dict[str, Any]:
-    """The data of an observation message. Facts stand beside what the agent sees, never in it."""
-    if not math.isfinite(answer.reward):
-        raise WireError(ErrorCode.EXECUTION_ERROR, f"the environment paid {answer.reward}; a reward is a finite number")
+def result_data(dialect: "Dialect", seen: Observation, *, with_facts: bool) -> dict[str, Any]:
+    """The data of an observation message. Facts are outside the part that the agent sees."""
+    if not math.isfinite(seen.reward):
+        raise WireError(ErrorCode.EXECUTION_ERROR, f"the environment's reward is {seen.reward}; it must be finite")
     data: dict[str, Any] = {
-        "observation": dialect.observed(answer),
-        "reward": float(answer.reward),
-        "done": answer.done,
+        "observation": dialect.observed(seen),
+        "reward": float(seen.reward),
+        "done": seen.done,
     }
-    if with_facts and (facts := dialect.facts(answer)):
+    if with_facts and (facts := dialect.facts(seen)):
         data["metadata"] = dict(facts)
     return data
 
 
 def observation_of(data: Mapping[str, Any]) -> Observation:
-    """What an observation message says, also one from a server that is not ours."""
+    """The observation in a message of our server or of another OpenEnv server."""
     observed, reward = data.get("observation"), data.get("reward")
     if not isinstance(observed, Mapping) or not isinstance(reward, int | float | None):
         raise WireError(
-            ErrorCode.VALIDATION_ERROR, f"an observation message needs observation and reward; it has {described(data)}"
+            ErrorCode.VALIDATION_ERROR,
+            f"an observation message needs observation and reward; it has {_field_types(data)}",
         )
     metadata = data.get("metadata") or observed.get("metadata") or {}
     text, solved = observed.get("text"), observed.get("solved")
     facts = dict(metadata) if isinstance(metadata, Mapping) else {"metadata": metadata}
     if not isinstance(text, str):
-        seen = {name: value for name, value in observed.items() if name != "metadata"}
-        text, facts = json.dumps(seen, ensure_ascii=False), {**facts, "observation": seen}
+        visible = {name: value for name, value in observed.items() if name != "metadata"}
+        text, facts = json.dumps(visible, ensure_ascii=False), {**facts, "observation": visible}
     return Observation(
         text=text,
         reward=float(reward or 0.0),
@@ -209,7 +182,7 @@ def observation_of(data: Mapping[str, Any]) -> Observation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeState:
-    """Where a session stands: the answer to `state`."""
+    """The state of a session's episode: the reply to `state`."""
 
     episode_id: str | None = None
     step_count: int = 0
@@ -218,15 +191,15 @@ class EpisodeState:
 
 
 class Dialect(Protocol):
-    """How the tasks, actions and observations of an environment look on the wire."""
+    """The form of tasks, actions and observations in messages."""
 
     def task_of(self, data: Mapping[str, Any]) -> Mapping[str, Any]: ...
 
     def action_of(self, data: Mapping[str, Any]) -> str: ...
 
-    def observed(self, answer: Observation) -> Mapping[str, Any]: ...
+    def observed(self, seen: Observation) -> Mapping[str, Any]: ...
 
-    def facts(self, answer: Observation) -> Mapping[str, Any]: ...
+    def facts(self, seen: Observation) -> Mapping[str, Any]: ...
 
     def state(self, state: EpisodeState) -> Mapping[str, Any]: ...
 
@@ -234,19 +207,38 @@ class Dialect(Protocol):
 
 
 class TextDialect:
-    """Environments of ours: a text in, a text out."""
+    """The dialect of our environments: actions and observations are text."""
 
-    def task_of(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        return task_of(data)
+    def task_of(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        """The object `task`, or all fields if there is none. A seed is added to the task."""
+        task = data.get("task")
+        if not isinstance(task, Mapping):
+            return {name: value for name, value in data.items() if name != "episode_id"}
+        unknown = sorted(data.keys() - RESET_FIELDS)
+        if unknown:
+            raise WireError(
+                ErrorCode.VALIDATION_ERROR,
+                f"reset: unknown {', '.join(unknown)} next to 'task', only seed and episode_id are allowed; "
+                "put it into the task",
+            )
+        seed = {} if data.get("seed") is None else {"seed": data["seed"]}
+        return {**seed, **task}
 
     def action_of(self, data: Mapping[str, Any]) -> str:
-        return text_action_of(data)
+        """The only text field of an action; clients name it differently (`action`, `command`, `message` …)."""
+        fields = {name: value for name, value in data.items() if name != "metadata"}
+        if len(fields) == 1 and isinstance(text := next(iter(fields.values())), str):
+            return text
+        raise WireError(
+            ErrorCode.VALIDATION_ERROR,
+            f'step: an action is an object with one text, as in {{"action": "…"}}; this one has {_field_types(fields)}',
+        )
 
-    def observed(self, answer: Observation) -> Mapping[str, Any]:
-        return {"text": answer.text, "solved": answer.solved}
+    def observed(self, seen: Observation) -> Mapping[str, Any]:
+        return {"text": seen.text, "solved": seen.solved}
 
-    def facts(self, answer: Observation) -> Mapping[str, Any]:
-        return answer.facts
+    def facts(self, seen: Observation) -> Mapping[str, Any]:
+        return seen.facts
 
     def state(self, state: EpisodeState) -> Mapping[str, Any]:
         return {"episode_id": state.episode_id, "step_count": state.step_count, "done": state.done}
@@ -257,7 +249,7 @@ class TextDialect:
             "action": {
                 "type": "object",
                 "title": "TextAction",
-                "description": "One text; a client may give it any other name than 'action'.",
+                "description": "One text field; a client may use another name than 'action'.",
                 "properties": {ACTION_FIELD: text},
                 "required": [ACTION_FIELD],
             },

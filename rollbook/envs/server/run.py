@@ -1,7 +1,7 @@
-"""From config to a listening server: environments first, then the application, then the door is opened.
+"""Opens the pool, builds the application and listens.
 
 async with serve_environments(EnvConfig(name="arithmetic"), size=8) as server:
-    ...                                              # server.url answers now
+    ...                                              # server.url accepts connections
 """
 
 from collections.abc import AsyncIterator
@@ -20,9 +20,9 @@ from rollbook.envs.server.auth import check_exposure
 from rollbook.envs.server.openenv import OpenEnvPool
 from rollbook.telemetry.events import EventLog
 
-# Connections that wait while all others are being accepted: a storm of clients after a restart.
+# Pending connections: all clients reconnect at the same time after a restart.
 BACKLOG = 4096
-# Requests under way when the server stops; sessions were ended before.
+# For running requests when the server stops; sessions are closed before.
 DRAIN_S = 2.0
 
 
@@ -41,7 +41,7 @@ async def open_app(
     is_openenv: bool = False,
     log: EventLog | None = None,
 ) -> AsyncIterator[tuple[web.Application, EnvironmentPool]]:
-    """The application of `rollbook env serve` over a pool that is ready. With `is_openenv`, `env.name` is an OpenEnv class."""
+    """The application of `rollbook env serve` and its open pool. With `is_openenv`, `env.name` is an OpenEnv class."""
     log = log or EventLog("env-server")
     if is_openenv:
         hosted = OpenEnvPool(env.name, env.args, size=size or 1)
@@ -52,7 +52,9 @@ async def open_app(
             hosted.close()
         return
     async with open_environment_pool(env, size=size, log=log) as pool:
-        yield build_app(pool, server, info=described(env.name), log=log), pool
+        lines = (environment_class(env.name).__doc__ or "").strip().splitlines()
+        info = EnvironmentInfo(name=env.name, description=lines[0] if lines else env.name)
+        yield build_app(pool, server, info=info, log=log), pool
 
 
 @asynccontextmanager
@@ -66,7 +68,7 @@ async def serve_environments(
     is_openenv: bool = False,
     log: EventLog | None = None,
 ) -> AsyncIterator[RunningServer]:
-    """Serve while the block runs. Port 0 lets the kernel choose; nobody can connect before the environments are ready."""
+    """Serve while the block runs, from when all environments are ready. Port 0: any free port."""
     server = server or EnvServerConfig()
     check_exposure(host, server)
     async with open_app(env, server, size=size, is_openenv=is_openenv, log=log) as (app, pool):
@@ -83,9 +85,3 @@ async def serve_environments(
             yield RunningServer(url=f"http://{shown}:{bound_port}", pool=pool)
         finally:
             await runner.cleanup()
-
-
-def described(name: str) -> EnvironmentInfo:
-    """What `/metadata` tells: the name, and the first line its author wrote about the class."""
-    lines = (environment_class(name).__doc__ or "").strip().splitlines()
-    return EnvironmentInfo(name=name, description=lines[0] if lines else name)

@@ -1,8 +1,7 @@
-"""Sessions: one environment for each connection, from the moment it has a place until the environment is given back.
+"""Sessions: one environment for each connection, from the reservation of a slot until the environment is returned.
 
-The promise: an environment serves one session at a time, a session ends for good (idle, too slow, closed, its client dead), and
-its place
-is free again only when its environment is back in the pool. What an environment raises ends the call, never the server.
+An environment serves one session at a time. A closed session (idle, too slow, closed, client gone) is never reopened, and its slot
+is free only when its environment is back in the pool. Exceptions of an environment end the call, never the server.
 """
 
 import asyncio
@@ -20,15 +19,15 @@ from rollbook.contracts.errors import EpisodeError, RollbookError, RunError, fen
 from rollbook.contracts.ports import Environment
 from rollbook.envs.config import EnvServerConfig
 from rollbook.envs.environment import EnvironmentPool, EnvironmentsExhaustedError
-from rollbook.envs.pools.reservations import CapacityReachedError, Place, TicketId, Tickets
+from rollbook.envs.pools.reservations import CapacityReachedError, ReservationId, Reservations, SessionSlot
 from rollbook.envs.sandboxes.sandbox import SandboxDiedError
 from rollbook.envs.server.protocol import EpisodeState
 from rollbook.telemetry.events import EventLog
 
-# Environments that are plain objects cost little, but each session still holds a connection.
-LIGHT_SESSIONS = 1024
-# How often idle sessions and unclaimed tickets are looked for: a fraction of the shortest budget, within sense.
-SWEEPS_PER_BUDGET = 4
+# For pools without a limit: the environments are cheap, but each session still holds a connection.
+DEFAULT_MAX_SESSIONS = 1024
+# The sweep interval for idle sessions and unclaimed reservations: a fraction of the shorter time limit, within bounds.
+SWEEPS_PER_LIMIT = 4
 SWEEP_BOUNDS_S = (0.05, 5.0)
 
 
@@ -48,61 +47,61 @@ MOVES: dict[SessionState, frozenset[SessionState]] = {
 
 
 class SessionEndedError(EpisodeError):
-    """The session is over for good; what follows needs a new one."""
+    """The session is closed; the client needs a new one."""
 
 
 class EnvironmentStartError(EpisodeError):
-    """The pool had a place, but no environment could be made."""
+    """A slot was free, but the pool could not create an environment."""
 
 
 class Session:
-    """One environment in use. Calls come one after the other; `close` may come at any moment, and more than once."""
+    """One environment in use. Calls are sequential; `close` may be called at any time and more than once."""
 
-    def __init__(self, env: Environment, place: Place, config: EnvServerConfig, *, clock: Clock, log: EventLog) -> None:
+    def __init__(
+        self, env: Environment, slot: SessionSlot, config: EnvServerConfig, *, clock: Clock, log: EventLog
+    ) -> None:
         self.id = uuid.uuid4().hex
         self.state = SessionState.OPEN
         self.episode = EpisodeState()
         self.end_reason: str | None = None
         self.on_end: Callable[[], None] | None = None
-        """Told once, when the session is ended from inside the server; the connection then says so to its client."""
+        """Called once when the session closes, so that the connection can notify its client."""
         self._env = env
-        self._place = place
+        self._slot = slot
         self._config = config
         self._clock = clock
         self._log = log
         self._last_used = clock.now()
-        self._has_begun = False
         self._closed = asyncio.Event()
 
     async def reset(self, task: Mapping[str, Any], *, episode_id: str | None = None) -> Observation:
-        answer = await self._work("reset", self._config.reset_s, lambda: self._env.reset(task))
-        self._has_begun = True
-        self.episode = EpisodeState(episode_id=episode_id or uuid.uuid4().hex, done=answer.done, last=answer)
-        return answer
+        seen = await self._call("reset", self._config.reset_s, lambda: self._env.reset(task))
+        self.episode = EpisodeState(episode_id=episode_id or uuid.uuid4().hex, done=seen.done, last=seen)
+        return seen
 
     async def step(self, action: str) -> Observation:
-        if not self._has_begun:
+        if self.episode.last is None:
             raise EpisodeError("step before reset: there is no episode yet; send a reset first")
         if self.episode.done:
             raise EpisodeError(
                 f"step after the end: the episode was over after {self.episode.step_count} steps; send a reset first"
             )
-        answer = await self._work("step", self._config.step_s, lambda: self._env.step(action))
+        seen = await self._call("step", self._config.step_s, lambda: self._env.step(action))
         count = self.episode.step_count + 1
-        if self._config.max_steps is not None and count >= self._config.max_steps and not answer.done:
-            answer = replace(answer, done=True, facts={**answer.facts, "cut_after_steps": count})
-        self.episode = replace(self.episode, step_count=count, done=answer.done, last=answer)
-        return answer
+        if self._config.max_steps is not None and count >= self._config.max_steps and not seen.done:
+            seen = replace(seen, done=True, facts={**seen.facts, "cut_after_steps": count})
+        self.episode = replace(self.episode, step_count=count, done=seen.done, last=seen)
+        return seen
 
     def idle_s(self) -> float:
-        """Seconds since the last message; nothing while the environment is at work."""
+        """Seconds since the last message; 0 while the environment is working."""
         return 0.0 if self.state is not SessionState.OPEN else self._clock.now() - self._last_used
 
     def touch(self) -> None:
         self._last_used = self._clock.now()
 
     async def close(self, reason: str) -> None:
-        """Give the environment back, then the place. The first reason counts; whoever comes later waits for the same end."""
+        """Return the environment, then the slot. Later calls wait for the first and keep its reason."""
         if self.state in (SessionState.CLOSING, SessionState.CLOSED):
             await self._closed.wait()
             return
@@ -110,46 +109,45 @@ class Session:
         self.end_reason = reason
         if self.on_end is not None:
             self.on_end()
+
+        async def close_environment() -> None:
+            with fenced("closing the environment"):
+                await self._env.close()
+
         try:
-            in_time = await finish(self._close_environment(), within_s=self._config.close_s, name=f"session {self.id}")
+            in_time = await finish(close_environment(), within_s=self._config.close_s, name=f"session {self.id}")
             if not in_time:
                 self._log.warning(
                     "envs.environment_not_closed", session=self.id, within_s=self._config.close_s, reason=reason
                 )
         finally:
-            self._place.release()
+            self._slot.release()
             self._move(SessionState.CLOSED)
             self._closed.set()
 
-    async def _close_environment(self) -> None:
-        with fenced("closing the environment"):
-            await self._env.close()
-
-    async def _work(self, what: str, within_s: float, call: Callable[[], Any]) -> Observation:
+    async def _call(self, name: str, within_s: float, call: Callable[[], Any]) -> Observation:
         if self.state is not SessionState.OPEN:
-            raise SessionEndedError(
-                f"{what}: this session is {self.state} ({self.end_reason or 'a call is under way'})"
-            )
+            raise SessionEndedError(f"{name}: this session is {self.state} ({self.end_reason or 'a call is running'})")
         self._move(SessionState.WORKING)
         try:
             async with asyncio.timeout(within_s):
-                with fenced(what):
-                    answer: Observation = await call()
-                    return answer
+                with fenced(name):
+                    seen: Observation = await call()
+                    return seen
         except SandboxDiedError as error:
-            # The pool replaces what died, and only a new session gets the replacement.
-            raise SessionEndedError(f"{error}; this session is ended, connect again") from error
+            # The pool replaces the sandbox; only a new session gets the replacement.
+            raise SessionEndedError(f"{error}; this session is closed, connect again") from error
         except TimeoutError:
-            # The environment may still be at work: nobody may use it again, so the session is over.
+            # The environment may still be running the call, so it must not be used again.
             raise SessionEndedError(
-                f"{what} took longer than {within_s:g} s; this session is ended, connect again"
+                f"{name} took longer than {within_s:g} s; this session is closed, connect again"
             ) from None
         finally:
-            self.touch()
-            self._rest()
+            self._finish_call()
 
-    def _rest(self) -> None:
-        if self.state is SessionState.WORKING:  # and not being closed meanwhile
+    def _finish_call(self) -> None:
+        self.touch()
+        if self.state is SessionState.WORKING:  # it may have been closed during the call
             self._move(SessionState.OPEN)
 
     def _move(self, to: SessionState) -> None:
@@ -158,45 +156,45 @@ class Session:
         self.state = to
 
 
-class SessionKeeper:
-    """Opens sessions within the capacity, ends the idle ones, and ends all of them when the server stops."""
+class SessionManager:
+    """Opens sessions within the capacity, closes idle ones, and closes all when the server stops."""
 
     def __init__(self, pool: EnvironmentPool, config: EnvServerConfig, *, clock: Clock, log: EventLog) -> None:
         self.capacity = session_capacity(pool.capacity, config.max_sessions)
-        self.tickets = Tickets(self.capacity, hold_s=config.ticket_hold_s, clock=clock)
+        self.reservations = Reservations(self.capacity, hold_s=config.reservation_hold_s, clock=clock)
         self._pool = pool
         self._config = config
         self._clock = clock
         self._log = log
         self._sessions: dict[str, Session] = {}
 
-    @property
-    def num_active(self) -> int:
-        return self.tickets.book.taken
+    async def take_slot(self, reservation: str | None) -> SessionSlot:
+        """A slot of the reservation, or the next free one. Called before the connection is accepted."""
+        claimed = (
+            ReservationId(reservation)
+            if reservation is not None
+            else await self.reservations.reserve(1, wait_s=self._config.connect_wait_s)
+        )
+        return self.reservations.claim(claimed)
 
-    async def take_place(self, ticket: str | None) -> Place:
-        """Before the connection is accepted: a place, of a ticket or of the queue."""
-        if ticket is not None:
-            return self.tickets.claim(TicketId(ticket))
-        return await self.tickets.place(wait_s=self._config.connect_wait_s)
-
-    async def open(self, place: Place) -> Session:
-        """An environment for a place. On any failure the place is free again."""
+    async def open(self, slot: SessionSlot) -> Session:
+        """A session with an environment of the pool. On failure the slot is released."""
         try:
-            with fenced("making an environment"):
+            with fenced("creating an environment"):
                 env = await self._pool.acquire(Deadline(self._config.acquire_s, "session start"))
         except EnvironmentsExhaustedError as error:
-            place.release()
-            raise CapacityReachedError(str(error), active=self.num_active, capacity=self.capacity) from error
+            slot.release()
+            active = self.reservations.slots.in_use
+            raise CapacityReachedError(str(error), active=active, capacity=self.capacity) from error
         except RollbookError as error:
-            place.release()
+            slot.release()
             raise EnvironmentStartError(str(error)) from error
         except BaseException:
-            place.release()
+            slot.release()
             raise
-        session = Session(env, place, self._config, clock=self._clock, log=self._log)
+        session = Session(env, slot, self._config, clock=self._clock, log=self._log)
         self._sessions[session.id] = session
-        self._log.info("envs.session_opened", session=session.id, active=self.num_active)
+        self._log.info("envs.session_opened", session=session.id, active=self.reservations.slots.in_use)
         return session
 
     async def close(self, session: Session, reason: str) -> None:
@@ -212,21 +210,18 @@ class SessionKeeper:
                 )
 
     async def run(self) -> None:
-        """End sessions that nobody uses, and take back tickets that nobody claimed.
-
-        Takes:  the sessions and tickets of this keeper.
-        Waits:  for the next sweep.
-        Ends:   on cancellation.
-        """
-        least, most = SWEEP_BOUNDS_S
-        every_s = min(most, max(least, min(self._config.idle_s, self._config.ticket_hold_s) / SWEEPS_PER_BUDGET))
+        """Close idle sessions and cancel unclaimed reservations, at regular intervals. Ends: on cancellation."""
+        low, high = SWEEP_BOUNDS_S
+        limit_s = min(self._config.idle_s, self._config.reservation_hold_s)
         while True:
-            await self._clock.sleep(every_s)
+            await self._clock.sleep(min(high, max(low, limit_s / SWEEPS_PER_LIMIT)))
             await self.sweep()
 
     async def sweep(self) -> None:
-        for ticket in self.tickets.expire():
-            self._log.warning("envs.ticket_expired", ticket=ticket, hold_s=self._config.ticket_hold_s)
+        for reservation in self.reservations.expire():
+            self._log.warning(
+                "envs.reservation_expired", reservation=reservation, hold_s=self._config.reservation_hold_s
+            )
         idle = [session for session in self._sessions.values() if session.idle_s() >= self._config.idle_s]
         await asyncio.gather(*(self.close(session, f"idle for {self._config.idle_s:g} s") for session in idle))
 
@@ -238,12 +233,12 @@ class SessionKeeper:
 
 
 def session_capacity(pool_capacity: int | None, max_sessions: int | None) -> int:
-    """How many sessions at once. More than there are environments is a mistake of the operator, told before anything starts."""
+    """The number of concurrent sessions. Raises `RunError` if `max_sessions` exceeds the pool."""
     if pool_capacity is None:
-        return max_sessions or LIGHT_SESSIONS
+        return max_sessions or DEFAULT_MAX_SESSIONS
     if max_sessions is not None and max_sessions > pool_capacity:
         raise RunError(
             f"max_sessions is {max_sessions}, but the pool has {pool_capacity} environments; "
-            f"lower it to {pool_capacity}, or give the pool {max_sessions} environments"
+            f"lower it to {pool_capacity}, or enlarge the pool to {max_sessions}"
         )
     return max_sessions or pool_capacity

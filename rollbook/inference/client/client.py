@@ -193,7 +193,7 @@ class PolicyClient:
                 raise
 
         latest = max((pending.deadline for pending in bundle), key=Deadline.remaining_s)
-        return await retry(attempt, on=TransientError, deadline=latest, noticed=self._on_retry)
+        return await retry(attempt, on=TransientError, deadline=latest, on_retry=self._on_retry)
 
     def _on_retry(self, error: Exception, wait_s: float) -> None:
         self._last_error = str(error)

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rollbook.contracts.weights import weights_digest
-from rollbook.trainer.distributed.sharding import whole
+from rollbook.trainer.distributed.sharding import gathered
 from rollbook.trainer.files.atomic_files import sync_directory, sync_file, writing
 
 # As safetensors spells them.
@@ -48,7 +48,7 @@ def host_copy(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     copies = {}
     for name, tensor in weights.items():
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        copies[name] = copy.copy_(whole(tensor.detach()), non_blocking=True)
+        copies[name] = copy.copy_(gathered(tensor.detach()), non_blocking=True)
     if any(tensor.is_cuda for tensor in weights.values()):
         torch.cuda.synchronize()
     return copies
@@ -57,7 +57,7 @@ def host_copy(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def tree_to_host(tree: Any) -> Any:
     """Nested containers with every tensor copied to main memory."""
     if isinstance(tree, Tensor):
-        return whole(tree.detach()).to("cpu", copy=True)
+        return gathered(tree.detach()).to("cpu", copy=True)
     if isinstance(tree, dict):
         return {key: tree_to_host(value) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
@@ -71,7 +71,7 @@ def digest_of(weights: Mapping[str, Tensor]) -> str:
 
 def _raw(weights: Mapping[str, Tensor]) -> Iterator[_Bytes]:
     for name, tensor in weights.items():
-        plain = whole(tensor.detach()).cpu().contiguous()
+        plain = gathered(tensor.detach()).cpu().contiguous()
         data = plain.reshape(-1).view(torch.uint8).numpy().data
         yield _Bytes(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), data)
 

@@ -75,21 +75,21 @@ def quiet_log(path: Path | None = None) -> EventLog:
     return EventLog("test", path, echo=io.StringIO())
 
 
-class PaperSandbox:
-    """Obeys `Sandbox` and costs nothing; a test decides when it dies, grows or falls ill."""
+class FakeSandbox:
+    """A fake sandbox: the test decides when it dies, grows or becomes unhealthy."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.is_alive = True
-        self.is_ill = False
+        self.is_unhealthy = False
         self.size_bytes = 0
         self.cleaned = 0
         self.is_removed = False
         self._death = asyncio.Event()
 
-    async def is_well(self) -> bool:
+    async def is_healthy(self) -> bool:
         await asyncio.sleep(0)
-        return self.is_alive and not self.is_ill
+        return self.is_alive and not self.is_unhealthy
 
     def memory_bytes(self) -> int:
         return self.size_bytes
@@ -112,19 +112,19 @@ class PaperSandbox:
         self.die()
 
 
-class PaperFactory:
-    """Starts paper sandboxes, remembers them, and fails as often as it is told to."""
+class FakeFactory:
+    """Starts fake sandboxes, records them, and fails `failures_left` times."""
 
     def __init__(self) -> None:
-        self.made: list[PaperSandbox] = []
+        self.made: list[FakeSandbox] = []
         self.failures_left = 0
 
-    async def start(self, slot: int) -> PaperSandbox:
+    async def start(self, slot: int) -> FakeSandbox:
         await asyncio.sleep(0)
         if self.failures_left > 0:
             self.failures_left -= 1
-            raise SandboxStartError(f"slot {slot}: no paper")
-        self.made.append(PaperSandbox(f"paper-{slot}-{len(self.made)}"))
+            raise SandboxStartError(f"slot {slot}: cannot start")
+        self.made.append(FakeSandbox(f"fake-{slot}-{len(self.made)}"))
         return self.made[-1]
 
     @property

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from rollbook.envs.client.pools import GrpoPool
+from rollbook.envs.client.group import GrpoPool
 from rollbook.envs.config import EnvConfig, EnvServerConfig
 from rollbook.envs.server.run import serve_environments
 

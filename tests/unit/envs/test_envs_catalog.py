@@ -47,7 +47,7 @@ async def test_every_number_guessing_environment_of_the_catalog_plays_a_game(nam
     source.close()
 
 
-async def test_a_environment_of_ones_own_is_found_by_its_dotted_path(own_module: str) -> None:
+async def test_an_environment_of_ones_own_is_found_by_its_dotted_path(own_module: str) -> None:
     source = EnvironmentSource(EnvConfig(name=f"{own_module}:Coin", args={"side": "tails"}))
     async with source.open() as environment:
         assert (await environment.reset({})).text == "heads or tails?"
@@ -55,7 +55,7 @@ async def test_a_environment_of_ones_own_is_found_by_its_dotted_path(own_module:
     source.close()
 
 
-async def test_a_environment_that_breaks_while_closing_does_not_cost_the_episode(own_module: str) -> None:
+async def test_an_environment_that_breaks_while_closing_does_not_cost_the_episode(own_module: str) -> None:
     source = EnvironmentSource(EnvConfig(name=f"{own_module}:Coin"))
     async with source.open() as environment:
         await environment.reset({})
@@ -64,7 +64,7 @@ async def test_a_environment_that_breaks_while_closing_does_not_cost_the_episode
     source.close()
 
 
-async def test_episodes_do_not_share_a_environment() -> None:
+async def test_episodes_do_not_share_an_environment() -> None:
     source = EnvironmentSource(EnvConfig())
     first, second = source(), source()
     await first.reset({"secret": 1, "low": 0, "high": 15})
@@ -97,7 +97,9 @@ def test_a_dotted_path_that_leads_nowhere_says_where_it_ended(own_module: str, p
 
 @pytest.mark.parametrize("args", [{"max_turn": 6}, {"max_turns": 0}, {"turn_price": 1.5}])
 def test_wrong_arguments_are_told_before_the_first_episode(args: dict[str, float]) -> None:
-    with pytest.raises(RunError, match=r"env.args: number_guessing does not take .* its arguments are \(\*, max_turns"):
+    with pytest.raises(
+        RunError, match=r"env.args: number_guessing does not accept .* its arguments are \(\*, max_turns"
+    ):
         EnvironmentSource(EnvConfig(args=args))
 
 

@@ -32,7 +32,7 @@ async def test_a_solved_episode_ends_with_its_reward(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(CATALOG))
-async def test_a_environment_begins_afresh_with_every_reset(name: str) -> None:
+async def test_an_environment_begins_afresh_with_every_reset(name: str) -> None:
     args, task, actions = EPISODES[name]
     source = EnvironmentSource(EnvConfig(name=name, args=args))
     async with source.open() as env:

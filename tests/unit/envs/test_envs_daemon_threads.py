@@ -66,7 +66,7 @@ def test_what_waits_is_cancelled_with_the_pool_when_that_is_asked_for() -> None:
         waiting.result(10)
 
 
-def test_a_environment_that_never_returns_does_not_keep_the_process_alive() -> None:
+def test_an_environment_that_never_returns_does_not_keep_the_process_alive() -> None:
     code = (
         "import threading\n"
         "from rollbook.envs.daemon_threads import DaemonThreads\n"

@@ -65,7 +65,7 @@ async def test_a_plain_environment_runs_outside_the_event_loop_and_a_quick_one_i
         assert [thread == here for thread in env.threads] == [is_inside, is_inside]
 
 
-async def test_a_environment_that_blocks_does_not_hold_the_loop() -> None:
+async def test_an_environment_that_blocks_does_not_hold_the_loop() -> None:
     may_go_on = threading.Event()
 
     class Blocking(Plain):
@@ -123,7 +123,7 @@ class Broken:
         raise OSError("container is gone")
 
 
-async def test_what_a_environment_raises_names_environment_and_method() -> None:
+async def test_what_an_environment_raises_names_environment_and_method() -> None:
     environment = EnvironmentAdapter(Broken(KeyError("secret")), name="my_environment")
     with pytest.raises(EpisodeError, match=r"env my_environment.reset raised KeyError: 'secret'"):
         await environment.reset({})

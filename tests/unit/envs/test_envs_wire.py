@@ -15,8 +15,6 @@ from rollbook.envs.server.protocol import (
     read_reply,
     read_request,
     result_data,
-    task_of,
-    text_action_of,
 )
 
 
@@ -41,18 +39,18 @@ def test_a_message_that_cannot_be_used_is_refused_with_the_code_of_the_protocol(
 
 def test_a_request_is_read_as_it_was_written() -> None:
     request = read_request(encode(Verb.STEP, {"action": "aws s3 ls", "metadata": {"turn": 1}}))
-    assert (request.verb, text_action_of(request.data)) == (Verb.STEP, "aws s3 ls")
+    assert (request.verb, TextDialect().action_of(request.data)) == (Verb.STEP, "aws s3 ls")
 
 
 @pytest.mark.parametrize("name", ["action", "command", "message", "text"])
 def test_the_text_of_an_action_may_have_any_name(name: str) -> None:
-    assert text_action_of({name: "7"}) == "7"
+    assert TextDialect().action_of({name: "7"}) == "7"
 
 
 @pytest.mark.parametrize("data", [{}, {"a": "1", "b": "2"}, {"guess": 7}, {"metadata": {}}])
 def test_an_action_without_exactly_one_text_is_refused_and_says_what_it_has(data: dict[str, object]) -> None:
     with pytest.raises(WireError, match="an object with one text"):
-        text_action_of(data)
+        TextDialect().action_of(data)
 
 
 @pytest.mark.parametrize(
@@ -67,12 +65,12 @@ def test_an_action_without_exactly_one_text_is_refused_and_says_what_it_has(data
     ],
 )
 def test_a_task_is_an_object_or_the_fields_themselves(data: dict[str, object], row: dict[str, object]) -> None:
-    assert task_of(data) == row
+    assert TextDialect().task_of(data) == row
 
 
 def test_nothing_beside_a_task_is_silently_ignored() -> None:
     with pytest.raises(WireError, match="difficulty"):
-        task_of({"task": {"secret": 1}, "difficulty": 3})
+        TextDialect().task_of({"task": {"secret": 1}, "difficulty": 3})
 
 
 def test_an_episode_id_is_a_short_text() -> None:

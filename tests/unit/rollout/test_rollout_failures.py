@@ -237,7 +237,7 @@ async def test_a_server_that_only_aborts_is_a_failure_and_no_loop(monkeypatch: p
         await EpisodePolicy(Aborting(*[0] * 50), SamplingParams()).complete([1])
 
 
-async def test_a_environment_that_does_not_answer_is_named_with_its_step() -> None:
+async def test_an_environment_that_does_not_answer_is_named_with_its_step() -> None:
     async with watched(open_guessing, step_s=0.05, open_s=30)() as env:
         await env.reset({"secret": 3})
         await env.step("1")

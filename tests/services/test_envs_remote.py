@@ -1,0 +1,66 @@
+"""A rollout process opens environments of a server in the same way as its own."""
+
+import asyncio
+
+import pytest
+from pydantic import ValidationError
+
+from rollbook.contracts.errors import RunError, TransientError
+from rollbook.envs.catalog import EnvironmentSource
+from rollbook.envs.client.remote import open_environments, open_remote_environments
+from rollbook.envs.client.session import ClientOptions, ServerFullError
+from rollbook.envs.config import EnvConfig
+from tests.parts.envs.environments import GAME, Notebook, served
+
+
+async def test_more_episodes_than_environments_wait_for_a_free_one() -> None:
+    async with served(Notebook, size=4) as server, open_remote_environments(server.url) as open_environment:
+
+        async def play(number: int) -> str:
+            async with open_environment() as env:
+                await env.reset({"owner": f"w{number}"})
+                assert server.pool.health().busy <= 4
+                return (await env.step("end")).text
+
+        assert await asyncio.gather(*(play(n) for n in range(20))) == [f"w{n}|end" for n in range(20)]
+        assert server.pool.health().busy == 0
+
+
+async def test_a_full_server_fails_the_open_at_its_deadline_and_serves_the_next_one() -> None:
+    options = ClientOptions(connect_s=2.0)
+    async with (
+        served("number_guessing", size=1) as server,
+        open_remote_environments(server.url, options) as open_environment,
+    ):
+        async with open_environment() as held:
+            with pytest.raises(ServerFullError):
+                async with open_environment():
+                    pass
+            await held.reset(GAME)
+            assert (await held.step("5")).solved
+        async with open_environment() as env:
+            await env.reset(GAME)
+
+
+async def test_a_rollout_opens_its_own_environments_and_those_of_a_server_in_the_same_way() -> None:
+    async with served("number_guessing", token="open sesame") as server:
+        for config in (EnvConfig(), EnvConfig.model_validate({"url": server.url, "token": "open sesame"})):
+            async with open_environments(config) as open_environment, open_environment() as env:
+                await env.reset(GAME)
+                assert (await env.step("5")).solved
+        with pytest.raises(RunError, match="environments are on that server"):
+            EnvironmentSource(EnvConfig(url=server.url))
+
+
+@pytest.mark.parametrize(
+    "fields", [{"url": "http://x", "name": "aws"}, {"url": "http://x", "args": {}}, {"token": "t"}, {"url": "x"}]
+)
+def test_settings_without_effect_are_refused(fields: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        EnvConfig.model_validate(fields)
+
+
+async def test_a_server_that_does_not_respond_is_reported_with_its_address() -> None:
+    with pytest.raises(TransientError, match=r"http://127.0.0.1:9"):
+        async with open_remote_environments("http://127.0.0.1:9", ClientOptions(connect_s=0.3)):
+            pass
