@@ -8,8 +8,8 @@ import msgspec
 
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.errors import RunError
-from rollbook.ledger.atropos.records import NO_ENV, ShelvedGroup
-from rollbook.ledger.rules.book import find_run
+from rollbook.ledger.atropos.tables import AtroposTables
+from rollbook.ledger.rules.run_transaction import find_run
 from rollbook.ledger.store import Reader, Transaction
 from rollbook.ledger.tools.jsonl import (
     FORMAT,
@@ -74,36 +74,30 @@ def _lines(tx: Transaction, run_id: RunId, *, is_readable: bool) -> Iterator[Any
     yield RunLine(
         format=FORMAT,
         record=run,
-        drops=tx.drops(run_id),
-        positions=tx.positions(run_id),
-        owners=tx.owners_alive(run_id),
-        producers=tx.producers(run_id),
+        drops=tx.runs.drops(run_id),
+        positions=tx.positions.all(run_id),
+        owners=tx.owners.alive(run_id),
+        producers=tx.producers.all(run_id),
     )
-    for group in tx.each_group(run_id):
-        payload = tx.payload(run_id, group.group_id) if group.has_payload else None
+    for group in tx.groups.each(run_id):
+        payload = tx.payloads.get(run_id, group.group_id) if group.has_payload else None
         yield GroupLine(
             record=group,
-            moves=tx.moves(run_id, group.group_id),
+            moves=tx.history.of_group(run_id, group.group_id),
             payload=payload,
             samples=plain_samples(payload) if payload is not None and is_readable else None,
         )
-    for batch in tx.each_batch(run_id):
+    for batch in tx.batches.each(run_id):
         yield BatchLine(record=batch)
-    for step in tx.steps(run_id):
+    for step in tx.steps.all(run_id):
         yield StepLine(record=step)
-    for publication in tx.publications(run_id):
+    for publication in tx.publications.all(run_id):
         yield PublicationLine(record=publication)
     yield from _atropos(tx, run_id)
 
 
 def _atropos(tx: Transaction, run_id: RunId) -> Iterator[AtroposLine]:
-    record = tx.atropos.record(run_id)
-    if record is None:
-        return
-    envs = tx.atropos.envs(run_id)
-    shelved: list[ShelvedGroup] = []
-    for shelf in tx.atropos.shelves(run_id):
-        shelved += tx.atropos.on_shelf(run_id, shelf.env_id, shelf.size, shelf.num)
-    for env_id in (NO_ENV, *(env.env_id for env in envs)):
-        shelved += tx.atropos.buffered(run_id, env_id)
-    yield AtroposLine(record=record, envs=envs, shelved=shelved)
+    tables = AtroposTables(tx)
+    record = tables.stored_record(run_id) if tables.exist() else None
+    if record is not None:
+        yield AtroposLine(record=record, envs=tables.envs(run_id), shelved=tables.all_queued(run_id))

@@ -8,6 +8,7 @@ import msgspec
 
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.errors import RunError
+from rollbook.ledger.atropos.tables import AtroposTables
 from rollbook.ledger.store import Store, Transaction
 from rollbook.ledger.tools.audit import audit_run
 from rollbook.ledger.tools.jsonl import (
@@ -78,16 +79,18 @@ class _Import:
             case GroupLine():
                 self._write_group(line, run_id)
             case BatchLine():
-                tx.put_batch(of_run(line.record, run_id))
+                tx.batches.put(of_run(line.record, run_id))
             case StepLine():
-                tx.put_step(of_run(line.record, run_id))
+                tx.steps.put(of_run(line.record, run_id))
             case PublicationLine():
-                tx.put_publication(of_run(line.record, run_id))
+                tx.publications.put(of_run(line.record, run_id))
             case AtroposLine():
-                tx.atropos.put_record(of_run(line.record, run_id))
+                tables = AtroposTables(tx)
+                tables.create()
+                tables.put_record(of_run(line.record, run_id))
                 for env in line.envs:
-                    tx.atropos.put_env(of_run(env, run_id))
-                tx.atropos.put_shelved([of_run(shelved, run_id) for shelved in line.shelved])
+                    tables.put_env(of_run(env, run_id))
+                tables.put_queued([of_run(shelved, run_id) for shelved in line.shelved])
             case EndLine():
                 pass
 
@@ -96,29 +99,31 @@ class _Import:
             raise RunError(f"{self._source} has format {line.format}, this release reads {FORMAT}")
         run_id = self._run_id = self._run_id or line.record.run_id
         tx = self._tx
-        if tx.run(run_id) is not None:
+        if tx.runs.get(run_id) is not None:
             raise RunError(f"the ledger has a run {run_id!r} already: import under another name")
-        tx.put_run(of_run(line.record, run_id))
+        tx.runs.put(of_run(line.record, run_id))
         for kind, number in line.drops.items():
             for _ in range(number):
-                tx.count_drop(run_id, kind)
+                tx.runs.count_drop(run_id, kind)
         for position, is_settled in line.positions:
-            tx.put_position(run_id, position, is_settled=is_settled)
+            tx.positions.put(run_id, position, is_settled=is_settled)
         for owner in line.owners:
-            tx.put_owner(of_run(owner, run_id))
+            tx.owners.put(of_run(owner, run_id))
         for producer in line.producers:
-            tx.put_producer(of_run(producer, run_id))
+            tx.producers.put(of_run(producer, run_id))
 
     def _write_group(self, line: GroupLine, run_id: RunId) -> None:
         tx = self._tx
-        tx.put_group(of_run(line.record, run_id))
+        tx.groups.put(of_run(line.record, run_id))
         for move in line.moves:
-            tx.add_move(of_run(move, run_id))
+            tx.history.add(of_run(move, run_id))
         self._num_groups += 1
         if self._num_groups % GROUPS_AT_ONCE == 0:
-            tx.oldest_running(run_id)  # a look at the groups: what the store keeps in memory until then is written
+            tx.groups.oldest_dispatched(
+                run_id
+            )  # a look at the groups: what the store keeps in memory until then is written
         if line.payload is not None:
-            tx.put_payload(run_id, line.record.group_id, line.payload)
+            tx.payloads.put(run_id, line.record.group_id, line.payload)
             self._num_payloads += 1
 
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 import msgspec
 
 from rollbook.contracts.admission import RunId
-from rollbook.ledger.atropos.records import AtroposRecord, EnvRecord, ShelvedGroup
+from rollbook.ledger.atropos.records import AtroposRecord, EnvRecord, QueuedGroup
 from rollbook.ledger.records import (
     BatchRecord,
     GroupRecord,
@@ -65,7 +65,7 @@ class AtroposLine(Line, frozen=True, kw_only=True, tag="atropos"):
 
     record: AtroposRecord
     envs: list[EnvRecord]
-    shelved: list[ShelvedGroup]
+    shelved: list[QueuedGroup]
 
 
 class EndLine(Line, frozen=True, kw_only=True, tag="end"):

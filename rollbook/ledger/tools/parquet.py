@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from rollbook.contracts.admission import RunId
 from rollbook.ledger.records import GroupRecord
-from rollbook.ledger.rules.book import find_run
+from rollbook.ledger.rules.run_transaction import find_run
 from rollbook.ledger.store import Reader, Transaction
 from rollbook.ledger.tools.export import ExportReport, refuse_existing
 from rollbook.ledger.tools.plain_payload import plain_samples
@@ -79,7 +79,7 @@ def export_parquet(reader: Reader, run_id: RunId, directory: Path) -> ExportRepo
 
 def _write(tx: Transaction, run_id: RunId, groups: pq.ParquetWriter, sequences: pq.ParquetWriter) -> tuple[int, int]:
     num_groups = num_rows = 0
-    remaining = iter(tx.each_group(run_id))
+    remaining = iter(tx.groups.each(run_id))
     while some := list(islice(remaining, GROUPS_AT_ONCE)):
         groups.write_table(pa.Table.from_pylist([_group_row(group) for group in some], schema=GROUP_COLUMNS))
         rows = [row for group in some for row in _sequence_rows(tx, group)]
@@ -97,7 +97,7 @@ def _group_row(group: GroupRecord) -> dict[str, Any]:
 
 
 def _sequence_rows(tx: Transaction, group: GroupRecord) -> Iterator[dict[str, Any]]:
-    payload = tx.payload(group.run_id, group.group_id) if group.has_payload else None
+    payload = tx.payloads.get(group.run_id, group.group_id) if group.has_payload else None
     if payload is None:
         return
     for number, sample in enumerate(plain_samples(payload)):

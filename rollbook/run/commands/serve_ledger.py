@@ -20,7 +20,7 @@ from rollbook.ledger.atropos.routes import atropos_dialect
 from rollbook.ledger.client.blocking import audit_at, explain_at
 from rollbook.ledger.config import Durability, LedgerConfig, LedgerServerConfig
 from rollbook.ledger.serve import serve_ledger
-from rollbook.ledger.stores.registry import open_reader, open_store, sqlite_url
+from rollbook.ledger.stores.registry import open_reader, open_store, reclaim, sqlite_url
 from rollbook.ledger.tools.audit import AuditReport
 from rollbook.ledger.tools.compaction import compact
 from rollbook.ledger.tools.explain import explain
@@ -58,10 +58,14 @@ def serve(
 
 
 def shrink(store: str, *, run: str | None, up_to_step: int | None) -> dict[str, Any]:
-    report = asyncio.run(
-        compact(store, now=time.time(), run_id=None if run is None else RunId(run), up_to_step=up_to_step)
-    )
-    return asdict(report)
+    async def delete_payloads() -> tuple[int, int]:
+        async with open_store(store) as opened:
+            run_id = None if run is None else RunId(run)
+            return await compact(opened, now=time.time(), run_id=run_id, up_to_step=up_to_step)
+
+    num_payloads, num_bytes = asyncio.run(delete_payloads())
+    before, after = reclaim(store)
+    return {"payloads": num_payloads, "payload_bytes": num_bytes, "bytes_before": before, "bytes_after": after}
 
 
 def write_out(store: str, run: str, target: Path) -> dict[str, Any]:

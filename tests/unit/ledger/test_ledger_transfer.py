@@ -9,51 +9,59 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from rollbook.concurrency.clock import ManualClock
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.freshness import BatchPolicy
 from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupState
 from rollbook.contracts.group_codec import encode_group
-from rollbook.ledger.atropos.records import AtroposRecord, EnvRecord, ShelvedGroup
+from rollbook.ledger.atropos.records import AtroposRecord, EnvRecord, QueuedGroup
+from rollbook.ledger.atropos.tables import AtroposTables
+from rollbook.ledger.config import LedgerConfig
 from rollbook.ledger.records import RunRecord
+from rollbook.ledger.service import open_ledger
 from rollbook.ledger.store import Transaction
-from rollbook.ledger.stores.memory import MemoryStore
-from rollbook.ledger.stores.registry import open_reader, open_store, sqlite_url
+from rollbook.ledger.stores.registry import open_reader, open_store, reclaim, sqlite_url
 from rollbook.ledger.stores.sqlite.file import FILE_NAME
-from rollbook.ledger.tools.audit import audit
+from rollbook.ledger.stores.sqlite.store import open_memory_store
+from rollbook.ledger.tools.audit import audit, audit_run
 from rollbook.ledger.tools.compaction import compact
 from rollbook.ledger.tools.export import export_jsonl
 from rollbook.ledger.tools.import_run import import_jsonl
 from rollbook.ledger.tools.parquet import export_parquet
 from rollbook.ledger.tools.plain_payload import plain_samples
-from tests.parts.ledger.desk import Desk, SqlFile
+from rollbook.telemetry.events import EventLog
 from tests.parts.ledger.groups import RUN, big_group, draws, settings
 from tests.parts.ledger.postgres import shared_server
+from tests.parts.ledger.run_driver import RunDriver, blocking_sqlite
 
 OTHER = RunId("other")
+LOG = EventLog("ledger")
 
 
-def write_a_bit_of_everything(desk: Desk) -> None:
-    """Trained, durable, batched, queued, dropped, leased, waiting and external groups; an Atropos desk beside them."""
-    desk.create(settings(per_step=2, in_flight=12, staleness_bound=6, policy=BatchPolicy.DROP, keep_payloads=True))
-    desk.take_role()
-    desk.publish(0)
-    owner = desk.join("rollout")
-    grants = desk.open(owner, draws(0, 10)).grants
+def write_a_bit_of_everything(driver: RunDriver) -> None:
+    """Trained, durable, batched, queued, dropped, leased, waiting and external groups; and rows of the Atropos dialect."""
+    driver.create(settings(per_step=2, in_flight=12, staleness_bound=6, policy=BatchPolicy.DROP, keep_payloads=True))
+    driver.take_role()
+    driver.publish(0)
+    owner = driver.join("rollout")
+    grants = driver.open(owner, draws(0, 10)).grants
     for grant in grants[:6]:
-        desk.submit(grant.task_id)
-    desk.close(grants[6].task_id, DropReason(DropKind.INVALID, "no sample could be scored"))
-    desk.submit(grants[7].task_id, drop=DropReason(DropKind.FILTERED, "all the same"))
-    desk.release(grants[8].task_id, 1)
+        driver.submit(grant.task_id)
+    driver.close(grants[6].task_id, DropReason(DropKind.INVALID, "no sample could be scored"))
+    driver.submit(grants[7].task_id, drop=DropReason(DropKind.FILTERED, "all the same"))
+    driver.release(grants[8].task_id, 1)
     for step in (1, 2):
-        desk.decide(step)
-        desk.acknowledge(step)
-    desk.checkpointed(1)
-    desk.decide(3)
-    desk.submit("strange ü", (-1,))
+        driver.decide(step)
+        driver.acknowledge(step)
+    driver.checkpointed(1)
+    driver.decide(3)
+    driver.submit("strange ü", (-1,))
 
     def atropos(tx: Transaction) -> None:
-        tx.atropos.put_record(AtroposRecord(run_id=RUN, registration="{}", is_started=True))
+        tables = AtroposTables(tx)
+        tables.create()
+        tables.put_record(AtroposRecord(run_id=RUN, registration="{}", is_started=True))
         for env_id in (0, 1):
             env = EnvRecord(
                 run_id=RUN,
@@ -67,22 +75,22 @@ def write_a_bit_of_everything(desk: Desk) -> None:
                 is_connected=True,
                 last_seen=1.5,
             )
-            tx.atropos.put_env(env)
+            tables.put_env(env)
         for at, (env_id, is_buffered) in enumerate([(0, False), (0, True), (-1, False), (1, False), (1, False)]):
-            shelved = ShelvedGroup(
+            queued = QueuedGroup(
                 run_id=RUN, group_id=GroupId(f"s{at}"), place=at, env_id=env_id, size=2, is_buffered=is_buffered
             )
-            tx.atropos.put_shelved([shelved])
+            tables.put_queued([queued])
 
-    desk.store.write_now(atropos)
+    driver.store.write_now(atropos)
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     directory = tmp_path / "source"
     directory.mkdir()
-    with closing(SqlFile(directory / FILE_NAME)) as file:
-        write_a_bit_of_everything(Desk(file))
+    with closing(blocking_sqlite(directory / FILE_NAME)) as file:
+        write_a_bit_of_everything(RunDriver(file))
     return directory
 
 
@@ -109,19 +117,18 @@ async def test_a_run_goes_from_store_to_store_byte_for_byte(exported: Path, tmp_
 
 
 async def test_an_imported_run_goes_on_where_it_was(exported: Path) -> None:
-    store = MemoryStore()
-    await import_jsonl(store, exported, as_run=OTHER)
-    assert await store.read(lambda tx: tx.runs()) == [OTHER]
-    assert await store.read(lambda tx: tx.payload(OTHER, GroupId("task0@0"))) is not None
-    store = MemoryStore()
-    await import_jsonl(store, exported)
-    desk = Desk(store)
-    role = desk.take_role(1)
-    assert (role.epoch, role.last_decided, role.last_acknowledged) == (2, 3, 2)
-    for step in (2, 3):
-        assert desk.decide(step).manifest is not None
-        desk.acknowledge(step)
-    assert desk.audit().violations == ()
+    async with open_memory_store() as store:
+        await import_jsonl(store, exported, as_run=OTHER)
+        assert await store.read(lambda tx: tx.runs.ids()) == [OTHER]
+        assert await store.read(lambda tx: tx.payloads.get(OTHER, GroupId("task0@0"))) is not None
+    async with open_memory_store() as store, open_ledger(store, LedgerConfig(), clock=ManualClock(), log=LOG) as ledger:
+        await import_jsonl(store, exported)
+        role = await ledger.take_role(RUN, restored_step=1)
+        assert (role.epoch, role.last_decided, role.last_acknowledged) == (2, 3, 2)
+        for step in (2, 3):
+            assert await ledger.decide(RUN, step, epoch=2, wait_s=0) is not None
+            await ledger.acknowledge(RUN, step, f"weights{step}", epoch=2)
+        assert (await ledger.read(lambda tx: audit_run(tx, RUN))).violations == ()
 
 
 async def test_an_exported_run_can_be_read_by_anybody(exported: Path) -> None:
@@ -170,10 +177,10 @@ async def test_a_file_that_is_not_whole_is_refused_and_leaves_no_trace(
     exported: Path, harm: Callable[[list[str]], list[str]], message: str
 ) -> None:
     exported.write_text("".join(f"{line}\n" for line in harm(exported.read_text().splitlines())))
-    store = MemoryStore()
-    with pytest.raises(RunError, match=message):
-        await import_jsonl(store, exported)
-    assert await store.read(lambda tx: tx.runs()) == []
+    async with open_memory_store() as store:
+        with pytest.raises(RunError, match=message):
+            await import_jsonl(store, exported)
+        assert await store.read(lambda tx: tx.runs.ids()) == []
 
 
 async def test_a_run_that_is_there_is_not_written_over(exported: Path, source: Path) -> None:
@@ -181,7 +188,7 @@ async def test_a_run_that_is_there_is_not_written_over(exported: Path, source: P
         with pytest.raises(RunError, match="has a run 'run-1' already"):
             await import_jsonl(store, exported)
         await import_jsonl(store, exported, as_run=OTHER)
-        assert sorted(await store.read(lambda tx: tx.runs())) == [OTHER, RUN]
+        assert sorted(await store.read(lambda tx: tx.runs.ids())) == [OTHER, RUN]
     with open_reader(sqlite_url(source)) as reader:
         with pytest.raises(RunError, match="nothing is written over"):
             export_jsonl(reader, RUN, exported)
@@ -213,40 +220,39 @@ def test_payloads_of_the_atropos_dialect_are_readable_too() -> None:
 
 async def test_compacting_lets_tokens_go_and_keeps_what_is_needed_to_resume(tmp_path: Path) -> None:
     for url in (sqlite_url(tmp_path / "ledger"), shared_server().fresh_url()):
-        store = MemoryStore()
-        desk = Desk(store)
-        write_a_bit_of_everything(desk)
-
+        driver = RunDriver()
+        write_a_bit_of_everything(driver)
         target = tmp_path / f"{len(url)}.jsonl"
-        export_jsonl(store, RUN, target)
+        export_jsonl(driver.store, RUN, target)
         async with open_store(url) as opened:
             await import_jsonl(opened, target)
             # Something to give back.
-            await opened.write(lambda tx: tx.put_payload(OTHER, GroupId("left behind"), random.randbytes(3_000_000)))
-            await opened.write(lambda tx: tx.delete_payload(OTHER, GroupId("left behind")))
-        with pytest.raises(RunError, match="the last durable checkpoint is of step 1"):
-            await compact(url, now=1.0, run_id=RUN, up_to_step=2)
-        report = await compact(url, now=1.0, run_id=RUN, up_to_step=1)
-        assert report.payloads_gone == 2
-        assert report.bytes_after < report.bytes_before - 2_000_000
+            await opened.write(lambda tx: tx.payloads.put(OTHER, GroupId("left behind"), random.randbytes(3_000_000)))
+            await opened.write(lambda tx: tx.payloads.delete(OTHER, GroupId("left behind")))
+            with pytest.raises(RunError, match="the last durable checkpoint is of step 1"):
+                await compact(opened, now=1.0, run_id=RUN, up_to_step=2)
+            num_payloads, _ = await compact(opened, now=1.0, run_id=RUN, up_to_step=1)
+        assert num_payloads == 2
+        before, after = reclaim(url)
+        assert after < before - 2_000_000
         with open_reader(url) as reader:
             assert audit(reader, RUN).violations == ()
-            run = reader.read_now(lambda tx: tx.run(RUN))
+            run = reader.read_now(lambda tx: tx.runs.get(RUN))
             assert run is not None
             assert run.payload_floor == 1
-            kept = reader.read_now(lambda tx: [g.state for g in tx.each_group(RUN) if g.has_payload])
+            kept = reader.read_now(lambda tx: [g.state for g in tx.groups.each(RUN) if g.has_payload])
         assert GroupState.DURABLE not in kept
         assert len(kept) == 5
 
 
 async def test_a_ledger_without_a_run_can_be_compacted(tmp_path: Path) -> None:
-    report = await compact(sqlite_url(tmp_path), now=1.0)
-    assert report.payloads_gone == 0
     run = RunRecord(run_id=RUN, settings=settings(), created_at=1.0)
     async with open_store(sqlite_url(tmp_path)) as store:
-        await store.write(lambda tx: tx.put_run(run))
-    with pytest.raises(RunError, match="Name one"):
-        await compact(sqlite_url(tmp_path), now=1.0, up_to_step=1)
+        assert await compact(store, now=1.0) == (0, 0)
+        await store.write(lambda tx: tx.runs.put(run))
+        with pytest.raises(RunError, match="a run is required"):
+            await compact(store, now=1.0, up_to_step=1)
+    reclaim(sqlite_url(tmp_path))
 
 
 def test_big_groups_can_be_spelt_out() -> None:

@@ -1,4 +1,4 @@
-"""How every verb speaks: people on stderr, results on stdout."""
+"""Output of the verbs: messages on stderr, results on stdout."""
 
 import json
 from collections.abc import Mapping
@@ -8,17 +8,16 @@ import typer
 from rich.console import Console
 
 EXIT_FAILED = 1
-EXIT_MISUSED = 2
+EXIT_USAGE = 2
 
 
-def people() -> Console:
-    """The console for people."""
+def stderr_console() -> Console:
     return Console(stderr=True, highlight=False)
 
 
-def say_error(message: str) -> None:
-    """The message as it is: paths and brackets in it are no markup."""
-    people().print(f"error: {message}", style="red", markup=False, soft_wrap=True)
+def print_error(message: str) -> None:
+    """Print without markup: messages contain paths and brackets."""
+    stderr_console().print(f"error: {message}", style="red", markup=False, soft_wrap=True)
 
 
 def result(text: str) -> None:

@@ -1,4 +1,4 @@
-"""One measured pass: a policy (the run's own server, or one started for it), workers, held-out tasks, and what came of them."""
+"""Evaluates a policy on held-out tasks, with workers and, unless the run's server is shared, with a policy server of its own."""
 
 import asyncio
 import dataclasses
@@ -17,29 +17,29 @@ from rollbook.inference.weights.client import WeightTransferClient
 from rollbook.rollout.evaluation import Evaluator, LabelResult, by_label, open_evaluator, share_of_publication
 from rollbook.run.config.run import RunConfig
 from rollbook.run.policy_clients import policy_urls
-from rollbook.run.processes.rollout import worker_spec
 from rollbook.run.supervision.child_main import RoleContext
 from rollbook.run.supervision.process import SupervisedProcess
 from rollbook.run.supervision.sockets import listening_socket, url_of
+from rollbook.run.worker_spec import worker_spec
 from rollbook.tasks.dataset import load_tasks
 from rollbook.trainer.model.policy_model import PolicyModel
 from rollbook.trainer.model.weights import write_weights
 
 READY_S = 300.0
-"""A server that loads a large model takes its time; one that takes longer hangs, and is named."""
+"""Time limit for the start of a server, including the load of a large model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     step: int
     results: tuple[LabelResult, ...]
-    """The whole first, then by label."""
+    """The result over all tasks, then by label."""
     pinned_ratio: float
-    """Part of the tasks whose every token came from the version that was measured."""
+    """Fraction of the tasks whose tokens all came from the evaluated version."""
     seconds: float
 
     @property
-    def whole(self) -> LabelResult:
+    def overall(self) -> LabelResult:
         return self.results[0]
 
     def row(self) -> dict[str, Any]:
@@ -52,33 +52,33 @@ class Measurement:
 
 
 def held_out_tasks(config: RunConfig, source_dir: Path) -> tuple[Task, ...]:
-    """The tasks to measure with: all, or `max_tasks` of them spread evenly over the source."""
+    """The tasks of an evaluation: all, or `max_tasks` of them spread evenly over the source."""
     tasks = load_tasks(config.evaluation.tasks_config(config.tasks), base_dir=source_dir)
-    most = config.evaluation.max_tasks
-    if len(tasks) <= most:
+    limit = config.evaluation.max_tasks
+    if len(tasks) <= limit:
         return tasks
-    return tuple(tasks[number * len(tasks) // most] for number in range(most))
+    return tuple(tasks[number * len(tasks) // limit] for number in range(limit))
 
 
-class Measuring:
-    """Made by `open_measuring`."""
+class EvaluationSession:
+    """Publishes weights to the evaluation's policy server and evaluates them. Opened by `open_evaluation`."""
 
     def __init__(
-        self, evaluator: Evaluator, tasks: Sequence[Task], pushes: WeightTransferClient, scratch: Path
+        self, evaluator: Evaluator, tasks: Sequence[Task], weights: WeightTransferClient, scratch: Path
     ) -> None:
         self._evaluator = evaluator
         self._tasks = tasks
-        self._pushes = pushes
+        self._weights = weights
         self._scratch = scratch
         self._published = 0
 
     async def publish(self, model_dir: Path, *, step: int) -> int:
-        """Give the evaluation's own server the weights of a model directory; the answer is their publication."""
+        """Push the weights of a model directory to the evaluation's own server. Returns the publication id."""
         self._published += 1
         path = self._scratch / f"{self._published}.safetensors"
         digest = await asyncio.to_thread(_write, model_dir, path)
         publication = Publication(id=PublicationId(self._published), epoch=1, step=step, digest=digest)
-        await self._pushes.receive(publication, str(path))
+        await self._weights.receive(publication, str(path))
         path.unlink(missing_ok=True)
         return publication.id
 
@@ -94,12 +94,12 @@ class Measuring:
 
 
 @asynccontextmanager
-async def open_measuring(
+async def open_evaluation(
     context: RoleContext, tasks: Sequence[Task], *, policy_url: str | None
-) -> AsyncIterator[Measuring]:
-    """Everything a measurement needs, ready; without `policy_url` a policy server of its own is among it.
+) -> AsyncIterator[EvaluationSession]:
+    """Start everything an evaluation needs; without `policy_url` also a policy server.
 
-    Worlds that a pool serves are served by a pool of its own: training keeps every one of its worlds.
+    Pooled environments get a separate pool, so that training keeps all of its environments.
     """
     config = context.loaded.config
     async with AsyncExitStack() as stack:
@@ -110,13 +110,13 @@ async def open_measuring(
         if policy_url is None:
             policy_url = await stack.enter_async_context(_served(context, "policy"))
         addresses["policy"] = policy_url
-        pushes = await stack.enter_async_context(
+        weights = await stack.enter_async_context(
             WeightTransferClient(
                 policy_urls(addresses["policy"]), request_s=config.inference.request_s, log=context.log
             )
         )
         evaluator = await stack.enter_async_context(_workers(dataclasses.replace(context, addresses=addresses)))
-        yield Measuring(evaluator, tasks, pushes, scratch)
+        yield EvaluationSession(evaluator, tasks, weights, scratch)
 
 
 @asynccontextmanager
@@ -128,7 +128,7 @@ async def _workers(context: RoleContext) -> AsyncIterator[Evaluator]:
             "groups_per_worker": -(-settings.concurrency // settings.workers),
             "completions_per_prompt": settings.episodes,
             "min_samples": 1,
-            # A measurement takes every episode, not those that finish first.
+            # An evaluation counts every episode, not those that finish first.
             "oversample": 0,
             "drop_constant_reward": False,
             "filter": None,
@@ -152,7 +152,7 @@ async def _workers(context: RoleContext) -> AsyncIterator[Evaluator]:
 
 @asynccontextmanager
 async def _served(context: RoleContext, role: str) -> AsyncIterator[str]:
-    """A server process for the evaluation alone. It is not restarted: a measurement that lost its policy is no measurement."""
+    """A server process of the evaluation. It is not restarted: an evaluation that loses its policy fails."""
     config = context.loaded.config
     sock = listening_socket("127.0.0.1", 0)
     process = SupervisedProcess(
