@@ -32,8 +32,8 @@ from rollbook.ledger.rules.groups import Submission
 from rollbook.ledger.service import Ledger
 from rollbook.ledger.tools.audit import audit_run
 from rollbook.ledger.tools.explain import explain_group
-from rollbook.telemetry.loop_lag import LoopLag
 from rollbook.telemetry.prometheus import CONTENT_TYPE as METRICS_CONTENT_TYPE
+from rollbook.telemetry.prometheus import LoopLag
 
 M = TypeVar("M", bound=wire.Message)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
