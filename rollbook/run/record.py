@@ -40,24 +40,28 @@ class RunRecordReader:
         return self.reader.read_now(lambda tx: status(tx, self.run_id))
 
     def groups(self, *, state: GroupState | None, limit: int, offset: int = 0) -> list[GroupRecord]:
-        return self.reader.read_now(lambda tx: tx.groups(self.run_id, state, limit, offset))
+        return self.reader.read_now(lambda tx: tx.groups.page(self.run_id, state, limit, offset))
 
     def group(self, group_id: GroupId) -> tuple[GroupRecord, PromptGroup | None, list[MoveRecord]]:
         """The record of a group, its samples where they are still stored, and its history."""
 
         def read(tx: Transaction) -> tuple[GroupRecord, PromptGroup | None, list[MoveRecord]]:
-            record = tx.group(self.run_id, group_id)
+            record = tx.groups.get(self.run_id, group_id)
             if record is None:
                 raise RunError(
                     f"run {self.run_id} has no group {group_id!r}; `rollbook inspect RUN --groups` lists them"
                 )
-            body = tx.payload(self.run_id, group_id)
-            return record, None if body is None else decode_payload(body, group_id), tx.moves(self.run_id, group_id)
+            body = tx.payloads.get(self.run_id, group_id)
+            return (
+                record,
+                None if body is None else decode_payload(body, group_id),
+                tx.history.of_group(self.run_id, group_id),
+            )
 
         return self.reader.read_now(read)
 
     def steps(self) -> list[StepRecord]:
-        return self.reader.read_now(lambda tx: tx.steps(self.run_id))
+        return self.reader.read_now(lambda tx: tx.steps.all(self.run_id))
 
     def batches(self, until: int) -> Iterator[TrainingBatch]:
         """Batches 1 to `until` as they were decided."""
@@ -65,10 +69,10 @@ class RunRecordReader:
             yield self.reader.read_now(lambda tx, step=step: self._batch(tx, step))  # type: ignore[misc]  # a lambda's default
 
     def _batch(self, tx: Transaction, step: int) -> TrainingBatch:
-        record = tx.batch(self.run_id, step)
+        record = tx.batches.get(self.run_id, step)
         if record is None:
             raise RunError(f"run {self.run_id}: batch {step} was never decided")
-        bodies = [tx.payload(self.run_id, entry.group_id) for entry in record.manifest.entries]
+        bodies = [tx.payloads.get(self.run_id, entry.group_id) for entry in record.manifest.entries]
         if any(body is None for body in bodies):
             raise RunError(
                 f"run {self.run_id}: the payloads of batch {step} were deleted; set ledger.keep_payloads = true to replay a run"

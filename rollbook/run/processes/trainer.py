@@ -10,9 +10,8 @@ from rollbook.contracts.errors import FencedError, RunError
 from rollbook.ledger.client.client import open_ledger_client
 from rollbook.run.policy_clients import open_weights
 from rollbook.run.supervision.child_main import RoleContext
-from rollbook.telemetry.forwarding import Forwarder
 from rollbook.telemetry.metrics import MetricRecorder
-from rollbook.telemetry.sinks.sink import open_sinks
+from rollbook.telemetry.sinks.forwarder import Forwarder, open_sinks
 from rollbook.trainer.loop import LoopEnd, LoopOutcome, TrainerLoop
 from rollbook.trainer.metrics import TRAINER_METRICS
 

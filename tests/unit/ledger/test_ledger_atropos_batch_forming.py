@@ -11,18 +11,18 @@ from rollbook.contracts.admission import RunId
 from rollbook.contracts.group import GroupId
 from rollbook.ledger.atropos import batch_forming as forming
 from rollbook.ledger.atropos.batch_forming import fill_exactly, find_sum, form_batch
-from rollbook.ledger.atropos.records import ShelvedGroup
+from rollbook.ledger.atropos.records import QueuedGroup
 
 
-def queue_of(*groups: tuple[int, int]) -> list[ShelvedGroup]:
+def queue_of(*groups: tuple[int, int]) -> list[QueuedGroup]:
     """Groups of (environment, size), named by their place."""
     return [
-        ShelvedGroup(run_id=RunId("r"), group_id=GroupId(str(at)), place=at, env_id=env, size=size)
+        QueuedGroup(run_id=RunId("r"), group_id=GroupId(str(at)), place=at, env_id=env, size=size)
         for at, (env, size) in enumerate(groups)
     ]
 
 
-def formed(queue: list[ShelvedGroup], batch_size: int, minimums: dict[int, float] | None = None) -> list[int] | None:
+def formed(queue: list[QueuedGroup], batch_size: int, minimums: dict[int, float] | None = None) -> list[int] | None:
     largest = max((group.size for group in queue), default=0)
     chosen = form_batch(queue, batch_size=batch_size, largest=largest, minimums=minimums or {})
     return None if chosen is None else [group.place for group in chosen]
@@ -89,11 +89,11 @@ def test_a_choice_that_gives_everybody_what_is_due_is_found_whenever_there_is_on
     groups: list[tuple[int, int]], batch_size: int, due: dict[int, int]
 ) -> None:
     queue = queue_of(*groups)
-    by_env: dict[int, list[ShelvedGroup]] = {env: [] for env in due}
+    by_env: dict[int, list[QueuedGroup]] = {env: [] for env in due}
     for group in queue:
         by_env.setdefault(group.env_id, []).append(group)
 
-    def is_right(some: Iterable[ShelvedGroup]) -> bool:
+    def is_right(some: Iterable[QueuedGroup]) -> bool:
         chosen = list(some)
         has_due = all(sum(g.size for g in chosen if g.env_id == env) >= least for env, least in due.items())
         return has_due and sum(group.size for group in chosen) == batch_size

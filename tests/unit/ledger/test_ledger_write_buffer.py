@@ -32,9 +32,9 @@ def group(name: str, sequence: int) -> GroupRecord:
 
 
 def count_opened(tx: Transaction) -> int:
-    run = tx.run(RUN)
+    run = tx.runs.get(RUN)
     assert run is not None
-    tx.put_run(run.changed(num_opened=run.num_opened + 1))
+    tx.runs.put(run.changed(num_opened=run.num_opened + 1))
     return run.num_opened
 
 
@@ -45,12 +45,12 @@ async def together(store: SqliteStore, *works: Callable[[Transaction], Any]) -> 
 
 async def test_operations_of_one_commit_see_each_other(tmp_path: Path) -> None:
     async with open_sqlite_store(tmp_path) as store:
-        await store.write(lambda tx: tx.put_run(NEW_RUN))
+        await store.write(lambda tx: tx.runs.put(NEW_RUN))
 
         def put(tx: Transaction) -> int:
-            tx.put_group(group("a", 1))
-            tx.put_payload(RUN, GroupId("a"), b"body")
-            tx.add_move(
+            tx.groups.put(group("a", 1))
+            tx.payloads.put(RUN, GroupId("a"), b"body")
+            tx.history.add(
                 MoveRecord(
                     run_id=RUN,
                     group_id=GroupId("a"),
@@ -64,14 +64,19 @@ async def test_operations_of_one_commit_see_each_other(tmp_path: Path) -> None:
             return count_opened(tx)
 
         def look(tx: Transaction) -> Any:
-            found = tx.group(RUN, GroupId("a"))
-            return found, len(tx.queued(RUN)), tx.payload(RUN, GroupId("a")), len(tx.moves(RUN, GroupId("a")))
+            found = tx.groups.get(RUN, GroupId("a"))
+            return (
+                found,
+                len(tx.groups.queued(RUN)),
+                tx.payloads.get(RUN, GroupId("a")),
+                len(tx.history.of_group(RUN, GroupId("a"))),
+            )
 
         numbers = await together(store, put, look, count_opened, look)
         assert numbers[0] == 0
         assert numbers[2] == 1
         assert numbers[1] == numbers[3] == (group("a", 1), 1, b"body", 1)
-        run = await store.read(lambda tx: tx.run(RUN))
+        run = await store.read(lambda tx: tx.runs.get(RUN))
         assert run is not None
         assert run.num_opened == 2
 
@@ -81,19 +86,19 @@ async def test_operations_of_one_commit_see_each_other(tmp_path: Path) -> None:
 )
 async def test_a_failed_operation_takes_back_its_own_effects_only(tmp_path: Path, writes_first: bool) -> None:
     async with open_sqlite_store(tmp_path) as store:
-        await store.write(lambda tx: tx.put_run(NEW_RUN))
+        await store.write(lambda tx: tx.runs.put(NEW_RUN))
 
         def fail(tx: Transaction) -> None:
             count_opened(tx)
-            tx.put_group(group("bad", 9))
+            tx.groups.put(group("bad", 9))
             if writes_first:
-                tx.put_position(RUN, 3, is_settled=True)
-                tx.queued(RUN)
+                tx.positions.put(RUN, 3, is_settled=True)
+                tx.groups.queued(RUN)
             raise LookupError("no")
 
         def put(name: str, sequence: int) -> Callable[[Transaction], int]:
             def work(tx: Transaction) -> int:
-                tx.put_group(group(name, sequence))
+                tx.groups.put(group(name, sequence))
                 return count_opened(tx)
 
             return work
@@ -103,7 +108,7 @@ async def test_a_failed_operation_takes_back_its_own_effects_only(tmp_path: Path
         assert isinstance(told[1], LookupError)
         assert isinstance(told[3], LookupError)
         ids, run, positions = await store.read(
-            lambda tx: ([g.group_id for g in tx.queued(RUN)], tx.run(RUN), tx.positions(RUN))
+            lambda tx: ([g.group_id for g in tx.groups.queued(RUN)], tx.runs.get(RUN), tx.positions.all(RUN))
         )
         assert ids == ["a", "b", "c"]
         assert positions == []
@@ -113,21 +118,21 @@ async def test_a_failed_operation_takes_back_its_own_effects_only(tmp_path: Path
 
 async def test_a_row_that_the_file_refuses_fails_its_own_operation_only(tmp_path: Path) -> None:
     async with open_sqlite_store(tmp_path) as store:
-        await store.write(lambda tx: tx.put_run(NEW_RUN))
+        await store.write(lambda tx: tx.runs.put(NEW_RUN))
         told = await together(
             store,
-            lambda tx: tx.put_group(group("a", 1)),
-            lambda tx: tx.put_group(group("beyond", 2**70)),
-            lambda tx: tx.put_group(group("same sequence", 1)),
-            lambda tx: tx.put_group(group("b", 2)),
+            lambda tx: tx.groups.put(group("a", 1)),
+            lambda tx: tx.groups.put(group("beyond", 2**70)),
+            lambda tx: tx.groups.put(group("same sequence", 1)),
+            lambda tx: tx.groups.put(group("b", 2)),
         )
         assert [type(t).__name__ for t in told] == ["NoneType", "OverflowError", "IntegrityError", "NoneType"]
-        assert [g.group_id for g in await store.read(lambda tx: tx.queued(RUN))] == ["a", "b"]
+        assert [g.group_id for g in await store.read(lambda tx: tx.groups.queued(RUN))] == ["a", "b"]
 
 
 async def test_a_record_that_another_process_changed_is_read_again(tmp_path: Path) -> None:
     async with open_sqlite_store(tmp_path) as one, open_sqlite_store(tmp_path) as other:
-        await one.write(lambda tx: tx.put_run(NEW_RUN))
+        await one.write(lambda tx: tx.runs.put(NEW_RUN))
         assert await one.write(count_opened) == 0
         assert await other.write(count_opened) == 1
         assert await one.write(count_opened) == 2

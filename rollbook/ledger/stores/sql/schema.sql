@@ -1,4 +1,5 @@
--- The ledger's rows. Every table starts with the run; names follow rollbook/ledger/records.py field by field.
+-- The ledger's tables. Columns follow the fields of rollbook/ledger/records.py. Written with SQLite's type names and in the subset of
+-- SQL that SQLite and PostgreSQL share; postgres/schema.py translates the names that differ.
 
 CREATE TABLE runs (
     run_id              TEXT PRIMARY KEY,
@@ -28,6 +29,7 @@ CREATE TABLE runs (
     num_leased          INTEGER NOT NULL,
     num_waiting         INTEGER NOT NULL,
     num_queued          INTEGER NOT NULL,
+    queued_bytes        INTEGER NOT NULL,
     num_batched         INTEGER NOT NULL,
     num_trained         INTEGER NOT NULL,
     num_durable         INTEGER NOT NULL
@@ -54,6 +56,17 @@ CREATE TABLE owners (
 CREATE INDEX owners_by_name ON owners (run_id, name);
 CREATE INDEX owners_alive ON owners (run_id) WHERE state = 'alive';
 
+CREATE TABLE producers (
+    run_id        TEXT NOT NULL,
+    name          TEXT NOT NULL,
+    weight        REAL NOT NULL,
+    min_share     REAL NOT NULL,
+    registered_at REAL NOT NULL,
+    credit        REAL NOT NULL,
+    num_batched   INTEGER NOT NULL,
+    PRIMARY KEY (run_id, name)
+);
+
 CREATE TABLE groups (
     run_id                TEXT NOT NULL,
     group_id              TEXT NOT NULL,
@@ -71,7 +84,7 @@ CREATE TABLE groups (
     admission_version     INTEGER,
     admission_publication INTEGER,
     arrival               INTEGER,
-    publications          TEXT NOT NULL,            -- ids with commas between
+    publications          TEXT NOT NULL,            -- ids, separated by commas
     oldest_version        INTEGER,
     step                  INTEGER,
     drop_reason           TEXT,
@@ -80,20 +93,23 @@ CREATE TABLE groups (
     payload_bytes         INTEGER NOT NULL,
     has_payload           INTEGER NOT NULL,
     release_step          INTEGER,
+    producer              TEXT,
     PRIMARY KEY (run_id, group_id)
 );
--- Partial ones hold only what is open, so that nothing here grows dearer with the length of the run.
+-- Partial indexes cover only open groups, so their cost does not grow with the length of the run. Each producer's queue has its own
+-- range, so a long queue does not slow down another one.
 CREATE UNIQUE INDEX groups_by_sequence ON groups (run_id, sequence);
 CREATE INDEX groups_dispatched ON groups (run_id, sequence) WHERE state = 'dispatched';
 CREATE INDEX groups_waiting ON groups (run_id, sequence) WHERE state = 'dispatched' AND owner IS NULL;
-CREATE INDEX groups_queued_by_sequence ON groups (run_id, sequence) WHERE state = 'queued';
-CREATE INDEX groups_queued_by_arrival ON groups (run_id, arrival) WHERE state = 'queued';
+CREATE INDEX groups_queued_by_sequence ON groups (run_id, producer, sequence) WHERE state = 'queued';
+CREATE INDEX groups_queued_by_arrival ON groups (run_id, arrival) WHERE state = 'queued' AND producer IS NULL;
 CREATE INDEX groups_queued_by_version ON groups (run_id, oldest_version)
     WHERE state = 'queued' AND oldest_version IS NOT NULL;
 CREATE INDEX groups_leases ON groups (run_id, lease_until) WHERE lease_until IS NOT NULL;
 CREATE INDEX groups_owned ON groups (run_id, owner) WHERE owner IS NOT NULL;
 CREATE INDEX groups_releasable ON groups (run_id, release_step) WHERE has_payload = 1 AND release_step IS NOT NULL;
 
+-- Used by stores that keep payloads in the database.
 CREATE TABLE payloads (
     run_id   TEXT NOT NULL,
     group_id TEXT NOT NULL,
