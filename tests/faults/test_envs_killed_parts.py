@@ -1,4 +1,4 @@
-"""Clients and servers of environments die, storm and come back. An environment is never lost, and nobody waits for ever."""
+"""Clients and servers are killed or overloaded. No environment is lost, and no call waits forever."""
 
 import asyncio
 from contextlib import ExitStack
@@ -22,11 +22,10 @@ from tests.parts.envs.server_process import process
 
 
 async def test_the_environments_of_a_killed_client_return_to_the_pool_at_once() -> None:
-    """Attacks: a dead client's slot returns at once, even in the middle of a step."""
     async with served(Waiter, size=4) as server:
         for _ in range(2):
             with ExitStack() as stack:
-                # In a thread: the client waits for answers of this very process.
+                # In a thread: the client waits for replies of this process.
                 client, _ = await asyncio.to_thread(stack.enter_context, process("hold", server.url, "4"))
                 assert server.pool.health().busy == 4
                 client.kill()
@@ -35,8 +34,7 @@ async def test_the_environments_of_a_killed_client_return_to_the_pool_at_once() 
             assert len(pool.sessions) == 4
 
 
-async def test_a_killed_server_is_an_episode_error_and_the_pool_connects_to_its_successor() -> None:
-    """Attacks: an infrastructure failure is never a reward; nobody waits for a peer that is gone."""
+async def test_a_killed_server_raises_an_episode_error_and_the_pool_reconnects_to_its_successor() -> None:
     with process("serve", "number_guessing", "4", "0") as (first, url):
         pool = GrpoPool(url, size=4, options=ClientOptions(close_s=1))
         await pool.connect()
@@ -53,7 +51,7 @@ async def test_a_killed_server_is_an_episode_error_and_the_pool_connects_to_its_
             await pool.close()
 
 
-async def test_a_server_that_dies_while_a_step_runs_ends_the_wait() -> None:
+async def test_a_server_that_dies_during_a_step_ends_the_wait() -> None:
     with process("serve", "tests.parts.envs.environments:Waiter", "1", "0") as (server, url):
         async with open_session(url, ClientOptions(close_s=1)) as env:
             await env.reset({})
@@ -64,15 +62,14 @@ async def test_a_server_that_dies_while_a_step_runs_ends_the_wait() -> None:
                 await step
 
 
-async def test_fifty_clients_storm_eight_places_and_every_one_is_served_or_refused() -> None:
-    """Attacks: never more sessions than environments, nobody half in, everybody answered."""
+async def test_fifty_concurrent_clients_of_eight_slots_are_all_served_or_refused() -> None:
     most = 0
 
     async def play() -> str:
         nonlocal most
         async with new_http() as connections:
             try:
-                env = await connect(connections, server.url, deadline=Deadline(30, "storm"))
+                env = await connect(connections, server.url, deadline=Deadline(30, "test"))
             except ServerFullError:
                 return "refused"
             await env.reset({"owner": "w"})
@@ -88,14 +85,13 @@ async def test_fifty_clients_storm_eight_places_and_every_one_is_served_or_refus
         assert outcomes.count("w|end") >= 8
     assert most <= 8
 
-    async with served(Notebook, size=8, connect_wait_s=30.0) as server:  # with patience everybody is served
+    async with served(Notebook, size=8, connect_wait_s=30.0) as server:  # with a long wait all are served
         assert await asyncio.gather(*(play() for _ in range(50))) == ["w|end"] * 50
     assert most <= 8
 
 
-async def test_a_stuck_environment_costs_its_own_session_only() -> None:
-    """Attacks: blocking environments never block the loop; an environment that never returns is given up."""
-    Sleeper.let_go.clear()
+async def test_a_hanging_environment_affects_only_its_own_session() -> None:
+    Sleeper.unblock.clear()
     try:
         async with served(Sleeper, size=3, step_s=0.2, close_s=0.2) as server, GrpoPool(server.url, size=3) as pool:
             await pool.reset_group({})
@@ -108,10 +104,10 @@ async def test_a_stuck_environment_costs_its_own_session_only() -> None:
             assert outcomes[1:] == ["awake", "awake"]
             assert len(await pool.reset_group({})) == 3
     finally:
-        Sleeper.let_go.set()
+        Sleeper.unblock.set()
 
 
-async def test_two_hundred_connections_leave_no_descriptor_and_no_memory_behind() -> None:
+async def test_two_hundred_connections_leak_no_descriptor_and_no_memory() -> None:
     with process("serve", "number_guessing", "8", "0") as (server, url):
 
         async def cycle(times: int) -> None:
@@ -125,6 +121,6 @@ async def test_two_hundred_connections_leave_no_descriptor_and_no_memory_behind(
         async with new_http() as http, http.get(f"{url}/health") as reply:
             health = await reply.json()
         assert (health["active"], health["reserved"], health["environments_busy"]) == (0, 0, 0)
-        await until(lambda: server.num_fds() <= descriptors + 1)  # the health check above may linger
+        await until(lambda: server.num_fds() <= descriptors + 1)  # the health check above may still be open
         assert server.num_threads() <= threads
         assert server.memory_info().rss - memory < 8 * 2**20

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rollbook.concurrency.deadline import Deadline
 from rollbook.envs.sandboxes.pool import Lease, PoolLimits, SandboxPool
-from tests.parts.envs.aws import PaperFactory, PaperSandbox, quiet_log
+from tests.parts.envs.aws import FakeSandbox, FakeSandboxFactory, quiet_log
 
 
 class Deed(StrEnum):
@@ -26,11 +26,11 @@ class Deed(StrEnum):
 class Model:
     """Holders and waiters around one pool."""
 
-    def __init__(self, pool: SandboxPool[PaperSandbox], factory: PaperFactory) -> None:
+    def __init__(self, pool: SandboxPool[FakeSandbox], factory: FakeSandboxFactory) -> None:
         self.pool = pool
         self.factory = factory
-        self.held: list[Lease[PaperSandbox]] = []
-        self.waiting: list[asyncio.Task[Lease[PaperSandbox]]] = []
+        self.held: list[Lease[FakeSandbox]] = []
+        self.waiting: list[asyncio.Task[Lease[FakeSandbox]]] = []
         self.uses: dict[str, int] = {}
 
     async def do(self, deed: Deed) -> None:
@@ -60,7 +60,7 @@ class Model:
             self.waiting.remove(task)
             self.took(task.result())
 
-    def took(self, lease: Lease[PaperSandbox]) -> None:
+    def took(self, lease: Lease[FakeSandbox]) -> None:
         """A holder got a sandbox: nobody else has it, and it was cleaned after each use before."""
         assert all(lease.sandbox is not other.sandbox for other in self.held)
         assert lease.sandbox.cleaned == self.uses.get(lease.sandbox.name, 0)
@@ -75,7 +75,7 @@ async def rest() -> None:
 
 
 async def live(deeds: list[Deed], size: int, spares: int) -> None:
-    factory = PaperFactory()
+    factory = FakeSandboxFactory()
     limits = PoolLimits(size=size, spares=spares, max_memory_bytes=1_000)
     pool = SandboxPool(name="paper", limits=limits, start=factory.start, log=quiet_log())
     async with pool.open():

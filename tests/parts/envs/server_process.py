@@ -1,4 +1,4 @@
-"""A server of environments in a process of its own, and a client in one: parts that can be killed.
+"""An environment server and a client in separate processes that tests can kill.
 
 python -m tests.parts.envs.server_process serve NAME SIZE PORT      prints the address once it answers
 python -m tests.parts.envs.server_process hold URL COUNT            holds COUNT sessions, each in the middle of a step
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[3]
 
 @contextmanager
 def process(*args: str) -> Iterator[tuple[psutil.Popen, str]]:
-    """A child of this module, and the first line it printed. Killed at the end, whatever happened to it before."""
+    """A child process of this module, and the first line of its output. It is killed at the end."""
     command = [sys.executable, "-m", "tests.parts.envs.server_process", *args]
     child = psutil.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
