@@ -1,1 +1,1 @@
-"""WAITING: how the project starts, waits and stops."""
+"""Time, tasks and processes: how every room starts, waits, retries and stops."""

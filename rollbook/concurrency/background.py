@@ -1,4 +1,4 @@
-"""Work that goes on beside the next step: one piece of each kind at a time, and never forgotten."""
+"""One background task at a time: it runs concurrently with its owner, and its errors are never lost."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Background:
-    """One lane. A second piece of work waits for the first; a failure ends the group of tasks that owns the lane."""
+    """Runs one coroutine at a time in a task group; an error ends the group."""
 
     def __init__(self, group: asyncio.TaskGroup, name: str) -> None:
         self._group = group
@@ -14,25 +14,25 @@ class Background:
         self._task: asyncio.Task[Any] | None = None
 
     async def start(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Begin `work` once the lane is free; returns as soon as it has begun."""
+        """Wait for the previous work, then start `work` and return."""
         try:
-            await self.settle()
+            await self.wait()
         except BaseException:
             work.close()
             raise
         self._task = self._group.create_task(work, name=self._name)
 
-    async def settle(self) -> Any:
-        """Wait for what is under way, and give its result; None when nothing was."""
+    async def wait(self) -> Any:
+        """Wait for the running work; its result, or None without running work."""
         if self._task is None:
             return None
-        # Shielded: whoever gives up waiting does not cancel the work, and it can still be given up.
+        # Shielded: cancelling this wait must not cancel the work.
         result = await asyncio.shield(self._task)
         self._task = None
         return result
 
-    async def give_up(self) -> None:
-        """Break off what is under way."""
+    async def cancel(self) -> None:
+        """Cancel the running work and wait for its end."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()

@@ -1,4 +1,4 @@
-"""Time comes from outside: code asks a `Clock`, so that tests turn the hands themselves."""
+"""Clocks are passed in, so that tests control the time."""
 
 import asyncio
 import heapq
@@ -9,10 +9,10 @@ from typing import Protocol
 
 class Clock(Protocol):
     def now(self) -> float:
-        """Seconds that only move forward; good for durations, meaningless across processes."""
+        """Monotonic seconds: for durations, not comparable between processes."""
 
     def wall(self) -> float:
-        """Seconds since 1970; comparable across processes, and it may jump."""
+        """Seconds since 1970: comparable between processes, but may jump."""
 
     async def sleep(self, seconds: float) -> None: ...
 
@@ -29,7 +29,7 @@ class SystemClock:
 
 
 class ManualClock:
-    """Moves when told to. `advance` wakes sleepers in order, and lets them run in between."""
+    """Moves only by `advance` and `jump`. `advance` wakes sleepers in order and lets them run in between."""
 
     def __init__(self, start: float = 1_000.0) -> None:
         self._now = start
@@ -48,22 +48,22 @@ class ManualClock:
         await woken
 
     def jump(self, seconds: float) -> None:
-        """Move the hands without waking anybody: for code that only reads the time."""
+        """Move the time without waking sleepers: for code that only reads it."""
         self._now += seconds
 
     async def advance(self, seconds: float) -> None:
         until = self._now + seconds
-        await _let_others_run()
+        await _run_other_tasks()
         while self._sleepers and self._sleepers[0][0] <= until:
             at, _, woken = heapq.heappop(self._sleepers)
-            self._now = max(self._now, at)  # after a jump a sleeper may be overdue; time never moves back for it
+            self._now = max(self._now, at)  # after a jump a sleeper may be overdue
             if not woken.done():
                 woken.set_result(None)
-            await _let_others_run()
+            await _run_other_tasks()
         self._now = until
 
 
-async def _let_others_run() -> None:
-    # A woken task may need several turns of the loop before it sleeps again; twenty is far more than any chain here has.
+async def _run_other_tasks() -> None:
+    # A woken task may need several iterations of the loop before it sleeps again; no chain here needs twenty.
     for _ in range(20):
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""One budget for a whole deed, handed down, so that five retries cannot take five times as long."""
+"""One time budget for a whole operation, passed down, so that five retries cannot take five times as long."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -8,7 +8,7 @@ from rollbook.concurrency.clock import Clock, SystemClock
 
 
 class DeadlineExceededError(Exception):
-    """Says which budget ran out. Rooms translate it into their own verdict."""
+    """Names the budget that ran out. Rooms translate it into an error of their own."""
 
 
 class Deadline:
@@ -26,15 +26,15 @@ class Deadline:
         return self.remaining_s() <= 0
 
     def require(self) -> float:
-        """Seconds left; raises when there are none."""
+        """Seconds left. Raises `DeadlineExceededError` when there are none."""
         left = self.remaining_s()
         if left <= 0:
-            raise DeadlineExceededError(f"{self.name}: its {self.seconds:g} s are over")
+            raise DeadlineExceededError(f"{self.name}: the budget of {self.seconds:g} s ran out")
         return left
 
     @asynccontextmanager
     async def limit(self, what: str, *, at_most_s: float | None = None) -> AsyncIterator[None]:
-        """Bound a block by what is left, or by `at_most_s` if that is less. The error names the budget that ran out."""
+        """Limit a block to the remaining time, or to `at_most_s` if that is less. The error names the budget that ran out."""
         left = self.require()
         budget, owner = left, f"{self.name} ({self.seconds:g} s)"
         if at_most_s is not None and at_most_s < left:
@@ -44,5 +44,5 @@ class Deadline:
                 yield
         except TimeoutError as error:
             if not scope.expired():
-                raise  # the block's own: blaming it on this budget would send the reader to the wrong setting
+                raise  # a timeout inside the block, not of this budget
             raise DeadlineExceededError(f"{what} did not finish: the budget of {owner} ran out") from error

@@ -1,24 +1,24 @@
-"""Backoff as a plain generator, and one bounded retry loop inside one deadline. Never nested."""
+"""Backoff as a generator, and a retry loop within one deadline. Retry loops are never nested."""
 
 import random
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TypeVar
 
 from rollbook.concurrency.clock import Clock, SystemClock
-from rollbook.concurrency.deadline import Deadline, DeadlineExceededError
+from rollbook.concurrency.deadline import Deadline
 
 T = TypeVar("T")
 
 
 def backoff(
-    *, first_s: float = 0.05, factor: float = 2.0, most_s: float = 2.0, rng: random.Random | None = None
+    *, first_s: float = 0.05, factor: float = 2.0, max_s: float = 2.0, rng: random.Random | None = None
 ) -> Iterator[float]:
-    """Waits that grow exponentially, each drawn from the upper half of its interval so that clients do not march in step."""
+    """Exponentially growing waits, each drawn from the upper half of its interval so that clients do not retry in step."""
     rng = rng or random.Random()
     interval = first_s
     while True:
         yield interval * (0.5 + rng.random() / 2)
-        interval = min(most_s, interval * factor)
+        interval = min(max_s, interval * factor)
 
 
 async def retry(
@@ -28,11 +28,11 @@ async def retry(
     deadline: Deadline,
     clock: Clock | None = None,
     waits: Iterator[float] | None = None,
-    noticed: Callable[[Exception, float], None] | None = None,
+    on_retry: Callable[[Exception, float], None] | None = None,
 ) -> T:
-    """Call `attempt` until it succeeds, raises something else, or the deadline is over; then the last error is raised.
+    """Call `attempt` until it succeeds or raises another error. Raises the last error when the deadline does not allow a retry.
 
-    An error with a `retry_after_s` attribute is obeyed when that is longer than our own wait.
+    Waits at least `retry_after_s` of an error that has this attribute.
     """
     clock = clock or SystemClock()
     waits = waits or backoff()
@@ -40,12 +40,9 @@ async def retry(
         try:
             return await attempt()
         except on as error:
-            advised = getattr(error, "retry_after_s", None) or 0.0
-            wait = max(next(waits), advised)
+            wait = max(next(waits), getattr(error, "retry_after_s", None) or 0.0)
             if deadline.remaining_s() <= wait:
                 raise
-            if noticed is not None:
-                noticed(error, wait)
-        except DeadlineExceededError:
-            raise
+            if on_retry is not None:
+                on_retry(error, wait)
         await clock.sleep(wait)

@@ -162,7 +162,7 @@ class TrainerLoop:
         await self._fetching.start(self._next_batch(learner.step + 1))
         while True:
             started = self._clock.now()
-            batch = await self._fetching.settle()
+            batch = await self._fetching.wait()
             if isinstance(batch, EndOfRun):
                 return await self._ended(learner, batch)
             if batch is None:
@@ -240,7 +240,7 @@ class TrainerLoop:
         while learner.step < role.last_decided and not self._stopping.is_set():
             started = self._clock.now()
             step = learner.step + 1
-            batch = await self._fetching.settle()
+            batch = await self._fetching.wait()
             if isinstance(batch, EndOfRun):
                 raise RunError(f"batch {step} cannot be replayed: the ledger decided it, but now returns {batch}")
             if batch is None:
@@ -284,7 +284,7 @@ class TrainerLoop:
     async def _wait_for_publication(self) -> None:
         """Wait until all replicas serve the previous version. A requested stop ends the wait."""
         began = self._clock.now()
-        await unless(self._stopping, self._publishing.settle())
+        await unless(self._stopping, self._publishing.wait())
         self._metrics.add("perf/publish_wait_time", self._clock.now() - began)
 
     async def _publish(self, step: int, weights: Mapping[str, Tensor]) -> None:
@@ -296,7 +296,7 @@ class TrainerLoop:
     async def _checkpoint(self, learner: Learner) -> None:
         """Copy the state now and write it during the next step. One checkpoint is written at a time."""
         began = self._clock.now()
-        await self._checkpointing.settle()
+        await self._checkpointing.wait()
         snapshot = await asyncio.to_thread(learner.state_snapshot, self._weights)
         self._metrics.add("perf/checkpoint_wait_time", self._clock.now() - began)
         await self._checkpointing.start(self._write_checkpoint(snapshot, str(self._digest)))
@@ -328,14 +328,14 @@ class TrainerLoop:
         return LoopOutcome(end=LoopEnd.ENDED, step=learner.step, digest=self._digest, reason=reason)
 
     async def _stopped(self, learner: Learner) -> LoopOutcome:
-        await self._fetching.give_up()
-        await self._publishing.give_up()
+        await self._fetching.cancel()
+        await self._publishing.cancel()
         await self._last_checkpoint(learner)
         return LoopOutcome(end=LoopEnd.STOPPED, step=learner.step, digest=self._digest)
 
     async def _last_checkpoint(self, learner: Learner) -> None:
         await self._checkpoint(learner)
-        await self._checkpointing.settle()
+        await self._checkpointing.wait()
 
     # Metrics -----------------------------------------------------------------------------------------------------------------
 

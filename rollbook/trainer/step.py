@@ -22,7 +22,7 @@ from rollbook.contracts.errors import RunError
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.data.minibatches import Microbatch, Minibatch, TrainRow, flatten, plan, plan_minibatch
 from rollbook.trainer.distributed.ranks import Ranks
-from rollbook.trainer.distributed.sharding import spread_state, whole
+from rollbook.trainer.distributed.sharding import gathered, shard_state
 from rollbook.trainer.files.random_states import random_states
 from rollbook.trainer.flops import training_flops
 from rollbook.trainer.loss_defaults import Recipe
@@ -112,7 +112,7 @@ class TrainStep:
     def load_optimizer(self, state: dict[str, Any]) -> None:
         """Load the running means of a checkpoint. Rates and decays stay those of the settings, which may have changed since."""
         ours = [{key: group[key] for key in OPTIMIZER_SETTINGS} for group in self.optimizer.param_groups]
-        spread = spread_state(state["state"], [p for group in self.optimizer.param_groups for p in group["params"]])
+        spread = shard_state(state["state"], [p for group in self.optimizer.param_groups for p in group["params"]])
         self.optimizer.load_state_dict({**state, "state": spread})
         for group, settings in zip(self.optimizer.param_groups, ours, strict=True):
             group.update(settings)
@@ -216,7 +216,7 @@ class TrainStep:
         clipped_norm = torch.nn.utils.clip_grad_norm_(self._trained, self._config.max_grad_norm, foreach=True)
         total = self.ranks.sum(torch.stack(losses).sum())
         # The only place in a step where Python waits for the device.
-        norm, loss = torch.stack([whole(clipped_norm).double(), total]).tolist()
+        norm, loss = torch.stack([gathered(clipped_norm).double(), total]).tolist()
         if self.guard.allows(norm=norm, loss=loss, step=step):
             self.optimizer.step()
             self.model.update_shadow()

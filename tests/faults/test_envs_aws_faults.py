@@ -18,7 +18,7 @@ from rollbook.envs.builtin.awscli.cloud.worker import ApiCall
 from rollbook.envs.sandboxes.orphans import sweep_orphans
 from rollbook.envs.sandboxes.process import DIRECTORY_PREFIX
 from rollbook.envs.sandboxes.sandbox import SandboxDiedError
-from rollbook.telemetry.events import read_events
+from rollbook.telemetry.events import read_json_lines
 from tests.parts.envs.aws import LONG_S, aws_pool, bucket_task, ministack_pool, one_environment, play
 from tests.parts.envs.environments import until
 
@@ -67,7 +67,7 @@ async def test_a_simulator_killed_during_an_episode_fails_the_episode_and_is_rep
             seen = await play(env, bucket_task(), ["aws s3 mb s3://wanted"])
         assert seen[-1].solved
         assert pool.health().replaced == 1
-    assert [event["event"] for event in read_events(tmp_path / "log.jsonl")] == ["envs.sandbox_replaced"]
+    assert [event["event"] for event in read_json_lines(tmp_path / "log.jsonl")] == ["envs.sandbox_replaced"]
 
 
 async def test_a_simulator_killed_before_the_checks_raises_an_error_instead_of_a_result() -> None:

@@ -27,7 +27,7 @@ from rollbook.envs.pools.environment_pool import open_environment_pool
 from rollbook.envs.server.app import EnvironmentInfo, build_app
 from rollbook.envs.server.run import serve_environments
 from rollbook.envs.server.sessions import session_capacity
-from rollbook.telemetry.events import EventLog, read_events
+from rollbook.telemetry.events import EventLog, read_json_lines
 from tests.parts.envs.environments import GAME, Breaker, CannotBeCreated, Notebook, Sleeper, Waiter, served, until
 
 
@@ -179,7 +179,7 @@ async def test_an_exception_in_close_does_not_leak_a_slot(tmp_path: Path) -> Non
             await env.reset({"break": "close"})
             await env.close()
         assert server.pool.health().busy == 0
-    events = [event["event"] for event in read_events(tmp_path / "log.jsonl")]
+    events = [event["event"] for event in read_json_lines(tmp_path / "log.jsonl")]
     assert events.count("envs.environment_not_closed") == 3
 
 

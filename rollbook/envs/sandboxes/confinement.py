@@ -1,8 +1,7 @@
-"""What the code inside a child may do to its host: a guard that Python itself asks before every file, process and connection.
+"""Confines a child process: kernel limits, and an audit hook that Python calls before it opens files, processes and connections.
 
-Entered once in the child: limits of the kernel first, then an audit hook that cannot be taken off again. It confines
-*libraries* that an agent steers with words (the AWS CLI, a simulator): their own code runs, and whatever path, address or command
-an agent talks them into is refused with an error that says so. It is not a wall against native code of an attacker.
+The hook cannot be removed. It confines libraries whose input comes from an agent (the AWS CLI, a simulator): a path, an address or
+a command outside the permissions raises an error. It does not stop native code of an attacker.
 """
 
 import os
@@ -13,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 PROCESS_EVENTS = frozenset(
     {"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "os.forkpty", "pty.spawn"}
 )
-# Event -> how many of its first arguments are paths that get changed.
-CHANGES = {
+# Audit event -> how many of its first arguments are paths that it changes.
+CHANGE_EVENTS = {
     "os.remove": 1,
     "os.rename": 2,
     "os.mkdir": 1,
@@ -33,18 +32,18 @@ CHANGES = {
     "shutil.copyfile": 2,
     "shutil.move": 2,
 }
-LOOKS = frozenset({"os.listdir", "os.scandir"})
+LIST_EVENTS = frozenset({"os.listdir", "os.scandir"})
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
-NULL = frozenset({"/dev/null", "/dev/urandom"})
+HARMLESS_DEVICES = frozenset({"/dev/null", "/dev/urandom"})
 
 
-class OutOfReachError(PermissionError):
-    """The sandbox refused something."""
+class NotPermittedError(PermissionError):
+    """The confinement refused an operation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reach:
-    """What a child can get at: files below `writable` and `readable`, TCP ports of this machine, or HTTPS anywhere."""
+class Permissions:
+    """What a child may use: files below `writable` and `readable`, TCP ports of this machine, or HTTPS anywhere."""
 
     writable: tuple[str, ...]
     readable: tuple[str, ...]
@@ -53,10 +52,10 @@ class Reach:
     may_fork: bool = False
 
     def allows_read(self, path: str) -> bool:
-        return path in NULL or _is_below(path, self.readable) or _is_below(path, self.writable)
+        return path in HARMLESS_DEVICES or _is_below(path, self.readable) or _is_below(path, self.writable)
 
     def allows_write(self, path: str) -> bool:
-        return path in NULL or _is_below(path, self.writable)
+        return path in HARMLESS_DEVICES or _is_below(path, self.writable)
 
     def allows_connection(self, address: Any) -> bool:
         if not isinstance(address, tuple):
@@ -68,7 +67,7 @@ class Reach:
 
 
 def interpreter_roots() -> tuple[str, ...]:
-    """Where Python, its libraries and this package lie: readable for everybody, since nothing runs without them."""
+    """The directories of Python, its libraries and this package, which every child must read."""
     package = Path(__file__).resolve().parents[2]
     roots = {
         sys.prefix,
@@ -82,59 +81,61 @@ def interpreter_roots() -> tuple[str, ...]:
     return tuple(sorted(os.path.realpath(root) for root in roots))
 
 
-def limit(*, memory_bytes: int, file_bytes: int) -> None:
-    """Accept limits of the kernel on memory and file size, for this process and what it forks."""
+def limit_resources(*, memory_bytes: int, file_bytes: int) -> None:
+    """Set kernel limits on memory and file size, for this process and its forks."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
 
 
-def confine(reach: Reach) -> None:
-    """From now on nothing outside `reach` can be opened, changed, started or connected to by Python code in this process."""
-    sys.addaudithook(guard(reach))
+def confine(permissions: Permissions) -> None:
+    """Enforce the permissions on all Python code of this process, for the rest of its life."""
+    sys.addaudithook(guard(permissions))
 
 
-def guard(reach: Reach) -> Callable[[str, tuple[Any, ...]], None]:
-    """The hook itself: raises `OutOfReachError` for what is out of reach."""
+def guard(permissions: Permissions) -> Callable[[str, tuple[Any, ...]], None]:
+    """The audit hook: raises `NotPermittedError`."""
 
-    def ask(event: str, args: tuple[Any, ...]) -> None:
+    def check(event: str, args: tuple[Any, ...]) -> None:
         if event == "open":
-            _ask_open(reach, *args)
-        elif event in CHANGES:
-            for path in args[: CHANGES[event]]:
-                if not isinstance(path, int) and not reach.allows_write(_real(path)):
-                    raise OutOfReachError(
-                        f"changing {_name(path)!r} is out of reach: only the working directory can be changed"
+            _check_open(permissions, *args)
+        elif event in CHANGE_EVENTS:
+            for path in args[: CHANGE_EVENTS[event]]:
+                if not isinstance(path, int) and not permissions.allows_write(_real(path)):
+                    raise NotPermittedError(
+                        f"changing {_name(path)!r} is not permitted: only the working directory can be changed"
                     )
-        elif event in LOOKS:
+        elif event in LIST_EVENTS:
             path = args[0] if args and args[0] is not None else "."
-            if not isinstance(path, int) and not reach.allows_read(_real(path)):
-                raise OutOfReachError(
-                    f"listing {_name(path)!r} is out of reach: only the working directory can be read"
+            if not isinstance(path, int) and not permissions.allows_read(_real(path)):
+                raise NotPermittedError(
+                    f"listing {_name(path)!r} is not permitted: only the working directory can be read"
                 )
-        elif event in PROCESS_EVENTS and not (event == "os.fork" and reach.may_fork):
-            raise OutOfReachError("starting other programs is out of reach")
+        elif event in PROCESS_EVENTS and not (event == "os.fork" and permissions.may_fork):
+            raise NotPermittedError("starting other programs is not permitted")
         elif event in {"socket.connect", "socket.sendto"}:
-            if not reach.allows_connection(args[1]):
-                raise OutOfReachError(f"connecting to {args[1]!r} is out of reach: only the own endpoint answers")
+            if not permissions.allows_connection(args[1]):
+                raise NotPermittedError(f"connecting to {args[1]!r} is not permitted: only its own endpoint is")
         elif event == "socket.bind" and not _is_ephemeral(args[1]):
-            raise OutOfReachError(f"listening on {args[1]!r} is out of reach")
-        elif event == "socket.getaddrinfo" and not reach.allows_lookup(_text(args[0])):
-            raise OutOfReachError(f"looking up {_text(args[0])!r} is out of reach: only the own endpoint answers")
+            raise NotPermittedError(f"listening on {args[1]!r} is not permitted")
+        elif event == "socket.getaddrinfo" and not permissions.allows_lookup(_text(args[0])):
+            raise NotPermittedError(f"looking up {_text(args[0])!r} is not permitted: only its own endpoint is")
 
-    return ask
+    return check
 
 
-def _ask_open(reach: Reach, path: Any, mode: Any, flags: Any) -> None:
+def _check_open(permissions: Permissions, path: Any, mode: Any, flags: Any) -> None:
     if isinstance(path, int) or path is None:
         return
     real = _real(path)
-    is_writing = bool(flags & WRITING) if isinstance(flags, int) else bool(mode and set(mode) & set("wax+"))
+    is_writing = bool(flags & WRITE_FLAGS) if isinstance(flags, int) else bool(mode and set(mode) & set("wax+"))
     if is_writing:
-        if not reach.allows_write(real):
-            raise OutOfReachError(f"writing {_name(path)!r} is out of reach: only the working directory can be changed")
-    elif not reach.allows_read(real):
-        raise OutOfReachError(f"reading {_name(path)!r} is out of reach: only the working directory can be read")
+        if not permissions.allows_write(real):
+            raise NotPermittedError(
+                f"writing {_name(path)!r} is not permitted: only the working directory can be changed"
+            )
+    elif not permissions.allows_read(real):
+        raise NotPermittedError(f"reading {_name(path)!r} is not permitted: only the working directory can be read")
 
 
 def _is_below(path: str, roots: tuple[str, ...]) -> bool:
@@ -154,5 +155,5 @@ def _text(host: Any) -> str:
 
 
 def _is_ephemeral(address: Any) -> bool:
-    """Libraries bind to port 0 of loopback for pairs of their own sockets."""
+    """Libraries bind to port 0 of loopback to make socket pairs."""
     return isinstance(address, tuple) and address[0] in LOOPBACK and address[1] == 0

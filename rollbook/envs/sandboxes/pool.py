@@ -1,8 +1,8 @@
-"""A pool of sandboxes: each serves one session at a time, starts clean, and is replaced when it dies or leaks.
+"""A pool of sandboxes: each serves one session at a time, starts clean, and is replaced when it dies or grows too large.
 
-`size` sandboxes can be lent at the same time; `spares` more stand ready, so that a death or a slow clean-up costs nobody a wait.
-Who waits is served in the order of asking. What a slot goes through is the table below; one task keeps each slot and owns its
-sandbox from start to removal, so there is one place that could leak one, and it has a `finally`.
+At most `size` sandboxes are leased at the same time. `spares` more are kept ready, so that a death or a slow clean-up delays no
+session. Waiting sessions are served in order. `MOVES` lists the states of a slot. One task keeps each slot and owns its sandbox
+from start to removal.
 """
 
 import asyncio
@@ -27,30 +27,30 @@ S = TypeVar("S", bound=Sandbox)
 
 REMOVE_WITHIN_S = 20.0
 CLEAN_WITHIN_S = 20.0
-# Starting is processor work; more at once than cores would only make each slower. Two, since part of it is waiting.
+# A start is CPU-bound: more concurrent starts than cores would only make each slower. At least two, since part of it is waiting.
 STARTS_AT_ONCE = max(2, os.cpu_count() or 2)
 
 
 class PoolExhaustedError(TransientError, RuntimeError):
-    """Every sandbox is lent. A `RuntimeError` too: the pools this one follows raised that."""
+    """Every sandbox is leased. Also a `RuntimeError`, which is what users of similar pools expect."""
 
 
 class DoubleReleaseError(RuntimeError):
-    """A lease was given back twice: by then the sandbox may serve somebody else."""
+    """A lease was released twice; the sandbox may already serve another session."""
 
 
 class SlotState(StrEnum):
     STARTING = "starting"
     IDLE = "idle"
-    LENT = "lent"
+    LEASED = "leased"
     RETURNED = "returned"
     GONE = "gone"
 
 
 MOVES: dict[SlotState, frozenset[SlotState]] = {
     SlotState.STARTING: frozenset({SlotState.IDLE, SlotState.GONE}),
-    SlotState.IDLE: frozenset({SlotState.LENT, SlotState.STARTING, SlotState.GONE}),
-    SlotState.LENT: frozenset({SlotState.RETURNED, SlotState.GONE}),
+    SlotState.IDLE: frozenset({SlotState.LEASED, SlotState.STARTING, SlotState.GONE}),
+    SlotState.LEASED: frozenset({SlotState.RETURNED, SlotState.GONE}),
     SlotState.RETURNED: frozenset({SlotState.IDLE, SlotState.STARTING, SlotState.GONE}),
     SlotState.GONE: frozenset(),
 }
@@ -58,7 +58,7 @@ MOVES: dict[SlotState, frozenset[SlotState]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolLimits:
-    """How many to keep, and when one is too big to be used again."""
+    """How many sandboxes to keep, and the memory above which one is replaced."""
 
     size: int
     spares: int = 0
@@ -67,12 +67,12 @@ class PoolLimits:
     def __post_init__(self) -> None:
         if self.size < 1 or self.spares < 0:
             raise ValueError(
-                f"a pool of {self.size} with {self.spares} spares: at least 1, and spares are not negative"
+                f"a pool needs a size of at least 1 and no negative spares, not {self.size} and {self.spares}"
             )
 
 
 class Slot(Generic[S]):
-    """One place of the pool; `index` stays while sandboxes come and go."""
+    """A position in the pool; its sandbox may be replaced, its `index` stays."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -83,35 +83,35 @@ class Slot(Generic[S]):
 
     def move(self, to: SlotState) -> None:
         if to not in MOVES[self.state]:
-            raise RuntimeError(f"slot {self.index} cannot go from {self.state} to {to}")
+            raise RuntimeError(f"slot {self.index} cannot move from {self.state} to {to}")
         self.state = to
         self.changed.set()
 
 
 class Lease(Generic[S]):
-    """A sandbox that nobody else holds. `release()` once, from anywhere; it does not wait."""
+    """Exclusive use of a sandbox. Call `release()` once; it does not wait."""
 
-    def __init__(self, sandbox: S, slot: Slot[S], give_back: Callable[[Slot[S], bool], None]) -> None:
+    def __init__(self, sandbox: S, slot: Slot[S], release: Callable[[Slot[S], bool], None]) -> None:
         self.sandbox = sandbox
         self._slot = slot
-        self._give_back: Callable[[Slot[S], bool], None] | None = give_back
+        self._release: Callable[[Slot[S], bool], None] | None = release
 
     @property
     def slot_index(self) -> int:
         return self._slot.index
 
     def release(self, *, is_suspect: bool = False) -> None:
-        """Give it back. `is_suspect`: do not clean it, replace it. Raises `DoubleReleaseError` the second time."""
-        if self._give_back is None:
+        """End the lease. A suspect sandbox is replaced, not cleaned. Raises `DoubleReleaseError` the second time."""
+        if self._release is None:
             raise DoubleReleaseError(
-                f"{self.sandbox.name} was given back already; a lease ends once, and a sandbox may have a new holder"
+                f"the lease of {self.sandbox.name} was already released; the sandbox may be leased to another session"
             )
-        give_back, self._give_back = self._give_back, None
-        give_back(self._slot, is_suspect)
+        release, self._release = self._release, None
+        release(self._slot, is_suspect)
 
 
 class SandboxPool(Generic[S]):
-    """Keeps sandboxes that `start(slot index)` makes. Use `async with pool.open():`; inside it every slot was ready once."""
+    """Keeps sandboxes made by `start(slot index)`. Use `async with pool.open():`; the block begins when every slot is ready."""
 
     def __init__(
         self,
@@ -128,12 +128,12 @@ class SandboxPool(Generic[S]):
         self._log = log
         self._clock = clock or SystemClock()
         self._slots = [Slot[S](index) for index in range(limits.size + limits.spares)]
-        # Unbounded, and never longer than twice the slots: a slot is put in when it becomes idle, and taken out by who waits.
+        # Unbounded, and never longer than twice the slots: a slot is added when it becomes idle, and removed by `acquire`.
         self._idle: asyncio.Queue[Slot[S]] = asyncio.Queue()
         self._permits = asyncio.Semaphore(limits.size)
         self._starting = asyncio.Semaphore(STARTS_AT_ONCE)
         self._last_failure = ""
-        self.lent = 0
+        self.leased = 0
         self.replaced = 0
 
     @property
@@ -146,7 +146,7 @@ class SandboxPool(Generic[S]):
 
     @property
     def sandboxes(self) -> list[S]:
-        """Those that are there now, in the order of their slots; for looking, never for use without a lease."""
+        """All current sandboxes by slot, for inspection only: use needs a lease."""
         return [slot.sandbox for slot in self._slots if slot.sandbox is not None]
 
     @property
@@ -155,7 +155,7 @@ class SandboxPool(Generic[S]):
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator["SandboxPool[S]"]:
-        """Sweep what a killed server left, start every slot, and take everything away at the end. Raises `RunError`."""
+        """Sweep orphans, start every slot, and remove all sandboxes at the end. Raises `RunError` when a slot does not start."""
         sweep = await asyncio.to_thread(sweep_orphans)
         if sweep.processes or sweep.directories:
             self._log.info("envs.orphans_swept", processes=sweep.processes, directories=sweep.directories)
@@ -166,81 +166,80 @@ class SandboxPool(Generic[S]):
                 await self._start_all()
                 keepers += [group.create_task(self._keep(s), name=f"envs.slot_{s.index}") for s in self._slots]
                 yield self
-            except BaseException as error:  # raised again below: a task group would wrap what the body raised
+            except BaseException as error:  # raised again below: the task group would wrap it
                 failure = error
             finally:
                 for keeper in keepers:
                     keeper.cancel()
-        # A keeper that was cancelled before its first turn, or a start that failed half-way, leaves a sandbox to us.
+        # A keeper that was cancelled before it ran, or a failed start, leaves its sandbox here.
         await finish(self._remove_all(), within_s=REMOVE_WITHIN_S, name=f"{self._name}.remove")
         if failure is not None:
             raise failure
 
     async def acquire(self, deadline: Deadline) -> Lease[S]:
-        """A sandbox that answers. Raises `PoolExhaustedError` when none came free in time; the error says why."""
+        """Lease a healthy sandbox. Raises `PoolExhaustedError` when none became free in time; the error says why."""
         try:
             async with deadline.limit(f"waiting for the {self._name} pool"):
                 await self._permits.acquire()
-                return await self._well_slot()
+                return await self._lease_idle_slot()
         except DeadlineExceededError as error:
             hint = f"; the last start failed: {self._last_failure}" if self._last_failure else ""
             raise PoolExhaustedError(
-                f"{self._name} pool exhausted: {self.lent} of {self.capacity} are lent, {error}{hint}"
+                f"{self._name} pool exhausted: {self.leased} of {self.capacity} are leased, {error}{hint}"
             ) from error
 
     async def acquire_now(self) -> Lease[S]:
-        """The form that does not wait for others: raises `PoolExhaustedError` when all are lent."""
+        """As `acquire`, but raises `PoolExhaustedError` at once when all are leased."""
         if self._permits.locked():
-            raise PoolExhaustedError(f"{self._name} pool exhausted: all {self.capacity} are lent")
+            raise PoolExhaustedError(f"{self._name} pool exhausted: all {self.capacity} are leased")
         return await self.acquire(Deadline(CLEAN_WITHIN_S, f"{self._name} slot", clock=self._clock))
 
-    async def _well_slot(self) -> Lease[S]:
-        """With a permit in hand: the next idle slot that answers. Gives the permit back when it is cancelled."""
+    async def _lease_idle_slot(self) -> Lease[S]:
+        """Lease the next idle slot whose sandbox is healthy. Called with a permit; releases it on any error."""
         slot: Slot[S] | None = None
         try:
             while True:
                 slot = await self._idle.get()
                 if slot.state is not SlotState.IDLE or slot.sandbox is None:
-                    continue  # it died while it waited, and its keeper is making a new one
-                slot.move(SlotState.LENT)
-                self.lent += 1
-                if await slot.sandbox.is_well():
-                    return Lease(slot.sandbox, slot, self._give_back)
-                self._log.warning("envs.sandbox_unwell", pool=self._name, sandbox=slot.sandbox.name)
+                    continue  # it died while idle, and its keeper replaces it
+                slot.move(SlotState.LEASED)
+                self.leased += 1
+                if await slot.sandbox.is_healthy():
+                    return Lease(slot.sandbox, slot, self._release)
+                self._log.warning("envs.sandbox_unhealthy", pool=self._name, sandbox=slot.sandbox.name)
                 self._return(slot, is_suspect=True)
                 slot = None
         except BaseException:
-            if slot is not None and slot.state is SlotState.LENT:
+            if slot is not None and slot.state is SlotState.LEASED:
                 self._return(slot, is_suspect=False)
             self._permits.release()
             raise
 
-    def _give_back(self, slot: Slot[S], is_suspect: bool) -> None:
-        if slot.state is SlotState.LENT:  # else the pool was closed meanwhile
+    def _release(self, slot: Slot[S], is_suspect: bool) -> None:
+        if slot.state is SlotState.LEASED:  # else the pool has been closed
             self._return(slot, is_suspect=is_suspect)
         self._permits.release()
 
     def _return(self, slot: Slot[S], *, is_suspect: bool) -> None:
-        self.lent -= 1
+        self.leased -= 1
         slot.is_suspect = is_suspect
         slot.move(SlotState.RETURNED)
 
     async def _keep(self, slot: Slot[S]) -> None:
-        """Keep one slot: lend, clean, replace.
+        """Clean the sandbox of one slot after each lease, and replace it when needed.
 
         Takes:  a slot whose sandbox was started.
-        Gives:  idle slots, to whoever acquires.
-        Waits:  for the slot to be lent and given back, or for its sandbox to die.
-        Woken:  by `release`, by the end of a process.
+        Gives:  idle slots, to `acquire`.
+        Waits:  for the end of a lease, or for the death of an idle sandbox.
         Ends:   on cancellation; then its sandbox is removed.
         """
         try:
             while True:
                 if slot.sandbox is None:
-                    slot.sandbox = await self._started(slot)
+                    slot.sandbox = await self._start_with_retries(slot)
                 slot.move(SlotState.IDLE)
                 self._idle.put_nowait(slot)
-                reason = await self._until_it_needs_care(slot)
+                reason = await self._until_clean_or_unusable(slot)
                 if reason is not None:
                     self.replaced += 1
                     self._log.warning(
@@ -254,19 +253,19 @@ class SandboxPool(Generic[S]):
             if slot.sandbox is not None:
                 await finish(slot.sandbox.remove(), within_s=REMOVE_WITHIN_S, name=f"{slot.sandbox.name}.remove")
 
-    async def _until_it_needs_care(self, slot: Slot[S]) -> str | None:
-        """Returns when the sandbox is clean again (None), or why it must be replaced."""
+    async def _until_clean_or_unusable(self, slot: Slot[S]) -> str | None:
+        """Wait for one lease and clean the sandbox (None), or return why it must be replaced."""
         assert slot.sandbox is not None
         while slot.state is SlotState.IDLE:
-            if await self._died_before_it_was_lent(slot):
+            if await self._died_while_idle(slot):
                 return "died while idle"
-        while slot.state is SlotState.LENT:
+        while slot.state is SlotState.LEASED:
             slot.changed.clear()
             await slot.changed.wait()
         if slot.is_suspect:
-            return "given back as suspect"
+            return "released as suspect"
         if not slot.sandbox.is_alive:
-            return "died while lent"
+            return "died while leased"
         if (held := slot.sandbox.memory_bytes()) > self._limits.max_memory_bytes:
             return f"holds {held >> 20} MiB, more than the {self._limits.max_memory_bytes >> 20} MiB allowed"
         try:
@@ -276,20 +275,20 @@ class SandboxPool(Generic[S]):
             return f"could not be cleaned: {error}"
         return None
 
-    async def _died_before_it_was_lent(self, slot: Slot[S]) -> bool:
+    async def _died_while_idle(self, slot: Slot[S]) -> bool:
         assert slot.sandbox is not None
         slot.changed.clear()
         async with asyncio.TaskGroup() as group:
             died = group.create_task(slot.sandbox.died(), name=f"envs.slot_{slot.index}.died")
-            lent = group.create_task(slot.changed.wait(), name=f"envs.slot_{slot.index}.lent")
-            await asyncio.wait({died, lent}, return_when=asyncio.FIRST_COMPLETED)
+            leased = group.create_task(slot.changed.wait(), name=f"envs.slot_{slot.index}.leased")
+            await asyncio.wait({died, leased}, return_when=asyncio.FIRST_COMPLETED)
             has_died = died.done() and slot.state is SlotState.IDLE
             died.cancel()
-            lent.cancel()
+            leased.cancel()
         return has_died
 
-    async def _started(self, slot: Slot[S]) -> S:
-        waits = backoff(most_s=30.0)
+    async def _start_with_retries(self, slot: Slot[S]) -> S:
+        waits = backoff(max_s=30.0)
         while True:
             try:
                 async with self._starting:
@@ -300,7 +299,7 @@ class SandboxPool(Generic[S]):
             await self._clock.sleep(next(waits))
 
     async def _start_all(self) -> None:
-        """Every slot once, or nothing: at the opening a slot that does not start is a person's business."""
+        """Start every slot. Unlike a later replacement, a failure here is an error of configuration and stops the run."""
 
         async def start(slot: Slot[S]) -> None:
             async with self._starting:

@@ -1,7 +1,6 @@
-"""What a pool needs to know of a sandbox: is it well, how big is it, make it clean, take it away.
+"""The protocol of a sandbox: what a pool needs of it.
 
-A sandbox is anything that serves one session at a time and costs something to start: a simulator process, a container, a machine.
-What can be *done* in it is the business of the environment that uses it.
+A sandbox is anything that serves one session at a time and is expensive to start: a simulator process, a container, a machine.
 """
 
 from typing import Protocol
@@ -10,7 +9,7 @@ from rollbook.contracts.errors import EpisodeError, TransientError
 
 
 class SandboxDiedError(EpisodeError):
-    """The sandbox under a running episode is gone. Never the agent's fault: the episode is given up and not scored."""
+    """The sandbox of a running episode is gone. The agent did not cause it: the episode is dropped and not scored."""
 
 
 class SandboxStartError(TransientError):
@@ -18,27 +17,25 @@ class SandboxStartError(TransientError):
 
 
 class Sandbox(Protocol):
-    """One place for one session at a time."""
-
     @property
     def name(self) -> str:
         """For logs and errors: `ministack:4566`."""
 
     @property
     def is_alive(self) -> bool:
-        """Without asking it: are its processes there?"""
+        """Whether its processes exist, without a request."""
 
-    async def is_well(self) -> bool:
-        """Asked before it is lent: does it answer? Never raises; a sandbox that cannot say is not well."""
+    async def is_healthy(self) -> bool:
+        """Whether it responds; checked before each lease. Never raises."""
 
     def memory_bytes(self) -> int:
-        """What it holds now, all its processes together; 0 when that cannot be known."""
+        """Memory of all its processes; 0 when unknown."""
 
     async def clean(self) -> None:
-        """Back to the state of a fresh one. Raises `SandboxDiedError` when that cannot be done."""
+        """Restore the state of a new sandbox. Raises `SandboxDiedError` when that fails."""
 
     async def died(self) -> None:
         """Returns when one of its processes has ended."""
 
     async def remove(self) -> None:
-        """Take it away with everything it started. Never raises, and may be called twice."""
+        """Remove it with everything it started. Never raises, and may be called twice."""

@@ -248,7 +248,7 @@ class WeightTransferClient:
                 raise
             return members
 
-        sent = await retry(attempt, on=TransientError, deadline=push.deadline, noticed=self._log_retry)
+        sent = await retry(attempt, on=TransientError, deadline=push.deadline, on_retry=self._log_retry)
         self._quarantine(set(serving) - set(sent), "it left the weight group")
         return sent
 
@@ -308,7 +308,7 @@ class WeightTransferClient:
             async with self._one_attempt(deadline, f"{name} at {self._urls[index]}"):
                 return await operation(index)
 
-        return await retry(attempt, on=TransientError, deadline=deadline, noticed=self._log_retry)
+        return await retry(attempt, on=TransientError, deadline=deadline, on_retry=self._log_retry)
 
     @asynccontextmanager
     async def _one_attempt(self, deadline: Deadline, name: str) -> AsyncIterator[None]:

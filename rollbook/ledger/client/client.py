@@ -198,7 +198,7 @@ class LedgerClient:
                     f"ledger at {self._url}: no response to group {request.group_id} in {left:g} s"
                 ) from error
 
-        return await retry(attempt, on=TransientError, deadline=deadline, noticed=self._log_retry("POST /submit"))
+        return await retry(attempt, on=TransientError, deadline=deadline, on_retry=self._log_retry("POST /submit"))
 
     async def _submit_bundle(self, groups: Sequence[wire.Submit]) -> list[Receipt | RollbookError]:
         """One attempt to submit several groups. Raises if the request failed; a rejected group has its error in the result."""
@@ -291,7 +291,7 @@ class LedgerClient:
             left = min(deadline.remaining_s(), wait_s + max(LONG_POLL_SLACK_S, self._request_s / 2))
             return await self._send(request, read, max(left, 0.1))
 
-        return await retry(attempt, on=TransientError, deadline=deadline, noticed=self._log_retry(request.name))
+        return await retry(attempt, on=TransientError, deadline=deadline, on_retry=self._log_retry(request.name))
 
     async def _encode(self, verb: Verb[Q, R], message: Q, path: Mapping[str, str]) -> _Request:
         quoted = {name: quote(value, safe="") for name, value in path.items()}

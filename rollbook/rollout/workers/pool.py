@@ -100,7 +100,7 @@ class WorkerPool:
         Waits:  for results; after a death, for the backoff.
         Ends:   on cancellation; by `WorkersDyingError`.
         """
-        waits = backoff(first_s=0.2, most_s=10.0)
+        waits = backoff(first_s=0.2, max_s=10.0)
         while True:
             lost: dict[tuple[str, int], GroupOrder] = {}
             try:
@@ -118,7 +118,7 @@ class WorkerPool:
                 self._on_worker_death(number, list(lost.values()), str(error))
             await self._clock.sleep(next(waits))
             if self._barren_deaths == 0:
-                waits = backoff(first_s=0.2, most_s=10.0)
+                waits = backoff(first_s=0.2, max_s=10.0)
 
     async def _report_results(self, worker: AsyncRolloutWorker) -> None:
         self._open.append(worker)

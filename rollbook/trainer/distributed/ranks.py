@@ -1,4 +1,4 @@
-"""The processes that train together, as far as one step is concerned: who does which pass, and sums over all."""
+"""The ranks that train one model: which rank computes which microbatch, and sums over all ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,20 +12,20 @@ from rollbook.trainer.data.minibatches import Microbatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """This process among those that share a model. Alone, every method does nothing."""
+    """This process among the ranks. With one rank, all work is its own and no collective is called."""
 
     rank: int = 0
     size: int = 1
 
     @classmethod
     def here(cls, size: int) -> "Ranks":
-        """This process, in a group that was joined before."""
+        """This process, in the process group that it has joined."""
         return cls() if size == 1 else cls(rank=dist.get_rank(), size=dist.get_world_size())
 
     def own_passes(self, microbatches: Sequence[Microbatch]) -> list[tuple[Microbatch, bool]]:
         """The passes of this rank, each with whether it counts.
 
-        Every rank makes equally many, because gradients are exchanged in each: who has none left makes one that weighs nothing.
+        Every pass exchanges gradients, so all ranks need equally many: a rank with one less adds a pass with weight 0.
         """
         own = [(micro, True) for micro in microbatches[self.rank :: self.size]]
         rounds = -(-len(microbatches) // self.size)
@@ -35,7 +35,7 @@ class Ranks:
         return own
 
     def sum(self, values: Tensor) -> Tensor:
-        """Over all ranks, at every rank."""
+        """The sum over all ranks, at every rank."""
         if self.size > 1:
             dist.all_reduce(values)
         return values

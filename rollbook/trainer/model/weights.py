@@ -1,4 +1,4 @@
-"""A model's weights as named tensors: how they are named, digested and written to a file that is whole or absent."""
+"""A model's weights as named tensors: their names, their digest, and atomic weight files."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rollbook.contracts.weights import weights_digest
-from rollbook.trainer.distributed.sharding import whole
+from rollbook.trainer.distributed.sharding import gathered
 from rollbook.trainer.files.atomic_files import sync_directory, sync_file, writing
 
 # As safetensors spells them.
@@ -38,17 +38,17 @@ class _Bytes:
 
 
 def named_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Everything `state_dict` holds, each tensor once: of tied weights only the first name is kept, and receivers tie again."""
+    """The tensors of `state_dict`, each once: tied weights appear under their first name, and receivers tie them again."""
     first_names = {name for name, _ in module.named_parameters()} | {name for name, _ in module.named_buffers()}
     return {name: tensor.detach() for name, tensor in module.state_dict().items() if name in first_names}
 
 
 def host_copy(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies in main memory. From a GPU all transfers are started before the first is waited for, into pinned memory."""
+    """Copies in main memory. From a GPU, all transfers into pinned memory run concurrently."""
     copies = {}
     for name, tensor in weights.items():
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        copies[name] = copy.copy_(whole(tensor.detach()), non_blocking=True)
+        copies[name] = copy.copy_(gathered(tensor.detach()), non_blocking=True)
     if any(tensor.is_cuda for tensor in weights.values()):
         torch.cuda.synchronize()
     return copies
@@ -57,7 +57,7 @@ def host_copy(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def tree_to_host(tree: Any) -> Any:
     """Nested containers with every tensor copied to main memory."""
     if isinstance(tree, Tensor):
-        return whole(tree.detach()).to("cpu", copy=True)
+        return gathered(tree.detach()).to("cpu", copy=True)
     if isinstance(tree, dict):
         return {key: tree_to_host(value) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
@@ -71,15 +71,15 @@ def digest_of(weights: Mapping[str, Tensor]) -> str:
 
 def _raw(weights: Mapping[str, Tensor]) -> Iterator[_Bytes]:
     for name, tensor in weights.items():
-        plain = whole(tensor.detach()).cpu().contiguous()
+        plain = gathered(tensor.detach()).cpu().contiguous()
         data = plain.reshape(-1).view(torch.uint8).numpy().data
         yield _Bytes(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), data)
 
 
 def write_weights(weights: Mapping[str, Tensor], path: Path, *, digest: str, is_durable: bool = True) -> None:
-    """Write a safetensors file under its name only when it is whole. Readers never see half a file.
+    """Write a safetensors file atomically.
 
-    `is_durable=False` leaves out the wait for the disk: right for weights that are pushed again after a crash anyway.
+    `is_durable=False` does not wait for the disk: for weights that are published again after a crash.
     """
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with writing(path):

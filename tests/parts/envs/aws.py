@@ -76,20 +76,20 @@ def quiet_log(path: Path | None = None) -> EventLog:
 
 
 class FakeSandbox:
-    """A `Sandbox` without a process; a test decides when it dies, grows or becomes unhealthy."""
+    """A fake sandbox: the test decides when it dies, grows or becomes unhealthy."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.is_alive = True
-        self.is_ill = False
+        self.is_unhealthy = False
         self.size_bytes = 0
         self.cleaned = 0
         self.is_removed = False
         self._death = asyncio.Event()
 
-    async def is_well(self) -> bool:
+    async def is_healthy(self) -> bool:
         await asyncio.sleep(0)
-        return self.is_alive and not self.is_ill
+        return self.is_alive and not self.is_unhealthy
 
     def memory_bytes(self) -> int:
         return self.size_bytes
@@ -112,7 +112,7 @@ class FakeSandbox:
         self.die()
 
 
-class FakeSandboxFactory:
+class FakeFactory:
     """Starts fake sandboxes, records them, and fails `failures_left` times."""
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ class FakeSandboxFactory:
         await asyncio.sleep(0)
         if self.failures_left > 0:
             self.failures_left -= 1
-            raise SandboxStartError(f"slot {slot}: start failed")
+            raise SandboxStartError(f"slot {slot}: cannot start")
         self.made.append(FakeSandbox(f"fake-{slot}-{len(self.made)}"))
         return self.made[-1]
 

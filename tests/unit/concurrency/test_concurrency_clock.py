@@ -1,4 +1,4 @@
-"""The hand-turned clock: sleepers wake in order, and only when the hands pass them."""
+"""The manual clock: sleepers wake in order, and only when the time reaches them."""
 
 import asyncio
 
@@ -36,7 +36,7 @@ async def test_a_sleeper_that_sleeps_again_wakes_again_within_one_advance() -> N
     assert clock.now() == 110.0
 
 
-async def test_a_cancelled_sleeper_stops_nobody() -> None:
+async def test_a_cancelled_sleeper_does_not_delay_others() -> None:
     clock = ManualClock()
     gone = asyncio.create_task(clock.sleep(1.0))
     stays = asyncio.create_task(clock.sleep(2.0))

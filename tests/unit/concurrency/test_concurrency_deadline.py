@@ -1,4 +1,4 @@
-"""One budget for a whole deed: what is left is handed down, and the error names the budget that ran out."""
+"""One time budget for a whole operation; the error names the budget that ran out."""
 
 import asyncio
 
@@ -8,7 +8,7 @@ from rollbook.concurrency.clock import ManualClock
 from rollbook.concurrency.deadline import Deadline, DeadlineExceededError
 
 
-def test_what_is_left_shrinks_with_the_clock_and_never_below_zero() -> None:
+def test_the_remaining_time_shrinks_with_the_clock_and_is_never_negative() -> None:
     clock = ManualClock()
     deadline = Deadline(10.0, "group 7", clock=clock)
     clock.jump(4.0)
@@ -19,11 +19,11 @@ def test_what_is_left_shrinks_with_the_clock_and_never_below_zero() -> None:
     assert deadline.is_over
 
 
-def test_requiring_time_that_is_over_names_the_budget() -> None:
+def test_requiring_time_after_the_deadline_names_the_budget() -> None:
     clock = ManualClock()
     deadline = Deadline(2.5, "episode of guess-7@0", clock=clock)
     clock.jump(3.0)
-    with pytest.raises(DeadlineExceededError, match=r"episode of guess-7@0: its 2.5 s are over"):
+    with pytest.raises(DeadlineExceededError, match=r"episode of guess-7@0: the budget of 2.5 s ran out"):
         deadline.require()
 
 
@@ -42,13 +42,13 @@ async def test_a_block_that_outlasts_its_own_limit_blames_that_limit() -> None:
     assert not deadline.is_over
 
 
-async def test_a_block_that_raises_a_timeout_of_its_own_is_not_blamed_on_the_budget() -> None:
+async def test_a_timeout_raised_inside_a_block_is_passed_on() -> None:
     with pytest.raises(TimeoutError, match="the socket gave up"):
         async with Deadline(30.0, "the whole episode").limit("connect"):
             raise TimeoutError("the socket gave up")
 
 
-async def test_no_block_starts_when_the_time_is_over() -> None:
+async def test_no_block_starts_after_the_deadline() -> None:
     clock = ManualClock()
     deadline = Deadline(1.0, "startup", clock=clock)
     clock.jump(1.0)

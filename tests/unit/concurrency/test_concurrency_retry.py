@@ -1,4 +1,4 @@
-"""Bounded retry: grows its waits, obeys the peer's advice, ends with the deadline."""
+"""Retries: growing waits, the peer's `retry_after_s`, and the deadline."""
 
 import asyncio
 import itertools
@@ -16,7 +16,7 @@ from rollbook.contracts.errors import RunError, TransientError
 
 
 class Flaky:
-    """Fails with the given errors, in order, and then answers."""
+    """Raises the given errors, in order, and then returns."""
 
     def __init__(self, *errors: Exception) -> None:
         self.errors = list(errors)
@@ -34,8 +34,10 @@ def ones() -> Iterator[float]:
 
 
 @given(seed=st.integers(0, 2**32), first=st.floats(0.001, 1.0), most=st.floats(1.0, 30.0))
-def test_waits_grow_to_the_most_and_stay_in_the_upper_half(seed: int, first: float, most: float) -> None:
-    waits = list(itertools.islice(backoff(first_s=first, most_s=most, rng=random.Random(seed)), 40))
+def test_waits_grow_to_the_maximum_and_stay_in_the_upper_half_of_their_interval(
+    seed: int, first: float, most: float
+) -> None:
+    waits = list(itertools.islice(backoff(first_s=first, max_s=most, rng=random.Random(seed)), 40))
     interval = first
     for wait in waits:
         assert interval / 2 <= wait <= interval
@@ -43,8 +45,8 @@ def test_waits_grow_to_the_most_and_stay_in_the_upper_half(seed: int, first: flo
     assert waits[-1] >= most / 2
 
 
-async def test_a_call_that_succeeds_in_the_end_gives_its_answer() -> None:
-    clock, flaky, noticed = ManualClock(), Flaky(TransientError("503"), TransientError("503")), list[float]()
+async def test_a_call_that_fails_twice_returns_its_result_and_reports_both_retries() -> None:
+    clock, flaky, reported = ManualClock(), Flaky(TransientError("503"), TransientError("503")), list[float]()
     task = asyncio.create_task(
         retry(
             flaky,
@@ -52,16 +54,16 @@ async def test_a_call_that_succeeds_in_the_end_gives_its_answer() -> None:
             deadline=Deadline(60.0, "submit", clock=clock),
             clock=clock,
             waits=ones(),
-            noticed=lambda error, wait: noticed.append(wait),
+            on_retry=lambda error, wait: reported.append(wait),
         )
     )
     await clock.advance(2.0)
     assert await task == "answer"
     assert flaky.calls == 3
-    assert noticed == [1.0, 1.0]
+    assert reported == [1.0, 1.0]
 
 
-async def test_the_last_error_is_raised_once_the_deadline_leaves_no_room_for_a_wait() -> None:
+async def test_the_last_error_is_raised_when_the_next_wait_exceeds_the_deadline() -> None:
     clock = ManualClock()
     flaky = Flaky(*(TransientError(f"try {n}") for n in range(1, 100)))
     task = asyncio.create_task(
@@ -79,7 +81,7 @@ async def test_another_error_is_not_retried() -> None:
     assert flaky.calls == 1
 
 
-async def test_the_advice_of_the_peer_is_obeyed_when_it_is_longer() -> None:
+async def test_a_longer_retry_after_of_the_peer_is_respected() -> None:
     clock, flaky = ManualClock(), Flaky(TransientError("429", retry_after_s=5.0))
     task = asyncio.create_task(
         retry(flaky, on=TransientError, deadline=Deadline(60.0, "submit", clock=clock), clock=clock, waits=ones())
@@ -90,7 +92,7 @@ async def test_the_advice_of_the_peer_is_obeyed_when_it_is_longer() -> None:
     assert await task == "answer"
 
 
-async def test_advice_that_leads_beyond_the_deadline_ends_the_retries_at_once() -> None:
+async def test_a_retry_after_beyond_the_deadline_ends_the_retries_at_once() -> None:
     clock, flaky = ManualClock(), Flaky(TransientError("429", retry_after_s=100.0))
     with pytest.raises(TransientError):
         await retry(flaky, on=TransientError, deadline=Deadline(60.0, "submit", clock=clock), clock=clock)

@@ -1,4 +1,4 @@
-"""Clean-up completes within its budget, also while its caller is being cancelled."""
+"""Clean-up completes within its time limit, also while its caller is cancelled."""
 
 import asyncio
 
@@ -7,7 +7,7 @@ import pytest
 from rollbook.concurrency.shield import finish
 
 
-async def test_a_cleanup_that_completes_says_so() -> None:
+async def test_a_cleanup_that_completes_returns_true() -> None:
     removed = list[str]()
 
     async def remove() -> None:
@@ -18,7 +18,7 @@ async def test_a_cleanup_that_completes_says_so() -> None:
     assert removed == ["sandbox"]
 
 
-async def test_a_cleanup_that_hangs_is_given_up_after_its_budget() -> None:
+async def test_a_cleanup_that_hangs_is_cancelled_after_its_limit() -> None:
     was_cancelled = asyncio.Event()
 
     async def hang() -> None:
@@ -33,13 +33,13 @@ async def test_a_cleanup_that_hangs_is_given_up_after_its_budget() -> None:
 
 
 async def test_a_cleanup_that_raises_is_not_complete_and_does_not_raise() -> None:
-    async def break_down() -> None:
+    async def fail() -> None:
         raise OSError("gone already")
 
-    assert not await finish(break_down(), within_s=5.0)
+    assert not await finish(fail(), within_s=5.0)
 
 
-async def test_cancelling_the_caller_lets_the_cleanup_complete_and_is_then_passed_on() -> None:
+async def test_a_cancelled_caller_waits_for_the_cleanup_and_then_raises() -> None:
     started, removed = asyncio.Event(), list[str]()
 
     async def remove() -> None:
@@ -51,7 +51,7 @@ async def test_cancelling_the_caller_lets_the_cleanup_complete_and_is_then_passe
     await started.wait()
     caller.cancel()
     await asyncio.sleep(0)
-    caller.cancel()  # impatience changes nothing
+    caller.cancel()  # a second cancellation changes nothing
     with pytest.raises(asyncio.CancelledError):
         await caller
     assert removed == ["sandbox"]

@@ -1,11 +1,11 @@
-"""The guard inside a sandbox's process: what it lets through. Asked directly; a real hook cannot be taken off again."""
+"""The audit hook of a sandbox process, called directly: a real hook cannot be removed."""
 
 import os
 from pathlib import Path
 
 import pytest
 
-from rollbook.envs.sandboxes.confinement import OutOfReachError, Reach, guard
+from rollbook.envs.sandboxes.confinement import NotPermittedError, Permissions, guard
 from rollbook.envs.sandboxes.orphans import is_owner_alive, orphaned_processes
 from rollbook.envs.sandboxes.process import owner_mark
 
@@ -17,69 +17,69 @@ def scratch(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def reach(scratch: Path) -> Reach:
-    return Reach(writable=(str(scratch),), readable=("/usr/lib",), ports=frozenset({4566}))
+def permissions(scratch: Path) -> Permissions:
+    return Permissions(writable=(str(scratch),), readable=("/usr/lib",), ports=frozenset({4566}))
 
 
-def test_the_own_directory_can_be_read_and_written(reach: Reach, scratch: Path) -> None:
-    ask = guard(reach)
-    ask("open", (str(scratch / "a"), "w", os.O_WRONLY | os.O_CREAT))
-    ask("open", (str(scratch / "a"), "r", os.O_RDONLY))
-    ask("os.remove", (str(scratch / "a"), -1))
+def test_its_own_directory_can_be_read_and_written(permissions: Permissions, scratch: Path) -> None:
+    check = guard(permissions)
+    check("open", (str(scratch / "a"), "w", os.O_WRONLY | os.O_CREAT))
+    check("open", (str(scratch / "a"), "r", os.O_RDONLY))
+    check("os.remove", (str(scratch / "a"), -1))
 
 
 @pytest.mark.parametrize("flags", [os.O_WRONLY, os.O_RDWR, os.O_RDONLY | os.O_CREAT, os.O_APPEND | os.O_WRONLY])
-def test_libraries_can_be_read_and_never_written(reach: Reach, flags: int) -> None:
-    guard(reach)("open", ("/usr/lib/x.py", "r", os.O_RDONLY))
-    with pytest.raises(OutOfReachError, match="writing"):
-        guard(reach)("open", ("/usr/lib/x.py", "w", flags))
+def test_libraries_can_be_read_and_never_written(permissions: Permissions, flags: int) -> None:
+    guard(permissions)("open", ("/usr/lib/x.py", "r", os.O_RDONLY))
+    with pytest.raises(NotPermittedError, match="writing"):
+        guard(permissions)("open", ("/usr/lib/x.py", "w", flags))
 
 
-def test_other_files_cannot_be_read(reach: Reach) -> None:
-    with pytest.raises(OutOfReachError, match=r"reading '/etc/passwd' is out of reach"):
-        guard(reach)("open", ("/etc/passwd", "r", os.O_RDONLY))
+def test_other_files_cannot_be_read(permissions: Permissions) -> None:
+    with pytest.raises(NotPermittedError, match=r"reading '/etc/passwd' is not permitted"):
+        guard(permissions)("open", ("/etc/passwd", "r", os.O_RDONLY))
 
 
-def test_a_link_or_a_dot_dot_out_of_the_directory_does_not_help(reach: Reach, scratch: Path) -> None:
+def test_links_and_dot_dot_do_not_lead_out_of_the_directory(permissions: Permissions, scratch: Path) -> None:
     (scratch / "link").symlink_to("/etc")
     for path in (scratch / "link" / "passwd", scratch / ".." / "x", f"{scratch}-sibling/x"):
-        with pytest.raises(OutOfReachError):
-            guard(reach)("open", (str(path), "r", os.O_RDONLY))
+        with pytest.raises(NotPermittedError):
+            guard(permissions)("open", (str(path), "r", os.O_RDONLY))
 
 
 @pytest.mark.parametrize(
     "event", ["subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty"]
 )
-def test_no_program_can_be_started(reach: Reach, event: str) -> None:
-    with pytest.raises(OutOfReachError, match="other programs"):
-        guard(reach)(event, ("/bin/sh", [], None, None))
+def test_no_program_can_be_started(permissions: Permissions, event: str) -> None:
+    with pytest.raises(NotPermittedError, match="other programs"):
+        guard(permissions)(event, ("/bin/sh", [], None, None))
 
 
-def test_only_the_own_endpoint_can_be_connected_to(reach: Reach) -> None:
-    guard(reach)("socket.connect", (None, ("127.0.0.1", 4566)))
+def test_only_its_own_endpoint_can_be_connected_to(permissions: Permissions) -> None:
+    guard(permissions)("socket.connect", (None, ("127.0.0.1", 4566)))
     for address in (("127.0.0.1", 4567), ("10.0.0.1", 4566), ("169.254.169.254", 80), "/var/run/docker.sock"):
-        with pytest.raises(OutOfReachError, match="connecting"):
-            guard(reach)("socket.connect", (None, address))
+        with pytest.raises(NotPermittedError, match="connecting"):
+            guard(permissions)("socket.connect", (None, address))
 
 
-def test_no_name_is_looked_up(reach: Reach) -> None:
-    guard(reach)("socket.getaddrinfo", ("127.0.0.1", 4566, 0, 0, 0))
-    with pytest.raises(OutOfReachError, match="looking up"):
-        guard(reach)("socket.getaddrinfo", (b"example.com", 443, 0, 0, 0))
+def test_no_host_name_can_be_resolved(permissions: Permissions) -> None:
+    guard(permissions)("socket.getaddrinfo", ("127.0.0.1", 4566, 0, 0, 0))
+    with pytest.raises(NotPermittedError, match="looking up"):
+        guard(permissions)("socket.getaddrinfo", (b"example.com", 443, 0, 0, 0))
 
 
-def test_moving_and_linking_check_both_ends(reach: Reach, scratch: Path) -> None:
+def test_moving_and_linking_check_both_ends(permissions: Permissions, scratch: Path) -> None:
     for event in ("os.rename", "os.link", "os.symlink"):
-        with pytest.raises(OutOfReachError, match="changing"):
-            guard(reach)(event, (str(scratch / "a"), "/etc/b", -1, -1))
+        with pytest.raises(NotPermittedError, match="changing"):
+            guard(permissions)(event, (str(scratch / "a"), "/etc/b", -1, -1))
 
 
-def test_a_process_number_that_was_given_away_again_is_not_the_owner() -> None:
+def test_a_reused_pid_is_not_the_owner() -> None:
     assert is_owner_alive(owner_mark(os.getpid()))
     assert not is_owner_alive(f"{os.getpid()}-1")
 
 
-def test_only_our_own_processes_with_a_dead_owner_are_orphans(tmp_path: Path) -> None:
+def test_only_sandbox_processes_with_a_dead_owner_are_orphans(tmp_path: Path) -> None:
     def process(pid: int, *arguments: str) -> None:
         (tmp_path / str(pid)).mkdir()
         (tmp_path / str(pid) / "cmdline").write_bytes(b"\0".join(a.encode() for a in arguments) + b"\0")
@@ -93,6 +93,6 @@ def test_only_our_own_processes_with_a_dead_owner_are_orphans(tmp_path: Path) ->
         "{}",
         f"--owner={owner_mark(os.getpid())}",
     )
-    process(103, "python", "-m", "somebody.else", "--owner=999999-1")
+    process(103, "python", "-m", "another.package", "--owner=999999-1")
     process(104, "vim", "rollbook.envs.txt")
     assert orphaned_processes(tmp_path) == [101]

@@ -207,7 +207,7 @@ class AwsCliPool:
 
     def health(self) -> PoolHealth:
         pool = self.simulators
-        return PoolHealth(capacity=pool.capacity, busy=pool.lent, replaced=pool.replaced)
+        return PoolHealth(capacity=pool.capacity, busy=pool.leased, replaced=pool.replaced)
 
 
 class AwsAccountPool:

@@ -99,8 +99,8 @@ class SimulatedCloud:
     def is_alive(self) -> bool:
         return self._simulator.is_alive and self._worker.is_alive
 
-    async def is_well(self) -> bool:
-        return self._worker.is_alive and await self._simulator.is_well()
+    async def is_healthy(self) -> bool:
+        return self._worker.is_alive and await self._simulator.is_healthy()
 
     def memory_bytes(self) -> int:
         return self._simulator.memory_bytes() + self._worker.memory_bytes()
@@ -108,7 +108,7 @@ class SimulatedCloud:
     async def run(self, argv: Sequence[str]) -> CommandResult:
         result = await self._worker.run(argv)
         is_doubtful = result.is_timeout or (result.rc != 0 and any(text in result.stderr for text in UNREACHABLE))
-        if not self._simulator.is_alive or (is_doubtful and not await self._simulator.is_well()):
+        if not self._simulator.is_alive or (is_doubtful and not await self._simulator.is_healthy()):
             raise SandboxDiedError(
                 f"{self.name} died while it ran `aws {' '.join(argv[:2])}`; this episode is not scored"
             )

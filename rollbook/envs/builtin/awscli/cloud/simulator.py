@@ -82,7 +82,7 @@ class Simulator:
     async def ended(self) -> None:
         await self._child.ended()
 
-    async def is_well(self) -> bool:
+    async def is_healthy(self) -> bool:
         if not self._child.is_alive:
             return False
         try:

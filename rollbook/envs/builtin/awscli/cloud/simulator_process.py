@@ -13,7 +13,7 @@ from hypercorn.config import Config
 from ministack.app import app  # type: ignore[import-untyped]  # the package ships no types
 
 from rollbook.concurrency.child_process.child import connect_to_parent, die_with_parent
-from rollbook.envs.sandboxes.confinement import Reach, confine, interpreter_roots, limit
+from rollbook.envs.sandboxes.confinement import Permissions, confine, interpreter_roots, limit_resources
 
 MEMORY_BYTES = 4 * 2**30
 FILE_BYTES = 256 * 2**20
@@ -23,13 +23,15 @@ def main() -> None:
     parent = connect_to_parent(int(sys.argv[1]))
     die_with_parent(parent.fileno())
     settings = json.loads(sys.argv[2])
-    limit(memory_bytes=MEMORY_BYTES, file_bytes=FILE_BYTES)
+    limit_resources(memory_bytes=MEMORY_BYTES, file_bytes=FILE_BYTES)
     config = Config()
     config.bind = [f"fd://{settings['socket_fd']}"]
     config.keep_alive_timeout = 3600.0
     config.loglevel = "WARNING"
     config.accesslog = None
-    confine(Reach(writable=(settings["directory"],), readable=(*interpreter_roots(), "/proc/self", "/proc/meminfo")))
+    confine(
+        Permissions(writable=(settings["directory"],), readable=(*interpreter_roots(), "/proc/self", "/proc/meminfo"))
+    )
     asyncio.run(serve(app, config))
 
 

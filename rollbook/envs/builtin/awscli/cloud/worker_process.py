@@ -24,7 +24,7 @@ from rollbook.concurrency.child_process.child import connect_to_parent, kill_wit
 from rollbook.concurrency.child_process.frames import BlockingFrames
 from rollbook.envs.builtin.awscli.cloud.api import Api
 from rollbook.envs.builtin.awscli.cloud.warm_cli import WarmCli
-from rollbook.envs.sandboxes.confinement import Reach, confine, interpreter_roots, limit
+from rollbook.envs.sandboxes.confinement import Permissions, confine, interpreter_roots, limit_resources
 
 MEMORY_BYTES = 4 * 2**30
 FILE_BYTES = 64 * 2**20
@@ -101,8 +101,8 @@ def main() -> None:
     tempfile.tempdir = str(scratch)
     cli = WarmCli(endpoint=endpoint, max_output_bytes=int(settings["max_output_bytes"]), read_s=command_s)
     api = Api(endpoint=endpoint, loader=cli.loader)
-    limit(memory_bytes=MEMORY_BYTES, file_bytes=FILE_BYTES)
-    reach = Reach(
+    limit_resources(memory_bytes=MEMORY_BYTES, file_bytes=FILE_BYTES)
+    permissions = Permissions(
         writable=(str(scratch),),
         readable=interpreter_roots(),
         ports=frozenset() if endpoint is None else frozenset({int(endpoint.rpartition(":")[2])}),
@@ -112,7 +112,7 @@ def main() -> None:
     def prepare() -> None:
         parent.close()
         kill_with_parent()
-        confine(reach)
+        confine(permissions)
 
     def run(argv: list[str]) -> dict[str, Any]:
         return cli.run(argv) or run_in_fork(
@@ -120,7 +120,7 @@ def main() -> None:
         )
 
     cli.warm_up()
-    confine(replace(reach, may_fork=True))
+    confine(replace(permissions, may_fork=True))
     # The garbage collector would spend a third of a command's time on permanent service descriptions. Collect between commands.
     gc.collect()
     gc.freeze()
