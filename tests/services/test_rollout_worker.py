@@ -1,6 +1,5 @@
-"""One worker process and its handle: readiness, death, the ladder of stopping, and the parent's death."""
+"""One worker process and its handle: readiness, death, stopping, and the parent's death."""
 
-import asyncio
 import io
 import os
 import signal
@@ -9,6 +8,7 @@ import sys
 import textwrap
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -22,6 +22,7 @@ from rollbook.rollout.groups.player import GroupOrder
 from rollbook.rollout.workers.handle import AsyncRolloutWorker, WorkerDiedError, open_worker
 from rollbook.rollout.workers.messages import Finished
 from rollbook.telemetry.events import EventLog
+from tests.parts.concurrency.until import until
 from tests.parts.rollout.dispatching import REPOSITORY, config_of, spec_of
 
 
@@ -54,7 +55,7 @@ async def results_of(worker: AsyncRolloutWorker, count: int) -> dict[str, Finish
     raise AssertionError("a worker's results end by an error only")
 
 
-async def test_a_worker_plays_many_groups_at_once_and_is_gone_after_its_block() -> None:
+async def test_a_worker_plays_many_groups_concurrently_and_is_gone_after_its_block() -> None:
     async with worker_of() as worker:
         assert worker.pid != os.getpid()
         for number in range(20):
@@ -65,14 +66,14 @@ async def test_a_worker_plays_many_groups_at_once_and_is_gone_after_its_block() 
     assert not psutil.pid_exists(worker.pid)
 
 
-async def test_an_idle_worker_ends_by_itself_when_asked() -> None:
+async def test_an_idle_worker_exits_on_a_stop_message() -> None:
     async with worker_of(stop_s=30.0) as worker:
         process = psutil.Process(worker.pid)
     assert not process.is_running()
-    assert worker.exit_code == 0, "asked, and neither terminated nor killed"
+    assert worker.exit_code == 0, "neither terminated nor killed"
 
 
-async def test_sigint_is_the_parents_business() -> None:
+async def test_a_worker_ignores_sigint() -> None:
     async with worker_of() as worker:
         os.kill(worker.pid, signal.SIGINT)
         worker.play(order(1))
@@ -88,7 +89,7 @@ async def test_a_cancelled_group_is_not_reported_and_its_siblings_play_on() -> N
         assert worker.in_flight == {}
 
 
-async def test_death_is_noticed_at_once_and_says_how_and_what_was_lost() -> None:
+async def test_the_death_of_a_worker_is_reported_with_its_signal_and_its_lost_groups() -> None:
     async with worker_of() as worker:
         worker.play(order(1, deed="hang"))
         os.kill(worker.pid, signal.SIGKILL)
@@ -97,10 +98,12 @@ async def test_death_is_noticed_at_once_and_says_how_and_what_was_lost() -> None
         assert list(worker.in_flight) == [("t1@0", 1)]
 
 
-async def test_a_worker_that_blocks_its_loop_is_killed_by_the_ladder() -> None:
+async def test_a_worker_that_blocks_its_event_loop_is_killed(tmp_path: Path) -> None:
+    marker = tmp_path / "blocks"
     async with worker_of() as worker:
-        worker.play(order(1, deed="block"))
-        await asyncio.sleep(0.2)
+        worker.play(order(1, deed="block", marker=str(marker)))
+        await until(marker.exists)
+    assert worker.exit_code == -signal.SIGKILL
     assert not psutil.pid_exists(worker.pid)
 
 
@@ -110,13 +113,13 @@ async def test_a_builder_that_fails_is_reported_with_its_cause() -> None:
             pass
 
 
-async def test_a_spec_that_cannot_be_sent_is_refused_before_anything_is_spawned() -> None:
+async def test_a_spec_that_cannot_be_pickled_is_refused_before_a_process_is_started() -> None:
     with pytest.raises(RunError, match=r"settings\['lock'\]"):
         async with worker_of(lock=lambda: 0):
             pass
 
 
-def test_a_worker_ends_with_its_parent_whatever_killed_the_parent() -> None:
+def test_a_worker_ends_when_its_parent_is_killed() -> None:
     parent = textwrap.dedent(
         """
         import asyncio
