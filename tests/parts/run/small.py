@@ -1,4 +1,4 @@
-"""A small run with real processes, a tiny model and an environment that takes a moment to respond. For tests that kill processes."""
+"""A small run with real processes, a tiny model and an environment that responds after a moment. For tests that kill processes."""
 
 import json
 import os
