@@ -27,7 +27,6 @@ from rollbook.inference.weights.client import WeightTransferClient
 from rollbook.ledger.client.client import open_ledger_client
 from rollbook.run.config.run import load_config
 from rollbook.run.directory import RunDirectory
-from rollbook.run.model_location import model_location
 from rollbook.run.record import open_run
 from rollbook.run.supervision.process import SupervisedProcess
 from rollbook.run.supervision.sockets import listening_socket, url_of
@@ -132,7 +131,7 @@ class Bench:
 
     def training_alone(self, recorded: RunDirectory, steps: int) -> float:
         with open_run(recorded.path) as run:
-            learner = initial_learner(model_location(recorded), run.config.trainer)
+            learner = initial_learner(recorded.initial_model, run.config.trainer)
             batches = list(run.batches(steps))
         began = time.perf_counter()
         for batch in batches:
@@ -143,7 +142,7 @@ class Bench:
 async def stand_in(directory: RunDirectory, urls: dict[str, str], steps: int) -> None:
     """Take each batch, acknowledge it and publish the initial weights again: generation never waits for training."""
     with open_run(directory.path) as run:
-        weights = dict(initial_learner(model_location(directory), run.config.trainer).model.weights())
+        weights = dict(initial_learner(directory.initial_model, run.config.trainer).model.weights())
     digest = digest_of(weights)
     path = directory.weights / "initial.safetensors"
     write_weights(weights, path, digest=digest)

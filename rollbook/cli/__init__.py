@@ -1,1 +1,1 @@
-"""SPEAKING: verbs."""
+"""The command line: one module per verb."""

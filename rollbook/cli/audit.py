@@ -1,4 +1,4 @@
-"""`rollbook audit`: where is every group? Exits non-zero when the record does not add up."""
+"""`rollbook audit`: checks the ledger of a run. Exits non-zero on a violation."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from rollbook.cli.places import RunOrLedger, is_address
-from rollbook.cli.speaking import EXIT_FAILED, people, result, result_json
+from rollbook.cli.arguments import RunOrLedger, is_address
+from rollbook.cli.output import EXIT_FAILED, result, result_json, stderr_console
 from rollbook.run.commands.serve_ledger import audit_elsewhere
 from rollbook.run.commands.train_summary import law_text
 from rollbook.run.record import AuditReport, open_run
@@ -20,12 +20,12 @@ def audit(
     """Check the conservation law, every group's history, batches, steps, payloads and lag."""
     reports = audit_elsewhere(run) if is_address(run) else [_audit_directory(Path(run))]
     for report in reports:
-        _tell(report, as_json=as_json)
+        _print(report, as_json=as_json)
     if not all(report.ok for report in reports):
         raise typer.Exit(EXIT_FAILED)
 
 
-def _tell(report: AuditReport, *, as_json: bool) -> None:
+def _print(report: AuditReport, *, as_json: bool) -> None:
     if as_json:
         result_json({**asdict(report), "ok": report.ok})
     else:
@@ -35,7 +35,7 @@ def _tell(report: AuditReport, *, as_json: bool) -> None:
         )
         result("audit: ok" if report.ok else f"audit: {len(report.violations)} violations")
     for violation in report.violations:
-        people().print(f"  {violation}", markup=False, style="red", soft_wrap=True)
+        stderr_console().print(f"  {violation}", markup=False, style="red", soft_wrap=True)
 
 
 def _audit_directory(path: Path) -> AuditReport:

@@ -1,11 +1,12 @@
-"""`rollbook config check`: is this file a run that could start? Needs no GPU library and starts nothing."""
+"""`rollbook config check`: validates a config file. Needs no GPU library and starts nothing."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rollbook.cli.speaking import people, result
+from rollbook.cli.arguments import Overrides
+from rollbook.cli.output import result, stderr_console
 from rollbook.run.config.run import dump_toml, load_config
 
 config_app = typer.Typer(help="Check configurations.", no_args_is_help=True)
@@ -19,12 +20,9 @@ def _root() -> None:
 @config_app.command()
 def check(
     config: Annotated[Path, typer.Argument(help="The run's TOML file.")],
-    override: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Override a field; may be repeated."),
-    ] = None,
+    override: Overrides = None,
 ) -> None:
     """Report every fault at once with its path in the file, or print the resolved configuration."""
     loaded = load_config(config, override or ())
-    people().print(f"{config}: ok", markup=False, style="green")
+    stderr_console().print(f"{config}: ok", markup=False, style="green")
     result(dump_toml(loaded.config).rstrip())

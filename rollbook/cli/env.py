@@ -6,24 +6,26 @@ from typing import Annotated
 
 import typer
 
-from rollbook.cli.speaking import people
+from rollbook.cli.output import stderr_console
+from rollbook.contracts.errors import RunError
 from rollbook.run.commands.serve_env import EnvConfig, EnvServerConfig, serve_environment
-from rollbook.run.errors import RunError
 
-env_app = typer.Typer(help="Serve worlds over the OpenEnv wire, or play one by hand.", no_args_is_help=True)
+env_app = typer.Typer(help="Serve environments over OpenEnv, or play one by hand.", no_args_is_help=True)
 
-EnvName = Annotated[str, typer.Option("--env", help="A name of the catalog, or module:Class for one of your own.")]
-Arguments = Annotated[str, typer.Option("--args", help="Keyword arguments of the world, as a JSON object.")]
-Host = Annotated[str, typer.Option("--host", help="Off loopback a token is demanded (--token).")]
-Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="0 lets the kernel choose.")]
-ReadyFile = Annotated[Path | None, typer.Option("--ready-file", help="Written with the address once it answers.")]
+EnvName = Annotated[str, typer.Option("--env", help="A built-in environment, or your own as module:Class.")]
+Arguments = Annotated[str, typer.Option("--args", help="Keyword arguments of the environment, as a JSON object.")]
+Host = Annotated[str, typer.Option("--host", help="Addresses other than loopback need --token.")]
+Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="0 lets the kernel choose a port.")]
+ReadyFile = Annotated[
+    Path | None, typer.Option("--ready-file", help="Written with the address once the server is ready.")
+]
 
 
 @env_app.command()
 def serve(  # noqa: PLR0917 - a command line is a list of flags
     env: EnvName = "number_guessing",
     pool_size: Annotated[
-        int | None, typer.Option("--pool-size", min=1, help="Worlds, and so sessions at a time.")
+        int | None, typer.Option("--pool-size", min=1, help="Number of environments, and of concurrent sessions.")
     ] = None,
     host: Host = "127.0.0.1",
     port: Port = 8000,
@@ -32,12 +34,12 @@ def serve(  # noqa: PLR0917 - a command line is a list of flags
         str | None, typer.Option("--openenv", help="Host an existing OpenEnv class: module:Class.")
     ] = None,
     token: Annotated[
-        str | None, typer.Option("--token", envvar="ROLLBOOK_ENV_TOKEN", help="Clients must show it.")
+        str | None, typer.Option("--token", envvar="ROLLBOOK_ENV_TOKEN", help="The token that clients must send.")
     ] = None,
     ready_file: ReadyFile = None,
 ) -> None:
-    """Serve worlds; an OpenEnv client works against it unchanged."""
-    console = people()
+    """Serve environments for unchanged OpenEnv clients."""
+    console = stderr_console()
     serve_environment(
         _config(openenv or env, args),
         EnvServerConfig.model_validate({} if token is None else {"token": token}),
@@ -58,8 +60,8 @@ def play(
     args: Arguments = "{}",
     ready_file: ReadyFile = None,
 ) -> None:
-    """Serve one world with a page to play it by hand."""
-    console = people()
+    """Serve one environment with a web page to play it by hand."""
+    console = stderr_console()
     serve_environment(
         _config(env, args),
         EnvServerConfig(playground=True),

@@ -1,4 +1,4 @@
-"""`rollbook eval`: measure a checkpoint on held-out tasks."""
+"""`rollbook eval`: evaluates a checkpoint on held-out tasks."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,7 +6,8 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from rollbook.cli.speaking import people, result_json
+from rollbook.cli.arguments import Overrides
+from rollbook.cli.output import result_json, stderr_console
 from rollbook.run.commands.evaluate import evaluate, table
 
 HEADINGS = ("", "tasks", "episodes", "solved [95 %]", "once", "reward [95 %]", "no score")
@@ -15,23 +16,20 @@ HEADINGS = ("", "tasks", "episodes", "solved [95 %]", "once", "reward [95 %]", "
 def eval_command(
     target: Annotated[Path, typer.Argument(metavar="RUN_OR_MODEL", help="A run directory, or a model directory.")],
     *,
-    config: Annotated[Path | None, typer.Option("--config", help="Tasks and worlds; needed for a model.")] = None,
-    step: Annotated[
-        int | None, typer.Option("--step", min=0, help="Checkpoint of a run; the newest unless told.")
+    config: Annotated[
+        Path | None, typer.Option("--config", help="Tasks and environment; required for a model directory.")
     ] = None,
+    step: Annotated[int | None, typer.Option("--step", min=0, help="Checkpoint of a run; default: the newest.")] = None,
     tasks: Annotated[str | None, typer.Option("--tasks", help="The split of the tasks to play.")] = None,
     episodes: Annotated[int | None, typer.Option("--episodes", min=1, help="Episodes of each task.")] = None,
     max_tasks: Annotated[int | None, typer.Option("--max-tasks", min=1, help="At most this many tasks.")] = None,
     greedy: Annotated[
-        bool | None, typer.Option("--greedy/--sampled", help="The likeliest token each time, or as in training.")
+        bool | None, typer.Option("--greedy/--sampled", help="Greedy decoding, or sampling as in training.")
     ] = None,
-    override: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Override a field; may be repeated."),
-    ] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="File for the result; in the run unless told.")] = None,
+    override: Overrides = None,
+    out: Annotated[Path | None, typer.Option("--out", help="File for the result; default: in the run.")] = None,
 ) -> None:
-    """Play held-out tasks with a checkpoint and print what it solves, with 95 % intervals, in all and by label."""
+    """Play held-out tasks with a checkpoint and print the results, overall and by label, with 95 % intervals."""
     chosen = {
         "split": None if tasks is None else f'"{tasks}"',
         "episodes": episodes,
@@ -45,6 +43,6 @@ def eval_command(
         shown.add_column(heading, justify="left" if number == 0 else "right", no_wrap=True)
     for line in table(result):
         shown.add_row(*line)
-    people().print(shown)
-    people().print(f"written to {result['file']}", markup=False, soft_wrap=True)
+    stderr_console().print(shown)
+    stderr_console().print(f"written to {result['file']}", markup=False, soft_wrap=True)
     result_json(result)

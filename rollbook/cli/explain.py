@@ -1,12 +1,12 @@
-"""`rollbook explain`: the life of a group, as sentences."""
+"""`rollbook explain`: the history of a group, as sentences."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rollbook.cli.places import RunOrLedger, is_address
-from rollbook.cli.speaking import result
+from rollbook.cli.arguments import RunOrLedger, is_address
+from rollbook.cli.output import result
 from rollbook.run.commands.serve_ledger import explain_elsewhere, explain_in_directory
 
 
@@ -14,6 +14,6 @@ def explain(
     run: RunOrLedger,
     group: Annotated[str, typer.Argument(help="The group's id; `rollbook inspect RUN --groups` lists them.")],
 ) -> None:
-    """Tell who dispatched a group, with which versions, and why it was trained, dropped or refused."""
+    """Explain when and by which process a group was dispatched, its versions, and why it was trained, dropped or rejected."""
     for sentence in explain_elsewhere(run, group) if is_address(run) else explain_in_directory(Path(run), group):
         result(sentence)

@@ -1,18 +1,18 @@
-"""`rollbook inspect`: a run at a glance, its groups, or one rollout token by token."""
+"""`rollbook inspect`: shows a run, its groups, or one group token by token."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rollbook.cli.speaking import result
+from rollbook.cli.output import result
 from rollbook.run.commands.inspect import group_lines, groups_lines, overview_lines
 from rollbook.run.record import open_run
 
 
 def inspect(  # noqa: PLR0917 - a command line is a list of flags
     run: Annotated[Path, typer.Argument(help="The run directory.")],
-    group: Annotated[str | None, typer.Argument(help="A group id: tells its life and shows its samples.")] = None,
+    group: Annotated[str | None, typer.Argument(help="A group id: shows its history and its samples.")] = None,
     groups: Annotated[bool, typer.Option("--groups", help="List groups.")] = False,
     state: Annotated[str | None, typer.Option("--state", help="With --groups: only those in this state.")] = None,
     limit: Annotated[int, typer.Option("--limit", min=1, help="With --groups: how many.")] = 40,

@@ -1,6 +1,6 @@
-"""Verbs, global flags, exit codes: 0 done, 1 failed, 2 misused or misconfigured, 130 interrupted.
+"""The verbs, global flags and exit codes: 0 done, 1 failed, 2 wrong usage or config, 130 interrupted.
 
-Text for people goes to stderr, results to stdout; `--json` makes results a machine's.
+Messages go to stderr, results to stdout; `--json` prints results as JSON.
 """
 
 import sys
@@ -20,15 +20,17 @@ from rollbook.cli.host import host
 from rollbook.cli.inspect import inspect
 from rollbook.cli.ledger import ledger_app
 from rollbook.cli.models import models_app
+from rollbook.cli.output import EXIT_USAGE, print_error
 from rollbook.cli.policy import policy_app
 from rollbook.cli.proxy import proxy
 from rollbook.cli.replay import replay
 from rollbook.cli.sft import sft
-from rollbook.cli.speaking import EXIT_MISUSED, say_error
 from rollbook.cli.tokens import tokens_app
 from rollbook.cli.train import train
+from rollbook.contracts.errors import RollbookError
 from rollbook.contracts.plugin import extend_search_path
-from rollbook.run.errors import ConfigError, RollbookError, RunDirectoryError
+from rollbook.run.config.run import ConfigError
+from rollbook.run.directory import RunDirectoryError
 
 app = typer.Typer(
     name="rollbook",
@@ -73,14 +75,14 @@ def root(
 
 
 def main() -> None:
-    """Run a verb. Our own errors are told in one clear text; anything else is a bug and shows its traceback."""
+    """Run a verb. Rollbook's own errors are printed as messages; any other exception is a bug and shows its traceback."""
     try:
         app()
     except (ConfigError, RunDirectoryError) as error:
-        say_error(str(error))
-        sys.exit(EXIT_MISUSED)
+        print_error(str(error))
+        sys.exit(EXIT_USAGE)
     except RollbookError as error:
-        say_error(str(error))
+        print_error(str(error))
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

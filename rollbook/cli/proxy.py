@@ -1,4 +1,4 @@
-"""`rollbook proxy`: an OpenAI-compatible endpoint in front of a policy server, which records every token of every session."""
+"""`rollbook proxy`: an OpenAI-compatible endpoint in front of a policy server that records every token of every session."""
 
 import asyncio
 from pathlib import Path
@@ -6,27 +6,27 @@ from typing import Annotated
 
 import typer
 
-from rollbook.cli.speaking import people
-from rollbook.run.commands.serve_proxy import ProxyWishes, serve_proxy
+from rollbook.cli.output import stderr_console
+from rollbook.run.commands.serve_proxy import ProxyOptions, serve_proxy
 
 
 def proxy(  # noqa: PLR0917 - a command line is a list of flags
     policy: Annotated[str, typer.Option("--policy", help="URL of the policy server.")],
     model: Annotated[Path, typer.Option("--model", help="A directory with tokenizer.json and a chat template.")],
-    record: Annotated[Path, typer.Option("--record", help="Sessions are written here, one line of JSON each.")] = Path(
+    record: Annotated[Path, typer.Option("--record", help="File for the sessions, one JSON line each.")] = Path(
         "sessions.jsonl"
     ),
     host: Annotated[str, typer.Option("--host")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", help="0: any free one.")] = 0,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Of one turn.")] = 1024,
+    port: Annotated[int, typer.Option("--port", help="0 lets the kernel choose a port.")] = 0,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Tokens per turn.")] = 1024,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0)] = 1.0,
     assembler: Annotated[str, typer.Option("--assembler", help="linear, branching or per_turn.")] = "branching",
     tool_parser: Annotated[
         str, typer.Option("--tool-parser", help="hermes, json, none or module:function.")
     ] = "hermes",
 ) -> None:
-    """Try an agent by hand: give it BASE_URL/s/ANY_NAME/v1, then POST BASE_URL/s/ANY_NAME/end {"reward": 1.0}."""
-    wishes = ProxyWishes(
+    """Try an agent: point it at BASE_URL/s/ANY_NAME/v1, then POST BASE_URL/s/ANY_NAME/end {"reward": 1.0}."""
+    options = ProxyOptions(
         policy_url=policy,
         model_dir=model,
         record=record,
@@ -37,5 +37,5 @@ def proxy(  # noqa: PLR0917 - a command line is a list of flags
         assembler=assembler,
         tool_parser=tool_parser,
     )
-    console = people()
-    asyncio.run(serve_proxy(wishes, ready=lambda url: console.print(f"base_url: {url}/s/NAME/v1", soft_wrap=True)))
+    console = stderr_console()
+    asyncio.run(serve_proxy(options, ready=lambda url: console.print(f"base_url: {url}/s/NAME/v1", soft_wrap=True)))

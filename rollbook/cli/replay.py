@@ -1,4 +1,4 @@
-"""`rollbook replay`: train again from the record, to compare weight digests or to see what another loss would have done."""
+"""`rollbook replay`: trains recorded batches again, to compare weight digests or to try another loss."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from rollbook.cli.speaking import EXIT_FAILED, people, result_json
+from rollbook.cli.output import EXIT_FAILED, result_json, stderr_console
 from rollbook.run.commands.replay import replay_run, retrain_run
 
 
@@ -14,36 +14,38 @@ def replay(
     run: Annotated[Path, typer.Argument(help="The run directory.")],
     *,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Exit non-zero when a digest differs from the recorded one.")
+        bool, typer.Option("--verify", help="Exit non-zero if a digest differs from the recorded one.")
     ] = False,
     until: Annotated[int | None, typer.Option("--until", min=1, help="Stop after this step.")] = None,
     loss: Annotated[
         str | None,
-        typer.Option("--loss", help="Train another loss on the same stream, and show it beside the recorded one."),
+        typer.Option(
+            "--loss", help="Train with another loss on the same batches and compare it with the recorded one."
+        ),
     ] = None,
     override: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="trainer.FIELD=VALUE", help="Another setting of the trainer; may be repeated."),
+        typer.Option("--set", metavar="trainer.FIELD=VALUE", help="Override a trainer setting; may be repeated."),
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Folder for curves; in the run unless told.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for the curves; default: in the run.")] = None,
 ) -> None:
-    """Train the recorded batches again from the initial weights. Nothing is generated, and the record is only read."""
+    """Train the recorded batches again from the initial weights, without generation. The record is only read."""
     if loss is not None or override:
         if verify:
-            raise typer.BadParameter("--verify compares with what was recorded: leave out --loss and --set")
-        _tell_contrast(retrain_run(run, until=until, loss=loss, overrides=override or (), out=out))
+            raise typer.BadParameter("--verify cannot be combined with --loss or --set")
+        _print_comparison(retrain_run(run, until=until, loss=loss, overrides=override or (), out=out))
         return
     report = replay_run(run, until=until)
     result_json(report)
     if report["diverged_at"] is None:
-        people().print(f"{report['steps']} steps reproduced bit for bit", style="green")
+        stderr_console().print(f"{report['steps']} steps reproduced bit for bit", style="green")
     else:
-        people().print(f"the weights differ from step {report['diverged_at']} on", style="red")
+        stderr_console().print(f"the weights differ from step {report['diverged_at']} on", style="red")
         if verify:
             raise typer.Exit(EXIT_FAILED)
 
 
-def _tell_contrast(report: dict[str, Any]) -> None:
+def _print_comparison(report: dict[str, Any]) -> None:
     rows = report["table"]
     names = [name for name in rows[0] if name != "measure"]
     shown = Table(title=f"{report['steps']} recorded steps: first tenth → last tenth", title_justify="left")
@@ -51,10 +53,10 @@ def _tell_contrast(report: dict[str, Any]) -> None:
         shown.add_column(heading, no_wrap=True)
     for row in rows:
         shown.add_row(row["measure"], *(_arrow(*row[name]) for name in names))
-    people().print(shown)
+    stderr_console().print(shown)
     for name, (before, after) in report["changed"].items():
-        people().print(f"  {name}: {before!r} → {after!r}", markup=False)
-    people().print(f"picture: {report['picture']}", markup=False, soft_wrap=True)
+        stderr_console().print(f"  {name}: {before!r} → {after!r}", markup=False)
+    stderr_console().print(f"plot: {report['picture']}", markup=False, soft_wrap=True)
     result_json(report)
 
 

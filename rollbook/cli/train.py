@@ -1,30 +1,28 @@
-"""`rollbook train`: start a run, or go on with one."""
+"""`rollbook train`: starts or resumes a run."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rollbook.cli.speaking import people, result_json
+from rollbook.cli.arguments import Overrides
+from rollbook.cli.output import result_json, stderr_console
 from rollbook.run.commands.train import train as launch
-from rollbook.run.commands.train_summary import tell, verdict_row
+from rollbook.run.commands.train_summary import print_summary, summary_row
 
 
 def train(
-    config: Annotated[Path, typer.Argument(help="The run's TOML file, or an existing run directory to go on with.")],
+    config: Annotated[Path, typer.Argument(help="The run's TOML file, or a run directory to resume.")],
     run_dir: Annotated[
-        Path | None, typer.Option("--run-dir", help="Where the run lives; the same directory again resumes.")
+        Path | None, typer.Option("--run-dir", help="The run directory; an existing one is resumed.")
     ] = None,
-    override: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Override a field; may be repeated."),
-    ] = None,
+    override: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON line on stdout.")] = False,
 ) -> None:
-    """Train a policy asynchronously. The first Ctrl-C drains, the second stops at once; run it again to resume."""
-    console = people()
+    """Train a policy asynchronously. The first Ctrl-C drains, the second stops at once; the same command resumes."""
+    console = stderr_console()
     report = launch(config, run_dir=run_dir, overrides=override or (), console=console)
-    tell(report, console)
+    print_summary(report, console)
     if as_json:
-        result_json(verdict_row(report))
+        result_json(summary_row(report))
     raise typer.Exit(report.exit_code)

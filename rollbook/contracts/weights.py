@@ -24,9 +24,9 @@ def weights_digest(tensors: Iterable[RawTensor]) -> str:
 
     A fast hash, because every step is digested; it does not protect against forgery.
     """
-    whole = xxhash.xxh3_128()
+    digest = xxhash.xxh3_128()
     for tensor in sorted(tensors, key=lambda t: t.name):
-        head = f"{tensor.name}|{tensor.dtype}|{','.join(map(str, tensor.shape))}|"
-        whole.update(head.encode())
-        whole.update(tensor.data)
-    return whole.hexdigest()
+        header = f"{tensor.name}|{tensor.dtype}|{','.join(map(str, tensor.shape))}|"
+        digest.update(header.encode())
+        digest.update(tensor.data)
+    return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""What an operator may set about the policy server."""
+"""Settings of the policy server."""
 
 from enum import StrEnum
 from typing import Annotated, Literal
@@ -8,161 +8,162 @@ from pydantic import BaseModel, Field
 
 class KvAfterUpdate(StrEnum):
     KEEP = "keep"
-    """Running requests keep the keys and values that older weights computed. No pause."""
+    """Running requests keep the keys and values of the old weights. No pause."""
     RECOMPUTE = "recompute"
-    """Running requests are prefilled again under the new weights before their next token."""
+    """Running requests are prefilled again with the new weights before their next token."""
 
 
 class UpdateSequence(StrEnum):
     IN_FLIGHT = "in_flight"
-    """Decoding goes on while weights move; they are applied between two steps."""
+    """Decoding continues during the transfer; weights are applied between two steps."""
     PAUSED = "paused"
-    """All replicas are paused first, then weights are sent, then all resume: no replica samples while another updates."""
+    """All replicas are paused, then updated, then resumed: no replica samples while another updates."""
 
 
 class ScriptedConfig(BaseModel, frozen=True, extra="forbid"):
     """The engine without a model: a seeded random policy. For tests, docs and benchmarks."""
 
     vocab_size: int = Field(default=64, ge=2)
-    """Token ids lie below this."""
+    """Size of the vocabulary."""
 
     max_model_len: int = Field(default=4096, ge=2)
-    """Longest sequence it pretends to support, in tokens."""
+    """Longest supported sequence, in tokens."""
 
     token_s: float = Field(default=0.0, ge=0)
-    """Seconds one decode step takes."""
+    """Duration of a decode step, in seconds."""
 
     script: str | None = Field(default=None, pattern=r"^[\w.]+:\w+$")
-    """`module:function` that is given the model directory and returns the script: a mapping or a function from the prompt's tokens
-    to those of the reply. Unset: a seeded random policy."""
+    """`module:function` that takes the model directory and returns the script: a mapping or a function from the tokens of the
+    prompt to the tokens of the completion. Unset: a seeded random policy."""
 
 
 class VllmConfig(BaseModel, frozen=True, extra="forbid"):
     """vLLM as the engine. Its servers need `VLLM_SERVER_DEV_MODE=1`, `--enable-scale-out` and `--logprobs-mode
-    processed_logprobs`; those that the run starts get them."""
+    processed_logprobs`; a run sets these for the servers that it starts."""
 
     python: str | None = None
-    """An interpreter that has vLLM: the run starts `inference.replicas` servers with it. Unset: `inference.urls` are used."""
+    """A Python interpreter with vLLM installed: the run starts `inference.replicas` servers with it. Unset: `inference.urls` are
+    used."""
 
     args: tuple[str, ...] = ()
-    """Further arguments of its server."""
+    """Additional arguments of the vLLM server."""
 
     update: Literal["reload", "plugin"] = "reload"
-    """`reload`: it reads a directory again, with no set-up. `plugin`: our weight transfer back end, which checks digests; its
-    environment needs this package, and the server `--weight-transfer-config '{"backend": "rollbook"}'`."""
+    """`reload`: vLLM reads a directory again; no set-up. `plugin`: our weight transfer back end, which checks digests; vLLM's
+    environment needs this package, and the server needs `--weight-transfer-config '{"backend": "rollbook"}'`."""
 
     model_name: str = "policy"
-    """The name it serves the policy under."""
+    """The name under which vLLM serves the policy."""
 
 
 class InferenceConfig(BaseModel, frozen=True, extra="forbid"):
-    """One policy server: its engine, its limits, and the deadline its clients set."""
+    """The policy servers: engine, limits, weight transfer and client deadlines."""
 
     engine: Literal["transformers", "scripted", "vllm"] = "transformers"
-    """`transformers` runs any Hugging Face causal language model; `scripted` needs no model; `vllm` is a vLLM server, one of
-    `urls` or started with `vllm.python`."""
+    """`transformers` runs any Hugging Face causal language model; `scripted` needs no model; `vllm` uses vLLM servers, at `urls` or
+    started with `vllm.python`."""
 
     replicas: int = Field(default=1, ge=1)
-    """Policy servers that a run starts. Requests go to the least loaded; an episode's turns stay at one."""
+    """Number of policy servers that a run starts. Requests go to the least loaded one; all turns of an episode go to the same
+    one."""
 
     urls: tuple[str, ...] = ()
-    """Policy servers that run elsewhere and are used in place of ones of our own."""
+    """External policy servers; the run then starts none."""
 
     api_key_env: str | None = None
-    """Variable that holds the key which the servers at `urls` demand."""
+    """Environment variable with the API key of the servers at `urls`."""
 
     watch_s: float = Field(default=1.0, gt=0)
-    """How often a client looks at the health of every replica, where there are several."""
+    """Interval of a client's health checks, if there are several replicas."""
 
     affinity_spread: int = Field(default=8, ge=0)
-    """Requests that an episode's own replica may have more than the least loaded one, before the episode goes there."""
+    """An episode moves to the least loaded replica when its own replica has more than this many additional requests."""
 
     transfer: Literal["auto", "directory", "shared_memory", "cuda_ipc", "gloo", "nccl"] = "auto"
-    """How weights reach the replicas. `auto`: replicas that the run starts itself get them through the memory of the GPU that
-    they share with the trainer, or of the host; others through a directory that both sides see. `gloo`: over the network.
-    `cuda_ipc`: trainer and policy on one GPU. `nccl`: to vLLM."""
+    """The transport for weights. `auto`: memory of the GPU or of the host for replicas that the run starts, and a shared directory
+    for others. `gloo`: over the network. `cuda_ipc`: trainer and policy on one GPU. `nccl`: to vLLM."""
 
     publish: Literal["auto", "full", "adapter"] = "auto"
-    """What is published where `trainer.lora` is set: the `adapter` alone, under a versioned name beside the base that every replica
-    has, or the `full` weights, merged. `auto`: the adapter, where replicas can take one: not over `nccl`, and to vLLM only if
-    the run starts it. Without LoRA it is always `full`."""
+    """What a trainer with LoRA publishes: only the `adapter`, under a versioned name, or the `full` merged weights. `auto`: the
+    adapter if replicas support it (not over `nccl`, and with vLLM only if the run starts it). Without LoRA it is always
+    `full`."""
 
     transfer_host: str = "127.0.0.1"
-    """Address under which replicas reach the trainer, for `gloo` and `nccl`."""
+    """Address at which replicas reach the trainer, for `gloo` and `nccl`."""
 
     update_sequence: UpdateSequence = UpdateSequence.IN_FLIGHT
-    """Whether replicas go on decoding while weights move."""
+    """Whether replicas continue decoding during a weight transfer."""
 
     confirm_s: float = Field(default=60.0, gt=0)
-    """How long a publication waits for one of several replicas, before that replica goes into quarantine."""
+    """How long a publication waits for a replica after another has confirmed; then the replica is quarantined."""
 
     check_digest: bool = True
     """After every `cuda_ipc` transfer, compare the digest of the weights that each replica uses with the published one, where the
     dtypes are equal. The other transports check the digest before weights are loaded."""
 
     device: str = "cpu"
-    """Where the model lives, as torch names it: `cpu`, `cuda`, `cuda:1`, `mps`."""
+    """The torch device of the model: `cpu`, `cuda`, `cuda:1`, `mps`."""
 
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of weights and cache. Logprobs are always computed in float32."""
+    """The dtype of weights and cache. Logprobs are always computed in float32."""
 
     threads: int = Field(default=1, ge=1)
-    """CPU threads of the model's arithmetic."""
+    """CPU threads of torch."""
 
     max_running: int = Field(default=256, ge=1)
-    """Requests that are decoded together at most: the slots of the cache."""
+    """Maximum number of requests that are decoded together: the slots of the cache."""
 
     max_queued: int = Field(default=4096, ge=1)
-    """Requests that may wait for a slot. Beyond it the server answers 503 with Retry-After."""
+    """Maximum number of requests that wait for a slot. If more arrive, the server responds 503 with Retry-After."""
 
     max_model_len: int | None = Field(default=None, ge=2)
-    """Longest prompt plus completion, in tokens. Unset: what the model was built for."""
+    """Maximum length of prompt plus completion, in tokens. Unset: the model's maximum."""
 
     kv_memory_mb: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
-    """Keys and values take this much memory at most; when more is needed, the youngest requests make room and are computed again
-    later. `auto`: 85 % of what is free on a GPU once the weights are loaded, half of what is available elsewhere."""
+    """Maximum memory for keys and values. When it is full, the youngest requests are preempted and computed again later. `auto`:
+    85 % of the free memory of a GPU after the weights are loaded, half of the available memory of a host."""
 
     step_prefill_tokens: int | None = Field(default=None, ge=1)
-    """Prompt tokens prefilled between two decode steps at most, so that long prompts cannot starve running requests: a longer
-    prompt is prefilled in pieces. Unset: 16384 on a GPU, 4096 elsewhere."""
+    """Maximum number of prompt tokens prefilled between two decode steps, so that long prompts do not delay running requests. A
+    longer prompt is prefilled in pieces. Unset: 16384 on a GPU, 4096 elsewhere."""
 
     forward_tokens: int | None = Field(default=None, ge=1)
-    """Tokens of one prefill forward at most, padding included. Unset: 8192 on a GPU, 768 elsewhere (what fits a CPU's caches is
-    fastest)."""
+    """Maximum number of tokens in one prefill forward, padding included. Unset: 8192 on a GPU, 768 elsewhere (a size that fits the
+    caches of a CPU)."""
 
     forward: Literal["auto", "module"] = "auto"
-    """`auto`: a lean forward of our own for models shaped like Llama, once it has agreed with the module's; `module`: always the
-    Hugging Face module's."""
+    """`auto`: a fast forward for Llama-like models, if its logits agree with the Hugging Face module; `module`: always the
+    module."""
 
     capture_steps: bool = True
-    """Run steps as captured CUDA graphs where possible. Without a GPU it changes nothing."""
+    """Run steps as captured CUDA graphs where possible. Has no effect without a GPU."""
 
     steps_ahead: int | None = Field(default=None, ge=0)
-    """Steps launched before the tokens of earlier ones are read. Unset: 2 on a GPU, 0 elsewhere."""
+    """Number of steps launched before the tokens of earlier steps are read. Unset: 2 on a GPU, 0 elsewhere."""
 
     prompt_memo_mb: float = Field(default=16.0, ge=0)
-    """Memory for the next-token logits of prompts seen under the current weights: siblings of a group ask alike. 0: off."""
+    """Memory for the next-token logits of recent prompts, because episodes of a group repeat the same prompts. 0: off."""
 
     prefix_cache_share: float = Field(default=0.25, ge=0, lt=1)
-    """Share of `kv_memory_mb` for keys and values of finished requests: the next turn of an episode begins with the tokens of the
-    last one, and only the rest is prefilled. Least recently used go first, and all of them when weights arrive. 0: off."""
+    """Share of `kv_memory_mb` for keys and values of finished requests: the next turn of an episode starts with the tokens of the
+    previous turn, so only the rest is prefilled. The least recently used are evicted first, and all at a weight update. 0: off."""
 
     prefix_cache_least: int | None = Field(default=None, ge=1)
-    """Beginnings shorter than this many tokens are not kept and not looked for. Unset: 32 on a CPU. On a GPU a captured
-    prefill of all of it is faster up to a length that shrinks with the model's size: 8,889 tokens for 135 million parameters, 800
-    for 1.5 billion. An estimate from one measurement."""
+    """Minimum length of a cached prefix, in tokens. Unset: 32 on a CPU. On a GPU a captured prefill of the whole prompt is faster
+    up to a length that falls with the model's size: 8,889 tokens for 135 million parameters, 800 for 1.5 billion. An estimate
+    from one measurement."""
 
     kv_after_update: KvAfterUpdate = KvAfterUpdate.KEEP
-    """What becomes of the cache of running requests when weights arrive."""
+    """How a weight update affects the cache of running requests."""
 
     seed: int = Field(default=0, ge=0)
-    """Of the randomness behind requests that bring no seed of their own."""
+    """Random seed for requests without a seed."""
 
     request_s: float = Field(default=120.0, gt=0)
-    """The deadline a client sets for one policy request or one weight update, retries included."""
+    """A client's deadline for one policy request or one weight update, retries included."""
 
     max_connections: int = Field(default=128, ge=1)
-    """Connections one client process opens to the policy server at most."""
+    """Maximum number of connections from one client process to a policy server."""
 
     vllm: VllmConfig = VllmConfig()
     """Settings of vLLM servers."""

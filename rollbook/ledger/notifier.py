@@ -1,4 +1,4 @@
-"""Waking whoever waits for a run to move. No polling: a commit rings, the waiters look again."""
+"""Wakes calls that wait for a run to change, without polling."""
 
 import asyncio
 
@@ -6,30 +6,30 @@ from rollbook.concurrency.clock import Clock
 from rollbook.contracts.admission import RunId
 
 
-class Bell:
-    """One for all runs. Take a ticket *before* looking, so that a ring between looking and waiting is not missed."""
+class RunNotifier:
+    """Call `next_change` *before* reading the state, so that a change between reading and waiting is not missed."""
 
     def __init__(self) -> None:
-        self._tickets: dict[RunId, asyncio.Event] = {}
+        self._changes: dict[RunId, asyncio.Event] = {}
 
-    def ticket(self, run_id: RunId) -> asyncio.Event:
-        return self._tickets.setdefault(run_id, asyncio.Event())
+    def next_change(self, run_id: RunId) -> asyncio.Event:
+        """An event that is set when the run changes."""
+        return self._changes.setdefault(run_id, asyncio.Event())
 
-    def ring(self, run_id: RunId) -> None:
-        """Wake everybody who holds a ticket; the next ticket is a new one."""
-        rung = self._tickets.pop(run_id, None)
-        if rung is not None:
-            rung.set()
+    def notify(self, run_id: RunId) -> None:
+        change = self._changes.pop(run_id, None)
+        if change is not None:
+            change.set()
 
-    def ring_all(self) -> None:
-        for run_id in list(self._tickets):
-            self.ring(run_id)
+    def notify_all(self) -> None:
+        for run_id in list(self._changes):
+            self.notify(run_id)
 
-    async def wait(self, ticket: asyncio.Event, *, at_most_s: float, clock: Clock) -> None:
-        """Return when the bell rings or the time is over."""
+    async def wait(self, change: asyncio.Event, *, at_most_s: float, clock: Clock) -> None:
+        """Return when the event is set or the time is over."""
         async with asyncio.TaskGroup() as group:
-            heard = group.create_task(ticket.wait(), name="ledger.bell")
-            late = group.create_task(clock.sleep(at_most_s), name="ledger.bell_timeout")
-            await asyncio.wait((heard, late), return_when=asyncio.FIRST_COMPLETED)
-            heard.cancel()
-            late.cancel()
+            changed = group.create_task(change.wait(), name="ledger.notifier")
+            timeout = group.create_task(clock.sleep(at_most_s), name="ledger.notifier_timeout")
+            await asyncio.wait((changed, timeout), return_when=asyncio.FIRST_COMPLETED)
+            changed.cancel()
+            timeout.cancel()

@@ -20,7 +20,7 @@ from rollbook.contracts.errors import RunError
 from rollbook.ledger.config import LedgerConfig, LedgerServerConfig
 from rollbook.ledger.http.app import BACKLOG, Dialect, LedgerService, build_service
 from rollbook.ledger.http.auth import Keys, Role, require_tokens
-from rollbook.ledger.service import ledger_on
+from rollbook.ledger.service import open_ledger
 from rollbook.ledger.store import Store
 from rollbook.ledger.stores.registry import open_store
 from rollbook.telemetry.events import EventLog
@@ -68,7 +68,7 @@ async def ledger_service_on(
     dialects: Sequence[Dialect] = (),
 ) -> AsyncIterator[LedgerService]:
     clock = clock or SystemClock()
-    async with ledger_on(store, config, clock=clock, log=log) as ledger:
+    async with open_ledger(store, config, clock=clock, log=log) as ledger:
         yield build_service(ledger, store, config, clock=clock, log=log, keys=keys, dialects=dialects)
 
 

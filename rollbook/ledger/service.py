@@ -1,14 +1,13 @@
-"""The ledger: every verb of a run, each one transaction of the rules. No HTTP and no SQL.
+"""The ledger service: every operation of a run as one transaction of the rules, without HTTP and SQL.
 
-Takes calls from any number of tasks. Waiting calls (`open`, `batch`) look, and look again whenever a commit moved something in
-their run. What happens because time passes is the timekeeper's.
+Any number of tasks may call it. Waiting calls (`open`, `batch`) check again after each commit that changed their run.
+Time-driven changes are in `lease_expiry`.
 """
 
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
 from typing import TypeVar
 
 from rollbook.concurrency.clock import Clock
@@ -30,50 +29,49 @@ from rollbook.contracts.group_codec import EncodedGroup, decode_payload
 from rollbook.contracts.policy import Publication
 from rollbook.contracts.task import Draw
 from rollbook.ledger.config import LedgerConfig
-from rollbook.ledger.lease_expiry import Timekeeper
-from rollbook.ledger.notifier import Bell
+from rollbook.ledger.lease_expiry import LeaseExpiry
+from rollbook.ledger.notifier import RunNotifier
 from rollbook.ledger.records import GroupRecord, MoveRecord, ProducerRecord, PublicationRecord, StepRecord
-from rollbook.ledger.rules import batches, gate, groups, lineage, outcomes, producers, runs, trainer
-from rollbook.ledger.rules.book import RunBook, find_run, opened_book
+from rollbook.ledger.rules import batches, gate, groups, publications, runs, trainer
 from rollbook.ledger.rules.groups import Submission
+from rollbook.ledger.rules.run_transaction import RunTransaction, find_run, run_transaction
 from rollbook.ledger.store import Store, Transaction
-from rollbook.ledger.stores.sqlite.store import open_sqlite_store
 from rollbook.telemetry.events import EventLog
 
 T = TypeVar("T")
 
-PAYLOADS_IN_ONE_READ = 8
-BYTES_IN_ONE_READ = 4_000_000
-"""Together they bound what a slow trainer keeps in the ledger's memory: no read goes on beyond either."""
+PAYLOADS_PER_READ = 8
+BYTES_PER_READ = 4_000_000
+"""Limits of one read. They bound the memory of the ledger while a trainer reads slowly."""
 
 
 class Ledger:
-    """All runs of one store. Made by `open_ledger`."""
+    """All runs of one store. Opened by `open_ledger`."""
 
     def __init__(self, *, store: Store, config: LedgerConfig, clock: Clock, log: EventLog) -> None:
         self._store = store
         self._config = config
         self._clock = clock
         self._log = log
-        self._bell = Bell()
+        self._notifier = RunNotifier()
         self._is_waiting_allowed = True
-        store.listen(self._bell.ring)
+        store.listen(self._notifier.notify)
 
     # ------------------------------------------------------------------ runs
 
     async def create_run(self, run_id: RunId, settings: RunSettings) -> None:
-        """Create a run, or go on with it under new settings. Groups per step, policy and staleness bound of a run never change."""
+        """Create a run, or resume it with new settings. Groups per step, batch policy and staleness bound of a run never change."""
         if settings.rule.groups_per_step > self._config.max_queued_groups:
             raise RunError(
                 f"run {run_id}: a step takes {settings.rule.groups_per_step} groups, but max_queued_groups is "
-                f"{self._config.max_queued_groups}: no batch could ever be formed"
+                f"{self._config.max_queued_groups}, so no batch could ever be formed"
             )
         now = self._clock.wall()
         await self._store.write(lambda tx: runs.create_run(tx, run_id, settings, now=now))
         self._log.info("ledger.run_created", run=run_id)
 
     async def runs(self) -> list[RunId]:
-        return await self._store.read(lambda tx: tx.runs())
+        return await self._store.read(lambda tx: tx.runs.ids())
 
     async def status(self, run_id: RunId) -> LedgerStatus:
         return await self._store.read(lambda tx: runs.status(tx, run_id))
@@ -83,13 +81,13 @@ class Ledger:
 
     async def outcomes(self, run_id: RunId, *, after: int, limit: int) -> list[PastDraw]:
         """A page of past draws, in order of admission."""
-        return await self._store.read(lambda tx: outcomes.outcomes(tx, run_id, after=after, limit=limit))
+        return await self._store.read(lambda tx: runs.outcomes(tx, run_id, after=after, limit=limit))
 
     # ------------------------------------------------------------------ dispatchers
 
     async def join(self, run_id: RunId, owner_name: str, *, nonce: str | None = None) -> OwnerId:
         nonce = nonce or uuid.uuid4().hex
-        owner = await self._write(run_id, lambda book: gate.join(book, owner_name, nonce))
+        owner = await self._write(run_id, lambda run_tx: gate.join(run_tx, owner_name, nonce))
         self._log.info("ledger.dispatcher_joined", run=run_id, owner=owner)
         return owner
 
@@ -106,21 +104,21 @@ class Ledger:
         request_id = request_id or uuid.uuid4().hex
         until = self._clock.now() + wait_s
         while True:
-            ticket = self._bell.ticket(run_id)
+            change = self._notifier.next_change(run_id)
             reply, ttl_s = await self._write(
                 run_id,
-                lambda book: (
-                    gate.open_groups(book, owner, draws, limit=limit, request_id=request_id),
-                    book.run.settings.owner_ttl_s,
+                lambda run_tx: (
+                    gate.open_groups(run_tx, owner, draws, limit=limit, request_id=request_id),
+                    run_tx.run.settings.owner_ttl_s,
                 ),
             )
-            has_answer = reply.grants or reply.taken or reply.gate is GateState.ENDED
-            # Whoever waits here is alive: look in often enough that the gate does not think otherwise.
-            if has_answer or not await self._wait(ticket, until, at_most_s=ttl_s / 2):
+            is_answered = reply.grants or reply.taken or reply.gate is GateState.ENDED
+            # A waiting dispatcher is alive: repeat often enough that the gate does not time it out.
+            if is_answered or not await self._wait(change, until, at_most_s=ttl_s / 2):
                 return reply
 
     async def heartbeat(self, run_id: RunId, owner: OwnerId) -> None:
-        await self._write(run_id, lambda book: gate.heartbeat(book, owner))
+        await self._write(run_id, lambda run_tx: gate.heartbeat(run_tx, owner))
 
     async def submit(
         self,
@@ -148,47 +146,47 @@ class Ledger:
         """Store a group as its producer encoded it."""
         most, most_bytes = self._config.max_queued_groups, int(self._config.max_queued_mb * 1_000_000)
         return await self._write(
-            run_id, lambda book: groups.submit(book, submission, max_queued=most, max_queued_bytes=most_bytes)
+            run_id, lambda run_tx: groups.submit(run_tx, submission, max_queued=most, max_queued_bytes=most_bytes)
         )
 
     async def submit_many_encoded(
         self, run_id: RunId, submissions: Sequence[Submission]
     ) -> list[Receipt | RollbookError]:
-        """The same for several in one transaction. Each is judged by itself: a refused one keeps no other out."""
+        """Store several groups in one transaction. A refused group does not affect the others."""
         most, most_bytes = self._config.max_queued_groups, int(self._config.max_queued_mb * 1_000_000)
         return await self._write(
-            run_id, lambda book: groups.submit_many(book, submissions, max_queued=most, max_queued_bytes=most_bytes)
+            run_id, lambda run_tx: groups.submit_many(run_tx, submissions, max_queued=most, max_queued_bytes=most_bytes)
         )
 
     async def close(
         self, run_id: RunId, group_id: GroupId, reason: DropReason, *, outcome: GroupOutcome | None = None
     ) -> Receipt:
-        return await self._write(run_id, lambda book: groups.close(book, group_id, reason, outcome=outcome))
+        return await self._write(run_id, lambda run_tx: groups.close(run_tx, group_id, reason, outcome=outcome))
 
     async def release(self, run_id: RunId, group_id: GroupId, *, attempt: int, cause: str) -> None:
-        await self._write(run_id, lambda book: groups.release(book, group_id, attempt=attempt, cause=cause))
+        await self._write(run_id, lambda run_tx: groups.release(run_tx, group_id, attempt=attempt, cause=cause))
         self._log.info("ledger.group_released", run=run_id, group=group_id, attempt=attempt, cause=cause)
 
     async def register_producer(
         self, run_id: RunId, name: str, *, weight: float = 1.0, min_share: float = 0.0
     ) -> ProducerRecord:
-        """Register somebody who sends groups unasked: its weight among the others, and the part of a batch it may count on."""
+        """Register a producer that submits without grants: its weight, and its guaranteed share of each batch."""
         record = await self._write(
-            run_id, lambda book: producers.register_producer(book, name, weight=weight, min_share=min_share)
+            run_id, lambda run_tx: groups.register_producer(run_tx, name, weight=weight, min_share=min_share)
         )
         self._log.info("ledger.producer_registered", run=run_id, producer=name, weight=weight, min_share=min_share)
         return record
 
     async def producers(self, run_id: RunId) -> list[ProducerRecord]:
-        return await self._look(run_id, lambda tx: tx.producers(run_id))
+        return await self._read(run_id, lambda tx: tx.producers.all(run_id))
 
     async def exhausted(self, run_id: RunId) -> None:
-        await self._write(run_id, groups.exhausted)
+        await self._write(run_id, groups.mark_exhausted)
 
     # ------------------------------------------------------------------ trainer
 
     async def take_role(self, run_id: RunId, *, restored_step: int) -> TrainerRole:
-        role = await self._write(run_id, lambda book: trainer.take_role(book, restored_step=restored_step))
+        role = await self._write(run_id, lambda run_tx: trainer.take_role(run_tx, restored_step=restored_step))
         self._log.info("ledger.trainer_took_role", run=run_id, epoch=role.epoch, restored_step=restored_step)
         return role
 
@@ -196,25 +194,25 @@ class Ledger:
         """The manifest of `step`. None: not enough groups within `wait_s`."""
         until = self._clock.now() + wait_s
         while True:
-            ticket = self._bell.ticket(run_id)
-            decision = await self._write(run_id, lambda book: batches.decide(book, step, epoch=epoch))
+            change = self._notifier.next_change(run_id)
+            decision = await self._write(run_id, lambda run_tx: batches.decide(run_tx, step, epoch=epoch))
             if decision.num_stale:
                 self._log.info("ledger.stale_dropped", run=run_id, step=step, groups=decision.num_stale)
             if decision.is_new and decision.manifest is not None:
                 num_groups = len(decision.manifest.entries)
                 self._log.info("ledger.batch_decided", run=run_id, step=step, groups=num_groups)
-            answer = decision.manifest or decision.end
-            if answer is not None or not await self._wait(ticket, until):
-                return answer
+            result = decision.manifest or decision.end
+            if result is not None or not await self._wait(change, until):
+                return result
 
     async def payloads(self, run_id: RunId, manifest: BatchManifest) -> AsyncIterator[bytes]:
         """The stored bytes of a batch's groups, in the manifest's order, a few at a time."""
         left = [entry.group_id for entry in manifest.entries]
         while left:
-            some = left[:PAYLOADS_IN_ONE_READ]
+            some = left[:PAYLOADS_PER_READ]
             found = await self._store.read(lambda tx, some=some: _payloads(tx, run_id, some))  # type: ignore[misc]
             left = left[len(found) :]
-            # Each is let go before the next is handed out: a reader that takes its time holds one of them, not all.
+            # Each payload is freed before the next one is yielded: a slow reader holds one of them, not all.
             found.reverse()
             while found:
                 yield found.pop()
@@ -228,7 +226,9 @@ class Ledger:
         return TrainingBatch(manifest=decided, groups=tuple(stored))
 
     async def acknowledge(self, run_id: RunId, step: int, weights_digest: str, *, epoch: int) -> AckReceipt:
-        receipt = await self._write(run_id, lambda book: trainer.acknowledge(book, step, weights_digest, epoch=epoch))
+        receipt = await self._write(
+            run_id, lambda run_tx: trainer.acknowledge(run_tx, step, weights_digest, epoch=epoch)
+        )
         if receipt is AckReceipt.DIVERGED:
             self._log.warning("ledger.diverged", run=run_id, step=step, epoch=epoch, digest=weights_digest)
         else:
@@ -236,135 +236,134 @@ class Ledger:
         return receipt
 
     async def register(self, run_id: RunId, step: int, weights_digest: str, *, epoch: int) -> Publication:
-        return await self._write(run_id, lambda book: lineage.register(book, step, weights_digest, epoch=epoch))
+        return await self._write(
+            run_id, lambda run_tx: publications.register(run_tx, step, weights_digest, epoch=epoch)
+        )
 
     async def confirm(self, run_id: RunId, publication: Publication, *, epoch: int) -> None:
-        await self._write(run_id, lambda book: lineage.confirm(book, publication, epoch=epoch))
+        await self._write(run_id, lambda run_tx: publications.confirm(run_tx, publication, epoch=epoch))
         self._log.info("ledger.publication_confirmed", run=run_id, publication=publication.id, step=publication.step)
 
     async def checkpointed(self, run_id: RunId, step: int, *, oldest_kept: int, epoch: int) -> None:
-        gone = await self._write(
-            run_id, lambda book: trainer.checkpointed(book, step, oldest_kept=oldest_kept, epoch=epoch)
+        num_deleted = await self._write(
+            run_id, lambda run_tx: trainer.checkpointed(run_tx, step, oldest_kept=oldest_kept, epoch=epoch)
         )
-        self._log.info("ledger.checkpointed", run=run_id, step=step, oldest_kept=oldest_kept, payloads_gone=gone)
+        self._log.info(
+            "ledger.checkpointed", run=run_id, step=step, oldest_kept=oldest_kept, payloads_deleted=num_deleted
+        )
 
     async def finish(self, run_id: RunId, reason: EndOfRun, *, epoch: int) -> None:
-        await self._write(run_id, lambda book: trainer.finish(book, reason, epoch=epoch))
+        await self._write(run_id, lambda run_tx: trainer.finish(run_tx, reason, epoch=epoch))
         self._log.info("ledger.run_finished", run=run_id, reason=reason)
 
-    # ------------------------------------------------------------------ looking
+    # ------------------------------------------------------------------ queries
 
     async def groups(
         self, run_id: RunId, state: GroupState | None = None, *, limit: int = 100, offset: int = 0
     ) -> list[GroupRecord]:
-        return await self._look(run_id, lambda tx: tx.groups(run_id, state, limit, offset))
+        return await self._read(run_id, lambda tx: tx.groups.page(run_id, state, limit, offset))
 
     async def group(self, run_id: RunId, group_id: GroupId) -> tuple[GroupRecord, PromptGroup | None]:
-        """What is known of a group, and its samples unless its payload is gone or never came."""
-        record, payload = await self._look(
-            run_id, lambda tx: (tx.group(run_id, group_id), tx.payload(run_id, group_id))
+        """A group's record, and its samples unless its payload was deleted or never submitted."""
+        record, payload = await self._read(
+            run_id, lambda tx: (tx.groups.get(run_id, group_id), tx.payloads.get(run_id, group_id))
         )
         if record is None:
             raise RunError(f"run {run_id}: there is no group {group_id}")
         return record, None if payload is None else decode_payload(payload, group_id)
 
     async def history(self, run_id: RunId, group_id: GroupId) -> list[MoveRecord]:
-        return await self._look(run_id, lambda tx: tx.moves(run_id, group_id))
+        return await self._read(run_id, lambda tx: tx.history.of_group(run_id, group_id))
 
     async def batch_manifest(self, run_id: RunId, step: int) -> BatchManifest | None:
-        record = await self._look(run_id, lambda tx: tx.batch(run_id, step))
+        record = await self._read(run_id, lambda tx: tx.batches.get(run_id, step))
         return None if record is None else record.manifest
 
     async def steps(self, run_id: RunId) -> list[StepRecord]:
-        return await self._look(run_id, lambda tx: tx.steps(run_id))
+        return await self._read(run_id, lambda tx: tx.steps.all(run_id))
 
     async def publications(self, run_id: RunId) -> list[PublicationRecord]:
-        return await self._look(run_id, lambda tx: tx.publications(run_id))
+        return await self._read(run_id, lambda tx: tx.publications.all(run_id))
 
     async def statuses(self, run_id: RunId, *, quiet_s: float) -> AsyncIterator[LedgerStatus | None]:
-        """The status now and after whatever moves, until the service closes. None after `quiet_s` in which nothing did.
+        """The status now and after each change, until the service closes. None after `quiet_s` without a change.
 
-        Moves while the reader is busy are told as one: a slow reader misses what lay between, and piles up nothing.
+        Changes while the reader is busy are merged into one status.
         """
         while self._is_waiting_allowed:
-            ticket = self._bell.ticket(run_id)
+            change = self._notifier.next_change(run_id)
             yield await self.status(run_id)
-            while not ticket.is_set() and self._is_waiting_allowed:
-                await self._bell.wait(ticket, at_most_s=quiet_s, clock=self._clock)
-                if not ticket.is_set():
+            while not change.is_set() and self._is_waiting_allowed:
+                await self._notifier.wait(change, at_most_s=quiet_s, clock=self._clock)
+                if not change.is_set():
                     yield None
 
     async def read(self, work: Callable[[Transaction], T]) -> T:
-        """For audit and explanation: read at one moment."""
+        """Run `work` on one consistent state; for audit and explain."""
         return await self._store.read(work)
 
-    # ------------------------------------------------------------------ inside
+    # ------------------------------------------------------------------ internal
 
     def stop_waiting(self) -> None:
-        """Answer every waiting call as things stand, and let none wait again: the service is closing."""
+        """Answer all waiting calls now, and let none wait again; the service is closing."""
         self._is_waiting_allowed = False
-        self._bell.ring_all()
+        self._notifier.notify_all()
 
-    async def _write(self, run_id: RunId, rule: Callable[[RunBook], T]) -> T:
+    async def _write(self, run_id: RunId, rule: Callable[[RunTransaction], T]) -> T:
         now = self._clock.wall()
 
         def work(tx: Transaction) -> T:
-            with opened_book(tx, run_id, now) as book:
-                return rule(book)
+            with run_transaction(tx, run_id, now) as run_tx:
+                return rule(run_tx)
 
         return await self._store.write(work)
 
-    async def _look(self, run_id: RunId, work: Callable[[Transaction], T]) -> T:
-        def checked(tx: Transaction) -> T:
+    async def _read(self, run_id: RunId, work: Callable[[Transaction], T]) -> T:
+        def read(tx: Transaction) -> T:
             find_run(tx, run_id)
             return work(tx)
 
-        return await self._store.read(checked)
+        return await self._store.read(read)
 
-    async def _wait(self, ticket: asyncio.Event, until: float, *, at_most_s: float | None = None) -> bool:
-        """Wait for something to move. False: the time is over, answer with what there is."""
+    async def _wait(self, change: asyncio.Event, until: float, *, at_most_s: float | None = None) -> bool:
+        """Wait for a change. False: the time is over."""
         left = until - self._clock.now()
         if left <= 0 or not self._is_waiting_allowed:
             return False
-        await self._bell.wait(ticket, at_most_s=left if at_most_s is None else min(left, at_most_s), clock=self._clock)
+        await self._notifier.wait(
+            change, at_most_s=left if at_most_s is None else min(left, at_most_s), clock=self._clock
+        )
         return True
 
 
 def _payloads(tx: Transaction, run_id: RunId, ids: Sequence[GroupId]) -> list[bytes]:
-    """As many of the first as fit into one read, and at least one."""
+    """The first payloads, up to the limit of one read, and at least one."""
     found: list[bytes] = []
     for group_id in ids:
-        payload = tx.payload(run_id, group_id)
+        payload = tx.payloads.get(run_id, group_id)
         if payload is None:
-            raise RunError(f"run {run_id}: the payload of group {group_id} is gone")
+            raise RunError(f"run {run_id}: the payload of group {group_id} is missing")
         found.append(payload)
-        if sum(map(len, found)) >= BYTES_IN_ONE_READ:
+        if sum(map(len, found)) >= BYTES_PER_READ:
             break
     return found
 
 
 @asynccontextmanager
-async def open_ledger(config: LedgerConfig, *, directory: Path, clock: Clock, log: EventLog) -> AsyncIterator[Ledger]:
-    """The ledger whose file lies in `directory`. Opening takes time for what is open, not for what is past."""
-    async with (
-        open_sqlite_store(directory, durability=config.durability) as store,
-        ledger_on(store, config, clock=clock, log=log) as ledger,
-    ):
-        yield ledger
+async def open_ledger(store: Store, config: LedgerConfig, *, clock: Clock, log: EventLog) -> AsyncIterator[Ledger]:
+    """The ledger on an open store; on a shared store, one of several replicas.
 
-
-@asynccontextmanager
-async def ledger_on(store: Store, config: LedgerConfig, *, clock: Clock, log: EventLog) -> AsyncIterator[Ledger]:
-    """The ledger on a store that somebody opened; on a shared one, one of several replicas."""
+    The time to open depends on the number of open groups, not on the length of the run.
+    """
     ledger = Ledger(store=store, config=config, clock=clock, log=log)
-    timekeeper = Timekeeper(store=store, clock=clock, log=log)
-    await timekeeper.recover()
-    # Not a TaskGroup: it would wrap an error of the block that uses the ledger into a group of its own.
-    ticking = asyncio.create_task(timekeeper.run(), name="ledger.time")
+    expiry = LeaseExpiry(store=store, clock=clock, log=log)
+    await expiry.recover()
+    # Not a TaskGroup: it would wrap errors of the block that uses the ledger into an exception group.
+    expiring = asyncio.create_task(expiry.run(), name="ledger.lease_expiry")
     try:
         yield ledger
     finally:
         ledger.stop_waiting()
-        ticking.cancel()
+        expiring.cancel()
         with suppress(asyncio.CancelledError):
-            await ticking
+            await expiring

@@ -1,8 +1,8 @@
-"""The rollout contract: the one function a user may write, what it is given, and how it is found.
+"""The rollout contract: the function that a user writes, its arguments, and how it is loaded.
 
     async def rollout_fn(row: dict) -> RolloutSample | None
 
-One episode a call; None means: drop this sample. The module that the config names offers `make_rollout(setup) -> rollout_fn`.
+Each call plays one episode; None drops the sample. The module in `rollout.function` has a `make_rollout(setup) -> rollout_fn`.
 """
 
 import inspect
@@ -25,14 +25,14 @@ from rollbook.telemetry.events import EventLog
 SettingsModel = TypeVar("SettingsModel", bound=BaseModel)
 RolloutFn: TypeAlias = Callable[[dict[str, Any]], Awaitable[RolloutSample | None]]
 Message: TypeAlias = Mapping[str, Any]
-"""A chat message: `role` and `content`, and whatever else the model's template reads."""
+"""A chat message: `role`, `content` and further fields that the model's template reads."""
 
 
 class Tokenizer(Protocol):
-    """Text to tokens and back, and messages to the text the model was trained on. `rendering.ModelTokenizer` is one."""
+    """Converts text to tokens and back, and renders messages with the chat template. See `chat.tokenizer.ModelTokenizer`."""
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of `text` as it stands: special tokens in it are recognised, none are added."""
+        """Tokens of `text`. Special tokens in the text are recognised; none are added."""
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
@@ -46,14 +46,14 @@ class Tokenizer(Protocol):
 
     @property
     def identity(self) -> str:
-        """A digest of what decides which tokens a text or a chat becomes."""
+        """Digest of vocabulary, merges, special tokens and template."""
 
     @property
     def vocab_size(self) -> int: ...
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a turn of the model."""
+        """Tokens that end a turn."""
 
 
 class ChatSession(Protocol):
@@ -61,7 +61,7 @@ class ChatSession(Protocol):
 
     @property
     def id(self) -> str:
-        """Also the API key, for agents whose base URL cannot be set alone."""
+        """Also accepted as API key, for agents that send all sessions to one base URL."""
 
     @property
     def base_url(self) -> str: ...
@@ -71,11 +71,11 @@ class ChatSession(Protocol):
 
     @property
     def end_reason(self) -> EndReason | None:
-        """The limit that ended the episode; None while none did."""
+        """The limit that ended the episode, or None."""
 
     @property
     def failure(self) -> RollbookError | None:
-        """What kept the policy from answering, also when the agent swallowed it."""
+        """The error that a policy request raised, even if the agent ignored it."""
 
     @property
     def messages(self) -> Sequence[Message]: ...
@@ -106,19 +106,19 @@ def _no_proxy(*, assembler: str = "branching", tool_parser: str = "hermes") -> A
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSetup:
-    """What `make_rollout` is given. It lives as long as its worker process."""
+    """The argument of `make_rollout`. It lives as long as the worker process."""
 
     policy: EpisodePolicy
     tokenizer: Tokenizer
     sampling: SamplingParams
     limits: EpisodeLimits
     open_environment: Callable[[], AbstractAsyncContextManager[Environment]]
-    """A world for one episode: `async with setup.open_environment() as world: ...`."""
+    """Opens the environment of one episode: `async with setup.open_environment() as env: ...`."""
     log: EventLog
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """The table `rollout.settings` of the config, for the user's module to read."""
+    """The table `rollout.settings` of the config."""
     policy_url: str = ""
-    """Where the policy server answers, for agents that run elsewhere."""
+    """URL of the policy server, for agents that run elsewhere."""
     open_proxy_session: OpenChatSession = _no_proxy
     """An endpoint for an agent: `async with setup.open_proxy_session() as session: run_agent(session.base_url)`."""
 
@@ -135,7 +135,7 @@ MakeRollout: TypeAlias = Callable[[RolloutSetup], RolloutFn]
 
 
 def load_rollout(path: str) -> MakeRollout:
-    """Find `make_rollout` by `module` (that attribute of it) or `module:attribute`."""
+    """Load `make_rollout` from `module` or `module:attribute`."""
     make: MakeRollout = load_plugin(path, setting="rollout.function", default="make_rollout")
     if inspect.iscoroutinefunction(make):
         raise PluginError(
@@ -145,7 +145,7 @@ def load_rollout(path: str) -> MakeRollout:
 
 
 def build_rollout(make: MakeRollout, setup: RolloutSetup, *, path: str) -> RolloutFn:
-    """Call `make_rollout` and check what it returned, before anything is played with it."""
+    """Call `make_rollout` and check its return value."""
     try:
         rollout = make(setup)
     except PluginError:
@@ -154,7 +154,7 @@ def build_rollout(make: MakeRollout, setup: RolloutSetup, *, path: str) -> Rollo
         raise PluginError(
             f"rollout.function = {path!r}: make_rollout raised {type(error).__name__}: {error}"
         ) from error
-    call = getattr(rollout, "__call__", None)  # noqa: B004 - an object with an async __call__ is welcome
+    call = getattr(rollout, "__call__", None)  # noqa: B004 - an object with an async __call__ is allowed
     if not (inspect.iscoroutinefunction(rollout) or inspect.iscoroutinefunction(call)):
         raise PluginError(
             f"rollout.function = {path!r}: make_rollout returned a {type(rollout).__name__}; it must return an async function "

@@ -1,12 +1,12 @@
-"""Measuring a policy: every task of a fixed list is played by the same workers as in training, and nothing is trained from it.
+"""Evaluation: plays a fixed list of tasks with the same workers as in training.
 
-Evaluation groups never reach the ledger: they have a purpose of their own and stay outside the law that every training group is
-accounted for by. What could not be scored is counted and left out of the means, never taken for a failure of the policy.
+Evaluation groups never reach the ledger, so they are not part of its accounting. Unscorable episodes are counted, but left out of
+the means: they are not failures of the policy.
 """
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,15 +25,15 @@ from rollbook.rollout.workers.spec import WorkerSpec
 from rollbook.telemetry.events import EventLog
 
 Z95 = 1.959964
-"""Two-sided 95 % of the normal distribution."""
+"""Quantile of the normal distribution for a two-sided 95 % interval."""
 ATTEMPTS = 3
-"""How often a task is played again whose worker died: a measurement must not hang on one that kills its worker each time."""
+"""Attempts for a task whose worker died, so that a task that always kills its worker cannot block the evaluation."""
 ALL = "all"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlayedTask:
-    """What became of one task: one entry for each scorable episode."""
+    """The result of one task. `rewards` and `solved` have one entry for each scorable episode."""
 
     task_id: str
     label: str
@@ -47,7 +47,7 @@ class PlayedTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """A measured part of the tasks, with the interval that holds the true one 19 times out of 20."""
+    """A mean with its 95 % confidence interval."""
 
     mean: float
     low: float
@@ -65,9 +65,9 @@ class LabelResult:
     unscorable: int
     reward: Share | None
     solved: Share | None
-    """None where no world said whether the task was solved."""
+    """None if no environment reported whether the task was solved."""
     solved_once: Share | None
-    """The part of the tasks that at least one of their episodes solved. Above `solved` lies what reward alone can still teach."""
+    """Share of tasks that at least one episode solved. Its distance to `solved` is what RL can still teach."""
     response_tokens: float | None
     turns: float | None
 
@@ -86,9 +86,9 @@ class LabelResult:
 
 
 def summarise(label: str, played: Sequence[PlayedTask]) -> LabelResult:
-    """Means over tasks of the mean over their episodes: a task counts once, however often it was played."""
+    """Means over tasks of the mean over their episodes, so each task counts once."""
     scored = [task for task in played if task.rewards]
-    told = [float(np.mean(task.solved)) for task in scored if task.solved]
+    solved_rates = [float(np.mean(task.solved)) for task in scored if task.solved]
     once = sum(any(task.solved) for task in scored)
     return LabelResult(
         label=label,
@@ -96,22 +96,22 @@ def summarise(label: str, played: Sequence[PlayedTask]) -> LabelResult:
         episodes=sum(len(task.rewards) for task in played),
         unscorable=sum(task.unscorable for task in played),
         reward=mean_share([float(np.mean(task.rewards)) for task in scored]) if scored else None,
-        solved=wilson(sum(told), len(told)) if told else None,
-        solved_once=wilson(once, len(told)) if told else None,
+        solved=wilson(sum(solved_rates), len(solved_rates)) if solved_rates else None,
+        solved_once=wilson(once, len(solved_rates)) if solved_rates else None,
         response_tokens=float(np.mean([task.response_tokens for task in scored])) if scored else None,
         turns=float(np.mean([task.turns for task in scored])) if scored else None,
     )
 
 
 def by_label(played: Sequence[PlayedTask]) -> list[LabelResult]:
-    """The whole first, then one line for each label, in order of appearance; a single label says nothing more than the whole."""
+    """All tasks first, then each label in order of appearance, if there are several."""
     labels = list(dict.fromkeys(task.label for task in played))
     parts = [summarise(label, [task for task in played if task.label == label]) for label in labels]
     return [summarise(ALL, played), *(parts if len(parts) > 1 else [])]
 
 
 def mean_share(values: Sequence[float]) -> Share:
-    """Mean with the normal interval of its standard error; a single value says nothing about its own spread."""
+    """Mean with a normal confidence interval. A single value has an interval of width 0."""
     mean = float(np.mean(values))
     error = float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.inf
     half = Z95 * error if math.isfinite(error) else 0.0
@@ -119,7 +119,7 @@ def mean_share(values: Sequence[float]) -> Share:
 
 
 def wilson(successes: float, count: int) -> Share:
-    """Wilson's interval of a rate: it stays within 0 and 1, and is honest about 0 of 20."""
+    """Wilson's confidence interval of a rate, which stays within 0 and 1."""
     rate = successes / count
     square = Z95 * Z95
     centre = (rate + square / (2 * count)) / (1 + square / count)
@@ -128,22 +128,19 @@ def wilson(successes: float, count: int) -> Share:
 
 
 class Evaluator:
-    """A pool of workers that plays tasks for nobody's training. Made by `open_evaluator`."""
+    """Plays tasks with a pool of workers. Made by `open_evaluator`."""
 
-    def __init__(self, *, label_field: str, concurrency: int, max_seconds: float) -> None:
+    def __init__(self, spec: WorkerSpec, *, label_field: str, concurrency: int, log: EventLog) -> None:
+        self.pool = WorkerPool(spec, listener=self, log=log)
         self._label_field = label_field
-        self._deadline_s = ATTEMPTS * max_seconds + 30.0
-        # Its own budget: however many tasks there are, the policy server never sees more of them at a time.
-        self._places = asyncio.Semaphore(concurrency)
+        self._deadline_s = ATTEMPTS * spec.config.max_seconds + 30.0
+        # Limits the load on the policy server, which training may share.
+        self._slots = asyncio.Semaphore(concurrency)
         self._waiting: dict[tuple[str, int], asyncio.Future[Finished | str]] = {}
-        self._pool: WorkerPool | None = None
         self._passes = 0
 
-    def bind(self, pool: WorkerPool) -> None:
-        self._pool = pool
-
     async def measure(self, tasks: Sequence[Task], *, min_publication: int = 0) -> list[PlayedTask]:
-        """Play every task once, as one group. Returns in the order of `tasks`."""
+        """Play each task once, as one group. Returns results in the order of `tasks`."""
         self._passes += 1
         async with asyncio.TaskGroup() as group:
             played = [
@@ -153,7 +150,7 @@ class Evaluator:
 
     async def _play(self, task: Task, min_publication: int) -> PlayedTask:
         label = str(task.row.get(self._label_field, ALL))
-        async with self._places:
+        async with self._slots:
             for attempt in range(1, ATTEMPTS + 1):
                 result = await self._attempt(task, attempt, min_publication)
                 if isinstance(result, Finished):
@@ -161,7 +158,6 @@ class Evaluator:
         raise RunError(f"evaluation: task {task.id} lost its worker {ATTEMPTS} times; the last time: {result}")
 
     async def _attempt(self, task: Task, attempt: int, min_publication: int) -> Finished | str:
-        assert self._pool is not None
         order = GroupOrder(
             group_id=GroupId(f"evaluation/{task.id}@{self._passes}"),
             attempt=attempt,
@@ -174,12 +170,12 @@ class Evaluator:
         answer: asyncio.Future[Finished | str] = asyncio.get_running_loop().create_future()
         self._waiting[order.group_id, attempt] = answer
         try:
-            self._pool.play(order)
+            self.pool.play(order)
             return await answer
         finally:
             self._waiting.pop((order.group_id, attempt), None)
             if answer.cancelled():
-                self._pool.cancel(order.group_id, attempt)
+                self.pool.cancel(order.group_id, attempt)
 
     def group_finished(self, order: GroupOrder, result: Finished) -> None:
         self._answer(order, result)
@@ -188,7 +184,7 @@ class Evaluator:
         self._answer(order, cause)
 
     def worker_died(self, cause: str) -> None:
-        """The pool replaces it; its groups are told one by one."""
+        """The pool replaces the worker and reports its groups as lost."""
 
     def _answer(self, order: GroupOrder, answer: Finished | str) -> None:
         waiting = self._waiting.get((order.group_id, order.attempt))
@@ -200,22 +196,20 @@ class Evaluator:
 async def open_evaluator(
     spec: WorkerSpec, *, concurrency: int, label_field: str, log: EventLog
 ) -> AsyncIterator[Evaluator]:
-    """Workers that are ready when the block begins and gone when it has ended."""
-    evaluator = Evaluator(label_field=label_field, concurrency=concurrency, max_seconds=spec.config.max_seconds)
-    pool = WorkerPool(spec, listener=evaluator, log=log)
-    evaluator.bind(pool)
+    """Open an evaluator whose workers are ready; they are stopped at the end of the block."""
+    evaluator = Evaluator(spec, label_field=label_field, concurrency=concurrency, log=log)
     try:
         async with asyncio.TaskGroup() as group:
-            keeping = group.create_task(pool.run(), name="evaluation.pool")
-            await pool.ready.wait()
+            running = group.create_task(evaluator.pool.run(), name="evaluation.pool")
+            await evaluator.pool.ready.wait()
             yield evaluator
-            keeping.cancel()
+            running.cancel()
     except BaseExceptionGroup as errors:
         raise first_error(errors) from errors
 
 
 def _played(task: Task, label: str, result: Finished) -> PlayedTask:
-    """A filter's verdict does not matter here: what all siblings solved is measured too."""
+    """Dropped groups count too: a task that all episodes solved is part of the result."""
     group = None if result.group is None else decode_group(result.group.payload)
     scorable = () if group is None else group.scorable
     return PlayedTask(
@@ -231,9 +225,5 @@ def _played(task: Task, label: str, result: Finished) -> PlayedTask:
 
 
 def share_of_publication(played: Sequence[PlayedTask], publication: int) -> float:
-    """The part of the tasks whose every token came from this publication: 1 where the version was pinned."""
+    """Share of tasks whose tokens all came from this publication."""
     return sum(task.publications == {publication} for task in played) / len(played) if played else 0.0
-
-
-def table_rows(results: Sequence[LabelResult]) -> list[Mapping[str, Any]]:
-    return [result.row() for result in results]

@@ -1,4 +1,4 @@
-"""The metrics of this room, and how a finished group becomes values of them."""
+"""The metrics of this room, and how a finished group is recorded."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,53 +9,57 @@ from rollbook.telemetry.metrics import Metric, MetricRecorder, Reduction
 
 ROLLOUT_METRICS: tuple[Metric, ...] = (
     Metric("rollout/raw_reward", "reward", "mean reward of all scorable samples, trained or not", Reduction.MEAN),
-    Metric("rollout/raw_accuracy", "share", "solved samples, where the world says so, trained or not", Reduction.MEAN),
+    Metric(
+        "rollout/raw_accuracy", "share", "solved samples, if the environment reports it, trained or not", Reduction.MEAN
+    ),
     Metric("rollout/response_len", "tokens", "sampled tokens of an episode", Reduction.MEAN),
     Metric("rollout/truncated_ratio", "share", "episodes that a limit ended", Reduction.MEAN),
     Metric("rollout/turns", "turns", "turns of an episode", Reduction.MEAN),
     Metric("rollout/group_seconds", "s", "from the grant to the last sample", Reduction.MEAN),
     Metric("rollout/group_seconds_max", "s", "the slowest group of the tick", Reduction.MAX),
-    Metric("rollout/groups_finished", "groups", "groups whose last sample was played", Reduction.SUM),
+    Metric("rollout/groups_finished", "groups", "finished groups", Reduction.SUM),
     Metric("rollout/groups_failed", "groups", "groups without enough scorable samples", Reduction.SUM),
-    Metric("rollout/groups_released", "groups", "groups given back for another attempt", Reduction.SUM),
+    Metric("rollout/groups_released", "groups", "groups returned for another attempt", Reduction.SUM),
     Metric("rollout/samples_retried", "samples", "unscorable samples that were played again", Reduction.SUM),
     Metric(
         "rollout/samples_declined", "samples", "samples for which the rollout function returned None", Reduction.SUM
     ),
-    Metric("rollout/samples_surplus", "samples", "samples begun by over-sampling and not needed", Reduction.SUM),
-    Metric("rollout/continued_requests", "requests", "aborted policy requests that went on from their tokens, so far"),
-    Metric("rollout/worker_deaths", "processes", "worker processes that died unasked", Reduction.SUM),
-    Metric("rollout/worker_loop_lag", "s", "how late the slowest worker's event loop was", Reduction.MAX),
+    Metric("rollout/samples_surplus", "samples", "extra episodes of over-sampling that were not needed", Reduction.SUM),
+    Metric(
+        "rollout/continued_requests", "requests", "aborted policy requests continued from their partial tokens, so far"
+    ),
+    Metric("rollout/worker_deaths", "processes", "worker processes that died", Reduction.SUM),
+    Metric("rollout/worker_loop_lag", "s", "event loop lag of the slowest worker", Reduction.MAX),
     Metric("rollout/accepted_groups", "groups", "groups stored by this process so far"),
     Metric("rollout/rejected_groups", "groups", "groups dropped by this process so far"),
-    Metric("rollout/concurrency_limit", "groups", "groups this process plays at the same time, at most"),
+    Metric("rollout/concurrency_limit", "groups", "maximum number of groups that this process plays concurrently"),
     Metric("fairness/ks_tokens", "distance", "trained against dispatched groups: sampled tokens"),
     Metric("fairness/ks_seconds", "distance", "trained against dispatched groups: seconds to play"),
     Metric("fairness/ks_reward", "distance", "trained against dispatched groups: mean reward"),
-    Metric("fairness/left_out_share", "share", "dispatched groups that were not trained, filters apart"),
-    Metric("fairness/biased_measures", "measures", "measures in which trained groups are unlike the dispatched"),
+    Metric("fairness/left_out_share", "share", "dispatched groups that were not trained, except filtered ones"),
+    Metric("fairness/biased_measures", "measures", "measures in which trained groups differ from dispatched ones"),
     Metric("async/in_flight", "groups", "groups being played"),
-    Metric("async/staleness_capacity", "groups", "groups the gate would let begin now"),
+    Metric("async/staleness_capacity", "groups", "groups that the gate would admit now"),
     Metric(
         "async/invalid_samples",
         "samples",
-        "episodes that could not be scored, the retried ones included",
+        "unscorable episodes, including retried ones",
         Reduction.SUM,
     ),
-    Metric("async/filter_drops", "groups", "groups that a filter dropped", Reduction.SUM),
+    Metric("async/filter_drops", "groups", "groups dropped by a filter", Reduction.SUM),
 )
 
 
 def rollout_metrics(config: RolloutConfig) -> tuple[Metric, ...]:
-    """The table, with what each reward function of this run says."""
+    """`ROLLOUT_METRICS` and the metrics of the run's reward functions."""
     found = list(ROLLOUT_METRICS)
     for name in reward_names(config):
-        found.append(Metric(score_key(name), "reward", f"mean of what {name} said", Reduction.MEAN))
-        unscored = f"samples that {name} could not score: None, NaN, a fault or a timeout"
+        found.append(Metric(score_key(name), "reward", f"mean value of {name}", Reduction.MEAN))
+        unscored = f"samples that {name} could not score: None, NaN, exception or timeout"
         found.append(Metric(f"{score_key(name)}_unscored", "samples", unscored, Reduction.SUM))
     if config.rewards.functions:
-        found.append(Metric("reward/seconds", "s", "the slowest reward function of a sample", Reduction.MEAN))
-        found.append(Metric("reward/seconds_max", "s", "the slowest call of a reward function", Reduction.MAX))
+        found.append(Metric("reward/seconds", "s", "slowest reward function of a sample", Reduction.MEAN))
+        found.append(Metric("reward/seconds_max", "s", "slowest call of a reward function", Reduction.MAX))
     return tuple(found)
 
 
@@ -85,7 +89,7 @@ def record_rewards(metrics: MetricRecorder, scores: Sequence[Mapping[str, float]
 
 
 def record_group(metrics: MetricRecorder, outcome: GroupOutcome, drop: DropReason | None) -> None:
-    """Count a finished group. Means are weighted by samples, so that groups of different size count by their content."""
+    """Record a finished group. Means are weighted by the number of samples."""
     metrics.add("rollout/raw_reward", outcome.reward_mean, weight=outcome.num_scorable)
     metrics.add("rollout/raw_accuracy", outcome.solved_rate, weight=outcome.num_scorable)
     for name, value in (

@@ -1,7 +1,7 @@
-"""The policy as one episode sees it: it knows how old weights may be for this group, and how much time the episode has left.
+"""The policy as one episode sees it: requests carry the group's minimum publication and the time that the episode has left.
 
-Both travel in a context variable that is set once an episode, so that a rollout function states neither and cannot forget them. A
-request that the server aborted is continued from the tokens it had sampled, each with the version that sampled it.
+Both are in a context variable that is set once per episode, so a rollout function need not pass them. A request that the server
+aborted is continued from its partial tokens; each token keeps the version that sampled it.
 """
 
 import dataclasses
@@ -21,30 +21,30 @@ from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
 from rollbook.contracts.ports import Policy
 from rollbook.rollout.stopwatch import EpisodeTime
 
-MOST_BARREN_ABORTS = 20
-"""Aborts of one request in a row that gave no token. A server that pauses lets it wait; one that only aborts is broken."""
+MAX_EMPTY_ABORTS = 20
+"""Aborts of one request in a row without a token. A paused server holds requests; one that only aborts is broken."""
 
 
 class EpisodeTimeUpError(EpisodeError):
-    """The seconds of this episode are over. Whoever plays it may end it with what it has."""
+    """The time of this episode is over. The rollout function may return the turns so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeContext:
     group_id: GroupId
     min_publication: int
-    """Weights older than the group's admission do not sample for it."""
+    """The publication at the group's admission; older weights must not sample for it."""
     until: float
-    """When nothing of it may go on any more (the end of its group's lease), on the clock of the process that plays it."""
+    """End of the group's lease, on the clock of this process."""
     time: EpisodeTime | None = None
-    """Its own seconds. None: it has until `until`, waits included."""
+    """None: the episode may run until `until`, including waits."""
 
 
 _current: ContextVar[EpisodeContext | None] = ContextVar("rollbook_episode", default=None)
 
 
 def enter_episode(context: EpisodeContext) -> None:
-    """Set the context of the running task. Each episode is a task of its own, so nothing is ever reset."""
+    """Set the context of the running asyncio task. Each episode has its task, so the context is never reset."""
     _current.set(context)
 
 
@@ -53,8 +53,8 @@ def current_episode() -> EpisodeContext | None:
 
 
 @contextmanager
-def not_the_episodes_time() -> Iterator[None]:
-    """Inside, the clock of the episode that is being played stands still: for waits that say nothing about the policy."""
+def pause_episode_time() -> Iterator[None]:
+    """Stop the clock of the current episode: for waits that do not depend on the policy."""
     episode = _current.get()
     with nullcontext() if episode is None or episode.time is None else episode.time.waiting():
         yield
@@ -62,11 +62,11 @@ def not_the_episodes_time() -> Iterator[None]:
 
 @final
 class EpisodePolicy:
-    """Asks a `Policy` on behalf of the episode that is being played. Outside an episode it asks without a minimum or a limit.
+    """Sends requests to a `Policy` for the current episode. Outside an episode there is no minimum publication and no limit.
 
-    A request that outlasts its episode is the policy's own doing if the server answered others meanwhile: it talked too long, and
-    that has a reward. If nobody was answered, the server is away, and an outage is never a reward. Time in the server's queue is
-    nobody's doing: the server says how long it sampled, and that is charged.
+    If a request exceeds the time of its episode while the server responded to others, the policy sampled too much: the episode ends
+    with a reward. If the server responded to no request, it is unreachable, and an outage never has a reward. Only the time that
+    the server reports as sampling counts as episode time, not the time in its queue.
     """
 
     def __init__(
@@ -75,12 +75,12 @@ class EpisodePolicy:
         self._policy = policy
         self._sampling = sampling
         self._request_s = request_s
-        """What a request may take at least, also when its episode has less time left: some of it is spent in a queue."""
+        """Minimum timeout of a request, even if its episode has less time left, because part of it is spent in a queue."""
         self._clock = clock or SystemClock()
-        self._last_answer = float("-inf")
+        self._last_response = float("-inf")
         self._last_queue_s = 0.0
         self.continued = 0
-        """Requests that were aborted and continued from their partial tokens, so far."""
+        """Aborted requests that were continued from their partial tokens, so far."""
 
     async def complete(
         self,
@@ -96,62 +96,60 @@ class EpisodePolicy:
             params = dataclasses.replace(params, max_tokens=max_tokens)
         if stop_token_ids is not None:
             params = dataclasses.replace(params, stop_token_ids=tuple(stop_token_ids))
-        answer = await self._ask(prompt_ids, params)
-        if answer.finish_reason is not FinishReason.ABORT:
-            return answer
-        return await self._continue(list(prompt_ids), params, answer)
+        completion = await self._request(prompt_ids, params)
+        if completion.finish_reason is not FinishReason.ABORT:
+            return completion
+        return await self._continue(list(prompt_ids), params, completion)
 
-    async def _continue(self, prompt_ids: list[int], params: SamplingParams, answer: Completion) -> Completion:
-        """Go on where an aborted request stopped. What was sampled is kept, and so are its logprobs and versions."""
-        waits, barren = backoff(first_s=0.05), 0
-        while answer.finish_reason is FinishReason.ABORT:
-            if barren > MOST_BARREN_ABORTS:
-                raise TransientError(f"the policy server aborted a request {barren} times without sampling a token")
-            left = params.max_tokens - len(answer.token_ids)
+    async def _continue(self, prompt_ids: list[int], params: SamplingParams, partial: Completion) -> Completion:
+        """Continue an aborted request after its partial tokens, which keep their logprobs and versions."""
+        waits, empty = backoff(first_s=0.05), 0
+        while partial.finish_reason is FinishReason.ABORT:
+            if empty > MAX_EMPTY_ABORTS:
+                raise TransientError(f"the policy server aborted a request {empty} times without sampling a token")
+            left = params.max_tokens - len(partial.token_ids)
             if left <= 0:
-                return dataclasses.replace(answer, finish_reason=FinishReason.LENGTH)
+                return dataclasses.replace(partial, finish_reason=FinishReason.LENGTH)
             self.continued += 1
-            with not_the_episodes_time():
+            with pause_episode_time():
                 await self._clock.sleep(next(waits))
-            # A seed counts from the first token of a request: the same one again would repeat its chances.
-            seed = None if params.seed is None else params.seed + len(answer.token_ids)
-            rest = await self._ask(
-                [*prompt_ids, *answer.token_ids.tolist()], dataclasses.replace(params, max_tokens=left, seed=seed)
+            # The same seed would repeat the random numbers of the first request.
+            seed = None if params.seed is None else params.seed + len(partial.token_ids)
+            rest = await self._request(
+                [*prompt_ids, *partial.token_ids.tolist()], dataclasses.replace(params, max_tokens=left, seed=seed)
             )
-            barren = barren + 1 if len(rest.token_ids) == 0 else 0
-            answer = _joined(answer, rest)
-        return answer
+            empty = empty + 1 if len(rest.token_ids) == 0 else 0
+            partial = _joined(partial, rest)
+        return partial
 
-    async def _ask(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
+    async def _request(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         episode = _current.get()
         if episode is None:
             return await self._policy.complete(prompt_ids, params)
-        asked, time = self._clock.now(), episode.time
-        lease_s = episode.until - asked
+        started, time = self._clock.now(), episode.time
+        lease_s = episode.until - started
         left_s = lease_s if time is None else min(lease_s, time.left_s)
         if left_s <= 0:
-            raise EpisodeTimeUpError(
-                f"{episode.group_id}: the time of this episode is over; no further turn is sampled"
-            )
+            raise EpisodeTimeUpError(f"{episode.group_id}: the time of this episode is over")
         timeout_s = left_s if time is None else min(lease_s, max(left_s, self._request_s or left_s))
         with nullcontext() if time is None else time.waiting() as wait:
             try:
-                answer = await self._policy.complete(
+                completion = await self._policy.complete(
                     prompt_ids, params, min_publication=episode.min_publication, timeout_s=timeout_s
                 )
             except TransientError as error:
-                took_s = self._clock.now() - asked
-                if took_s - self._last_queue_s >= left_s and self._last_answer > asked:
+                took_s = self._clock.now() - started
+                if took_s - self._last_queue_s >= left_s and self._last_response > started:
                     raise EpisodeTimeUpError(
-                        f"{episode.group_id}: the episode's time ran out in a turn: {error}"
+                        f"{episode.group_id}: the time of this episode ended during a turn: {error}"
                     ) from error
                 raise
-            took_s = self._clock.now() - asked
-            sampled_s = took_s if answer.generation_s is None else min(took_s, answer.generation_s)
+            took_s = self._clock.now() - started
+            sampled_s = took_s if completion.generation_s is None else min(took_s, completion.generation_s)
             if wait is not None:
                 wait.charge(sampled_s)
-        self._last_answer, self._last_queue_s = self._clock.now(), took_s - sampled_s
-        return answer
+        self._last_response, self._last_queue_s = self._clock.now(), took_s - sampled_s
+        return completion
 
 
 def _joined(first: Completion, rest: Completion) -> Completion:

@@ -1,7 +1,7 @@
-"""The seconds of one episode: only those that the policy and its world use.
+"""The time of one episode: only the seconds that the policy and the environment use.
 
-Waiting for a place in a queue (an engine's slot, a free sandbox, a server that is being restarted) is not the episode's time: it
-says how busy the system is, and an episode that is judged by it would teach the policy about our machines.
+Waiting in a queue (for an engine slot, a free sandbox, a server that restarts) does not count. It shows how busy the system is, and
+limiting an episode by it would teach the policy about our hardware.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,28 +11,28 @@ from rollbook.concurrency.clock import Clock, SystemClock
 
 
 class Wait:
-    """A wait that is going on. What of it was the episode's own doing is charged when that is known."""
+    """A wait in progress. The part of it that counts as episode time is charged when it is known."""
 
     def __init__(self) -> None:
         self.charged_s = 0.0
 
     def charge(self, seconds: float) -> None:
-        # Of several requests at a time the longest counts: they ran side by side.
+        # Of several concurrent requests only the longest counts.
         self.charged_s = max(self.charged_s, seconds)
 
 
 class EpisodeTime:
-    """`changed` is called when the clock stops or goes on, so that whoever guards the episode can set its alarm."""
+    """`changed` is called whenever the clock stops or continues, so that a timeout can be rescheduled."""
 
     def __init__(self, seconds: float, *, clock: Clock | None = None) -> None:
         self.seconds = seconds
         self.changed: Callable[[], None] = lambda: None
         self._clock = clock or SystemClock()
-        self._began = self._clock.now()
+        self._started = self._clock.now()
         self._waited_s = 0.0
         self._depth = 0
         self._wait = Wait()
-        self._wait_began = 0.0
+        self._wait_started = 0.0
 
     @property
     def is_stopped(self) -> bool:
@@ -40,12 +40,12 @@ class EpisodeTime:
 
     @property
     def used_s(self) -> float:
-        now = self._wait_began if self.is_stopped else self._clock.now()
-        return max(0.0, now - self._began - self._waited_s)
+        now = self._wait_started if self.is_stopped else self._clock.now()
+        return max(0.0, now - self._started - self._waited_s)
 
     @property
     def waited_s(self) -> float:
-        """Seconds that were not the episode's own, so far."""
+        """Seconds so far that did not count."""
         return self._waited_s
 
     @property
@@ -58,9 +58,9 @@ class EpisodeTime:
 
     @contextmanager
     def waiting(self) -> Iterator[Wait]:
-        """The clock stands still inside, apart from what is charged."""
+        """Stop the clock inside the block. Charged seconds still count."""
         if self._depth == 0:
-            self._wait, self._wait_began = Wait(), self._clock.now()
+            self._wait, self._wait_started = Wait(), self._clock.now()
         self._depth += 1
         self.changed()
         try:
@@ -68,6 +68,6 @@ class EpisodeTime:
         finally:
             self._depth -= 1
             if self._depth == 0:
-                took = self._clock.now() - self._wait_began
-                self._waited_s += max(0.0, took - self._wait.charged_s)
+                took_s = self._clock.now() - self._wait_started
+                self._waited_s += max(0.0, took_s - self._wait.charged_s)
             self.changed()

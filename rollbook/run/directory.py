@@ -1,11 +1,11 @@
-"""What lies where in a run directory. Copy it and you have the run.
+"""The layout of a run directory. It holds everything of a run and can be copied.
 
-config.toml         the resolved configuration        run.json      manifest: id, versions, where the config came from
-ledger/             the durable truth                 model/        initial weights and tokenizer
-checkpoints/        what a resume starts from         weights/      the newest publications
-metrics.jsonl       one dense row a tick              spans/ logs/  one file a process
-plots/              drawn at the end                  lock          held by the one `train` that runs here
-mastery.jsonl       of a curriculum, over time
+config.toml         the resolved configuration        run.json      manifest: name, version, directory of the config file
+ledger/             the durable record                model/        initial weights and tokenizer
+checkpoints/        for resuming                      weights/      the newest publications
+metrics.jsonl       one row per step                  spans/ logs/  one file per process
+plots/              drawn at the end                  lock          held by the running `rollbook train`
+mastery.jsonl       a curriculum's state over time
 """
 
 import fcntl
@@ -22,12 +22,13 @@ from typing import Any
 from rollbook import __version__
 from rollbook.contracts.errors import RunError
 
-# A run that cannot write a checkpoint loses hours; better not to begin.
-LEAST_FREE_BYTES = 64 * 2**20
+MODEL_FILE = "model.json"
+# Refuse to start a run that could not write a checkpoint.
+MIN_FREE_BYTES = 64 * 2**20
 
 
 class RunDirectoryError(RunError):
-    """The run directory cannot be used; says why and what to do."""
+    """The run directory cannot be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,20 @@ class RunDirectory:
     def plots(self) -> Path:
         return self.path / "plots"
 
+    def record_model(self, location: Path) -> None:
+        """Record where the initial model is. A model inside the run directory is recorded as a relative path, so that a copied run
+        finds its own."""
+        is_inside = location.is_relative_to(self.path)
+        write_json(self.path / MODEL_FILE, {"path": str(location.relative_to(self.path) if is_inside else location)})
+
+    @property
+    def initial_model(self) -> Path:
+        """The directory of the initial model, as recorded. Needs no torch."""
+        try:
+            return self.path / str(json.loads((self.path / MODEL_FILE).read_text(encoding="utf-8"))["path"])
+        except (OSError, ValueError, KeyError) as error:
+            raise RunDirectoryError(f"{self.path / MODEL_FILE} does not name the model directory: {error}") from error
+
     def log_file(self, process: str) -> Path:
         return self.path / "logs" / f"{process}.jsonl"
 
@@ -97,7 +112,7 @@ class RunDirectory:
         return self.manifest_file.exists()
 
     def prepare(self) -> None:
-        """Make the directory and prove that it can be written to, before anything starts."""
+        """Create the directory and check that it is writable."""
         try:
             for folder in (
                 self.path,
@@ -113,19 +128,19 @@ class RunDirectory:
             probe.unlink()
         except OSError as error:
             raise RunDirectoryError(
-                f"the run directory {self.path} cannot be written to ({error.strerror or error}): "
+                f"the run directory {self.path} is not writable ({error.strerror or error}): "
                 "choose another with --run-dir, or make it writable"
             ) from error
         free = shutil.disk_usage(self.path).free
-        if free < LEAST_FREE_BYTES:
+        if free < MIN_FREE_BYTES:
             raise RunDirectoryError(
-                f"only {free / 2**20:.0f} MiB are free under {self.path}, a run needs at least "
-                f"{LEAST_FREE_BYTES / 2**20:.0f} MiB: free some space, or choose another --run-dir"
+                f"only {free / 2**20:.0f} MiB are free in {self.path}, but a run needs at least "
+                f"{MIN_FREE_BYTES / 2**20:.0f} MiB: free disk space, or choose another --run-dir"
             )
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the directory against a second `train`. The kernel lets go when this process ends, however it ends."""
+        """Lock the directory against a second `train`. The kernel releases the lock when this process ends."""
         with self.lock_file.open("a+") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -157,7 +172,7 @@ class RunDirectory:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Whole or not at all."""
+    """Write atomically."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     draft.replace(path)

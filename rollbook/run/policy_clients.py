@@ -1,4 +1,4 @@
-"""How the processes of a run reach the policy: as one who asks, and as the one who publishes."""
+"""Clients of the policy servers: for completions (rollout workers) and for weights (the trainer)."""
 
 import os
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ from rollbook.rollout.policy import current_episode
 from rollbook.telemetry.events import EventLog
 
 SHARED_MEMORY = Path("/dev/shm")
-LEAST_SHARED_BYTES = 2 * 2**30
-"""Containers often have 64 MiB of it: too little for weights, so a directory is taken there."""
+MIN_SHARED_BYTES = 2 * 2**30
+"""Containers often have 64 MiB of shared memory, too little for weights; a directory is used there."""
 FIRST_GPU = ("cuda", "cuda:0")
-"""Where the trainer's first rank is, too: it publishes."""
+"""The device of the trainer's first rank, which publishes."""
 
 
-def joined(urls: Sequence[str]) -> str:
-    """Several replicas as one address."""
+def join_urls(urls: Sequence[str]) -> str:
+    """The URLs of all replicas as one address."""
     return ",".join(urls)
 
 
@@ -36,7 +36,7 @@ def policy_urls(address: str) -> list[str]:
 def open_policy(
     config: InferenceConfig, address: str, *, log: EventLog | None
 ) -> AbstractAsyncContextManager[PolicyClient]:
-    """Ask the policy at `address`, which may be several replicas; the turns of an episode go to one of them."""
+    """A client of the policy at `address`, one or several replicas. The turns of an episode go to the same replica."""
     return open_policy_client(
         policy_urls(address),
         request_s=config.request_s,
@@ -51,7 +51,7 @@ def open_policy(
 
 
 def episode_session() -> str | None:
-    """Names the episode that asks: its context is made once an episode, and lives as long as it does."""
+    """An id of the current episode, for session affinity."""
     episode = current_episode()
     return None if episode is None else f"{episode.group_id}/{id(episode)}"
 
@@ -59,7 +59,7 @@ def episode_session() -> str | None:
 def open_weights(
     config: InferenceConfig, address: str, *, directory: Path, trainer_device: str, log: EventLog | None
 ) -> WeightTransferClient:
-    """The publishing side, over the transport that the config chooses. `directory`: for weight files."""
+    """The publishing side, with the configured transport. `directory`: for weight files."""
     return WeightTransferClient(
         policy_urls(address),
         request_s=config.request_s,
@@ -83,7 +83,7 @@ def api_key(config: InferenceConfig) -> str | None:
 
 
 def chosen_transfer(config: InferenceConfig, trainer_device: str) -> str:
-    """What `auto` means here: memory that the trainer shares with the run's own replicas, the GPU's or else the host's."""
+    """Resolves `auto`: memory shared with the run's own replicas, of the GPU or else of the host."""
     if config.transfer != "auto":
         return config.transfer
     if config.urls:
@@ -92,8 +92,8 @@ def chosen_transfer(config: InferenceConfig, trainer_device: str) -> str:
         return "cuda_ipc"
     if not SHARED_MEMORY.is_dir():
         return "directory"
-    room = os.statvfs(SHARED_MEMORY)
-    return "shared_memory" if room.f_bavail * room.f_frsize >= LEAST_SHARED_BYTES else "directory"
+    free = os.statvfs(SHARED_MEMORY)
+    return "shared_memory" if free.f_bavail * free.f_frsize >= MIN_SHARED_BYTES else "directory"
 
 
 def _transport(config: InferenceConfig, directory: Path, trainer_device: str) -> WeightTransport:

@@ -1,4 +1,4 @@
-"""A run directory, looked at: audit, inspection, recorded batches. Works beside a live run and on a dead one; changes nothing."""
+"""Read-only access to a run directory: audit, groups, recorded batches. Works during a run and after it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from rollbook.ledger.rules.runs import status
 from rollbook.ledger.store import Reader, Transaction
 from rollbook.ledger.stores.sqlite.store import open_readonly
 from rollbook.ledger.tools.audit import AuditReport, audit
-from rollbook.run.config.run import RunConfig, load_config
+from rollbook.run.config.run import RunConfig, load_resolved_config
 from rollbook.run.directory import RunDirectory
 
 __all__ = ["AuditReport", "RunRecordReader", "open_run"]
@@ -23,7 +23,7 @@ __all__ = ["AuditReport", "RunRecordReader", "open_run"]
 
 @dataclass(frozen=True, slots=True)
 class RunRecordReader:
-    """The recorded truth of one run."""
+    """The ledger and config of one run."""
 
     directory: RunDirectory
     config: RunConfig
@@ -40,24 +40,28 @@ class RunRecordReader:
         return self.reader.read_now(lambda tx: status(tx, self.run_id))
 
     def groups(self, *, state: GroupState | None, limit: int, offset: int = 0) -> list[GroupRecord]:
-        return self.reader.read_now(lambda tx: tx.groups(self.run_id, state, limit, offset))
+        return self.reader.read_now(lambda tx: tx.groups.page(self.run_id, state, limit, offset))
 
     def group(self, group_id: GroupId) -> tuple[GroupRecord, PromptGroup | None, list[MoveRecord]]:
-        """What is known of a group, its tokens where they are still kept, and every move it made."""
+        """The record of a group, its samples where they are still stored, and its history."""
 
-        def look(tx: Transaction) -> tuple[GroupRecord, PromptGroup | None, list[MoveRecord]]:
-            record = tx.group(self.run_id, group_id)
+        def read(tx: Transaction) -> tuple[GroupRecord, PromptGroup | None, list[MoveRecord]]:
+            record = tx.groups.get(self.run_id, group_id)
             if record is None:
                 raise RunError(
                     f"run {self.run_id} has no group {group_id!r}; `rollbook inspect RUN --groups` lists them"
                 )
-            body = tx.payload(self.run_id, group_id)
-            return record, None if body is None else decode_payload(body, group_id), tx.moves(self.run_id, group_id)
+            body = tx.payloads.get(self.run_id, group_id)
+            return (
+                record,
+                None if body is None else decode_payload(body, group_id),
+                tx.history.of_group(self.run_id, group_id),
+            )
 
-        return self.reader.read_now(look)
+        return self.reader.read_now(read)
 
     def steps(self) -> list[StepRecord]:
-        return self.reader.read_now(lambda tx: tx.steps(self.run_id))
+        return self.reader.read_now(lambda tx: tx.steps.all(self.run_id))
 
     def batches(self, until: int) -> Iterator[TrainingBatch]:
         """Batches 1 to `until` as they were decided."""
@@ -65,13 +69,13 @@ class RunRecordReader:
             yield self.reader.read_now(lambda tx, step=step: self._batch(tx, step))  # type: ignore[misc]  # a lambda's default
 
     def _batch(self, tx: Transaction, step: int) -> TrainingBatch:
-        record = tx.batch(self.run_id, step)
+        record = tx.batches.get(self.run_id, step)
         if record is None:
             raise RunError(f"run {self.run_id}: batch {step} was never decided")
-        bodies = [tx.payload(self.run_id, entry.group_id) for entry in record.manifest.entries]
+        bodies = [tx.payloads.get(self.run_id, entry.group_id) for entry in record.manifest.entries]
         if any(body is None for body in bodies):
             raise RunError(
-                f"run {self.run_id}: tokens of batch {step} are no longer kept; set ledger.keep_payloads = true to replay a run"
+                f"run {self.run_id}: the payloads of batch {step} were deleted; set ledger.keep_payloads = true to replay a run"
             )
         return TrainingBatch(
             manifest=record.manifest,
@@ -85,9 +89,9 @@ class RunRecordReader:
 
 @contextmanager
 def open_run(path: Path) -> Iterator[RunRecordReader]:
-    """A run directory, for reading."""
+    """Open a run directory for reading."""
     directory = RunDirectory(path.resolve())
     source_dir = Path(directory.read_manifest()["source_dir"])
-    config = load_config(directory.config_file, source_dir=source_dir, is_checked=False).config
+    config = load_resolved_config(directory.config_file, source_dir=source_dir).config
     with open_readonly(directory.ledger) as reader:
         yield RunRecordReader(directory, config, reader)

@@ -1,1 +1,1 @@
-"""WHAT TO DO NEXT: datasets, cursor, curriculum."""
+"""Datasets, cursor and curriculum: which task is drawn next."""

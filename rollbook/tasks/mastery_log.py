@@ -1,11 +1,11 @@
 """Writes mastery over time to `mastery.jsonl`, for plots. The curriculum never reads it."""
 
 import json
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 from rollbook.concurrency.clock import Clock, SystemClock
+from rollbook.telemetry.events import FailureReport
 
 POINTS_PER_DOUBLING = 200
 """Lines written while the number of draws doubles: enough for a smooth curve."""
@@ -38,7 +38,7 @@ class MasteryLog:
         self._path = path
         self._clock = clock or SystemClock()
         self._written_at: int | None = None
-        self._has_failed = False
+        self._failure = FailureReport(f"mastery is not written to {path}")
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def is_due(self, draws: int) -> bool:
@@ -66,6 +66,4 @@ class MasteryLog:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
         except OSError as error:
-            if not self._has_failed:
-                self._has_failed = True
-                logging.getLogger("rollbook.tasks").warning("mastery is not written to %s: %s", self._path, error)
+            self._failure.report(error)

@@ -1,1 +1,1 @@
-"""TELLING: metrics, events and spans."""
+"""Metrics, events and spans."""

@@ -1,7 +1,7 @@
-"""Structured events: one thing that happened, found by id. `log.info("ledger.batch_decided", step=41, groups=8)`.
+"""Structured events: `log.info("ledger.batch_decided", step=41, groups=8)`.
 
-Events are JSON lines in `logs/<process>.jsonl` of the run directory; from `warning` on they also go to stderr as one readable
-line. A telemetry failure is told once and never stops anything.
+Events are JSON lines in `logs/<process>.jsonl` of the run directory; warnings and errors also go to stderr. A failure of telemetry
+is reported once and never stops the process.
 """
 
 import json
@@ -15,14 +15,27 @@ from typing import Any, TextIO
 LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 
 
+class FailureReport:
+    """Logs the first failure of one output as a warning."""
+
+    def __init__(self, message: str) -> None:
+        self._message = message
+        self._is_reported = False
+
+    def report(self, error: Exception) -> None:
+        if not self._is_reported:
+            self._is_reported = True
+            logging.getLogger("rollbook.telemetry").warning("%s: %s", self._message, error)
+
+
 class EventLog:
-    """Writes events of one process. Without a path, only warnings and errors are shown, on stderr."""
+    """Writes the events of one process. Without a path, only warnings and errors are written, to stderr."""
 
     def __init__(self, process: str, path: Path | None = None, *, echo: TextIO | None = None) -> None:
         self.process = process
         self._echo = echo
         self._file: TextIO | None = None
-        self._has_failed = False
+        self._failure = FailureReport(f"events of {process} are not all written")
         if path is not None:
             self._file = open_lines(path)
 
@@ -55,19 +68,15 @@ class EventLog:
                 }
                 self._file.write(json.dumps(record, default=str) + "\n")
             if LEVELS[level] >= LEVELS["warning"]:
-                told = " ".join(f"{key}={value}" for key, value in fields.items())
-                (self._echo or sys.stderr).write(f"{level}: [{self.process}] {event} {told}\n")
+                text = " ".join(f"{key}={value}" for key, value in fields.items())
+                (self._echo or sys.stderr).write(f"{level}: [{self.process}] {event} {text}\n")
         except (OSError, ValueError, TypeError) as error:
-            if not self._has_failed:
-                self._has_failed = True
-                logging.getLogger("rollbook.telemetry").warning(
-                    "events of %s are not all written: %s", self.process, error
-                )
+            self._failure.report(error)
 
 
 def open_lines(path: Path) -> TextIO:
-    """Open a file of JSON lines for appending, a line at a time. A line that a kill tore is ended first: the next one must not be
-    glued to it and lost with it."""
+    """Open a file of JSON lines for appending. An incomplete last line (the process was killed) is ended first, so that the next
+    line is not lost with it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("a", encoding="utf-8", buffering=1)
     if file.tell() > 0:
@@ -78,12 +87,8 @@ def open_lines(path: Path) -> TextIO:
     return file
 
 
-def read_events(path: Path) -> list[dict[str, Any]]:
-    """Every whole line; a torn last line (the process was killed while writing) is passed over."""
-    return read_json_lines(path)
-
-
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Every complete line. Ignores a line that was cut when a process was killed."""
     if not path.exists():
         return []
     rows: list[dict[str, Any]] = []

@@ -1,11 +1,10 @@
-"""Declared metrics: each room lists its own in one table, with unit, meaning and how it is reduced.
+"""Declared metrics: each room lists its metrics in one table, with unit, meaning and reduction.
 
-A recorder writes one row a tick with *every* declared key, null where nothing was measured, so that a missing line on a chart means
-trouble and not silence. Means carry their counts, so averages of averages cannot happen.
+A recorder writes one row per tick with every declared key, null where nothing was measured, so that a gap in a chart is always a
+fault. Means are weighted by their counts, so averages of averages cannot happen.
 """
 
 import json
-import logging
 import math
 import time
 from collections.abc import Iterable
@@ -14,7 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from rollbook.telemetry.events import read_json_lines
+from rollbook.telemetry.events import FailureReport, read_json_lines
 
 
 class Reduction(StrEnum):
@@ -63,29 +62,29 @@ class _Cell:
 
 
 class MetricRecorder:
-    """Collects values of declared metrics and appends one dense row a tick to `metrics.jsonl`.
+    """Collects values of declared metrics and appends one row per tick to `metrics.jsonl`.
 
-    Several processes append to one file: a row is a single write, well below what the kernel keeps whole.
+    Several processes append to one file: each row is a single write, small enough to be atomic.
     """
 
     def __init__(self, process: str, table: Iterable[Metric], path: Path | None) -> None:
         self.process = process
         self._table = {metric.name: metric for metric in table}
         self._cells = {name: _Cell() for name in self._table}
-        self._has_failed = False
+        self._failure = FailureReport(f"metrics of {process} are not written")
         self._path = path
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
 
     def add(self, name: str, value: float | None, *, weight: float = 1.0) -> None:
-        """Record a value. An undeclared name is a mistake of ours and is refused; None and NaN are not measured."""
+        """Record a value. None and NaN are ignored. Raises `KeyError` for an undeclared name."""
         if name not in self._table:
             raise KeyError(f"metric {name!r} is not declared in the table of {self.process}")
         if value is not None and math.isfinite(value) and weight > 0:
             self._cells[name].add(float(value), weight)
 
     def tick(self, **labels: Any) -> dict[str, Any]:
-        """Write the row and start afresh."""
+        """Write the row and reset all values."""
         row: dict[str, Any] = {"time": round(time.time(), 4), "process": self.process, **labels}
         for name, metric in self._table.items():
             row[name] = self._cells[name].reduced(metric.reduction)
@@ -95,11 +94,7 @@ class MetricRecorder:
                 with self._path.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
             except OSError as error:
-                if not self._has_failed:
-                    self._has_failed = True
-                    logging.getLogger("rollbook.telemetry").warning(
-                        "metrics of %s are not written: %s", self.process, error
-                    )
+                self._failure.report(error)
         return row
 
 

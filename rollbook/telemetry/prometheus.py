@@ -1,10 +1,14 @@
-"""The text that Prometheus reads: families of numbers with labels. No registry and no globals: whoever is asked builds it."""
+"""The text format of Prometheus, without a registry or global state; and the lag of an event loop."""
 
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from rollbook.concurrency.clock import Clock
+
+LAG_TICK_S = 0.05
+LAG_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -33,7 +37,7 @@ class Family:
 
 
 class Histogram:
-    """Counts by upper bound. Bounds are fixed at birth, so that every process counts alike."""
+    """Counts values by fixed upper bounds."""
 
     def __init__(self, bounds: Iterable[float]) -> None:
         self.bounds = tuple(sorted(bounds))
@@ -55,23 +59,41 @@ class Histogram:
     def samples(self, labels: Mapping[str, str] | None = None) -> list[Sample]:
         labels = labels or {}
         below = 0
-        found = []
+        buckets = []
         for bound, count in zip((*self.bounds, math.inf), self._counts, strict=True):
             below += count
-            found.append(Sample(below, {**labels, "le": _number(bound)}, "_bucket"))
-        return [*found, Sample(self.total, labels, "_sum"), Sample(below, labels, "_count")]
+            buckets.append(Sample(below, {**labels, "le": _number(bound)}, "_bucket"))
+        return [*buckets, Sample(self.total, labels, "_sum"), Sample(below, labels, "_count")]
+
+
+class LoopLag:
+    """Measures how late an event loop wakes from a short sleep."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.seconds = Histogram(LAG_BOUNDS_S)
+        self.worst_s = 0.0
+
+    async def run(self) -> None:
+        """Waits: for the clock. Gives: `seconds`, `worst_s`. Ends: on cancellation."""
+        while True:
+            began = self._clock.now()
+            await self._clock.sleep(LAG_TICK_S)
+            late = max(0.0, self._clock.now() - began - LAG_TICK_S)
+            self.seconds.add(late)
+            self.worst_s = max(self.worst_s, late)
 
 
 def exposition(families: Iterable[Family]) -> str:
-    """The whole answer, one family after the other."""
+    """The response body."""
     lines: list[str] = []
     for family in families:
         meaning = family.meaning.replace("\\", r"\\").replace("\n", r"\n")
         lines += [f"# HELP {family.name} {meaning}", f"# TYPE {family.name} {family.kind}"]
         for sample in family.samples:
             labels = ",".join(f'{name}="{_escaped(value)}"' for name, value in sample.labels.items())
-            told = f"{{{labels}}}" if labels else ""
-            lines.append(f"{family.name}{sample.suffix}{told} {_number(sample.value)}")
+            braces = f"{{{labels}}}" if labels else ""
+            lines.append(f"{family.name}{sample.suffix}{braces} {_number(sample.value)}")
     return "\n".join(lines) + "\n"
 
 

@@ -1,12 +1,11 @@
-"""Nested timed spans: what each process did, and when. The timeline plot is drawn from them.
+"""Nested timed spans: what each process did, and when. The timeline plot uses them.
 
-One JSON line a span, written when it ends: name, wall start and end, the span it lies in, and its fields. Nesting follows the
-context (task or thread), so concurrent tasks do not mix.
+A span is one JSON line, written at its end: name, wall start and end, parent span and fields. Nesting follows the context (task or
+thread), so concurrent tasks do not mix.
 """
 
 import itertools
 import json
-import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from rollbook.telemetry.events import open_lines, read_json_lines
+from rollbook.telemetry.events import FailureReport, open_lines, read_json_lines
 
 _current: ContextVar[int | None] = ContextVar("rollbook_span", default=None)
 
@@ -37,20 +36,20 @@ class Span:
 
 
 class SpanRecorder:
-    """Spans of one process. Without a path they are timed and forgotten."""
+    """Writes the spans of one process; without a path, nothing."""
 
     def __init__(self, process: str, path: Path | None = None) -> None:
         self.process = process
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
         self._file: TextIO | None = None
-        self._has_failed = False
+        self._failure = FailureReport(f"spans of {process} are not all written")
         if path is not None:
             self._file = open_lines(path)
 
     @contextmanager
     def span(self, name: str, **fields: Any) -> Iterator[dict[str, Any]]:
-        """Time a block. The yielded dict takes fields that are known only at its end."""
+        """Time a block. Fields known only at its end can be added to the yielded dict."""
         span_id, parent = next(self._ids), _current.get()
         token = _current.set(span_id)
         start, began = time.time(), time.perf_counter()
@@ -70,7 +69,7 @@ class SpanRecorder:
         parent: int | None = None,
         **fields: Any,
     ) -> None:
-        """Write a span that was timed elsewhere."""
+        """Write a span with given times."""
         row = {
             "process": self.process,
             "name": name,
@@ -86,12 +85,7 @@ class SpanRecorder:
             try:
                 self._file.write(json.dumps(row, default=str) + "\n")
             except (OSError, ValueError, TypeError) as error:
-                # Told once; the next span is tried again, since one odd field or a full disk need not be the end.
-                if not self._has_failed:
-                    self._has_failed = True
-                    logging.getLogger("rollbook.telemetry").warning(
-                        "spans of %s are not all written: %s", self.process, error
-                    )
+                self._failure.report(error)
 
     def close(self) -> None:
         with self._lock:
@@ -101,7 +95,7 @@ class SpanRecorder:
 
 
 def read_spans(path: Path) -> list[Span]:
-    """Every whole span; a torn line, or one that is no span, is passed over."""
+    """Every complete span. Ignores other lines."""
     return [
         Span(
             process=row["process"],

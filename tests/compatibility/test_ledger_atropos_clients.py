@@ -88,7 +88,9 @@ def queued_groups(directory: Path) -> set[str]:
     with open_readonly(directory) as file:
         assert audit(file, RunId("atropos")).violations == ()
         payloads = file.read_now(
-            lambda tx: [tx.payload(RunId("atropos"), g.group_id) or b"" for g in tx.queued(RunId("atropos"))]
+            lambda tx: [
+                tx.payloads.get(RunId("atropos"), g.group_id) or b"" for g in tx.groups.queued(RunId("atropos"))
+            ]
         )
     names = (json.loads(payload)["tokens"][0] for payload in payloads)
     return {f"{first}/{second}" for first, second, *_ in names}

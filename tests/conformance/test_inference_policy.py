@@ -1,4 +1,4 @@
-"""What every policy server promises its clients and its trainer: ours, and vLLM (the latter in `make test-vllm` only)."""
+"""The contract of a policy server with its clients and its trainer: Rollbook's server, and vLLM (in `make test-vllm` only)."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -36,13 +36,13 @@ VLLM_URLS = {
     "vllm-adapter": "vllm_adapter_url",
 }
 REQUEST_S = 400.0
-"""The first request to a vLLM on a busy CPU compiles for minutes."""
+"""vLLM on a busy CPU compiles for minutes at the first request."""
 KINDS = ["own", "own-adapter", "vllm-reload", "vllm-plugin", "vllm-adapter"]
 
 
 @dataclass
 class Models:
-    """Models that differ in their weights only. Publications are numbered through: a server lives for several tests."""
+    """Models that differ in their weights only. A server is used by several tests, so publications are numbered across them."""
 
     root: Path
     is_tied: bool
@@ -59,14 +59,14 @@ class Models:
         return publication(self.number, model.digest()), model
 
     def next_adapter(self) -> tuple[Publication, PolicyModel, AdapterKind]:
-        """Beside the base that every server was started with."""
+        """An adapter of the base model that every server starts with."""
         self.number += 1
         model = PolicyModel.load(self.directory(1), TrainerConfig(lora=LoraSettings(rank=4, alpha=8)))
         kind = model.publish_adapters()
         torch.manual_seed(self.number)
         with torch.no_grad():
-            for half in model.weights().values():
-                half.normal_(0.0, 0.2)
+            for matrix in model.weights().values():
+                matrix.normal_(0.0, 0.2)
         self.loaded[self.number] = model
         return publication(self.number, model.digest()), model, kind
 
@@ -78,20 +78,30 @@ class Rig:
     models: Models
     has_adapters: bool = False
     keeps_weights: bool = False
-    """Whether a request keeps the weights that it began with."""
+    """Whether a request keeps the weights that it started with."""
 
     async def publish(self) -> Publication:
         if self.has_adapters:
-            offered, model, kind = self.models.next_adapter()
-            adapter = kind.published(offered.id)
-            await self.weights.receive(offered, await self.weights.put(offered, model.weights(), adapter=adapter))
-            return offered
-        offered, model = self.models.next()
-        await self.weights.receive(offered, await self.weights.put(offered, model.weights()))
-        return offered
+            published, model, kind = self.models.next_adapter()
+            adapter = kind.published(published.id)
+            await self.weights.receive(published, await self.weights.put(published, model.weights(), adapter=adapter))
+            return published
+        published, model = self.models.next()
+        await self.weights.receive(published, await self.weights.put(published, model.weights()))
+        return published
+
+    async def wait_for_load(self, count: int) -> None:
+        """Wait until the server has this many requests, running or queued."""
+        async with asyncio.timeout(REQUEST_S):
+            while await self.load() != count:
+                pass
+
+    async def load(self) -> int:
+        (replica,) = self.client.fleet.replicas
+        return (await self.client.fleet.protocol.status(replica.connection)).load
 
     def deviation(self, prompt: list[int], completion: Completion, version: int) -> float:
-        """The largest difference between its logprobs and those of a plain forward of the published model."""
+        """The largest difference to the logprobs of a plain forward of the published model."""
         tokens = [*prompt, *completion.token_ids.tolist()]
         expected = plain_logprobs(self.models.loaded[version].module, tokens, len(prompt))
         return float(np.abs(np.array(expected) - completion.logprobs).max())
@@ -135,7 +145,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest_asyncio.fixture
 async def rig(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
-    # On a CPU, reloading a directory leaves vLLM's copy of a tied output embedding as it was; our plug-in renews it.
+    # On a CPU, reloading a directory does not update vLLM's copy of a tied output embedding; the plug-in updates it.
     models: Models = request.getfixturevalue("untied" if kind == "vllm-reload" else "tied")
     async with AsyncExitStack() as stack:
         protocol: ServerProtocol = RollbookProtocol()
@@ -164,7 +174,7 @@ async def rig(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> Asyn
         )
 
 
-async def test_a_completion_has_ids_exact_logprobs_and_the_version_that_was_published(rig: Rig) -> None:
+async def test_a_completion_has_ids_exact_logprobs_and_the_published_version(rig: Rig) -> None:
     published = await rig.publish()
     completion = await rig.client.complete([10, 20, 30], SamplingParams(max_tokens=24))
     assert completion.finish_reason is FinishReason.LENGTH
@@ -173,7 +183,7 @@ async def test_a_completion_has_ids_exact_logprobs_and_the_version_that_was_publ
     assert rig.deviation([10, 20, 30], completion, published.id) < 1e-3
 
 
-async def test_logprobs_are_those_of_the_distribution_that_was_sampled_from(rig: Rig) -> None:
+async def test_logprobs_are_those_of_the_sampling_distribution(rig: Rig) -> None:
     await rig.publish()
     narrow = await rig.client.complete([10, 20], SamplingParams(max_tokens=12, top_k=1, temperature=0.7))
     assert np.abs(narrow.logprobs).max() < 1e-5
@@ -191,23 +201,23 @@ async def test_a_stop_token_ends_a_completion_and_is_part_of_it(rig: Rig) -> Non
     assert stopped.token_ids.tolist() == free.token_ids[: at + 1].tolist()
 
 
-async def test_the_end_of_a_turn_is_the_callers_choice_alone(rig: Rig) -> None:
-    """The model's own end token does not stop a request that did not ask for it."""
+async def test_only_the_caller_decides_what_ends_a_turn(rig: Rig) -> None:
+    """The end token of the model does not stop a request that does not list it."""
     await rig.publish()
-    answers = await asyncio.gather(*(rig.client.complete([n], SamplingParams(max_tokens=60)) for n in range(12)))
-    assert {len(answer.token_ids) for answer in answers} == {60}
+    completions = await asyncio.gather(*(rig.client.complete([n], SamplingParams(max_tokens=60)) for n in range(12)))
+    assert {len(completion.token_ids) for completion in completions} == {60}
 
 
-async def test_a_seed_repeats_the_tokens_whatever_runs_beside_it(rig: Rig) -> None:
+async def test_a_seed_repeats_the_tokens_whatever_runs_concurrently(rig: Rig) -> None:
     await rig.publish()
     seeded = SamplingParams(max_tokens=20, seed=7)
     alone = await rig.client.complete([3, 4], seeded)
-    noise = [rig.client.complete([n], SamplingParams(max_tokens=20)) for n in range(20)]
-    crowded, *_ = await asyncio.gather(rig.client.complete([3, 4], seeded), *noise)
-    assert crowded.token_ids.tolist() == alone.token_ids.tolist()
+    others = [rig.client.complete([n], SamplingParams(max_tokens=20)) for n in range(20)]
+    concurrent, *_ = await asyncio.gather(rig.client.complete([3, 4], seeded), *others)
+    assert concurrent.token_ids.tolist() == alone.token_ids.tolist()
 
 
-async def test_a_prompt_that_can_never_be_answered_is_refused_and_nobody_else_is_harmed(rig: Rig) -> None:
+async def test_an_invalid_prompt_is_refused_and_other_requests_are_not_affected(rig: Rig) -> None:
     await rig.publish()
     outcomes = await asyncio.gather(
         rig.client.complete([1, 99_999], SamplingParams(max_tokens=2)),
@@ -218,31 +228,31 @@ async def test_a_prompt_that_can_never_be_answered_is_refused_and_nobody_else_is
     assert [type(outcome) for outcome in outcomes] == [EpisodeError, EpisodeError, Completion]
 
 
-async def test_pause_keep_holds_running_requests_and_resume_lets_them_finish(rig: Rig) -> None:
+async def test_pause_keep_holds_all_requests_and_resume_completes_them(rig: Rig) -> None:
     await rig.publish()
     running = asyncio.create_task(rig.client.complete([1, 2], SamplingParams(max_tokens=400)))
-    await asyncio.sleep(0.1)
+    await rig.wait_for_load(1)
     await rig.weights.pause("keep")
-    newcomer = asyncio.create_task(rig.client.complete([3], SamplingParams(max_tokens=4)))
-    await asyncio.sleep(0.5)
-    was_done = newcomer.done()
+    queued = asyncio.create_task(rig.client.complete([3], SamplingParams(max_tokens=4)))
+    await rig.wait_for_load(2)
+    loads = {await rig.load() for _ in range(50)}
     await rig.weights.resume()
-    assert not was_done
+    assert loads == {2}
     assert len((await running).token_ids) == 400
-    assert len((await newcomer).token_ids) == 4
+    assert len((await queued).token_ids) == 4
 
 
-async def test_weights_that_arrive_in_flight_are_seen_in_the_version_spans(rig: Rig) -> None:
+async def test_weights_that_arrive_during_a_request_appear_in_its_versions(rig: Rig) -> None:
     first = await rig.publish()
     for _ in range(12):
         running = asyncio.create_task(rig.client.complete([1, 2, 3], SamplingParams(max_tokens=450)))
-        await asyncio.sleep(0.05)
+        await rig.wait_for_load(1)
         second = await rig.publish()
         completion = await running
         assert len(completion.token_ids) == 450
         assert (np.diff(completion.versions) >= 0).all()
         if rig.keeps_weights:
-            # An adapter is chosen by its name when a request begins; the next one asks for the newest.
+            # A request names its adapter when it starts; the next request names the newest one.
             assert set(completion.versions.tolist()) == {first.id}
             assert rig.deviation([1, 2, 3], completion, first.id) < 1e-3
             after = await rig.client.complete([1, 2, 3], SamplingParams(max_tokens=4), min_publication=second.id)
@@ -251,7 +261,7 @@ async def test_weights_that_arrive_in_flight_are_seen_in_the_version_spans(rig: 
         if set(completion.versions.tolist()) == {first.id, second.id}:
             return
         first = second
-    raise AssertionError("no update ever arrived while a request was running")
+    raise AssertionError("no update arrived while a request was running")
 
 
 async def test_a_request_waits_for_the_weights_it_needs(rig: Rig) -> None:
@@ -260,24 +270,23 @@ async def test_a_request_waits_for_the_weights_it_needs(rig: Rig) -> None:
         rig.client.complete([1], SamplingParams(max_tokens=12), min_publication=published.id + 1)
     )
     await rig.client.complete([2], SamplingParams(max_tokens=2), min_publication=published.id)
-    await asyncio.sleep(0.3)
     assert not waiting.done()
     newer = await rig.publish()
     assert set((await waiting).versions.tolist()) == {newer.id}
 
 
-async def test_the_trainer_hears_which_publication_is_in_use(rig: Rig) -> None:
+async def test_the_server_reports_its_publication(rig: Rig) -> None:
     published = await rig.publish()
-    (told,) = await rig.weights.reported()
-    assert told is not None
-    assert told.id == published.id
+    (reported,) = await rig.weights.reported()
+    assert reported is not None
+    assert reported.id == published.id
 
 
-async def test_adapters_that_nobody_uses_are_unloaded_but_for_the_newest(rig: Rig) -> None:
-    """Our own engine has one at a time. vLLM has as many as were loaded: the old ones go, once no request needs them."""
+async def test_unused_adapters_are_unloaded_except_the_two_newest(rig: Rig) -> None:
+    """Rollbook's engine has one adapter. vLLM keeps all loaded ones, so old ones must be unloaded once no request uses them."""
     published = [await rig.publish() for _ in range(4)]
     if not rig.keeps_weights:
-        assert [told and told.id for told in await rig.weights.reported()] == [published[-1].id]
+        assert [reported and reported.id for reported in await rig.weights.reported()] == [published[-1].id]
         return
     (connection,) = [replica.connection for replica in rig.client.fleet.replicas]
     listed = await connection.get_text("/v1/models")
@@ -290,4 +299,4 @@ def test_adapters_in_use_are_those_of_the_newest_line() -> None:
         'vllm:lora_requests_info{max_lora="4",running_lora_adapters="policy-v9",waiting_lora_adapters=""} 10.5\n'
     )
     assert adapters_in_use(metrics) == {"policy-v1", "policy-v3"}
-    assert adapters_in_use("nothing of the kind") == set()
+    assert adapters_in_use("other metrics") == set()

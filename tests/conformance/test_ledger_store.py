@@ -26,9 +26,8 @@ from rollbook.ledger.records import (
     StepRecord,
 )
 from rollbook.ledger.store import Store, Transaction
-from rollbook.ledger.stores.memory import MemoryStore
 from rollbook.ledger.stores.postgres.store import open_postgres_store
-from rollbook.ledger.stores.sqlite.store import open_sqlite_store
+from rollbook.ledger.stores.sqlite.store import open_memory_store, open_sqlite_store
 from tests.parts.ledger.groups import RUN, settings
 from tests.parts.ledger.postgres import shared_server
 
@@ -38,7 +37,8 @@ Opener = Callable[[Path], AbstractAsyncContextManager[Store]]
 
 @asynccontextmanager
 async def memory(_: Path) -> AsyncIterator[Store]:
-    yield MemoryStore()
+    async with open_memory_store() as store:
+        yield store
 
 
 @asynccontextmanager
@@ -88,7 +88,7 @@ def ids(groups: list[GroupRecord]) -> list[str]:
 async def put(store: Store, *groups: GroupRecord) -> None:
     def work(tx: Transaction) -> None:
         for record in groups:
-            tx.put_group(record)
+            tx.groups.put(record)
 
     await store.write(work)
 
@@ -98,13 +98,13 @@ async def test_a_run_comes_back_as_it_was_written(store: Store) -> None:
     changed = first.changed(
         exhausted=True, ended=EndOfRun.STOPPED, version=3, publication=PublicationId(4), num_queued=2
     )
-    await store.write(lambda tx: tx.put_run(first))
-    await store.write(lambda tx: tx.put_run(first.changed(run_id=OTHER, created_at=2.0)))
-    assert await store.read(lambda tx: tx.run(RUN)) == first
-    await store.write(lambda tx: tx.put_run(changed))
-    assert await store.read(lambda tx: tx.run(RUN)) == changed
-    assert await store.read(lambda tx: tx.runs()) == [RUN, OTHER]
-    assert await store.read(lambda tx: tx.run(RunId("none"))) is None
+    await store.write(lambda tx: tx.runs.put(first))
+    await store.write(lambda tx: tx.runs.put(first.changed(run_id=OTHER, created_at=2.0)))
+    assert await store.read(lambda tx: tx.runs.get(RUN)) == first
+    await store.write(lambda tx: tx.runs.put(changed))
+    assert await store.read(lambda tx: tx.runs.get(RUN)) == changed
+    assert await store.read(lambda tx: tx.runs.ids()) == [RUN, OTHER]
+    assert await store.read(lambda tx: tx.runs.get(RunId("none"))) is None
 
 
 async def test_a_group_comes_back_as_it_was_written(store: Store) -> None:
@@ -129,9 +129,9 @@ async def test_a_group_comes_back_as_it_was_written(store: Store) -> None:
         drop_reason="stale: x",
     )
     await put(store, group("a@0", 0), full)
-    assert await store.read(lambda tx: tx.group(RUN, GroupId("ü@0"))) == full
-    assert await store.read(lambda tx: tx.group(RUN, GroupId("a@0"))) == group("a@0", 0)
-    assert await store.read(lambda tx: tx.group(OTHER, GroupId("a@0"))) is None
+    assert await store.read(lambda tx: tx.groups.get(RUN, GroupId("ü@0"))) == full
+    assert await store.read(lambda tx: tx.groups.get(RUN, GroupId("a@0"))) == group("a@0", 0)
+    assert await store.read(lambda tx: tx.groups.get(OTHER, GroupId("a@0"))) is None
 
 
 async def test_open_groups_are_found_by_what_they_wait_for(store: Store) -> None:
@@ -148,19 +148,19 @@ async def test_open_groups_are_found_by_what_they_wait_for(store: Store) -> None
     )
 
     def look(tx: Transaction) -> None:
-        assert ids(tx.leased_by(RUN, owner)) == ["leased"]
-        assert ids(tx.leases_ending_by(RUN, 49.0)) == []
-        assert ids(tx.leases_ending_by(RUN, 50.0)) == ["leased"]
-        assert ids(tx.waiting(RUN, 1)) == ["waiting"]
-        assert ids(tx.waiting(RUN, 9)) == ["waiting", "later"]
-        assert tx.oldest_running(RUN) == 2
-        assert ids(tx.dispatched(RUN)) == ["waiting", "leased", "later"]
-        assert ids(tx.queued(RUN)) == ["queued", "older", "unknown"]
-        assert ids(tx.queued_by_sequence(RUN, 2)) == ["queued", "older"]
-        assert ids(tx.queued_by_arrival(RUN, 2)) == ["unknown", "older"]
-        assert ids(tx.queued_below(RUN, 5)) == ["older"]
-        assert tx.oldest_running(OTHER) is None
-        assert tx.queued(OTHER) == []
+        assert ids(tx.groups.leased_by(RUN, owner)) == ["leased"]
+        assert ids(tx.groups.leases_ending_by(RUN, 49.0)) == []
+        assert ids(tx.groups.leases_ending_by(RUN, 50.0)) == ["leased"]
+        assert ids(tx.groups.waiting(RUN, 1)) == ["waiting"]
+        assert ids(tx.groups.waiting(RUN, 9)) == ["waiting", "later"]
+        assert tx.groups.oldest_dispatched(RUN) == 2
+        assert ids(tx.groups.dispatched(RUN)) == ["waiting", "leased", "later"]
+        assert ids(tx.groups.queued(RUN)) == ["queued", "older", "unknown"]
+        assert ids(tx.groups.queued_by_sequence(RUN, 2)) == ["queued", "older"]
+        assert ids(tx.groups.queued_by_arrival(RUN, 2)) == ["unknown", "older"]
+        assert ids(tx.groups.queued_below(RUN, 5)) == ["older"]
+        assert tx.groups.oldest_dispatched(OTHER) is None
+        assert tx.groups.queued(OTHER) == []
 
     await store.read(look)
 
@@ -169,10 +169,10 @@ async def test_groups_are_listed_by_sequence_for_people_and_by_id_for_the_audit(
     await put(store, group("b", 0), group("c", 1, GroupState.QUEUED), group("a", 2))
 
     def look(tx: Transaction) -> None:
-        assert ids(tx.groups(RUN, None, 10, 0)) == ["b", "c", "a"]
-        assert ids(tx.groups(RUN, None, 1, 1)) == ["c"]
-        assert ids(tx.groups(RUN, GroupState.DISPATCHED, 10, 0)) == ["b", "a"]
-        assert ids(list(tx.each_group(RUN))) == ["a", "b", "c"]
+        assert ids(tx.groups.page(RUN, None, 10, 0)) == ["b", "c", "a"]
+        assert ids(tx.groups.page(RUN, None, 1, 1)) == ["c"]
+        assert ids(tx.groups.page(RUN, GroupState.DISPATCHED, 10, 0)) == ["b", "a"]
+        assert ids(list(tx.groups.each(RUN))) == ["a", "b", "c"]
 
     await store.read(look)
 
@@ -183,45 +183,45 @@ async def test_a_group_that_moves_on_is_no_longer_found_where_it_was(store: Stor
     await put(store, group("a", 0, GroupState.BATCHED, arrival=0, oldest_version=0, step=1))
 
     def look(tx: Transaction) -> None:
-        assert tx.leased_by(RUN, OwnerId("w")) == []
-        assert tx.leases_ending_by(RUN, 2.0) == []
-        assert tx.queued(RUN) == []
-        assert tx.queued_below(RUN, 9) == []
+        assert tx.groups.leased_by(RUN, OwnerId("w")) == []
+        assert tx.groups.leases_ending_by(RUN, 2.0) == []
+        assert tx.groups.queued(RUN) == []
+        assert tx.groups.queued_below(RUN, 9) == []
 
     await store.read(look)
 
 
 async def test_payloads_are_bytes_and_can_go(store: Store) -> None:
     body = bytes(range(256)) * 1000
-    await store.write(lambda tx: tx.put_payload(RUN, GroupId("a"), body))
-    assert await store.read(lambda tx: tx.payload(RUN, GroupId("a"))) == body
-    await store.write(lambda tx: tx.delete_payload(RUN, GroupId("a")))
-    assert await store.read(lambda tx: tx.payload(RUN, GroupId("a"))) is None
+    await store.write(lambda tx: tx.payloads.put(RUN, GroupId("a"), body))
+    assert await store.read(lambda tx: tx.payloads.get(RUN, GroupId("a"))) == body
+    await store.write(lambda tx: tx.payloads.delete(RUN, GroupId("a")))
+    assert await store.read(lambda tx: tx.payloads.get(RUN, GroupId("a"))) is None
 
 
 async def test_groups_are_looked_up_together_also_those_of_the_same_transaction(store: Store) -> None:
     for number in range(20):
-        await store.write(lambda tx, n=number: tx.put_group(group(f"g{n}", n)))  # type: ignore[misc]
+        await store.write(lambda tx, n=number: tx.groups.put(group(f"g{n}", n)))  # type: ignore[misc]
 
     def work(tx: Transaction) -> list[int]:
-        tx.put_group(group("new", 50))
+        tx.groups.put(group("new", 50))
         asked = [GroupId(name) for name in ("g3", "nobody", "new", *(f"g{n}" for n in range(20)))]
-        found = tx.known_groups(RUN, asked)
+        found = tx.groups.find(RUN, asked)
         assert all(found[name].group_id == name for name in found)
         return sorted(record.sequence for record in found.values())
 
     assert await store.write(work) == [*range(20), 50]
-    assert await store.read(lambda tx: tx.known_groups(RUN, [])) == {}
+    assert await store.read(lambda tx: tx.groups.find(RUN, [])) == {}
 
 
 async def test_several_payloads_come_in_the_order_asked_for(store: Store) -> None:
     names = [GroupId(f"g{number}") for number in range(20)]
     for name in names:
-        await store.write(lambda tx, name=name: tx.put_payload(RUN, name, name.encode() * 9))  # type: ignore[misc]
+        await store.write(lambda tx, name=name: tx.payloads.put(RUN, name, name.encode() * 9))  # type: ignore[misc]
     asked = [names[7], GroupId("nobody"), *reversed(names), names[7]]
-    found = await store.read(lambda tx: [body and bytes(body) for body in tx.payloads(RUN, asked)])
+    found = await store.read(lambda tx: [body and bytes(body) for body in tx.payloads.get_many(RUN, asked)])
     assert found == [name.encode() * 9 if name in names else None for name in asked]
-    assert await store.read(lambda tx: tx.payloads(RUN, [])) == []
+    assert await store.read(lambda tx: tx.payloads.get_many(RUN, [])) == []
 
 
 async def test_payloads_that_may_go_are_found_by_step(store: Store) -> None:
@@ -233,37 +233,37 @@ async def test_payloads_that_may_go_are_found_by_step(store: Store) -> None:
         group("filtered", 3, GroupState.DROPPED, has_payload=True, release_step=1),
         group("queued", 4, GroupState.QUEUED, has_payload=True, arrival=0),
     )
-    assert ids(await store.read(lambda tx: tx.releasable(RUN, 1, dropped_only=False))) == ["old", "filtered"]
-    assert ids(await store.read(lambda tx: tx.releasable(RUN, 2, dropped_only=True))) == ["filtered"]
+    assert ids(await store.read(lambda tx: tx.groups.releasable(RUN, 1, dropped_only=False))) == ["old", "filtered"]
+    assert ids(await store.read(lambda tx: tx.groups.releasable(RUN, 2, dropped_only=True))) == ["filtered"]
 
 
 async def test_owners_are_found_by_name_and_by_life(store: Store) -> None:
     owner = OwnerRecord(run_id=RUN, owner_id=OwnerId("w#0"), name="w", nonce="n", state=OwnerState.ALIVE, last_seen=1.0)
     answered = owner.changed(owner_id=OwnerId("w#1"), request_id="r", reply=b"\x00\x01")
-    await store.write(lambda tx: tx.put_owner(owner))
-    await store.write(lambda tx: tx.put_owner(answered))
-    await store.write(lambda tx: tx.put_owner(owner.changed(state=OwnerState.SILENT)))
+    await store.write(lambda tx: tx.owners.put(owner))
+    await store.write(lambda tx: tx.owners.put(answered))
+    await store.write(lambda tx: tx.owners.put(owner.changed(state=OwnerState.SILENT)))
 
     def look(tx: Transaction) -> None:
-        assert tx.owner(RUN, OwnerId("w#1")) == answered
-        assert tx.owner(OTHER, OwnerId("w#1")) is None
-        assert {o.owner_id for o in tx.owners_named(RUN, "w")} == {"w#0", "w#1"}
-        assert tx.owners_alive(RUN) == [answered]
+        assert tx.owners.get(RUN, OwnerId("w#1")) == answered
+        assert tx.owners.get(OTHER, OwnerId("w#1")) is None
+        assert {o.owner_id for o in tx.owners.named(RUN, "w")} == {"w#0", "w#1"}
+        assert tx.owners.alive(RUN) == [answered]
 
     await store.read(look)
 
 
 async def test_positions_are_kept_and_let_go(store: Store) -> None:
     def write(tx: Transaction) -> None:
-        tx.put_position(RUN, 4, is_settled=False)
-        tx.put_position(RUN, 2, is_settled=False)
-        tx.put_position(RUN, 4, is_settled=True)
-        tx.put_position(RUN, 3, is_settled=True)
-        tx.delete_position(RUN, 3)
+        tx.positions.put(RUN, 4, is_settled=False)
+        tx.positions.put(RUN, 2, is_settled=False)
+        tx.positions.put(RUN, 4, is_settled=True)
+        tx.positions.put(RUN, 3, is_settled=True)
+        tx.positions.delete(RUN, 3)
 
     await store.write(write)
-    assert await store.read(lambda tx: tx.positions(RUN)) == [(2, False), (4, True)]
-    assert await store.read(lambda tx: [tx.position(RUN, at) for at in (2, 3, 4)]) == [False, None, True]
+    assert await store.read(lambda tx: tx.positions.all(RUN)) == [(2, False), (4, True)]
+    assert await store.read(lambda tx: [tx.positions.get(RUN, at) for at in (2, 3, 4)]) == [False, None, True]
 
 
 async def test_history_keeps_its_order(store: Store) -> None:
@@ -282,11 +282,11 @@ async def test_history_keeps_its_order(store: Store) -> None:
 
     def write(tx: Transaction) -> None:
         for one in moves:
-            tx.add_move(one)
+            tx.history.add(one)
 
     await store.write(write)
-    assert await store.read(lambda tx: tx.moves(RUN, GroupId("b"))) == [moves[0], moves[2]]
-    assert [m.note for m in await store.read(lambda tx: list(tx.each_move(RUN)))] == ["2", "4", "1", "3"]
+    assert await store.read(lambda tx: tx.history.of_group(RUN, GroupId("b"))) == [moves[0], moves[2]]
+    assert [m.note for m in await store.read(lambda tx: list(tx.history.each(RUN)))] == ["2", "4", "1", "3"]
 
 
 async def test_batches_come_back_in_their_order(store: Store) -> None:
@@ -297,18 +297,18 @@ async def test_batches_come_back_in_their_order(store: Store) -> None:
     manifest = BatchManifest(step=2, entries=entries, digest="d", is_last=True)
     record = BatchRecord(run_id=RUN, manifest=manifest, epoch=1, decided_at=5.0)
     first = record.changed(manifest=replace(manifest, step=1, entries=(), is_last=False))
-    await store.write(lambda tx: tx.put_batch(record))
-    await store.write(lambda tx: tx.put_batch(first))
-    assert await store.read(lambda tx: tx.batch(RUN, 2)) == record
-    assert await store.read(lambda tx: tx.batch(RUN, 3)) is None
-    assert await store.read(lambda tx: list(tx.each_batch(RUN))) == [first, record]
+    await store.write(lambda tx: tx.batches.put(record))
+    await store.write(lambda tx: tx.batches.put(first))
+    assert await store.read(lambda tx: tx.batches.get(RUN, 2)) == record
+    assert await store.read(lambda tx: tx.batches.get(RUN, 3)) is None
+    assert await store.read(lambda tx: list(tx.batches.each(RUN))) == [first, record]
 
 
 async def test_a_batch_is_never_written_over(store: Store) -> None:
     record = BatchRecord(run_id=RUN, manifest=BatchManifest(step=1, entries=(), digest="d"), epoch=1, decided_at=5.0)
-    await store.write(lambda tx: tx.put_batch(record))
+    await store.write(lambda tx: tx.batches.put(record))
     with pytest.raises(Exception, match="batch"):
-        await store.write(lambda tx: tx.put_batch(record))
+        await store.write(lambda tx: tx.batches.put(record))
 
 
 async def test_steps_and_publications_are_kept_for_each_epoch(store: Store) -> None:
@@ -320,36 +320,36 @@ async def test_steps_and_publications_are_kept_for_each_epoch(store: Store) -> N
     lost = publication.changed(id=PublicationId(1), effective_step=1, confirmed_at=2.0)
 
     def write(tx: Transaction) -> None:
-        tx.put_step(again)
-        tx.put_step(step)
-        tx.put_step(step.changed(step=2))
-        tx.put_publication(publication)
-        tx.put_publication(lost)
+        tx.steps.put(again)
+        tx.steps.put(step)
+        tx.steps.put(step.changed(step=2))
+        tx.publications.put(publication)
+        tx.publications.put(lost)
 
     await store.write(write)
-    assert await store.read(lambda tx: tx.steps(RUN, 1)) == [step, again]
-    assert [s.step for s in await store.read(lambda tx: tx.steps(RUN))] == [1, 1, 2]
-    assert await store.read(lambda tx: tx.publication(RUN, PublicationId(1))) == lost
-    assert await store.read(lambda tx: tx.publications(RUN)) == [publication, lost]
-    assert await store.read(lambda tx: tx.publications(RUN, effective_from=2)) == [publication]
+    assert await store.read(lambda tx: tx.steps.all(RUN, 1)) == [step, again]
+    assert [s.step for s in await store.read(lambda tx: tx.steps.all(RUN))] == [1, 1, 2]
+    assert await store.read(lambda tx: tx.publications.get(RUN, PublicationId(1))) == lost
+    assert await store.read(lambda tx: tx.publications.all(RUN)) == [publication, lost]
+    assert await store.read(lambda tx: tx.publications.all(RUN, effective_from=2)) == [publication]
 
 
 async def test_drops_are_counted_by_kind(store: Store) -> None:
     for kind in ("stale", "filtered", "stale"):
-        await store.write(lambda tx, kind=kind: tx.count_drop(RUN, kind))  # type: ignore[misc]
-    assert await store.read(lambda tx: tx.drops(RUN)) == {"stale": 2, "filtered": 1}
-    assert await store.read(lambda tx: tx.drops(OTHER)) == {}
+        await store.write(lambda tx, kind=kind: tx.runs.count_drop(RUN, kind))  # type: ignore[misc]
+    assert await store.read(lambda tx: tx.runs.drops(RUN)) == {"stale": 2, "filtered": 1}
+    assert await store.read(lambda tx: tx.runs.drops(OTHER)) == {}
 
 
 async def test_a_failed_write_takes_back_all_of_its_effects(store: Store) -> None:
     await put(store, group("kept", 0))
 
     def fail(tx: Transaction) -> None:
-        tx.put_group(group("kept", 0, GroupState.QUEUED, arrival=0))
-        tx.put_group(group("new", 1))
-        tx.put_payload(RUN, GroupId("kept"), b"x")
-        tx.count_drop(RUN, "stale")
-        tx.put_position(RUN, 1, is_settled=True)
+        tx.groups.put(group("kept", 0, GroupState.QUEUED, arrival=0))
+        tx.groups.put(group("new", 1))
+        tx.payloads.put(RUN, GroupId("kept"), b"x")
+        tx.runs.count_drop(RUN, "stale")
+        tx.positions.put(RUN, 1, is_settled=True)
         tx.announce(RUN)
         raise LookupError("on purpose")
 
@@ -359,12 +359,12 @@ async def test_a_failed_write_takes_back_all_of_its_effects(store: Store) -> Non
         await store.write(fail)
 
     def look(tx: Transaction) -> None:
-        assert ids(tx.dispatched(RUN)) == ["kept"]
-        assert tx.queued(RUN) == []
-        assert tx.group(RUN, GroupId("new")) is None
-        assert tx.payload(RUN, GroupId("kept")) is None
-        assert tx.drops(RUN) == {}
-        assert tx.positions(RUN) == []
+        assert ids(tx.groups.dispatched(RUN)) == ["kept"]
+        assert tx.groups.queued(RUN) == []
+        assert tx.groups.get(RUN, GroupId("new")) is None
+        assert tx.payloads.get(RUN, GroupId("kept")) is None
+        assert tx.runs.drops(RUN) == {}
+        assert tx.positions.all(RUN) == []
 
     await store.read(look)
     assert heard == []
@@ -373,7 +373,7 @@ async def test_a_failed_write_takes_back_all_of_its_effects(store: Store) -> Non
 async def test_a_failing_write_among_many_harms_no_other(store: Store) -> None:
     def write(number: int) -> Callable[[Transaction], int]:
         def work(tx: Transaction) -> int:
-            tx.put_group(group(f"g{number:02}", number))
+            tx.groups.put(group(f"g{number:02}", number))
             if number % 3 == 0:
                 raise LookupError(f"{number} fails")
             return number
@@ -384,17 +384,17 @@ async def test_a_failing_write_among_many_harms_no_other(store: Store) -> None:
     good = [n for n in range(40) if n % 3]
     assert [answer for answer in answers if isinstance(answer, int)] == good
     assert [str(a) for a in answers if isinstance(a, LookupError)] == [f"{n} fails" for n in range(0, 40, 3)]
-    assert ids(await store.read(lambda tx: tx.groups(RUN, None, 99, 0))) == [f"g{n:02}" for n in good]
+    assert ids(await store.read(lambda tx: tx.groups.page(RUN, None, 99, 0))) == [f"g{n:02}" for n in good]
 
 
 async def test_a_write_sees_those_before_it(store: Store) -> None:
     def count(tx: Transaction) -> int:
-        run = tx.run(RUN)
+        run = tx.runs.get(RUN)
         assert run is not None
-        tx.put_run(run.changed(next_sequence=run.next_sequence + 1))
+        tx.runs.put(run.changed(next_sequence=run.next_sequence + 1))
         return run.next_sequence
 
-    await store.write(lambda tx: tx.put_run(RunRecord(run_id=RUN, settings=settings(), created_at=0.0)))
+    await store.write(lambda tx: tx.runs.put(RunRecord(run_id=RUN, settings=settings(), created_at=0.0)))
     assert sorted(await asyncio.gather(*(store.write(count) for _ in range(50)))) == list(range(50))
 
 
@@ -407,21 +407,21 @@ async def test_listeners_hear_of_what_was_committed(store: Store) -> None:
 
 async def test_a_synced_write_is_answered_like_any_other(store: Store) -> None:
     def work(tx: Transaction) -> str:
-        tx.put_group(group("a", 0))
+        tx.groups.put(group("a", 0))
         tx.sync_to_disk()
         return "done"
 
     assert await store.write(work) == "done"
-    assert ids(await store.read(lambda tx: tx.dispatched(RUN))) == ["a"]
+    assert ids(await store.read(lambda tx: tx.groups.dispatched(RUN))) == ["a"]
 
 
 async def test_a_caller_that_was_cancelled_stops_nobody(store: Store) -> None:
-    cancelled = asyncio.ensure_future(store.write(lambda tx: tx.put_group(group("a", 0))))
+    cancelled = asyncio.ensure_future(store.write(lambda tx: tx.groups.put(group("a", 0))))
     await asyncio.sleep(0)
     cancelled.cancel()
     await asyncio.gather(cancelled, return_exceptions=True)
     await put(store, group("b", 1))
-    assert "b" in ids(await store.read(lambda tx: tx.dispatched(RUN)))
+    assert "b" in ids(await store.read(lambda tx: tx.groups.dispatched(RUN)))
 
 
 async def test_history_is_read_by_sequence_page_by_page(store: Store) -> None:
@@ -434,8 +434,8 @@ async def test_history_is_read_by_sequence_page_by_page(store: Store) -> None:
     )
 
     def look(tx: Transaction) -> None:
-        assert ids(tx.groups_after(RUN, -1, 2)) == ["a", "b"]
-        assert ids(tx.groups_after(RUN, 1, 2)) == ["c"]
-        assert tx.groups_after(RUN, 2, 2) == []
+        assert ids(tx.groups.after(RUN, -1, 2)) == ["a", "b"]
+        assert ids(tx.groups.after(RUN, 1, 2)) == ["c"]
+        assert tx.groups.after(RUN, 2, 2) == []
 
     await store.read(look)

@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 
 from rollbook.run.record import open_run
-from rollbook.telemetry.events import read_events
+from rollbook.telemetry.events import read_json_lines
 from tests.parts.run.small import CONFIG, REPOSITORY, SmallRun, rollbook
 
 AWS = REPOSITORY / "examples" / "02_aws_cli_agent"
@@ -172,7 +172,7 @@ class Chaos:
             alive = {process.pid for process in self._simulators()}
             return kill.pid not in alive and len(alive) >= min(kill.simulators, self._pool_size)
         if kill.role == "worker":
-            log = read_events(self.run.directory / "logs" / "rollout.jsonl")
+            log = read_json_lines(self.run.directory / "logs" / "rollout.jsonl")
             return any(event["event"] == "rollout.worker_ready" and event["time"] > kill.at for event in log[-400:])
         pid = self.run.pid(kill.role)
         return pid is not None and pid != kill.pid

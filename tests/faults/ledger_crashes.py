@@ -224,7 +224,7 @@ class Crash:
         must_be_there = set(self.acknowledged)
         with open_reader(self.url) as reader:
             report = audit(reader, RUN)
-            states = reader.read_now(lambda tx: {g.group_id: (g.state, g.drop_reason) for g in tx.each_group(RUN)})
+            states = reader.read_now(lambda tx: {g.group_id: (g.state, g.drop_reason) for g in tx.groups.each(RUN)})
         self.counts.audits += 1
         for sentence in report.violations:
             self.counts.find("audit_violations", sentence)
@@ -241,7 +241,7 @@ class Crash:
                 self.counts.find("trained_twice", f"{group_id} is in {number} batches")
         with open_reader(self.url) as reader:
             stale = reader.read_now(
-                lambda tx: {g.group_id for g in tx.each_group(RUN) if g.state is GroupState.DROPPED}
+                lambda tx: {g.group_id for g in tx.groups.each(RUN) if g.state is GroupState.DROPPED}
             )
         for group_id in sorted(self.acknowledged - set(steps_of) - stale):
             self.counts.find("lost", f"{group_id} was acknowledged and never trained")

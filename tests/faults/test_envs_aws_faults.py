@@ -20,7 +20,7 @@ from rollbook.envs.builtin.awscli.cloud.worker import ApiCall
 from rollbook.envs.sandboxes.orphans import sweep_orphans
 from rollbook.envs.sandboxes.process import DIRECTORY_PREFIX
 from rollbook.envs.sandboxes.sandbox import SandboxDiedError
-from rollbook.telemetry.events import read_events
+from rollbook.telemetry.events import read_json_lines
 from tests.parts.envs.aws import LONG_S, aws_pool, bucket_task, ministack_pool, one_environment, play
 
 ROOT = Path(__file__).parents[2]
@@ -68,7 +68,7 @@ async def test_a_simulator_killed_mid_episode_gives_up_the_episode_and_is_replac
             seen = await play(env, bucket_task(), ["aws s3 mb s3://wanted"])
         assert seen[-1].solved
         assert environments.health().replaced == 1
-    assert [event["event"] for event in read_events(tmp_path / "log.jsonl")] == ["envs.sandbox_replaced"]
+    assert [event["event"] for event in read_json_lines(tmp_path / "log.jsonl")] == ["envs.sandbox_replaced"]
 
 
 async def test_a_simulator_killed_before_the_environment_is_looked_at_is_no_verdict_on_the_agent() -> None:

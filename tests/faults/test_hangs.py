@@ -27,7 +27,7 @@ from rollbook.ledger.client.client import open_ledger_client
 from rollbook.rollout.dispatch.failure_breaker import RolloutsFailingError
 from rollbook.run.supervision.channel import Channel
 from rollbook.run.supervision.child_main import EXIT_CRASHED, EXIT_STOP_RUN, exit_code_of
-from rollbook.telemetry.events import EventLog, read_events
+from rollbook.telemetry.events import EventLog, read_json_lines
 from tests.parts.concurrency.until import until
 from tests.parts.inference.engines import TinyModel
 from tests.parts.rollout.dispatching import dispatching
@@ -177,7 +177,9 @@ def report_of_stopped_process(run: SmallRun, role: str) -> dict[str, Any]:
     summary = run.wait(LONG_S)
     assert (summary["exit_code"], summary["steps"], summary["audit"]) == (0, 60, "ok"), summary["stderr"]
     assert not psutil.pid_exists(pid)
-    silent = [e for e in read_events(run.directory / "logs" / "supervisor.jsonl") if e["event"] == "run.process_silent"]
+    silent = [
+        e for e in read_json_lines(run.directory / "logs" / "supervisor.jsonl") if e["event"] == "run.process_silent"
+    ]
     (report,) = [event for event in silent if event["pid"] == pid]
     assert report["process"] == role
     return report

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+from collections.abc import AsyncIterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ from rollbook.concurrency.clock import ManualClock
 from rollbook.contracts.admission import RunId
 from rollbook.ledger.atropos.config import AtroposConfig
 from rollbook.ledger.config import LedgerConfig
-from rollbook.ledger.stores.memory import MemoryStore
-from rollbook.ledger.stores.sqlite.store import open_readonly
+from rollbook.ledger.store import Store
+from rollbook.ledger.stores.sqlite.store import open_memory_store, open_readonly
 from rollbook.ledger.tools.audit import audit
 from rollbook.run.commands.serve_atropos import MAX_QUICK_EXITS, QUICK_S
 from tests.parts.ledger.atropos import RUN, Client, dialect, dialect_on, name_of, registration, scored
@@ -52,30 +53,44 @@ def post_request(body: Any) -> bytes:
     return head.encode() + text
 
 
-class SlowStore(MemoryStore):
-    """Answers a write only when told to, though it has happened."""
+class SlowStore:
+    """Commits a write at once, but returns its result only while `may_return` is set. Satisfies `store.Store`."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.may_answer = asyncio.Event()
-        self.may_answer.set()
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.read = store.read
+        self.listen = store.listen
+        self.may_return = asyncio.Event()
+        self.may_return.set()
 
     async def write(self, work: Any, *, before: Any = None) -> Any:
-        done = await super().write(work, before=before)
-        await self.may_answer.wait()
-        return done
+        result = await self._store.write(work, before=before)
+        await self.may_return.wait()
+        return result
+
+    async def has_queued(self) -> None:
+        changed = asyncio.Event()
+        self.listen(lambda _: changed.set())
+        while not await self.read(lambda tx: tx.groups.queued(RUN)):
+            await changed.wait()
+            changed.clear()
 
 
-async def test_a_retried_post_whose_answer_was_lost_is_stored_once() -> None:
-    store = SlowStore()
-    async with dialect_on(store) as client:
+@pytest.fixture
+async def slow_store() -> AsyncIterator[SlowStore]:
+    async with open_memory_store() as store:
+        yield SlowStore(store)
+
+
+async def test_a_retried_post_whose_answer_was_lost_is_stored_once(slow_store: SlowStore) -> None:
+    async with dialect_on(slow_store) as client:
         await client.start(2)
-        store.may_answer.clear()
+        slow_store.may_return.clear()
         lost = send_raw(client, post_request(scored(1)))
-        await moved(lambda: store.read_now(lambda tx: bool(tx.queued(RUN))))
+        await slow_store.has_queued()
         lost.close()
         await asyncio.sleep(0.1)
-        store.may_answer.set()
+        slow_store.may_return.set()
         await asyncio.sleep(0.1)
         assert await client.post("/scored_data", scored(1)) == {"status": "received"}
         assert await client.batch() == ["1"]
@@ -86,18 +101,17 @@ async def test_a_retried_post_whose_answer_was_lost_is_stored_once() -> None:
         assert [await client.batch(), await client.batch(), await client.batch()] == [["1"], ["1"], None]
 
 
-async def test_a_post_that_was_stored_before_a_crash_and_comes_again_is_stored_once() -> None:
-    store = SlowStore()
-    async with dialect_on(store) as client:
+async def test_a_post_that_was_stored_before_a_crash_and_comes_again_is_stored_once(slow_store: SlowStore) -> None:
+    async with dialect_on(slow_store) as client:
         await client.start(2)
-        store.may_answer.clear()
+        slow_store.may_return.clear()
         sending = asyncio.create_task(client.status_of("POST", "/scored_data", json=scored(1)))
-        await moved(lambda: store.read_now(lambda tx: bool(tx.queued(RUN))))
+        await slow_store.has_queued()
         sending.cancel()
         await asyncio.gather(sending, return_exceptions=True)
         await asyncio.sleep(0.05)
-        store.may_answer.set()
-    async with dialect_on(store) as client:
+        slow_store.may_return.set()
+    async with dialect_on(slow_store) as client:
         assert await client.post("/scored_data", scored(1)) == {"status": "received"}
         assert [await client.batch(), await client.batch()] == [["1"], None]
 
@@ -156,14 +170,17 @@ async def test_old_batches_go_and_a_step_that_is_gone_is_refused(tmp_path: Path)
         assert await client.batch() is None
         assert await client.audited() == {"durable": 6, "trained": 2}
         status, answer = await client.status_of("POST", "/register", json=registration(2, starting_step=1))
-        assert (status, "no longer kept" in answer["detail"]) == (409, True)
+        assert (status, "no longer stored" in answer["detail"]) == (409, True)
         await client.register(2, starting_step=6)
         assert [await client.batch() for _ in range(3)] == [["6"], ["7"], None]
 
 
 async def test_a_dead_environment_stops_holding_back_batches() -> None:
     clock = ManualClock()
-    async with dialect_on(MemoryStore(), config=AtroposConfig(env_silence_s=60), clock=clock) as client:
+    async with (
+        open_memory_store() as store,
+        dialect_on(store, config=AtroposConfig(env_silence_s=60), clock=clock) as client,
+    ):
         await client.start(4)
         lively, dead = await client.env("lively", group_size=2), await client.env("dead", group_size=2, minimum=0.5)
         for name in range(4):
@@ -195,7 +212,7 @@ async def test_a_queue_that_stays_full_answers_503_and_never_drops(tmp_path: Pat
         await client.start(2)
         await client.post("/scored_data", scored(0))
         status, answer = await client.status_of("POST", "/scored_data", json=scored(1))
-        assert (status, "no more is taken" in answer["detail"]) == (503, True)
+        assert (status, "the queue is full" in answer["detail"]) == (503, True)
         assert await client.batch() == ["0"]
         await client.post("/scored_data", scored(1))
         assert await client.batch() == ["1"]

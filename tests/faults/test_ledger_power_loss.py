@@ -10,7 +10,7 @@ import pytest
 from rollbook.concurrency.clock import SystemClock
 from rollbook.contracts.group import DropKind, GroupId
 from rollbook.ledger.config import Durability, LedgerConfig
-from rollbook.ledger.service import ledger_on
+from rollbook.ledger.service import open_ledger
 from rollbook.ledger.store import Transaction
 from rollbook.ledger.stores.sqlite.segments import DIRECTORY as SEGMENTS
 from rollbook.ledger.stores.sqlite.store import open_sqlite_store
@@ -28,24 +28,24 @@ async def lost_after_a_cut(directory: Path, answers: list[str]) -> list[str]:
     """Open what is left as a restarted ledger would, and name every answer that is not true any more."""
 
     def look(tx: Transaction) -> list[str]:
-        if RUN not in tx.runs():
+        if RUN not in tx.runs.ids():
             return list(answers)
         # The audit compares every payload that counts with its digest: none is damaged, none is missing without a word.
         assert audit_run(tx, RUN).violations == ()
         return [answer for answer in answers if not is_kept(tx, answer)]
 
     clock, log = SystemClock(), EventLog("ledger", echo=io.StringIO())
-    async with open_sqlite_store(directory) as store, ledger_on(store, LedgerConfig(), clock=clock, log=log):
+    async with open_sqlite_store(directory) as store, open_ledger(store, LedgerConfig(), clock=clock, log=log):
         return await store.read(look)
 
 
 def is_kept(tx: Transaction, answer: str) -> bool:
     match answer.split():
         case ["group", group_id]:
-            group = tx.group(RUN, GroupId(group_id))
+            group = tx.groups.get(RUN, GroupId(group_id))
             return group is not None and not (group.drop_reason or "").startswith(DropKind.LOST)
         case ["batch", step, digest]:
-            batch = tx.batch(RUN, int(step))
+            batch = tx.batches.get(RUN, int(step))
             return batch is not None and batch.manifest.digest == digest
     raise AssertionError(f"not an answer: {answer}")
 

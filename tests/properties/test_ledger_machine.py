@@ -21,9 +21,9 @@ from rollbook.contracts.errors import FencedError
 from rollbook.contracts.freshness import BatchPolicy
 from rollbook.contracts.group import DropKind, DropReason, GroupState
 from rollbook.ledger.rules import gate
-from tests.parts.ledger.desk import Desk, SqlFile
 from tests.parts.ledger.groups import draws
 from tests.parts.ledger.groups import settings as run_settings
+from tests.parts.ledger.run_driver import RunDriver, blocking_sqlite
 from tests.parts.ledger.simulation import SimulatedRun
 
 NAMES = ("a", "b")
@@ -43,8 +43,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.num_external = 0
         self.num_epochs = 0
 
-    def make_desk(self) -> Desk:
-        return Desk()
+    def make_driver(self) -> RunDriver:
+        return RunDriver()
 
     @initialize(
         per_step=st.integers(1, 3),
@@ -72,11 +72,11 @@ class LedgerMachine(RuleBasedStateMachine):
             max_steps=max_steps,
             max_attempts=max_attempts,
         )
-        self.desk = self.make_desk().create(self.run_settings)
-        self.simulation = SimulatedRun(desk=self.desk, staleness_bound=staleness_bound)
+        self.driver = self.make_driver().create(self.run_settings)
+        self.simulation = SimulatedRun(driver=self.driver, staleness_bound=staleness_bound)
         self.take_over(checkpoint=0, is_exact=True)
         self.publish()
-        self.owners = {name: self.desk.join(name) for name in NAMES}
+        self.owners = {name: self.driver.join(name) for name in NAMES}
 
     # ------------------------------------------------------------------ in step
 
@@ -105,7 +105,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def good_rounds(self, rounds: int, held: int, publishes: bool) -> None:
         for _ in range(rounds):
             name = NAMES[self.next_draw % 2]
-            reply = self.desk.open(self.owners[name], draws(self.next_draw, 8))
+            reply = self.driver.open(self.owners[name], draws(self.next_draw, 8))
             self.next_draw += reply.taken
             self.grants += reply.grants[:held]
             for grant in reply.grants[held:]:
@@ -129,23 +129,23 @@ class LedgerMachine(RuleBasedStateMachine):
     def join_or_crash_and_join_again(self, name: str) -> None:
         if name in self.owners:
             self.superseded.append(self.owners[name])
-        self.owners[name] = self.desk.join(name)
+        self.owners[name] = self.driver.join(name)
 
     @precondition(lambda self: self.superseded)
     @rule()
     def a_superseded_dispatcher_is_refused(self) -> None:
         with pytest.raises(FencedError):
-            self.desk.open(self.superseded[-1], draws(self.next_draw, 1))
+            self.driver.open(self.superseded[-1], draws(self.next_draw, 1))
 
     @precondition(lambda self: self.owners)
     @rule(data=st.data(), limit=st.integers(1, 8), proposed=st.integers(0, 8), is_repeated=st.booleans())
     def open(self, data: st.DataObject, limit: int, proposed: int, is_repeated: bool) -> None:
         name = data.draw(st.sampled_from(sorted(self.owners)))
-        request = f"request-{self.next_draw}-{len(self.grants)}-{name}-{self.desk.now}"
+        request = f"request-{self.next_draw}-{len(self.grants)}-{name}-{self.driver.now}"
         ask = draws(self.next_draw, proposed)
-        reply = self.desk.open(self.owners[name], ask, limit=limit, request=request)
+        reply = self.driver.open(self.owners[name], ask, limit=limit, request=request)
         if is_repeated and reply.grants:
-            assert self.desk.open(self.owners[name], ask, limit=limit, request=request) == reply
+            assert self.driver.open(self.owners[name], ask, limit=limit, request=request) == reply
         assert len(reply.grants) <= limit
         self.next_draw += reply.taken
         self.grants += reply.grants
@@ -165,13 +165,13 @@ class LedgerMachine(RuleBasedStateMachine):
             self.grants.pop(at)
 
     def submit_tokens(self, grant: Grant, stamps: tuple[int, ...]) -> None:
-        receipt = self.desk.submit(grant.task_id, stamps, attempt=grant.attempt)
+        receipt = self.driver.submit(grant.task_id, stamps, attempt=grant.attempt)
         if receipt is Receipt.STORED:
             assert grant.group_id not in self.simulation.tokens, "stored twice"
             self.simulation.tokens[grant.group_id] = stamps
         else:
             was_stored = grant.group_id in self.simulation.tokens
-            is_dropped = self.desk.group(grant.task_id).state is GroupState.DROPPED
+            is_dropped = self.driver.group(grant.task_id).state is GroupState.DROPPED
             assert receipt is (Receipt.ALREADY_SETTLED if is_dropped else Receipt.ALREADY_STORED)
             assert was_stored or is_dropped
 
@@ -180,16 +180,16 @@ class LedgerMachine(RuleBasedStateMachine):
     def drop(self, data: st.DataObject, kind: DropKind, has_payload: bool) -> None:
         grant = data.draw(st.sampled_from(self.grants))
         if has_payload:
-            stored = self.desk.submit(grant.task_id, (grant.admission_publication,), drop=DropReason(kind))
-            assert stored is not Receipt.STORED or self.desk.group(grant.task_id).state is GroupState.DROPPED
+            stored = self.driver.submit(grant.task_id, (grant.admission_publication,), drop=DropReason(kind))
+            assert stored is not Receipt.STORED or self.driver.group(grant.task_id).state is GroupState.DROPPED
         else:
-            self.desk.close(grant.task_id, DropReason(kind))
+            self.driver.close(grant.task_id, DropReason(kind))
 
     @precondition(lambda self: self.grants)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         grant = data.draw(st.sampled_from(self.grants))
-        self.desk.release(grant.task_id, grant.attempt)
+        self.driver.release(grant.task_id, grant.attempt)
 
     @rule()
     def submit_something_external(self) -> None:
@@ -198,15 +198,15 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         task = f"external{self.num_external}"
         self.num_external += 1
-        self.desk.submit(task, (-1,))
+        self.driver.submit(task, (-1,))
         self.simulation.tokens[f"{task}@0"] = (-1,)
 
     @rule(seconds=st.sampled_from([1.0, 6.0, 11.0, 101.0]), alive=st.sets(st.sampled_from(NAMES)))
     def time_passes(self, seconds: float, alive: set[str]) -> None:
-        self.desk.now += seconds
+        self.driver.now += seconds
         for name in alive & set(self.owners):
-            self.desk.rule(lambda book, name=name: gate.heartbeat(book, self.owners[name]))  # type: ignore[misc]
-        self.desk.expire()
+            self.driver.rule(lambda run_tx, name=name: gate.heartbeat(run_tx, self.owners[name]))  # type: ignore[misc]
+        self.driver.expire()
 
     # ------------------------------------------------------------------ trainer
 
@@ -244,7 +244,7 @@ class LedgerMachine(RuleBasedStateMachine):
         checkpoint = data.draw(st.sampled_from(sorted(self.simulation.checkpoints)))
         self.take_over(checkpoint=checkpoint, is_exact=is_exact)
         with pytest.raises(FencedError):
-            self.desk.decide(1, epoch=self.desk.epoch - 1)
+            self.driver.decide(1, epoch=self.driver.epoch - 1)
 
     def take_over(self, *, checkpoint: int, is_exact: bool) -> None:
         self.num_epochs += 1
@@ -256,19 +256,19 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_record_adds_up(self) -> None:
-        report = self.desk.audit()
+        report = self.driver.audit()
         assert report.violations == ()
         assert report.opened == sum(report.law.values())
 
     def teardown(self) -> None:
-        if hasattr(self, "desk"):
+        if hasattr(self, "driver"):
             self.the_run_can_still_end()
 
     def the_run_can_still_end(self) -> None:
         """No deadlock: from wherever we are, fresh dispatchers and a fresh trainer bring the run to its end."""
         self.simulation.expect_an_end()
         self.take_over(checkpoint=max(self.simulation.checkpoints), is_exact=True)
-        self.owners = {name: self.desk.join(name) for name in NAMES}
+        self.owners = {name: self.driver.join(name) for name in NAMES}
         most = self.run_settings.rule.max_steps
         last = self.next_draw + STEPS_BEYOND * self.run_settings.rule.groups_per_step
         for _ in range(400):
@@ -279,37 +279,38 @@ class LedgerMachine(RuleBasedStateMachine):
             if self.simulation.end is not None:
                 break
         expected = {EndOfRun.END_OF_DATA} if most is None else {EndOfRun.END_OF_DATA, EndOfRun.MAX_STEPS}
-        assert self.simulation.end in expected, f"stuck at {self.desk.status()}"
+        assert self.simulation.end in expected, f"stuck at {self.driver.status()}"
         assert sorted(self.simulation.acknowledged) == list(range(1, self.simulation.step + 1))
-        self.desk.finish(self.simulation.end)
-        report = self.desk.audit()
+        self.driver.finish(self.simulation.end)
+        report = self.driver.audit()
         assert report.violations == ()
         assert report.law["dispatched"] == report.law["queued"] == 0
 
     def play_everything(self, last: int) -> None:
         for name in NAMES:
-            reply = self.desk.open(self.owners[name], draws(self.next_draw, max(0, last - self.next_draw)))
+            reply = self.driver.open(self.owners[name], draws(self.next_draw, max(0, last - self.next_draw)))
             self.next_draw += reply.taken
             for grant in reply.grants:
                 assert self.simulation.live is not None
                 self.submit_tokens(grant, (self.simulation.live.id,))
-        if self.next_draw >= last and not self.desk.status().exhausted:
-            self.desk.exhausted()
+        if self.next_draw >= last and not self.driver.status().exhausted:
+            self.driver.exhausted()
 
 
 class SqlLedgerMachine(LedgerMachine):
-    def make_desk(self) -> Desk:
+    def make_driver(self) -> RunDriver:
         self.directory = tempfile.TemporaryDirectory()
-        self.file = SqlFile(Path(self.directory.name) / "ledger.sqlite")
-        return Desk(self.file)
+        self.path = Path(self.directory.name) / "ledger.sqlite"
+        self.file = blocking_sqlite(self.path)
+        return RunDriver(self.file)
 
     @rule()
     def ledger_restarts(self) -> None:
         self.file.close()
-        self.file = SqlFile(self.file.path)
-        self.desk.store = self.file
-        self.desk.now += 5
-        self.desk.rule(gate.grace)
+        self.file = blocking_sqlite(self.path)
+        self.driver.store = self.file
+        self.driver.now += 5
+        self.driver.rule(gate.extend_leases)
 
     def teardown(self) -> None:
         super().teardown()

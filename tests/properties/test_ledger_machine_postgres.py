@@ -5,9 +5,8 @@ from hypothesis import settings
 from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 
 from rollbook.ledger.rules import gate
-from tests.parts.ledger.desk import Desk
 from tests.parts.ledger.postgres import shared_server
-from tests.parts.ledger.postgres_desk import PostgresNow
+from tests.parts.ledger.run_driver import RunDriver, blocking_postgres
 from tests.properties.test_ledger_machine import QUICK, LedgerMachine
 
 MOST_CRASHES = 2
@@ -15,18 +14,19 @@ MOST_CRASHES = 2
 
 
 class PostgresLedgerMachine(LedgerMachine):
-    def make_desk(self) -> Desk:
+    def make_driver(self) -> RunDriver:
         self.num_crashes = 0
-        self.store = PostgresNow(shared_server().fresh_url())
-        return Desk(self.store)
+        self.url = shared_server().fresh_url()
+        self.store = blocking_postgres(self.url)
+        return RunDriver(self.store)
 
     @rule()
     def a_replica_takes_the_place_of_another(self) -> None:
         self.store.close()
-        self.store = PostgresNow(self.store.url)
-        self.desk.store = self.store
-        self.desk.now += 5
-        self.desk.rule(gate.grace)
+        self.store = blocking_postgres(self.url)
+        self.driver.store = self.store
+        self.driver.now += 5
+        self.driver.rule(gate.extend_leases)
 
     @precondition(lambda self: self.num_crashes < MOST_CRASHES)
     @rule()

@@ -61,7 +61,7 @@ def test_a_batch_holds_only_fresh_groups_and_at_most_a_step(
     rule: FreshnessRule, queue: tuple[list[Candidate], list[int]], step: int
 ) -> None:
     queued, running = queue
-    chosen = choose(queued, oldest_running=min(running, default=None), rule=rule, step=step)
+    chosen = choose(queued, oldest_dispatched=min(running, default=None), rule=rule, step=step)
     assert len(chosen) <= rule.groups_per_step
     assert len({c.group_id for c in chosen}) == len(chosen)
     assert all(c in queued and not is_stale(c, rule, step=step) for c in chosen)
@@ -83,7 +83,7 @@ def test_wait_takes_the_oldest_first_and_nobody_beyond_the_window(
         if lowest >= oldest_open + rule.window:
             break
         expected.append(left.pop(lowest))
-    assert list(choose(queued, oldest_running=min(running, default=None), rule=rule, step=step)) == expected
+    assert list(choose(queued, oldest_dispatched=min(running, default=None), rule=rule, step=step)) == expected
 
 
 @given(rule=rules, queue=queues(), step=st.integers(1, 10))
@@ -94,7 +94,7 @@ def test_drop_takes_the_first_arrivals(
     if rule.policy is not BatchPolicy.DROP:
         return
     fresh = sorted((c for c in queued if not is_stale(c, rule, step=step)), key=lambda c: c.arrival)
-    chosen = choose(queued, oldest_running=min(running, default=None), rule=rule, step=step)
+    chosen = choose(queued, oldest_dispatched=min(running, default=None), rule=rule, step=step)
     assert list(chosen) == fresh[: rule.groups_per_step]
 
 
@@ -108,6 +108,6 @@ def test_the_front_of_the_queue_is_all_that_choosing_needs(
     order = (lambda c: c.arrival) if rule.policy is BatchPolicy.DROP else (lambda c: c.sequence)
     front = sorted(fresh, key=order)[: rule.groups_per_step]
     oldest = min(running, default=None)
-    assert choose(front, oldest_running=oldest, rule=rule, step=step) == choose(
-        fresh, oldest_running=oldest, rule=rule, step=step
+    assert choose(front, oldest_dispatched=oldest, rule=rule, step=step) == choose(
+        fresh, oldest_dispatched=oldest, rule=rule, step=step
     )

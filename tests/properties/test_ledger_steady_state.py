@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from rollbook.contracts.admission import Grant
 from rollbook.contracts.freshness import BatchPolicy, FreshnessRule
 from rollbook.ledger.tools.audit import AuditReport
-from tests.parts.ledger.desk import Desk
 from tests.parts.ledger.groups import draws
 from tests.parts.ledger.groups import settings as run_settings
+from tests.parts.ledger.run_driver import RunDriver
 from tests.parts.ledger.simulation import SimulatedRun
 
 STEPS = 8
@@ -19,7 +19,7 @@ STEPS = 8
 def play(rule: FreshnessRule, *, seed: int, patience: int) -> AuditReport:
     """A run of so many steps, in which groups finish in a random order and some are given back. `patience` favours the young."""
     rng = random.Random(seed)
-    desk = Desk().create(
+    driver = RunDriver().create(
         run_settings(
             per_step=rule.groups_per_step,
             in_flight=rule.max_in_flight,
@@ -31,33 +31,33 @@ def play(rule: FreshnessRule, *, seed: int, patience: int) -> AuditReport:
             ttl_s=1e9,
         )
     )
-    simulation = SimulatedRun(desk=desk, staleness_bound=rule.max_head_offpolicy_versions)
+    simulation = SimulatedRun(driver=driver, staleness_bound=rule.max_head_offpolicy_versions)
     simulation.take_over(checkpoint=0, salt="")
     simulation.publish()
-    owner = desk.join()
+    owner = driver.join()
     playing: list[Grant] = []
     at = 0
     for _ in range(5_000):
-        reply = desk.open(owner, draws(at, 4), limit=4)
+        reply = driver.open(owner, draws(at, 4), limit=4)
         at += reply.taken
         playing += reply.grants
         if playing:
             finished = max(rng.sample(range(len(playing)), min(patience, len(playing))))
             grant = playing.pop(finished)
             if rng.random() < 0.1:
-                desk.release(grant.task_id, grant.attempt)
+                driver.release(grant.task_id, grant.attempt)
             else:
                 # As old as its admission allows: the whole group was sampled at once, then it took its time.
                 stamps = (int(grant.admission_publication),)
                 simulation.tokens[grant.group_id] = stamps
-                desk.submit(grant.task_id, stamps, attempt=grant.attempt)
+                driver.submit(grant.task_id, stamps, attempt=grant.attempt)
         if rng.random() < 0.7 and simulation.train():
             simulation.publish()
         if rng.random() < 0.2 and simulation.step >= 1:
             simulation.decide(simulation.step + 1)
         if simulation.step == STEPS:
             break
-    return desk.audit()
+    return driver.audit()
 
 
 rules = st.builds(

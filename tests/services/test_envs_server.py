@@ -27,7 +27,7 @@ from rollbook.envs.pools.environment_pool import open_environment_pool
 from rollbook.envs.server.app import EnvironmentInfo, build_app
 from rollbook.envs.server.run import serve_environments
 from rollbook.envs.server.sessions import session_capacity
-from rollbook.telemetry.events import EventLog, read_events
+from rollbook.telemetry.events import EventLog, read_json_lines
 from tests.parts.envs.environments import GAME, Breaker, CannotBeMade, Notebook, Sleeper, Waiter, served, until
 
 
@@ -177,7 +177,7 @@ async def test_an_environment_that_breaks_while_closing_costs_nobody_a_place(tmp
             await environment.reset({"break": "close"})
             await environment.close()
         assert server.pool.health().busy == 0
-    told = [event["event"] for event in read_events(tmp_path / "log.jsonl")]
+    told = [event["event"] for event in read_json_lines(tmp_path / "log.jsonl")]
     assert told.count("envs.environment_not_closed") == 3
 
 

@@ -1,11 +1,10 @@
-"""The clients against real servers: retries, deadlines, bundles, restarts, weight pushes."""
+"""The policy client and the weight client against real servers: retries, deadlines, bundles, restarts, updates."""
 
 import asyncio
 import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -27,10 +26,10 @@ from rollbook.inference.weights.client import WeightTransferClient
 from rollbook.inference.wire.completions import MSGPACK, TokenCompletion, TokenReply
 from tests.parts.inference.engines import TinyModel, engine_config, until
 from tests.parts.inference.models import VOCAB, plain_logprobs, publication
+from tests.parts.inference.server_process import start_server
 
 ONE = SamplingParams(max_tokens=1)
 LONG = SamplingParams(max_tokens=200)
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +46,7 @@ async def opened(
     posts: list[str] | None = None,
     **settings: Any,
 ) -> AsyncIterator[tuple[PolicyClient, Engine, str]]:
-    """`posts` collects the paths that were asked for."""
+    """`posts` collects the requested paths."""
 
     @web.middleware
     async def collect(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -63,34 +62,34 @@ async def opened(
 
 
 @asynccontextmanager
-async def answering(*answers: Any) -> AsyncIterator[tuple[str, list[Any]]]:
-    """A server that gives these answers in turn (the last one forever) and remembers what it was asked."""
-    asked: list[Any] = []
-    script = list(answers)
+async def scripted_server(*responses: Any) -> AsyncIterator[tuple[str, list[Any]]]:
+    """A server with these responses in turn (the last one repeats). Yields its URL and the received bodies."""
+    received: list[Any] = []
+    script = list(responses)
 
     async def handle(request: web.Request) -> web.StreamResponse:
-        asked.append(await request.json())
-        answer = script.pop(0) if len(script) > 1 else script[0]
-        if answer == "hang up":
+        received.append(await request.json())
+        planned = script.pop(0) if len(script) > 1 else script[0]
+        if planned == "disconnect":
             assert request.transport is not None
             request.transport.close()
             return web.Response()
-        if answer == "half a body":
+        if planned == "incomplete body":
             response = web.StreamResponse(headers={"Content-Length": "1000"})
             await response.prepare(request)
             await response.write(b'{"choices":')
             assert request.transport is not None
             request.transport.close()
             return response
-        if isinstance(answer, TokenReply):
-            return web.Response(body=msgspec.msgpack.encode(answer), content_type=MSGPACK)
-        status, body = answer
+        if isinstance(planned, TokenReply):
+            return web.Response(body=msgspec.msgpack.encode(planned), content_type=MSGPACK)
+        status, body = planned
         return json_response(body, status=status)
 
     app = web.Application()
     app.router.add_post("/v1/completions", handle)
     async with serve(app) as url:
-        yield url, asked
+        yield url, received
 
 
 def reply(*tokens: int) -> TokenReply:
@@ -103,7 +102,7 @@ def reply(*tokens: int) -> TokenReply:
     return TokenReply(completions=[TokenCompletion.of(completion)])
 
 
-async def test_a_completion_arrives_as_the_engine_made_it(tiny: TinyModel) -> None:
+async def test_a_completion_has_the_logprobs_and_version_of_the_engine(tiny: TinyModel) -> None:
     async with opened(tiny, "transformers") as (client, _, _):
         for sampling in (SamplingParams(max_tokens=5, seed=3), SamplingParams(max_tokens=40, seed=3)):
             completion = await client.complete([1, 2, 3], sampling)
@@ -112,7 +111,7 @@ async def test_a_completion_arrives_as_the_engine_made_it(tiny: TinyModel) -> No
             assert set(completion.versions.tolist()) == {1}
 
 
-async def test_many_short_requests_share_http_requests_and_each_gets_its_own_answer(tiny: TinyModel) -> None:
+async def test_many_short_requests_share_http_requests_and_each_gets_its_own_completion(tiny: TinyModel) -> None:
     seeds = range(300)
     posts: list[str] = []
     async with opened(tiny, posts=posts) as (client, _, url):
@@ -126,7 +125,7 @@ async def test_many_short_requests_share_http_requests_and_each_gets_its_own_ans
                 assert sampled[seed].token_ids.tolist() == alone.token_ids.tolist()
 
 
-async def test_one_bad_prompt_in_a_bundle_harms_nobody_else(tiny: TinyModel) -> None:
+async def test_an_invalid_prompt_in_a_bundle_does_not_affect_the_others(tiny: TinyModel) -> None:
     async with opened(tiny) as (client, _, _):
         prompts = [[1], [2], [VOCAB + 5], [3], []]
         outcomes = await asyncio.gather(*(client.complete(p, ONE) for p in prompts), return_exceptions=True)
@@ -134,33 +133,38 @@ async def test_one_bad_prompt_in_a_bundle_harms_nobody_else(tiny: TinyModel) -> 
     assert "vocabulary" in str(outcomes[2])
 
 
-@pytest.mark.parametrize("trouble", ["hang up", "half a body", (500, {"oops": 1}), (503, {}), (200, {"no": "sense"})])
-async def test_a_passing_trouble_is_retried(trouble: Any) -> None:
-    async with answering(trouble, trouble, reply(4)) as (url, asked), open_policy_client(url, request_s=20) as client:
+@pytest.mark.parametrize(
+    "failure", ["disconnect", "incomplete body", (500, {"error": 1}), (503, {}), (200, {"not": "valid"})]
+)
+async def test_a_transient_failure_is_retried(failure: Any) -> None:
+    async with (
+        scripted_server(failure, failure, reply(4)) as (url, received),
+        open_policy_client(url, request_s=20) as client,
+    ):
         completion = await client.complete([1], ONE)
     assert completion.token_ids.tolist() == [4]
     assert completion.versions.tolist() == [3]
-    assert len(asked) >= 3
+    assert len(received) >= 3
 
 
 @pytest.mark.parametrize(("status", "expected"), [(400, EpisodeError), (404, RunError), (401, RunError)])
-async def test_a_fault_of_ours_is_never_retried(status: int, expected: type[Exception]) -> None:
-    async with answering((status, {})) as (url, asked), open_policy_client(url, request_s=20) as client:
+async def test_a_client_error_is_never_retried(status: int, expected: type[Exception]) -> None:
+    async with scripted_server((status, {})) as (url, received), open_policy_client(url, request_s=20) as client:
         for sampling in (ONE, LONG):
             with pytest.raises(expected, match=str(status)):
                 await client.complete([1], sampling)
-    assert len(asked) == 2
+    assert len(received) == 2
 
 
-async def test_an_answer_for_other_tokens_than_its_stamps_is_not_believed() -> None:
+async def test_a_response_with_arrays_of_different_lengths_is_retried() -> None:
     broken = reply(4, 5)
     broken.completions[0].versions = np.array([3], np.int32).data
-    async with answering(broken, reply(6)) as (url, _), open_policy_client(url, request_s=20) as client:
+    async with scripted_server(broken, reply(6)) as (url, _), open_policy_client(url, request_s=20) as client:
         assert (await client.complete([1], ONE)).token_ids.tolist() == [6]
 
 
 @pytest.mark.parametrize("sampling", [ONE, LONG])
-async def test_the_deadline_ends_it_and_tells_the_last_trouble(sampling: SamplingParams) -> None:
+async def test_an_expired_deadline_reports_the_last_error(sampling: SamplingParams) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
@@ -169,9 +173,9 @@ async def test_the_deadline_ends_it_and_tells_the_last_trouble(sampling: Samplin
                 await client.complete([1], sampling)
 
 
-async def test_a_shorter_deadline_of_the_caller_wins(tiny: TinyModel) -> None:
+async def test_a_shorter_deadline_of_the_caller_is_used(tiny: TinyModel) -> None:
     async with opened(tiny, published=None) as (client, _, _):
-        # Told with the cause when no further try fits into the deadline, or with the deadline when one hangs.
+        # The error names the cause if no further attempt fits into the deadline, or the deadline if an attempt hangs.
         with pytest.raises(TransientError, match=r"stale_weights|within 0\.15 s"):
             await client.complete([1], ONE, timeout_s=0.15)
 
@@ -188,26 +192,16 @@ async def test_a_request_waits_for_the_weights_it_needs(tiny: TinyModel) -> None
 @pytest.mark.parametrize("max_tokens", [BUNDLE_MAX_TOKENS, 200])
 async def test_cancelling_a_request_frees_its_slot_on_the_server(tiny: TinyModel, max_tokens: int) -> None:
     async with opened(tiny, scripted=ScriptedConfig(token_s=0.05)) as (client, engine, _):
-        asking = asyncio.create_task(client.complete([1], SamplingParams(max_tokens=max_tokens)))
+        task = asyncio.create_task(client.complete([1], SamplingParams(max_tokens=max_tokens)))
         await until(lambda: engine.stats().tokens >= 1)
-        asking.cancel()
+        task.cancel()
         await until(lambda: engine.stats().running == 0)
         assert engine.stats().tokens < max_tokens
 
 
-async def start_server(port: int, ready: Path) -> subprocess.Popen[bytes]:
-    ready.unlink(missing_ok=True)
-    process = subprocess.Popen(  # noqa: ASYNC220  # it must be killable from here, and starting it is quick
-        [sys.executable, "-m", "tests.parts.inference.server_process", str(port), str(ready)], cwd=ROOT
-    )
-    await until(lambda: ready.exists() and ready.read_text().startswith("http"))
-    return process
-
-
-async def test_waiting_survives_a_policy_server_that_is_killed_and_restarted(tiny: TinyModel, tmp_path: Path) -> None:
+async def test_requests_survive_a_kill_and_restart_of_the_policy_server(tiny: TinyModel, tmp_path: Path) -> None:
     ready = tmp_path / "ready"
-    first = await start_server(0, ready)
-    url = ready.read_text()
+    first, url = await start_server(ready)
     port = int(url.rsplit(":", 1)[1])
     published, path = tiny.weights(1)
     second: subprocess.Popen[bytes] | None = None
@@ -216,18 +210,18 @@ async def test_waiting_survives_a_policy_server_that_is_killed_and_restarted(tin
             client = await stack.enter_async_context(open_policy_client(url, request_s=60))
             weights = await stack.enter_async_context(WeightTransferClient([url], request_s=60))
             await weights.receive(published, str(path))
-            asking = [asyncio.create_task(client.complete([n], SamplingParams(max_tokens=200))) for n in range(4)]
-            asking += [asyncio.create_task(client.complete([n], ONE)) for n in range(4)]
+            tasks = [asyncio.create_task(client.complete([n], SamplingParams(max_tokens=200))) for n in range(4)]
+            tasks += [asyncio.create_task(client.complete([n], ONE)) for n in range(4)]
             await client.complete([9], ONE)
             os.kill(first.pid, signal.SIGKILL)
             first.wait()
-            asking.append(asyncio.create_task(client.complete([5], ONE)))
-            second = await start_server(port, ready)
-            # It came back without weights: nothing is sampled until somebody pushes them again.
+            tasks.append(asyncio.create_task(client.complete([5], ONE)))
+            second, _ = await start_server(ready, port)
+            # It restarts without weights: nothing is sampled until they are pushed again.
             assert await weights.reported() == [None]
-            assert not asking[0].done()
+            assert not tasks[0].done()
             await weights.receive(published, str(path))
-            assert all(len(completion.token_ids) > 0 for completion in await asyncio.gather(*asking))
+            assert all(len(completion.token_ids) > 0 for completion in await asyncio.gather(*tasks))
     finally:
         for process in (first, second):
             if process is not None:
@@ -255,19 +249,20 @@ async def test_weights_reach_every_replica_and_are_reported(tiny: TinyModel) -> 
         assert list(await weights.reported()) == [published, published]
 
 
-async def test_a_replica_that_is_gone_is_quarantined_and_the_last_one_is_told(tiny: TinyModel) -> None:
+async def test_an_unreachable_replica_is_quarantined_but_never_the_last_one(tiny: TinyModel) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
-        gone = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        unreachable = f"http://127.0.0.1:{unused.getsockname()[1]}"
         published, path = tiny.weights(2)
-        async with opened(tiny) as (_, _, url), WeightTransferClient([url, gone], request_s=5) as weights:
-            with pytest.raises(TransientError, match=gone):
+        async with opened(tiny) as (_, _, url), WeightTransferClient([url, unreachable], request_s=5) as weights:
+            with pytest.raises(TransientError, match=unreachable):
                 await weights.reported()
             await weights.receive(published, str(path))
-            assert weights.quarantined == (gone,)
+            assert weights.quarantined == (unreachable,)
             assert list(await weights.reported()) == [published]
-        async with WeightTransferClient([gone], request_s=0.3) as weights:
-            with pytest.raises(TransientError, match=gone):
+        async with WeightTransferClient([unreachable], request_s=0.3) as weights:
+            # The error names the replica, or the publication if the deadline expires before the first attempt ends.
+            with pytest.raises(TransientError, match=f"{unreachable}|publication 2"):
                 await weights.receive(published, str(path))
             assert weights.quarantined == ()
 

@@ -1,10 +1,8 @@
-"""Several real replicas: one is killed under load, drained, left behind; requests are answered by the others."""
+"""Several real replicas: when one is killed, draining or behind, the others complete its requests."""
 
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -21,8 +19,8 @@ from rollbook.inference.weights.transport import TransportOptions, open_transpor
 from rollbook.trainer.model.weights import digest_of, named_weights
 from tests.parts.inference.engines import TinyModel, engine_config, until
 from tests.parts.inference.models import publication
+from tests.parts.inference.server_process import start_server
 
-ROOT = Path(__file__).parents[2]
 LONG = SamplingParams(max_tokens=60)
 ONE = SamplingParams(max_tokens=1)
 
@@ -32,16 +30,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     return TinyModel(root=tmp_path_factory.mktemp("fleet"))
 
 
-async def start_server(ready: Path, port: int = 0) -> tuple[subprocess.Popen[bytes], str]:
-    ready.unlink(missing_ok=True)
-    process = subprocess.Popen(  # noqa: ASYNC220  # it must be killable from here, and starting it is quick
-        [sys.executable, "-m", "tests.parts.inference.server_process", str(port), str(ready)], cwd=ROOT
-    )
-    await until(lambda: ready.exists() and ready.read_text().startswith("http"), within_s=60)
-    return process, ready.read_text()
-
-
-async def test_all_requests_are_answered_when_one_of_two_replicas_is_killed_under_load(
+async def test_all_requests_complete_when_one_of_two_replicas_is_killed_under_load(
     tiny: TinyModel, tmp_path: Path
 ) -> None:
     published, path = tiny.weights(1)
@@ -54,15 +43,15 @@ async def test_all_requests_are_answered_when_one_of_two_replicas_is_killed_unde
             weights = await stack.enter_async_context(WeightTransferClient(urls, request_s=60))
             await weights.receive(published, str(path))
             client = await stack.enter_async_context(open_policy_client(urls, request_s=60, watch_s=0.1))
-            asking = [asyncio.create_task(client.complete([n % 30, n % 7], LONG if n % 2 else ONE)) for n in range(120)]
+            tasks = [asyncio.create_task(client.complete([n % 30, n % 7], LONG if n % 2 else ONE)) for n in range(120)]
             await until(lambda: all(replica.completed for replica in client.fleet.replicas))
             os.kill(first.pid, signal.SIGKILL)
             first.wait()
-            asking += [asyncio.create_task(client.complete([n % 30, 3], LONG)) for n in range(60)]
-            answers = await asyncio.gather(*asking)
-            assert [len(answer.token_ids) for answer in answers[-60:]] == [60] * 60
-            assert len(answers) == 180
-            # From now on the dead one is left out, but for a try now and then.
+            tasks += [asyncio.create_task(client.complete([n % 30, 3], LONG)) for n in range(60)]
+            completions = await asyncio.gather(*tasks)
+            assert [len(completion.token_ids) for completion in completions[-60:]] == [60] * 60
+            assert len(completions) == 180
+            # From now on the dead replica is not chosen, except for a probe now and then.
             homes = [f"episode-{number}" for number in range(20)]
             await until(lambda: {client.fleet.choose(session=home, min_publication=0) for home in homes} == {1})
     finally:
@@ -72,7 +61,7 @@ async def test_all_requests_are_answered_when_one_of_two_replicas_is_killed_unde
 
 
 @pytest.mark.slow
-async def test_weights_cross_processes_over_gloo_and_a_member_that_died_is_left_out(
+async def test_weights_cross_processes_over_gloo_and_a_dead_member_is_quarantined(
     tiny: TinyModel, tmp_path: Path
 ) -> None:
     (first, first_url), (second, second_url) = await asyncio.gather(
@@ -114,37 +103,36 @@ async def two_replicas(
         yield client, urls
 
 
-def answered(fleet: Fleet) -> list[int]:
+def completed(fleet: Fleet) -> list[int]:
     return [replica.completed for replica in fleet.replicas]
 
 
-async def test_the_turns_of_a_session_go_to_one_replica_and_sessions_to_all(tiny: TinyModel) -> None:
+async def test_the_turns_of_a_session_use_one_replica_and_sessions_use_all(tiny: TinyModel) -> None:
     episode = ["none"]
     async with AsyncExitStack() as stack:
         _, urls = await stack.enter_async_context(two_replicas(tiny))
-        asking = open_policy_client(urls, request_s=30, session=lambda: episode[0])
-        client = await stack.enter_async_context(asking)
+        client = await stack.enter_async_context(open_policy_client(urls, request_s=30, session=lambda: episode[0]))
         homes: Counter[int] = Counter()
         for number in range(12):
             episode[0] = f"episode-{number}"
-            before = answered(client.fleet)
+            before = completed(client.fleet)
             for turn in range(3):
                 await client.complete([number, turn], SamplingParams(max_tokens=9))
-            used = [now - then for now, then in zip(answered(client.fleet), before, strict=True)]
+            used = [now - then for now, then in zip(completed(client.fleet), before, strict=True)]
             assert sorted(used) == [0, 3]
             homes[used.index(3)] += 1
         assert set(homes) == {0, 1}
 
 
-async def test_a_replica_with_older_weights_is_not_asked_for_newer_ones(tiny: TinyModel) -> None:
+async def test_a_replica_with_older_weights_gets_no_request_that_requires_newer_ones(tiny: TinyModel) -> None:
     async with two_replicas(tiny, published=(1, 2)) as (client, _):
         await until(lambda: [replica.publication for replica in client.fleet.replicas] == [1, 2])
-        answers = await asyncio.gather(*(client.complete([n], LONG, min_publication=2) for n in range(20)))
-        assert {int(v) for answer in answers for v in answer.versions} == {2}
-        assert answered(client.fleet)[0] == 0
+        completions = await asyncio.gather(*(client.complete([n], LONG, min_publication=2) for n in range(20)))
+        assert {int(v) for completion in completions for v in completion.versions} == {2}
+        assert completed(client.fleet)[0] == 0
 
 
-async def test_a_draining_replica_finishes_what_it_has_and_gets_nothing_new(tiny: TinyModel) -> None:
+async def test_a_draining_replica_finishes_its_requests_and_gets_no_new_ones(tiny: TinyModel) -> None:
     async with AsyncExitStack() as stack:
         urls, services = [], []
         for _ in range(2):
@@ -156,8 +144,8 @@ async def test_a_draining_replica_finishes_what_it_has_and_gets_nothing_new(tiny
         running = [asyncio.create_task(client.complete([n], SamplingParams(max_tokens=200))) for n in range(16)]
         await until(lambda: services[0].engine.stats().running > 0)
         services[0].is_draining = True
-        begun = services[0].engine.stats().running + services[0].engine.stats().requests
+        started = services[0].engine.stats().running + services[0].engine.stats().requests
         later = await asyncio.gather(*(client.complete([n, 1], LONG) for n in range(20)))
         assert len(later) == 20
-        assert all(len(answer.token_ids) == 200 for answer in await asyncio.gather(*running))
-        assert services[0].engine.stats().requests <= begun
+        assert all(len(completion.token_ids) == 200 for completion in await asyncio.gather(*running))
+        assert services[0].engine.stats().requests <= started

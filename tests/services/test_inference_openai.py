@@ -1,7 +1,14 @@
-"""The official openai client against `rollbook policy serve`, a real process over a real (tiny) model."""
+"""The official openai client against `rollbook policy serve` with a tiny model."""
 
+import asyncio
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +19,53 @@ import pytest
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
 from rollbook.trainer.config import SPECIAL_TOKENS
 from tests.parts.inference.chat_model import MAX_LEN, chat_model
-from tests.parts.inference.engines import until
-from tests.parts.inference.policy_process import PolicyProcess, policy_process
+
+ROOT = Path(__file__).parents[2]
+START_S = 120.0
+
 
 TOOL: Any = {
     "type": "function",
     "function": {"name": "look_up", "description": "…", "parameters": {"type": "object", "properties": {}}},
 }
+
+
+class PolicyProcess:
+    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
+        self.process = process
+        self.url = url
+
+    def stop(self) -> str:
+        """Terminate it and return its stderr."""
+        self.process.send_signal(signal.SIGTERM)
+        _, stderr = self.process.communicate(timeout=60)
+        return stderr
+
+
+@contextmanager
+def policy_process(scratch: Path, *arguments: str, env: dict[str, str] | None = None) -> Iterator[PolicyProcess]:
+    ready = scratch / f"ready-{time.monotonic_ns()}.json"
+    command = [sys.executable, "-m", "rollbook", "policy", "serve", "--port", "0", "--ready-file", str(ready)]
+    process = subprocess.Popen(
+        [*command, *arguments],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+    )
+    try:
+        until = time.monotonic() + START_S
+        while not ready.exists():
+            if process.poll() is not None or time.monotonic() > until:
+                process.kill()
+                raise AssertionError(f"the server did not start:\n{process.communicate()[1]}")
+            time.sleep(0.02)
+        yield PolicyProcess(process, json.loads(ready.read_text())["url"])
+    finally:
+        process.kill()
+        process.wait()
+        if process.stderr is not None:
+            process.stderr.close()
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +109,9 @@ def test_a_text_completion_has_text_logprobs_offsets_and_usage(
     assert choice.weight_versions == [{"version": 0, "start": 0, "end": len(choice.token_ids)}]
 
 
-def test_token_ids_and_text_as_prompt_give_the_same_answer(client: openai.OpenAI, tokenizer: ModelTokenizer) -> None:
+def test_a_prompt_as_token_ids_and_as_text_gives_the_same_completion(
+    client: openai.OpenAI, tokenizer: ModelTokenizer
+) -> None:
     by_text = client.completions.create(model="tiny", prompt="abc", max_tokens=20, seed=3)
     by_ids = client.completions.create(model="tiny", prompt=tokenizer.encode("abc"), max_tokens=20, seed=3)
     several = client.completions.create(model="tiny", prompt=["abc", "xyz"], max_tokens=20, seed=3)
@@ -70,20 +119,20 @@ def test_token_ids_and_text_as_prompt_give_the_same_answer(client: openai.OpenAI
     assert len(several.choices) == 2
 
 
-def test_a_seed_repeats_the_answer_and_n_gives_different_ones_each_repeatable(client: openai.OpenAI) -> None:
-    def ask(n: int, seed: int) -> list[str]:
+def test_a_seed_repeats_the_completions_and_n_gives_different_ones(client: openai.OpenAI) -> None:
+    def sample(n: int, seed: int) -> list[str]:
         return [
             c.text for c in client.completions.create(model="tiny", prompt="q", max_tokens=16, n=n, seed=seed).choices
         ]
 
-    first = ask(4, 11)
-    assert ask(4, 11) == first
+    first = sample(4, 11)
+    assert sample(4, 11) == first
     assert len(set(first)) == 4
-    assert ask(1, 11) == first[:1]
-    assert ask(4, 12) != first
+    assert sample(1, 11) == first[:1]
+    assert sample(4, 12) != first
 
 
-def test_chat_renders_the_template_and_answers_with_logprobs_of_the_bytes(
+def test_chat_renders_the_template_and_returns_logprobs_with_bytes(
     client: openai.OpenAI, tokenizer: ModelTokenizer
 ) -> None:
     messages: Any = [
@@ -102,61 +151,61 @@ def test_chat_renders_the_template_and_answers_with_logprobs_of_the_bytes(
     assert tokenizer.decode(reply.prompt_token_ids) == "<system>be brief\n<user>hi\n<assistant>"
     assert choice.message.role == "assistant"
     sampled = choice.token_ids
-    said = b"".join(bytes(entry.bytes) for entry in choice.logprobs.content if entry.token not in SPECIAL_TOKENS)
+    written = b"".join(bytes(entry.bytes) for entry in choice.logprobs.content if entry.token not in SPECIAL_TOKENS)
     assert len(choice.logprobs.content) == len(sampled)
-    assert choice.message.content == said.decode(errors="replace")
+    assert choice.message.content == written.decode(errors="replace")
     assert all(entry.logprob <= 0 and entry.top_logprobs == [] for entry in choice.logprobs.content)
 
 
-def test_alternatives_of_completions_are_dicts_with_the_sampled_token_among_them(client: openai.OpenAI) -> None:
-    asked: Any = {"model": "tiny", "prompt": "hello", "max_tokens": 8, "seed": 5, "logprobs": 4}
-    whole: Any = client.completions.create(**asked).choices[0].logprobs
+def test_alternatives_of_completions_are_dicts_that_include_the_sampled_token(client: openai.OpenAI) -> None:
+    body: Any = {"model": "tiny", "prompt": "hello", "max_tokens": 8, "seed": 5, "logprobs": 4}
+    whole: Any = client.completions.create(**body).choices[0].logprobs
     assert len(whole.top_logprobs) == len(whole.tokens) == 8
     for token, logprob, tops in zip(whole.tokens, whole.token_logprobs, whole.top_logprobs, strict=True):
         assert tops[token] == pytest.approx(logprob) or token == "\ufffd"
         assert len(tops) in (4, 5) or "\ufffd" in tops
         assert list(tops.values())[:3] == sorted(list(tops.values())[:3], reverse=True)
     streamed: list[Any] = []
-    for chunk in client.completions.create(**asked, stream=True):
+    for chunk in client.completions.create(**body, stream=True):
         streamed += (chunk.choices[0].logprobs or whole).top_logprobs or []
     assert streamed == whole.top_logprobs
-    narrow: Any = client.completions.create(**{**asked, "logprobs": 20}, extra_body={"top_k": 2})
-    # What could not be sampled is not told; two that are parts of a character may look alike.
+    narrow: Any = client.completions.create(**{**body, "logprobs": 20}, extra_body={"top_k": 2})
+    # Impossible tokens are omitted. Two tokens that are parts of a character may have the same text.
     assert all(1 <= len(tops) <= 2 for tops in narrow.choices[0].logprobs.top_logprobs)
 
 
-def test_alternatives_of_a_chat_are_lists_of_the_distribution_that_was_sampled_from(client: openai.OpenAI) -> None:
-    asked: Any = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 6, "seed": 3}
-    told: Any = client.chat.completions.create(**asked, logprobs=True, top_logprobs=20, temperature=0.7)
-    for entry in told.choices[0].logprobs.content:
+def test_alternatives_of_a_chat_are_sorted_lists_of_the_sampling_distribution(client: openai.OpenAI) -> None:
+    body: Any = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 6, "seed": 3}
+    warm: Any = client.chat.completions.create(**body, logprobs=True, top_logprobs=20, temperature=0.7)
+    for entry in warm.choices[0].logprobs.content:
         logprobs = [top.logprob for top in entry.top_logprobs]
         assert len(logprobs) == 20
         assert logprobs == sorted(logprobs, reverse=True)
         same = [top.logprob for top in entry.top_logprobs if top.token == entry.token]
         assert not same or any(value == pytest.approx(entry.logprob, abs=1e-5) for value in same)
-    greedy: Any = client.chat.completions.create(**asked, logprobs=True, top_logprobs=1, temperature=0)
+    greedy: Any = client.chat.completions.create(**body, logprobs=True, top_logprobs=1, temperature=0)
     assert all(e.top_logprobs[0].logprob == pytest.approx(e.logprob) for e in greedy.choices[0].logprobs.content)
 
 
-def test_a_second_turn_tells_how_much_of_its_prompt_was_cached(client: openai.OpenAI) -> None:
+def test_a_second_turn_reports_the_cached_part_of_its_prompt(client: openai.OpenAI) -> None:
     first: list[Any] = [{"role": "user", "content": "tell me about the number seven, at length"}]
-    begun: Any = client.chat.completions.create(
+    opening: Any = client.chat.completions.create(
         model="tiny", messages=first, max_tokens=12, extra_body={"ignore_eos": True}
     )
     longer = [*first, {"role": "assistant", "content": "it is odd"}, {"role": "user", "content": "go on"}]
     reply: Any = client.chat.completions.create(model="tiny", messages=longer, max_tokens=2)
     cached = reply.usage.prompt_tokens_details.cached_tokens
-    assert begun.usage.prompt_tokens - 16 < cached < reply.usage.prompt_tokens
+    assert opening.usage.prompt_tokens - 16 < cached < reply.usage.prompt_tokens
 
 
 @pytest.mark.parametrize("stop", [None, ["e", "qu"]])
-def test_a_stream_says_what_the_whole_answer_says(client: openai.OpenAI, stop: list[str] | None) -> None:
-    asked: Any = {"model": "tiny", "prompt": "once", "max_tokens": 60, "seed": 9, "stop": stop, "n": 2}
+def test_a_stream_has_the_same_content_as_the_whole_response(client: openai.OpenAI, stop: list[str] | None) -> None:
+    body: Any = {"model": "tiny", "prompt": "once", "max_tokens": 60, "seed": 9, "stop": stop, "n": 2}
     extra: Any = {"return_token_ids": True}
-    whole: Any = client.completions.create(**asked, logprobs=0, extra_body=extra)
+    whole: Any = client.completions.create(**body, logprobs=0, extra_body=extra)
     texts, ids, ends, usage = ["", ""], [list[int](), list[int]()], [None, None], None
     stream: Any = client.completions.create(
-        **asked, logprobs=0, stream=True, stream_options={"include_usage": True}, extra_body=extra
+        **body, logprobs=0, stream=True, stream_options={"include_usage": True}, extra_body=extra
     )
     for chunk in stream:
         usage = chunk.usage or usage
@@ -172,10 +221,10 @@ def test_a_stream_says_what_the_whole_answer_says(client: openai.OpenAI, stop: l
         assert not any(word in text for word in stop for text in texts)
 
 
-def test_a_chat_stream_says_what_the_whole_answer_says(client: openai.OpenAI) -> None:
-    asked: Any = {"model": "tiny", "messages": [{"role": "user", "content": "tell"}], "max_tokens": 40, "seed": 4}
-    whole = client.chat.completions.create(**asked)
-    chunks: list[Any] = list(client.chat.completions.create(**asked, stream=True, logprobs=True))
+def test_a_chat_stream_has_the_same_content_as_the_whole_response(client: openai.OpenAI) -> None:
+    body: Any = {"model": "tiny", "messages": [{"role": "user", "content": "tell"}], "max_tokens": 40, "seed": 4}
+    whole = client.chat.completions.create(**body)
+    chunks: list[Any] = list(client.chat.completions.create(**body, stream=True, logprobs=True))
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == whole.choices[0].message.content
     assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
@@ -184,12 +233,12 @@ def test_a_chat_stream_says_what_the_whole_answer_says(client: openai.OpenAI) ->
     assert len(logprobs) == whole.usage.completion_tokens
 
 
-def test_a_stop_string_ends_the_answer_before_it_even_across_tokens(client: openai.OpenAI) -> None:
+def test_a_stop_string_across_tokens_ends_the_text_before_it(client: openai.OpenAI) -> None:
     for seed in range(40):
-        asked: Any = {"model": "tiny", "prompt": "once", "max_tokens": 60, "seed": seed}
-        free: Any = client.completions.create(**asked, extra_body={"return_token_ids": True})
+        body: Any = {"model": "tiny", "prompt": "once", "max_tokens": 60, "seed": seed}
+        free: Any = client.completions.create(**body, extra_body={"return_token_ids": True})
         text = free.choices[0].text
-        # Words of a random model are seldom whole characters: some seed has two in a row that it says only once.
+        # A random model seldom writes whole characters. Find a seed with a pair of characters that occurs once.
         places = [
             i for i in range(5, len(text) - 8) if text[i : i + 2].isprintable() and text.find(text[i : i + 2]) == i
         ]
@@ -197,7 +246,7 @@ def test_a_stop_string_ends_the_answer_before_it_even_across_tokens(client: open
         if at is not None:
             break
     assert at is not None
-    stopped: Any = client.completions.create(**asked, stop=text[at : at + 2], extra_body={"return_token_ids": True})
+    stopped: Any = client.completions.create(**body, stop=text[at : at + 2], extra_body={"return_token_ids": True})
     choice = stopped.choices[0]
     assert choice.text == text[:at]
     assert choice.finish_reason == "stop"
@@ -226,7 +275,7 @@ def test_tools_reach_the_prompt_through_the_template(client: openai.OpenAI, toke
 
 
 @pytest.mark.parametrize(
-    ("asked", "error", "told"),
+    ("changes", "error", "message"),
     [
         ({"model": "gpt-9"}, openai.NotFoundError, "gpt-9"),
         ({"temperature": -1}, openai.BadRequestError, "temperature"),
@@ -237,16 +286,16 @@ def test_tools_reach_the_prompt_through_the_template(client: openai.OpenAI, toke
         ({"extra_body": {"no_such": 1}}, openai.BadRequestError, "no_such"),
     ],
 )
-def test_bad_input_raises_the_clients_own_error_and_names_the_field(
-    client: openai.OpenAI, asked: dict[str, Any], error: type[openai.APIStatusError], told: str
+def test_invalid_input_raises_the_error_of_the_client_and_names_the_field(
+    client: openai.OpenAI, changes: dict[str, Any], error: type[openai.APIStatusError], message: str
 ) -> None:
     base: dict[str, Any] = {"model": "tiny", "prompt": "x", "max_tokens": 2}
-    with pytest.raises(error, match=told):
-        client.completions.create(**{**base, **asked})
+    with pytest.raises(error, match=message):
+        client.completions.create(**{**base, **changes})
     assert client.completions.create(model="tiny", prompt="x", max_tokens=1).choices
 
 
-def test_chat_refuses_what_it_cannot_do(client: openai.OpenAI) -> None:
+def test_chat_rejects_unsupported_features(client: openai.OpenAI) -> None:
     hello: Any = [{"role": "user", "content": "x"}]
     picture: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
     refused: list[Any] = [
@@ -257,41 +306,38 @@ def test_chat_refuses_what_it_cannot_do(client: openai.OpenAI) -> None:
         {"messages": hello, "logprobs": True, "top_logprobs": 21},
         {"messages": hello, "top_logprobs": 3},
     ]
-    for asked in refused:
+    for body in refused:
         with pytest.raises(openai.BadRequestError):
-            client.chat.completions.create(model="tiny", **asked)
+            client.chat.completions.create(model="tiny", **body)
 
 
-def test_the_model_is_listed_and_described(client: openai.OpenAI) -> None:
+def test_the_model_is_listed(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").id == "tiny"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
 
 
-async def test_a_client_that_leaves_in_the_middle_of_a_stream_frees_its_slot(served: PolicyProcess) -> None:
-    running = 0
-
-    async def look(session: aiohttp.ClientSession) -> None:
-        nonlocal running
-        async with session.get(served.url + "/health") as response:
-            running = (await response.json())["running"]
-
+async def test_a_client_that_disconnects_from_a_stream_frees_its_slot(served: PolicyProcess) -> None:
     async with aiohttp.ClientSession() as session:
+
+        async def metric(name: str) -> float:
+            async with session.get(served.url + "/metrics") as response:
+                lines = (await response.text()).splitlines()
+            return next(float(line.split()[-1]) for line in lines if line.startswith(f"rollbook_policy_{name} "))
+
+        before = await metric("tokens_total")
         body = {"model": "tiny", "prompt": "x", "max_tokens": 500, "stream": True, "ignore_eos": True}
         async with session.post(served.url + "/v1/completions", json=body) as response:
             assert (await response.content.readline()).startswith(b"data: ")
             response.close()
-        for _ in range(200):
-            await look(session)
-            if running == 0:
-                break
-        await until(lambda: running == 0)
-        async with session.get(served.url + "/metrics") as response:
-            assert "rollbook_policy_tokens_total" in await response.text()
+        async with asyncio.timeout(60):
+            while await metric("requests_running"):
+                pass
+        assert await metric("tokens_total") - before < 500
 
 
-def test_a_key_is_demanded_where_one_was_set(tmp_path: Path) -> None:
+def test_a_configured_key_is_required(tmp_path: Path) -> None:
     arguments = ("--engine", "scripted", "--api-key-env", "POLICY_KEY")
     with policy_process(tmp_path, *arguments, env={"POLICY_KEY": "secret"}) as served:
         with openai.OpenAI(base_url=served.url + "/v1", api_key="secret", max_retries=0) as client:
@@ -299,9 +345,9 @@ def test_a_key_is_demanded_where_one_was_set(tmp_path: Path) -> None:
             with pytest.raises(openai.BadRequestError, match="no tokenizer"):
                 client.completions.create(model="policy", prompt="text")
         with (
-            openai.OpenAI(base_url=served.url + "/v1", api_key="guess", max_retries=0) as stranger,
+            openai.OpenAI(base_url=served.url + "/v1", api_key="guess", max_retries=0) as other,
             pytest.raises(openai.AuthenticationError),
         ):
-            stranger.models.list()
+            other.models.list()
         assert served.stop().count("serving") == 1
         assert served.process.returncode == 0

@@ -1,4 +1,4 @@
-"""The policy server over loopback: answers, refusals, pauses, updates, and clients that leave."""
+"""The policy server over loopback: completions, errors, pauses, updates, and clients that disconnect."""
 
 import asyncio
 import socket
@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 
 from rollbook.inference.engine import Engine
 from rollbook.inference.server.app import build_app, serve
-from rollbook.inference.wire.completions import MAX_CHOICES
+from rollbook.inference.wire.completions import MAX_CHOICES, MSGPACK, TokenReply
 from tests.parts.inference.engines import TinyModel, engine_config, until
 from tests.parts.inference.models import MAX_LEN, VOCAB, plain_logprobs
 
@@ -65,10 +66,10 @@ def update_body(tiny: TinyModel, number: int, *, epoch: int = 1, **changes: Any)
     return {"update_info": {**info, **changes}}
 
 
-async def test_a_completion_answers_in_vllms_shape_with_the_models_own_logprobs(tiny: TinyModel) -> None:
+async def test_a_completion_has_vllms_format_and_the_logprobs_of_the_model(tiny: TinyModel) -> None:
     async with served(tiny, "transformers") as server:
-        asked = {"prompt": [1, 2, 3], "max_tokens": 6, "return_token_ids": True, "logprobs": 0, "model": "policy"}
-        status, reply = await server.post("/v1/completions", asked)
+        body = {"prompt": [1, 2, 3], "max_tokens": 6, "return_token_ids": True, "logprobs": 0, "model": "policy"}
+        status, reply = await server.post("/v1/completions", body)
     assert status == 200
     assert reply["object"] == "text_completion"
     assert reply["usage"] == {
@@ -85,7 +86,7 @@ async def test_a_completion_answers_in_vllms_shape_with_the_models_own_logprobs(
     assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=1e-4)
 
 
-async def test_ids_and_logprobs_are_sent_only_when_asked_for(tiny: TinyModel) -> None:
+async def test_ids_and_logprobs_are_sent_only_on_request(tiny: TinyModel) -> None:
     async with served(tiny) as server:
         _, reply = await server.post("/v1/completions", {"prompt": [1]})
     assert reply["choices"][0]["token_ids"] is None
@@ -93,13 +94,29 @@ async def test_ids_and_logprobs_are_sent_only_when_asked_for(tiny: TinyModel) ->
     assert reply["usage"]["completion_tokens"] == 16
 
 
-async def test_several_prompts_and_n_come_back_in_order_each_with_its_seed(tiny: TinyModel) -> None:
+async def test_a_client_that_accepts_msgpack_receives_the_same_tokens_as_raw_arrays(tiny: TinyModel) -> None:
     async with served(tiny) as server:
-        asked = {"prompt": [[1], [2, 3], [4]], "max_tokens": 4, "return_token_ids": True, "seeds": [5, None, 5]}
-        _, reply = await server.post("/v1/completions", asked)
+        body = {"prompt": [[1], [2]], "max_tokens": 5, "seeds": [3, 4], "return_token_ids": True, "logprobs": 0}
+        _, reply = await server.post("/v1/completions", body)
+        request = server.session.post(server.url + "/v1/completions", json=body, headers={"Accept": MSGPACK})
+        async with request as response:
+            assert response.content_type == MSGPACK
+            arrays = msgspec.msgpack.decode(await response.read(), type=TokenReply)
+    for choice, array in zip(reply["choices"], arrays.completions, strict=True):
+        completion = array.to_contract()
+        assert completion.token_ids.tolist() == choice["token_ids"]
+        assert completion.logprobs.tolist() == choice["logprobs"]["token_logprobs"]
+        assert completion.versions.tolist() == [1] * 5
+        assert completion.finish_reason == choice["finish_reason"]
+
+
+async def test_several_prompts_are_completed_in_order_each_with_its_seed(tiny: TinyModel) -> None:
+    async with served(tiny) as server:
+        body = {"prompt": [[1], [2, 3], [4]], "max_tokens": 4, "return_token_ids": True, "seeds": [5, None, 5]}
+        _, reply = await server.post("/v1/completions", body)
         ids = [choice["token_ids"] for choice in reply["choices"]]
         assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2]
-        # The scripted policy looks at the seed only.
+        # The tokens of the scripted engine depend on the seed only.
         assert ids[0] == ids[2] != ids[1]
         _, reply = await server.post("/v1/completions", {"prompt": [[1], [2]], "n": 3, "max_tokens": 1})
         assert len(reply["choices"]) == 6
@@ -132,7 +149,7 @@ async def test_several_prompts_and_n_come_back_in_order_each_with_its_seed(tiny:
         ({"prompt": [1], "max_tokns": 5}, "max_tokns"),
     ],
 )
-async def test_nonsense_is_refused_with_the_name_of_the_field(
+async def test_an_invalid_request_is_rejected_naming_the_field(
     tiny: TinyModel, body: dict[str, Any], param: str
 ) -> None:
     async with served(tiny) as server:
@@ -145,14 +162,14 @@ async def test_nonsense_is_refused_with_the_name_of_the_field(
         assert server.engine.stats().queued == 0
 
 
-async def test_fields_of_openai_that_change_nothing_are_accepted(tiny: TinyModel) -> None:
+async def test_unsupported_fields_with_neutral_values_are_accepted(tiny: TinyModel) -> None:
     async with served(tiny) as server:
         neutral = {"stream": False, "echo": False, "best_of": 1, "stop": None, "presence_penalty": 0, "user": "me"}
         status, _ = await server.post("/v1/completions", {"prompt": [1], "max_tokens": 1, "top_k": -1, **neutral})
         assert status == 200
 
 
-async def test_bodies_that_are_no_json_and_paths_that_do_not_exist_answer_in_the_same_shape(tiny: TinyModel) -> None:
+async def test_invalid_json_and_unknown_paths_return_errors_in_the_same_format(tiny: TinyModel) -> None:
     async with served(tiny) as server:
         async with server.session.post(server.url + "/v1/completions", data=b"{") as response:
             assert response.status == 400
@@ -161,7 +178,7 @@ async def test_bodies_that_are_no_json_and_paths_that_do_not_exist_answer_in_the
         assert (status, reply["error"]["code"]) == (404, 404)
 
 
-async def test_a_server_without_published_weights_is_alive_and_does_not_sample(tiny: TinyModel) -> None:
+async def test_a_server_without_published_weights_is_healthy_and_does_not_sample(tiny: TinyModel) -> None:
     async with served(tiny, published=None) as server:
         status, health = await server.get("/health")
         assert status == 200
@@ -175,14 +192,14 @@ async def test_a_server_without_published_weights_is_alive_and_does_not_sample(t
         assert (await server.post("/v1/completions", {"prompt": [1]}))[0] == 200
 
 
-async def test_a_request_for_newer_weights_waits_for_them(tiny: TinyModel) -> None:
+async def test_a_request_for_newer_weights_is_refused_until_they_arrive(tiny: TinyModel) -> None:
     async with served(tiny) as server:
-        asked = {"prompt": [1], "max_tokens": 1, "min_publication": 2}
-        status, reply = await server.post("/v1/completions", asked)
+        body = {"prompt": [1], "max_tokens": 1, "min_publication": 2}
+        status, reply = await server.post("/v1/completions", body)
         assert (status, reply["error"]["type"]) == (503, "stale_weights")
         assert "2" in reply["error"]["message"]
         await server.post("/update_weights", update_body(tiny, 2))
-        status, reply = await server.post("/v1/completions", asked)
+        status, reply = await server.post("/v1/completions", body)
         assert status == 200
         assert reply["choices"][0]["weight_versions"][0]["version"] == 2
 
@@ -200,7 +217,7 @@ async def test_updates_are_fenced_checked_and_idempotent(tiny: TinyModel) -> Non
         status, reply = await server.post("/update_weights", update_body(tiny, 6, epoch=3, digest="f" * 32))
         assert status == 400
         assert "digest" in reply["error"]["message"]
-        status, reply = await server.post("/update_weights", update_body(tiny, 6, epoch=3, backend="pigeon"))
+        status, reply = await server.post("/update_weights", update_body(tiny, 6, epoch=3, backend="unknown"))
         assert (status, reply["error"]["param"]) == (400, "backend")
         published, _ = tiny.weights(5, epoch=3)
         assert (await server.get("/weight_info"))[1] == {
@@ -214,24 +231,24 @@ async def test_updates_are_fenced_checked_and_idempotent(tiny: TinyModel) -> Non
         }
 
 
-async def test_a_client_that_hangs_up_frees_its_slot(tiny: TinyModel) -> None:
+async def test_a_client_that_disconnects_frees_its_slot(tiny: TinyModel) -> None:
     async with served(tiny, "transformers", max_running=1) as server:
-        asked = {"prompt": [1], "max_tokens": 250}
-        leaving = asyncio.create_task(server.post("/v1/completions", asked))
+        body = {"prompt": [1], "max_tokens": 250}
+        disconnecting = asyncio.create_task(server.post("/v1/completions", body))
         await until(lambda: server.engine.stats().tokens >= 2)
-        leaving.cancel()
+        disconnecting.cancel()
         status, _ = await server.post("/v1/completions", {"prompt": [2], "max_tokens": 2})
         assert status == 200
         assert server.engine.stats().tokens < 250
 
 
-async def test_a_full_queue_answers_503_and_serves_again(tiny: TinyModel) -> None:
+async def test_a_full_queue_returns_503_until_it_has_space(tiny: TinyModel) -> None:
     async with served(tiny, max_queued=2) as server:
         await server.post("/pause?mode=keep")
-        asked = {"prompt": [1], "max_tokens": 1}
-        waiting = [asyncio.create_task(server.post("/v1/completions", asked)) for _ in range(2)]
+        body = {"prompt": [1], "max_tokens": 1}
+        waiting = [asyncio.create_task(server.post("/v1/completions", body)) for _ in range(2)]
         await until(lambda: server.engine.stats().queued == 2)
-        async with server.session.post(server.url + "/v1/completions", json=asked) as response:
+        async with server.session.post(server.url + "/v1/completions", json=body) as response:
             assert response.status == 503
             assert float(response.headers["Retry-After"]) > 0
             assert (await response.json())["error"]["type"] == "queue_full"
@@ -263,26 +280,26 @@ def test_a_scripted_server_starts_without_torch() -> None:
     assert loaded == []
 
 
-async def test_a_socket_that_somebody_else_holds_keeps_its_address(tiny: TinyModel) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        address = f"http://127.0.0.1:{held.getsockname()[1]}"
+async def test_a_passed_socket_keeps_its_address_across_servers(tiny: TinyModel) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        address = f"http://127.0.0.1:{sock.getsockname()[1]}"
         async with tiny.engine("scripted") as engine:
             for _ in range(2):
                 app = build_app(engine, engine_config("scripted"))
-                async with serve(app, sock=held.dup()) as url, aiohttp.ClientSession() as session:
+                async with serve(app, sock=sock.dup()) as url, aiohttp.ClientSession() as session:
                     assert url == address
                     async with session.get(url + "/health") as response:
                         assert response.status == 200
 
 
-async def test_models_tells_what_fits(tiny: TinyModel) -> None:
+async def test_models_lists_maximum_length_and_vocabulary(tiny: TinyModel) -> None:
     async with served(tiny) as server:
         _, reply = await server.get("/v1/models")
         assert reply["data"][0]["max_model_len"] == MAX_LEN
         assert reply["data"][0]["vocab_size"] == VOCAB
 
 
-async def test_a_model_that_fails_on_a_request_answers_500_by_name(tiny: TinyModel, tmp_path: Path) -> None:
+async def test_a_request_on_which_the_model_fails_returns_500(tiny: TinyModel, tmp_path: Path) -> None:
     async with served(tiny, "transformers") as server:
         body = update_body(tiny, 2)
         assert (await server.post("/update_weights", body))[0] == 200

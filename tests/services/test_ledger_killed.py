@@ -60,7 +60,7 @@ async def test_no_acknowledged_group_is_lost_when_the_ledger_is_killed(child: Le
 
     with open_readonly(child.directory) as file:
         assert audit(file, RUN).violations == ()
-        stored = file.read_now(lambda tx: {g.group_id for g in tx.each_group(RUN)})
+        stored = file.read_now(lambda tx: {g.group_id for g in tx.groups.each(RUN)})
     assert len(answered) >= 40
     assert set(map(GroupId, answered)) <= stored
 

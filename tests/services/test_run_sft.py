@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollbook.contracts.errors import RunError
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
-from rollbook.run.commands.demonstrations import read_demonstrations
 from rollbook.run.config.sft import load_sft_config
-from rollbook.run.processes.sft import claim
+from rollbook.run.demonstrations import read_demonstrations
+from rollbook.run.processes.sft import write_or_check_manifest
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import MetricRecorder, read_metrics
 from rollbook.trainer.config import TrainerConfig
@@ -139,18 +139,18 @@ def test_an_end_by_validation_loss_needs_something_to_validate_on() -> None:
 
 
 def test_a_directory_begun_with_other_settings_is_refused(home: Path) -> None:
-    claim(home, load_sft_config(home / "sft.toml"), "digest", total_steps=9)
-    claim(home, load_sft_config(home / "sft.toml"), "digest", total_steps=9)
+    write_or_check_manifest(home, load_sft_config(home / "sft.toml"), "digest", total_steps=9)
+    write_or_check_manifest(home, load_sft_config(home / "sft.toml"), "digest", total_steps=9)
     with pytest.raises(RunError, match=r"trainer differ.*choose another --out"):
-        claim(home, load_sft_config(home / "sft.toml", ["trainer.lr=0.5"]), "digest", total_steps=9)
+        write_or_check_manifest(home, load_sft_config(home / "sft.toml", ["trainer.lr=0.5"]), "digest", total_steps=9)
     with pytest.raises(RunError, match="data_digest differ"):
-        claim(home, load_sft_config(home / "sft.toml"), "other", total_steps=9)
+        write_or_check_manifest(home, load_sft_config(home / "sft.toml"), "other", total_steps=9)
 
 
 def test_settings_that_a_warm_start_would_ignore_are_refused_with_their_paths(home: Path) -> None:
     done = rollbook("sft", str(home / "sft.toml"), "--set", "trainer.clip_low=0.1", "--set", "sft.data=nothing.jsonl")
     assert done.returncode == 2
-    assert "trainer.clip_low: is not read by a warm start" in done.stderr
+    assert "trainer.clip_low: is not read by `rollbook sft`" in done.stderr
     assert "sft.data: no such file" in done.stderr
 
 

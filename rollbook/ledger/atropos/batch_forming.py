@@ -9,15 +9,15 @@ the oldest groups that fill the batch exactly are taken, those of environments w
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 
-from rollbook.ledger.atropos.records import ShelvedGroup
+from rollbook.ledger.atropos.records import QueuedGroup
 
 MOST_SUBSET_BITS = 1 << 28
 """Bounds the memory of an exact fill: groups looked at times sequences wanted."""
 
 
 def form_batch(
-    queue: Sequence[ShelvedGroup], *, batch_size: int, largest: int, minimums: Mapping[int, float]
-) -> list[ShelvedGroup] | None:
+    queue: Sequence[QueuedGroup], *, batch_size: int, largest: int, minimums: Mapping[int, float]
+) -> list[QueuedGroup] | None:
     """Groups of exactly `batch_size` sequences out of `queue` (in order), or None.
 
     `largest` is the size of the largest queued group; `minimums` the part of a batch that each environment must have.
@@ -51,7 +51,7 @@ def find_sum(sizes: Sequence[int], target: int) -> list[int]:
     return sorted(chosen)
 
 
-def fill_exactly(queue: Sequence[ShelvedGroup], target: int) -> list[ShelvedGroup] | None:
+def fill_exactly(queue: Sequence[QueuedGroup], target: int) -> list[QueuedGroup] | None:
     """The first groups, in order, whose sizes add up to `target`: each is taken if the rest can still be filled."""
     queue = [group for group in queue if group.size <= target][: max(1, MOST_SUBSET_BITS // max(1, target))]
     mask = (1 << (target + 1)) - 1
@@ -69,10 +69,10 @@ def fill_exactly(queue: Sequence[ShelvedGroup], target: int) -> list[ShelvedGrou
     return chosen
 
 
-def _packs(queue: Iterable[ShelvedGroup], largest: int) -> list[ShelvedGroup]:
+def _packs(queue: Iterable[QueuedGroup], largest: int) -> list[QueuedGroup]:
     """Groups of one size that together are as large as the largest group, in the order in which the packs are complete."""
-    packed: list[ShelvedGroup] = []
-    open_packs: dict[int, list[ShelvedGroup]] = {}
+    packed: list[QueuedGroup] = []
+    open_packs: dict[int, list[QueuedGroup]] = {}
     for group in queue:
         pack = open_packs.setdefault(group.size, [])
         pack.append(group)
@@ -81,7 +81,7 @@ def _packs(queue: Iterable[ShelvedGroup], largest: int) -> list[ShelvedGroup]:
     return packed
 
 
-def _exact_start(packed: Iterable[ShelvedGroup], batch_size: int) -> list[ShelvedGroup] | None:
+def _exact_start(packed: Iterable[QueuedGroup], batch_size: int) -> list[QueuedGroup] | None:
     chosen, total = [], 0
     for group in packed:
         chosen.append(group)
@@ -92,9 +92,9 @@ def _exact_start(packed: Iterable[ShelvedGroup], batch_size: int) -> list[Shelve
 
 
 def _with_minimums(
-    queue: Sequence[ShelvedGroup], batch_size: int, largest: int, minimums: Mapping[int, float]
-) -> list[ShelvedGroup] | None:
-    by_env: dict[int, list[ShelvedGroup]] = {}
+    queue: Sequence[QueuedGroup], batch_size: int, largest: int, minimums: Mapping[int, float]
+) -> list[QueuedGroup] | None:
+    by_env: dict[int, list[QueuedGroup]] = {}
     for group in queue:
         by_env.setdefault(group.env_id, []).append(group)
     wanted = {env_id: int(batch_size * part) for env_id, part in minimums.items() if int(batch_size * part) > 0}
@@ -126,13 +126,13 @@ def _with_minimums(
     return _fill_by_env(by_env, due, batch_size) or filled
 
 
-def _total(groups: Iterable[ShelvedGroup]) -> int:
+def _total(groups: Iterable[QueuedGroup]) -> int:
     return sum(group.size for group in groups)
 
 
 def _fill_by_env(
-    by_env: Mapping[int, Sequence[ShelvedGroup]], due: Mapping[int, int], batch_size: int
-) -> list[ShelvedGroup] | None:
+    by_env: Mapping[int, Sequence[QueuedGroup]], due: Mapping[int, int], batch_size: int
+) -> list[QueuedGroup] | None:
     """Groups that fill the batch exactly and give each environment what it is due, as little more as possible; None if there are
     none."""
     mask = (1 << (batch_size + 1)) - 1
@@ -153,7 +153,7 @@ def _fill_by_env(
     return chosen + (fill_exactly(free, rest) or [])
 
 
-def _sums(groups: Iterable[ShelvedGroup], mask: int) -> int:
+def _sums(groups: Iterable[QueuedGroup], mask: int) -> int:
     """What some of these groups can add up to: a bit for each sum."""
     sums = 1
     for group in groups:
@@ -172,10 +172,10 @@ def _added(sums: int, others: int, mask: int) -> int:
 
 
 def _least_first(
-    by_env: Mapping[int, Sequence[ShelvedGroup]], wanted: Mapping[int, int], batch_size: int
-) -> list[ShelvedGroup]:
+    by_env: Mapping[int, Sequence[QueuedGroup]], wanted: Mapping[int, int], batch_size: int
+) -> list[QueuedGroup]:
     """For each environment with a minimum its first groups, until it has it."""
-    chosen: list[ShelvedGroup] = []
+    chosen: list[QueuedGroup] = []
     total = 0
     for env_id, least in _scaled(by_env, wanted, batch_size).items():
         taken = 0
@@ -190,7 +190,7 @@ def _least_first(
 
 
 def _scaled(
-    by_env: Mapping[int, Sequence[ShelvedGroup]], wanted: Mapping[int, int], batch_size: int
+    by_env: Mapping[int, Sequence[QueuedGroup]], wanted: Mapping[int, int], batch_size: int
 ) -> Mapping[int, int]:
     """Minimums that exceed the batch together are scaled down."""
     total_wanted = sum(wanted.values())

@@ -1,4 +1,4 @@
-"""Storing what environments post: queued or buffered, once, however often its answer was lost."""
+"""Storing the groups that environments post: queued or buffered, once, even if a response is lost and the post repeated."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -11,15 +11,15 @@ from rollbook.contracts.group import DropKind, DropReason, GroupState, group_id
 from rollbook.contracts.task import TaskId
 from rollbook.ledger.atropos.batch_forming import find_sum
 from rollbook.ledger.atropos.models import InvalidBodyError, Registration, invalid_body
-from rollbook.ledger.atropos.records import NO_ENV, EnvRecord, ShelvedGroup, UnansweredPost
-from rollbook.ledger.atropos.rules import record_of, registration_of
+from rollbook.ledger.atropos.records import NO_ENV, EnvRecord, QueuedGroup, UnconfirmedPost
+from rollbook.ledger.atropos.rules import registration_of
 from rollbook.ledger.atropos.scored_data import PostedGroup
+from rollbook.ledger.atropos.tables import AtroposTables
 from rollbook.ledger.records import GroupRecord, Origin
-from rollbook.ledger.rules.book import RunBook
 from rollbook.ledger.rules.groups import QUEUE_FULL_RETRY_S, QueueFullError
+from rollbook.ledger.rules.run_transaction import RunTransaction
 
 UNKNOWN_PUBLICATION = -1
-OPENED = "opened by its post"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class Bounds:
     max_queued_bytes: int
     retry_window_s: float
     touch_s: float
-    """An environment's sign of life is written when the last one is older than this."""
+    """An environment's `last_seen` is written when it is older than this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,37 +41,37 @@ class Post:
 
 
 class Incoming:
-    """A request that was received to its end, and that nobody has looked into yet.
+    """A request that was received completely and is not parsed yet.
 
-    It is looked at in the thread that stores it, one at a time: what was unpacked and checked is written while the processor has
-    it at hand, and its memory serves the next one.
+    Requests are parsed in the thread that stores them, one at a time: parsed data is written while it is in the processor's cache,
+    and its memory is reused for the next request.
     """
 
     def __init__(self, read: Callable[[], Post]) -> None:
         self._read = read
-        self._found: Post | Exception | None = None
+        self._parsed: Post | Exception | None = None
 
-    def look(self) -> None:
-        """Read it now, and remember what came of it."""
-        if self._found is None:
+    def parse(self) -> None:
+        """Parse it now and keep the result."""
+        if self._parsed is None:
             try:
-                self._found = self._read()
+                self._parsed = self._read()
             except Exception as error:
-                self._found = error
+                self._parsed = error
 
     def take(self) -> Post:
-        """What is in it; not remembered any longer. Raises what reading it raised."""
-        self.look()
-        found = self._found
-        assert found is not None
-        if isinstance(found, Exception):
-            raise found
-        self._found = None
-        return found
+        """Return the parsed post and release it. Raises the parser's error."""
+        self.parse()
+        parsed = self._parsed
+        assert parsed is not None
+        if isinstance(parsed, Exception):
+            raise parsed
+        self._parsed = None
+        return parsed
 
     def give_back(self, post: Post) -> None:
-        """It could not be stored yet."""
-        self._found = post
+        """Keep a post that could not be stored yet."""
+        self._parsed = post
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,100 +83,104 @@ class Stored:
 Outcome = Stored | Exception
 
 
-class _Together:
-    """Posts that are stored in one transaction: what they share is looked up once and written once."""
+class _PostBatch:
+    """Posts stored in one transaction: shared rows are read once and written once."""
 
-    def __init__(self, book: RunBook, in_flight: Mapping[str, int], bounds: Bounds) -> None:
-        self.book = book
+    def __init__(self, run_tx: RunTransaction, in_flight: Mapping[str, int], bounds: Bounds) -> None:
+        self.run_tx = run_tx
         self.bounds = bounds
-        self.registration = registration_of(record_of(book.tx, book.run_id))
-        self.shelved: list[ShelvedGroup] = []
-        self.latest: ShelvedGroup | None = None
+        self.tables = AtroposTables(run_tx.tx)
+        self.registration = registration_of(self.tables.record(run_tx.run_id))
+        self.queued: list[QueuedGroup] = []
+        self.latest: QueuedGroup | None = None
         self._in_flight = dict(in_flight)
-        self._known: dict[str, UnansweredPost | None] = {}
+        self._known: dict[str, UnconfirmedPost | None] = {}
         self._changed: set[str] = set()
 
-    def lost_answer(self, digest: str) -> UnansweredPost | None:
-        """More are stored than are being answered: the answer of one was lost, and this is its repetition."""
+    def find_repeated(self, digest: str) -> UnconfirmedPost | None:
+        """If more posts of this digest are stored than are being answered, a response was lost and this is a repetition."""
         if digest not in self._known:
-            self._known[digest] = self.book.tx.atropos.unanswered(self.book.run_id, digest)
+            self._known[digest] = self.tables.unconfirmed(self.run_tx.run_id, digest)
         known, in_flight = self._known[digest], self._in_flight.get(digest, 0)
         self._in_flight[digest] = in_flight + 1
-        is_lost = known is not None and known.num > in_flight
-        return (
-            known if is_lost and known is not None and known.at >= self.book.now - self.bounds.retry_window_s else None
-        )
+        oldest = self.run_tx.now - self.bounds.retry_window_s
+        return known if known is not None and known.num > in_flight and known.at >= oldest else None
 
     def count(self, digest: str, by: int, answer: str) -> None:
         known = self._known.get(digest)
-        num, at = (0, self.book.now) if known is None else (known.num, known.at)
-        self._known[digest] = UnansweredPost(
-            run_id=self.book.run_id, digest=digest, num=num + by, at=self.book.now if by > 0 else at, answer=answer
+        num, at = (0, self.run_tx.now) if known is None else (known.num, known.at)
+        self._known[digest] = UnconfirmedPost(
+            run_id=self.run_tx.run_id, digest=digest, num=num + by, at=self.run_tx.now if by > 0 else at, answer=answer
         )
         self._changed.add(digest)
 
-    def write_shelved(self) -> None:
-        if self.shelved:
-            self.book.tx.atropos.put_shelved(self.shelved)
-            self.shelved = []
+    def write_queued(self) -> None:
+        if self.queued:
+            self.tables.put_queued(self.queued)
+            self.queued = []
 
     def write(self) -> None:
-        tables, run_id = self.book.tx.atropos, self.book.run_id
-        self.write_shelved()
+        tables, run_id = self.tables, self.run_tx.run_id
+        self.write_queued()
         changed = [post for digest in self._changed if (post := self._known[digest]) is not None]
-        tables.put_unanswered([post for post in changed if post.num > 0])
-        tables.forget_unanswered(run_id, [post.digest for post in changed if post.num <= 0])
+        tables.put_unconfirmed([post for post in changed if post.num > 0])
+        tables.delete_unconfirmed(run_id, [post.digest for post in changed if post.num <= 0])
         if self.latest is not None:
-            tables.put_record(record_of(self.book.tx, run_id).changed(latest=self.latest.group_id))
+            tables.put_record(tables.record(run_id).changed(latest=self.latest.group_id))
 
 
 def store_posts(
-    book: RunBook, arrived: Sequence[Incoming], *, in_flight: Mapping[str, int], answered: Sequence[str], bounds: Bounds
+    run_tx: RunTransaction,
+    arrived: Sequence[Incoming],
+    *,
+    in_flight: Mapping[str, int],
+    answered: Sequence[str],
+    bounds: Bounds,
 ) -> list[Outcome]:
-    """Store what has come in together, each post all or not at all, and say what became of each.
+    """Store posts in one transaction, each atomically, and return the outcome of each.
 
-    `in_flight` tells how many posts of a digest are stored and being answered right now; `answered` are digests of posts whose
-    answer has been delivered since.
+    `in_flight` is the number of posts of a digest that are stored and being answered; `answered` are the digests of posts whose
+    responses have been delivered since.
     """
-    forget(book, answered)
-    together = _Together(book, in_flight, bounds)
-    outcomes = [_outcome_of(together, incoming) for incoming in arrived]
-    together.write()
+    confirm(run_tx, answered)
+    batch = _PostBatch(run_tx, in_flight, bounds)
+    outcomes = [_outcome_of(batch, incoming) for incoming in arrived]
+    batch.write()
     return outcomes
 
 
-def _outcome_of(together: _Together, incoming: Incoming) -> Outcome:
-    """What was read of it is let go before the next one is looked at."""
+def _outcome_of(batch: _PostBatch, incoming: Incoming) -> Outcome:
+    """Each post is freed before the next one is parsed."""
     try:
         post = incoming.take()
-    except Exception as error:  # whatever it is: it harms no other
+    except Exception as error:  # must not affect the other posts
         return error
     try:
-        return _store_post(together, post)
-    except InvalidBodyError as error:  # like the next: raised before anything of this post was written
+        return _store_post(batch, post)
+    except InvalidBodyError as error:  # like the next one: raised before anything of this post was written
         return error
     except QueueFullError as error:
         incoming.give_back(post)
         return error
 
 
-def _store_post(together: _Together, post: Post) -> Stored:
-    known = together.lost_answer(post.digest)
+def _store_post(batch: _PostBatch, post: Post) -> Stored:
+    known = batch.find_repeated(post.digest)
     if known is not None:
-        together.count(post.digest, -1, known.answer)
+        batch.count(post.digest, -1, known.answer)
         return Stored(digest=post.digest, answer=json.loads(known.answer))
-    _refuse_oversized(together.registration, post)
-    _refuse_when_full(together.book, post, together.bounds)
-    answers = [_store(together, group) for group in post.groups]
+    _refuse_oversized(batch.registration, post)
+    _refuse_when_full(batch.run_tx, post, batch.bounds)
+    answers = [_store(batch, group) for group in post.groups]
     answer = _summary(answers) if post.is_list else answers[0]
-    together.count(post.digest, +1, msgspec.json.encode(answer).decode())
+    batch.count(post.digest, +1, msgspec.json.encode(answer).decode())
     return Stored(digest=post.digest, answer=answer)
 
 
-def forget(book: RunBook, answered: Sequence[str]) -> None:
-    """Posts whose answers were delivered: the same bytes again are another group."""
+def confirm(run_tx: RunTransaction, answered: Sequence[str]) -> None:
+    """The responses of these posts were delivered: the same bytes again are another group."""
     if answered:
-        book.tx.atropos.forget_answered(book.run_id, answered)
+        AtroposTables(run_tx.tx).confirm(run_tx.run_id, answered)
 
 
 def _summary(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -188,40 +192,40 @@ def _summary(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_oversized(registration: Registration | None, post: Post) -> None:
-    """It would wait for ever, and everything behind it."""
+    """An oversized group would wait forever."""
     if registration is None or registration.batch_size < 1:
         return
     for at, group in enumerate(post.groups):
         if group.size > registration.batch_size:
-            message = f"the group has {group.size} sequences, a batch {registration.batch_size}: it would fit into none"
+            message = f"the group has {group.size} sequences, a batch has {registration.batch_size}: it cannot be in any batch"
             raise invalid_body("group_too_large", (at, "tokens") if post.is_list else ("tokens",), message, group.size)
 
 
-def _refuse_when_full(book: RunBook, post: Post, bounds: Bounds) -> None:
-    num_queued, queued_bytes = book.number("num_queued"), book.number("queued_bytes")
+def _refuse_when_full(run_tx: RunTransaction, post: Post, bounds: Bounds) -> None:
+    num_queued, queued_bytes = run_tx.field("num_queued"), run_tx.field("queued_bytes")
     more = sum(len(group.payload) for group in post.groups)
     if num_queued and (
         num_queued + len(post.groups) > bounds.max_queued or queued_bytes + more > bounds.max_queued_bytes
     ):
         raise QueueFullError(
-            f"run {book.run_id}: {num_queued} groups are queued, {queued_bytes} bytes in all, no more is taken until the "
-            "trainer asks for a batch",
+            f"run {run_tx.run_id}: the queue is full ({num_queued} groups, {queued_bytes} bytes); it has room again after the "
+            "trainer requests a batch",
             retry_after_s=QUEUE_FULL_RETRY_S,
         )
 
 
-def _store(together: _Together, group: PostedGroup) -> dict[str, Any]:
-    book = together.book
-    env = None if group.env_id is None else book.tx.atropos.env(book.run_id, group.env_id)
-    if env is not None and env.last_seen < book.now - together.bounds.touch_s:
-        book.tx.atropos.put_env(env.changed(last_seen=book.now))
+def _store(batch: _PostBatch, group: PostedGroup) -> dict[str, Any]:
+    run_tx = batch.run_tx
+    env = None if group.env_id is None else batch.tables.env(run_tx.run_id, group.env_id)
+    if env is not None and env.last_seen < run_tx.now - batch.bounds.touch_s:
+        batch.tables.put_env(env.changed(last_seen=run_tx.now))
     if group.size == 0:
-        opened = _opened(book, env, GroupState.DISPATCHED)
-        book.begin(opened, note=OPENED, by="post")
-        book.drop(opened, DropReason(DropKind.INVALID, "it has no sequences"), by="post")
+        opened = _opened(run_tx, env, GroupState.DISPATCHED)
+        run_tx.open(opened, note="opened by its post", by="post")
+        run_tx.drop(opened, DropReason(DropKind.INVALID, "it has no sequences"), by="post")
         return {"status": "received"}
     stored = _opened(
-        book,
+        run_tx,
         env,
         GroupState.QUEUED,
         publications=(UNKNOWN_PUBLICATION,),
@@ -229,31 +233,31 @@ def _store(together: _Together, group: PostedGroup) -> dict[str, Any]:
         payload_digest=group.digest,
         payload_bytes=len(group.payload),
         has_payload=True,
-        arrival=book.count("next_arrival"),
+        arrival=run_tx.count("next_arrival"),
     )
-    book.tx.put_payload(book.run_id, stored.group_id, group.payload, group.digest)
-    book.enter(stored, note="posted", by="post")
+    run_tx.tx.payloads.put(run_tx.run_id, stored.group_id, group.payload, group.digest)
+    run_tx.open(stored, note="posted", by="post")
     is_buffered = env is not None and group.size != env.group_size
-    shelved = ShelvedGroup(
-        run_id=book.run_id,
+    queued = QueuedGroup(
+        run_id=run_tx.run_id,
         group_id=stored.group_id,
         place=stored.arrival or 0,
         env_id=NO_ENV if group.env_id is None else group.env_id,
         size=group.size,
         is_buffered=is_buffered,
     )
-    together.shelved.append(shelved)
+    batch.queued.append(queued)
     if is_buffered and env is not None:
-        return {"status": "buffered", "buffer_size": _release_buffered(together, env)}
-    together.latest = shelved
+        return {"status": "buffered", "buffer_size": _release_buffered(batch, env)}
+    batch.latest = queued
     return {"status": "received"}
 
 
-def _opened(book: RunBook, env: EnvRecord | None, state: GroupState, **fields: Any) -> GroupRecord:
-    sequence = book.count("next_sequence")
+def _opened(run_tx: RunTransaction, env: EnvRecord | None, state: GroupState, **fields: Any) -> GroupRecord:
+    sequence = run_tx.count("next_sequence")
     task_id = TaskId(env.real_name if env is not None else "atropos")
     return GroupRecord(
-        run_id=book.run_id,
+        run_id=run_tx.run_id,
         group_id=group_id(task_id, sequence),
         task_id=task_id,
         draw=sequence,
@@ -261,21 +265,21 @@ def _opened(book: RunBook, env: EnvRecord | None, state: GroupState, **fields: A
         origin=Origin.EXTERNAL,
         state=state,
         sequence=sequence,
-        opened_at=book.now,
+        opened_at=run_tx.now,
         **fields,
     )
 
 
-def _release_buffered(together: _Together, env: EnvRecord) -> int:
-    """Queue the buffered groups that add up to the environment's group size. Returns the sequences that still wait."""
-    book = together.book
-    together.write_shelved()
-    waiting = book.tx.atropos.buffered(book.run_id, env.env_id)
+def _release_buffered(batch: _PostBatch, env: EnvRecord) -> int:
+    """Queue buffered groups that add up to the environment's group size. Returns the number of sequences still buffered."""
+    run_tx = batch.run_tx
+    batch.write_queued()
+    waiting = batch.tables.buffered(run_tx.run_id, env.env_id)
     released = [
-        waiting[at].changed(is_buffered=False, place=book.count("next_arrival"))
+        waiting[at].changed(is_buffered=False, place=run_tx.count("next_arrival"))
         for at in find_sum([group.size for group in waiting], env.group_size)
     ]
     if released:
-        book.tx.atropos.put_shelved(released)
-        together.latest = released[-1]
+        batch.tables.put_queued(released)
+        batch.latest = released[-1]
     return sum(group.size for group in waiting) - sum(group.size for group in released)

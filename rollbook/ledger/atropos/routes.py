@@ -33,9 +33,9 @@ from rollbook.ledger.atropos.openapi import DOCS_PAGE, OPENAPI, VERBS
 from rollbook.ledger.atropos.posts import Incoming, Post
 from rollbook.ledger.atropos.rules import NoTrainerError, UnknownEnvError
 from rollbook.ledger.atropos.scored_data import PostedGroup, invalid_fields, read_group, read_groups, read_json
-from rollbook.ledger.atropos.service import AtroposDesk, open_desk
+from rollbook.ledger.atropos.service import AtroposService, open_atropos_service
 from rollbook.ledger.http.app import Dialect, LedgerService
-from rollbook.ledger.rules.book import UnknownRunError
+from rollbook.ledger.rules.run_transaction import UnknownRunError
 
 M = TypeVar("M", bound=BaseModel)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -68,7 +68,7 @@ class _Routes:
     def __init__(self, config: AtroposConfig, service: LedgerService) -> None:
         self._config = config
         self._service = service
-        self._open: dict[RunId, AtroposDesk] = {}
+        self._open: dict[RunId, AtroposService] = {}
         """One for each run that was requested."""
         self._stack = AsyncExitStack()
 
@@ -142,7 +142,7 @@ class _Routes:
         """A post is parsed in the thread that stores it, so that its memory is reused for the next post."""
         incoming = Incoming(read)
         if size > LARGE_BODY_BYTES:
-            await asyncio.to_thread(incoming.look)
+            await asyncio.to_thread(incoming.parse)
         run = await self._run(request)
         async with run.posted(incoming) as answer:
             return await deliver(request, json_response(request, answer))
@@ -164,14 +164,14 @@ class _Routes:
     async def docs(self, request: web.Request) -> web.Response:
         return bytes_response(request, DOCS_PAGE, content_type="text/html")
 
-    async def _run(self, request: web.Request) -> AtroposDesk:
+    async def _run(self, request: web.Request) -> AtroposService:
         return await self._open_run(RunId(request.match_info.get("run", self._config.run)))
 
-    async def _open_run(self, run_id: RunId) -> AtroposDesk:
+    async def _open_run(self, run_id: RunId) -> AtroposService:
         run = self._open.get(run_id)
         if run is None:
             service = self._service
-            opening = open_desk(
+            opening = open_atropos_service(
                 run_id,
                 store=service.store,
                 config=self._config,

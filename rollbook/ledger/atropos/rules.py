@@ -1,4 +1,4 @@
-"""The transactions of the dialect, against `RunBook`: the trainer's side and the environments' side. PROTOCOL rules 16 and 17."""
+"""The transactions of the dialect, for its trainer and its environments. PROTOCOL rules 16 and 17."""
 
 import math
 from collections.abc import Sequence
@@ -9,57 +9,54 @@ from rollbook.contracts.admission import RunId, RunSettings
 from rollbook.contracts.batch import BatchManifest
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.freshness import BatchPolicy, FreshnessRule
-from rollbook.contracts.group import DropKind, DropReason
+from rollbook.contracts.group import DropKind, DropReason, GroupState
 from rollbook.ledger.atropos.batch_forming import form_batch
 from rollbook.ledger.atropos.models import RegisterEnv, Registration
 from rollbook.ledger.atropos.records import AtroposRecord, EnvRecord
+from rollbook.ledger.atropos.tables import AtroposTables
 from rollbook.ledger.rules import runs, trainer
 from rollbook.ledger.rules.batches import record_batch
-from rollbook.ledger.rules.book import RunBook
+from rollbook.ledger.rules.run_transaction import RunTransaction
 from rollbook.ledger.store import Transaction
 
 MIN_ENV_WEIGHT = 0.01
-SWEPT_AT_ONCE = 500
-"""Groups dropped in one transaction after a reset: others must not wait long for theirs."""
+SWEEP_SIZE = 500
+"""Groups dropped in one transaction after a reset; bounds how long other writes wait."""
 
 SETTINGS = RunSettings(
     rule=FreshnessRule(groups_per_step=1, max_in_flight=1, max_head_offpolicy_versions=0, policy=BatchPolicy.DROP),
     keep_payloads=False,
     counts_sequences=True,
 )
-"""Nothing is dispatched by the gate and no version is known, so only the last two matter."""
+"""The gate dispatches nothing and versions are unknown, so only the last two settings matter."""
 
 
 class GoneStepError(RunError):
-    """A trainer wants to go back to a step whose groups are no longer kept."""
+    """A trainer requests a step whose groups are no longer stored."""
 
 
 class NoTrainerError(RunError):
-    """Nobody has said how large a batch is."""
+    """No trainer is registered, so the batch size is unknown."""
 
 
 class UnknownEnvError(RunError):
-    """No environment of that id is registered."""
+    """No environment with that id is registered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handed:
-    """A batch to be sent, and the trainer it is sent to."""
+    """A batch to send, and the epoch of its trainer."""
 
     manifest: BatchManifest
     epoch: int
 
 
 def ensure_run(tx: Transaction, run_id: RunId, *, now: float) -> None:
-    run = tx.run(run_id)
+    run = tx.runs.get(run_id)
     if run is None:
         runs.create_run(tx, run_id, SETTINGS, now=now)
     elif not run.settings.counts_sequences:
-        raise RunError(f"run {run_id} is a native one, it cannot be served in the Atropos dialect; name another run")
-
-
-def record_of(tx: Transaction, run_id: RunId) -> AtroposRecord:
-    return tx.atropos.record(run_id) or AtroposRecord(run_id=run_id)
+        raise RunError(f"run {run_id} is a native run, it cannot be served in the Atropos dialect; choose another run")
 
 
 def registration_of(record: AtroposRecord) -> Registration | None:
@@ -69,13 +66,14 @@ def registration_of(record: AtroposRecord) -> Registration | None:
 # ---------------------------------------------------------------------- trainer
 
 
-def register(book: RunBook, registration: Registration) -> None:
-    """A trainer says what it wants and where it stands: batches after `starting_step` are served, again if need be."""
-    record = record_of(book.tx, book.run_id)
-    _acknowledge_served(book, record)
-    restored, shift = _place_of(book, record, registration.starting_step)
-    trainer.take_role(book, restored_step=restored)
-    book.tx.atropos.put_record(
+def register(run_tx: RunTransaction, registration: Registration) -> None:
+    """Register a trainer. It gets the batches after `starting_step`, including ones that were served before."""
+    tables = AtroposTables(run_tx.tx)
+    record = tables.record(run_tx.run_id)
+    _acknowledge_served(run_tx, record)
+    restored, shift = _resume_position(run_tx, record, registration.starting_step)
+    trainer.take_role(run_tx, restored_step=restored)
+    tables.put_record(
         record.changed(
             registration=registration.model_dump_json(),
             handed_step=restored,
@@ -83,165 +81,190 @@ def register(book: RunBook, registration: Registration) -> None:
             shift=shift,
         )
     )
-    _drop_oversized(book, registration.batch_size)
+    _drop_oversized(run_tx, registration.batch_size)
 
 
-def _place_of(book: RunBook, record: AtroposRecord, starting_step: int) -> tuple[int, int]:
-    """The ledger's step to go on from, and what to add to get the trainer's."""
-    run = book.run
+def _resume_position(run_tx: RunTransaction, record: AtroposRecord, starting_step: int) -> tuple[int, int]:
+    """The ledger's step to resume from, and the shift to the trainer's step."""
+    run = run_tx.run
     wanted = starting_step - record.shift
     if record.registration is None or not record.first_step <= wanted <= run.last_decided:
         return run.last_acknowledged, starting_step - run.last_acknowledged
     if wanted < run.payload_floor:
         raise GoneStepError(
-            f"run {run.run_id}: batch {starting_step + 1} was served and its groups are no longer kept (the oldest is "
-            f"{run.payload_floor + record.shift + 1}); register with a later starting_step, or call /reset_data to begin anew"
+            f"run {run.run_id}: batch {starting_step + 1} was served and its groups are no longer stored (the oldest is "
+            f"{run.payload_floor + record.shift + 1}); register with a later starting_step, or call /reset_data to start over"
         )
-    while book.run.last_acknowledged < wanted:  # it was handed out, and the trainer says that it has it
-        _acknowledge(book, book.run.last_acknowledged + 1)
+    while run_tx.run.last_acknowledged < wanted:  # it was sent, and the trainer reports that it has it
+        _acknowledge(run_tx, run_tx.run.last_acknowledged + 1)
     return wanted, record.shift
 
 
-def take_batch(book: RunBook, *, env_silence_s: float, keep: int) -> Handed | None:
-    """The batch to send now: the last one again unless its body was written to its end, else the next one."""
-    record = record_of(book.tx, book.run_id)
+def take_batch(run_tx: RunTransaction, *, env_silence_s: float, keep: int) -> Handed | None:
+    """The batch to send now: the last one again unless its body was sent completely, else the next one."""
+    tables = AtroposTables(run_tx.tx)
+    record = tables.record(run_tx.run_id)
     registration = registration_of(record)
     if registration is None:
-        raise NoTrainerError(f"run {book.run_id}: no trainer is registered")
-    _acknowledge_served(book, record)
-    step = book.run.epoch_acknowledged + 1
-    known = book.tx.batch(book.run_id, step)
-    manifest = known.manifest if known is not None else _decide(book, step, registration, env_silence_s)
+        raise NoTrainerError(f"run {run_tx.run_id}: no trainer is registered")
+    _acknowledge_served(run_tx, record)
+    step = run_tx.run.epoch_acknowledged + 1
+    known = run_tx.tx.batches.get(run_tx.run_id, step)
+    manifest = known.manifest if known is not None else _decide(run_tx, step, registration, env_silence_s)
     if manifest is not None or not record.is_started:
         handed = record.handed_step if manifest is None else step
-        book.tx.atropos.put_record(record.changed(is_started=True, handed_step=handed))
-    _let_old_batches_go(book, keep)
-    return None if manifest is None else Handed(manifest=manifest, epoch=book.run.epoch)
+        tables.put_record(record.changed(is_started=True, handed_step=handed))
+    _delete_old_batches(run_tx, keep)
+    return None if manifest is None else Handed(manifest=manifest, epoch=run_tx.run.epoch)
 
 
-def served(book: RunBook, step: int, *, epoch: int) -> None:
-    """The body of a batch was written to its end. A trainer that registered meanwhile has begun anew."""
-    record = record_of(book.tx, book.run_id)
-    if epoch == book.run.epoch and step > record.served_step:
-        book.tx.atropos.put_record(record.changed(served_step=step))
+def mark_served(run_tx: RunTransaction, step: int, *, epoch: int) -> None:
+    """The body of a batch was sent completely. Ignored if another trainer has registered meanwhile."""
+    tables = AtroposTables(run_tx.tx)
+    record = tables.record(run_tx.run_id)
+    if epoch == run_tx.run.epoch and step > record.served_step:
+        tables.put_record(record.changed(served_step=step))
 
 
-def reset(book: RunBook) -> None:
-    """Forget everything. What is queued is dropped by `sweep`, some at a time."""
-    record = record_of(book.tx, book.run_id)
-    while book.run.last_acknowledged < book.run.last_decided:
-        # A decided batch is never taken back: it counts as trained.
-        _acknowledge(book, book.run.last_acknowledged + 1)
-    last = book.run.last_decided
-    book.tx.atropos.clear(book.run_id)
-    book.tx.atropos.put_record(
+def reset(run_tx: RunTransaction) -> None:
+    """Start over. `sweep` drops the queued groups, some at a time."""
+    tables = AtroposTables(run_tx.tx)
+    record = tables.record(run_tx.run_id)
+    while run_tx.run.last_acknowledged < run_tx.run.last_decided:
+        # A decided batch is final; it counts as trained.
+        _acknowledge(run_tx, run_tx.run.last_acknowledged + 1)
+    last = run_tx.run.last_decided
+    tables.clear(run_tx.run_id)
+    tables.put_record(
         AtroposRecord(
             run_id=record.run_id,
             first_step=last,
             handed_step=last,
             served_step=last,
             shift=-last,
-            reset_below=book.run.next_sequence,
+            reset_below=run_tx.run.next_sequence,
         )
     )
-    book.tx.announce(book.run_id)
+    run_tx.tx.announce(run_tx.run_id)
 
 
-def sweep(book: RunBook) -> bool:
-    """Drop some of the groups that a reset left behind. True: there may be more."""
-    below = record_of(book.tx, book.run_id).reset_below
-    queued = book.tx.queued_by_sequence(book.run_id, SWEPT_AT_ONCE) if below else []
-    gone = [group for group in queued if group.sequence < below]
-    for group in gone:
-        book.drop(group, DropReason(DropKind.RESET, "/reset_data"), by="reset")
-    return len(gone) == SWEPT_AT_ONCE
+def sweep(run_tx: RunTransaction) -> bool:
+    """Drop some of the queued groups from before a reset. True: there may be more."""
+    below = AtroposTables(run_tx.tx).record(run_tx.run_id).reset_below
+    queued = run_tx.tx.groups.queued_by_sequence(run_tx.run_id, SWEEP_SIZE) if below else []
+    old = [group for group in queued if group.sequence < below]
+    for group in old:
+        run_tx.drop(group, DropReason(DropKind.RESET, "/reset_data"), by="reset")
+    return len(old) == SWEEP_SIZE
 
 
-def _acknowledge_served(book: RunBook, record: AtroposRecord) -> None:
-    step = book.run.epoch_acknowledged + 1
-    if step <= min(record.served_step, book.run.last_decided):
-        _acknowledge(book, step)
+def _acknowledge_served(run_tx: RunTransaction, record: AtroposRecord) -> None:
+    step = run_tx.run.epoch_acknowledged + 1
+    if step <= min(record.served_step, run_tx.run.last_decided):
+        _acknowledge(run_tx, step)
 
 
-def _acknowledge(book: RunBook, step: int) -> None:
-    batch = book.tx.batch(book.run_id, step)
+def _acknowledge(run_tx: RunTransaction, step: int) -> None:
+    batch = run_tx.tx.batches.get(run_tx.run_id, step)
     if batch is None:
-        raise RunError(f"run {book.run_id}: batch {step} is not recorded, so it cannot be acknowledged")
-    if book.run.epoch_acknowledged < step - 1:
-        book.change(epoch_acknowledged=step - 1)
-    # Atropos trainers tell no digest of their weights; that of the batch makes a repeated serving a repetition.
-    trainer.acknowledge(book, step, batch.manifest.digest, epoch=book.run.epoch)
+        raise RunError(f"run {run_tx.run_id}: batch {step} is not recorded, so it cannot be acknowledged")
+    if run_tx.run.epoch_acknowledged < step - 1:
+        run_tx.change(epoch_acknowledged=step - 1)
+    # Atropos trainers report no digest of their weights. The batch's digest makes a repeated acknowledgement idempotent.
+    trainer.acknowledge(run_tx, step, batch.manifest.digest, epoch=run_tx.run.epoch)
 
 
-def _decide(book: RunBook, step: int, registration: Registration, env_silence_s: float) -> BatchManifest | None:
+def _decide(
+    run_tx: RunTransaction, step: int, registration: Registration, env_silence_s: float
+) -> BatchManifest | None:
     size = registration.batch_size
     if size < 1:
         return None
-    tables = book.tx.atropos
-    shelves = [shelf for shelf in tables.shelves(book.run_id) if shelf.size <= size]
-    if sum(shelf.size * shelf.num for shelf in shelves) < size:
+    tables = AtroposTables(run_tx.tx)
+    buckets = [bucket for bucket in tables.buckets(run_tx.run_id) if bucket.size <= size]
+    if sum(bucket.size * bucket.num for bucket in buckets) < size:
         return None
-    # No batch can need more of one shelf than fit into it, so this never looks at the whole queue.
-    queue = [g for s in shelves for g in tables.on_shelf(book.run_id, s.env_id, s.size, size // s.size)]
+    # A batch needs at most `size // bucket.size` groups of a bucket, so this never reads the whole queue.
+    queue = [g for s in buckets for g in tables.in_bucket(run_tx.run_id, s.env_id, s.size, size // s.size)]
     chosen = form_batch(
         sorted(queue, key=lambda group: group.place),
         batch_size=size,
-        largest=max(shelf.size for shelf in shelves),
+        largest=max(bucket.size for bucket in buckets),
         minimums={
             env.env_id: env.min_batch_allocation
-            for env in tables.envs(book.run_id)
-            if env.is_connected and env.min_batch_allocation is not None and env.last_seen >= book.now - env_silence_s
+            for env in tables.envs(run_tx.run_id)
+            if env.is_connected and env.min_batch_allocation is not None and env.last_seen >= run_tx.now - env_silence_s
         },
     )
     if chosen is None:
         return None
-    tables.take_shelved(chosen)
-    return record_batch(book, step, book.groups([group.group_id for group in chosen]))
+    tables.remove_queued(chosen)
+    groups = run_tx.groups([group.group_id for group in chosen])
+    if any(group.state is not GroupState.QUEUED for group in groups):
+        # A group was dropped because its payload was lost. Its entry is removed now; the others are queued again.
+        tables.put_queued([c for c, group in zip(chosen, groups, strict=True) if group.state is GroupState.QUEUED])
+        return _decide(run_tx, step, registration, env_silence_s)
+    return record_batch(run_tx, step, groups)
 
 
-def _let_old_batches_go(book: RunBook, keep: int) -> None:
-    oldest_kept = book.run.last_acknowledged - keep
-    if oldest_kept > book.run.payload_floor and oldest_kept <= book.run.epoch_acknowledged:
-        trainer.checkpointed(book, oldest_kept, oldest_kept=oldest_kept, epoch=book.run.epoch)
+def forget_lost(run_tx: RunTransaction) -> None:
+    """After a start: remove the groups whose payload was lost in a power failure.
+
+    Unconfirmed posts are deleted, so that a repeated post of a lost group is stored again.
+    """
+    tables = AtroposTables(run_tx.tx)
+    lost = [tables.queued(run_tx.run_id, group_id) for group_id in run_tx.tx.payloads.lost(run_tx.run_id)]
+    found = [group for group in lost if group is not None]
+    if found:
+        tables.remove_queued(found)
+        tables.delete_all_unconfirmed(run_tx.run_id)
 
 
-def _drop_oversized(book: RunBook, batch_size: int) -> None:
-    """Groups that came before the trainer said how large a batch is, and fit into none."""
+def _delete_old_batches(run_tx: RunTransaction, keep: int) -> None:
+    oldest_kept = run_tx.run.last_acknowledged - keep
+    if oldest_kept > run_tx.run.payload_floor and oldest_kept <= run_tx.run.epoch_acknowledged:
+        trainer.checkpointed(run_tx, oldest_kept, oldest_kept=oldest_kept, epoch=run_tx.run.epoch)
+
+
+def _drop_oversized(run_tx: RunTransaction, batch_size: int) -> None:
+    """Drop groups that were posted before the trainer registered and do not fit into a batch."""
+    tables = AtroposTables(run_tx.tx)
     if batch_size < 1:
         return
     reason = DropReason(DropKind.INVALID, f"it has more sequences than a batch of {batch_size}")
-    for shelf in book.tx.atropos.shelves(book.run_id):
-        if shelf.size > batch_size:
-            groups = book.tx.atropos.on_shelf(book.run_id, shelf.env_id, shelf.size, shelf.num)
-            book.tx.atropos.take_shelved(groups)
+    for bucket in tables.buckets(run_tx.run_id):
+        if bucket.size > batch_size:
+            groups = tables.in_bucket(run_tx.run_id, bucket.env_id, bucket.size, bucket.num)
+            tables.remove_queued(groups)
             for group in groups:
-                book.drop(book.group(group.group_id), reason, by="register")
+                run_tx.drop(run_tx.group(group.group_id), reason, by="register")
 
 
 # ---------------------------------------------------------------------- environments
 
 
-def register_env(book: RunBook, asked: RegisterEnv) -> dict[str, Any] | None:
-    """None: no trainer has asked for a batch yet."""
-    record = record_of(book.tx, book.run_id)
+def register_env(run_tx: RunTransaction, request: RegisterEnv) -> dict[str, Any] | None:
+    """None: no trainer has requested a batch yet."""
+    tables = AtroposTables(run_tx.tx)
+    record = tables.record(run_tx.run_id)
     registration = registration_of(record)
     if registration is None or not record.is_started:
         return None
-    envs = book.tx.atropos.envs(book.run_id)
-    same_name = sum(env.desired_name == asked.desired_name for env in envs)
+    envs = tables.envs(run_tx.run_id)
+    same_name = sum(env.desired_name == request.desired_name for env in envs)
     env = EnvRecord(
-        run_id=book.run_id,
+        run_id=run_tx.run_id,
         env_id=len(envs),
-        desired_name=asked.desired_name,
-        real_name=f"{asked.desired_name}_{same_name}",
-        max_token_length=asked.max_token_length,
-        weight=asked.weight,
-        group_size=asked.group_size,
-        min_batch_allocation=asked.min_batch_allocation,
+        desired_name=request.desired_name,
+        real_name=f"{request.desired_name}_{same_name}",
+        max_token_length=request.max_token_length,
+        weight=request.weight,
+        group_size=request.group_size,
+        min_batch_allocation=request.min_batch_allocation,
         is_connected=True,
-        last_seen=book.now,
+        last_seen=run_tx.now,
     )
-    book.tx.atropos.put_env(env)
+    tables.put_env(env)
     return {
         "status": "success",
         "env_id": env.env_id,
@@ -253,51 +276,55 @@ def register_env(book: RunBook, asked: RegisterEnv) -> dict[str, Any] | None:
     }
 
 
-def disconnect_env(book: RunBook, env_id: int) -> None:
-    env = book.tx.atropos.env(book.run_id, env_id)
+def disconnect_env(run_tx: RunTransaction, env_id: int) -> None:
+    tables = AtroposTables(run_tx.tx)
+    env = tables.env(run_tx.run_id, env_id)
     if env is None:
-        raise UnknownEnvError(f"run {book.run_id}: no environment {env_id} is registered")
-    book.tx.atropos.put_env(env.changed(is_connected=False))
+        raise UnknownEnvError(f"run {run_tx.run_id}: no environment {env_id} is registered")
+    tables.put_env(env.changed(is_connected=False))
 
 
-def heard(book: RunBook, env_ids: Sequence[int]) -> None:
+def touch_envs(run_tx: RunTransaction, env_ids: Sequence[int]) -> None:
+    tables = AtroposTables(run_tx.tx)
     for env_id in env_ids:
-        env = book.tx.atropos.env(book.run_id, env_id)
-        if env is not None and env.last_seen < book.now:
-            book.tx.atropos.put_env(env.changed(last_seen=book.now))
+        env = tables.env(run_tx.run_id, env_id)
+        if env is not None and env.last_seen < run_tx.now:
+            tables.put_env(env.changed(last_seen=run_tx.now))
 
 
 def status(tx: Transaction, run_id: RunId) -> dict[str, int]:
-    record = record_of(tx, run_id)
+    tables = AtroposTables(tx)
+    record = tables.record(run_id)
     if record.registration is None:
         return {"current_step": 0, "queue_size": 0}
     return {
         "current_step": record.current_step,
-        "queue_size": sum(shelf.num for shelf in tx.atropos.shelves(run_id)),
+        "queue_size": sum(bucket.num for bucket in tables.buckets(run_id)),
     }
 
 
 def status_env(tx: Transaction, run_id: RunId, env_id: int) -> dict[str, Any]:
-    """What an environment steers by: how much of it is queued, beside what others have beyond their minimums."""
-    asked = tx.atropos.env(run_id, env_id)
-    if asked is None:
+    """How many groups the environment has queued, and how many the others have beyond their minimum allocations."""
+    tables = AtroposTables(tx)
+    env = tables.env(run_id, env_id)
+    if env is None:
         raise UnknownEnvError(f"run {run_id}: no environment {env_id} is registered; call /register-env first")
-    record = record_of(tx, run_id)
+    record = tables.record(run_id)
     registration = registration_of(record)
     batch_size = 0 if registration is None else registration.batch_size
-    connected = [env for env in tx.atropos.envs(run_id) if env.is_connected]
+    connected = [env for env in tables.envs(run_id) if env.is_connected]
     total_weight = sum(env.max_token_length * max(0.0, env.weight) for env in connected)
-    shelves = tx.atropos.shelves(run_id)
-    largest = max((shelf.size for shelf in shelves), default=1)
-    own = sum(shelf.size * shelf.num for shelf in shelves if shelf.env_id == env_id)
-    group_size = max([asked.group_size, 1, *(shelf.size for shelf in shelves if shelf.env_id == env_id)])
+    buckets = tables.buckets(run_id)
+    largest = max((bucket.size for bucket in buckets), default=1)
+    own = sum(bucket.size * bucket.num for bucket in buckets if bucket.env_id == env_id)
+    group_size = max([env.group_size, 1, *(bucket.size for bucket in buckets if bucket.env_id == env_id)])
     minimums = {env.env_id: env.min_batch_allocation for env in connected if env.min_batch_allocation is not None}
     from_others = 0
-    for other in {shelf.env_id for shelf in shelves if shelf.env_id != env_id} if largest > 1 else ():
-        sequences = sum(shelf.size * shelf.num for shelf in shelves if shelf.env_id == other)
+    for other in {bucket.env_id for bucket in buckets if bucket.env_id != env_id} if largest > 1 else ():
+        sequences = sum(bucket.size * bucket.num for bucket in buckets if bucket.env_id == other)
         reserved = int(batch_size * minimums.get(other, 0.0))
         from_others += max(0, math.ceil(sequences / largest) * largest - reserved)
-    weight = asked.max_token_length * asked.weight / total_weight if total_weight > 0 else 0.0
+    weight = env.max_token_length * env.weight / total_weight if total_weight > 0 else 0.0
     return {
         "current_step": record.current_step,
         "queue_size": (own + from_others) // group_size,
@@ -309,5 +336,5 @@ def status_env(tx: Transaction, run_id: RunId, env_id: int) -> dict[str, Any]:
 
 
 def latest_example(tx: Transaction, run_id: RunId) -> bytes | None:
-    latest = record_of(tx, run_id).latest
-    return None if latest is None else tx.payload(run_id, latest)
+    latest = AtroposTables(tx).record(run_id).latest
+    return None if latest is None else tx.payloads.get(run_id, latest)

@@ -1,4 +1,4 @@
-"""One run of the dialect: every verb a transaction, and the waiting around them. No HTTP in here."""
+"""One run of the dialect: every operation as a transaction, and the waiting around it, without HTTP."""
 
 import asyncio
 import uuid
@@ -14,28 +14,29 @@ from rollbook.contracts.group import GroupId
 from rollbook.ledger.atropos import rules
 from rollbook.ledger.atropos.config import AtroposConfig
 from rollbook.ledger.atropos.models import RegisterEnv, Registration
-from rollbook.ledger.atropos.posts import Bounds, Incoming, Outcome, Stored, forget, store_posts
+from rollbook.ledger.atropos.posts import Bounds, Incoming, Outcome, Stored, confirm, store_posts
 from rollbook.ledger.atropos.rules import Handed
+from rollbook.ledger.atropos.tables import AtroposTables
 from rollbook.ledger.config import LedgerConfig
-from rollbook.ledger.notifier import Bell
-from rollbook.ledger.rules.book import RunBook, opened_book
+from rollbook.ledger.notifier import RunNotifier
 from rollbook.ledger.rules.groups import QueueFullError
+from rollbook.ledger.rules.run_transaction import RunTransaction, run_transaction
 from rollbook.ledger.store import Store, StoreFaultError, Transaction
 from rollbook.telemetry.events import EventLog
 
 T = TypeVar("T")
 
-TIDY_S = 0.5
-"""How often delivered answers are written down when no post does it in passing."""
+CONFIRM_S = 0.5
+"""How often delivered responses are recorded when no post does it along the way."""
 TOUCH_FRACTION = 0.25
-"""An environment's sign of life is written once this part of its allowed silence has passed."""
-MOST_TOGETHER = 8
-"""Posts looked at and stored in one transaction: bounds how long whoever else writes waits for them."""
+"""An environment's `last_seen` is written once this part of its allowed silence has passed."""
+POSTS_PER_WRITE = 8
+"""Posts parsed and stored in one transaction; bounds how long other writes wait."""
 MEGABYTE = 1_000_000
 
 
-class AtroposDesk:
-    """Satisfied by any store; several desks on one store are replicas of each other."""
+class AtroposService:
+    """Several services of one run on a shared store are replicas of each other. Opened by `open_atropos_service`."""
 
     def __init__(
         self, run_id: RunId, *, store: Store, config: AtroposConfig, limits: LedgerConfig, clock: Clock, log: EventLog
@@ -45,27 +46,34 @@ class AtroposDesk:
         self._store = store
         self._clock = clock
         self._log = log
-        self._bell = Bell()
+        self._notifier = RunNotifier()
         self._bounds = Bounds(
             max_queued=limits.max_queued_groups,
             max_queued_bytes=int(limits.max_queued_mb * MEGABYTE),
             retry_window_s=config.retry_window_s,
             touch_s=config.env_silence_s * TOUCH_FRACTION,
         )
-        self._unsettled: Counter[str] = Counter()
-        """Posts stored here that are being answered or were, and still are in the table of unanswered ones."""
+        self._in_flight: Counter[str] = Counter()
+        """Posts stored by this replica that are still in the table of unconfirmed posts, by digest."""
         self._answered: list[str] = []
+        """Digests of posts whose response was delivered."""
         self._arriving: list[tuple[Incoming, asyncio.Future[Stored]]] = []
-        """Bounded by the connections: each waits for its own."""
+        """Bounded by the number of connections."""
         self._storing: asyncio.Task[None] | None = None
         self._polled: dict[int, float] = {}
         self._serving = asyncio.Lock()
-        store.listen(self._bell.ring)
+        store.listen(self._notifier.notify)
+
+    async def prepare(self) -> None:
+        """Create the dialect's tables if necessary, and remove groups that a power failure took."""
+        await self._store.write(lambda tx: AtroposTables(tx).create())
+        if await self._store.write(lambda tx: tx.payloads.lost(self.run_id)):
+            await self._write(rules.forget_lost)
 
     # ------------------------------------------------------------------ trainer
 
     async def register(self, registration: Registration) -> int:
-        await self._write(lambda book: rules.register(book, registration), creates=True)
+        await self._write(lambda run_tx: rules.register(run_tx, registration), creates=True)
         self._log.info(
             "atropos.trainer_registered",
             run=self.run_id,
@@ -75,39 +83,39 @@ class AtroposDesk:
         return uuid.uuid4().int
 
     async def registration(self) -> Registration | None:
-        return rules.registration_of(await self._store.read(lambda tx: rules.record_of(tx, self.run_id)))
+        return rules.registration_of(await self._store.read(lambda tx: AtroposTables(tx).record(self.run_id)))
 
     @asynccontextmanager
     async def batch(self) -> AsyncIterator[Handed | None]:
-        """The batch to send, for one client at a time: who asks meanwhile gets the next one, or this one if it fails.
+        """The batch to send. Concurrent requests wait and get the next one, or this one if sending fails.
 
-        The block sends it. When it ends without an error, the batch counts as delivered.
+        The block sends it; if it ends without an error, the batch counts as delivered.
         """
         async with self._serving:
             handed = await self._write(
-                lambda book: rules.take_batch(
-                    book, env_silence_s=self.config.env_silence_s, keep=self.config.keep_batches
+                lambda run_tx: rules.take_batch(
+                    run_tx, env_silence_s=self.config.env_silence_s, keep=self.config.keep_batches
                 )
             )
             yield handed
             if handed is not None:
                 step = handed.manifest.step
-                await asyncio.shield(self._write(lambda book: rules.served(book, step, epoch=handed.epoch)))
+                await asyncio.shield(self._write(lambda run_tx: rules.mark_served(run_tx, step, epoch=handed.epoch)))
 
-    async def payloads(self, ids: Sequence[GroupId], made: Callable[[Sequence[bytes | memoryview]], T]) -> T:
-        """What `made` makes of the groups as they are stored; they are read and it is called in a thread of the store."""
+    async def payloads(self, ids: Sequence[GroupId], encode: Callable[[Sequence[bytes | memoryview]], T]) -> T:
+        """The result of `encode` on the stored payloads; it runs in a reader thread of the store."""
 
         def read(tx: Transaction) -> T:
-            found = tx.payloads(self.run_id, ids)
-            whole = [payload for payload in found if payload is not None]
-            if len(whole) < len(found):
-                raise StoreFaultError(f"run {self.run_id}: the payload of group {ids[found.index(None)]} is gone")
-            return made(whole)
+            found = tx.payloads.get_many(self.run_id, ids)
+            payloads = [payload for payload in found if payload is not None]
+            if len(payloads) < len(found):
+                raise StoreFaultError(f"run {self.run_id}: the payload of group {ids[found.index(None)]} is missing")
+            return encode(payloads)
 
         return await self._store.read(read)
 
     async def reset(self) -> None:
-        if await self._store.read(lambda tx: tx.run(self.run_id)) is not None:
+        if await self._store.read(lambda tx: tx.runs.get(self.run_id)) is not None:
             await self._write(rules.reset)
             self._answered.clear()
             await self.sweep()
@@ -119,25 +127,25 @@ class AtroposDesk:
 
     # ------------------------------------------------------------------ environments
 
-    async def register_env(self, asked: RegisterEnv) -> dict[str, Any] | None:
+    async def register_env(self, request: RegisterEnv) -> dict[str, Any] | None:
         if await self.registration() is None:
             return None
-        registered = await self._write(lambda book: rules.register_env(book, asked))
+        registered = await self._write(lambda run_tx: rules.register_env(run_tx, request))
         if registered is not None:
             self._log.info("atropos.env_registered", run=self.run_id, env=registered["wandb_name"])
         return registered
 
     async def disconnect_env(self, env_id: int) -> None:
-        if await self._store.read(lambda tx: tx.atropos.env(self.run_id, env_id)) is None:
+        if await self._store.read(lambda tx: AtroposTables(tx).env(self.run_id, env_id)) is None:
             raise rules.UnknownEnvError(f"run {self.run_id}: no environment {env_id} is registered")
-        await self._write(lambda book: rules.disconnect_env(book, env_id))
+        await self._write(lambda run_tx: rules.disconnect_env(run_tx, env_id))
 
     async def status_env(self, env_id: int) -> dict[str, Any]:
         found = await self._store.read(lambda tx: rules.status_env(tx, self.run_id, env_id))
         now = self._clock.now()
         if now - self._polled.get(env_id, -1e9) > self._bounds.touch_s:
             self._polled[env_id] = now
-            await self._write(lambda book: rules.heard(book, [env_id]))
+            await self._write(lambda run_tx: rules.touch_envs(run_tx, [env_id]))
         return found
 
     async def status(self) -> dict[str, int]:
@@ -148,8 +156,8 @@ class AtroposDesk:
 
     @asynccontextmanager
     async def posted(self, incoming: Incoming) -> AsyncIterator[dict[str, Any]]:
-        """Store a post. The block delivers the answer; when it fails, the same bytes again are taken for a repetition."""
-        stored = await self._store_with_patience(incoming)
+        """Store a post. The block delivers the response; if it fails, the same bytes again are taken for a repetition."""
+        stored = await self._store_when_possible(incoming)
         is_delivered = False
         try:
             yield stored.answer
@@ -158,23 +166,23 @@ class AtroposDesk:
             if is_delivered:
                 self._answered.append(stored.digest)
             else:
-                self._settle([stored.digest])
+                self._remove_in_flight([stored.digest])
 
-    async def _store_with_patience(self, incoming: Incoming) -> Stored:
-        """Wait for room in a full queue, for a while."""
+    async def _store_when_possible(self, incoming: Incoming) -> Stored:
+        """While the queue is full, wait up to `hold_s`."""
         until = self._clock.now() + self.config.hold_s
         while True:
-            ticket = self._bell.ticket(self.run_id)
+            change = self._notifier.next_change(self.run_id)
             try:
                 return await self._store_now(incoming)
             except QueueFullError:
                 left = until - self._clock.now()
                 if left <= 0:
                     raise
-            await self._bell.wait(ticket, at_most_s=left, clock=self._clock)
+            await self._notifier.wait(change, at_most_s=left, clock=self._clock)
 
     async def _store_now(self, incoming: Incoming) -> Stored:
-        """Store a post together with the others that came while the last ones were being written."""
+        """Store a post together with the others that arrived during the last write."""
         done: asyncio.Future[Stored] = asyncio.get_running_loop().create_future()
         self._arriving.append((incoming, done))
         if self._storing is None:
@@ -183,115 +191,114 @@ class AtroposDesk:
             return await done
         except asyncio.CancelledError:
             if done.done() and not done.cancelled() and done.exception() is None:
-                # Stored in the very moment in which the client went away.
-                self._settle([done.result().digest])
+                # Stored at the moment the client disconnected.
+                self._remove_in_flight([done.result().digest])
             raise
 
     async def _store_arriving(self) -> None:
-        """Takes: arrived posts. Gives: their outcomes. Ends: when no more have come. A client that goes away stops nothing."""
+        """Store arrived posts until none is left. Independent of the clients' tasks, so a disconnect cancels nothing."""
         try:
             while self._arriving:
-                arriving, self._arriving = self._arriving[:MOST_TOGETHER], self._arriving[MOST_TOGETHER:]
-                await self._store_together(arriving)
+                arriving, self._arriving = self._arriving[:POSTS_PER_WRITE], self._arriving[POSTS_PER_WRITE:]
+                await self._store_batch(arriving)
         finally:
             self._storing = None
 
-    async def _store_together(self, arriving: "list[tuple[Incoming, asyncio.Future[Stored]]]") -> None:
+    async def _store_batch(self, arriving: "list[tuple[Incoming, asyncio.Future[Stored]]]") -> None:
         answered, self._answered = self._answered, []
-        # Those struck off in the same transaction are not in flight in its eyes.
-        in_flight = self._unsettled - Counter(answered)
+        # Posts confirmed in the same transaction are no longer in flight.
+        in_flight = self._in_flight - Counter(answered)
         arrived = [incoming for incoming, _ in arriving]
 
-        def look() -> None:
+        def parse() -> None:
             for incoming in arrived:
-                incoming.look()
+                incoming.parse()
 
         try:
             outcomes: Sequence[Outcome] = await self._write(
-                lambda book: store_posts(book, arrived, in_flight=in_flight, answered=answered, bounds=self._bounds),
+                lambda run_tx: store_posts(
+                    run_tx, arrived, in_flight=in_flight, answered=answered, bounds=self._bounds
+                ),
                 creates=True,
-                before=look,
+                before=parse,
             )
-            self._settle(answered)
-        except Exception as error:  # whoever waits must hear it
+            self._remove_in_flight(answered)
+        except Exception as error:  # passed on to the waiting clients
             self._answered += answered
             outcomes = [error] * len(arriving)
         for (_, done), outcome in zip(arriving, outcomes, strict=True):
             if done.done():
-                continue  # the client has gone: its answer is lost, and the same bytes again are a repetition
+                continue  # the client disconnected: the same bytes again are a repetition
             if isinstance(outcome, Stored):
-                self._unsettled[outcome.digest] += 1
+                self._in_flight[outcome.digest] += 1
                 done.set_result(outcome)
             else:
                 done.set_exception(outcome)
 
-    # ------------------------------------------------------------------ inside
+    # ------------------------------------------------------------------ internal
 
     async def run(self) -> None:
-        """Write down delivered answers and finish a reset that was interrupted.
-
-        Waits:  for the clock.
-        Ends:   on cancellation. A store that fails is told and tried again.
-        """
+        """Record delivered responses and finish an interrupted reset, until cancelled. Errors of the store are logged."""
         is_swept = False
         while True:
             try:
-                if not is_swept and await self._store.read(lambda tx: tx.run(self.run_id)) is not None:
-                    await self._greet_envs()
+                if not is_swept and await self._store.read(lambda tx: tx.runs.get(self.run_id)) is not None:
+                    await self._extend_envs()
                     await self.sweep()
                     is_swept = True
-                await self.tidy()
+                await self.confirm_answered()
             except RollbookError as error:
-                self._log.error("atropos.tidying_failed", run=self.run_id, error=str(error))
-            await self._clock.sleep(TIDY_S)
+                self._log.error("atropos.confirm_failed", run=self.run_id, error=str(error))
+            await self._clock.sleep(CONFIRM_S)
 
-    async def tidy(self) -> None:
+    async def confirm_answered(self) -> None:
         if self._answered:
             answered, self._answered = self._answered, []
             try:
-                await self._write(lambda book: forget(book, answered))
+                await self._write(lambda run_tx: confirm(run_tx, answered))
             except BaseException:
                 self._answered += answered
                 raise
-            self._settle(answered)
+            self._remove_in_flight(answered)
 
-    async def _greet_envs(self) -> None:
-        """After a start nobody could be heard for a while: every environment gets its time anew."""
-        envs = await self._store.read(lambda tx: tx.atropos.envs(self.run_id))
+    async def _extend_envs(self) -> None:
+        """After a start: no environment could call meanwhile, so none counts as silent yet."""
+        envs = await self._store.read(lambda tx: AtroposTables(tx).envs(self.run_id))
         if envs:
-            await self._write(lambda book: rules.heard(book, [env.env_id for env in envs]))
+            await self._write(lambda run_tx: rules.touch_envs(run_tx, [env.env_id for env in envs]))
 
-    def _settle(self, digests: list[str]) -> None:
+    def _remove_in_flight(self, digests: list[str]) -> None:
         for digest in digests:
-            self._unsettled[digest] -= 1
-            if self._unsettled[digest] <= 0:
-                del self._unsettled[digest]
+            self._in_flight[digest] -= 1
+            if self._in_flight[digest] <= 0:
+                del self._in_flight[digest]
 
     async def _write(
-        self, rule: Callable[[RunBook], T], *, creates: bool = False, before: Callable[[], None] | None = None
+        self, rule: Callable[[RunTransaction], T], *, creates: bool = False, before: Callable[[], None] | None = None
     ) -> T:
         now = self._clock.wall()
 
         def work(tx: Transaction) -> T:
             if creates:
                 rules.ensure_run(tx, self.run_id, now=now)
-            with opened_book(tx, self.run_id, now) as book:
-                return rule(book)
+            with run_transaction(tx, self.run_id, now) as run_tx:
+                return rule(run_tx)
 
         return await self._store.write(work, before=before)
 
 
 @asynccontextmanager
-async def open_desk(
+async def open_atropos_service(
     run_id: RunId, *, store: Store, config: AtroposConfig, limits: LedgerConfig, clock: Clock, log: EventLog
-) -> AsyncIterator[AtroposDesk]:
-    desk = AtroposDesk(run_id, store=store, config=config, limits=limits, clock=clock, log=log)
-    tidying = asyncio.create_task(desk.run(), name=f"atropos.tidy.{run_id}")
+) -> AsyncIterator[AtroposService]:
+    service = AtroposService(run_id, store=store, config=config, limits=limits, clock=clock, log=log)
+    await service.prepare()
+    confirming = asyncio.create_task(service.run(), name=f"atropos.confirm.{run_id}")
     try:
-        yield desk
+        yield service
     finally:
-        tidying.cancel()
+        confirming.cancel()
         with suppress(asyncio.CancelledError):
-            await tidying
+            await confirming
         with suppress(RollbookError):
-            await desk.tidy()
+            await service.confirm_answered()

@@ -9,8 +9,8 @@ from rollbook.contracts.errors import FencedError, RunError, TransientError
 from rollbook.ledger.http import wire
 from rollbook.ledger.http.auth import UnknownTokenError, WrongRoleError
 from rollbook.ledger.http.bodies import BodyTooLargeError, IncompleteBodyError, SlowBodyError, UnsupportedBodyError
-from rollbook.ledger.rules.book import UnknownRunError
 from rollbook.ledger.rules.groups import QueueFullError
+from rollbook.ledger.rules.run_transaction import UnknownRunError
 from rollbook.ledger.store import StoreFaultError
 from rollbook.ledger.tools.explain import UnknownGroupError
 

@@ -32,8 +32,8 @@ from rollbook.ledger.rules.groups import Submission
 from rollbook.ledger.service import Ledger
 from rollbook.ledger.tools.audit import audit_run
 from rollbook.ledger.tools.explain import explain_group
-from rollbook.telemetry.loop_lag import LoopLag
 from rollbook.telemetry.prometheus import CONTENT_TYPE as METRICS_CONTENT_TYPE
+from rollbook.telemetry.prometheus import LoopLag
 
 M = TypeVar("M", bound=wire.Message)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -133,7 +133,7 @@ class LedgerHandlers:
 
     async def explain(self, _: wire.Empty, run: RunId, group: GroupId) -> wire.GroupHistory:
         record, moves, sentences = await self._ledger.read(
-            lambda tx: (tx.group(run, group), tx.moves(run, group), explain_group(tx, run, group))
+            lambda tx: (tx.groups.get(run, group), tx.history.of_group(run, group), explain_group(tx, run, group))
         )
         if record is None:
             raise NotFoundError(f"run {run}: there is no group {group}")
@@ -145,7 +145,7 @@ class LedgerHandlers:
 
     async def payload(self, _: wire.Empty, run: RunId, group: GroupId, *, http: web.Request) -> web.Response:
         await self._ledger.status(run)
-        found = await self._ledger.read(lambda tx: tx.payload(run, group))
+        found = await self._ledger.read(lambda tx: tx.payloads.get(run, group))
         if found is None:
             raise NotFoundError(f"run {run}: group {group} has no payload, or it was deleted")
         return web.Response(body=found, content_type="application/octet-stream")

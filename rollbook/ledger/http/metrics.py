@@ -4,8 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from rollbook.contracts.admission import LedgerStatus
-from rollbook.telemetry.loop_lag import LoopLag
-from rollbook.telemetry.prometheus import Family, Histogram, Kind, Sample, exposition
+from rollbook.telemetry.prometheus import Family, Histogram, Kind, LoopLag, Sample, exposition
 
 REQUEST_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0)
 

@@ -1,1 +1,1 @@
-"""The rules of the protocol, written once against `store.Transaction`. No clock, no socket, no SQL in here."""
+"""The rules of the protocol, written against `store.Transaction`, without clock, network or SQL."""

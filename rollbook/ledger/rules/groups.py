@@ -1,4 +1,4 @@
-"""What becomes of a group that was played: submitted, closed, or given back. Rules 5 to 7."""
+"""Submitting, closing and releasing groups, and the registered producers that submit without a grant. Rules 5 to 7."""
 
 import math
 from collections.abc import Sequence
@@ -10,45 +10,155 @@ from rollbook.contracts.admission import Receipt
 from rollbook.contracts.errors import RollbookError, RunError, TransientError
 from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupOutcome, GroupState
 from rollbook.contracts.task import TaskId
-from rollbook.ledger.records import GroupRecord, Origin
-from rollbook.ledger.rules.book import RunBook
+from rollbook.ledger.records import GroupRecord, Origin, ProducerRecord
 from rollbook.ledger.rules.gate import fail_attempt
-from rollbook.ledger.rules.lineage import oldest_effective_version
-from rollbook.ledger.rules.producers import find_producer
+from rollbook.ledger.rules.publications import oldest_effective_version
+from rollbook.ledger.rules.run_transaction import RunTransaction
 from rollbook.ledger.store import StoreFaultError
 
 QUEUE_FULL_RETRY_S = 1.0
+MAX_PRODUCERS = 1_000
+"""Deciding a batch reads each of them."""
+MAX_NAME_LENGTH = 128
 
 
 class QueueFullError(TransientError):
-    """The queue holds as many groups as it may; try again once the trainer took some."""
+    """The queue has reached its limit; try again after the trainer has taken some groups."""
 
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A finished group. The payload stays closed: all the ledger needs to know stands beside it."""
+    """A finished group. The ledger does not decode the payload; it reads only the other fields."""
 
     group_id: GroupId
     task_id: TaskId
     draw: int
     attempt: int
     publications: tuple[int, ...]
-    """Behind the trained tokens; -1 stands for unknown."""
+    """Publications that sampled the trained tokens; -1 stands for unknown."""
     outcome: GroupOutcome
     payload: bytes | memoryview
     payload_digest: str
     drop: DropReason | None = None
     producer: str | None = None
-    """The registered producer it comes from, for a group that the gate did not grant."""
+    """The registered producer, for a group without a grant."""
 
 
-def submit(book: RunBook, submission: Submission, *, max_queued: int, max_queued_bytes: int | None = None) -> Receipt:
-    """Store a group: the first one wins, whichever attempt it is, unless the group is settled."""
-    group = book.tx.group(book.run_id, submission.group_id)
-    return _submit(book, submission, group, max_queued, max_queued_bytes)
+def submit(
+    run_tx: RunTransaction, submission: Submission, *, max_queued: int, max_queued_bytes: int | None = None
+) -> Receipt:
+    """Store a group unless it is settled. The first submission wins, whichever attempt it is."""
+    group = run_tx.tx.groups.get(run_tx.run_id, submission.group_id)
+    return _submit(run_tx, submission, group, max_queued, max_queued_bytes)
+
+
+def submit_many(
+    run_tx: RunTransaction, submissions: Sequence[Submission], *, max_queued: int, max_queued_bytes: int | None = None
+) -> list[Receipt | RollbookError]:
+    """Submit several groups independently: an error of `submit` is raised before anything of that group is written."""
+    outcomes: list[Receipt | RollbookError] = []
+    known = run_tx.tx.groups.find(run_tx.run_id, [submission.group_id for submission in submissions])
+    seen: set[GroupId] = set()
+    for submission in submissions:
+        group_id = submission.group_id
+        # The second submission of a group in one request sees the result of the first.
+        group = run_tx.tx.groups.get(run_tx.run_id, group_id) if group_id in seen else known.get(group_id)
+        seen.add(group_id)
+        try:
+            outcomes.append(_submit(run_tx, submission, group, max_queued, max_queued_bytes))
+        except StoreFaultError:
+            raise
+        except (RunError, TransientError) as error:
+            outcomes.append(error)
+    return outcomes
+
+
+def close(run_tx: RunTransaction, group_id: GroupId, reason: DropReason, *, outcome: GroupOutcome | None) -> Receipt:
+    """Settle a group that will not be submitted."""
+    group = run_tx.group(group_id)
+    if group.state is GroupState.DISPATCHED:
+        fields = {} if outcome is None else {"outcome": msgspec.json.encode(outcome)}
+        run_tx.drop(group, reason, by=group.owner or "close", **fields)
+        return Receipt.STORED
+    return Receipt.ALREADY_SETTLED if group.state is GroupState.DROPPED else Receipt.ALREADY_STORED
+
+
+def release(run_tx: RunTransaction, group_id: GroupId, *, attempt: int, cause: str) -> None:
+    """Return a group for another attempt. Releasing an attempt that is not current has no effect."""
+    group = run_tx.group(group_id)
+    if group.state is GroupState.DISPATCHED and group.owner is not None and group.attempt == attempt:
+        fail_attempt(run_tx, group, DropReason(DropKind.ATTEMPTS, f"attempt {attempt}: {cause}"), by=group.owner)
+
+
+def mark_exhausted(run_tx: RunTransaction) -> None:
+    """The task source has no further draw, and all draws were opened."""
+    if not run_tx.run.exhausted:
+        run_tx.change(exhausted=True)
+        run_tx.tx.announce(run_tx.run_id)
+
+
+def drop_lost(run_tx: RunTransaction) -> int:
+    """After a start: drop the groups whose payload was lost in a power failure. Returns their number.
+
+    Batched groups are never lost: deciding a batch syncs the payloads of its groups first.
+    """
+    num_lost = 0
+    for group_id in run_tx.tx.payloads.lost(run_tx.run_id):
+        group = run_tx.tx.groups.get(run_tx.run_id, group_id)
+        if group is None or not group.has_payload:
+            continue
+        if group.state is GroupState.QUEUED:
+            run_tx.tx.payloads.delete(run_tx.run_id, group_id)
+            reason = DropReason(DropKind.LOST, "its payload was lost in a power failure")
+            run_tx.drop(group, reason, by="start", has_payload=False)
+            num_lost += 1
+        elif group.state in (GroupState.DROPPED, GroupState.DURABLE):
+            run_tx.tx.payloads.delete(run_tx.run_id, group_id)
+            run_tx.tx.groups.put(group.changed(has_payload=False))
+    return num_lost
+
+
+def delete_payloads(run_tx: RunTransaction, up_to_step: int, *, dropped_only: bool) -> tuple[int, int]:
+    """Delete the payloads that no step after `up_to_step` needs. Returns their number and their bytes."""
+    groups = run_tx.tx.groups.releasable(run_tx.run_id, up_to_step, dropped_only=dropped_only)
+    for group in groups:
+        run_tx.tx.payloads.delete(run_tx.run_id, group.group_id)
+        run_tx.tx.groups.put(group.changed(has_payload=False))
+    if not dropped_only:
+        run_tx.change(payload_floor=max(run_tx.run.payload_floor, up_to_step))
+    return len(groups), sum(group.payload_bytes for group in groups)
+
+
+def register_producer(run_tx: RunTransaction, name: str, *, weight: float, min_share: float) -> ProducerRecord:
+    """Register a producer, or change its weight and minimum share. Its credit is kept."""
+    run_id = run_tx.run_id
+    if not 0 < len(name) <= MAX_NAME_LENGTH:
+        raise RunError(f"run {run_id}: a producer's name has 1 to {MAX_NAME_LENGTH} characters, this one {len(name)}")
+    if not (math.isfinite(weight) and weight > 0):
+        raise RunError(f"run {run_id}: producer {name!r} has weight {weight}; it must be above 0")
+    if not 0 <= min_share <= 1:
+        raise RunError(f"run {run_id}: producer {name!r} has minimum share {min_share}; it must be between 0 and 1")
+    producers = {known.name: known for known in run_tx.tx.producers.all(run_id)}
+    others = sum(known.min_share for known in producers.values() if known.name != name)
+    # A tolerance for binary fractions: three thirds are one.
+    if others + min_share > 1 + 1e-9:
+        raise RunError(
+            f"run {run_id}: producer {name!r} requests a minimum share of {min_share:g}, the others have {others:g}; "
+            "together they cannot have more than 1"
+        )
+    known = producers.get(name)
+    if known is None and len(producers) >= MAX_PRODUCERS:
+        raise RunError(f"run {run_id}: {MAX_PRODUCERS} producers are registered, which is the maximum")
+    if known is None:
+        record = ProducerRecord(run_id=run_id, name=name, weight=weight, min_share=min_share, registered_at=run_tx.now)
+    else:
+        record = known.changed(weight=weight, min_share=min_share)
+    if record != known:
+        run_tx.tx.producers.put(record)
+    return record
 
 
 def _submit(
-    book: RunBook,
+    run_tx: RunTransaction,
     submission: Submission,
     group: GroupRecord | None,
     max_queued: int,
@@ -58,53 +168,30 @@ def _submit(
         return Receipt.ALREADY_SETTLED
     if group is not None and group.state is not GroupState.DISPATCHED:
         return Receipt.ALREADY_STORED
-    oldest = oldest_effective_version(book, submission.publications, group_id=submission.group_id)
+    oldest = oldest_effective_version(run_tx, submission.publications, group_id=submission.group_id)
     if group is None:
-        _refuse_when_full(book, submission, max_queued, max_queued_bytes)
+        _refuse_when_full(run_tx, submission, max_queued, max_queued_bytes)
         if submission.producer is not None:
-            find_producer(book, submission.producer)
-        if book.is_over:
-            group = _open_external(book, submission)
-            book.drop(group, DropReason(DropKind.END_OF_RUN, "submitted after the end"), by="submit")
+            _require_producer(run_tx, submission.producer)
+        if run_tx.is_over:
+            group = _open_external(run_tx, submission)
+            run_tx.drop(group, DropReason(DropKind.END_OF_RUN, "submitted after the end"), by="submit")
             return Receipt.ALREADY_SETTLED
         if submission.drop is None:
-            _enter(book, submission, oldest)
+            _open_queued(run_tx, submission, oldest)
             return Receipt.STORED
-        group = _open_external(book, submission)
+        group = _open_external(run_tx, submission)
     by = group.owner or group.producer or "submit"
-    book.tx.put_payload(book.run_id, submission.group_id, submission.payload, submission.payload_digest)
-    stored = _stored(book, submission, oldest)
+    run_tx.tx.payloads.put(run_tx.run_id, submission.group_id, submission.payload, submission.payload_digest)
+    fields = _submitted_fields(run_tx, submission, oldest)
     if submission.drop is not None:
-        book.drop(group, submission.drop, by=by, **stored)
+        run_tx.drop(group, submission.drop, by=by, **fields)
     else:
-        book.move(group, GroupState.QUEUED, note=f"attempt {submission.attempt} submitted", by=by, **stored)
+        run_tx.move(group, GroupState.QUEUED, note=f"attempt {submission.attempt} submitted", by=by, **fields)
     return Receipt.STORED
 
 
-def submit_many(
-    book: RunBook, submissions: Sequence[Submission], *, max_queued: int, max_queued_bytes: int | None = None
-) -> list[Receipt | RollbookError]:
-    """Several, each judged by itself: what `submit` raises it raises before anything of that group is written."""
-    outcomes: list[Receipt | RollbookError] = []
-    known = book.tx.known_groups(book.run_id, [submission.group_id for submission in submissions])
-    seen: set[GroupId] = set()
-    for submission in submissions:
-        group_id = submission.group_id
-        # A group that comes twice in one request is what became of it the first time.
-        group = book.tx.group(book.run_id, group_id) if group_id in seen else known.get(group_id)
-        seen.add(group_id)
-        try:
-            outcomes.append(_submit(book, submission, group, max_queued, max_queued_bytes))
-        except StoreFaultError:
-            raise
-        except (RunError, TransientError) as error:
-            outcomes.append(error)
-    return outcomes
-
-
-class _Stored(TypedDict):
-    """What a submission writes on its group."""
-
+class _SubmittedFields(TypedDict):
     publications: tuple[int, ...]
     oldest_version: int | None
     outcome: bytes
@@ -114,120 +201,79 @@ class _Stored(TypedDict):
     arrival: int
 
 
-def _stored(book: RunBook, submission: Submission, oldest: int | None) -> _Stored:
-    return _Stored(
+def _submitted_fields(run_tx: RunTransaction, submission: Submission, oldest: int | None) -> _SubmittedFields:
+    return _SubmittedFields(
         publications=submission.publications,
         oldest_version=oldest,
         outcome=msgspec.json.encode(submission.outcome),
         payload_digest=submission.payload_digest,
         payload_bytes=len(submission.payload),
         has_payload=True,
-        arrival=book.count("next_arrival"),
+        arrival=run_tx.count("next_arrival"),
     )
 
 
-def _enter(book: RunBook, submission: Submission, oldest: int | None) -> None:
-    """The usual way of a group from outside, and the busiest of all: opened and queued in one row."""
-    book.tx.put_payload(book.run_id, submission.group_id, submission.payload, submission.payload_digest)
+def _open_queued(run_tx: RunTransaction, submission: Submission, oldest: int | None) -> None:
+    """Open an external group in the queued state: the most frequent path, so it writes one row."""
+    run_tx.tx.payloads.put(run_tx.run_id, submission.group_id, submission.payload, submission.payload_digest)
     group = GroupRecord(
-        run_id=book.run_id,
+        run_id=run_tx.run_id,
         group_id=submission.group_id,
         task_id=submission.task_id,
         draw=submission.draw,
         position=None,
         origin=Origin.EXTERNAL,
         state=GroupState.QUEUED,
-        opened_at=book.now,
+        opened_at=run_tx.now,
         attempt=submission.attempt,
-        admission_version=book.field("version"),
-        admission_publication=book.field("publication"),
+        admission_version=run_tx.field("version"),
+        admission_publication=run_tx.field("publication"),
         producer=submission.producer,
-        sequence=book.count("next_sequence"),
-        **_stored(book, submission, oldest),
+        sequence=run_tx.count("next_sequence"),
+        **_submitted_fields(run_tx, submission, oldest),
     )
-    book.enter(group, note=f"attempt {submission.attempt} submitted", by=submission.producer or "submit")
+    run_tx.open(group, note=f"attempt {submission.attempt} submitted", by=submission.producer or "submit")
 
 
-def _refuse_when_full(book: RunBook, submission: Submission, max_queued: int, max_queued_bytes: int | None) -> None:
-    # Groups of the gate are never refused here: under `wait` the one that is refused may be the one everybody waits for.
-    num_queued, queued_bytes = book.number("num_queued"), book.number("queued_bytes")
+def _refuse_when_full(
+    run_tx: RunTransaction, submission: Submission, max_queued: int, max_queued_bytes: int | None
+) -> None:
+    # Groups with a grant are never refused: under the policy `wait`, batches may depend on the refused group.
+    num_queued, queued_bytes = run_tx.field("num_queued"), run_tx.field("queued_bytes")
     is_full = num_queued >= max_queued
-    # An empty queue takes a group of any size: what is larger than the bound would otherwise be sent in vain for ever.
+    # An empty queue accepts a group of any size; a group above the limit would otherwise be retried forever.
     if max_queued_bytes is not None and num_queued:
         is_full |= queued_bytes + len(submission.payload) > max_queued_bytes
     if is_full:
         raise QueueFullError(
-            f"run {book.run_id}: {num_queued} groups are queued, {queued_bytes} bytes in all, no more is taken; "
+            f"run {run_tx.run_id}: the queue is full ({num_queued} groups, {queued_bytes} bytes); "
             f"submit {submission.group_id} again later",
             retry_after_s=QUEUE_FULL_RETRY_S,
         )
 
 
-def _open_external(book: RunBook, submission: Submission) -> GroupRecord:
+def _open_external(run_tx: RunTransaction, submission: Submission) -> GroupRecord:
     group = GroupRecord(
-        run_id=book.run_id,
+        run_id=run_tx.run_id,
         group_id=submission.group_id,
         task_id=submission.task_id,
         draw=submission.draw,
         position=None,
         origin=Origin.EXTERNAL,
         state=GroupState.DISPATCHED,
-        sequence=book.count("next_sequence"),
-        opened_at=book.now,
+        sequence=run_tx.count("next_sequence"),
+        opened_at=run_tx.now,
         attempt=submission.attempt,
-        admission_version=book.run.version,
-        admission_publication=book.run.publication,
+        admission_version=run_tx.run.version,
+        admission_publication=run_tx.run.publication,
         producer=submission.producer,
     )
-    book.begin(group, note="opened by its submission", by=submission.producer or "submit")
+    run_tx.open(group, note="opened by its submission", by=submission.producer or "submit")
     return group
 
 
-def drop_lost(book: RunBook) -> int:
-    """After a start: a group whose tokens a power cut took is not trained, and says why. Returns how many.
-
-    Batched groups are never among them: deciding a batch brings the tokens of its groups to the disk first.
-    """
-    num_lost = 0
-    for group_id in book.tx.lost_payloads(book.run_id):
-        group = book.tx.group(book.run_id, group_id)
-        if group is None or not group.has_payload:
-            continue
-        if group.state is GroupState.QUEUED:
-            shelved = book.tx.atropos.shelved(book.run_id, group_id)
-            if shelved is not None:
-                book.tx.atropos.take_shelved([shelved])
-            book.tx.delete_payload(book.run_id, group_id)
-            book.drop(group, DropReason(DropKind.LOST, "a power cut took its tokens"), by="start", has_payload=False)
-            num_lost += 1
-        elif group.state in (GroupState.DROPPED, GroupState.DURABLE):
-            book.tx.delete_payload(book.run_id, group_id)
-            book.tx.put_group(group.changed(has_payload=False))
-    if num_lost:
-        # A repeated post must not be answered for a group that is gone: it is stored anew.
-        book.tx.atropos.forget_unanswered_before(book.run_id, math.inf)
-    return num_lost
-
-
-def close(book: RunBook, group_id: GroupId, reason: DropReason, *, outcome: GroupOutcome | None) -> Receipt:
-    """Settle a group that will not be submitted."""
-    group = book.group(group_id)
-    if group.state is GroupState.DISPATCHED:
-        told = {} if outcome is None else {"outcome": msgspec.json.encode(outcome)}
-        book.drop(group, reason, by=group.owner or "close", **told)
-        return Receipt.STORED
-    return Receipt.ALREADY_SETTLED if group.state is GroupState.DROPPED else Receipt.ALREADY_STORED
-
-
-def release(book: RunBook, group_id: GroupId, *, attempt: int, cause: str) -> None:
-    """Give a group back for another attempt. Only the attempt in hand can be given back; an older one is gone already."""
-    group = book.group(group_id)
-    if group.state is GroupState.DISPATCHED and group.owner is not None and group.attempt == attempt:
-        fail_attempt(book, group, DropReason(DropKind.ATTEMPTS, f"attempt {attempt}: {cause}"), by=group.owner)
-
-
-def exhausted(book: RunBook) -> None:
-    """The source has no further draw, and all were opened."""
-    if not book.run.exhausted:
-        book.change(exhausted=True)
-        book.tx.announce(book.run_id)
+def _require_producer(run_tx: RunTransaction, name: str) -> None:
+    if not any(known.name == name for known in run_tx.tx.producers.all(run_tx.run_id)):
+        raise RunError(
+            f"run {run_tx.run_id}: producer {name!r} is not registered; register it, or send its groups without a name"
+        )

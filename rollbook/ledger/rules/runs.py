@@ -1,30 +1,34 @@
-"""Creating a run, and telling how it stands."""
+"""Creating a run and reporting its status, its draw progress and its past outcomes."""
 
 import re
 
-from rollbook.contracts.admission import DrawProgress, GateState, LedgerStatus, RunId, RunSettings
+import msgspec
+
+from rollbook.contracts.admission import DrawProgress, GateState, LedgerStatus, PastDraw, RunId, RunSettings
 from rollbook.contracts.batch import EndOfRun
 from rollbook.contracts.errors import RunError
-from rollbook.contracts.group import GroupState
+from rollbook.contracts.group import GroupOutcome, GroupState
 from rollbook.ledger.records import RunRecord
-from rollbook.ledger.rules.book import find_run
+from rollbook.ledger.rules.run_transaction import find_run
 from rollbook.ledger.store import Transaction
 
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+MAX_OUTCOMES = 10_000
+"""Outcomes in one page: some megabytes."""
 
 
 def create_run(tx: Transaction, run_id: RunId, settings: RunSettings, *, now: float) -> None:
-    """Create a run, or resume it with new settings. What the meaning of recorded batches hangs on may not change."""
+    """Create a run, or resume it with new settings. Settings that give recorded batches their meaning cannot change."""
     if not RUN_ID.fullmatch(run_id):
-        raise RunError(f"{run_id!r} is no run id: use letters, digits, '.', '_' and '-', at most 128")
-    run = tx.run(run_id)
+        raise RunError(f"{run_id!r} is not a run id: use letters, digits, '.', '_' and '-', at most 128 characters")
+    run = tx.runs.get(run_id)
     if run is None:
-        tx.put_run(RunRecord(run_id=run_id, settings=settings, created_at=now))
+        tx.runs.put(RunRecord(run_id=run_id, settings=settings, created_at=now))
         return
     _refuse_changes(run, settings)
     resumed = run.changed(settings=settings, ended=_still_ended(run, settings))
     if resumed != run:
-        tx.put_run(resumed)
+        tx.runs.put(resumed)
         tx.announce(run_id)
 
 
@@ -40,11 +44,13 @@ def _refuse_changes(run: RunRecord, settings: RunSettings) -> None:
         if before != after
     ]
     if changed:
-        raise RunError(f"run {run.run_id} exists with other settings: {'; '.join(changed)}. Start a new run for that")
+        raise RunError(
+            f"run {run.run_id} exists with other settings: {'; '.join(changed)}. Start a new run to change them"
+        )
 
 
 def _still_ended(run: RunRecord, settings: RunSettings) -> EndOfRun | None:
-    """A run that was stopped, or that reached a number of steps which is now higher, goes on when it is created again."""
+    """A run that was stopped, or whose maximum of steps was raised, continues when it is created again."""
     most = settings.rule.max_steps
     if run.ended is EndOfRun.STOPPED:
         return None
@@ -61,14 +67,14 @@ def gate_of(run: RunRecord) -> tuple[GateState, int]:
         return GateState.NO_POLICY, 0
     rule = run.settings.rule
     capacity = rule.capacity(run.counts, version=run.version)
-    has_room = capacity > 0 or rule.retry_capacity(run.counts) > 0
-    return (GateState.OPEN if has_room else GateState.FULL), capacity
+    is_open = capacity > 0 or rule.retry_capacity(run.counts) > 0
+    return (GateState.OPEN if is_open else GateState.FULL), capacity
 
 
 def status(tx: Transaction, run_id: RunId) -> LedgerStatus:
     run = find_run(tx, run_id)
     gate, capacity = gate_of(run)
-    dropped = tx.drops(run_id)
+    dropped = tx.runs.drops(run_id)
     return LedgerStatus(
         run_id=run_id,
         gate=gate,
@@ -96,13 +102,32 @@ def status(tx: Transaction, run_id: RunId) -> LedgerStatus:
 
 
 def progress(tx: Transaction, run_id: RunId) -> DrawProgress:
-    """What the cursor is rebuilt from. Reads only what lies above the settled prefix."""
+    """The state to rebuild the task cursor from. Reads only positions above the settled prefix."""
     run = find_run(tx, run_id)
-    kept = tx.positions(run_id)
+    positions = tx.positions.all(run_id)
     return DrawProgress(
         opened_below=run.opened_below,
-        opened_beyond=tuple(at for at, _ in kept if at >= run.opened_below),
+        opened_beyond=tuple(at for at, _ in positions if at >= run.opened_below),
         settled_below=run.settled_below,
-        settled_beyond=tuple(at for at, is_settled in kept if is_settled),
+        settled_beyond=tuple(at for at, is_settled in positions if is_settled),
         exhausted=run.exhausted,
     )
+
+
+def outcomes(tx: Transaction, run_id: RunId, *, after: int, limit: int) -> list[PastDraw]:
+    """Past draws with a sequence above `after`, lowest first, to rebuild a curriculum. `after` = -1 begins; an empty list ends."""
+    if limit < 1:
+        raise RunError(f"run {run_id}: a page of {limit} outcomes was requested; request at least 1")
+    find_run(tx, run_id)
+    return [
+        PastDraw(
+            group_id=group.group_id,
+            task_id=group.task_id,
+            number=group.draw,
+            position=group.position,
+            sequence=group.sequence,
+            state=group.state,
+            outcome=None if group.outcome is None else msgspec.json.decode(group.outcome, type=GroupOutcome),
+        )
+        for group in tx.groups.after(run_id, after, min(limit, MAX_OUTCOMES))
+    ]

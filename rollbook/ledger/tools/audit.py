@@ -15,7 +15,7 @@ from rollbook.contracts.group import MOVES, DropReason, GroupId, GroupState
 from rollbook.contracts.group_codec import payload_digest
 from rollbook.ledger.records import BatchRecord, GroupRecord, MoveRecord, Origin, RunRecord
 from rollbook.ledger.rules.batches import manifest_digest
-from rollbook.ledger.rules.book import find_run
+from rollbook.ledger.rules.run_transaction import find_run
 from rollbook.ledger.store import Reader, StoreFaultError, Transaction
 
 MOST_VIOLATIONS = 200
@@ -95,7 +95,7 @@ def _check_batches(tx: Transaction, findings: _Findings) -> dict[GroupId, int]:
     run, rule = findings.run, findings.run.settings.rule
     step_of: dict[GroupId, int] = {}
     last = 0
-    for batch in tx.each_batch(run.run_id):
+    for batch in tx.batches.each(run.run_id):
         manifest = batch.manifest
         findings.expect("the batches are not contiguous, next step", manifest.step, last + 1)
         last = manifest.step
@@ -136,7 +136,7 @@ def _check_groups(tx: Transaction, findings: _Findings, step_of: Mapping[GroupId
     histories = _histories(tx, findings.run.run_id)
     told = next(histories, None)
     remaining = dict(step_of)
-    for group in tx.each_group(findings.run.run_id):
+    for group in tx.groups.each(findings.run.run_id):
         while told is not None and told[0].encode() < group.group_id.encode():
             findings.say(f"group {told[0]} has a history but no row")
             told = next(histories, None)
@@ -154,7 +154,7 @@ def _check_groups(tx: Transaction, findings: _Findings, step_of: Mapping[GroupId
 
 
 def _histories(tx: Transaction, run_id: RunId) -> Iterator[tuple[GroupId, list[MoveRecord]]]:
-    for group_id, moves in groupby(tx.each_move(run_id), key=lambda move: move.group_id):
+    for group_id, moves in groupby(tx.history.each(run_id), key=lambda move: move.group_id):
         yield group_id, list(moves)
 
 
@@ -196,7 +196,7 @@ def _check_row(tx: Transaction, group: GroupRecord, batched_in: int | None, find
         findings.expect(f"group {group.group_id} of batch {batched_in}: state", group.state, wanted)
     is_needed = group.state is GroupState.QUEUED or (batched_in is not None and batched_in > run.payload_floor)
     try:
-        payload = tx.payload(run.run_id, group.group_id) if is_needed or group.has_payload else None
+        payload = tx.payloads.get(run.run_id, group.group_id) if is_needed or group.has_payload else None
     except StoreFaultError as error:
         findings.say(f"group {group.group_id}: {error}")
         return
@@ -209,7 +209,7 @@ def _check_row(tx: Transaction, group: GroupRecord, batched_in: int | None, find
 
 def _check_law(tx: Transaction, findings: _Findings) -> None:
     run = findings.run
-    drops = tx.drops(run.run_id)
+    drops = tx.runs.drops(run.run_id)
     counted = {
         GroupState.DISPATCHED: run.num_leased + run.num_waiting,
         GroupState.QUEUED: run.num_queued,
@@ -231,7 +231,7 @@ def _check_law(tx: Transaction, findings: _Findings) -> None:
 
 def _check_steps(tx: Transaction, findings: _Findings) -> None:
     run = findings.run
-    trained = sorted({step.step for step in tx.steps(run.run_id)})
+    trained = sorted({step.step for step in tx.steps.all(run.run_id)})
     findings.expect("trained steps", trained, list(range(1, run.last_acknowledged + 1)))
     if not run.durable_step <= run.last_acknowledged <= run.last_decided:
         findings.say(

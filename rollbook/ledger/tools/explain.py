@@ -9,7 +9,7 @@ from rollbook.contracts.errors import RunError
 from rollbook.contracts.freshness import BatchPolicy, lag
 from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupOutcome, GroupState
 from rollbook.ledger.records import GroupRecord, MoveRecord, Origin, RunRecord
-from rollbook.ledger.rules.book import find_run
+from rollbook.ledger.rules.run_transaction import find_run
 from rollbook.ledger.store import Reader, Transaction
 
 REASONS = {
@@ -37,13 +37,13 @@ def explain(reader: Reader, run_id: RunId, group_id: GroupId) -> list[str]:
 def explain_group(tx: Transaction, run_id: RunId, group_id: GroupId) -> list[str]:
     """The same inside a transaction."""
     run = find_run(tx, run_id)
-    group = tx.group(run_id, group_id)
+    group = tx.groups.get(run_id, group_id)
     if group is None:
         raise UnknownGroupError(
             f"run {run_id}: there is no group {group_id}; it was never opened, or its submission was refused"
         )
     told = [_opening(group)]
-    told += [_happened(move) for move in tx.moves(run_id, group_id)]
+    told += [_happened(move) for move in tx.history.of_group(run_id, group_id)]
     told += _versions(tx, run, group)
     told += _results(group)
     told.append(_where_it_stands(tx, run, group))
@@ -76,7 +76,7 @@ def _versions(tx: Transaction, run: RunRecord, group: GroupRecord) -> list[str]:
         return ["Nobody said which weights sampled its trained tokens, so its lag is not judged."]
     steps = []
     for publication_id in named:
-        found = next((p for p in tx.publications(run.run_id) if p.id == publication_id), None)
+        found = next((p for p in tx.publications.all(run.run_id) if p.id == publication_id), None)
         if found is not None:
             lost = (
                 ""
@@ -115,7 +115,7 @@ def _where_it_stands(tx: Transaction, run: RunRecord, group: GroupRecord) -> str
 
 def _batched(tx: Transaction, run: RunRecord, group: GroupRecord) -> str:
     step = group.step or 0
-    batch = tx.batch(run.run_id, step)
+    batch = tx.batches.get(run.run_id, step)
     entry = None if batch is None else next((e for e in batch.manifest.entries if e.group_id == group.group_id), None)
     rule = run.settings.rule
     if group.producer is not None:

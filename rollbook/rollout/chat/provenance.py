@@ -1,7 +1,7 @@
-"""Who wrote which token of a recorded sequence: the policy, a message of somebody else, or the chat template around them.
+"""The author of each token of a recorded sequence: the policy, another message, or the chat template.
 
-What the policy sampled is known from the record. The rest is found by its text: messages are looked for one after the other, each
-behind the one before it. What belongs to no message was written by the template.
+Sampled tokens are known from the record. The others are found by text: messages are searched in order, each after the previous one.
+Tokens outside all messages belong to the template.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,24 +13,24 @@ from rollbook.contracts.trajectory import TokenRow, TurnMark
 POLICY = "policy"
 TEMPLATE = "template"
 CONTEXT = "context"
-"""Of an episode without messages: read by the policy, and nobody said who wrote it."""
+"""Author of the unsampled tokens of an episode without recorded messages."""
 
 
 class Pieces(Protocol):
-    """`rendering.ModelTokenizer` is one."""
+    """Implemented by `chat.tokenizer.ModelTokenizer`."""
 
     def pieces(self, token_ids: Sequence[int]) -> tuple[str, list[tuple[int, int]]]:
-        """The text of these tokens, and where each of them lies in it."""
+        """The text of these tokens, and the character span of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Tokens `start` to `end` (exclusive) by one author."""
+    """Tokens `start` to `end` (exclusive) of one author."""
 
     start: int
     end: int
     author: str
-    """`policy`, `template`, `context`, or the role of a message: `system`, `user`, `tool`, `assistant` (said, not sampled here)."""
+    """`policy`, `template`, `context`, or the role of a message: `system`, `user`, `tool`, `assistant` (not sampled here)."""
 
 
 def spans_of(
@@ -39,13 +39,13 @@ def spans_of(
     messages: Sequence[Mapping[str, Any]] | None,
     tokenizer: Pieces,
 ) -> list[Span]:
-    """`turns`: those of this sequence."""
+    """`turns` are those of this sequence."""
     ids = row.token_ids.tolist()
     authors = [CONTEXT if messages is None else TEMPLATE] * len(ids)
     if messages is not None:
-        text, places = tokenizer.pieces(ids)
-        for start, end, role in _places_of(messages, text):
-            for at, (begin, stop) in enumerate(places):
+        text, offsets = tokenizer.pieces(ids)
+        for start, end, role in _message_spans(messages, text):
+            for at, (begin, stop) in enumerate(offsets):
                 if begin < end and stop > start:
                     authors[at] = role
     for turn in turns:
@@ -56,11 +56,11 @@ def spans_of(
     return _joined(authors)
 
 
-def _places_of(messages: Sequence[Mapping[str, Any]], text: str) -> list[tuple[int, int, str]]:
+def _message_spans(messages: Sequence[Mapping[str, Any]], text: str) -> list[tuple[int, int, str]]:
     found: list[tuple[int, int, str]] = []
     cursor = 0
     for message in messages:
-        # Templates trim what they print.
+        # Templates trim the content.
         content = str(message.get("content") or "").strip()
         at = text.find(content, cursor) if content else -1
         if at >= 0:

@@ -1,4 +1,4 @@
-"""Messages to tokens and back, from the files of a model directory. The only door of `tokenizers` and `jinja2` in this room."""
+"""Tokenizer and chat template of a model directory. The only module of this room that imports `tokenizers` and `jinja2`."""
 
 import hashlib
 import itertools
@@ -18,32 +18,32 @@ from rollbook.contracts.errors import EpisodeError, RunError
 from rollbook.rollout.contract import Message
 
 CACHED_TEXTS = 4096
-"""Renderings and encodings kept. Siblings share their first prompt and worlds repeat themselves, so most turns find theirs here."""
+"""Size of the caches of renderings and encodings. Episodes of a group share their first prompt, so most turns hit the cache."""
 CACHED_CHARS = 4096
-"""Longer texts are not kept: the two caches stay below 40 MB, and long texts seldom repeat."""
+"""Longer texts are not cached: this keeps the two caches below 40 MB, and long texts rarely repeat."""
 
 
-def _byte_signs() -> dict[str, int]:
-    """Byte-level tokenizers write each byte as one printable sign: itself where it prints, else the next unused one above 255."""
-    printing = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printing]
-    return {**{chr(byte): byte for byte in printing}, **{chr(256 + at): byte for at, byte in enumerate(others)}}
+def _byte_characters() -> dict[str, int]:
+    """Byte-level tokenizers write each byte as a printable character: itself if printable, else the next unused one above 255."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {**{chr(byte): byte for byte in printable}, **{chr(256 + at): byte for at, byte in enumerate(others)}}
 
 
-_BYTE_OF = _byte_signs()
+_BYTE_OF = _byte_characters()
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class TokenizerError(RunError):
-    """The files of a tokenizer are missing or broken."""
+    """The files of a tokenizer are missing or invalid."""
 
 
 class RenderError(EpisodeError):
-    """The chat template refused these messages."""
+    """The chat template rejected these messages."""
 
 
 class ModelTokenizer:
-    """Satisfies `contract.Tokenizer`."""
+    """Implements `contract.Tokenizer`."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class ModelTokenizer:
         self._source = chat_template
         self._template = None if chat_template is None else _compile(chat_template)
         self._eos_token_ids = tuple(eos_token_ids)
-        # A template that asks for the date is not a function of its messages.
+        # The rendering of a template that reads the date does not depend on the messages alone.
         self._may_cache = chat_template is not None and "strftime_now" not in chat_template
         self._added = frozenset(fast.get_added_tokens_decoder())
         self._is_byte_level = "ByteLevel" in repr(fast.decoder)
@@ -67,7 +67,7 @@ class ModelTokenizer:
 
     @classmethod
     def from_directory(cls, directory: Path) -> "ModelTokenizer":
-        """Read `tokenizer.json` and, where they exist, tokenizer and generation config and `chat_template.jinja`."""
+        """Read `tokenizer.json` and, if they exist, tokenizer config, generation config and `chat_template.jinja`."""
         try:
             fast = FastTokenizer.from_file(str(directory / "tokenizer.json"))
         except Exception as error:  # the library raises a bare Exception
@@ -84,7 +84,7 @@ class ModelTokenizer:
             template = template_file.read_text(encoding="utf-8")
         if template is not None and not isinstance(template, str):
             raise TokenizerError(
-                f"{directory}: chat_template is a {type(template).__name__}; one template text is needed"
+                f"{directory}: chat_template is a {type(template).__name__}; it must be one template text"
             )
         return cls(
             fast,
@@ -104,30 +104,30 @@ class ModelTokenizer:
         return text
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Tokens of a text that begins a sequence: with what the model wants at the start (most often one token, or none)."""
+        """Tokens of a text at the start of a sequence, with the model's start token if it has one."""
         ids: list[int] = self._fast.encode(text, add_special_tokens=True).ids
         return ids
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token stands for, which may be half a character."""
+        """The bytes of a token, which may be part of a character."""
         token: str | None = self._fast.id_to_token(token_id)
         if token is None:
             return b""
         if token_id in self._added:
             return token.encode()
-        if self._is_byte_level and all(sign in _BYTE_OF for sign in token):
-            return bytes(_BYTE_OF[sign] for sign in token)
+        if self._is_byte_level and all(char in _BYTE_OF for char in token):
+            return bytes(_BYTE_OF[char] for char in token)
         if (fallback := _BYTE_FALLBACK.fullmatch(token)) is not None:
             return bytes([int(fallback.group(1), 16)])
         return token.replace("\u2581", " ").encode()
 
     def pieces(self, token_ids: Sequence[int]) -> tuple[str, list[tuple[int, int]]]:
-        """The text of these tokens, special ones shown, and where each of them lies in it."""
+        """The text of these tokens, including special ones, and the character span of each."""
         text = self.decode(token_ids, skip_special_tokens=False)
         again = self._fast.encode(text, add_special_tokens=False)
         if list(again.ids) == list(token_ids):
             return text, [(int(begin), int(end)) for begin, end in again.offsets]
-        # Sampled in another way than the tokenizer would write it: one by one, which may tear a character of several bytes.
+        # Sampled tokens can differ from the encoding of their text. Decoding them one by one may split multi-byte characters.
         parts = [self.decode([token], skip_special_tokens=False) for token in token_ids]
         ends = list(itertools.accumulate(map(len, parts)))
         return "".join(parts), list(zip([0, *ends[:-1]], ends, strict=True))
@@ -146,7 +146,7 @@ class ModelTokenizer:
         return self._render(messages, add_generation_prompt, tools)
 
     def _render_plain(self, chat: tuple[str, ...], add_generation_prompt: bool) -> str:
-        messages = [{"role": role, "content": said} for role, said in zip(chat[::2], chat[1::2], strict=True)]
+        messages = [{"role": role, "content": content} for role, content in zip(chat[::2], chat[1::2], strict=True)]
         return self._render(messages, add_generation_prompt)
 
     def _render(
@@ -165,12 +165,12 @@ class ModelTokenizer:
                 **self._special_tokens,
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            # Templates index, join and add what messages hold: a message they did not expect raises what Python raises.
-            raise RenderError(f"the chat template refused {len(messages)} messages: {error}") from error
+            # Templates run Python operations on message fields, so unexpected messages raise Python's exceptions.
+            raise RenderError(f"the chat template rejected {len(messages)} messages: {error}") from error
 
     @cached_property
     def identity(self) -> str:
-        """A digest of vocabulary, merges, special tokens and template. Equal: the same messages make the same tokens."""
+        """Digest of vocabulary, merges, special tokens and template: equal tokenizers make equal tokens."""
         parts = (self._fast.to_str(), self._source or "", json.dumps(self._special_tokens, sort_keys=True))
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
@@ -185,20 +185,20 @@ class ModelTokenizer:
 
 
 def _plain_chat(messages: Sequence[Message]) -> tuple[str, ...] | None:
-    """Roles and contents of a short chat that has nothing else: the key of its rendering."""
+    """The cache key of a short chat whose messages have only role and content: both, alternating."""
     chat: list[str] = []
     length = 0
     for message in messages:
-        role, said = message.get("role"), message.get("content")
-        if len(message) != 2 or not isinstance(role, str) or not isinstance(said, str):
+        role, content = message.get("role"), message.get("content")
+        if len(message) != 2 or not isinstance(role, str) or not isinstance(content, str):
             return None
-        length += len(said)
-        chat += (role, said)
+        length += len(content)
+        chat += (role, content)
     return tuple(chat) if length <= CACHED_CHARS else None
 
 
 def _eos_ids(fast: FastTokenizer, special: dict[str, str], generation: dict[str, Any]) -> tuple[int, ...]:
-    """The tokenizer's own end token first, then those the generation config lists (some models have several)."""
+    """The tokenizer's end token first, then those of the generation config (some models have several)."""
     ids: list[int] = []
     if "eos_token" in special and (own := fast.token_to_id(special["eos_token"])) is not None:
         ids.append(own)
@@ -210,7 +210,7 @@ def _eos_ids(fast: FastTokenizer, special: dict[str, str], generation: dict[str,
 
 
 def _compile(source: str) -> jinja2.Template:
-    # Templates come with models from strangers: they get text and nothing else.
+    # Templates of downloaded models are untrusted.
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
@@ -232,7 +232,7 @@ def _strftime_now(form: str) -> str:
 
 
 def _tojson(value: Any, indent: int | None = None) -> str:
-    # Jinja's own escapes HTML, which models have never seen.
+    # Jinja's `tojson` escapes HTML, which models were not trained on.
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
@@ -244,5 +244,5 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise TokenizerError(f"cannot read {path}: {error}") from error
     if not isinstance(content, dict):
-        raise TokenizerError(f"{path} holds a {type(content).__name__}; an object is needed")
+        raise TokenizerError(f"{path} contains a {type(content).__name__}; it must be an object")
     return content

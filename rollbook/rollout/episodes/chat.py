@@ -1,9 +1,9 @@
 """The default rollout function: plays any environment as a chat.
 
-    reset -> the observation is the user's message -> the policy answers -> step -> the observation is the next message ...
+    reset -> observation as user message -> completion of the policy -> step -> observation as the next user message ...
 
-until the world says done or a limit is reached. The reward is the sum over the steps (or that of the last one: setting `reward`);
-whether the task was solved is what the world said last. An episode that reaches a limit keeps what it earned, marked truncated.
+until the environment is done or a limit is reached. The reward is the sum over the steps, or that of the last step (setting
+`reward`). An episode that reaches a limit keeps its reward and is marked as truncated.
 """
 
 import time
@@ -32,7 +32,7 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
 
 
 class _Episode:
-    """One attempt being played."""
+    """One episode in progress."""
 
     def __init__(self, setup: RolloutSetup, settings: EpisodeSettings, env: Environment) -> None:
         self._setup = setup
@@ -43,59 +43,59 @@ class _Episode:
         if (episode := current_episode()) is not None and episode.time is not None:
             self._clock = episode.time
         self._rewards: list[float] = []
-        self._cut_turns = 0
+        self._truncated_turns = 0
 
     async def play(self, row: dict[str, Any]) -> RolloutSample:
-        seen = await self._env.reset(row)
+        observation = await self._env.reset(row)
         if self._settings.system_prompt is not None:
             self._chat.add_message("system", self._settings.system_prompt)
         while True:
-            self._chat.add_message("user", seen.text)
+            self._chat.add_message("user", observation.text)
             end = await self._turn()
             if isinstance(end, EndReason):
                 break
-            seen = await self._env.step(end)
-            self._rewards.append(seen.reward)
-            if seen.done:
+            observation = await self._env.step(end)
+            self._rewards.append(observation.reward)
+            if observation.done:
                 end = EndReason.DONE
                 break
-        return self._sample(end, seen)
+        return self._sample(end, observation)
 
     async def _turn(self) -> str | EndReason:
-        """Let the policy answer: what it said, or the limit that kept it from saying anything."""
-        limits, chat, began = self._setup.limits, self._chat, time.monotonic()
+        """Sample one turn: its text, or the limit that forbids it."""
+        limits, chat, started = self._setup.limits, self._chat, time.monotonic()
         end = limits.before_turn(turns=chat.num_turns, num_tokens=chat.num_tokens, seconds=self._clock.used_s)
         if end is not None:
-            return self._stopped(end)
+            return self._limited(end)
         prompt = chat.next_prompt()
         most = min(self._setup.sampling.max_tokens, limits.tokens_left(len(prompt)))
         if most == 0:
-            return self._stopped(EndReason.MAX_TOKENS)
+            return self._limited(EndReason.MAX_TOKENS)
         try:
             completion = await self._setup.policy.complete(prompt, max_tokens=most)
         except EpisodeTimeUpError:
-            return self._stopped(EndReason.TIME)
-        self._cut_turns += completion.finish_reason is FinishReason.LENGTH
-        return self._chat.add_completion(completion, seconds=time.monotonic() - began)
+            return self._limited(EndReason.TIME)
+        self._truncated_turns += completion.finish_reason is FinishReason.LENGTH
+        return self._chat.add_completion(completion, seconds=time.monotonic() - started)
 
-    def _stopped(self, end: EndReason) -> EndReason:
-        """A limit ends the episode, with what it earned; before the first turn there is nothing to reward."""
+    def _limited(self, end: EndReason) -> EndReason:
+        """End the episode by a limit. Before the first turn there is nothing to reward, so that is an error."""
         if self._chat.num_turns == 0:
             raise EpisodeError(
                 f"no turn was played: {end} after a first prompt of {self._chat.num_tokens} tokens ({self._setup.limits})"
             )
         return end
 
-    def _sample(self, end: EndReason, seen: Observation) -> RolloutSample:
+    def _sample(self, end: EndReason, observation: Observation) -> RolloutSample:
         reward = sum(self._rewards) if self._settings.reward == "sum" else self._rewards[-1]
         return self._chat.build(
             reward=float(reward),
             finish_reason=end,
-            solved=seen.solved,
+            solved=observation.solved,
             metrics={
-                "cut_turns": float(self._cut_turns),
+                "cut_turns": float(self._truncated_turns),
                 "seconds": self._clock.used_s,
                 "waited_seconds": self._clock.waited_s,
             },
-            facts=seen.facts,
+            facts=observation.facts,
         )

@@ -1,4 +1,4 @@
-"""Worlds as an episode sees them: waiting for one is not its time, and every step has a deadline that names itself."""
+"""Environments with timeouts. Waiting for a free environment does not count as episode time."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -8,17 +8,17 @@ from typing import Any, TypeAlias
 from rollbook.contracts.environment import Observation
 from rollbook.contracts.errors import EpisodeError
 from rollbook.contracts.ports import Environment
-from rollbook.rollout.policy import not_the_episodes_time
+from rollbook.rollout.policy import pause_episode_time
 
 OpenEnvironment: TypeAlias = Callable[[], AbstractAsyncContextManager[Environment]]
 
 
 class EnvironmentTimeoutError(EpisodeError):
-    """A world did not answer. Its episode is given up and never scored."""
+    """An environment did not respond in time. The episode is unscorable."""
 
 
 class TimedEnvironment:
-    """A world whose every answer is waited for only so long. Whatever else it offers is passed through."""
+    """Adds a timeout to `reset` and `step`; all other attributes are those of the wrapped environment."""
 
     def __init__(self, env: Environment, *, step_s: float) -> None:
         self._env = env
@@ -27,12 +27,12 @@ class TimedEnvironment:
 
     async def reset(self, task: Mapping[str, Any]) -> Observation:
         self._steps = 0
-        async with self._within("reset"):
+        async with self._timeout("reset"):
             return await self._env.reset(task)
 
     async def step(self, action: str) -> Observation:
         self._steps += 1
-        async with self._within(f"step {self._steps}"):
+        async with self._timeout(f"step {self._steps}"):
             return await self._env.step(action)
 
     async def close(self) -> None:
@@ -42,7 +42,7 @@ class TimedEnvironment:
         return getattr(self._env, name)
 
     @asynccontextmanager
-    async def _within(self, what: str) -> AsyncIterator[None]:
+    async def _timeout(self, call: str) -> AsyncIterator[None]:
         try:
             async with asyncio.timeout(self._step_s) as limit:
                 yield
@@ -50,17 +50,17 @@ class TimedEnvironment:
             if not limit.expired():
                 raise
             raise EnvironmentTimeoutError(
-                f"{what} of the environment {type(self._env).__name__} was not answered within {self._step_s:g} s (rollout.step_s)"
+                f"{call} of the environment {type(self._env).__name__} did not return within {self._step_s:g} s (rollout.step_s)"
             ) from None
 
 
-def watched(open_environment: OpenEnvironment, *, step_s: float, open_s: float) -> OpenEnvironment:
-    """Open worlds the same way, watched."""
+def with_timeouts(open_environment: OpenEnvironment, *, step_s: float, open_s: float) -> OpenEnvironment:
+    """Add timeouts to opening and using an environment."""
 
     @asynccontextmanager
     async def opened() -> AsyncIterator[TimedEnvironment]:
         async with AsyncExitStack() as stack:
-            with not_the_episodes_time():
+            with pause_episode_time():
                 try:
                     async with asyncio.timeout(open_s) as limit:
                         env = await stack.enter_async_context(open_environment())

@@ -61,7 +61,7 @@ class AsyncRolloutWorker:
 
     def play(self, order: GroupOrder) -> None:
         self.in_flight[order.group_id, order.attempt] = order
-        self._child.send(encode(Play.of(order)))
+        self._child.send(encode(Play(order)))
 
     def cancel(self, group_id: str, attempt: int, *, is_late: bool = False) -> None:
         if self.in_flight.pop((group_id, attempt), None) is not None:

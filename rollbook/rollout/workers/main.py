@@ -25,7 +25,7 @@ from rollbook.concurrency.stacks import describe_tasks
 from rollbook.contracts.errors import RollbookError, RunError, WorkerError
 from rollbook.contracts.plugin import extend_search_path, load_plugin
 from rollbook.rollout.contract import RolloutSetup, build_rollout, load_rollout
-from rollbook.rollout.episodes.env_calls import watched
+from rollbook.rollout.episodes.env_calls import with_timeouts
 from rollbook.rollout.groups.filters import load_filters
 from rollbook.rollout.groups.player import GroupAssembler, GroupOrder, episode_task_name
 from rollbook.rollout.rewards.scorer import open_scorer
@@ -75,12 +75,10 @@ class WorkerLoop:
     async def _take_orders(self, group: asyncio.TaskGroup) -> None:
         while (payload := await self._parent.receive()) is not None:
             match to_worker.decode(payload):
-                case Play() as play:
-                    key = (play.group_id, play.attempt)
+                case Play(order):
+                    key = (order.group_id, order.attempt)
                     self._started[key] = asyncio.get_running_loop().time()
-                    self._playing[key] = group.create_task(
-                        self._play(play.to_contract()), name=f"worker.group.{play.group_id}"
-                    )
+                    self._playing[key] = group.create_task(self._play(order), name=f"worker.group.{order.group_id}")
                     self._playing[key].add_done_callback(partial(self._forget, key))
                 case Cancel(group_id=group_id, attempt=attempt, is_late=is_late):
                     if (task := self._playing.get((group_id, attempt))) is not None:
@@ -147,7 +145,7 @@ async def _serve(spec: WorkerSpec, parent: Frames) -> None:
         setup = await stack.enter_async_context(builder(dict(spec.settings)))
         setup = dataclasses.replace(
             setup,
-            open_environment=watched(setup.open_environment, step_s=config.step_s, open_s=config.open_s),
+            open_environment=with_timeouts(setup.open_environment, step_s=config.step_s, open_s=config.open_s),
         )
         rollout = build_rollout(make, setup, path=config.function)
         score = None

@@ -1,58 +1,27 @@
-"""Messages between the dispatcher and a worker process, encoded as msgpack.
+"""Messages between the dispatcher and a worker process, encoded as MessagePack.
 
-Arrays travel as raw bytes. Nothing is unpickled on the dispatcher's side: user code lives in the worker, and so do its types.
+The dispatcher never unpickles anything, because the types of user code exist only in the worker.
 """
 
-from typing import Any, Self, TypeAlias
+from typing import Self, TypeAlias
 
 import msgspec
 
-from rollbook.contracts.group import DropReason, GroupId, GroupOutcome
+from rollbook.contracts.group import DropReason, GroupOutcome
 from rollbook.contracts.group_codec import EncodedGroup, encode_group
-from rollbook.contracts.policy import PublicationId
-from rollbook.contracts.task import TaskId
 from rollbook.rollout.groups.player import GroupOrder, GroupResult
 from rollbook.rollout.metrics import reported_scores
 
 
 class Play(msgspec.Struct, tag="play", array_like=True, frozen=True):
-    group_id: str
-    attempt: int
-    task_id: str
-    draw: int
-    row: dict[str, Any]
-    min_publication: int
-    deadline_s: float
-
-    @classmethod
-    def of(cls, order: GroupOrder) -> Self:
-        return cls(
-            group_id=order.group_id,
-            attempt=order.attempt,
-            task_id=order.task_id,
-            draw=order.draw,
-            row=dict(order.row),
-            min_publication=order.min_publication,
-            deadline_s=order.deadline_s,
-        )
-
-    def to_contract(self) -> GroupOrder:
-        return GroupOrder(
-            group_id=GroupId(self.group_id),
-            attempt=self.attempt,
-            task_id=TaskId(self.task_id),
-            draw=self.draw,
-            row=self.row,
-            min_publication=PublicationId(self.min_publication),
-            deadline_s=self.deadline_s,
-        )
+    order: GroupOrder
 
 
 class Cancel(msgspec.Struct, tag="cancel", array_like=True, frozen=True):
     group_id: str
     attempt: int
     is_late: bool = False
-    """Its time is over: say first where it hangs."""
+    """Its deadline has passed: report its stacks first."""
 
 
 class Stop(msgspec.Struct, tag="stop", array_like=True, frozen=True):
@@ -64,16 +33,16 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
 
 
 class Beat(msgspec.Struct, tag="beat", array_like=True, frozen=True):
-    """A sign of life from the worker's event loop itself."""
+    """Heartbeat of the worker's event loop."""
 
     in_flight: int
     loop_lag_s: float
     continued: int = 0
-    """Policy requests that were aborted and went on from their tokens, since the worker began."""
+    """Aborted policy requests that were continued from their partial tokens, since the worker started."""
 
 
 class Stalled(msgspec.Struct, tag="stalled", array_like=True, frozen=True):
-    """A group was not finished in time: how old it is, and where each of its episodes waits."""
+    """A group exceeded its deadline: its age and the stack of each episode."""
 
     group_id: str
     attempt: int
@@ -82,7 +51,7 @@ class Stalled(msgspec.Struct, tag="stalled", array_like=True, frozen=True):
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
-    """The worker cannot go on. `stops_run`: replacing it would not help."""
+    """The worker failed. `stops_run`: replacing it would not help."""
 
     cause: str
     stops_run: bool

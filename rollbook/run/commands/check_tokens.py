@@ -1,4 +1,4 @@
-"""`rollbook tokens check`: a model's chat template under test, as a table and as a verdict."""
+"""`rollbook tokens check`: checks whether a model's chat template keeps earlier turns token for token."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,20 +13,20 @@ from rollbook.rollout.chat.tokenizer import ModelTokenizer
 def check_tokens(model: str, *, tool_parser: str) -> list[Finding]:
     directory = Path(model)
     if not directory.is_dir():
-        raise RunError(f"{model} is no directory; give one with tokenizer.json and a chat template (download it first)")
+        raise RunError(f"{model} is not a directory; it must contain tokenizer.json and a chat template")
     tokenizer = ModelTokenizer.from_directory(directory)
     if not tokenizer.eos_token_ids:
-        raise RunError(f"{model}: no end token is known; set eos_token in tokenizer_config.json")
+        raise RunError(f"{model} has no end token; set eos_token in tokenizer_config.json")
     return check_template(tokenizer, style=tool_parser, parser=load_parser(tool_parser))
 
 
-def holds(findings: Sequence[Finding]) -> bool:
+def is_exact(findings: Sequence[Finding]) -> bool:
     return all(finding.verdict is not Verdict.REWRITTEN for finding in findings)
 
 
 def finding_lines(findings: Sequence[Finding]) -> Iterator[str]:
     width = max(len(finding.case) for finding in findings)
-    yield f"{'case':<{width}}  {'continuation':<12}  tokenised again"
+    yield f"{'case':<{width}}  {'continuation':<12}  re-tokenised"
     for finding in findings:
         drift = "" if finding.verdict is not Verdict.EXACT else "the same"
         if finding.drift is not None:
@@ -39,4 +39,4 @@ def finding_lines(findings: Sequence[Finding]) -> Iterator[str]:
 
 def finding_row(findings: Sequence[Finding]) -> dict[str, Any]:
     cases = {f.case: {"verdict": f.verdict, "detail": f.detail, "drift": f.drift} for f in findings}
-    return {"exact": holds(findings), "advice": advice(findings), "cases": cases}
+    return {"exact": is_exact(findings), "advice": advice(findings), "cases": cases}

@@ -1,4 +1,4 @@
-"""`rollbook eval`: which weights, which tasks. The measuring is done in a process of its own, so that this one needs no torch."""
+"""`rollbook eval`: finds the weights and the tasks. The evaluation runs in a subprocess, so that this process needs no torch."""
 
 import dataclasses
 import json
@@ -7,56 +7,46 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rollbook.contracts.errors import RunError
+from rollbook.run.config.evaluation import EvaluationRequest
 from rollbook.run.directory import RunDirectory, write_json
-from rollbook.run.model_location import model_location
 
 CHECKPOINT = re.compile(r"step-(\d+)")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationOrder:
-    """Everything a measurement needs, in plain values: it crosses a process edge."""
-
-    config: str
-    source_dir: str
-    model_dir: str
-    step: int
-    overrides: list[str]
 
 
 def evaluate(
     target: Path, *, config: Path | None, step: int | None, overrides: Sequence[str], out: Path | None
 ) -> dict[str, Any]:
-    """Measure a checkpoint of a run, or a model with the tasks of a config file. The result is also written as JSON."""
-    order = settle(target, config=config, step=step, overrides=overrides)
+    """Evaluate a checkpoint of a run, or a model with the tasks of a config file. The result is also written as JSON."""
+    request = evaluation_request(target, config=config, step=step, overrides=overrides)
     done = subprocess.run(
         [sys.executable, "-m", "rollbook.run.processes.evaluate"],
-        input=json.dumps(dataclasses.asdict(order)),
+        input=json.dumps(dataclasses.asdict(request)),
         stdout=subprocess.PIPE,
         text=True,
         check=False,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode != 0 or not lines:
-        raise RunError(f"{target} could not be measured (exit code {done.returncode}); the cause stands above")
-    result: dict[str, Any] = {"target": str(target), "model": order.model_dir, **json.loads(lines[-1])}
-    path = out or _home(target) / f"step-{order.step:06d}-{time.strftime('%Y%m%d-%H%M%S')}.json"
+        raise RunError(f"the evaluation of {target} failed with exit code {done.returncode}; see its output above")
+    result: dict[str, Any] = {"target": str(target), "model": request.model_dir, **json.loads(lines[-1])}
+    path = out or _home(target) / f"step-{request.step:06d}-{time.strftime('%Y%m%d-%H%M%S')}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, result)
     return {**result, "file": str(path)}
 
 
-def settle(target: Path, *, config: Path | None, step: int | None, overrides: Sequence[str]) -> EvaluationOrder:
+def evaluation_request(
+    target: Path, *, config: Path | None, step: int | None, overrides: Sequence[str]
+) -> EvaluationRequest:
     """Find the weights and the configuration."""
     if (target / "run.json").is_file():
         directory = RunDirectory(target.resolve())
         model_dir, found = _checkpoint(directory, step)
-        return EvaluationOrder(
+        return EvaluationRequest(
             config=str(config or directory.config_file),
             source_dir=str(config.parent.resolve() if config else directory.read_manifest()["source_dir"]),
             model_dir=str(model_dir),
@@ -66,22 +56,24 @@ def settle(target: Path, *, config: Path | None, step: int | None, overrides: Se
     if not (target / "config.json").is_file():
         raise RunError(f"{target} is neither a run directory (run.json) nor a model directory (config.json)")
     if config is None:
-        raise RunError(f"{target} is a model: name the tasks and the worlds with --config run.toml")
+        raise RunError(
+            f"{target} is a model directory: --config run.toml is required for the tasks and the environment"
+        )
     if step is not None:
-        raise RunError(f"{target} is a model and has no steps; --step is for a run directory")
+        raise RunError(f"{target} is a model directory: --step works with a run directory only")
     path = str(target.resolve())
-    return EvaluationOrder(
+    return EvaluationRequest(
         config=str(config),
         source_dir=str(config.parent.resolve()),
         model_dir=path,
         step=0,
-        # The config's own model stands back, whether it was to be made or read.
+        # Replaces the model of the config, also a built one.
         overrides=[*overrides, f"model={{path = {json.dumps(path)}}}"],
     )
 
 
 def _checkpoint(directory: RunDirectory, step: int | None) -> tuple[Path, int]:
-    """The model of a step: 0 is what the run began with, None the newest there is."""
+    """The model of a step: 0 is the initial model, None the newest checkpoint."""
     kept = {
         int(match[1]): path / "model"
         for path in directory.checkpoints.glob("step-*")
@@ -89,10 +81,10 @@ def _checkpoint(directory: RunDirectory, step: int | None) -> tuple[Path, int]:
     }
     wanted = max(kept, default=0) if step is None else step
     if wanted == 0:
-        return model_location(directory), 0
+        return directory.initial_model, 0
     if wanted not in kept:
         known = ", ".join(map(str, [0, *sorted(kept)]))
-        raise RunError(f"{directory.path} keeps no checkpoint of step {wanted}; there are {known}")
+        raise RunError(f"{directory.path} has no checkpoint of step {wanted}; available steps: {known}")
     return kept[wanted], wanted
 
 
@@ -101,7 +93,7 @@ def _home(target: Path) -> Path:
 
 
 def table(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Lines for people: label, tasks, episodes, solved and reward with their intervals, solved at least once, unscorable."""
+    """Rows of text: label, tasks, episodes, solved and reward with their intervals, solved at least once, unscorable."""
     return [
         (
             str(row["label"]),

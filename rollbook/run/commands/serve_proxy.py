@@ -1,7 +1,7 @@
-"""`rollbook proxy`: the agents' endpoint on its own, in front of a policy server, to try an agent by hand.
+"""`rollbook proxy`: the OpenAI-compatible endpoint for agents without a run, in front of a policy server.
 
-Sessions open with their first request, under whatever name the base URL gives them. `POST /s/NAME/end {"reward": 1.0}` closes one
-and writes it down, token by token, as one line of JSON; what is still open at the end is written without a reward.
+A session opens with its first request, under the name in its base URL. `POST /s/NAME/end {"reward": 1.0}` closes it and records it
+token by token as one line of JSON. Sessions that are open at the end are recorded without a reward.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ NOT_SCORED = "no reward was given"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProxyWishes:
+class ProxyOptions:
     policy_url: str
     model_dir: Path
     record: Path
@@ -42,19 +42,19 @@ class ProxyWishes:
 
 
 class RecordingProxy(ProxyServer):
-    """Opens a session for whoever asks, and writes it down when it ends."""
+    """Opens a session on its first request, and records it when it ends."""
 
     def __init__(
-        self, wishes: ProxyWishes, policy: EpisodePolicy, tokenizer: ModelTokenizer, sampling: SamplingParams
+        self, options: ProxyOptions, policy: EpisodePolicy, tokenizer: ModelTokenizer, sampling: SamplingParams
     ) -> None:
-        super().__init__(self._make, host=wishes.host, port=wishes.port)
-        self._wishes = wishes
+        super().__init__(self._make, host=options.host, port=options.port)
+        self._options = options
         self._policy = policy
         self._tokenizer = tokenizer
         self._sampling = sampling
 
     def unknown_session(self, name: str) -> ProxySession:
-        session = self._make(assembler=self._wishes.assembler, tool_parser=self._wishes.tool_parser)
+        session = self._make(assembler=self._options.assembler, tool_parser=self._options.tool_parser)
         self._sessions[name] = session
         return session
 
@@ -85,7 +85,7 @@ class RecordingProxy(ProxyServer):
             return {"session": name, "turns": 0}
         sample = session.build(reward=reward, invalid_cause=NOT_SCORED if reward is None else None)
         line = {"session": name, **msgspec.to_builtins(reply_of(sample, tokenizer_id=self._tokenizer.identity))}
-        with self._wishes.record.open("ab") as file:
+        with self._options.record.open("ab") as file:
             file.write(msgspec.json.encode(line) + b"\n")
         session.close()
         del self._sessions[name]
@@ -102,19 +102,19 @@ class RecordingProxy(ProxyServer):
         )
 
 
-async def serve_proxy(wishes: ProxyWishes, *, ready: Callable[[str], None]) -> None:
-    """Until SIGINT or SIGTERM. `ready` is called with the URL."""
-    tokenizer = ModelTokenizer.from_directory(wishes.model_dir)
+async def serve_proxy(options: ProxyOptions, *, ready: Callable[[str], None]) -> None:
+    """Serve until SIGINT or SIGTERM. `ready` is called with the URL."""
+    tokenizer = ModelTokenizer.from_directory(options.model_dir)
     if not tokenizer.eos_token_ids:
-        raise RunError(f"{wishes.model_dir}: no end token is known; set eos_token in tokenizer_config.json")
+        raise RunError(f"{options.model_dir} has no end token; set eos_token in tokenizer_config.json")
     sampling = SamplingParams(
-        max_tokens=wishes.max_tokens, temperature=wishes.temperature, stop_token_ids=tokenizer.eos_token_ids
+        max_tokens=options.max_tokens, temperature=options.temperature, stop_token_ids=tokenizer.eos_token_ids
     )
     stopping = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
-    async with open_policy_client(wishes.policy_url, request_s=300.0) as client:
-        proxy = RecordingProxy(wishes, EpisodePolicy(client, sampling), tokenizer, sampling)
+    async with open_policy_client(options.policy_url, request_s=300.0) as client:
+        proxy = RecordingProxy(options, EpisodePolicy(client, sampling), tokenizer, sampling)
         try:
             ready(await proxy.start())
             await stopping.wait()

@@ -1,4 +1,4 @@
-"""`rollbook sft`: from a config file and demonstrations to a model directory. The learning is done in a process of its own."""
+"""`rollbook sft`: supervised fine-tuning on demonstrations. The training runs in a subprocess."""
 
 import json
 import os
@@ -12,12 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from rollbook.contracts.errors import RunError
-from rollbook.run.config.sft import LoadedSftConfig, dump_sft_toml, load_sft_config
+from rollbook.run.config.sft import MANIFEST, LoadedSftConfig, dump_sft_toml, load_sft_config
 from rollbook.run.directory import RunDirectory, RunDirectoryError
-
-MANIFEST = "sft.json"
-FINAL = "final"
-"""The result below the directory of a warm start: a Hugging Face model, for `model.path` of a run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,20 +22,20 @@ class SftReport:
     exit_code: int
 
 
-def warm_start(source: Path, *, out: Path | None, overrides: Sequence[str]) -> SftReport:
-    """Train from a config file, or go on in a directory that an earlier call left."""
-    loaded, directory = _settle(source, out, overrides)
+def run_sft(source: Path, *, out: Path | None, overrides: Sequence[str]) -> SftReport:
+    """Train from a config file, or resume an output directory."""
+    loaded, directory = _resolve(source, out, overrides)
     _prepare(directory.path)
     command = [sys.executable, "-m", "rollbook.run.processes.sft", str(directory.path), str(loaded.source_dir)]
     return _run(command, directory.path, config=dump_sft_toml(loaded), threads=loaded.config.trainer.threads)
 
 
-def _settle(source: Path, out: Path | None, overrides: Sequence[str]) -> tuple[LoadedSftConfig, RunDirectory]:
+def _resolve(source: Path, out: Path | None, overrides: Sequence[str]) -> tuple[LoadedSftConfig, RunDirectory]:
     if source.is_dir():
         try:
             home = Path(json.loads((source / MANIFEST).read_text(encoding="utf-8"))["source_dir"])
         except (OSError, ValueError, KeyError) as error:
-            raise RunDirectoryError(f"{source} is not the directory of a warm start: {error}") from error
+            raise RunDirectoryError(f"{source} is not an output directory of `rollbook sft`: {error}") from error
         return load_sft_config(source / "config.toml", overrides, source_dir=home), RunDirectory(source.resolve())
     loaded = load_sft_config(source, overrides)
     chosen = out or Path("runs") / f"{loaded.config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -51,14 +47,14 @@ def _prepare(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunDirectoryError(
-            f"the directory {path} cannot be made ({error.strerror or error}): choose another --out"
+            f"the directory {path} cannot be created ({error.strerror or error}): choose another --out"
         ) from error
 
 
 def _run(command: list[str], path: Path, *, config: str, threads: int) -> SftReport:
-    """The config goes in by stdin: the child writes it down once it holds the directory.
+    """Run the child. It gets the config on stdin and writes it once it holds the lock of the directory.
 
-    People read the child's stderr as it comes; the result is its last line on stdout.
+    Its stderr goes to the terminal; the result is the last line of its stdout.
     """
     watch_read, watch_write = os.pipe()
     before = signal.getsignal(signal.SIGINT)
@@ -71,7 +67,7 @@ def _run(command: list[str], path: Path, *, config: str, threads: int) -> SftRep
             pass_fds=(watch_read,),
             env={**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"},
         )
-        # Ctrl-C reaches the child too, which finishes its step, writes a checkpoint and says how to go on.
+        # Ctrl-C reaches the child too: it finishes its step, writes a checkpoint and prints how to resume.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         printed, _ = child.communicate(config)
     finally:
@@ -80,5 +76,5 @@ def _run(command: list[str], path: Path, *, config: str, threads: int) -> SftRep
         os.close(watch_write)
     lines = [line for line in printed.splitlines() if line.startswith("{")]
     if child.returncode not in (0, 130) or not lines:
-        raise RunError(f"the warm start in {path} failed with exit code {child.returncode}; its cause stands above")
+        raise RunError(f"training in {path} failed with exit code {child.returncode}; see its output above")
     return SftReport(row=json.loads(lines[-1]), exit_code=child.returncode)

@@ -1,6 +1,6 @@
-"""`rollbook train`: from a config file to a finished run directory, or on with one that exists.
+"""`rollbook train`: starts a run from a config file, or resumes a run directory.
 
-Prepares and locks the directory, lets the supervisor run it under a live view, then audits, draws and sums up.
+Locks the directory, runs the supervisor under a live view, then audits the ledger, draws the plots and returns a report.
 """
 
 import asyncio
@@ -17,9 +17,9 @@ from rich.console import Console
 from rollbook.contracts.errors import RunError
 from rollbook.dashboard.run_files import RunReader, summarise
 from rollbook.dashboard.run_metrics import RunSummary
-from rollbook.dashboard.terminal import ProcessStatus, open_view
+from rollbook.dashboard.terminal import ProcessStatus, ProgressRenderer, open_view
 from rollbook.ledger.tools.audit import AuditReport
-from rollbook.run.config.run import LoadedConfig, RunConfig, dump_toml, load_config
+from rollbook.run.config.run import LoadedConfig, RunConfig, dump_toml, load_config, load_resolved_config
 from rollbook.run.directory import RunDirectory
 from rollbook.run.record import open_run
 from rollbook.run.supervision.resume import check_resume
@@ -31,7 +31,7 @@ VIEW_TICK_S = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainReport:
-    """How a run ended, for people and for machines."""
+    """How a run ended."""
 
     directory: RunDirectory
     config: RunConfig
@@ -49,23 +49,23 @@ class TrainReport:
 
 
 def train(source: Path, *, run_dir: Path | None, overrides: Sequence[str], console: Console) -> TrainReport:
-    """Train from a config file, or go on with a run directory."""
+    """Train from a config file, or resume a run directory."""
     require_posix()
-    loaded, directory = settle(source, run_dir, overrides)
+    loaded, directory = resolve_run(source, run_dir, overrides)
     directory.prepare()
     with directory.locked():
-        is_resumed = claim(loaded, directory, console)
-        # Its warnings stand in the view and in its log; on stderr they would tear the live view.
+        is_resumed = write_or_check_config(loaded, directory, console)
+        # Warnings go to the view and the log file; on stderr they would break the live view.
         log = EventLog("supervisor", directory.log_file("supervisor"), echo=io.StringIO())
         log.info("run.started", resumed=is_resumed)
         supervisor = Supervisor(loaded.config, directory, log=log, say=lambda text: console.print(f"[bold]{text}"))
-        outcome = asyncio.run(_under_view(supervisor, loaded.config, directory, console))
+        outcome = asyncio.run(_run_with_view(supervisor, loaded.config, directory, console))
         log.info("run.ended", how=outcome.end, message=outcome.message, seconds=round(outcome.seconds, 2))
         return _report(loaded.config, directory, outcome, log)
 
 
-def settle(source: Path, run_dir: Path | None, overrides: Sequence[str]) -> tuple[LoadedConfig, RunDirectory]:
-    """Which configuration, which directory. A run directory in place of a config file means: go on with it."""
+def resolve_run(source: Path, run_dir: Path | None, overrides: Sequence[str]) -> tuple[LoadedConfig, RunDirectory]:
+    """The configuration and the directory of a run. `source` is a config file, or a run directory to resume."""
     if source.is_dir():
         directory = RunDirectory(source.resolve())
         home = Path(directory.read_manifest()["source_dir"])
@@ -75,11 +75,11 @@ def settle(source: Path, run_dir: Path | None, overrides: Sequence[str]) -> tupl
     return loaded, RunDirectory(chosen.resolve())
 
 
-def claim(loaded: LoadedConfig, directory: RunDirectory, console: Console) -> bool:
-    """Write config and manifest of a new run; check those of an existing one. True: it is resumed."""
+def write_or_check_config(loaded: LoadedConfig, directory: RunDirectory, console: Console) -> bool:
+    """Write config and manifest of a new run, or check that an existing run can be resumed. True: the run is resumed."""
     is_resumed = directory.exists
     if is_resumed:
-        stored = load_config(directory.config_file, source_dir=loaded.source_dir).config
+        stored = load_resolved_config(directory.config_file, source_dir=loaded.source_dir).config
         changed = check_resume(stored, loaded.config, source=str(directory.path))
         console.print(f"resuming {directory.path}")
         for path, (old, new) in changed.items():
@@ -91,7 +91,7 @@ def claim(loaded: LoadedConfig, directory: RunDirectory, console: Console) -> bo
     return is_resumed
 
 
-async def _under_view(
+async def _run_with_view(
     supervisor: Supervisor, config: RunConfig, directory: RunDirectory, console: Console
 ) -> RunOutcome:
     async with _view(supervisor, config, directory, console):
@@ -102,13 +102,13 @@ async def _under_view(
 async def _view(
     supervisor: Supervisor, config: RunConfig, directory: RunDirectory, console: Console
 ) -> AsyncIterator[None]:
-    """The live view beside the run. A view that breaks is told once and never stops training."""
-    with open_view(
-        console,
+    """The live view during the run. An error in the view is reported once and does not stop the run."""
+    renderer = ProgressRenderer(
         title=config.run.name,
         total_steps=config.trainer.max_steps,
         max_head_offpolicy_versions=config.gate.max_head_offpolicy_versions,
-    ) as view:
+    )
+    with open_view(console, renderer) as update:
         reader = RunReader(directory.path)
 
         def show() -> None:
@@ -118,7 +118,7 @@ async def _view(
                 )
                 for p in supervisor.processes
             ]
-            view.update(reader.poll(), lines)
+            update(reader.poll(), lines)
 
         async def keep_showing() -> None:
             try:
@@ -126,7 +126,7 @@ async def _view(
                     show()
                     await asyncio.sleep(VIEW_TICK_S)
             except Exception as error:
-                console.print(f"[yellow]the live view stopped ({type(error).__name__}: {error}); the run goes on")
+                console.print(f"[yellow]the live view stopped ({type(error).__name__}: {error}); the run continues")
 
         task = asyncio.create_task(keep_showing(), name="run.view")
         try:
@@ -145,9 +145,8 @@ def _report(config: RunConfig, directory: RunDirectory, outcome: RunOutcome, log
         return TrainReport(
             directory=directory, config=config, outcome=outcome, audit=None, summary=summarise(directory.path), plots=()
         )
-    drawer = Supervisor(config, directory, log=log)
     try:
-        asyncio.run(drawer.run_once("report"))
+        asyncio.run(Supervisor(config, directory, log=log).run_once("report"))
     except RunError as error:
         log.warning("run.plots_failed", cause=str(error))
     return TrainReport(

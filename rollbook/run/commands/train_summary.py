@@ -1,4 +1,4 @@
-"""What is said when a run is over: a short text for people, one row for machines."""
+"""The summary of a finished run: text for the terminal, and one JSON row."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ from rollbook.run.commands.train import TrainReport
 from rollbook.run.supervision.supervisor import RunEnd
 
 
-def verdict_row(report: TrainReport) -> dict[str, Any]:
-    """First and last are means over the first and last tenth of the steps."""
+def summary_row(report: TrainReport) -> dict[str, Any]:
+    """`first` and `last` values are means over the first and last tenth of the steps."""
     figures = report.summary
     return {
         "run_dir": str(report.directory.path),
@@ -30,7 +30,7 @@ def verdict_row(report: TrainReport) -> dict[str, Any]:
     }
 
 
-def tell(report: TrainReport, console: Console) -> None:
+def print_summary(report: TrainReport, console: Console) -> None:
     figures, outcome = report.summary, report.outcome
     colour = {RunEnd.FINISHED: "green", RunEnd.DRAINED: "yellow", RunEnd.INTERRUPTED: "yellow", RunEnd.FAILED: "red"}[
         outcome.end
@@ -43,14 +43,14 @@ def tell(report: TrainReport, console: Console) -> None:
         reward = _arrow(figures.reward_first, figures.reward_last)
         solved = _arrow(figures.solved_first, figures.solved_last, percent=True)
         console.print(f"  reward  {reward}    solved  {solved}")
-        budget = report.config.gate.max_head_offpolicy_versions
+        bound = report.config.gate.max_head_offpolicy_versions
         console.print(
-            f"  lag     at most {figures.max_lag} of {budget} allowed    trainer busy  {_utilisation(figures.trainer_utilisation)}",
+            f"  lag     at most {figures.max_lag} of {bound} allowed    trainer busy  {_utilisation(figures.trainer_utilisation)}",
             soft_wrap=True,
         )
     law = report.audit
     if law is None:
-        console.print("  audit   there is no ledger yet")
+        console.print("  audit   none: the run failed before its ledger was created")
     elif law.ok:
         console.print(f"  audit   [green]ok[/]: {escape(law_text(law))}")
     else:

@@ -1,6 +1,6 @@
-"""What only makes sense together: checks across rooms. Each yields (path in the file, message), and sees only sections that parsed.
+"""Checks across the sections of a config. Each yields (path in the file, message) and gets the sections that are valid.
 
-Three kinds: settings that can never move, settings that contradict each other, and fields that the chosen settings never read.
+They find settings with which a run could never proceed, settings that contradict each other, and fields that would not be read.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +26,7 @@ def _episodes_fit_the_lease(parts: Parts) -> Faults:
         case RolloutConfig() as rollout, GateConfig() as gate if rollout.max_seconds >= gate.group_deadline_s:
             yield (
                 "rollout.max_seconds",
-                f"an episode may last {rollout.max_seconds:g} s, but the lease on its group ends after "
+                f"an episode may take {rollout.max_seconds:g} s, but the lease of its group expires after "
                 f"gate.group_deadline_s = {gate.group_deadline_s:g} s; make the lease longer",
             )
 
@@ -40,28 +40,28 @@ def _tokens_fit_the_context(parts: Parts) -> Faults:
             )
 
 
-def _a_minibatch_has_something_to_learn_from(parts: Parts) -> Faults:
+def _minibatches_are_not_empty(parts: Parts) -> Faults:
     match parts.get("trainer"), parts.get("gate"), parts.get("rollout"):
         case TrainerConfig() as trainer, GateConfig() as gate, RolloutConfig() as rollout:
             samples = gate.groups_per_step * rollout.completions_per_prompt
             if trainer.ppo_n_minibatches > samples:
                 yield (
                     "trainer.ppo_n_minibatches",
-                    f"{trainer.ppo_n_minibatches} minibatches cannot be made of {samples} samples a step "
+                    f"{trainer.ppo_n_minibatches} minibatches need more than the {samples} samples of a step "
                     "(gate.groups_per_step × rollout.completions_per_prompt)",
                 )
 
 
-def _the_engine_can_hold_what_is_in_flight(parts: Parts) -> Faults:
+def _the_engine_can_queue_all_episodes(parts: Parts) -> Faults:
     match parts.get("inference"), parts.get("gate"), parts.get("rollout"):
         case InferenceConfig() as inference, GateConfig() as gate, RolloutConfig() as rollout:
             episodes = gate.max_groups_in_flight * rollout.episodes_per_group
-            room = inference.max_queued + inference.max_running
-            if episodes > room:
+            capacity = inference.max_queued + inference.max_running
+            if episodes > capacity:
                 yield (
                     "inference.max_queued",
-                    f"{episodes} episodes may be in flight (gate.max_groups_in_flight × episodes of a group), "
-                    f"but the policy server holds {room} requests at most",
+                    f"{episodes} episodes may be in flight (gate.max_groups_in_flight × episodes per group), "
+                    f"but the policy server accepts at most {capacity} requests",
                 )
 
 
@@ -72,8 +72,8 @@ def _every_episode_has_an_environment(parts: Parts) -> Faults:
             if episodes > size:
                 yield (
                     "env.pool_size",
-                    f"{episodes} episodes may be in flight (gate.max_groups_in_flight × episodes of a group), "
-                    f"but the pool has {size} worlds; raise it, or play fewer at a time",
+                    f"{episodes} episodes may be in flight (gate.max_groups_in_flight × episodes per group), "
+                    f"but the pool has {size} environments; raise it, or lower gate.max_groups_in_flight",
                 )
 
 
@@ -84,82 +84,68 @@ def _the_run_ends(parts: Parts) -> Faults:
             yield ("trainer.max_steps", f"is not set and {end} is endless: this run would never end; set one of them")
 
 
-def _schedules_know_their_length(parts: Parts) -> Faults:
-    match parts.get("trainer"):
-        case TrainerConfig(max_steps=None, schedule="linear" | "cosine" as schedule):
-            yield "trainer.schedule", f"a {schedule} schedule needs trainer.max_steps to know where it ends"
-
-
-def _policy_servers_are_here_or_there(parts: Parts) -> Faults:
+def _policy_servers_are_internal_or_external(parts: Parts) -> Faults:
     match parts.get("inference"):
         case InferenceConfig() as inference:
             if inference.urls and inference.replicas > 1:
                 yield (
                     "inference.replicas",
-                    "servers at inference.urls are used as they are; the run starts none of its own",
+                    "is not read with inference.urls: the run then starts no servers of its own; remove it",
                 )
             if inference.api_key_env is not None and not inference.urls:
-                yield "inference.api_key_env", "is read with inference.urls only; servers of the run itself need no key"
+                yield "inference.api_key_env", "is read with inference.urls only; the run's own servers need no key"
             if inference.engine == "vllm":
-                yield from _vllm_can_be_reached(inference)
+                yield from _vllm_faults(inference)
             elif inference.transfer == "nccl":
                 yield (
                     "inference.transfer",
-                    "'nccl' speaks to engine = 'vllm' only; there are shared_memory, directory, gloo",
+                    "'nccl' works with engine = 'vllm' only; use shared_memory, directory or gloo",
                 )
             elif inference.vllm != VllmConfig():
                 yield "inference.vllm", f"is read by engine = 'vllm' only; this run uses '{inference.engine}'"
 
 
-def _vllm_can_be_reached(inference: InferenceConfig) -> Faults:
+def _vllm_faults(inference: InferenceConfig) -> Faults:
     if bool(inference.urls) == (inference.vllm.python is not None):
         yield (
             "inference.urls",
-            "engine = 'vllm' needs servers: either their urls, or inference.vllm.python to start them",
+            "engine = 'vllm' needs either the urls of running servers, or inference.vllm.python to start them",
         )
     if inference.transfer in ("gloo", "cuda_ipc"):
         yield (
             "inference.transfer",
-            f"vLLM does not take weights by '{inference.transfer}'; there are directory, shared_memory and nccl",
+            f"vLLM does not support '{inference.transfer}'; use directory, shared_memory or nccl",
         )
 
 
-def what_is_published(parts: Parts) -> str | None:
-    """What `inference.publish = "auto"` means in this run; None where adapters are not trained, so that nothing is to be said."""
+def resolved_publish(parts: Parts) -> str | None:
+    """What `inference.publish = "auto"` means in this run; None without LoRA, where the setting has no effect."""
     match parts.get("inference"), parts.get("trainer"):
         case InferenceConfig() as inference, TrainerConfig(lora=LoraSettings()):
             if inference.publish != "auto":
                 return inference.publish
-            return "full" if _no_adapter_can_be_taken(inference) else "adapter"
+            # Whether external vLLM servers accept adapters is unknown here; the user may set "adapter" explicitly.
+            is_external = inference.engine == "vllm" and inference.vllm.python is None
+            return "full" if inference.transfer == "nccl" or is_external else "adapter"
     return None
 
 
-def _no_adapter_can_be_taken(inference: InferenceConfig) -> str | None:
-    """Why the adapter alone would not do."""
-    if inference.transfer == "nccl":
-        return "'nccl' moves whole weights into vLLM; adapters are read from a directory that both sides see"
-    if inference.engine == "vllm" and inference.vllm.python is None:
-        # Whether servers that others started take adapters, nobody here can know: who sets "adapter" says that they do.
-        return "vLLM servers that run elsewhere may not take adapters"
-    return None
-
-
-def _what_is_published_can_be_taken(parts: Parts) -> Faults:
+def _adapters_can_be_published(parts: Parts) -> Faults:
     match parts.get("inference"), parts.get("trainer"):
         case InferenceConfig(publish="adapter") as inference, TrainerConfig() as trainer:
             if trainer.lora is None:
-                yield "inference.publish", "'adapter' needs trainer.lora: without it all weights learn"
+                yield "inference.publish", "'adapter' needs trainer.lora"
             elif inference.transfer == "nccl":
-                yield "inference.publish", str(_no_adapter_can_be_taken(inference))
+                yield "inference.publish", "'adapter' does not work with transfer = 'nccl', which moves full weights"
 
 
-def _evaluation_finds_a_policy(parts: Parts) -> Faults:
+def _evaluation_has_a_policy(parts: Parts) -> Faults:
     match parts.get("evaluation"), parts.get("inference"):
         case EvaluationConfig(every_steps=int(), policy="own"), InferenceConfig(engine="vllm"):
-            yield "evaluation.policy", "with engine = 'vllm' the run's own servers are measured: set it to 'shared'"
+            yield "evaluation.policy", "engine = 'vllm' supports evaluation.policy = 'shared' only"
 
 
-def _no_field_goes_unread(parts: Parts) -> Faults:
+def _scripted_settings_are_read(parts: Parts) -> Faults:
     match parts.get("inference"):
         case InferenceConfig() as inference if (
             inference.engine != "scripted" and inference.scripted != ScriptedConfig()
@@ -170,43 +156,42 @@ def _no_field_goes_unread(parts: Parts) -> Faults:
             )
 
 
-def _checkpoints_come_as_often_as_measurements(parts: Parts) -> Faults:
+def _checkpoints_are_as_frequent_as_evaluations(parts: Parts) -> Faults:
     match parts.get("evaluation"), parts.get("trainer"):
         case EvaluationConfig(every_steps=int(every), policy="own"), TrainerConfig() as trainer if (
             trainer.checkpoint_every > every
         ):
             yield (
                 "evaluation.every_steps",
-                f"a checkpoint is measured (evaluation.policy = 'own'), and one is written every {trainer.checkpoint_every} steps "
-                f"(trainer.checkpoint_every), not every {every}; write them as often, or set evaluation.policy = 'shared'",
+                f"evaluation.policy = 'own' evaluates checkpoints, which are written every {trainer.checkpoint_every} steps "
+                f"(trainer.checkpoint_every), not every {every}; lower checkpoint_every, or set evaluation.policy = 'shared'",
             )
 
 
-def _posted_groups_are_played_elsewhere(parts: Parts) -> Faults:
+def _atropos_source_needs_no_rollout(parts: Parts) -> Faults:
     match parts.get("tasks"):
         case TasksConfig(is_posted=True):
             for name, plain in (("rollout", RolloutConfig()), ("env", EnvConfig())):
                 if parts.get(name, plain) != plain:
                     yield (
                         name,
-                        'is not read with tasks.source = "atropos": environments play elsewhere and post; remove it',
+                        'is not read with tasks.source = "atropos", where external environments post groups; remove it',
                     )
 
 
 CROSS_CHECKS: tuple[Callable[[Parts], Faults], ...] = (
     _episodes_fit_the_lease,
     _tokens_fit_the_context,
-    _a_minibatch_has_something_to_learn_from,
-    _the_engine_can_hold_what_is_in_flight,
+    _minibatches_are_not_empty,
+    _the_engine_can_queue_all_episodes,
     _every_episode_has_an_environment,
     _the_run_ends,
-    _schedules_know_their_length,
-    _no_field_goes_unread,
-    _posted_groups_are_played_elsewhere,
-    _policy_servers_are_here_or_there,
-    _what_is_published_can_be_taken,
-    _evaluation_finds_a_policy,
-    _checkpoints_come_as_often_as_measurements,
+    _scripted_settings_are_read,
+    _atropos_source_needs_no_rollout,
+    _policy_servers_are_internal_or_external,
+    _adapters_can_be_published,
+    _evaluation_has_a_policy,
+    _checkpoints_are_as_frequent_as_evaluations,
 )
 
 

@@ -1,5 +1,6 @@
-"""What an operator may set about measuring a policy, during training and by `rollbook eval`."""
+"""Settings of evaluation, during training and by `rollbook eval`."""
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field
@@ -11,13 +12,13 @@ class EvaluationConfig(BaseModel, frozen=True, extra="forbid"):
     """Held-out tasks and how they are played. Read by `rollbook eval`, and during training when `every_steps` is set."""
 
     every_steps: int | None = Field(default=None, ge=1)
-    """Measure at the start, each time this many more steps are trained, and at the end. Unset: not during training."""
+    """Evaluate at the start, every this many steps, and at the end. Unset: not during training."""
 
     source: str | None = Field(default=None, min_length=1)
-    """Where held-out tasks come from, written like `tasks.source`. Unset: from there."""
+    """Source of the held-out tasks, written like `tasks.source`. Unset: `tasks.source`."""
 
     args: dict[str, Any] | None = None
-    """Keyword arguments of a function that yields them. Unset: those of `tasks.args` where the source is the same."""
+    """Keyword arguments of a source function. Unset: `tasks.args`, where the source is the same."""
 
     split: str | None = Field(default=None, min_length=1)
     """Only rows of this split are played. Unset: all rows of the source."""
@@ -26,30 +27,30 @@ class EvaluationConfig(BaseModel, frozen=True, extra="forbid"):
     """At most this many tasks, spread evenly over the source."""
 
     episodes: int = Field(default=1, ge=1)
-    """Episodes of each task. More than one says something only when they are sampled."""
+    """Episodes per task. More than one is useful only with sampling."""
 
     greedy: bool = True
-    """Take the likeliest token each time; otherwise sample as in training."""
+    """Decode greedily; otherwise sample as in training."""
 
     label_field: str = Field(default="tier", min_length=1)
-    """The field of a row by which results are told apart."""
+    """The field of a row by which results are grouped."""
 
     policy: Literal["own", "shared"] = "own"
-    """During training. `own`: a policy server for evaluation alone, with the weights of a checkpoint: the version is pinned, and
-    training is never asked. `shared`: the run's own server, at whatever step, with no second copy of the model; the part of the
-    tasks that were played by one version alone is told."""
+    """During training. `own`: a separate policy server with the weights of a checkpoint, so that the version is pinned and training
+    is not slowed down. `shared`: the run's own server, without a second copy of the model; versions may change during an
+    evaluation, and the fraction of tasks played by a single version is reported."""
 
     workers: int = Field(default=1, ge=1)
-    """Worker processes of the evaluation, beside those of training."""
+    """Worker processes of the evaluation, in addition to those of training."""
 
     concurrency: int = Field(default=64, ge=1)
-    """Tasks that are played at the same time: the evaluation's own budget."""
+    """Tasks played concurrently by the evaluation."""
 
     final_wait_s: float = Field(default=120.0, ge=0)
-    """How long the end of training waits for the last measurement."""
+    """How long the end of training waits for the last evaluation."""
 
     def tasks_config(self, tasks: TasksConfig) -> TasksConfig:
-        """The training tasks' config, with what differs."""
+        """The config of the training tasks with the changes for evaluation."""
         is_same = self.source is None or self.source == tasks.source
         args = self.args if self.args is not None else (tasks.args if is_same else {})
         return TasksConfig(
@@ -59,3 +60,14 @@ class EvaluationConfig(BaseModel, frozen=True, extra="forbid"):
             split=self.split,
             split_field=tasks.split_field if self.split is not None else "split",
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationRequest:
+    """One evaluation by `rollbook eval`, as plain values: it is sent to another process as JSON."""
+
+    config: str
+    source_dir: str
+    model_dir: str
+    step: int
+    overrides: list[str]

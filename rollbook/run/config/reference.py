@@ -1,4 +1,4 @@
-"""The configuration reference, written from the config classes themselves: `python -m rollbook.run.config.reference`."""
+"""Generates the configuration reference from the config classes: `python -m rollbook.run.config.reference`."""
 
 import ast
 import inspect
@@ -19,7 +19,7 @@ page is generated from the config classes (`make docs`).
 
 
 def reference() -> str:
-    """The page, section by section in the order of the file."""
+    """The page, with the sections in the order of the file."""
     parts = [HEAD]
     for name, field in RunConfig.model_fields.items():
         parts.append("\n".join(_section(name, _model(field))))
@@ -47,7 +47,7 @@ def _section(path: str, model: type[BaseModel]) -> Iterator[str]:
 
 
 def _meanings(model: type[BaseModel]) -> dict[str, str]:
-    """The text under each field."""
+    """The docstring of each field."""
     body = ast.parse(inspect.getsource(model)).body[0]
     assert isinstance(body, ast.ClassDef)
     found: dict[str, str] = {}
@@ -79,9 +79,9 @@ def _type(field: FieldInfo) -> str:
     if values:
         text = " or ".join(f'"{member.value}"' for member in values.values())
     bounds = [str(m) for m in field.metadata if any(hasattr(m, side) for side in ("ge", "gt", "le", "lt"))]
-    signs = {"Ge": "≥", "Gt": ">", "Le": "≤", "Lt": "<"}
-    told = ", ".join(f"{signs[b.split('(')[0]]} {b.split('=')[-1].rstrip(')')}" for b in bounds)
-    return f"`{text}`".replace("|", "\\|") + (f" ({told})" if told else "")
+    symbols = {"Ge": "≥", "Gt": ">", "Le": "≤", "Lt": "<"}
+    limits = ", ".join(f"{symbols[b.split('(')[0]]} {b.split('=')[-1].rstrip(')')}" for b in bounds)
+    return f"`{text}`".replace("|", "\\|") + (f" ({limits})" if limits else "")
 
 
 def _default(field: FieldInfo) -> str:

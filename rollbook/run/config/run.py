@@ -1,8 +1,8 @@
-"""One TOML file describes a run: the rooms' configs side by side, checked as a whole before anything starts.
+"""The configuration of a run: one TOML file with a section per room, validated as a whole before anything starts.
 
-Every fault is reported at once, each with its path in the file. Sections are checked one by one, so that a mistake in one does not
-hide those in another; then what only makes sense together is checked. Unknown fields are refused, and so are fields that the
-chosen settings would never read.
+All faults are reported at once, each with its path in the file. Sections are validated separately, so that a mistake in one does
+not hide those in another; then checks across sections follow. Unknown fields are rejected, and so are fields that the chosen
+settings would never read.
 """
 
 import tomllib
@@ -19,7 +19,7 @@ from rollbook.envs.config import EnvConfig
 from rollbook.inference.config import InferenceConfig
 from rollbook.ledger.config import GateConfig, LedgerConfig
 from rollbook.rollout.config import RolloutConfig
-from rollbook.run.config.checks import CROSS_CHECKS, missing_files, what_is_published
+from rollbook.run.config.checks import CROSS_CHECKS, missing_files, resolved_publish
 from rollbook.run.config.evaluation import EvaluationConfig
 from rollbook.tasks.config import TasksConfig
 from rollbook.telemetry.config import TelemetryConfig
@@ -27,22 +27,23 @@ from rollbook.trainer.config import ModelConfig, TrainerConfig
 
 
 class RunSection(BaseModel, frozen=True, extra="forbid"):
-    """What belongs to the run as a whole."""
+    """Settings of the run as a whole."""
 
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Names the run in the ledger and in messages. Letters, digits, dot, underscore, dash."""
+    """Name of the run in the ledger and in messages. Letters, digits, dot, underscore, dash."""
 
     seed: int = Field(default=0, ge=0)
-    """From this every other seed is derived: initial weights, order of tasks, minibatches."""
+    """The default of every other seed: initial weights, order of tasks, minibatches."""
 
     ready_s: float = Field(default=120.0, gt=0)
-    """From the start of a process to its ready message. At first a slower one stops the run; later it is started again."""
+    """Time limit from the start of a process to its ready message. A slower process stops the run at start-up; later it is
+    restarted."""
 
     silence_s: float = Field(default=60.0, gt=1)
-    """A process whose event loop gives no sign of life for this long hangs: its stack is written down, and it is replaced."""
+    """A process whose event loop sends no heartbeat for this long hangs: its stack is logged, and it is replaced."""
 
     most_quick_deaths: int = Field(default=6, ge=0)
-    """Deaths in a row, each soon after the start, after which a process is given up and the run stops with the cause."""
+    """After this many consecutive deaths, each soon after the start, the run stops with the cause."""
 
 
 class RunConfig(BaseModel, frozen=True, extra="forbid"):
@@ -60,7 +61,7 @@ class RunConfig(BaseModel, frozen=True, extra="forbid"):
 
 
 SEEDED = ("tasks", "inference", "trainer")
-"""Sections with a seed of their own."""
+"""Sections that have a seed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class ConfigFault:
 
 
 class ConfigError(RunError):
-    """The configuration cannot be used. `faults` holds every one that was found."""
+    """The configuration is invalid. `faults` lists everything that was found."""
 
     def __init__(self, source: str, faults: Sequence[ConfigFault]) -> None:
         self.source = source
@@ -92,37 +93,34 @@ class LoadedConfig:
     """Relative paths and users' modules are looked up here."""
 
 
-def load_config(
-    path: Path, overrides: Sequence[str] = (), *, source_dir: Path | None = None, is_checked: bool = True
-) -> LoadedConfig:
-    """Read, override, check. Raises `ConfigError` with every fault.
-
-    `is_checked=False` is for the resolved config of a run that is only looked at: its modules may be gone.
-    """
+def load_config(path: Path, overrides: Sequence[str] = (), *, source_dir: Path | None = None) -> LoadedConfig:
+    """Read, override, validate. Raises `ConfigError` with every fault."""
     table, faults = read_table(path, overrides)
     home = (source_dir or path.parent).resolve()
-    config, more = check_table(table, home) if is_checked else _as_recorded(table)
+    config, more = validate_table(table, home)
     if config is None or faults or more:
         raise ConfigError(str(path), [*faults, *more])
     return LoadedConfig(config, home)
 
 
-def _as_recorded(table: Mapping[str, Any]) -> tuple[RunConfig | None, list[ConfigFault]]:
-    """The config of a run that is there already. What another version of Rollbook wrote may have other fields."""
+def load_resolved_config(path: Path, *, source_dir: Path) -> LoadedConfig:
+    """Read the resolved config of a run directory. It was checked when the run was started, so it is only parsed here."""
+    table, _ = read_table(path, ())
     try:
-        return RunConfig.model_validate(table), []
+        return LoadedConfig(RunConfig.model_validate(table), source_dir)
     except ValidationError as error:
-        return None, [
+        faults = [
             ConfigFault(
                 ".".join(map(str, e["loc"])),
                 f"{plain_message(e['type'], e['msg'])} (was this run made by another version of Rollbook?)",
             )
             for e in error.errors()
         ]
+        raise ConfigError(str(path), faults) from error
 
 
 def read_table(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], list[ConfigFault]]:
-    """A TOML file with overrides, not yet checked; the faults are those of the overrides."""
+    """A TOML file with overrides, not yet validated, and the faults of the overrides."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -132,8 +130,8 @@ def read_table(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], li
     return table, [fault for text in overrides if (fault := override_table(table, text)) is not None]
 
 
-def check_table(table: Mapping[str, Any], source_dir: Path) -> tuple[RunConfig | None, list[ConfigFault]]:
-    """Check every section by itself, then what concerns several."""
+def validate_table(table: Mapping[str, Any], source_dir: Path) -> tuple[RunConfig | None, list[ConfigFault]]:
+    """Validate every section separately, then check them together."""
     faults: list[ConfigFault] = []
     parts: dict[str, BaseModel] = {}
     table = _with_seeds(table)
@@ -163,14 +161,14 @@ def check_table(table: Mapping[str, Any], source_dir: Path) -> tuple[RunConfig |
     )
     if faults:
         return None, faults
-    tables = {name: part.model_dump(exclude_unset=True) for name, part in parts.items()}
-    if (published := what_is_published(parts)) is not None:
-        tables["inference"]["publish"] = published
-    return RunConfig.model_validate(tables), []
+    if (published := resolved_publish(parts)) is not None:
+        parts["inference"] = parts["inference"].model_copy(update={"publish": published})
+    # The sections are instances, which pydantic does not validate again.
+    return RunConfig.model_validate(parts), []
 
 
 def _with_seeds(table: Mapping[str, Any]) -> dict[str, Any]:
-    """A section that names no seed of its own takes the run's."""
+    """A section without a seed gets the seed of the run."""
     seeded = dict(table)
     run = table.get("run", {})
     seed = run.get("seed", 0) if isinstance(run, Mapping) else 0
@@ -181,9 +179,9 @@ def _with_seeds(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def dump_toml(config: RunConfig) -> str:
-    """The resolved configuration. Fields that are None are left out: TOML has no word for them."""
+    """The resolved configuration. Fields that are None are left out: TOML has no null."""
     table = config.model_dump(mode="json", exclude_none=True)
-    # Beside the url of a server elsewhere, no setting of a world of our own may stand: not even its default.
+    # With the URL of an external server, settings of the run's own environments are rejected, also with default values.
     if config.env.url is not None:
         table["env"] = config.env.model_dump(mode="json", exclude_unset=True, exclude_none=True)
     return tomli_w.dumps(table)
@@ -210,15 +208,15 @@ def _flat(value: Any, path: str = "") -> dict[str, Any]:
 
 def plain_message(kind: str, message: str) -> str:
     if kind == "extra_forbidden":
-        return "unknown field: it would be ignored, so it is refused"
+        return "unknown field"
     return message.removeprefix("Value error, ")
 
 
 def override_table(table: dict[str, Any], text: str) -> ConfigFault | None:
-    """`a.b=c` into the table; c is read as TOML, and as plain text where it is not."""
-    path, sign, raw = text.partition("=")
+    """Set `a.b=c` in the table; c is parsed as TOML, or taken as text if it is not TOML."""
+    path, equals, raw = text.partition("=")
     keys = path.strip().split(".")
-    if not sign or not all(keys):
+    if not equals or not all(keys):
         return ConfigFault(f"--set {text}", "must look like section.field=value")
     try:
         value: Any = tomllib.loads(f"value = {raw}")["value"]

@@ -1,4 +1,4 @@
-"""The TOML file of a warm start: `[run]`, `[model]`, `[sft]` and those fields of `[trainer]` that mean something there."""
+"""The config of `rollbook sft`: `[run]`, `[model]`, `[sft]` and the fields of `[trainer]` that apply."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,10 @@ from rollbook.run.config.run import ConfigError, ConfigFault, RunSection, plain_
 from rollbook.trainer.config import ModelConfig, TrainerConfig
 from rollbook.trainer.sft_config import SftConfig, unread_settings
 
-# A warm start ends with its epochs; schedules that fall to 0 are told the number of steps once the demonstrations are counted.
+MANIFEST = "sft.json"
+FINAL = "final"
+"""The result inside the output directory: a Hugging Face model, for `model.path` of a run."""
+# The epochs end the training; the number of steps for schedules is known once the demonstrations are counted.
 MANY_STEPS = 10**9
 
 
@@ -27,20 +30,20 @@ class SftRunConfig(BaseModel, frozen=True, extra="forbid"):
 class LoadedSftConfig:
     config: SftRunConfig
     table: Mapping[str, Any]
-    """What was written, with overrides: a resolved table would name fields that a warm start does not read."""
+    """The file's contents with overrides. The resolved config would contain fields that `sft` rejects."""
     source_dir: Path
 
     @property
     def model(self) -> ModelConfig:
-        """A model that lies beside the config file is meant by its relative path."""
+        """The model config, with a path relative to the config file made absolute."""
         path = self.config.model.path
-        if path is not None and (beside := self.source_dir / path).is_dir():
-            return self.config.model.model_copy(update={"path": str(beside)})
+        if path is not None and (absolute := self.source_dir / path).is_dir():
+            return self.config.model.model_copy(update={"path": str(absolute)})
         return self.config.model
 
 
 def load_sft_config(path: Path, overrides: Sequence[str] = (), *, source_dir: Path | None = None) -> LoadedSftConfig:
-    """Read, override, check. Raises `ConfigError` with every fault."""
+    """Read, override, validate. Raises `ConfigError` with every fault."""
     table, faults = read_table(path, overrides)
     home = (source_dir or path.parent).resolve()
     run = table.get("run")
@@ -50,7 +53,7 @@ def load_sft_config(path: Path, overrides: Sequence[str] = (), *, source_dir: Pa
     if isinstance(trainer, Mapping):
         faults += [
             ConfigFault(
-                f"trainer.{name}", "is not read by a warm start: demonstrations have no rewards and no rollouts"
+                f"trainer.{name}", "is not read by `rollbook sft`, which has no rewards and no rollouts; remove it"
             )
             for name in unread_settings(set(trainer))
             if name in TrainerConfig.model_fields

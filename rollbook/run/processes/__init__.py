@@ -1,1 +1,1 @@
-"""One file for each operating-system process; each builds concrete parts from config."""
+"""One module per operating-system process. Each builds its concrete parts from the config."""

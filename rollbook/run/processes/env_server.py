@@ -1,4 +1,4 @@
-"""The environment process: a pool of worlds and the OpenEnv server over it. It answers only when the pool is ready."""
+"""The environment process: a pool of environments and its OpenEnv server, which starts once the pool is ready."""
 
 from rollbook.envs.config import EnvServerConfig
 from rollbook.envs.server.run import open_app

@@ -1,7 +1,6 @@
-"""The process of `rollbook eval`: one measured pass, its order on stdin as JSON, its result as one JSON line on stdout.
+"""The process of `rollbook eval`: one evaluation. The request comes on stdin as JSON, the result goes to stdout as one JSON line.
 
-The policy server, the worlds and the workers are those of a run, in a directory of their own that is gone afterwards: the run that
-is measured is only read.
+Policy server, environments and workers run in a temporary run directory; the evaluated run is only read.
 """
 
 import asyncio
@@ -11,26 +10,25 @@ import tempfile
 from pathlib import Path
 
 from rollbook.contracts.errors import RollbookError
-from rollbook.run.commands.evaluate import EvaluationOrder
-from rollbook.run.commands.measurement import Measurement, held_out_tasks, open_measuring
+from rollbook.run.config.evaluation import EvaluationRequest
 from rollbook.run.config.run import LoadedConfig, dump_toml, load_config
 from rollbook.run.directory import RunDirectory
-from rollbook.run.model_location import record_model_location
+from rollbook.run.measurement import Measurement, held_out_tasks, open_evaluation
 from rollbook.run.supervision.channel import Channel
 from rollbook.run.supervision.child_main import RoleContext
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.spans import SpanRecorder
 
 
-async def evaluate(order: EvaluationOrder) -> Measurement:
-    loaded = load_config(Path(order.config), order.overrides, source_dir=Path(order.source_dir))
+async def evaluate(request: EvaluationRequest) -> Measurement:
+    loaded = load_config(Path(request.config), request.overrides, source_dir=Path(request.source_dir))
     tasks = held_out_tasks(loaded.config, loaded.source_dir)
     with tempfile.TemporaryDirectory(prefix="rollbook-eval-") as scratch:
-        context = _context(Path(scratch), loaded, Path(order.model_dir))
+        context = _context(Path(scratch), loaded, Path(request.model_dir))
         try:
-            async with open_measuring(context, tasks, policy_url=None) as measuring:
-                publication = await measuring.publish(Path(order.model_dir), step=order.step)
-                return await measuring.measure(publication=publication, step=order.step)
+            async with open_evaluation(context, tasks, policy_url=None) as session:
+                publication = await session.publish(Path(request.model_dir), step=request.step)
+                return await session.measure(publication=publication, step=request.step)
         finally:
             context.spans.close()
             context.log.close()
@@ -41,7 +39,7 @@ def _context(scratch: Path, loaded: LoadedConfig, model_dir: Path) -> RoleContex
     directory.prepare()
     directory.config_file.write_text(dump_toml(loaded.config), encoding="utf-8")
     directory.write_manifest(name=loaded.config.run.name, source_dir=loaded.source_dir)
-    record_model_location(directory, model_dir)
+    directory.record_model(model_dir)
     return RoleContext(
         role="evaluation",
         directory=directory,
@@ -55,9 +53,9 @@ def _context(scratch: Path, loaded: LoadedConfig, model_dir: Path) -> RoleContex
 
 
 def main() -> int:
-    order = EvaluationOrder(**json.load(sys.stdin))
+    request = EvaluationRequest(**json.load(sys.stdin))
     try:
-        measured = asyncio.run(evaluate(order))
+        measured = asyncio.run(evaluate(request))
     except RollbookError as error:
         sys.stderr.write(f"error: {error}\n")
         return 1

@@ -1,9 +1,10 @@
-"""The policy process: engine, gate, server. It samples nothing before the trainer published weights to it."""
+"""The policy process: the engine and its HTTP server. It samples nothing before the trainer has published weights."""
+
+from pathlib import Path
 
 from rollbook.inference.engine import open_engine
 from rollbook.inference.server.app import SERVICE, build_app
-from rollbook.run.commands.serve_policy import load_tokenizer
-from rollbook.run.model_location import model_location
+from rollbook.rollout.chat.tokenizer import ModelTokenizer
 from rollbook.run.supervision.child_main import RoleContext
 from rollbook.run.supervision.sockets import serving
 
@@ -11,9 +12,9 @@ from rollbook.run.supervision.sockets import serving
 async def main(context: RoleContext) -> str:
     config = context.loaded.config
     async with (
-        open_engine(config.inference, model_location(context.directory), spans=context.spans) as engine,
+        open_engine(config.inference, context.directory.initial_model, spans=context.spans) as engine,
         serving(
-            app := build_app(engine, config.inference, tokenizer=load_tokenizer(model_location(context.directory))),
+            app := build_app(engine, config.inference, tokenizer=load_tokenizer(context.directory.initial_model)),
             context.listening(),
         ) as url,
     ):
@@ -22,3 +23,10 @@ async def main(context: RoleContext) -> str:
         await context.draining.wait()
         app[SERVICE].is_draining = True
     return "stopped"
+
+
+def load_tokenizer(model_dir: Path | None) -> ModelTokenizer | None:
+    """The model's tokenizer, as rollouts use it. Without one, the server accepts and returns token ids only."""
+    if model_dir is None or not (model_dir / "tokenizer.json").exists():
+        return None
+    return ModelTokenizer.from_directory(model_dir)

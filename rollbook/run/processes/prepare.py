@@ -1,22 +1,21 @@
-"""Before anything runs: the model directory, with initial weights and tokenizer, from which engine and trainer both start."""
+"""Prepares the model directory with initial weights and tokenizer, before engine and trainer start from it."""
 
 import asyncio
 from pathlib import Path
 
 from rollbook.contracts.plugin import load_on_demand
-from rollbook.run.model_location import record_model_location
 from rollbook.run.supervision.child_main import RoleContext
 
 
 async def main(context: RoleContext) -> str:
     made = await asyncio.to_thread(_model_directory, context)
-    record_model_location(context.directory, made)
+    context.directory.record_model(made)
     context.log.info("run.model_prepared", directory=str(made))
     return f"model in {made}"
 
 
 def _model_directory(context: RoleContext) -> Path:
-    """A directory that is there is taken as it is: loading torch for that would only delay the start."""
+    """An existing directory is used as it is, without importing torch."""
     config = context.loaded.config
     if config.model.path is not None:
         for directory in (context.loaded.source_dir / config.model.path, Path(config.model.path)):

@@ -1,33 +1,55 @@
 """The replay process: `python -m rollbook.run.processes.replay RUN [--until N]`. Prints one JSON line.
 
-Verifying writes nothing. Another loss leaves its curves and a picture in the folder that it is told.
+A verification writes nothing. Training with another loss writes curves and a plot to the output folder.
 """
 
 import argparse
 import asyncio
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.plugin import extend_search_path
 from rollbook.dashboard.plots import draw_comparison
-from rollbook.run.commands.counterfactual import MEASURES, curves, other_recipe, table_of
+from rollbook.run.config.run import override_table
 from rollbook.run.directory import RunDirectory, write_json
-from rollbook.run.model_location import model_location
 from rollbook.run.record import open_run
-from rollbook.trainer.replay import replay, retrain
+from rollbook.trainer.config import TrainerConfig
+from rollbook.trainer.replay import CounterfactualStep, replay, retrain
+
+LOSS_SETTINGS = (
+    "clip_low",
+    "clip_high",
+    "dual_clip",
+    "dro_beta",
+    "behaviour_cap",
+    "loss_options",
+    "advantage",
+    "reduction",
+)
+"""Settings of a loss. Another loss starts with its own defaults, not with the recorded values."""
+MEASURES = {
+    "gain": "gain over the sampler before training the batch: mean of A (log π − log μ)",
+    "train/entropy": "entropy (nats)",
+    "train/mean_kl": "divergence from the sampler (nats)",
+    "train/ess": "effective sample size of the record (fraction of its tokens)",
+    "train/grad_norm": "gradient norm",
+}
 
 
 async def compare(path: Path, until: int | None) -> dict[str, Any]:
     with open_run(path) as run:
-        # The last acknowledgement of a step is that of the lineage the run went on with.
+        # After a takeover a step may be acknowledged twice; the last acknowledgement is the one the run continued from.
         recorded = {step.step: step.digest for step in run.steps()}
         last = min(until or len(recorded), len(recorded))
         made = await replay(
             run.batches(last),
-            model_dir=model_location(run.directory),
+            model_dir=run.directory.initial_model,
             config=run.config.trainer,
             until=last,
             publishes_adapters=run.config.inference.publish == "adapter",
@@ -42,22 +64,22 @@ async def compare(path: Path, until: int | None) -> dict[str, Any]:
     }
 
 
-async def contrast(
+async def compare_losses(
     path: Path, until: int | None, *, loss: str | None, overrides: list[str], out: Path
 ) -> dict[str, Any]:
-    """Train the recorded stream twice, as it was trained and with another recipe, and put both side by side."""
+    """Train the recorded stream twice, with the recorded settings and with others, and compare both."""
     with open_run(path) as run:
         recorded = run.config.trainer
-        other = other_recipe(recorded, loss, overrides)
+        other = changed_settings(recorded, loss, overrides)
         last = min(until or len(run.steps()), len(run.steps()))
-        model_dir = model_location(run.directory)
+        model_dir = run.directory.initial_model
         names = (f"{recorded.loss}, as recorded", f"{other.loss}, replayed")
         both: dict[str, dict[str, list[float | None]]] = {}
         digests = {}
         for name, config in zip(names, (recorded, other), strict=True):
             steps, digest = await retrain(run.batches(last), model_dir=model_dir, config=config, judged_by=recorded)
             both[name], digests[name] = curves(steps), digest
-    panels = {told: {name: lines[key] for name, lines in both.items()} for key, told in MEASURES.items()}
+    panels = {title: {name: lines[key] for name, lines in both.items()} for key, title in MEASURES.items()}
     picture = draw_comparison(out / "curves.png", f"{run.run_id}: {last} recorded steps", panels)
     changed = {
         key: [value, other.numeric_settings().get(key)]
@@ -77,6 +99,49 @@ async def contrast(
     return report
 
 
+def changed_settings(recorded: TrainerConfig, loss: str | None, overrides: Sequence[str]) -> TrainerConfig:
+    """The recorded settings with another loss and `trainer.…` overrides. Raises `RunError` with every fault."""
+    table: dict[str, Any] = {"trainer": recorded.model_dump(mode="json", exclude_none=True)}
+    if loss is not None and loss != recorded.loss:
+        for name in (*LOSS_SETTINGS, "reduction_length"):
+            table["trainer"].pop(name, None)
+        table["trainer"]["loss"] = loss
+        if loss == "decoupled":
+            table["trainer"].pop("correction", None)
+    faults = [str(fault) for text in overrides if (fault := override_table(table, text)) is not None]
+    strays = sorted(table.keys() - {"trainer"})
+    faults += [f"{name}: only settings of [trainer] can be changed in a replay" for name in strays]
+    try:
+        config = TrainerConfig.model_validate(table["trainer"])
+    except ValidationError as error:
+        faults += [f"{'.'.join(['trainer', *map(str, e['loc'])])}: {e['msg']}" for e in error.errors()]
+        raise RunError("; ".join(faults)) from error
+    if faults:
+        raise RunError("; ".join(faults))
+    return config
+
+
+def curves(steps: Sequence[CounterfactualStep]) -> dict[str, list[float | None]]:
+    return {name: [step.gain if name == "gain" else step.metrics.get(name) for step in steps] for name in MEASURES}
+
+
+def table_of(both: Mapping[str, Mapping[str, Sequence[float | None]]]) -> list[dict[str, Any]]:
+    """For each measure and each training: the mean over the first and over the last tenth of the steps."""
+    rows = []
+    for measure in MEASURES:
+        row: dict[str, Any] = {"measure": measure}
+        for name, lines in both.items():
+            known = [value for value in lines[measure] if value is not None]
+            tenth = max(1, len(known) // 10)
+            row[name] = [_mean(known[:tenth]), _mean(known[-tenth:])]
+        rows.append(row)
+    return rows
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return round(sum(values) / len(values), 6) if values else None
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="rollbook replay")
     parser.add_argument("run", type=Path)
@@ -90,7 +155,9 @@ def main() -> int:
         if args.out is None:
             report = asyncio.run(compare(args.run, args.until))
         else:
-            report = asyncio.run(contrast(args.run, args.until, loss=args.loss, overrides=args.overrides, out=args.out))
+            report = asyncio.run(
+                compare_losses(args.run, args.until, loss=args.loss, overrides=args.overrides, out=args.out)
+            )
     except RunError as error:
         sys.stderr.write(f"{error}\n")
         return 1

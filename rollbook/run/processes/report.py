@@ -1,4 +1,4 @@
-"""After a run: plots in the run directory. A process of its own, because drawing is heavy and must not be able to fail a run."""
+"""Draws the plots after a run. A separate process, so that a failure does not affect the run."""
 
 import asyncio
 

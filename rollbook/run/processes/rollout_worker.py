@@ -1,4 +1,4 @@
-"""What a worker process holds: a policy client, a tokenizer, worlds. Built inside the worker, from plain values."""
+"""The parts of a rollout worker process: policy client, tokenizer, environments. Built inside the worker from plain values."""
 
 import dataclasses
 from collections.abc import AsyncIterator, Mapping
@@ -26,7 +26,7 @@ async def build_setup(settings: Mapping[str, Any]) -> AsyncIterator[RolloutSetup
     log = EventLog("rollout-worker", Path(settings["log_file"]))
     sampling = rollout.sampling.params(tokenizer.eos_token_ids)
     if settings.get("is_greedy"):
-        # A measurement takes the likeliest token each time; training never does.
+        # For evaluation only; training always samples.
         sampling = dataclasses.replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
 
     try:
@@ -34,14 +34,14 @@ async def build_setup(settings: Mapping[str, Any]) -> AsyncIterator[RolloutSetup
             open_policy(inference, settings["policy_url"], log=log) as policy,
             open_environments(EnvConfig.model_validate(settings["env"])) as open_environment,
             open_proxy_sessions(
-                asking := EpisodePolicy(policy, sampling, request_s=inference.request_s),
+                episode_policy := EpisodePolicy(policy, sampling, request_s=inference.request_s),
                 tokenizer,
                 sampling,
                 rollout.limits,
             ) as open_proxy_session,
         ):
             yield RolloutSetup(
-                policy=asking,
+                policy=episode_policy,
                 tokenizer=tokenizer,
                 sampling=sampling,
                 limits=rollout.limits,

@@ -1,6 +1,6 @@
 """The process of a warm start: `python -m rollbook.run.processes.sft DIRECTORY SOURCE_DIR FD`, its config on stdin.
 
-Demonstrations become rows here, because here the tokenizer of the rollouts and the step of the trainer meet.
+Demonstrations are tokenised here, because this process has both the rollout tokenizer and the trainer's step.
 """
 
 import json
@@ -15,9 +15,8 @@ from rollbook.concurrency.child_process.child import die_with_parent
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.trajectory import TokenRow
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
-from rollbook.run.commands.demonstrations import Demonstrations, digest_of_rows, read_demonstrations
-from rollbook.run.commands.sft import FINAL, MANIFEST
-from rollbook.run.config.sft import LoadedSftConfig, load_sft_config
+from rollbook.run.config.sft import FINAL, MANIFEST, LoadedSftConfig, load_sft_config
+from rollbook.run.demonstrations import Demonstrations, digest_of_rows, read_demonstrations
 from rollbook.run.directory import RunDirectory, write_json
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import MetricRecorder
@@ -25,7 +24,7 @@ from rollbook.trainer.model.model_directory import prepare_model_directory
 from rollbook.trainer.sft import SFT_METRICS, SftLoop, SftOutcome
 from rollbook.trainer.sft_config import sft_trainer
 
-TOLD_EVERY_S = 2.0
+PROGRESS_INTERVAL_S = 2.0
 
 
 def main(argv: list[str]) -> int:
@@ -33,16 +32,16 @@ def main(argv: list[str]) -> int:
     die_with_parent(parent_fd)
     run = RunDirectory(directory)
     try:
-        # Held by the process that writes: one whose command was killed may still be finishing its step.
+        # The writing process holds the lock: it may still finish a step after its command was killed.
         with run.locked():
             run.config_file.write_text(sys.stdin.read(), encoding="utf-8")
-            return _learn(directory, load_sft_config(run.config_file, source_dir=source_dir))
+            return _train(directory, load_sft_config(run.config_file, source_dir=source_dir))
     except RunError as error:
-        _say(f"error: {error}")
+        _print(f"error: {error}")
         return 1
 
 
-def _learn(directory: Path, loaded: LoadedSftConfig) -> int:
+def _train(directory: Path, loaded: LoadedSftConfig) -> int:
     config = loaded.config
     model_dir = prepare_model_directory(loaded.model, directory / "model", seed=config.run.seed)
     train, validation = _rows(loaded, ModelTokenizer.from_directory(model_dir))
@@ -56,10 +55,10 @@ def _learn(directory: Path, loaded: LoadedSftConfig) -> int:
         validation=validation,
         metrics=MetricRecorder("sft", SFT_METRICS, directory / "metrics.jsonl"),
         log=log,
-        on_metrics=_Teller(),
+        on_metrics=_ProgressPrinter(),
     )
-    _say(f"{len(train)} demonstrations, {len(validation)} for validation, {loop.total_steps} steps")
-    claim(directory, loaded, digest_of_rows(train), total_steps=loop.total_steps)
+    _print(f"{len(train)} demonstrations, {len(validation)} for validation, {loop.total_steps} steps")
+    write_or_check_manifest(directory, loaded, digest_of_rows(train), total_steps=loop.total_steps)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: loop.stop_after_step())
     began = time.perf_counter()
@@ -73,16 +72,16 @@ def _learn(directory: Path, loaded: LoadedSftConfig) -> int:
         **_figures(outcome),
     }
     if outcome.is_finished:
-        row["model"] = str(_place(outcome.checkpoint.model_dir, directory / FINAL))
-        _say(f'done: {outcome.steps} steps in {seconds:.1f} s; use it with model.path = "{row["model"]}"')
+        row["model"] = str(_copy_model(outcome.checkpoint.model_dir, directory / FINAL))
+        _print(f'done: {outcome.steps} steps in {seconds:.1f} s; use it with model.path = "{row["model"]}"')
     else:
-        _say(f"stopped after step {outcome.steps}; go on with: rollbook sft {directory}")
+        _print(f"stopped after step {outcome.steps}; resume with: rollbook sft {directory}")
     sys.stdout.write(json.dumps(row) + "\n")
     return 0 if outcome.is_finished else 130
 
 
 def _rows(loaded: LoadedSftConfig, tokenizer: ModelTokenizer) -> tuple[tuple[TokenRow, ...], tuple[TokenRow, ...]]:
-    """What is trained and what is only measured."""
+    """The rows to train and the rows for validation."""
     settings = loaded.config.sft
 
     def read(name: str) -> Demonstrations:
@@ -93,7 +92,7 @@ def _rows(loaded: LoadedSftConfig, tokenizer: ModelTokenizer) -> tuple[tuple[Tok
             is_strict=settings.bad_lines == "refuse",
         )
         for line in found.bad:
-            _say(f"{found.path}: left out {line}")
+            _print(f"{found.path}: skipped {line}")
         return found
 
     train = read(settings.data)
@@ -102,8 +101,8 @@ def _rows(loaded: LoadedSftConfig, tokenizer: ModelTokenizer) -> tuple[tuple[Tok
     return train.split(settings.validation_share) if settings.validation_share else (train.rows, ())
 
 
-def claim(directory: Path, loaded: LoadedSftConfig, data_digest: str, *, total_steps: int) -> None:
-    """Write down what decides the numbers; refuse to go on with something else."""
+def write_or_check_manifest(directory: Path, loaded: LoadedSftConfig, data_digest: str, *, total_steps: int) -> None:
+    """Record the settings that decide the numbers. Raises `RunError` if a resumed run has other ones."""
     made_from = {
         "source_dir": str(loaded.source_dir),
         "data_digest": data_digest,
@@ -117,14 +116,14 @@ def claim(directory: Path, loaded: LoadedSftConfig, data_digest: str, *, total_s
         changed = [name for name in made_from if name != "source_dir" and before.get(name) != made_from[name]]
         if changed:
             raise RunError(
-                f"{directory} was begun with other settings ({', '.join(changed)} differ), so its checkpoints do not fit; "
+                f"{directory} was started with other settings ({', '.join(changed)} differ); "
                 "restore them, or choose another --out"
             )
     write_json(path, made_from)
 
 
-def _place(model_dir: Path, final: Path) -> Path:
-    """Copy the last checkpoint's model beside the checkpoints, whole or not at all."""
+def _copy_model(model_dir: Path, final: Path) -> Path:
+    """Copy the model of the last checkpoint, atomically."""
     draft = final.with_name(f".{final.name}.tmp")
     shutil.rmtree(draft, ignore_errors=True)
     shutil.copytree(model_dir, draft)
@@ -140,12 +139,12 @@ def _figures(outcome: SftOutcome) -> dict[str, Any]:
         "eval_loss_before": outcome.eval_loss_before,
         "eval_loss": outcome.eval_loss,
     }
-    told = {name: None if value is None else round(value, 5) for name, value in figures.items()}
-    return {"steps": outcome.steps, "digest": outcome.checkpoint.weights_digest, **told}
+    rounded = {name: None if value is None else round(value, 5) for name, value in figures.items()}
+    return {"steps": outcome.steps, "digest": outcome.checkpoint.weights_digest, **rounded}
 
 
-class _Teller:
-    """Now and then a line for people: no faster than they read."""
+class _ProgressPrinter:
+    """Prints a progress line every `PROGRESS_INTERVAL_S`, and after each evaluation."""
 
     def __init__(self) -> None:
         self._next = 0.0
@@ -154,15 +153,15 @@ class _Teller:
         measured = row["eval/loss"]
         if time.monotonic() < self._next and measured is None:
             return
-        self._next = time.monotonic() + TOLD_EVERY_S
+        self._next = time.monotonic() + PROGRESS_INTERVAL_S
         loss, rate = row["train/loss"], row["perf/tokens_per_s"]
         parts = [f"step {row['step']}"]
         parts += [] if loss is None else [f"loss {loss:.4f}", f"{rate:.0f} tokens/s"]
         parts += [] if measured is None else [f"validation loss {measured:.4f}"]
-        _say("  ".join(parts))
+        _print("  ".join(parts))
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
 

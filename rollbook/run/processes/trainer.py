@@ -1,4 +1,5 @@
-"""The trainer process: learns, publishes, checkpoints; a client of ledger and policy servers. No rollout code in here."""
+"""The trainer process: trains, publishes weights, writes checkpoints. A client of ledger and policy servers, without rollout
+code."""
 
 import asyncio
 import os
@@ -7,18 +8,16 @@ from typing import Any
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.errors import FencedError, RunError
 from rollbook.ledger.client.client import open_ledger_client
-from rollbook.run.model_location import model_location
 from rollbook.run.policy_clients import open_weights
 from rollbook.run.supervision.child_main import RoleContext
-from rollbook.telemetry.forwarding import Forwarder
 from rollbook.telemetry.metrics import MetricRecorder
-from rollbook.telemetry.sinks.sink import open_sinks
+from rollbook.telemetry.sinks.forwarder import Forwarder, open_sinks
 from rollbook.trainer.loop import LoopEnd, LoopOutcome, TrainerLoop
 from rollbook.trainer.metrics import TRAINER_METRICS
 
 
-class _Narrator(MetricRecorder):
-    """Tells the supervisor what the trainer does, each time a step is recorded."""
+class _ReportingRecorder(MetricRecorder):
+    """Also reports each recorded step to the supervisor."""
 
     def __init__(self, context: RoleContext) -> None:
         super().__init__("trainer", TRAINER_METRICS, context.directory.metrics_file)
@@ -50,21 +49,21 @@ async def main(context: RoleContext) -> str:
             stage=weights,
             publishes_adapters=config.inference.publish == "adapter",
             config=config.trainer,
-            model_dir=model_location(context.directory),
+            model_dir=context.directory.initial_model,
             directory=context.directory.path,
             max_head_offpolicy_versions=config.gate.max_head_offpolicy_versions,
-            metrics=_Narrator(context),
+            metrics=_ReportingRecorder(context),
             spans=context.spans,
             log=context.log,
         )
         context.channel.ready(f"pid {os.getpid()}, loading")
         with _forwarder(context):
             outcome = await _run_until_drained(loop, context)
-    return _told(outcome)
+    return _exit_message(outcome)
 
 
 def _forwarder(context: RoleContext) -> Forwarder:
-    """This process carries what all measured to TensorBoard and the like: it lives as long as there is something to measure."""
+    """Forwards the metrics of all processes to TensorBoard and other sinks. The trainer runs it because it lives longest."""
     config = context.loaded.config
     try:
         sinks = open_sinks(
@@ -82,7 +81,7 @@ def _forwarder(context: RoleContext) -> Forwarder:
 async def _run_until_drained(loop: TrainerLoop, context: RoleContext) -> LoopOutcome:
     async def drain() -> None:
         await context.draining.wait()
-        context.channel.doing("finishing its step")
+        context.channel.doing("finishing the step")
         loop.stop_after_step()
 
     async with asyncio.TaskGroup() as group:
@@ -92,7 +91,7 @@ async def _run_until_drained(loop: TrainerLoop, context: RoleContext) -> LoopOut
     return outcome
 
 
-def _told(outcome: LoopOutcome) -> str:
+def _exit_message(outcome: LoopOutcome) -> str:
     if outcome.end is LoopEnd.FENCED:
         raise FencedError("a newer trainer took over this run")
     if outcome.end is LoopEnd.STOPPED:

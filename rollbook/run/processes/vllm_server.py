@@ -1,4 +1,4 @@
-"""A vLLM server as one of the run's processes: started with the interpreter that has it, watched, ended with the run."""
+"""A vLLM server as a process of the run: started with an interpreter that has vLLM installed, watched, and stopped."""
 
 import asyncio
 import contextlib
@@ -10,19 +10,18 @@ import aiohttp
 
 from rollbook.contracts.errors import RunError, WorkerError
 from rollbook.inference.config import InferenceConfig
-from rollbook.run.model_location import model_location
 from rollbook.run.supervision.child_main import RoleContext
 
 POLL_S = 0.5
 END_S = 6.0
-"""From asking to forcing: it has nothing to save, and the supervisor forces us soon after."""
-NEEDED = ("--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--enforce-eager")
+"""From SIGTERM to SIGKILL. Short: vLLM has nothing to save, and the supervisor kills this process soon after."""
+REQUIRED_FLAGS = ("--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--enforce-eager")
 
 
-ADAPTERS = ("--enable-lora", "--max-loras", "4", "--max-cpu-loras", "16")
-"""Requests of several versions run side by side while the older ones end."""
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Those that vLLM can be built for."""
+LORA_FLAGS = ("--enable-lora", "--max-loras", "4", "--max-cpu-loras", "16")
+"""Requests of several versions run concurrently while the older ones finish."""
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The ranks that vLLM supports."""
 
 
 async def main(context: RoleContext) -> str:
@@ -30,7 +29,7 @@ async def main(context: RoleContext) -> str:
     lora = context.loaded.config.trainer.lora
     rank = lora.rank if lora is not None and config.publish == "adapter" else None
     url = context.addresses["own"]
-    process = await _start(config, str(model_location(context.directory)), url, adapter_rank=rank)
+    process = await _start(config, str(context.directory.initial_model), url, adapter_rank=rank)
     died = asyncio.create_task(process.wait(), name="vllm.process")
     drained = asyncio.create_task(context.draining.wait(), name="vllm.drain")
     try:
@@ -40,7 +39,7 @@ async def main(context: RoleContext) -> str:
             context.channel.ready("serving, vllm engine")
             await asyncio.wait({died, drained}, return_when=asyncio.FIRST_COMPLETED)
         if died.done() and not context.draining.is_set():
-            raise WorkerError(f"vLLM ended with exit code {died.result()}; its output stands above")
+            raise WorkerError(f"vLLM exited with code {died.result()}; see its output above")
         return "stopped"
     finally:
         drained.cancel()
@@ -52,20 +51,21 @@ async def _start(
 ) -> asyncio.subprocess.Process:
     if config.vllm.python is None:
         raise RunError(
-            "inference.vllm.python is not set: name an interpreter that has vLLM, or the servers in inference.urls"
+            "inference.vllm.python is not set: set it to an interpreter with vLLM, or set inference.urls to running servers"
         )
     command = [config.vllm.python, "-m", "vllm.entrypoints.openai.api_server", "--model", model_dir]
     command += ["--served-model-name", config.vllm.model_name, "--host", "127.0.0.1"]
-    command += ["--port", str(urlsplit(url).port), "--dtype", config.dtype, *NEEDED]
+    command += ["--port", str(urlsplit(url).port), "--dtype", config.dtype, *REQUIRED_FLAGS]
     if config.max_model_len is not None:
         command += ["--max-model-len", str(config.max_model_len)]
     if config.transfer == "nccl" or config.vllm.update == "plugin":
-        back_end = "nccl" if config.transfer == "nccl" else "rollbook"
-        command += ["--weight-transfer-config", f'{{"backend": "{back_end}"}}']
+        backend = "nccl" if config.transfer == "nccl" else "rollbook"
+        command += ["--weight-transfer-config", f'{{"backend": "{backend}"}}']
     env = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}
     if adapter_rank is not None:
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-        command += [*ADAPTERS, "--max-lora-rank", str(next((r for r in RANKS if r >= adapter_rank), RANKS[-1]))]
+        max_rank = next((rank for rank in LORA_RANKS if rank >= adapter_rank), LORA_RANKS[-1])
+        command += [*LORA_FLAGS, "--max-lora-rank", str(max_rank)]
     env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     try:
         return await asyncio.create_subprocess_exec(*command, *config.vllm.args, env=env)
@@ -74,11 +74,11 @@ async def _start(
 
 
 async def _until_healthy(url: str, died: asyncio.Task[int], drained: asyncio.Task[bool]) -> None:
-    """The supervisor's own limit ends a start that takes too long."""
+    """Wait for the health route. The supervisor's time limit ends a start that takes too long."""
     async with aiohttp.ClientSession() as session:
         while not drained.done():
             if died.done():
-                raise WorkerError(f"vLLM did not start: exit code {died.result()}; its output stands above")
+                raise WorkerError(f"vLLM did not start: exit code {died.result()}; see its output above")
             with contextlib.suppress(aiohttp.ClientError):
                 async with session.get(url + "/health") as response:
                     if response.status == 200:

@@ -23,7 +23,7 @@ from rollbook.concurrency.child_process.frames import BlockingFrames
 from rollbook.concurrency.exception_groups import first_error
 from rollbook.contracts.errors import FencedError, RunError
 from rollbook.contracts.plugin import extend_search_path, load_on_demand
-from rollbook.run.config.run import LoadedConfig, load_config
+from rollbook.run.config.run import LoadedConfig, load_resolved_config
 from rollbook.run.directory import RunDirectory
 from rollbook.run.supervision.channel import Channel
 from rollbook.telemetry.events import EventLog
@@ -86,7 +86,8 @@ def main(argv: list[str] | None = None) -> int:
     spans = SpanRecorder(args.name, directory.span_file(args.name))
     log.info("process.started", pid=os.getpid(), role=args.role)
     try:
-        loaded = load_config(directory.config_file, source_dir=Path(directory.read_manifest()["source_dir"]))
+        source_dir = Path(directory.read_manifest()["source_dir"])
+        loaded = load_resolved_config(directory.config_file, source_dir=source_dir)
         extend_search_path([loaded.source_dir])
         context = RoleContext(
             role=args.role,

@@ -19,7 +19,7 @@ from rollbook.contracts.errors import RunError
 from rollbook.inference.config import InferenceConfig
 from rollbook.run.config.run import RunConfig
 from rollbook.run.directory import RunDirectory, write_json
-from rollbook.run.policy_clients import joined
+from rollbook.run.policy_clients import join_urls
 from rollbook.run.supervision.child_main import EXIT_DONE, EXIT_FENCED, EXIT_STOP_RUN
 from rollbook.run.supervision.process import STOP_GRACE_S, ProcessState, SupervisedProcess
 from rollbook.run.supervision.restarts import GiveUp, RestartRule
@@ -85,7 +85,7 @@ class Supervisor:
                 self._sockets[server] = listening_socket("127.0.0.1", fixed.get(server, 0))
         addresses = {name: url_of(sock) for name, sock in self._sockets.items() if name not in policies}
         replicas = {name: url_of(self._sockets[name]) if name in own_ports else free_url() for name in policies}
-        addresses["policy"] = joined(config.inference.urls or list(replicas.values()))
+        addresses["policy"] = join_urls(config.inference.urls or list(replicas.values()))
         roles = dict.fromkeys(policies, "vllm" if config.inference.engine == "vllm" else "policy")
         self.processes = [
             SupervisedProcess(

@@ -1,1 +1,1 @@
-"""One file for each place metrics can be shown, and the only one that imports its library."""
+"""External destinations of metrics. Each module is the only one that imports its library."""

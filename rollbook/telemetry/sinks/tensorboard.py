@@ -1,4 +1,4 @@
-"""TensorBoard event files. The only door to its library; torch is not needed for it."""
+"""Writes TensorBoard event files, without torch."""
 
 import time
 from pathlib import Path
@@ -12,14 +12,14 @@ from rollbook.telemetry.config import TelemetryConfig
 
 
 class TensorBoardSink:
-    """One event file a life of the process; TensorBoard joins them."""
+    """Writes one event file per process start; TensorBoard joins them."""
 
     def __init__(self, directory: Path) -> None:
         self._writer = EventFileWriter(str(directory))
 
     def write(self, values: dict[str, float], *, process: str, step: int, at: float) -> None:
-        shown = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._writer.add_event(Event(wall_time=at or time.time(), step=step, summary=Summary(value=shown)))
+        summary = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._writer.add_event(Event(wall_time=at or time.time(), step=step, summary=Summary(value=summary)))
         self._writer.flush()
 
     def close(self) -> None:

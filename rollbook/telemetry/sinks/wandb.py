@@ -1,4 +1,4 @@
-"""Weights & Biases. The only door to its library."""
+"""Sends metrics to Weights & Biases."""
 
 from pathlib import Path
 from typing import Any
@@ -9,11 +9,11 @@ from rollbook.telemetry.config import TelemetryConfig
 
 
 class WandbSink:
-    """One W&B run for one of ours, also over restarts: its id is our run's name."""
+    """One W&B run per run, also over restarts: its id is the name of the run."""
 
     def __init__(self, run: Any) -> None:
         self._run = run
-        # Processes measure at their own times; all are drawn over the trainer's steps.
+        # Processes write at different times; all metrics are plotted over the trainer's steps.
         run.define_metric("trainer_step")
         run.define_metric("*", step_metric="trainer_step")
 

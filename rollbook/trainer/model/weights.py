@@ -1,4 +1,4 @@
-"""A model's weights as named tensors: how they are named, digested and written to a file that is whole or absent."""
+"""A model's weights as named tensors: their names, their digest, and atomic weight files."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -38,13 +38,13 @@ class _Bytes:
 
 
 def named_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Everything `state_dict` holds, each tensor once: of tied weights only the first name is kept, and receivers tie again."""
+    """The tensors of `state_dict`, each once: tied weights appear under their first name, and receivers tie them again."""
     first_names = {name for name, _ in module.named_parameters()} | {name for name, _ in module.named_buffers()}
     return {name: tensor.detach() for name, tensor in module.state_dict().items() if name in first_names}
 
 
 def host_copy(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies in main memory. From a GPU all transfers are started before the first is waited for, into pinned memory."""
+    """Copies in main memory. From a GPU, all transfers into pinned memory run concurrently."""
     copies = {}
     for name, tensor in weights.items():
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
@@ -77,9 +77,9 @@ def _raw(weights: Mapping[str, Tensor]) -> Iterator[_Bytes]:
 
 
 def write_weights(weights: Mapping[str, Tensor], path: Path, *, digest: str, is_durable: bool = True) -> None:
-    """Write a safetensors file under its name only when it is whole. Readers never see half a file.
+    """Write a safetensors file atomically.
 
-    `is_durable=False` leaves out the wait for the disk: right for weights that are pushed again after a crash anyway.
+    `is_durable=False` does not wait for the disk: for weights that are published again after a crash.
     """
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with writing(path):

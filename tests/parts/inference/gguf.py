@@ -6,7 +6,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from rollbook.rollout.chat.tokenizer import _byte_signs
+from rollbook.rollout.chat.tokenizer import _byte_characters
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, FEED, CONTEXT = 64, 2, 2, 1, 96, 128
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -15,7 +15,7 @@ TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_
 
 def write_gguf(path: Path, *, seed: int = 0, pad: str = SPECIAL[0]) -> Path:
     random = np.random.default_rng(seed)
-    tokens = [pad, *SPECIAL[1:], *_byte_signs(), "he", "ll"]
+    tokens = [pad, *SPECIAL[1:], *_byte_characters(), "he", "ll"]
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_context_length(CONTEXT)
     writer.add_embedding_length(HIDDEN)

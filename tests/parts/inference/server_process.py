@@ -1,12 +1,27 @@
-"""A scripted policy server in a process of its own, so that tests can kill it. Run as a module: port, then a ready file."""
+"""A scripted policy server in its own process, so that tests can kill it."""
 
 import asyncio
+import subprocess
 import sys
 from pathlib import Path
 
 from rollbook.inference.config import InferenceConfig, ScriptedConfig
 from rollbook.inference.engine import open_engine
 from rollbook.inference.server.app import build_app, serve
+
+ROOT = Path(__file__).parents[3]
+
+
+async def start_server(ready: Path, port: int = 0) -> tuple[subprocess.Popen[bytes], str]:
+    """The process and its URL. `ready`: a file for the URL."""
+    ready.unlink(missing_ok=True)
+    process = subprocess.Popen(  # noqa: ASYNC220  # starting is quick, and the test must be able to kill it
+        [sys.executable, "-m", "tests.parts.inference.server_process", str(port), str(ready)], cwd=ROOT
+    )
+    async with asyncio.timeout(60):
+        while not (ready.exists() and ready.read_text().startswith("http")):  # noqa: ASYNC110  # another process writes it
+            await asyncio.sleep(0.01)
+    return process, ready.read_text()
 
 
 async def main(port: int, ready: Path) -> None:

@@ -20,7 +20,7 @@ from rollbook.concurrency.clock import SystemClock
 from rollbook.contracts.batch import BatchManifest
 from rollbook.contracts.group_codec import encode_group
 from rollbook.ledger.config import Durability, LedgerConfig
-from rollbook.ledger.service import Ledger, ledger_on
+from rollbook.ledger.service import Ledger, open_ledger
 from rollbook.ledger.stores.sqlite.segments import DIRECTORY as SEGMENTS
 from rollbook.ledger.stores.sqlite.store import open_sqlite_store
 from rollbook.telemetry.events import EventLog
@@ -174,8 +174,8 @@ async def _load(disk: Path, durability: Durability) -> None:
     answers = os.open(disk / ANSWERS, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     async with open_sqlite_store(disk / LEDGER, durability=durability) as store:
         # Small logs, so that they are taken over into the file many times.
-        await store.write(lambda tx: tx._db.execute("PRAGMA wal_autocheckpoint = 60"))  # type: ignore[attr-defined]
-        async with ledger_on(store, LedgerConfig(), clock=SystemClock(), log=log) as ledger:
+        await store.write(lambda tx: tx.session.write("PRAGMA wal_autocheckpoint = 60"))  # type: ignore[attr-defined]
+        async with open_ledger(store, LedgerConfig(), clock=SystemClock(), log=log) as ledger:
             await _work(ledger, answers)
 
 

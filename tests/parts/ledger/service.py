@@ -10,14 +10,28 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from rollbook.concurrency.clock import Clock
+from rollbook.concurrency.clock import Clock, SystemClock
 from rollbook.ledger.config import LedgerConfig
 from rollbook.ledger.serve import listening_socket, open_ledger_service, url_of
-from rollbook.ledger.service import Ledger
+from rollbook.ledger.service import Ledger, open_ledger
 from rollbook.ledger.stores.registry import sqlite_url
+from rollbook.ledger.stores.sqlite.store import open_memory_store
 from rollbook.telemetry.events import EventLog
 
 ROOT = Path(__file__).parents[3]
+
+
+@asynccontextmanager
+async def open_memory_ledger(
+    *, config: LedgerConfig | None = None, clock: Clock | None = None
+) -> AsyncIterator[Ledger]:
+    """A real ledger whose store is in memory, without HTTP."""
+    log = EventLog("ledger", echo=sys.stdout)
+    async with (
+        open_memory_store() as store,
+        open_ledger(store, config or LedgerConfig(), clock=clock or SystemClock(), log=log) as ledger,
+    ):
+        yield ledger
 
 
 @asynccontextmanager

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from rollbook.contracts.batch import AckReceipt, BatchManifest, EndOfRun
 from rollbook.contracts.freshness import lag
 from rollbook.contracts.policy import Publication
-from tests.parts.ledger.desk import Desk
+from tests.parts.ledger.run_driver import RunDriver
 
 Chain = tuple[str, ...]
 INITIAL: Chain = ("initial",)
@@ -27,7 +27,7 @@ def common_steps(one: Chain, other: Chain) -> int:
 
 @dataclass
 class SimulatedRun:
-    desk: Desk
+    driver: RunDriver
     staleness_bound: int
     chain: Chain = INITIAL
     salt: str = ""
@@ -51,7 +51,7 @@ class SimulatedRun:
         self.end = None
 
     def take_over(self, *, checkpoint: int, salt: str) -> None:
-        role = self.desk.take_role(checkpoint)
+        role = self.driver.take_role(checkpoint)
         self.chain, self.salt = self.checkpoints[checkpoint], salt
         self.replay_until = role.last_decided
         assert role.last_decided == max(self.batches, default=0)
@@ -59,7 +59,7 @@ class SimulatedRun:
 
     def decide(self, step: int) -> bool:
         """Ask for a batch; check that it is the same as ever, and if it is new, that it is fresh in truth."""
-        decision = self.desk.decide(step)
+        decision = self.driver.decide(step)
         self.end = self.end or decision.end
         if decision.manifest is None:
             return False
@@ -83,7 +83,7 @@ class SimulatedRun:
         if not self.decide(step):
             return False
         self.chain = (*self.chain, f"{self.chain[-1]}/{self.batches[step].digest[:6]}{self.salt}")
-        receipt = self.desk.acknowledge(step, self.chain[-1])
+        receipt = self.driver.acknowledge(step, self.chain[-1])
         before = self.acknowledged.get(step)
         expected = AckReceipt.ACKNOWLEDGED
         if before is not None:
@@ -97,12 +97,12 @@ class SimulatedRun:
         return self.step >= self.replay_until and (self.live is None or self.step >= self.live.step)
 
     def publish(self) -> None:
-        publication = self.desk.register(self.step, self.chain[-1])
+        publication = self.driver.register(self.step, self.chain[-1])
         self.published[publication.id] = self.chain
-        self.live = self.desk.publish(self.step, self.chain[-1])
+        self.live = self.driver.publish(self.step, self.chain[-1])
         assert self.live == publication
 
     def checkpoint(self) -> None:
         self.checkpoints = {step: kept for step, kept in self.checkpoints.items() if step != self.step}
         self.checkpoints[self.step] = self.chain
-        self.desk.checkpointed(self.step, oldest_kept=min(self.checkpoints))
+        self.driver.checkpointed(self.step, oldest_kept=min(self.checkpoints))

@@ -14,7 +14,7 @@ from rollbook.rollout.dispatch.dispatcher import Dispatcher
 from rollbook.rollout.metrics import rollout_metrics
 from rollbook.rollout.workers.spec import WorkerSpec
 from rollbook.tasks.cursor import CursorDataLoader
-from rollbook.telemetry.events import EventLog, read_events
+from rollbook.telemetry.events import EventLog, read_json_lines
 from rollbook.telemetry.metrics import MetricRecorder
 from rollbook.telemetry.spans import Span, SpanRecorder, read_spans
 from tests.parts.rollout.sink import MemorySink
@@ -64,7 +64,7 @@ class Dispatching:
             self.recorder.close()
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        return [event for event in read_events(self.directory / "events.jsonl") if event["event"] == name]
+        return [event for event in read_json_lines(self.directory / "events.jsonl") if event["event"] == name]
 
     def spans(self) -> list[Span]:
         return read_spans(self.directory / "spans.jsonl")

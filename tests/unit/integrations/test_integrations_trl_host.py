@@ -9,14 +9,13 @@ from rollbook.integrations.trl_run import HostInfo
 from rollbook.run.commands.host import host_info
 from rollbook.run.config.run import load_config
 from rollbook.run.directory import RunDirectory
-from rollbook.run.model_location import record_model_location
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "06_trl" / "run.toml"
 
 
 def test_the_integration_reads_the_info_that_the_host_writes(tmp_path: Path) -> None:
     config, directory = load_config(EXAMPLE).config, RunDirectory(tmp_path)
-    record_model_location(directory, tmp_path / "model")
+    directory.record_model(tmp_path / "model")
     written = host_info({"ledger": "http://a:1", "policy": "http://b:2,http://c:3"}, config, directory)
     info = msgspec.json.decode(json.dumps(written), type=HostInfo)
     assert info.policy_urls == ["http://b:2", "http://c:3"]

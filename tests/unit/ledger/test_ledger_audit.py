@@ -11,29 +11,29 @@ from rollbook.ledger.store import StoreFaultError
 from rollbook.ledger.stores.sqlite.file import FILE_NAME
 from rollbook.ledger.stores.sqlite.store import open_readonly
 from rollbook.ledger.tools.audit import audit
-from tests.parts.ledger.desk import Desk, SqlFile
 from tests.parts.ledger.groups import RUN, draws, settings
+from tests.parts.ledger.run_driver import RunDriver, blocking_sqlite
 
 
 def write_a_run(directory: Path) -> None:
     """Two steps trained, one durable; one group batched, queued, leased, dropped each. A short batch ends it."""
-    file = SqlFile(directory / FILE_NAME)
-    desk = Desk(file).create(settings(staleness_bound=2))
-    desk.take_role()
-    live = desk.publish(0)
-    owner = desk.join()
+    file = blocking_sqlite(directory / FILE_NAME)
+    driver = RunDriver(file).create(settings(staleness_bound=2))
+    driver.take_role()
+    live = driver.publish(0)
+    owner = driver.join()
     for step in (1, 2, 3):
-        desk.open(owner, draws(2 * step, 2))
+        driver.open(owner, draws(2 * step, 2))
         for at in (0, 1):
-            desk.submit(f"task{2 * step + at}", (live.id,))
-        desk.decide(step)
+            driver.submit(f"task{2 * step + at}", (live.id,))
+        driver.decide(step)
         if step < 3:
-            desk.acknowledge(step)
-            live = desk.publish(step)
-    desk.checkpointed(1)
-    desk.open(owner, draws(8, 3))
-    desk.submit("task8", (live.id,))
-    desk.close("task9", DropReason(DropKind.FILTERED, "constant"))
+            driver.acknowledge(step)
+            live = driver.publish(step)
+    driver.checkpointed(1)
+    driver.open(owner, draws(8, 3))
+    driver.submit("task8", (live.id,))
+    driver.close("task9", DropReason(DropKind.FILTERED, "constant"))
     file.close()
 
 
@@ -71,8 +71,9 @@ def test_a_sound_record_adds_up(tmp_path: Path) -> None:
         ("UPDATE runs SET num_queued = 2", "queued groups by rows: 1, expected 2"),
         ("UPDATE runs SET num_leased = 0, num_waiting = 1", "leased groups by rows: 1, expected 0"),
         ("UPDATE drops SET kind = 'stale'", "dropped groups by kind"),
-        ("DELETE FROM payloads WHERE group_id = 'task8@0'", "task8@0 is queued and its payload is missing"),
-        ("UPDATE payloads SET body = x'00' WHERE group_id = 'task5@0'", "task5@0: its payload does not match"),
+        ("DELETE FROM payload_places WHERE group_id = 'task8@0'", "task8@0 is queued and its payload is missing"),
+        ("UPDATE payload_places SET digest = 0 WHERE group_id = 'task5@0'", "bytes is damaged"),
+        ("UPDATE groups SET payload_digest = 'x' WHERE group_id = 'task5@0'", "task5@0: its payload does not match"),
         ("UPDATE batch_entries SET oldest_version = -3 WHERE step = 1", "has lag 3 in batch 1, the bound is 2"),
         ("UPDATE batch_entries SET group_id = 'x' WHERE step = 1 AND place = 0", "batch 1: digest"),
         ("DELETE FROM batch_entries WHERE step = 3 AND place = 1", "batch 3: groups: 1, expected 2"),
@@ -101,13 +102,13 @@ def test_a_file_is_read_where_nothing_may_be_written(tmp_path: Path) -> None:
 
 
 def test_a_live_file_is_read_beside_its_writer(tmp_path: Path) -> None:
-    file = SqlFile(tmp_path / FILE_NAME)
-    desk = Desk(file).create(settings())
+    file = blocking_sqlite(tmp_path / FILE_NAME)
+    driver = RunDriver(file).create(settings())
     with open_readonly(tmp_path) as reader:
         assert audit(reader, RUN).opened == 0
-        desk.take_role()
-        desk.publish(0)
-        desk.open(desk.join(), draws(0, 2))
+        driver.take_role()
+        driver.publish(0)
+        driver.open(driver.join(), draws(0, 2))
         assert audit(reader, RUN).opened == 2
     file.close()
 
@@ -121,7 +122,7 @@ def test_a_file_from_the_future_is_refused_by_readers_too(tmp_path: Path) -> Non
     write_a_run(tmp_path)
     db = sqlite3.connect(tmp_path / FILE_NAME)
     with db:
-        db.execute("UPDATE schema_version SET version = 999")
+        db.execute("UPDATE schema_versions SET version = 999")
     db.close()
-    with pytest.raises(RunError, match="has schema 999"), open_readonly(tmp_path):
+    with pytest.raises(RunError, match="have schema 999"), open_readonly(tmp_path):
         pass

@@ -6,9 +6,9 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from rollbook.ledger.stores.postgres.schema import in_postgres_words
+from rollbook.ledger.stores.postgres.schema import to_postgres
 from rollbook.ledger.stores.postgres.store import open_postgres_store
-from rollbook.ledger.stores.sqlite.migrations import migrate
+from rollbook.ledger.stores.sqlite.file import create_tables
 from tests.parts.ledger.postgres import shared_server
 
 KINDS = {"TEXT": "text", "INTEGER": "bigint", "REAL": "double precision", "BLOB": "bytea"}
@@ -26,13 +26,14 @@ KINDS = {"TEXT": "text", "INTEGER": "bigint", "REAL": "double precision", "BLOB"
     ],
 )
 def test_words_that_differ_are_said_in_postgresql(ours: str, theirs: str) -> None:
-    assert in_postgres_words(ours) == theirs
+    assert to_postgres(ours) == theirs
 
 
 async def test_every_table_has_the_same_columns_in_both_databases(tmp_path: Path) -> None:
     file = sqlite3.connect(tmp_path / "ledger.sqlite", isolation_level=None)
-    migrate(file, tmp_path / "ledger.sqlite")
+    create_tables(file, tmp_path / "ledger.sqlite")
     tables = [row[0] for row in file.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+    tables = [name for name in tables if name not in ("payload_places", "segments")]
     expected = {
         (table, column, KINDS[kind], not (is_needed or key))
         for table in tables

@@ -9,18 +9,18 @@ from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.group_codec import encode_group
 from rollbook.ledger.records import ProducerRecord
-from rollbook.ledger.rules import groups, producers
+from rollbook.ledger.rules import groups
 from rollbook.ledger.rules.groups import QueueFullError, Submission
-from tests.parts.ledger.desk import Desk
 from tests.parts.ledger.groups import RUN, draws, group_of, outcome_of, settings
+from tests.parts.ledger.run_driver import RunDriver
 
 
-def register(desk: Desk, name: str, *, weight: float = 1.0, min_share: float = 0.0) -> ProducerRecord:
-    return desk.rule(lambda book: producers.register_producer(book, name, weight=weight, min_share=min_share))
+def register(driver: RunDriver, name: str, *, weight: float = 1.0, min_share: float = 0.0) -> ProducerRecord:
+    return driver.rule(lambda run_tx: groups.register_producer(run_tx, name, weight=weight, min_share=min_share))
 
 
 def send(
-    desk: Desk, task: str, producer: str | None, *, max_bytes: int | None = None, max_queued: int = 100
+    driver: RunDriver, task: str, producer: str | None, *, max_bytes: int | None = None, max_queued: int = 100
 ) -> Receipt:
     group = group_of(task, (-1,))
     encoded = encode_group(group)
@@ -35,94 +35,96 @@ def send(
         payload_digest=encoded.digest,
         producer=producer,
     )
-    return desk.rule(lambda book: groups.submit(book, submission, max_queued=max_queued, max_queued_bytes=max_bytes))
+    return driver.rule(
+        lambda run_tx: groups.submit(run_tx, submission, max_queued=max_queued, max_queued_bytes=max_bytes)
+    )
 
 
-def training(per_step: int = 4) -> Desk:
-    desk = Desk().create(settings(per_step=per_step, in_flight=8, staleness_bound=1))
-    desk.take_role()
-    desk.publish(0)
-    return desk
+def training(per_step: int = 4) -> RunDriver:
+    driver = RunDriver().create(settings(per_step=per_step, in_flight=8, staleness_bound=1))
+    driver.take_role()
+    driver.publish(0)
+    return driver
 
 
-def producers_of(desk: Desk, step: int) -> Counter[str | None]:
-    manifest = desk.decide(step).manifest
+def producers_of(driver: RunDriver, step: int) -> Counter[str | None]:
+    manifest = driver.decide(step).manifest
     assert manifest is not None
-    known = desk.store.read_now(lambda tx: [tx.group(RUN, entry.group_id) for entry in manifest.entries])
+    known = driver.store.read_now(lambda tx: [tx.groups.get(RUN, entry.group_id) for entry in manifest.entries])
     return Counter(group.producer for group in known if group is not None)
 
 
 def test_batches_are_shared_by_weight() -> None:
-    desk = training()
-    register(desk, "fast", weight=3)
-    register(desk, "slow", weight=1)
+    driver = training()
+    register(driver, "fast", weight=3)
+    register(driver, "slow", weight=1)
     for at in range(12):
-        send(desk, f"f{at}", "fast")
-        send(desk, f"s{at}", "slow")
+        send(driver, f"f{at}", "fast")
+        send(driver, f"s{at}", "slow")
     for step in (1, 2, 3):
-        assert producers_of(desk, step) == {"fast": 3, "slow": 1}
-        desk.acknowledge(step)
-    assert desk.audit().violations == ()
+        assert producers_of(driver, step) == {"fast": 3, "slow": 1}
+        driver.acknowledge(step)
+    assert driver.audit().violations == ()
 
 
 def test_a_producer_with_nothing_ready_holds_nobody_up() -> None:
-    desk = training()
-    register(desk, "dead", weight=100, min_share=0.5)
-    register(desk, "alive")
+    driver = training()
+    register(driver, "dead", weight=100, min_share=0.5)
+    register(driver, "alive")
     for at in range(4):
-        send(desk, f"a{at}", "alive")
-    assert producers_of(desk, 1) == {"alive": 4}
+        send(driver, f"a{at}", "alive")
+    assert producers_of(driver, 1) == {"alive": 4}
 
 
 def test_a_minimum_share_is_met_beside_groups_of_the_gate() -> None:
-    desk = training(per_step=4)
-    register(desk, "outside", weight=0.01, min_share=0.25)
-    owner = desk.join()
-    for grant in desk.open(owner, draws(0, 8)).grants:
-        desk.submit(grant.task_id, (0,))
-    send(desk, "x0", "outside")
-    send(desk, "x1", "outside")
-    assert producers_of(desk, 1) == {None: 3, "outside": 1}
-    assert producers_of(desk, 2) == {None: 3, "outside": 1}
+    driver = training(per_step=4)
+    register(driver, "outside", weight=0.01, min_share=0.25)
+    owner = driver.join()
+    for grant in driver.open(owner, draws(0, 8)).grants:
+        driver.submit(grant.task_id, (0,))
+    send(driver, "x0", "outside")
+    send(driver, "x1", "outside")
+    assert producers_of(driver, 1) == {None: 3, "outside": 1}
+    assert producers_of(driver, 2) == {None: 3, "outside": 1}
 
 
 def test_without_producers_groups_of_the_gate_have_every_place() -> None:
-    desk = training(per_step=4)
-    register(desk, "outside", weight=5)
-    owner = desk.join()
-    for grant in desk.open(owner, draws(0, 4)).grants:
-        desk.submit(grant.task_id, (0,))
-    send(desk, "x0", "outside")
-    assert producers_of(desk, 1) == {None: 4}
+    driver = training(per_step=4)
+    register(driver, "outside", weight=5)
+    owner = driver.join()
+    for grant in driver.open(owner, draws(0, 4)).grants:
+        driver.submit(grant.task_id, (0,))
+    send(driver, "x0", "outside")
+    assert producers_of(driver, 1) == {None: 4}
 
 
 def test_groups_of_one_producer_are_taken_in_the_order_they_came() -> None:
-    desk = training(per_step=2)
-    register(desk, "outside")
+    driver = training(per_step=2)
+    register(driver, "outside")
     for at in range(4):
-        send(desk, f"x{at}", "outside")
-    manifest = desk.decide(1).manifest
+        send(driver, f"x{at}", "outside")
+    manifest = driver.decide(1).manifest
     assert manifest is not None
     assert [entry.group_id for entry in manifest.entries] == [GroupId("x0@0"), GroupId("x1@0")]
 
 
 def test_what_a_batch_gave_is_remembered_and_asking_again_costs_nothing() -> None:
-    desk = training(per_step=2)
-    register(desk, "a")
-    register(desk, "b")
+    driver = training(per_step=2)
+    register(driver, "a")
+    register(driver, "b")
     for at in range(3):
-        send(desk, f"a{at}", "a")
-    send(desk, "b0", "b")
-    desk.decide(1)
-    desk.decide(1)
-    by_name = {p.name: p.num_batched for p in desk.store.read_now(lambda tx: tx.producers(RUN))}
+        send(driver, f"a{at}", "a")
+    send(driver, "b0", "b")
+    driver.decide(1)
+    driver.decide(1)
+    by_name = {p.name: p.num_batched for p in driver.store.read_now(lambda tx: tx.producers.all(RUN))}
     assert by_name == {"a": 1, "b": 1}
 
 
 def test_registering_again_changes_weights_and_keeps_what_is_owed() -> None:
-    desk = training()
-    first = register(desk, "a", weight=1)
-    again = register(desk, "a", weight=2, min_share=0.5)
+    driver = training()
+    first = register(driver, "a", weight=1)
+    again = register(driver, "a", weight=2, min_share=0.5)
     assert (again.weight, again.min_share, again.registered_at) == (2, 0.5, first.registered_at)
 
 
@@ -131,10 +133,10 @@ def test_registering_again_changes_weights_and_keeps_what_is_owed() -> None:
     [(0.0, 0.0, "above 0"), (float("nan"), 0.0, "above 0"), (1.0, 1.5, "between 0 and 1"), (1.0, 0.8, "more than 1")],
 )
 def test_weights_and_shares_that_cannot_be_are_refused(weight: float, min_share: float, told: str) -> None:
-    desk = training()
-    register(desk, "first", min_share=0.3)
+    driver = training()
+    register(driver, "first", min_share=0.3)
     with pytest.raises(RunError, match=told):
-        register(desk, "second", weight=weight, min_share=min_share)
+        register(driver, "second", weight=weight, min_share=min_share)
 
 
 def test_a_producer_that_never_registered_is_told_to() -> None:
@@ -143,8 +145,8 @@ def test_a_producer_that_never_registered_is_told_to() -> None:
 
 
 def test_the_queue_is_bounded_in_bytes_and_an_empty_one_takes_any_group() -> None:
-    desk = training()
-    assert send(desk, "x0", None, max_bytes=10) is Receipt.STORED
-    with pytest.raises(QueueFullError, match="1 groups are queued"):
-        send(desk, "x1", None, max_bytes=10)
-    assert desk.audit().violations == ()
+    driver = training()
+    assert send(driver, "x0", None, max_bytes=10) is Receipt.STORED
+    with pytest.raises(QueueFullError, match=r"the queue is full \(1 groups"):
+        send(driver, "x1", None, max_bytes=10)
+    assert driver.audit().violations == ()

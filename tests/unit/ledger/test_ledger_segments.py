@@ -14,7 +14,7 @@ from rollbook.concurrency.clock import ManualClock
 from rollbook.contracts.group import DropKind, GroupId, GroupState
 from rollbook.contracts.group_codec import encode_group
 from rollbook.ledger.config import Durability, LedgerConfig
-from rollbook.ledger.service import ledger_on
+from rollbook.ledger.service import open_ledger
 from rollbook.ledger.store import StoreFaultError, Transaction
 from rollbook.ledger.stores.sqlite import segments
 from rollbook.ledger.stores.sqlite import writer as sqlite_writer
@@ -36,11 +36,11 @@ A, B = GroupId("a"), GroupId("b")
 
 
 def put(group_id: GroupId, body: bytes) -> Callable[[Transaction], None]:
-    return lambda tx: tx.put_payload(RUN, group_id, body)
+    return lambda tx: tx.payloads.put(RUN, group_id, body)
 
 
 def get(*ids: GroupId) -> Callable[[Transaction], list[bytes | None]]:
-    return lambda tx: [tx.payload(RUN, group_id) for group_id in ids]
+    return lambda tx: [tx.payloads.get(RUN, group_id) for group_id in ids]
 
 
 def damage(path: Path, at: int = 0) -> None:
@@ -67,7 +67,7 @@ async def test_a_failed_operation_leaves_no_payload_and_its_bytes_are_written_ov
 
         def fail(tx: Transaction) -> None:
             put(B, b"x" * 1000)(tx)
-            tx.payload(RUN, B)  # a look brings it to the segment
+            tx.payloads.get(RUN, B)  # a look brings it to the segment
             raise LookupError("no")
 
         with pytest.raises(LookupError):
@@ -98,13 +98,13 @@ async def test_of_payloads_that_are_read_together_a_damaged_one_is_named(tmp_pat
             await store.write(put(name, b"body of " + name.encode()))
     damage(segment_path(tmp_path, 0), at=25)
     async with open_sqlite_store(tmp_path) as store:
-        found = await store.read(lambda tx: tx.payloads(RUN, [names[4], names[0], names[1], names[3]]))
+        found = await store.read(lambda tx: tx.payloads.get_many(RUN, [names[4], names[0], names[1], names[3]]))
         assert [bytes(body or b"") for body in found] == [b"body of g4", b"body of g0", b"body of g1", b"body of g3"]
         with pytest.raises(StoreFaultError, match=r"the payload at 20 of 10 bytes is damaged; restore"):
-            await store.read(lambda tx: tx.payloads(RUN, names))
+            await store.read(lambda tx: tx.payloads.get_many(RUN, names))
         segment_path(tmp_path, 0).unlink()
         with pytest.raises(StoreFaultError, match="is missing"):
-            await store.read(lambda tx: tx.payloads(RUN, names))
+            await store.read(lambda tx: tx.payloads.get_many(RUN, names))
 
 
 async def test_a_segment_that_is_gone_is_a_fault_that_names_it(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ async def test_an_emptied_segment_goes_after_a_while_and_one_in_use_stays(
             await store.write(put(name, b"body"))
     assert segments_in(tmp_path) == [0, 1]
     async with open_sqlite_store(tmp_path) as store:
-        await store.write(lambda tx: tx.delete_payload(RUN, A))
+        await store.write(lambda tx: tx.payloads.delete(RUN, A))
         assert segments_in(tmp_path) == [1]
         assert await store.read(get(A, B)) == [None, b"body"]
 
@@ -168,7 +168,7 @@ async def test_a_segment_number_is_never_used_again(tmp_path: Path, monkeypatch:
     async with open_sqlite_store(tmp_path) as store:
         await store.write(put(A, b"body"))
     async with open_sqlite_store(tmp_path) as store:
-        await store.write(lambda tx: tx.delete_payload(RUN, A))
+        await store.write(lambda tx: tx.payloads.delete(RUN, A))
     assert segments_in(tmp_path) == []
     async with open_sqlite_store(tmp_path) as store:
         await store.write(put(A, b"body"))
@@ -194,7 +194,7 @@ async def test_compacting_closes_the_holes_and_joins_what_is_small(tmp_path: Pat
             await store.write(put(GroupId(f"gone {name}"), b"x" * 50_000))
     async with open_sqlite_store(tmp_path) as store:
         for name in names:
-            await store.write(lambda tx, name=name: tx.delete_payload(RUN, GroupId(f"gone {name}")))  # type: ignore[misc]
+            await store.write(lambda tx, name=name: tx.payloads.delete(RUN, GroupId(f"gone {name}")))  # type: ignore[misc]
     before, after = reclaim(tmp_path)
     assert before - after >= 300_000
     assert len(segments_in(tmp_path)) == 1
@@ -238,7 +238,7 @@ def test_small_payloads_are_written_together_and_large_ones_at_once(tmp_path: Pa
     assert read_payload(tmp_path, small) == b"small"
     writer.keep({})
     taken_back = writer.append(bytes([1]) * segments.WRITTEN_TOGETHER)
-    writer.take_back()
+    writer.roll_back()
     instead = writer.append(b"instead")
     assert instead.place == taken_back.place
     writer.close()
@@ -254,7 +254,7 @@ def test_marks_tell_what_is_on_the_disk_and_no_more(tmp_path: Path) -> None:
     writer.keep({3: 5})
     assert writer.marks() == {}
     writer.append(b"678")
-    writer.take_back()
+    writer.roll_back()
     assert writer.append(b"x") == Place(3, 5, 1, segments.digest_of(b"x"))
     assert writer.close() == {3: EVERYTHING}
 
@@ -266,7 +266,7 @@ async def crashed_with_groups(directory: Path, names: list[str]) -> None:
     """A ledger that answered for groups and was gone before anything was synced."""
     async with open_sqlite_store(directory, durability=Durability.PROCESS_CRASH) as store:
         log = EventLog("ledger")
-        async with ledger_on(store, LedgerConfig(), clock=ManualClock(), log=log) as ledger:
+        async with open_ledger(store, LedgerConfig(), clock=ManualClock(), log=log) as ledger:
             await ledger.create_run(RUN, settings())
             for name in names:
                 group = group_of(name, (-1,))
@@ -277,6 +277,7 @@ async def crashed_with_groups(directory: Path, names: list[str]) -> None:
 def die(store: SqliteStore) -> None:
     """Closing syncs and marks; a process that dies does neither."""
     writer = store._writer._segments
+    assert writer is not None
     assert writer._current is not None
     writer._current.close()
     writer._current = None
@@ -288,23 +289,23 @@ async def test_a_group_whose_tokens_a_power_cut_took_is_dropped_with_the_reason(
     path = segment_path(tmp_path, 0)
     os.truncate(path, path.stat().st_size - 10)
     clock, log = ManualClock(), EventLog("ledger")
-    async with open_sqlite_store(tmp_path) as store, ledger_on(store, LedgerConfig(), clock=clock, log=log) as ledger:
+    async with open_sqlite_store(tmp_path) as store, open_ledger(store, LedgerConfig(), clock=clock, log=log) as ledger:
         groups = await ledger.groups(RUN)
         assert [group.state for group in groups] == [GroupState.QUEUED, GroupState.QUEUED, GroupState.DROPPED]
-        assert groups[2].drop_reason == f"{DropKind.LOST}: a power cut took its tokens"
+        assert groups[2].drop_reason == f"{DropKind.LOST}: its payload was lost in a power failure"
         assert (await ledger.read(lambda tx: audit_run(tx, RUN))).violations == ()
     # Nothing is lost twice, and nobody looks again.
     async with open_sqlite_store(tmp_path) as store:
-        assert await store.write(lambda tx: tx.lost_payloads(RUN)) == []
+        assert await store.write(lambda tx: tx.payloads.lost(RUN)) == []
 
 
 async def test_after_a_mere_crash_nothing_is_lost_and_the_next_start_does_not_look_again(tmp_path: Path) -> None:
     await crashed_with_groups(tmp_path, ["a", "b"])
     async with open_sqlite_store(tmp_path) as store:
-        assert await store.write(lambda tx: tx.lost_payloads(RUN)) == []
+        assert await store.write(lambda tx: tx.payloads.lost(RUN)) == []
     damage(segment_path(tmp_path, 0))
     async with open_sqlite_store(tmp_path) as store:
         # Damage that comes later is damage of the disk: a fault for whoever reads, not a loss that is written off.
-        assert await store.write(lambda tx: tx.lost_payloads(RUN)) == []
+        assert await store.write(lambda tx: tx.payloads.lost(RUN)) == []
         with pytest.raises(StoreFaultError, match="is damaged"):
             await store.read(get(group_of("a", (-1,)).id))

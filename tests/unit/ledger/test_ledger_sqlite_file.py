@@ -13,18 +13,19 @@ from rollbook.ledger.config import Durability
 from rollbook.ledger.records import OwnerRecord, OwnerState
 from rollbook.ledger.store import StoreFaultError, Transaction
 from rollbook.ledger.stores.sql.transaction import SqlTransaction
+from rollbook.ledger.stores.sql.write_buffer import SqlSession
 from rollbook.ledger.stores.sqlite import file as sqlite_file
 from rollbook.ledger.stores.sqlite.file import FILE_NAME
 from rollbook.ledger.stores.sqlite.store import open_sqlite_store
-from tests.parts.ledger.desk import Desk, SqlFile
 from tests.parts.ledger.groups import RUN, settings
+from tests.parts.ledger.run_driver import RunDriver, blocking_sqlite
 
 
 async def test_what_was_written_is_there_when_the_file_is_opened_again(tmp_path: Path) -> None:
     async with open_sqlite_store(tmp_path) as store:
-        await store.write(lambda tx: tx.put_payload(RUN, GroupId("a"), b"body"))
+        await store.write(lambda tx: tx.payloads.put(RUN, GroupId("a"), b"body"))
     async with open_sqlite_store(tmp_path) as store:
-        assert await store.read(lambda tx: tx.payload(RUN, GroupId("a"))) == b"body"
+        assert await store.read(lambda tx: tx.payloads.get(RUN, GroupId("a"))) == b"body"
 
 
 async def test_a_file_from_a_newer_release_is_refused(tmp_path: Path) -> None:
@@ -32,9 +33,9 @@ async def test_a_file_from_a_newer_release_is_refused(tmp_path: Path) -> None:
         pass
     db = sqlite3.connect(tmp_path / FILE_NAME)
     with db:
-        db.execute("UPDATE schema_version SET version = 999")
+        db.execute("UPDATE schema_versions SET version = 999")
     db.close()
-    with pytest.raises(RunError, match="has schema 999, this release knows up to"):
+    with pytest.raises(RunError, match="have schema 999, this release needs 1"):
         async with open_sqlite_store(tmp_path):
             pass
 
@@ -47,10 +48,10 @@ async def test_a_file_that_is_no_ledger_is_a_fault_with_advice(tmp_path: Path) -
 
 
 async def test_a_damaged_table_is_refused_before_anything_is_answered(tmp_path: Path) -> None:
-    desk = Desk(SqlFile(tmp_path / FILE_NAME)).create(settings())
+    driver = RunDriver(blocking_sqlite(tmp_path / FILE_NAME)).create(settings())
     for number in range(200):
-        desk.submit(f"task{number}", (-1,))
-    desk.store.close()  # type: ignore[attr-defined]
+        driver.submit(f"task{number}", (-1,))
+    driver.store.close()
     db = sqlite3.connect(tmp_path / FILE_NAME)
     page = db.execute("SELECT rootpage FROM sqlite_master WHERE name = 'groups'").fetchone()[0]
     size = db.execute("PRAGMA page_size").fetchone()[0]
@@ -72,13 +73,13 @@ async def test_a_directory_that_cannot_be_made_is_a_fault(tmp_path: Path) -> Non
 
 async def test_a_full_disk_is_a_fault_and_nothing_that_was_answered_is_lost(tmp_path: Path) -> None:
     async with open_sqlite_store(tmp_path) as store:
-        await store.write(lambda tx: tx.put_payload(RUN, GroupId("kept"), b"body"))
+        await store.write(lambda tx: tx.payloads.put(RUN, GroupId("kept"), b"body"))
 
         def fill(tx: Transaction) -> None:
             # As many pages as there are now, and no more: what a full disk looks like to SQLite.
-            tx._db.execute("PRAGMA max_page_count = 1")  # type: ignore[attr-defined]
-            tx.put_payload(RUN, GroupId("lost"), b"x" * 10_000_000)
-            tx.put_owner(
+            tx.session.write("PRAGMA max_page_count = 1")  # type: ignore[attr-defined]
+            tx.payloads.put(RUN, GroupId("lost"), b"x" * 10_000_000)
+            tx.owners.put(
                 OwnerRecord(
                     run_id=RUN,
                     owner_id=OwnerId("o"),
@@ -93,11 +94,11 @@ async def test_a_full_disk_is_a_fault_and_nothing_that_was_answered_is_lost(tmp_
             await store.write(fill)
 
         def room(tx: Transaction) -> None:
-            tx._db.execute("PRAGMA max_page_count = 1000000")  # type: ignore[attr-defined]
+            tx.session.write("PRAGMA max_page_count = 1000000")  # type: ignore[attr-defined]
 
         await store.write(room)
-        await store.write(lambda tx: tx.put_payload(RUN, GroupId("after"), b"body"))
-        found = await store.read(lambda tx: [tx.payload(RUN, GroupId(n)) for n in ("kept", "lost", "after")])
+        await store.write(lambda tx: tx.payloads.put(RUN, GroupId("after"), b"body"))
+        found = await store.read(lambda tx: [tx.payloads.get(RUN, GroupId(n)) for n in ("kept", "lost", "after")])
     assert found == [b"body", None, b"body"]
 
 
@@ -109,10 +110,10 @@ async def test_another_process_that_holds_the_file_is_a_fault_with_advice(
         other = sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
         with pytest.raises(StoreFaultError, match="another process holds it"):
-            await store.write(lambda tx: tx.put_payload(RUN, GroupId("a"), b"body"))
+            await store.write(lambda tx: tx.payloads.put(RUN, GroupId("a"), b"body"))
         other.execute("ROLLBACK")
         other.close()
-        await store.write(lambda tx: tx.put_payload(RUN, GroupId("a"), b"body"))
+        await store.write(lambda tx: tx.payloads.put(RUN, GroupId("a"), b"body"))
 
 
 async def test_decided_batches_are_synced_where_other_commits_are_not(
@@ -123,10 +124,10 @@ async def test_decided_batches_are_synced_where_other_commits_are_not(
     monkeypatch.setattr(os, "fsync", synced.append)
     monkeypatch.setattr(os, "fdatasync", synced_data.append)
     async with open_sqlite_store(tmp_path, durability=Durability.PROCESS_CRASH) as store:
-        await store.write(lambda tx: tx.put_payload(RUN, GroupId("a"), b"body"))
+        await store.write(lambda tx: tx.payloads.put(RUN, GroupId("a"), b"body"))
         # The names of a new segment and its directory are on the disk at once, its bytes are not.
         before = len(synced)
-        await store.write(lambda tx: tx.put_payload(RUN, GroupId("b"), b"body"))
+        await store.write(lambda tx: tx.payloads.put(RUN, GroupId("b"), b"body"))
         assert (len(synced), len(synced_data)) == (before, 0)
         await store.write(lambda tx: tx.sync_to_disk())
         assert (len(synced), len(synced_data)) == (before + 1, 1)
@@ -138,7 +139,7 @@ async def test_the_durability_mode_sets_what_a_commit_waits_for(
 ) -> None:
     async with open_sqlite_store(tmp_path, durability=durability) as store:
         modes = await store.write(
-            lambda tx: [tx._db.execute(f"PRAGMA {p}").fetchone()[0] for p in ("synchronous", "journal_mode")]  # type: ignore[attr-defined]
+            lambda tx: [tx.session.select(f"PRAGMA {p}").fetchone()[0] for p in ("synchronous", "journal_mode")]  # type: ignore[attr-defined]
         )
     assert modes == [level, "wal"]
 
@@ -148,21 +149,21 @@ async def test_searches_on_the_hot_path_use_the_indexes_of_what_is_open(tmp_path
     async with open_sqlite_store(tmp_path):
         pass
     db = sqlite3.connect(tmp_path / FILE_NAME)
-    tx = SqlTransaction(db)
-    asked: list[str] = []
-    db.set_trace_callback(asked.append)
-    tx.leased_by(RUN, OwnerId("w"))
-    tx.leases_ending_by(RUN, 5.0)
-    tx.waiting(RUN, 5)
-    tx.oldest_running(RUN)
-    tx.dispatched(RUN)
-    tx.queued_by_sequence(RUN, 5)
-    tx.queued_by_sequence(RUN, 5, producer="p")
-    tx.queued_by_arrival(RUN, 5)
-    tx.queued_below(RUN, 5)
-    tx.releasable(RUN, 5, dropped_only=True)
+    tx = SqlTransaction(SqlSession(db), FILE_NAME)
+    queries: list[str] = []
+    db.set_trace_callback(queries.append)
+    tx.groups.leased_by(RUN, OwnerId("w"))
+    tx.groups.leases_ending_by(RUN, 5.0)
+    tx.groups.waiting(RUN, 5)
+    tx.groups.oldest_dispatched(RUN)
+    tx.groups.dispatched(RUN)
+    tx.groups.queued_by_sequence(RUN, 5)
+    tx.groups.queued_by_sequence(RUN, 5, producer="p")
+    tx.groups.queued_by_arrival(RUN, 5)
+    tx.groups.queued_below(RUN, 5)
+    tx.groups.releasable(RUN, 5, dropped_only=True)
     db.set_trace_callback(None)
-    plans = [db.execute(f"EXPLAIN QUERY PLAN {sql}").fetchone()[3] for sql in asked]
+    plans = [db.execute(f"EXPLAIN QUERY PLAN {sql}").fetchone()[3] for sql in queries]
     db.close()
     expected = [
         *("groups_owned", "groups_leases", "groups_waiting", "groups_dispatched", "groups_dispatched"),

@@ -56,8 +56,8 @@ def test_the_innermost_part_that_cannot_be_sent_is_named() -> None:
         spec.pickled()
 
 
-class _Asked:
-    """A policy that remembers how it was asked, and may take its time."""
+class RecordingPolicy:
+    """Records the last request; the response can take time or fail."""
 
     def __init__(self, clock: ManualClock, *, takes_s: float = 0.0, error: Exception | None = None) -> None:
         self.clock, self.takes_s, self.error = clock, takes_s, error
@@ -65,7 +65,7 @@ class _Asked:
         self.min_publication = -1
         self.timeout_s: float | None = None
         self.during: Callable[[], Awaitable[None]] | None = None
-        """What happens while it thinks."""
+        """Called during the request."""
 
     async def complete(
         self, prompt_ids: Any, sampling: SamplingParams, *, min_publication: int = 0, timeout_s: float | None = None
@@ -79,22 +79,22 @@ class _Asked:
         return completion([1])
 
 
-async def test_a_request_carries_the_groups_minimum_and_what_is_left_of_the_episode() -> None:
+async def test_a_request_carries_the_minimum_publication_and_the_time_left() -> None:
     clock = ManualClock()
-    asked = _Asked(clock)
-    policy = EpisodePolicy(asked, SamplingParams(max_tokens=8, temperature=0.7), clock=clock)
+    policy_server = RecordingPolicy(clock)
+    policy = EpisodePolicy(policy_server, SamplingParams(max_tokens=8, temperature=0.7), clock=clock)
     enter_episode(EpisodeContext(group_id=GroupId("g"), min_publication=12, until=clock.now() + 30))
     clock.jump(10)
     await policy.complete([1, 2], max_tokens=3, stop_token_ids=[5])
-    assert asked.min_publication == 12
-    assert asked.timeout_s == 20
-    assert asked.sampling == SamplingParams(max_tokens=3, temperature=0.7, stop_token_ids=(5,))
+    assert policy_server.min_publication == 12
+    assert policy_server.timeout_s == 20
+    assert policy_server.sampling == SamplingParams(max_tokens=3, temperature=0.7, stop_token_ids=(5,))
 
 
-async def test_a_turn_that_takes_too_long_is_told_apart_from_a_server_that_is_away() -> None:
+async def test_a_turn_that_takes_too_long_is_distinguished_from_an_unreachable_server() -> None:
     clock = ManualClock()
-    asked = _Asked(clock, takes_s=31, error=TransientError("no answer"))
-    policy = EpisodePolicy(asked, SamplingParams(), clock=clock)
+    policy_server = RecordingPolicy(clock, takes_s=31, error=TransientError("no answer"))
+    policy = EpisodePolicy(policy_server, SamplingParams(), clock=clock)
 
     async def episode() -> None:
         enter_episode(EpisodeContext(group_id=GroupId("g"), min_publication=0, until=clock.now() + 30))
@@ -103,19 +103,19 @@ async def test_a_turn_that_takes_too_long_is_told_apart_from_a_server_that_is_aw
     with pytest.raises(TransientError, match="no answer"):
         await episode()
 
-    async def answered_meanwhile() -> None:
+    async def another_request_succeeds() -> None:
         clock.jump(1)
-        asked.during, asked.takes_s, asked.error = None, 0, None
+        policy_server.during, policy_server.takes_s, policy_server.error = None, 0, None
         await policy.complete([1])
-        asked.takes_s, asked.error = 31, TransientError("no answer")
+        policy_server.takes_s, policy_server.error = 31, TransientError("no answer")
 
-    asked.during = answered_meanwhile
-    with pytest.raises(EpisodeTimeUpError, match="ran out in a turn"):
+    policy_server.during = another_request_succeeds
+    with pytest.raises(EpisodeTimeUpError, match="ended during a turn"):
         await episode()
 
 
-async def test_no_turn_is_sampled_when_the_time_is_over() -> None:
+async def test_no_request_is_sent_when_the_time_is_over() -> None:
     clock = ManualClock()
     enter_episode(EpisodeContext(group_id=GroupId("g"), min_publication=0, until=clock.now()))
-    with pytest.raises(EpisodeTimeUpError, match="no further turn"):
-        await EpisodePolicy(_Asked(clock), SamplingParams(), clock=clock).complete([1])
+    with pytest.raises(EpisodeTimeUpError, match="the time of this episode is over"):
+        await EpisodePolicy(RecordingPolicy(clock), SamplingParams(), clock=clock).complete([1])

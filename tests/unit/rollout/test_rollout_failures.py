@@ -14,7 +14,7 @@ from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import EndReason, RolloutSample
 from rollbook.rollout.assemblers.tokens import TrajectoryAssembler
 from rollbook.rollout.config import RolloutConfig
-from rollbook.rollout.episodes.env_calls import EnvironmentTimeoutError, watched
+from rollbook.rollout.episodes.env_calls import EnvironmentTimeoutError, with_timeouts
 from rollbook.rollout.groups.failures import (
     FAILURES,
     OUTCOMES,
@@ -32,7 +32,7 @@ from rollbook.rollout.policy import (
     EpisodeTimeUpError,
     current_episode,
     enter_episode,
-    not_the_episodes_time,
+    pause_episode_time,
 )
 from rollbook.rollout.stopwatch import EpisodeTime
 from rollbook.rollout.workers.handle import WorkerDiedError
@@ -137,7 +137,7 @@ async def test_waiting_for_a_sandbox_is_not_the_episodes_time() -> None:
     used: list[float] = []
 
     async def rollout(row: dict[str, Any]) -> RolloutSample:
-        with not_the_episodes_time():
+        with pause_episode_time():
             await asyncio.sleep(0.6)
         episode = current_episode()
         assert episode is not None
@@ -232,13 +232,13 @@ async def test_a_request_that_was_aborted_at_its_last_token_is_whole() -> None:
 
 
 async def test_a_server_that_only_aborts_is_a_failure_and_no_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollbook.rollout.policy.MOST_BARREN_ABORTS", 2)
+    monkeypatch.setattr("rollbook.rollout.policy.MAX_EMPTY_ABORTS", 2)
     with pytest.raises(TransientError, match="aborted a request 3 times without sampling"):
         await EpisodePolicy(Aborting(*[0] * 50), SamplingParams()).complete([1])
 
 
 async def test_an_environment_that_does_not_answer_is_named_with_its_step() -> None:
-    async with watched(open_guessing, step_s=0.05, open_s=30)() as env:
+    async with with_timeouts(open_guessing, step_s=0.05, open_s=30)() as env:
         await env.reset({"secret": 3})
         await env.step("1")
         env.__dict__["_env"].step = lambda action: asyncio.sleep(3600)

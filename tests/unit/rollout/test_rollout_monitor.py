@@ -16,7 +16,7 @@ from rollbook.rollout.dispatch.monitor import DispatchMonitor
 from rollbook.rollout.dispatch.slots import StalenessController
 from rollbook.rollout.metrics import rollout_metrics
 from rollbook.rollout.workers.messages import Finished
-from rollbook.telemetry.events import EventLog, read_events
+from rollbook.telemetry.events import EventLog, read_json_lines
 from rollbook.telemetry.metrics import MetricRecorder, read_metrics
 from tests.parts.rollout.sink import MemorySink
 
@@ -89,12 +89,12 @@ async def test_selection_bias_is_a_metric_and_one_warning(tmp_path: Path) -> Non
         for number in range(100):
             monitor.group_settled(grant(number), result(), seconds=1.0 if number % 2 else 9.0)
         await monitor.audit_selection(sink, await sink.status())
-        assert read_events(tmp_path / "events.jsonl") == [], "too early"
+        assert read_json_lines(tmp_path / "events.jsonl") == [], "too early"
         for _ in range(3):
             clock.jump(31)
             await monitor.audit_selection(sink, await sink.status())
         metrics.tick()
-    (warning,) = read_events(tmp_path / "events.jsonl")
+    (warning,) = read_json_lines(tmp_path / "events.jsonl")
     assert (warning["event"], warning["measure"], warning["level"]) == (
         "rollout.selection_biased",
         "seconds",
@@ -127,7 +127,9 @@ def test_the_number_of_groups_in_flight_adapts_only_when_enabled(tmp_path: Path)
         play_rounds(clock, monitor, controller, knee=12, groups=3000)
         assert 8 <= controller.limit <= 20
     changes = [
-        e for e in read_events(tmp_path / "adaptive" / "events.jsonl") if e["event"] == "rollout.concurrency_changed"
+        e
+        for e in read_json_lines(tmp_path / "adaptive" / "events.jsonl")
+        if e["event"] == "rollout.concurrency_changed"
     ]
     assert len(changes) > 5
     assert controller.to_propose == 0, "running groups count"

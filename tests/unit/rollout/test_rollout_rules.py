@@ -134,12 +134,12 @@ async def test_an_order_and_its_result_cross_the_process_edge_unchanged() -> Non
         deadline_s=60,
     )
     reader = asyncio.StreamReader()
-    reader.feed_data(frame(encode(Play.of(order))))
+    reader.feed_data(frame(encode(Play(order))))
     payload = await read_frame(reader)
     assert payload is not None
     play = to_worker.decode(payload)
     assert isinstance(play, Play)
-    assert play.to_contract() == order
+    assert play.order == order
 
     result = await GroupAssembler(make_rollout(setup), config).play(order)
     reader.feed_data(frame(encode(Finished.of(order, result))))

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from rollbook.contracts.errors import RunError
 from rollbook.run.commands.host import host
-from rollbook.run.config.run import ConfigError, changed_fields, dump_toml, load_config
+from rollbook.run.config.run import ConfigError, changed_fields, dump_toml, load_config, load_resolved_config
 from rollbook.run.supervision.resume import check_resume
 
 GOOD = """
@@ -190,13 +190,13 @@ def test_a_hosted_run_refuses_settings_of_a_trainer_that_is_not_ours(tmp_path: P
         host(path, run_dir=tmp_path / "run", overrides=(), parent_fd=None, console=Console(quiet=True))
 
 
-def test_a_recorded_run_of_another_version_is_told_field_by_field(tmp_path: Path) -> None:
+def test_unknown_fields_of_a_recorded_run_are_reported_with_their_paths(tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
     path.write_text(
         '[model]\npath = "gone"\n[tasks]\nsource = "gone:tasks"\n[rollout]\nledger_patience_s = 3.0\n', encoding="utf-8"
     )
     with pytest.raises(ConfigError, match=r"rollout\.ledger_patience_s: unknown field.*another version of Rollbook"):
-        load_config(path, is_checked=False)
+        load_resolved_config(path, source_dir=tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
 from rollbook.rollout.assemblers.chat import MessageTrajectoryAssembler
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
-from rollbook.run.commands.demonstrations import ChatError, DemonstrationError, chat_row, read_demonstrations
+from rollbook.run.demonstrations import ChatError, DemonstrationError, chat_row, read_demonstrations
 from rollbook.trainer.config import ModelBuildConfig
 from rollbook.trainer.model.model_directory import build_tokenizer
 

@@ -1,4 +1,4 @@
-"""Events: JSON lines found by id; warnings are also told on stderr; a failure to write stops nothing."""
+"""Events: JSON lines; warnings also go to stderr; a failed write stops nothing."""
 
 import io
 import logging
@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from rollbook.telemetry.events import EventLog, read_events
+from rollbook.telemetry.events import EventLog, read_json_lines
 
 
 def test_an_event_is_a_line_with_its_name_level_process_and_fields(tmp_path: Path) -> None:
     log = EventLog("ledger", tmp_path / "logs" / "ledger.jsonl", echo=io.StringIO())
     log.info("ledger.batch_decided", step=41, groups=8)
     log.close()
-    (event,) = read_events(tmp_path / "logs" / "ledger.jsonl")
+    (event,) = read_json_lines(tmp_path / "logs" / "ledger.jsonl")
     assert event.pop("time") > 0
     assert event == {
         "level": "info",
@@ -24,7 +24,7 @@ def test_an_event_is_a_line_with_its_name_level_process_and_fields(tmp_path: Pat
     }
 
 
-def test_only_warnings_and_errors_are_told_on_stderr() -> None:
+def test_only_warnings_and_errors_go_to_stderr() -> None:
     echo = io.StringIO()
     log = EventLog("rollout", echo=echo)
     for level in ("debug", "info", "warning", "error"):
@@ -35,16 +35,14 @@ def test_only_warnings_and_errors_are_told_on_stderr() -> None:
     ]
 
 
-def test_values_that_json_does_not_know_are_written_as_text(tmp_path: Path) -> None:
+def test_values_that_are_not_json_are_written_as_text(tmp_path: Path) -> None:
     log = EventLog("ledger", tmp_path / "ledger.jsonl")
     log.info("ledger.opened", path=tmp_path)
     log.close()
-    assert read_events(tmp_path / "ledger.jsonl")[0]["path"] == str(tmp_path)
+    assert read_json_lines(tmp_path / "ledger.jsonl")[0]["path"] == str(tmp_path)
 
 
-def test_an_event_that_cannot_be_written_is_told_once_and_stops_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failed_write_is_reported_once_and_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     log = EventLog("ledger", tmp_path / "ledger.jsonl")
     with caplog.at_level(logging.WARNING, logger="rollbook.telemetry"):
         log.info("ledger.odd", table={(1, 2): 3})
@@ -52,23 +50,27 @@ def test_an_event_that_cannot_be_written_is_told_once_and_stops_nothing(
         log.info("ledger.even", step=2)
     log.close()
     assert len(caplog.records) == 1
-    assert [event["event"] for event in read_events(tmp_path / "ledger.jsonl")] == ["ledger.even"]
+    assert [event["event"] for event in read_json_lines(tmp_path / "ledger.jsonl")] == ["ledger.even"]
 
 
-def test_a_line_torn_by_a_kill_is_passed_over_and_the_next_process_goes_on(tmp_path: Path) -> None:
+def test_a_cut_line_is_ignored_and_the_next_process_appends(tmp_path: Path) -> None:
     path = tmp_path / "trainer.jsonl"
     first = EventLog("trainer", path)
     first.info("trainer.started")
     first.close()
     with path.open("a", encoding="utf-8") as file:
         file.write('{"time": 1.0, "level": "info", "pro')
-    assert [event["event"] for event in read_events(path)] == ["trainer.started"]
+    assert [event["event"] for event in read_json_lines(path)] == ["trainer.started"]
     second = EventLog("trainer", path)
     second.info("trainer.started")
     second.info("trainer.resumed")
     second.close()
-    assert [event["event"] for event in read_events(path)] == ["trainer.started", "trainer.started", "trainer.resumed"]
+    assert [event["event"] for event in read_json_lines(path)] == [
+        "trainer.started",
+        "trainer.started",
+        "trainer.resumed",
+    ]
 
 
-def test_a_file_that_is_not_there_has_no_events(tmp_path: Path) -> None:
-    assert read_events(tmp_path / "nobody.jsonl") == []
+def test_a_missing_file_has_no_events(tmp_path: Path) -> None:
+    assert read_json_lines(tmp_path / "missing.jsonl") == []

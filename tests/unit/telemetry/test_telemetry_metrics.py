@@ -1,4 +1,4 @@
-"""Metrics are declared, dense and harmless."""
+"""Metrics are declared and dense, and a failed write stops nothing."""
 
 import logging
 import math
@@ -28,14 +28,14 @@ def test_each_metric_is_reduced_as_declared(reduction: Reduction, expected: floa
     assert recorder.tick()[f"test/{reduction}"] == pytest.approx({"mean": 11 / 3}.get(reduction, expected))
 
 
-def test_a_mean_carries_its_weights_so_that_averages_of_averages_cannot_happen() -> None:
+def test_a_mean_is_weighted() -> None:
     recorder = MetricRecorder("trainer", TABLE, None)
     recorder.add("test/mean", 1.0, weight=99)
     recorder.add("test/mean", 0.0, weight=1)
     assert recorder.tick()["test/mean"] == pytest.approx(0.99)
 
 
-def test_a_row_has_every_declared_key_also_when_nothing_was_measured(tmp_path: Path) -> None:
+def test_a_row_has_every_declared_key_even_without_values(tmp_path: Path) -> None:
     recorder = MetricRecorder("trainer", TABLE, tmp_path / "metrics.jsonl")
     recorder.tick(step=1)
     (row,) = read_metrics(tmp_path / "metrics.jsonl")
@@ -50,25 +50,25 @@ def test_a_row_has_every_declared_key_also_when_nothing_was_measured(tmp_path: P
 
 
 @pytest.mark.parametrize("value", [None, math.nan, math.inf])
-def test_what_was_not_measured_leaves_no_trace(value: float | None) -> None:
+def test_none_nan_and_infinity_are_ignored(value: float | None) -> None:
     recorder = MetricRecorder("trainer", TABLE, None)
     recorder.add("test/mean", value)
     assert recorder.tick()["test/mean"] is None
 
 
-def test_a_tick_starts_afresh() -> None:
+def test_a_tick_resets_the_values() -> None:
     recorder = MetricRecorder("trainer", TABLE, None)
     recorder.add("test/sum", 3.0)
     recorder.tick()
     assert recorder.tick()["test/sum"] == 0.0
 
 
-def test_an_undeclared_metric_is_refused_by_name() -> None:
+def test_an_undeclared_metric_is_refused() -> None:
     with pytest.raises(KeyError, match=r"test/typo.* is not declared in the table of trainer"):
         MetricRecorder("trainer", TABLE, None).add("test/typo", 1.0)
 
 
-def test_rows_of_several_processes_share_a_file_and_are_told_apart(tmp_path: Path) -> None:
+def test_rows_of_several_processes_share_a_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for process in ("trainer", "rollout", "trainer"):
         MetricRecorder(process, TABLE, path).tick()
@@ -76,13 +76,10 @@ def test_rows_of_several_processes_share_a_file_and_are_told_apart(tmp_path: Pat
     assert len(read_metrics(path, process="rollout")) == 1
 
 
-def test_a_file_that_cannot_be_written_is_told_once_and_stops_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failed_write_is_reported_once_and_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     recorder = MetricRecorder("trainer", TABLE, tmp_path / "metrics.jsonl")
     (tmp_path / "metrics.jsonl").mkdir()
     with caplog.at_level(logging.WARNING, logger="rollbook.telemetry"):
         assert recorder.tick(step=1)["step"] == 1
         recorder.tick(step=2)
-    assert [record.getMessage() for record in caplog.records if "trainer" in record.getMessage()][1:] == []
     assert len(caplog.records) == 1

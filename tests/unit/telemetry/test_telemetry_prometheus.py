@@ -1,14 +1,13 @@
-"""The text for Prometheus, and the lag of an event loop."""
+"""The text format of Prometheus, and the lag of an event loop."""
 
 import asyncio
 import math
 
 from rollbook.concurrency.clock import ManualClock
-from rollbook.telemetry.loop_lag import TICK_S, LoopLag
-from rollbook.telemetry.prometheus import Family, Histogram, Kind, Sample, exposition
+from rollbook.telemetry.prometheus import LAG_TICK_S, Family, Histogram, Kind, LoopLag, Sample, exposition
 
 
-def test_families_are_told_with_meaning_kind_and_labels() -> None:
+def test_a_family_has_help_type_and_labels() -> None:
     text = exposition(
         [Family("a_total", "how many\nin all", Kind.COUNTER, [Sample(3, {"run": 'x"\\y\n'}), Sample(0.5)])]
     )
@@ -17,7 +16,7 @@ def test_families_are_told_with_meaning_kind_and_labels() -> None:
     )
 
 
-def test_numbers_that_are_none_have_their_own_spelling() -> None:
+def test_nan_and_infinity_have_their_own_spelling() -> None:
     text = exposition([Family("a", "m", Kind.GAUGE, [Sample(math.nan), Sample(math.inf), Sample(-math.inf)])])
     assert [line.split()[-1] for line in text.splitlines()[2:]] == ["NaN", "+Inf", "-Inf"]
 
@@ -26,8 +25,8 @@ def test_a_histogram_counts_everything_below_each_bound() -> None:
     histogram = Histogram([1.0, 0.1])
     for value in (0.05, 0.1, 0.5, 7.0):
         histogram.add(value)
-    told = {(sample.suffix, sample.labels.get("le")): sample.value for sample in histogram.samples({"route": "r"})}
-    assert told == {
+    samples = {(sample.suffix, sample.labels.get("le")): sample.value for sample in histogram.samples({"route": "r"})}
+    assert samples == {
         ("_bucket", "0.1"): 2,
         ("_bucket", "1"): 3,
         ("_bucket", "+Inf"): 4,
@@ -36,14 +35,14 @@ def test_a_histogram_counts_everything_below_each_bound() -> None:
     }
 
 
-async def test_a_loop_that_wakes_late_is_noticed() -> None:
+async def test_the_lag_of_a_blocked_loop_is_measured() -> None:
     clock = ManualClock()
     lag = LoopLag(clock)
     async with asyncio.TaskGroup() as group:
         ticking = group.create_task(lag.run())
-        await clock.advance(TICK_S)
+        await clock.advance(LAG_TICK_S)
         assert (lag.seconds.count, lag.worst_s) == (1, 0.0)
         clock.jump(1.5)
-        await clock.advance(TICK_S)
+        await clock.advance(LAG_TICK_S)
         assert lag.worst_s > 1.4
         ticking.cancel()

@@ -1,4 +1,4 @@
-"""Metrics reach TensorBoard and Weights & Biases (offline), once each, also over restarts; a failing sink stops nothing."""
+"""Metrics reach TensorBoard and Weights & Biases (offline) once, also over restarts; a failing sink stops nothing."""
 
 import json
 import time
@@ -9,14 +9,13 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rollbook.telemetry.config import TelemetryConfig
-from rollbook.telemetry.forwarding import Forwarder
 from rollbook.telemetry.metrics import Metric, MetricRecorder
-from rollbook.telemetry.sinks.sink import SINKS, open_sinks
+from rollbook.telemetry.sinks.forwarder import SINKS, Forwarder, open_sinks
 
 TABLE = (Metric("train/loss", "", "loss"), Metric("train/none", "", "never measured"))
 
 
-class Collected:
+class RecordingSink:
     def __init__(self, *, fails: bool = False) -> None:
         self.rows: list[tuple[str, int, dict[str, float]]] = []
         self.closed = False
@@ -31,21 +30,21 @@ class Collected:
         self.closed = True
 
 
-def recorded(path: Path, losses: list[float], *, first: int = 1) -> None:
+def record_losses(path: Path, losses: list[float], *, first: int = 1) -> None:
     recorder = MetricRecorder("trainer", TABLE, path)
     for step, loss in enumerate(losses, start=first):
         recorder.add("train/loss", loss)
         recorder.tick(step=step, replay=False)
 
 
-def test_rows_are_forwarded_once_with_the_trainers_step_also_over_restarts(tmp_path: Path) -> None:
+def test_rows_are_forwarded_once_with_the_trainer_step_also_over_restarts(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    recorded(path, [3.0, 2.0])
+    record_losses(path, [3.0, 2.0])
     MetricRecorder("rollout", (Metric("rollout/raw_reward", "", "reward"),), path).tick()
-    first, second = Collected(), Collected()
+    first, second = RecordingSink(), RecordingSink()
     with Forwarder(path, {"a": first}, position_file=tmp_path / "position"):
         pass
-    recorded(path, [1.0], first=3)
+    record_losses(path, [1.0], first=3)
     with path.open("a", encoding="utf-8") as file:
         file.write('{"half a line')
     with Forwarder(path, {"a": second}, position_file=tmp_path / "position"):
@@ -58,18 +57,18 @@ def test_rows_are_forwarded_once_with_the_trainers_step_also_over_restarts(tmp_p
 def test_a_sink_that_fails_stops_neither_training_nor_the_others(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    recorded(tmp_path / "metrics.jsonl", [3.0, 2.0])
-    good = Collected()
-    sinks = {"bad": Collected(fails=True), "good": good}
+    record_losses(tmp_path / "metrics.jsonl", [3.0, 2.0])
+    good = RecordingSink()
+    sinks = {"bad": RecordingSink(fails=True), "good": good}
     with Forwarder(tmp_path / "metrics.jsonl", sinks, position_file=tmp_path / "position"):
         pass
     assert len(good.rows) == 2
     assert [r.getMessage() for r in caplog.records] == ["metrics are not shown in bad: no route"]
 
 
-def test_tensorboard_reads_what_was_measured(tmp_path: Path) -> None:
+def test_tensorboard_reads_the_metrics(tmp_path: Path) -> None:
     config = TelemetryConfig(sinks=("tensorboard",))
-    recorded(tmp_path / "metrics.jsonl", [3.0, 2.0, 1.0])
+    record_losses(tmp_path / "metrics.jsonl", [3.0, 2.0, 1.0])
     sinks = open_sinks(config, directory=tmp_path, run_name="r", settings={})
     with Forwarder(tmp_path / "metrics.jsonl", sinks, position_file=tmp_path / "position"):
         pass
@@ -79,15 +78,15 @@ def test_tensorboard_reads_what_was_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_wandb_offline_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_offline_stores_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     config = TelemetryConfig(sinks=("wandb",), wandb_mode="offline", wandb_project="p")
-    recorded(tmp_path / "metrics.jsonl", [3.0, 2.0])
+    record_losses(tmp_path / "metrics.jsonl", [3.0, 2.0])
     sinks = open_sinks(config, directory=tmp_path, run_name="r", settings={"lr": 1})
     with Forwarder(tmp_path / "metrics.jsonl", sinks, position_file=tmp_path / "position"):
         pass
     (kept,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
-    # Its own process writes the file, a moment later.
+    # A separate process of wandb writes the file, a moment later.
     until = time.monotonic() + 60
     while b"train/loss" not in kept.read_bytes() and time.monotonic() < until:
         time.sleep(0.1)
@@ -96,6 +95,6 @@ def test_wandb_offline_keeps_what_was_measured(tmp_path: Path, monkeypatch: pyte
     assert b"trainer_step" in content
 
 
-def test_every_sink_that_can_be_named_has_its_module() -> None:
+def test_every_sink_of_the_config_has_a_module() -> None:
     named = json.dumps(TelemetryConfig.model_json_schema()["properties"]["sinks"])
     assert all(f'"{name}"' in named for name in SINKS)

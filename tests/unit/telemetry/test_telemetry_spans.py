@@ -13,7 +13,7 @@ def by_name(path: Path) -> dict[str, Span]:
     return {span.name: span for span in read_spans(path)}
 
 
-def test_a_span_knows_the_one_it_lies_in(tmp_path: Path) -> None:
+def test_a_span_knows_its_parent(tmp_path: Path) -> None:
     recorder = SpanRecorder("trainer", tmp_path / "spans" / "trainer.jsonl")
     with recorder.span("step", number=4), recorder.span("forward"):
         pass
@@ -28,7 +28,7 @@ def test_a_span_knows_the_one_it_lies_in(tmp_path: Path) -> None:
     assert spans["step"].start <= spans["forward"].start <= spans["forward"].end <= spans["step"].end + 1e-4
 
 
-def test_fields_that_are_known_only_at_the_end_are_kept(tmp_path: Path) -> None:
+def test_fields_added_during_a_span_are_kept(tmp_path: Path) -> None:
     recorder = SpanRecorder("policy", tmp_path / "policy.jsonl")
     with recorder.span("generate") as fields:
         fields["tokens"] = 17
@@ -36,7 +36,7 @@ def test_fields_that_are_known_only_at_the_end_are_kept(tmp_path: Path) -> None:
     assert by_name(tmp_path / "policy.jsonl")["generate"].fields == {"tokens": 17}
 
 
-async def test_concurrent_tasks_have_their_own_nesting(tmp_path: Path) -> None:
+async def test_concurrent_tasks_nest_separately(tmp_path: Path) -> None:
     recorder = SpanRecorder("rollout", tmp_path / "rollout.jsonl")
     both_are_open = asyncio.Barrier(2)
 
@@ -55,7 +55,7 @@ async def test_concurrent_tasks_have_their_own_nesting(tmp_path: Path) -> None:
         assert spans[f"group {name}"].parent == spans["run"].id
 
 
-def test_a_span_whose_block_raises_is_recorded_and_the_error_passes(tmp_path: Path) -> None:
+def test_a_span_whose_block_raises_is_recorded(tmp_path: Path) -> None:
     recorder = SpanRecorder("trainer", tmp_path / "trainer.jsonl")
     with pytest.raises(ZeroDivisionError), recorder.span("step"):
         _ = 1 / 0
@@ -63,7 +63,7 @@ def test_a_span_whose_block_raises_is_recorded_and_the_error_passes(tmp_path: Pa
     assert list(by_name(tmp_path / "trainer.jsonl")) == ["step"]
 
 
-def test_a_span_that_was_timed_elsewhere_is_recorded_as_given(tmp_path: Path) -> None:
+def test_a_span_with_given_times_is_recorded(tmp_path: Path) -> None:
     recorder = SpanRecorder("policy", tmp_path / "policy.jsonl")
     recorder.record("generate", 100.0, 100.5, tokens=3)
     recorder.close()
@@ -72,12 +72,12 @@ def test_a_span_that_was_timed_elsewhere_is_recorded_as_given(tmp_path: Path) ->
     assert span.seconds == pytest.approx(0.5)
 
 
-def test_without_a_file_spans_are_timed_and_forgotten() -> None:
+def test_spans_without_a_file_are_discarded() -> None:
     with SpanRecorder("trainer").span("step") as fields:
         fields["kept"] = False
 
 
-def test_a_restarted_process_goes_on_in_the_same_file(tmp_path: Path) -> None:
+def test_a_restarted_process_appends_to_the_same_file(tmp_path: Path) -> None:
     for _ in range(2):
         recorder = SpanRecorder("trainer", tmp_path / "trainer.jsonl")
         recorder.record("step", 1.0, 2.0)
@@ -85,7 +85,7 @@ def test_a_restarted_process_goes_on_in_the_same_file(tmp_path: Path) -> None:
     assert len(read_spans(tmp_path / "trainer.jsonl")) == 2
 
 
-def test_a_field_that_json_has_no_word_for_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_field_that_is_not_json_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     recorder = SpanRecorder("trainer", tmp_path / "trainer.jsonl")
     with caplog.at_level(logging.WARNING, logger="rollbook.telemetry"):
         with recorder.span("odd", table={(1, 2): 3}):
@@ -96,7 +96,7 @@ def test_a_field_that_json_has_no_word_for_stops_nothing(tmp_path: Path, caplog:
     assert "even" in by_name(tmp_path / "trainer.jsonl")
 
 
-def test_a_torn_or_foreign_line_is_passed_over(tmp_path: Path) -> None:
+def test_a_cut_or_foreign_line_is_ignored(tmp_path: Path) -> None:
     recorder = SpanRecorder("trainer", tmp_path / "trainer.jsonl")
     recorder.record("step", 1.0, 2.0)
     recorder.close()

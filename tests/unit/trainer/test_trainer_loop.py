@@ -12,7 +12,7 @@ import pytest
 from rollbook.contracts.batch import EndOfRun, TrainingBatch
 from rollbook.contracts.errors import RunError, TransientError
 from rollbook.contracts.policy import Publication
-from rollbook.telemetry.events import read_events
+from rollbook.telemetry.events import read_json_lines
 from rollbook.telemetry.metrics import read_metrics
 from rollbook.telemetry.spans import read_spans
 from rollbook.trainer.loop import LoopEnd
@@ -22,7 +22,7 @@ from tests.parts.trainer.ledger import MemoryLedger, MemoryReplicas, trainer_loo
 
 
 def events_of(directory: Path, name: str) -> list[dict[str, object]]:
-    return [event for event in read_events(directory / "logs" / "trainer.jsonl") if event["event"] == name]
+    return [event for event in read_json_lines(directory / "logs" / "trainer.jsonl") if event["event"] == name]
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -1,4 +1,4 @@
-"""A PostgreSQL connection as the ledger's SQL wants it, and what its errors mean. The only door of psycopg."""
+"""A PostgreSQL connection for the ledger's SQL, and the meaning of its errors. The only module that imports psycopg."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,16 +12,18 @@ from psycopg.types.numeric import Int4Dumper
 
 from rollbook.contracts.errors import RunError, TransientError
 from rollbook.ledger.store import StoreFaultError, Transaction
-from rollbook.ledger.stores.sql.transaction import Cursor, SqlTransaction
+from rollbook.ledger.stores.postgres.schema import to_postgres
+from rollbook.ledger.stores.sql.transaction import SqlTransaction
+from rollbook.ledger.stores.sql.write_buffer import Cursor, SqlSession
 
 T = TypeVar("T")
 
 CONNECT_S = 5
-ROWS_AT_ONCE = 500
-"""How many rows of a long search are fetched together."""
+ROWS_PER_FETCH = 500
+"""Rows of a long query that are fetched at once."""
 RETRY_AFTER_S = 1.0
 
-# Unless the URL says otherwise. A peer that vanished without a word is noticed within some seconds.
+# Unless the URL sets them. A peer that vanishes is detected within seconds.
 DEFAULTS: dict[str, Any] = {
     "application_name": "rollbook-ledger",
     "connect_timeout": CONNECT_S,
@@ -31,17 +33,17 @@ DEFAULTS: dict[str, Any] = {
     "tcp_user_timeout": 15_000,
 }
 LOST_CLASSES = ("08", "57P", "25P03")
-"""Connection trouble, a server that shuts down or starts, and sessions that were ended because they stood still."""
+"""Connection errors, a server that shuts down or starts, and sessions ended because they were idle."""
 RERUN = frozenset({"40001", "40P01"})
 LOCK_TIMEOUT = "55P03"
-HOPELESS = ("does not exist", "authentication failed", "no pg_hba.conf entry", "permission denied", "no password")
-"""Refusals that waiting does not mend. libpq gives no code for them."""
+PERMANENT = ("does not exist", "authentication failed", "no pg_hba.conf entry", "permission denied", "no password")
+"""Messages of connection errors that a retry does not fix. libpq gives no code for them."""
 ADVICE = {
-    "53100": "the disk of the database is full: make room and start again, nothing that was answered is lost",
+    "53100": "the disk of the database is full: free some space and start again; no acknowledged data is lost",
     "53200": "the database is out of memory: see its log",
-    "42501": "the role may not do this: grant it CREATE on the schema, or make the role its owner",
-    "25006": "the database takes no writes (a standby?): name the primary, or add target_session_attrs=read-write",
-    "3F000": "there is no schema to create tables in: create it, or mend search_path",
+    "42501": "the role lacks a privilege: grant it CREATE on the schema, or make the role its owner",
+    "25006": "the database is read-only (a standby?): use the primary, or add target_session_attrs=read-write",
+    "3F000": "there is no schema to create tables in: create it, or correct search_path",
     "42P01": "a table of the ledger is missing: restore the schema from a backup",
     "XX001": "the database reports damaged data: restore it from a backup",
     "XX002": "the database reports a damaged index: REINDEX the schema of the ledger, then start again",
@@ -49,11 +51,11 @@ ADVICE = {
 
 
 class LostConnectionError(Exception):
-    """The session is gone, or its transaction must be run once more. Never leaves the store."""
+    """The session is lost, or its transaction must be repeated. Never leaves the store."""
 
 
 def described(url: str) -> str:
-    """Where the ledger lies, without the secret."""
+    """The database and host of a URL, without the password."""
     parts = conninfo_to_dict(url)
     return (
         f"database {parts.get('dbname') or ''} at {parts.get('host') or 'the local socket'}:{parts.get('port') or 5432}"
@@ -62,25 +64,26 @@ def described(url: str) -> str:
 
 @contextmanager
 def explained(where: str) -> Iterator[None]:
-    """Turn what psycopg raises into a lost connection or one of our verdicts. What is a mistake of ours passes unchanged."""
+    """Translate errors of psycopg as `translated` does; an error without translation passes unchanged."""
     try:
         yield
     except psycopg.Error as error:
-        told = verdict(error, where)
-        if told is None:
+        translation = translated(error, where)
+        if translation is None:
             raise
-        raise told from error
+        raise translation from error
 
 
-def verdict(error: BaseException, where: str) -> Exception | None:
+def translated(error: BaseException, where: str) -> Exception | None:
+    """A lost connection or one of the ledger's errors; None for a programming error."""
     if not isinstance(error, psycopg.Error):
         return None
     code = error.sqlstate
     if code in RERUN or (code or "").startswith(LOST_CLASSES):
         return LostConnectionError(str(error))
     if code is None and isinstance(error, psycopg.OperationalError | psycopg.InterfaceError):
-        if any(word in str(error) for word in HOPELESS):
-            return StoreFaultError(f"ledger in {where}: {error}; mend the store's URL or the rights of its role")
+        if any(message in str(error) for message in PERMANENT):
+            return StoreFaultError(f"ledger in {where}: {error}; correct the store's URL or the privileges of its role")
         return LostConnectionError(str(error))
     if code == LOCK_TIMEOUT:
         return TransientError(
@@ -94,23 +97,23 @@ def verdict(error: BaseException, where: str) -> Exception | None:
 
 
 class _BoolAsNumber(Int4Dumper):
-    """The schema keeps yes and no as 1 and 0, in every database."""
+    """The shared schema stores booleans as 1 and 0."""
 
     def dump(self, obj: bool) -> bytes:
         return b"1" if obj else b"0"
 
 
 @lru_cache(maxsize=512)
-def _in_dialect(sql: str) -> bytes:
+def _with_placeholders(sql: str) -> bytes:
     return sql.replace("?", "%s").encode()
 
 
 class PostgresConnection:
-    """Satisfies `sql_transaction.Connection`. Made by `connect`; commits are said in SQL by whoever holds it."""
+    """Satisfies `write_buffer.Connection`. Opened by `connect`; its owner sends BEGIN and COMMIT as SQL."""
 
     def __init__(self, raw: psycopg.Connection[Any]) -> None:
         self.raw = raw
-        self._names = itertools.count()
+        self._cursor_numbers = itertools.count()
 
     @property
     def backend_pid(self) -> int:
@@ -121,44 +124,35 @@ class PostgresConnection:
         return self.raw.closed or self.raw.broken
 
     @property
-    def is_spoiled(self) -> bool:
-        """A statement failed: the transaction can only be rolled back."""
+    def must_roll_back(self) -> bool:
+        """Whether a statement failed; the transaction can only be rolled back then."""
         return self.raw.info.transaction_status is psycopg.pq.TransactionStatus.INERROR
 
     def execute(self, sql: str, parameters: Sequence[Any] = (), /) -> Cursor:
-        # Results in binary: a payload as hexadecimal text would be twice its size and has to be parsed.
-        return self.raw.execute(_in_dialect(sql), parameters, binary=True)
+        # Binary results: a payload as hexadecimal text would be twice as large and need parsing.
+        return self.raw.execute(_with_placeholders(sql), parameters, binary=True)
 
     def executemany(self, sql: str, parameters: Iterable[Sequence[Any]], /) -> Cursor:
         cursor = self.raw.cursor()
-        cursor.executemany(_in_dialect(sql), parameters)
+        cursor.executemany(_with_placeholders(sql), parameters)
         return cursor
 
-    def run_script(self, sql: str) -> None:
-        """Several statements, no parameters."""
-        self.raw.execute(sql.encode())
-
     def stream(self, sql: str, parameters: Sequence[Any]) -> Iterator[Any]:
-        with self.raw.cursor(name=f"rows{next(self._names)}") as cursor:
-            cursor.itersize = ROWS_AT_ONCE
-            cursor.execute(_in_dialect(sql), parameters, binary=True)
+        with self.raw.cursor(name=f"rows{next(self._cursor_numbers)}") as cursor:
+            cursor.itersize = ROWS_PER_FETCH
+            cursor.execute(_with_placeholders(sql), parameters, binary=True)
             yield from cursor
 
     def close(self) -> None:
         self.raw.close()
 
 
-class PostgresTransaction(SqlTransaction):
-    def __init__(self, connection: PostgresConnection) -> None:
-        super().__init__(connection)
-        self._connection = connection
-
-    def _each(self, sql: str, parameters: Sequence[Any]) -> Iterable[Any]:
-        return self._connection.stream(sql, parameters)
+def transaction(db: PostgresConnection, where: str) -> SqlTransaction:
+    return SqlTransaction(SqlSession(db, stream=db.stream), f"ledger in {where}", translate=to_postgres)
 
 
 def connect(url: str, settings: dict[str, str] | None = None) -> PostgresConnection:
-    """A session of its own. `settings` are those of the session; raises as `explained` says."""
+    """A new session with these session settings. Raises as `explained` describes."""
     with explained(described(url)):
         given = conninfo_to_dict(url)
         missing = {name: value for name, value in DEFAULTS.items() if name not in given}
@@ -173,10 +167,10 @@ def connect(url: str, settings: dict[str, str] | None = None) -> PostgresConnect
         return PostgresConnection(raw)
 
 
-def read_at_one_moment(db: PostgresConnection, work: Callable[[Transaction], T]) -> T:
+def read_snapshot(db: PostgresConnection, work: Callable[[Transaction], T], where: str) -> T:
     db.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
     try:
-        return work(PostgresTransaction(db))
+        return work(transaction(db, where))
     finally:
         if not db.is_lost:
             db.execute("ROLLBACK")

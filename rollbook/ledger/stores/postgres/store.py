@@ -1,13 +1,13 @@
-"""The shared store: one PostgreSQL database behind any number of replicas of the service, none of which keeps anything to itself.
+"""The shared store: one PostgreSQL database for any number of stateless replicas of the service.
 
-Writes happen one after the other over all replicas: each takes the same advisory lock, so the rules need to know nothing of each
-other's transactions and two replicas can never decide the same batch. Group commit makes up for it: a replica writes all that waits
-in one transaction. A commit notifies, so that whoever waits at another replica looks again.
+Writes are serialised over all replicas by one advisory lock, so the rules need no other isolation and two replicas can never decide
+the same batch. Group commit compensates: a replica writes all waiting operations in one transaction. A commit sends a notification,
+so that calls that wait at another replica check again.
 
-Durability. A commit is flushed before anybody hears of it, in both modes: PostgreSQL has nothing between "flushed" and "lost when
-its own process dies". A server that runs with `fsync = off` is refused.
+Every commit is flushed before its callers get their results, in both durability modes: PostgreSQL has no mode between "flushed" and
+"lost with its own process". A server that runs with `fsync = off` is refused.
 
-When the database restarts, everybody waits while the store connects again.
+While the database restarts, calls wait until the store has reconnected.
 """
 
 import asyncio
@@ -27,15 +27,16 @@ from rollbook.ledger.stores.postgres.connection import (
     connect,
     described,
     explained,
-    read_at_one_moment,
+    read_snapshot,
 )
-from rollbook.ledger.stores.postgres.schema import require_known_schema
-from rollbook.ledger.stores.postgres.writer import PATIENCE_S, PostgresWriter, patiently
+from rollbook.ledger.stores.postgres.schema import require_tables
+from rollbook.ledger.stores.postgres.writer import RECONNECT_S, PostgresWriter, retry_connection
 from rollbook.ledger.stores.sql.committer import Committer
+from rollbook.ledger.stores.sql.write_buffer import SqlSession
 
 T = TypeVar("T")
 
-OPENING_PATIENCE_S = 60.0
+OPEN_WITHIN_S = 60.0
 LISTEN_S = 1.0
 READERS = 4
 TOTAL_BYTES = (
@@ -45,7 +46,7 @@ TOTAL_BYTES = (
 
 
 class _Readers:
-    """A few threads, each with a session of its own."""
+    """A few threads, each with its own session."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -55,7 +56,7 @@ class _Readers:
         self.pool = ThreadPoolExecutor(max_workers=READERS, thread_name_prefix="ledger-reader")
 
     def read(self, work: Callable[[Transaction], T]) -> T:
-        return patiently(lambda: self._attempt(work), patience_s=PATIENCE_S, where=self._where)
+        return retry_connection(lambda: self._attempt(work), within_s=RECONNECT_S, where=self._where)
 
     def _attempt(self, work: Callable[[Transaction], T]) -> T:
         with explained(self._where):
@@ -67,7 +68,7 @@ class _Readers:
             if db is None:
                 db = self._local.db = connect(self._url)
                 self._open.append(db)
-            return read_at_one_moment(db, work)
+            return read_snapshot(db, work, self._where)
 
     def close(self) -> None:
         self.pool.shutdown(wait=True)
@@ -75,35 +76,33 @@ class _Readers:
             db.close()
 
 
-class _Ear:
-    """Hears of the commits of other replicas. After a lost connection it rings for every run: something may have been missed."""
+class _Listener:
+    """Receives notifications of other replicas' commits. After a lost connection it announces all runs."""
 
     def __init__(self, url: str, writer: PostgresWriter, announce: Callable[[set[RunId]], None]) -> None:
         self._url = url
         self._writer = writer
         self._announce = announce
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ledger-ear", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="ledger-listener", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         self._stopping.set()
-        with suppress(Exception):  # only to be quicker: the ear looks up every second anyhow
+        with suppress(Exception):  # only speeds up the stop: the listener checks every second
             self._writer.notify("")
         self._thread.join()
 
     def _run(self) -> None:
-        """Waits: for notifications. Gives: announcements. Ends: when stopping; a lost connection is made anew."""
-        waits = backoff(max_s=1.0)
+        """Announces notified runs until `close`. Reconnects after a lost connection."""
+        delays = backoff(max_s=1.0)
         while not self._stopping.is_set():
             try:
                 with explained(self._writer.where):
                     self._listen()
-                waits = backoff(max_s=1.0)
-            except (
-                Exception
-            ):  # whatever it is, calls report it; an ear that stays deaf would make every wait a long one
-                self._stopping.wait(next(waits))
+                delays = backoff(max_s=1.0)
+            except Exception:  # calls report the error; without a listener every waiting call would time out
+                self._stopping.wait(next(delays))
 
     def _listen(self) -> None:
         db = connect(self._url)
@@ -126,7 +125,7 @@ class PostgresStore:
         self._writer = writer
         self._committer = Committer(writer.commit, loop)
         self._readers = _Readers(url)
-        self._ear = _Ear(url, writer, self._committer.announce)
+        self._listener = _Listener(url, writer, self._committer.announce)
 
     async def write(self, work: Callable[[Transaction], T], *, before: Callable[[], None] | None = None) -> T:
         return await self._committer.write(work, before=before)
@@ -134,12 +133,12 @@ class PostgresStore:
     async def read(self, work: Callable[[Transaction], T]) -> T:
         return await self._loop.run_in_executor(self._readers.pool, self._readers.read, work)
 
-    def listen(self, heard: Callable[[RunId], None]) -> None:
-        self._committer.listen(heard)
+    def listen(self, on_change: Callable[[RunId], None]) -> None:
+        self._committer.listen(on_change)
 
     def close(self) -> None:
         self._committer.close()
-        self._ear.close()
+        self._listener.close()
         self._writer.close()
         self._readers.close()
 
@@ -148,11 +147,11 @@ class PostgresStore:
 async def open_postgres_store(
     url: str, *, durability: Durability = Durability.POWER_LOSS
 ) -> AsyncIterator[PostgresStore]:
-    """`durability` is kept in either mode: every commit is flushed before it is answered."""
+    """Both durability modes flush every commit."""
     del durability
     writer = PostgresWriter(url)
     try:
-        await asyncio.to_thread(patiently, writer.prepare, patience_s=OPENING_PATIENCE_S, where=writer.where)
+        await asyncio.to_thread(retry_connection, writer.prepare, within_s=OPEN_WITHIN_S, where=writer.where)
     except BaseException:
         writer.close()
         raise
@@ -164,7 +163,7 @@ async def open_postgres_store(
 
 
 class LedgerDatabase:
-    """A database read by somebody who is not its ledger. Satisfies `store.Reader`."""
+    """Read-only access to a database that may be in service. Satisfies `store.Reader`."""
 
     def __init__(self, db: PostgresConnection, where: str) -> None:
         self._db = db
@@ -172,7 +171,7 @@ class LedgerDatabase:
 
     def read_now(self, work: Callable[[Transaction], T]) -> T:
         with explained(self._where):
-            return read_at_one_moment(self._db, work)
+            return read_snapshot(self._db, work, self._where)
 
 
 @contextmanager
@@ -183,13 +182,13 @@ def open_readonly(url: str) -> Iterator[LedgerDatabase]:
 
 @contextmanager
 def _session(url: str) -> Iterator[PostgresConnection]:
-    """For somebody who comes once and does not wait for a database that is away."""
+    """A session that fails at once if the database is unreachable."""
     where = described(url)
     try:
         with explained(where):
             db = connect(url)
             try:
-                require_known_schema(db, where)
+                require_tables(SqlSession(db), where)
                 yield db
             finally:
                 db.close()
@@ -198,7 +197,7 @@ def _session(url: str) -> Iterator[PostgresConnection]:
 
 
 def reclaim(url: str) -> tuple[int, int]:
-    """Write the payloads' table anew without its holes; whoever reads or writes waits. Returns the bytes before and after."""
+    """Rewrite the payloads' table without its holes; readers and writers wait. Returns the bytes before and after."""
     with _session(url) as db:
         before = int(db.execute(TOTAL_BYTES).fetchone()[0])
         db.execute("VACUUM (FULL) payloads")

@@ -1,15 +1,15 @@
-"""The writing session of the PostgreSQL store: one turn at a time over all replicas, and no answer that is not true.
+"""The writing session of the PostgreSQL store: one writer at a time over all replicas.
 
-Each commit carries the next number of its replica in a row of its own. When the answer to a commit is lost, that row says whether
-it happened, so it is neither reported as failed nor done twice. (PostgreSQL's own transaction ids would not do: after a crash an id
-whose commit never reached the disk is handed out again, and another transaction answers for ours.)
+Each commit writes the next commit number of its replica into a row. If the response to a COMMIT is lost, that row tells whether it
+happened, so a commit is neither reported as failed by mistake nor applied twice. (PostgreSQL's transaction ids do not suffice:
+after a crash, the id of a commit that never reached the disk is assigned again.)
 """
 
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 from rollbook.concurrency.deadline import Deadline
 from rollbook.concurrency.retry import backoff
@@ -22,70 +22,50 @@ from rollbook.ledger.stores.postgres.connection import (
     connect,
     described,
     explained,
-    verdict,
+    transaction,
+    translated,
 )
-from rollbook.ledger.stores.postgres.schema import migrate, prepare_commit_numbers
+from rollbook.ledger.stores.postgres.schema import create_tables
 from rollbook.ledger.stores.sql.committer import Operation
-from rollbook.ledger.stores.sql.write_buffer import Kept, MustRedoError, WriteBehind
+from rollbook.ledger.stores.sql.write_buffer import MustRedoError, SqlSession
 
 T = TypeVar("T")
 
-PATIENCE_S = 15.0
-"""How long a call waits for a database that is away before it is answered "try again"."""
+RECONNECT_S = 15.0
+"""How long a call waits for an unreachable database before it fails with "try again"."""
 LOCK_CLASS = 0x524F_4C42
-"""Sets the ledger's advisory lock apart from other programs' in the same database."""
-NUMBER_A_COMMIT = (
+"""Distinguishes the ledger's advisory lock from those of other programs in the same database."""
+SET_COMMIT_NUMBER = (
     "INSERT INTO replica_commits (replica, number) VALUES (?, ?) "
     "ON CONFLICT (replica) DO UPDATE SET number = excluded.number, at = now()"
 )
 SETTINGS = {
     "synchronous_commit": "on",
-    # A replica that stands still with the lock in its hand must not stop the others for ever.
+    # A replica that hangs while it holds the lock must not block the others forever.
     "idle_in_transaction_session_timeout": "30s",
     "lock_timeout": "15s",
 }
 
 
-def patiently(work: Callable[[], T], *, patience_s: float, where: str) -> T:
-    """Do it again, with growing waits, as long as the connection is what fails."""
-    deadline = Deadline(patience_s, f"ledger in {where}")
-    waits = backoff(first_s=0.02, max_s=1.0)
+def retry_connection(work: Callable[[], T], *, within_s: float, where: str) -> T:
+    """Repeat `work`, with growing delays, while the connection fails."""
+    deadline = Deadline(within_s, f"ledger in {where}")
+    delays = backoff(first_s=0.02, max_s=1.0)
     while True:
         try:
             return work()
         except LostConnectionError as error:
-            wait = next(waits)
-            if deadline.remaining_s() <= wait:
+            delay = next(delays)
+            if deadline.remaining_s() <= delay:
                 raise TransientError(
                     f"ledger in {where}: the database cannot be reached ({error}); try again",
                     retry_after_s=RETRY_AFTER_S,
                 ) from error
-            time.sleep(wait)
-
-
-class PostgresWriteBehind(WriteBehind):
-    """Knows, beside what it writes, whether it wrote anything at all: a look around needs no flush."""
-
-    def __init__(self, db: PostgresConnection) -> None:
-        super().__init__(db, {})
-        self._session = db
-        self.has_written = False
-
-    def before(self, sql: str) -> None:
-        super().before(sql)
-        self.has_written |= not sql.startswith("SELECT")
-
-    def _write(self, kept: Kept) -> None:
-        self.has_written |= not kept.is_empty
-        super()._write(kept)
-
-    def _each(self, sql: str, parameters: Sequence[Any]) -> Iterable[Any]:
-        self.before(sql)
-        return self._session.stream(sql, parameters)
+            time.sleep(delay)
 
 
 class PostgresWriter:
-    """The writing session. Only the committer's thread works on it, once the store is open."""
+    """The writing session. Once the store is open, only the committer's thread uses it."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -101,7 +81,7 @@ class PostgresWriter:
         return None if self._db is None else self._db.backend_pid
 
     def prepare(self) -> None:
-        """Refuse what cannot keep the promise, and bring the schema up to date."""
+        """Refuse a database that cannot guarantee durability; create the tables."""
         with explained(self.where):
             db = self._connected()
             schema = db.execute("SELECT current_schema()").fetchone()[0]
@@ -110,15 +90,14 @@ class PostgresWriter:
             for setting in ("fsync", "full_page_writes"):
                 if db.execute(f"SHOW {setting}").fetchone()[0] != "on":
                     raise StoreFaultError(
-                        f"ledger in {self.where}: the database runs with {setting} = off and would lose answered groups in a "
-                        "power cut; switch it on"
+                        f"ledger in {self.where}: the database runs with {setting} = off and would lose acknowledged groups in a "
+                        "power failure; turn it on"
                     )
             self._lock_key = zlib.crc32(schema.encode()) - 2**31
             self.channel = f"rollbook_ledger_{zlib.crc32(schema.encode()):08x}"
             self._begin(db)
             try:
-                migrate(db, self.where)
-                prepare_commit_numbers(db)
+                create_tables(SqlSession(db), self.where)
             except BaseException:
                 if not db.is_lost:
                     db.execute("ROLLBACK")
@@ -127,20 +106,20 @@ class PostgresWriter:
 
     def commit(self, operations: list[Operation]) -> None:
         if not self._commit_together(operations):
-            # One of them spoiled it for all: each by itself, so that only that one fails.
+            # Run each operation in its own transaction, so that only the failing one fails.
             for operation in operations:
                 self._commit_together([operation])
 
     def _commit_together(self, operations: list[Operation]) -> bool:
-        """False: nothing of it stays, and each operation must be done by itself."""
+        """False: nothing was committed, and each operation must run in its own transaction."""
         for operation in operations:
             if operation.before is not None:
-                operation.before()  # the other replicas need not wait for this
+                operation.before()  # before the lock, so that other replicas do not wait for it
         try:
-            patiently(lambda: self._attempt_all(operations), patience_s=PATIENCE_S, where=self.where)
+            retry_connection(lambda: self._attempt_all(operations), within_s=RECONNECT_S, where=self.where)
         except MustRedoError:
-            return len(operations) == 1  # by itself it has its error already
-        except BaseException as error:  # whatever it is, the callers must hear it and the thread must live
+            return len(operations) == 1  # a single operation has its error set
+        except BaseException as error:  # any error must reach the callers, and the thread must survive
             self.close()
             if len(operations) > 1 and not isinstance(error, StoreFaultError | TransientError):
                 return False
@@ -164,14 +143,14 @@ class PostgresWriter:
         return self._db
 
     def _begin(self, db: PostgresConnection) -> None:
-        """Take the turn to write."""
+        """Begin a transaction with the write lock."""
         db.execute("BEGIN")
-        # The cast keeps the function's empty answer out of the binary protocol's way.
+        # The cast: the function's void result has no binary form.
         db.execute("SELECT pg_advisory_xact_lock(?, ?)::text", (LOCK_CLASS, self._lock_key))
 
     def _attempt_all(self, operations: list[Operation]) -> None:
         for operation in operations:
-            operation.forget()
+            operation.reset()
         self._num_commits += 1
         try:
             with explained(self.where):
@@ -185,38 +164,38 @@ class PostgresWriter:
         except MustRedoError:
             raise
         except BaseException:
-            self.close()  # and with the session goes its transaction
+            self.close()  # ends the transaction
             raise
         self._finish(db, has_written=has_written)
 
     def _write(self, db: PostgresConnection, operations: list[Operation]) -> bool:
-        """Everything but the commit. A run's record is read anew each time: another replica may have changed it.
+        """Run the operations; COMMIT follows. Run records are not cached: another replica may change them.
 
         False: there is nothing to commit.
         """
-        tx = PostgresWriteBehind(db)
+        tx = transaction(db, self.where)
         for operation in operations:
             tx.begin()
             try:
                 operation.result = operation.work(tx)
             except Exception as error:
-                told = verdict(error, self.where)
-                if isinstance(told, LostConnectionError) or db.is_lost:
+                translation = translated(error, self.where)
+                if isinstance(translation, LostConnectionError) or db.is_lost:
                     raise
-                operation.error = told or error
-                if db.is_spoiled:
+                operation.error = translation or error
+                if db.must_roll_back:
                     raise MustRedoError from error
                 tx.fail()
                 continue
             tx.end()
             operation.announced = tx.announced
-        tx.finish()
+        tx.session.flush()
         announced = sorted(set().union(*(operation.announced for operation in operations)))
         for run_id in announced:
             db.execute("SELECT pg_notify(?, ?)", (self.channel, run_id))
-        if not tx.has_written and not announced:
+        if not tx.session.has_written and not announced:
             return False
-        db.execute(NUMBER_A_COMMIT, (self._replica, self._num_commits))
+        db.execute(SET_COMMIT_NUMBER, (self._replica, self._num_commits))
         return True
 
     def _finish(self, db: PostgresConnection, *, has_written: bool) -> None:
@@ -225,11 +204,11 @@ class PostgresWriter:
                 db.execute("COMMIT")
         except LostConnectionError as error:
             self.close()
-            if has_written and not patiently(self._was_committed, patience_s=PATIENCE_S, where=self.where):
+            if has_written and not retry_connection(self._was_committed, within_s=RECONNECT_S, where=self.where):
                 raise LostConnectionError(f"the transaction was not committed: {error}") from error
 
     def _was_committed(self) -> bool:
-        """The answer to the commit was lost: look what became of it, once its session has let go of the lock."""
+        """Whether the last COMMIT, whose response was lost, happened. Waits until its session has released the lock."""
         with explained(self.where):
             db = self._connected()
             self._begin(db)

@@ -1,7 +1,7 @@
-"""Group commit: what waits is written together, and everybody is answered after the one commit.
+"""Group commit: waiting operations are committed together, and their callers get their results after the one commit.
 
-One thread of its own takes every operation that waits, hands them to the store's `commit`, and takes the answers back to the event
-loop. The busier the ledger, the more operations share one sync.
+A dedicated thread takes all waiting operations, passes them to the store's `commit`, and returns the results to the event loop. The
+busier the ledger, the more operations share one sync.
 """
 
 import asyncio
@@ -19,16 +19,16 @@ from rollbook.ledger.store import Transaction
 T = TypeVar("T")
 Work = Callable[[Transaction], Any]
 
-MOST_IN_ONE_COMMIT = 256
-"""Bounds how long the first of them waits for its answer."""
+MAX_OPERATIONS = 256
+"""Operations in one commit; bounds how long the first of them waits."""
 LINGER_S = 0.002
-"""How long a commit waits for company when the last one had more. One caller alone never waits."""
+"""How long a commit waits for more operations when the last commit had more. A single caller never waits."""
 STOP = None
 
 
 @dataclass(slots=True)
 class Operation:
-    """One `write`: what to do, who waits for it, and what came of it."""
+    """One `write`: its work, the future its caller awaits, and its result."""
 
     work: Work
     done: asyncio.Future[Any]
@@ -37,8 +37,8 @@ class Operation:
     error: BaseException | None = None
     announced: set[RunId] = field(default_factory=set)
 
-    def forget(self) -> None:
-        """Before it is tried once more."""
+    def reset(self) -> None:
+        """Discard the result before another attempt."""
         self.result, self.error, self.announced = None, None, set()
 
 
@@ -49,7 +49,7 @@ class Committer:
         self._commit = commit
         self._loop = loop
         self._listeners: list[Callable[[RunId], None]] = []
-        # Unbounded here, bounded outside: every caller waits for its own answer, and the server bounds its requests.
+        # Unbounded: every caller awaits its own result, and the server bounds the number of requests.
         self._waiting: queue.SimpleQueue[Operation | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="ledger-writer", daemon=True)
         self._thread.start()
@@ -60,47 +60,47 @@ class Committer:
         result: T = await operation.done
         return result
 
-    def listen(self, heard: Callable[[RunId], None]) -> None:
-        self._listeners.append(heard)
+    def listen(self, on_change: Callable[[RunId], None]) -> None:
+        self._listeners.append(on_change)
 
     def announce(self, run_ids: set[RunId]) -> None:
-        """Tell the listeners, from whichever thread."""
-        self._on_loop(self._tell, run_ids)
+        """Notify the listeners, from any thread."""
+        self._on_loop(self._notify, run_ids)
 
     def close(self) -> None:
-        """Let what waits be written, then stop."""
+        """Commit the waiting operations, then stop."""
         self._waiting.put(STOP)
         self._thread.join()
 
     def _run(self) -> None:
-        """Takes: operations. Gives: their answers, after the commit. Ends: at STOP; no failure of an operation ends it."""
+        """Consumes operations until STOP. A failing operation does not end it."""
         stopping = False
-        num_before = 1
+        previous = 1
         while not stopping:
             operations: list[Operation] = []
             item = self._waiting.get()
-            if self._waiting.qsize() + 1 < num_before:
-                # Whoever was answered a moment ago is about to come again, and together they cost half.
+            if self._waiting.qsize() + 1 < previous:
+                # Callers of the previous commit are likely to write again; a shared commit halves the cost.
                 time.sleep(LINGER_S)
             while True:
                 if item is STOP:
                     stopping = True
                     break
                 operations.append(item)
-                if len(operations) >= MOST_IN_ONE_COMMIT or self._waiting.empty():
+                if len(operations) >= MAX_OPERATIONS or self._waiting.empty():
                     break
                 item = self._waiting.get()
-            num_before = len(operations)
+            previous = len(operations)
             if operations:
                 self._commit(operations)
-                self._on_loop(self._answer, operations)
+                self._on_loop(self._finish, operations)
 
     def _on_loop(self, call: Callable[..., None], *args: Any) -> None:
-        # A closed loop has nobody left to hear it. What was committed stays committed.
+        # A closed loop has no callers left; the commit stays valid.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(call, *args)
 
-    def _answer(self, operations: list[Operation]) -> None:
+    def _finish(self, operations: list[Operation]) -> None:
         announced: set[RunId] = set()
         for operation in operations:
             if operation.error is None:
@@ -111,9 +111,9 @@ class Committer:
                 operation.done.set_exception(operation.error)
             else:
                 operation.done.set_result(operation.result)
-        self._tell(announced)
+        self._notify(announced)
 
-    def _tell(self, run_ids: set[RunId]) -> None:
+    def _notify(self, run_ids: set[RunId]) -> None:
         for run_id in run_ids:
-            for heard in self._listeners:
-                heard(run_id)
+            for on_change in self._listeners:
+                on_change(run_id)

@@ -1,4 +1,4 @@
-"""The file of the embedded store: how it is opened, and what a person is told when it cannot be used."""
+"""The SQLite file: connecting to it, checking it, and explaining its errors."""
 
 import sqlite3
 from collections.abc import Iterator
@@ -6,12 +6,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rollbook.ledger.store import StoreFaultError
+from rollbook.ledger.stores.sql.schema import create_schema, require_schema, statements_of
+from rollbook.ledger.stores.sql.write_buffer import SqlSession
 
 FILE_NAME = "ledger.sqlite"
+MEMORY = Path(":memory:")
+"""The path of a database that exists only in memory."""
 BUSY_S = 10.0
-"""How long to wait for another process that writes. The run directory is locked, so it can only be a passing one."""
+"""How long to wait for another writing process. The run directory is locked, so another writer is short-lived."""
+SEGMENTS = (Path(__file__).parent / "segments.sql").read_text(encoding="utf-8")
+CHECKED_LATER = frozenset({"payloads", "history"})
 ADVICE = {
-    sqlite3.SQLITE_FULL: "the disk is full: make room and start again, nothing that was answered is lost",
+    sqlite3.SQLITE_FULL: "the disk is full: free some space and start again; no acknowledged data is lost",
     sqlite3.SQLITE_READONLY: "it cannot be written: check the permissions of the run directory",
     sqlite3.SQLITE_CANTOPEN: "it cannot be opened: check that the run directory exists and can be written",
     sqlite3.SQLITE_IOERR: "the disk reports an error: check it, then start again",
@@ -23,7 +29,7 @@ ADVICE = {
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Turn what only a person can mend into a fault that says what to do; other errors are ours and pass."""
+    """Turn errors that an operator must fix into `StoreFaultError` with advice; other errors pass."""
     try:
         yield
     except sqlite3.Error as error:
@@ -34,7 +40,7 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def fault_of(error: BaseException, path: Path) -> StoreFaultError | None:
-    # The low byte is the kind, the rest of the code says where in SQLite it came up.
+    # The low byte is the primary code; the rest is an extended code.
     advice = ADVICE.get((getattr(error, "sqlite_errorcode", None) or 0) & 0xFF)
     return None if advice is None else StoreFaultError(f"ledger file {path}: {error}; {advice}")
 
@@ -45,3 +51,36 @@ def connect(path: Path, *, read_only: bool, query: str = "") -> sqlite3.Connecti
             uri = f"{path.absolute().as_uri()}?mode=ro{query}"
             return sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=BUSY_S)
         return sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=BUSY_S)
+
+
+def create_tables(db: sqlite3.Connection, path: Path) -> None:
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        create_schema(SqlSession(db), f"ledger file {path}", translate=str, more=statements_of(SEGMENTS))
+    except BaseException:
+        db.execute("ROLLBACK")
+        raise
+    db.execute("COMMIT")
+
+
+def require_tables(db: sqlite3.Connection, path: Path) -> None:
+    if db.execute("SELECT 1 FROM sqlite_master WHERE name = 'schema_versions'").fetchone() is None:
+        raise StoreFaultError(f"ledger file {path}: it has no ledger tables; check the path")
+    require_schema(SqlSession(db), f"ledger file {path}")
+
+
+def check_integrity(db: sqlite3.Connection, path: Path) -> None:
+    """Refuse a damaged file before serving from it.
+
+    All tables that the rules read are checked. Payloads are compared with their digests on every read, and the audit checks the
+    history; checking them here would make the start-up time grow with the length of the run.
+    """
+    tables = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name")]
+    for table in tables:
+        if table in CHECKED_LATER:
+            continue
+        found = [row[0] for row in db.execute(f"PRAGMA quick_check('{table}')")]
+        if found != ["ok"]:
+            raise StoreFaultError(
+                f"ledger file {path}: table {table} is damaged ({found[0]}); {ADVICE[sqlite3.SQLITE_CORRUPT]}"
+            )

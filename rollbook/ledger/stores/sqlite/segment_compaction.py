@@ -3,8 +3,8 @@
 import sqlite3
 from pathlib import Path
 
+from rollbook.ledger.stores.sqlite.segment_payloads import PLACE_COLUMNS
 from rollbook.ledger.stores.sqlite.segment_recovery import SET_MARK, first_free, pointed_to
-from rollbook.ledger.stores.sqlite.segment_transaction import PLACE_COLUMNS
 from rollbook.ledger.stores.sqlite.segments import (
     SEGMENT_BYTES,
     Place,
@@ -36,7 +36,7 @@ def close_holes(db: sqlite3.Connection, directory: Path) -> None:
             db.execute(SET_MARK, mark)
         db.execute("COMMIT")
     except BaseException:
-        writer.take_back()
+        writer.roll_back()
         writer.close()
         db.execute("ROLLBACK")
         raise

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.group import GroupId
-from rollbook.ledger.stores.sqlite.segment_transaction import PLACE_COLUMNS
+from rollbook.ledger.stores.sqlite.segment_payloads import PLACE_COLUMNS
 from rollbook.ledger.stores.sqlite.segments import (
     EVERYTHING,
     Place,

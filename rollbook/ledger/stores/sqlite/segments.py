@@ -201,7 +201,7 @@ class SegmentWriter:
         if self._current is not None:
             self._current.committed = self._current.end
 
-    def take_back(self) -> None:
+    def roll_back(self) -> None:
         """What was appended since `keep` never counted: write over it."""
         segment = self._current
         if segment is not None:

@@ -1,12 +1,12 @@
-"""The embedded store: one SQLite file in the run directory, payloads in segments beside it, write-ahead log, one writer.
+"""The embedded store: one SQLite file in the run directory with a write-ahead log, and payloads in segment files next to it.
 
-One thread owns the writing connection. It takes every operation that waits (`committer`), runs all in one transaction, writes their
-rows together (`write_behind`) and commits once. An operation that fails takes back its own effects only. Readers have connections
-of their own and never wait for the writer.
+One thread owns the writing connection. It runs all waiting operations in one transaction (`committer`), writes their rows together
+(`write_buffer`) and commits once. Readers have their own connections and never wait for the writer.
+
+The same store exists in memory, for tests and tutorials: one connection, which also serves the reads.
 """
 
 import asyncio
-import os
 import sqlite3
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -19,46 +19,51 @@ from rollbook.contracts.admission import RunId
 from rollbook.ledger.config import Durability
 from rollbook.ledger.store import StoreFaultError, Transaction
 from rollbook.ledger.stores.sql.committer import Committer
-from rollbook.ledger.stores.sqlite.file import FILE_NAME, connect, explained
-from rollbook.ledger.stores.sqlite.migrations import require_known_schema
+from rollbook.ledger.stores.sql.transaction import SqlTransaction
+from rollbook.ledger.stores.sql.write_buffer import SqlSession
+from rollbook.ledger.stores.sqlite.file import FILE_NAME, MEMORY, connect, explained, require_tables
 from rollbook.ledger.stores.sqlite.segment_compaction import close_holes, segment_bytes
+from rollbook.ledger.stores.sqlite.segment_payloads import SegmentPayloads
 from rollbook.ledger.stores.sqlite.segment_recovery import remove_unused
-from rollbook.ledger.stores.sqlite.segment_transaction import SegmentedTransaction
+from rollbook.ledger.stores.sqlite.segments import sync_directory
 from rollbook.ledger.stores.sqlite.writer import SqliteWriter
 
 T = TypeVar("T")
 
 READERS = 3
-"""Two may be packing a batch; whoever looks meanwhile does not wait for them."""
+"""Two may be encoding a batch; a third serves status requests meanwhile."""
 
 
 class SqliteStore:
-    """Satisfies `store.Store`. Made by `open_sqlite_store`."""
+    """Satisfies `store.Store`. Opened by `open_sqlite_store` and `open_memory_store`."""
 
     def __init__(self, path: Path, durability: Durability, loop: asyncio.AbstractEventLoop) -> None:
         self.path = path
         self._loop = loop
         self._writer = SqliteWriter(path, durability)
         self._committer = Committer(self._writer.commit, loop)
-        self._readers = _Readers(path)
+        self._readers = None if path == MEMORY else _Readers(path)
 
     async def write(self, work: Callable[[Transaction], T], *, before: Callable[[], None] | None = None) -> T:
         return await self._committer.write(work, before=before)
 
     async def read(self, work: Callable[[Transaction], T]) -> T:
+        if self._readers is None:
+            return await self._committer.write(work)
         return await self._loop.run_in_executor(self._readers.pool, self._readers.read, work)
 
-    def listen(self, heard: Callable[[RunId], None]) -> None:
-        self._committer.listen(heard)
+    def listen(self, on_change: Callable[[RunId], None]) -> None:
+        self._committer.listen(on_change)
 
     def close(self) -> None:
         self._committer.close()
         self._writer.close()
-        self._readers.close()
+        if self._readers is not None:
+            self._readers.close()
 
 
 class _Readers:
-    """A few threads, each with a connection of its own that can only read."""
+    """A few threads, each with its own read-only connection."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -72,7 +77,7 @@ class _Readers:
             if db is None:
                 db = self._local.db = connect(self._path, read_only=True)
                 self._open.append(db)
-            return _read(db, work, self._path.parent)
+            return _read(db, work, self._path)
 
     def close(self) -> None:
         self.pool.shutdown(wait=True)
@@ -80,35 +85,44 @@ class _Readers:
             db.close()
 
 
-def _read(db: sqlite3.Connection, work: Callable[[Transaction], T], directory: Path) -> T:
+def _read(db: sqlite3.Connection, work: Callable[[Transaction], T], path: Path) -> T:
     db.execute("BEGIN")
     try:
-        return work(SegmentedTransaction(db, directory))
+        session = SqlSession(db)
+        payloads = SegmentPayloads(session, path.parent)
+        return work(SqlTransaction(session, f"ledger file {path}", payloads=payloads))
     finally:
         db.execute("ROLLBACK")
 
 
 def _make_directory(directory: Path) -> None:
-    """With its parents, and known to the disk: SQLite syncs what lies in the directory, not the way there."""
+    """Make the directory and its parents durably: SQLite syncs only the directory of the file itself."""
     if not directory.is_dir():
         _make_directory(directory.parent)
         directory.mkdir(exist_ok=True)
-        handle = os.open(directory.parent, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        sync_directory(directory.parent)
 
 
 @asynccontextmanager
 async def open_sqlite_store(
     directory: Path, *, durability: Durability = Durability.POWER_LOSS
 ) -> AsyncIterator[SqliteStore]:
-    path = directory / FILE_NAME
     try:
         _make_directory(directory)
     except OSError as error:
         raise StoreFaultError(f"ledger directory {directory} cannot be made: {error.strerror}") from error
+    async with _opened(directory / FILE_NAME, durability) as store:
+        yield store
+
+
+@asynccontextmanager
+async def open_memory_store() -> AsyncIterator[SqliteStore]:
+    async with _opened(MEMORY, Durability.PROCESS_CRASH) as store:
+        yield store
+
+
+@asynccontextmanager
+async def _opened(path: Path, durability: Durability) -> AsyncIterator[SqliteStore]:
     store = SqliteStore(path, durability, asyncio.get_running_loop())
     try:
         yield store
@@ -117,7 +131,7 @@ async def open_sqlite_store(
 
 
 class LedgerFile:
-    """The file of a run, live or dead, read by somebody who is not its ledger. Satisfies `store.Reader`."""
+    """Read-only access to the file of a run that may be live. Satisfies `store.Reader`."""
 
     def __init__(self, path: Path, db: sqlite3.Connection) -> None:
         self.path = path
@@ -125,28 +139,28 @@ class LedgerFile:
 
     def read_now(self, work: Callable[[Transaction], T]) -> T:
         with explained(self.path):
-            return _read(self._db, work, self.path.parent)
+            return _read(self._db, work, self.path)
 
 
 @contextmanager
 def open_readonly(directory: Path) -> Iterator[LedgerFile]:
-    """Open the ledger of a run to look at it: nothing is locked, changed or moved on."""
+    """Open the ledger of a run without locking or changing it."""
     path = directory / FILE_NAME
     if not path.is_file():
         raise StoreFaultError(f"{directory} has no {FILE_NAME}: it is not the ledger directory of a run")
-    # Without a log beside it the file is whole in itself, and can be read even where nothing may be written.
+    # Without a write-ahead log the file is complete, and can be read from a read-only directory.
     query = "" if path.with_name(f"{FILE_NAME}-wal").exists() else "&immutable=1"
     db = connect(path, read_only=True, query=query)
     try:
         with explained(path):
-            require_known_schema(db, path)
+            require_tables(db, path)
         yield LedgerFile(path, db)
     finally:
         db.close()
 
 
 def reclaim(directory: Path) -> tuple[int, int]:
-    """Write file and segments anew without their holes. Needs them alone, and room for a second copy of what is written anew.
+    """Rewrite the file and the segments without their holes. Needs exclusive access, and disk space for a second copy.
 
     Returns the bytes before and after.
     """
@@ -159,7 +173,7 @@ def reclaim(directory: Path) -> tuple[int, int]:
             close_holes(db, directory)
             db.execute("VACUUM")
             db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-            # Only now: the rows that point elsewhere are on the disk.
+            # Only now are the rows that refer to the new segments on the disk.
             remove_unused(db, directory)
     finally:
         db.close()

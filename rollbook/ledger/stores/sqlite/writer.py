@@ -1,4 +1,4 @@
-"""The writing connection of the embedded store, and its segments of payloads: only the committer's thread works on them."""
+"""The writing connection of the SQLite store and its payload segments. Only the committer's thread uses them."""
 
 import os
 import sqlite3
@@ -13,77 +13,68 @@ from rollbook.ledger.config import Durability
 from rollbook.ledger.records import RunRecord
 from rollbook.ledger.store import StoreFaultError
 from rollbook.ledger.stores.sql.committer import Operation
-from rollbook.ledger.stores.sql.write_buffer import MustRedoError
-from rollbook.ledger.stores.sqlite.file import ADVICE, connect, explained, fault_of
-from rollbook.ledger.stores.sqlite.migrations import migrate
+from rollbook.ledger.stores.sql.transaction import SqlTransaction
+from rollbook.ledger.stores.sql.write_buffer import MustRedoError, SqlSession
+from rollbook.ledger.stores.sqlite.file import (
+    ADVICE,
+    MEMORY,
+    check_integrity,
+    connect,
+    create_tables,
+    explained,
+    fault_of,
+)
+from rollbook.ledger.stores.sqlite.segment_payloads import SegmentPayloads
 from rollbook.ledger.stores.sqlite.segment_recovery import SET_MARK, find_lost, first_free, remove_unused
-from rollbook.ledger.stores.sqlite.segment_transaction import SegmentedWriteBehind
 from rollbook.ledger.stores.sqlite.segments import SegmentWriter, remove_segment
 
 PAGE_BYTES = 4_096
-MOST_REMEMBERED_RUNS = 1_000
-CHECKED_ELSEWHERE = frozenset({"payloads", "history"})
+MAX_CACHED_RUNS = 1_000
 GRACE_S = 60.0
-"""An emptied segment stays this long: who began to read before may still want it."""
-
-
-def _check_integrity(db: sqlite3.Connection, path: Path) -> None:
-    """Refuse a damaged file before anything is answered from it.
-
-    All that the rules decide on is checked. Payloads are compared with their digests whenever they are read and the history by
-    the audit: going through them here would make every start as long as the run.
-    """
-    tables = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name")]
-    for table in tables:
-        if table in CHECKED_ELSEWHERE:
-            continue
-        found = [row[0] for row in db.execute(f"PRAGMA quick_check('{table}')")]
-        if found != ["ok"]:
-            raise StoreFaultError(
-                f"ledger file {path}: table {table} is damaged ({found[0]}); {ADVICE[sqlite3.SQLITE_CORRUPT]}"
-            )
+"""An empty segment is deleted this much later: a reader that started before may still need it."""
 
 
 class SqliteWriter:
-    """Commits what operations did: rows and payloads, together or not at all."""
+    """Commits operations: rows and payloads, atomically. In memory, payloads are rows as well."""
 
     def __init__(self, path: Path, durability: Durability) -> None:
         self._path = path
-        self._syncs_itself = durability is Durability.POWER_LOSS
+        self._syncs_every_commit = durability is Durability.POWER_LOSS and path != MEMORY
         self._runs: dict[RunId, RunRecord] = {}
-        self._seen = -1
+        self._data_version = -1
         self._emptied: dict[int, float] = {}
-        """Segments without a payload, and since when."""
+        """Segments without a payload, and the time since when."""
+        self._lost: dict[RunId, list[GroupId]] = {}
+        self._segments: SegmentWriter | None = None
         self._db = connect(path, read_only=False)
         try:
             with explained(path):
-                self._prepare()
-                self._lost = self._recover()
-                self._segments = SegmentWriter(
-                    path.parent, first=first_free(self._db), is_always_synced=self._syncs_itself
-                )
+                if path == MEMORY:
+                    create_tables(self._db, path)
+                else:
+                    self._segments = self._open_file()
         except BaseException:
             self._db.close()
             raise
 
-    def _prepare(self) -> None:
+    def _open_file(self) -> SegmentWriter:
+        directory = self._path.parent
         self._db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
         self._db.execute("PRAGMA journal_mode = WAL")
-        self._db.execute(f"PRAGMA synchronous = {'FULL' if self._syncs_itself else 'NORMAL'}")
-        _check_integrity(self._db, self._path)
-        migrate(self._db, self._path)
-
-    def _recover(self) -> dict[RunId, list[GroupId]]:
-        lost = find_lost(self._db, self._path.parent)
-        # First the log: rows that a power cut brings back must find their files.
+        self._db.execute(f"PRAGMA synchronous = {'FULL' if self._syncs_every_commit else 'NORMAL'}")
+        check_integrity(self._db, self._path)
+        create_tables(self._db, self._path)
+        self._lost = find_lost(self._db, directory)
+        # Sync the log first: rows that reappear after a power failure must find their files.
         self._sync_log()
-        remove_unused(self._db, self._path.parent)
-        return lost
+        remove_unused(self._db, directory)
+        return SegmentWriter(directory, first=first_free(self._db), is_always_synced=self._syncs_every_commit)
 
     def close(self) -> None:
-        # What cannot be noted now is found out at the next start.
-        with suppress(StoreFaultError, sqlite3.Error):
-            self._mark(self._segments.close())
+        if self._segments is not None:
+            # A mark that cannot be written now is recomputed at the next start.
+            with suppress(StoreFaultError, sqlite3.Error):
+                self._mark(self._segments.close())
         self._db.close()
 
     def commit(self, operations: list[Operation]) -> None:
@@ -98,29 +89,31 @@ class SqliteWriter:
             if len(operations) == 1 or isinstance(error, StoreFaultError):
                 self._fail(operations, error)
                 return
-        except BaseException as error:  # whatever it is, the callers must hear it and the thread must live
+        except BaseException as error:  # any error must reach the callers, and the thread must survive
             self._roll_back()
             self._fail(operations, error)
             return
-        # One of them spoiled it for all: each by itself, so that only that one fails.
+        # Run each operation in its own transaction, so that only the failing one fails.
         for operation in operations:
-            operation.forget()
+            operation.reset()
             self._commit_alone(operation)
 
     def _commit_together(self, operations: list[Operation]) -> None:
         self._db.execute("BEGIN IMMEDIATE")
-        self._forget_what_others_changed()
-        tx = SegmentedWriteBehind(
-            self._db, self._runs, directory=self._path.parent, segments=self._segments, lost=self._lost
-        )
-        must_sync = self._syncs_itself
+        self._drop_stale_cache()
+        session = SqlSession(self._db, cached_runs=self._runs)
+        payloads = None
+        if self._segments is not None:
+            payloads = SegmentPayloads(session, self._path.parent, self._segments, self._lost)
+        tx = SqlTransaction(session, f"ledger file {self._path}", payloads=payloads)
+        must_sync = self._syncs_every_commit
         for operation in operations:
             tx.begin()
             try:
                 operation.result = operation.work(tx)
             except Exception as error:
                 operation.error = fault_of(error, self._path) or error
-                # After a full disk or an I/O error SQLite may have ended the whole transaction: then nobody's work is there.
+                # After a full disk or an I/O error SQLite may have ended the whole transaction.
                 if not self._db.in_transaction:
                     raise
                 tx.fail()
@@ -128,36 +121,42 @@ class SqliteWriter:
             tx.end()
             operation.announced = tx.announced
             must_sync |= tx.must_sync
-        tx.finish()
+        session.flush()
+        if self._segments is None or payloads is None:
+            self._db.execute("COMMIT")
+        else:
+            self._commit_segments(tx, payloads, self._segments, must_sync=must_sync)
+        self._runs.update(session.runs_written)
+
+    def _commit_segments(
+        self, tx: SqlTransaction, payloads: SegmentPayloads, segments: SegmentWriter, *, must_sync: bool
+    ) -> None:
         if must_sync:
-            is_everything = self._syncs_itself or tx.awaits_all
-            self._segments.sync(None if is_everything else tx.awaited)
-        marks = self._segments.marks()
+            is_everything = self._syncs_every_commit or tx.syncs_all_payloads
+            segments.sync(None if is_everything else payloads.segments_of(tx.payloads_to_sync))
+        marks = segments.marks()
         self._mark(marks)
         self._db.execute("COMMIT")
-        self._segments.keep(marks)
-        self._runs.update(tx.runs_written)
-        if must_sync and not self._syncs_itself:
+        segments.keep(marks)
+        if must_sync and not self._syncs_every_commit:
             self._sync_log()
-        if tx.thinned or self._emptied:
-            self._remove_emptied(tx.thinned)
+        if payloads.shrunk or self._emptied:
+            self._remove_emptied(payloads.shrunk - segments.active)
 
     def _mark(self, marks: Mapping[int, int]) -> None:
         if marks:
             self._db.executemany(SET_MARK, marks.items())
 
-    def _remove_emptied(self, thinned: set[int]) -> None:
-        """Whole files go, some time after their last payload went."""
+    def _remove_emptied(self, shrunk: set[int]) -> None:
+        """Delete files some time after their last payload was deleted."""
         now = time.monotonic()
-        for segment in thinned - self._segments.active - self._emptied.keys():
-            if (
-                self._db.execute("SELECT 1 FROM payload_places WHERE segment = ? LIMIT 1", (segment,)).fetchone()
-                is None
-            ):
+        for segment in shrunk - self._emptied.keys():
+            sql = "SELECT 1 FROM payload_places WHERE segment = ? LIMIT 1"
+            if self._db.execute(sql, (segment,)).fetchone() is None:
                 self._emptied[segment] = now
         due = [segment for segment, since in self._emptied.items() if since + GRACE_S <= now]
         if due:
-            self._sync_log()  # a row that a power cut brings back must find its file
+            self._sync_log()  # a row that reappears after a power failure must find its file
         for segment in due:
             remove_segment(self._path.parent, segment)
             del self._emptied[segment]
@@ -167,7 +166,7 @@ class SqliteWriter:
             with explained(self._path):
                 self._commit_together([operation])
         except MustRedoError:
-            self._roll_back()  # it failed by itself, and its error is set
+            self._roll_back()  # it failed, and its error is set
         except BaseException as error:
             self._roll_back()
             self._fail([operation], error)
@@ -176,23 +175,24 @@ class SqliteWriter:
         for operation in operations:
             operation.error = operation.error or error
 
-    def _forget_what_others_changed(self) -> None:
-        """The records of runs are remembered from commit to commit, unless another connection wrote to the file since."""
-        seen = self._db.execute("PRAGMA data_version").fetchone()[0]
-        if seen != self._seen or len(self._runs) > MOST_REMEMBERED_RUNS:
-            self._seen = seen
+    def _drop_stale_cache(self) -> None:
+        """Run records are cached between commits until another connection writes to the file."""
+        data_version = self._db.execute("PRAGMA data_version").fetchone()[0]
+        if data_version != self._data_version or len(self._runs) > MAX_CACHED_RUNS:
+            self._data_version = data_version
             self._runs.clear()
 
     def _roll_back(self) -> None:
         self._runs.clear()
-        self._segments.take_back()
-        # Should even this fail: nothing was committed, which is all that is asked for.
+        if self._segments is not None:
+            self._segments.roll_back()
+        # If the rollback fails, nothing was committed either.
         with suppress(sqlite3.Error):
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
 
     def _sync_log(self) -> None:
-        """Bring the write-ahead log to the disk, and with it every commit so far."""
+        """Sync the write-ahead log, and with it every commit so far."""
         try:
             with Path(f"{self._path}-wal").open("rb+") as log:
                 os.fsync(log.fileno())

@@ -1,0 +1,158 @@
+"""SQL of groups, their history, and payloads that are stored in the database."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rollbook.contracts.admission import OwnerId, RunId
+from rollbook.contracts.group import GroupId, GroupState
+from rollbook.ledger.records import GroupRecord, MoveRecord
+from rollbook.ledger.stores.sql.tables import GROUPS, MOVES
+from rollbook.ledger.stores.sql.write_buffer import PayloadRows, SqlSession
+
+# Small results are ordered by `+sequence`: the plus keeps the planner from scanning the whole run in order to save a sort.
+IDS_PER_QUERY = 16
+SOME_GROUPS = f"WHERE run_id = ? AND group_id IN ({', '.join('?' * IDS_PER_QUERY)})"
+
+INSERT_PAYLOAD = (
+    "INSERT INTO payloads (run_id, group_id, body) VALUES (?, ?, ?) "
+    "ON CONFLICT (run_id, group_id) DO UPDATE SET body = excluded.body"
+)
+
+
+class SqlGroups:
+    """Satisfies `store.Groups`."""
+
+    def __init__(self, session: SqlSession) -> None:
+        self._session = session
+
+    def get(self, run_id: RunId, group_id: GroupId) -> GroupRecord | None:
+        found = self._session.buffered_group(run_id, group_id)
+        if found is not None:
+            return found
+        row = self._session.select(GROUPS.select + "WHERE run_id = ? AND group_id = ?", (run_id, group_id)).fetchone()
+        return GROUPS.one(row)
+
+    def find(self, run_id: RunId, group_ids: Sequence[GroupId]) -> dict[GroupId, GroupRecord]:
+        found: dict[GroupId, GroupRecord] = {}
+        others: list[GroupId] = []
+        for group_id in group_ids:
+            group = self._session.buffered_group(run_id, group_id)
+            if group is None:
+                others.append(group_id)
+            else:
+                found[group_id] = group
+        for start in range(0, len(others), IDS_PER_QUERY):
+            ids = others[start : start + IDS_PER_QUERY]
+            # Padded to a fixed number of ids, so that the statement is prepared once.
+            ids += ids[:1] * (IDS_PER_QUERY - len(ids))
+            for group in GROUPS.all(self._session.select(GROUPS.select + SOME_GROUPS, (run_id, *ids)).fetchall()):
+                found[group.group_id] = group
+        return found
+
+    def put(self, group: GroupRecord) -> None:
+        self._session.pending.groups[group.run_id, group.group_id] = group
+
+    def leased_by(self, run_id: RunId, owner: OwnerId) -> list[GroupRecord]:
+        return self._where("owner = ? ORDER BY +sequence", run_id, owner)
+
+    def leases_ending_by(self, run_id: RunId, until: float) -> list[GroupRecord]:
+        return self._where("lease_until <= ? ORDER BY +sequence", run_id, until)
+
+    def waiting(self, run_id: RunId, limit: int) -> list[GroupRecord]:
+        return self._where("state = 'dispatched' AND owner IS NULL ORDER BY sequence LIMIT ?", run_id, limit)
+
+    def dispatched(self, run_id: RunId) -> list[GroupRecord]:
+        return self._where("state = 'dispatched' ORDER BY sequence", run_id)
+
+    def oldest_dispatched(self, run_id: RunId) -> int | None:
+        sql = "SELECT sequence FROM groups WHERE run_id = ? AND state = 'dispatched' ORDER BY sequence LIMIT 1"
+        row = self._session.select_flushed(sql, (run_id,)).fetchone()
+        return None if row is None else int(row[0])
+
+    def queued(self, run_id: RunId) -> list[GroupRecord]:
+        return self._where("state = 'queued' ORDER BY +sequence", run_id)
+
+    def queued_by_sequence(self, run_id: RunId, limit: int, *, producer: str | None = None) -> list[GroupRecord]:
+        if producer is None:
+            return self._where("state = 'queued' AND producer IS NULL ORDER BY sequence LIMIT ?", run_id, limit)
+        return self._where("state = 'queued' AND producer = ? ORDER BY sequence LIMIT ?", run_id, producer, limit)
+
+    def queued_by_arrival(self, run_id: RunId, limit: int) -> list[GroupRecord]:
+        return self._where("state = 'queued' AND producer IS NULL ORDER BY arrival LIMIT ?", run_id, limit)
+
+    def queued_below(self, run_id: RunId, version: int) -> list[GroupRecord]:
+        return self._where(
+            "state = 'queued' AND oldest_version IS NOT NULL AND oldest_version < ? ORDER BY +sequence", run_id, version
+        )
+
+    def releasable(self, run_id: RunId, up_to_step: int, *, dropped_only: bool) -> list[GroupRecord]:
+        only = "AND state = 'dropped'" if dropped_only else ""
+        return self._where(
+            f"has_payload = 1 AND release_step IS NOT NULL AND release_step <= ? {only} ORDER BY +sequence",
+            run_id,
+            up_to_step,
+        )
+
+    def page(self, run_id: RunId, state: GroupState | None, limit: int, offset: int) -> list[GroupRecord]:
+        if state is None:
+            return self._where("TRUE ORDER BY sequence LIMIT ? OFFSET ?", run_id, limit, offset)
+        return self._where("state = ? ORDER BY sequence LIMIT ? OFFSET ?", run_id, state.value, limit, offset)
+
+    def after(self, run_id: RunId, sequence: int, limit: int) -> list[GroupRecord]:
+        return self._where("sequence > ? ORDER BY sequence LIMIT ?", run_id, sequence, limit)
+
+    def each(self, run_id: RunId) -> Iterator[GroupRecord]:
+        rows = self._session.stream(GROUPS.select + "WHERE run_id = ? ORDER BY group_id", (run_id,))
+        return (GROUPS.record(row) for row in rows)
+
+    def _where(self, condition: str, run_id: RunId, *parameters: Any) -> list[GroupRecord]:
+        sql = f"{GROUPS.select} WHERE run_id = ? AND {condition}"
+        return GROUPS.all(self._session.select_flushed(sql, (run_id, *parameters)))
+
+
+class SqlHistory:
+    """Satisfies `store.History`."""
+
+    def __init__(self, session: SqlSession) -> None:
+        self._session = session
+
+    def add(self, move: MoveRecord) -> None:
+        self._session.pending.moves.append(move)
+
+    def of_group(self, run_id: RunId, group_id: GroupId) -> list[MoveRecord]:
+        sql = MOVES.select + "WHERE run_id = ? AND group_id = ? ORDER BY id"
+        return MOVES.all(self._session.select_flushed(sql, (run_id, group_id)))
+
+    def each(self, run_id: RunId) -> Iterator[MoveRecord]:
+        rows = self._session.stream(MOVES.select + "WHERE run_id = ? ORDER BY group_id, id", (run_id,))
+        return (MOVES.record(row) for row in rows)
+
+
+class SqlPayloads:
+    """Payloads in a table of the database. Satisfies `store.Payloads`."""
+
+    def __init__(self, session: SqlSession) -> None:
+        self._session = session
+        session.payload_statement = self._statement
+
+    def put(self, run_id: RunId, group_id: GroupId, body: bytes | memoryview, digest: str | None = None) -> None:
+        self._session.pending.payloads[run_id, group_id] = body
+
+    def get(self, run_id: RunId, group_id: GroupId) -> bytes | None:
+        sql = "SELECT body FROM payloads WHERE run_id = ? AND group_id = ?"
+        row = self._session.select_flushed(sql, (run_id, group_id)).fetchone()
+        return None if row is None else bytes(row[0])
+
+    def get_many(self, run_id: RunId, group_ids: Sequence[GroupId]) -> list[bytes | memoryview | None]:
+        return [self.get(run_id, group_id) for group_id in group_ids]
+
+    def delete(self, run_id: RunId, group_id: GroupId) -> None:
+        self._session.flush()
+        self._session.write("DELETE FROM payloads WHERE run_id = ? AND group_id = ?", (run_id, group_id))
+
+    def lost(self, run_id: RunId) -> list[GroupId]:
+        return []
+
+    @staticmethod
+    def _statement(payloads: PayloadRows) -> tuple[str, list[Sequence[Any]]]:
+        return INSERT_PAYLOAD, [(run_id, group_id, body) for (run_id, group_id), body in payloads.items()]

@@ -1,0 +1,91 @@
+"""SQL of runs, owners, producers and cursor positions."""
+
+from rollbook.contracts.admission import OwnerId, RunId
+from rollbook.ledger.records import OwnerRecord, ProducerRecord, RunRecord
+from rollbook.ledger.stores.sql.tables import OWNERS, PRODUCERS
+from rollbook.ledger.stores.sql.write_buffer import SqlSession
+
+
+class SqlRuns:
+    """Satisfies `store.Runs`."""
+
+    def __init__(self, session: SqlSession) -> None:
+        self._session = session
+
+    def get(self, run_id: RunId) -> RunRecord | None:
+        return self._session.run(run_id)
+
+    def ids(self) -> list[RunId]:
+        rows = self._session.select_flushed("SELECT run_id FROM runs ORDER BY created_at, run_id")
+        return [RunId(row[0]) for row in rows]
+
+    def put(self, run: RunRecord) -> None:
+        self._session.pending.runs[run.run_id] = run
+
+    def drops(self, run_id: RunId) -> dict[str, int]:
+        return dict(self._session.select("SELECT kind, num FROM drops WHERE run_id = ?", (run_id,)).fetchall())
+
+    def count_drop(self, run_id: RunId, kind: str) -> None:
+        self._session.write(
+            "INSERT INTO drops (run_id, kind, num) VALUES (?, ?, 1) ON CONFLICT (run_id, kind) DO UPDATE SET num = drops.num + 1",
+            (run_id, kind),
+        )
+
+
+class SqlOwners:
+    """Satisfies `store.Owners`."""
+
+    def __init__(self, session: SqlSession) -> None:
+        self._session = session
+
+    def get(self, run_id: RunId, owner_id: OwnerId) -> OwnerRecord | None:
+        found = self._session.select(OWNERS.select + "WHERE run_id = ? AND owner_id = ?", (run_id, owner_id))
+        return OWNERS.one(found.fetchone())
+
+    def named(self, run_id: RunId, name: str) -> list[OwnerRecord]:
+        return OWNERS.all(self._session.select(OWNERS.select + "WHERE run_id = ? AND name = ?", (run_id, name)))
+
+    def alive(self, run_id: RunId) -> list[OwnerRecord]:
+        return OWNERS.all(self._session.select(OWNERS.select + "WHERE run_id = ? AND state = 'alive'", (run_id,)))
+
+    def put(self, owner: OwnerRecord) -> None:
+        self._session.write(OWNERS.upsert, OWNERS.row(owner))
+
+
+class SqlProducers:
+    """Satisfies `store.Producers`."""
+
+    def __init__(self, session: SqlSession) -> None:
+        self._session = session
+
+    def all(self, run_id: RunId) -> list[ProducerRecord]:
+        return PRODUCERS.all(self._session.select(PRODUCERS.select + "WHERE run_id = ? ORDER BY name", (run_id,)))
+
+    def put(self, producer: ProducerRecord) -> None:
+        self._session.write(PRODUCERS.upsert, PRODUCERS.row(producer))
+
+
+class SqlPositions:
+    """Satisfies `store.Positions`."""
+
+    def __init__(self, session: SqlSession) -> None:
+        self._session = session
+
+    def put(self, run_id: RunId, position: int, *, is_settled: bool) -> None:
+        self._session.write(
+            "INSERT INTO positions (run_id, position, is_settled) VALUES (?, ?, ?) "
+            "ON CONFLICT (run_id, position) DO UPDATE SET is_settled = excluded.is_settled",
+            (run_id, position, is_settled),
+        )
+
+    def get(self, run_id: RunId, position: int) -> bool | None:
+        sql = "SELECT is_settled FROM positions WHERE run_id = ? AND position = ?"
+        row = self._session.select(sql, (run_id, position)).fetchone()
+        return None if row is None else bool(row[0])
+
+    def all(self, run_id: RunId) -> list[tuple[int, bool]]:
+        sql = "SELECT position, is_settled FROM positions WHERE run_id = ? ORDER BY position"
+        return [(int(at), bool(is_settled)) for at, is_settled in self._session.select(sql, (run_id,))]
+
+    def delete(self, run_id: RunId, position: int) -> None:
+        self._session.write("DELETE FROM positions WHERE run_id = ? AND position = ?", (run_id, position))

@@ -1,0 +1,174 @@
+"""A run on a real store, driven rule by rule with a manual clock, without threads and HTTP."""
+
+import asyncio
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from rollbook.contracts.admission import LedgerStatus, OpenReply, OwnerId, Receipt, RunSettings
+from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainerRole
+from rollbook.contracts.group import DropReason, GroupId
+from rollbook.contracts.group_codec import encode_group
+from rollbook.contracts.policy import Publication
+from rollbook.contracts.task import Draw
+from rollbook.ledger.config import Durability
+from rollbook.ledger.records import GroupRecord
+from rollbook.ledger.rules import batches, gate, groups, publications, runs, trainer
+from rollbook.ledger.rules.batches import Decision
+from rollbook.ledger.rules.groups import Submission
+from rollbook.ledger.rules.run_transaction import RunTransaction, run_transaction
+from rollbook.ledger.store import Transaction
+from rollbook.ledger.stores.postgres.writer import PostgresWriter
+from rollbook.ledger.stores.sql.committer import Operation
+from rollbook.ledger.stores.sqlite.file import MEMORY
+from rollbook.ledger.stores.sqlite.writer import SqliteWriter
+from rollbook.ledger.tools.audit import AuditReport, audit_run
+from tests.parts.ledger.groups import RUN, group_of, outcome_of
+
+T = TypeVar("T")
+
+
+class BlockingStore:
+    """The writer of a real store, called without its thread. Satisfies `store.Reader`."""
+
+    def __init__(self, writer: SqliteWriter | PostgresWriter) -> None:
+        self._writer = writer
+        weakref.finalize(self, writer.close)
+
+    def write_now(self, work: Callable[[Transaction], T]) -> T:
+        operation = Operation(work, cast("asyncio.Future[Any]", None))
+        self._writer.commit([operation])
+        if operation.error is not None:
+            raise operation.error
+        result: T = operation.result
+        return result
+
+    def read_now(self, work: Callable[[Transaction], T]) -> T:
+        return self.write_now(work)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def blocking_sqlite(path: Path = MEMORY) -> BlockingStore:
+    return BlockingStore(SqliteWriter(path, Durability.PROCESS_CRASH))
+
+
+def blocking_postgres(url: str) -> BlockingStore:
+    writer = PostgresWriter(url)
+    writer.prepare()
+    return BlockingStore(writer)
+
+
+class RunDriver:
+    """One run and its operations. Tests set `now`."""
+
+    def __init__(self, store: BlockingStore | None = None) -> None:
+        self.store = store or blocking_sqlite()
+        self.now = 1_000.0
+        self.epoch = 0
+        self._requests = 0
+
+    def rule(self, work: Callable[[RunTransaction], T]) -> T:
+        def run(tx: Transaction) -> T:
+            with run_transaction(tx, RUN, self.now) as run_tx:
+                return work(run_tx)
+
+        return self.store.write_now(run)
+
+    def create(self, settings: RunSettings) -> "RunDriver":
+        self.store.write_now(lambda tx: runs.create_run(tx, RUN, settings, now=self.now))
+        return self
+
+    def join(self, name: str = "worker", nonce: str | None = None) -> OwnerId:
+        self._requests += 1
+        nonce = nonce or f"nonce{self._requests}"
+        return self.rule(lambda run_tx: gate.join(run_tx, name, nonce))
+
+    def open(self, owner: OwnerId, draws: list[Draw], *, limit: int = 100, request: str | None = None) -> OpenReply:
+        self._requests += 1
+        request = request or f"request{self._requests}"
+        return self.rule(lambda run_tx: gate.open_groups(run_tx, owner, draws, limit=limit, request_id=request))
+
+    def submit(
+        self,
+        task: str,
+        publications: tuple[int, ...] = (0,),
+        *,
+        attempt: int = 1,
+        drop: DropReason | None = None,
+        max_queued: int = 1_000,
+        samples: int = 2,
+    ) -> Receipt:
+        group = group_of(task, publications, samples=samples)
+        encoded = encode_group(group)
+        submission = Submission(
+            group_id=group.id,
+            task_id=group.task_id,
+            draw=0,
+            attempt=attempt,
+            publications=encoded.publications,
+            outcome=outcome_of(group),
+            payload=encoded.payload,
+            payload_digest=encoded.digest,
+            drop=drop,
+        )
+        return self.rule(lambda run_tx: groups.submit(run_tx, submission, max_queued=max_queued))
+
+    def close(self, task: str, reason: DropReason) -> Receipt:
+        return self.rule(lambda run_tx: groups.close(run_tx, GroupId(f"{task}@0"), reason, outcome=None))
+
+    def release(self, task: str, attempt: int, cause: str = "worker died") -> None:
+        self.rule(lambda run_tx: groups.release(run_tx, GroupId(f"{task}@0"), attempt=attempt, cause=cause))
+
+    def exhausted(self) -> None:
+        self.rule(groups.mark_exhausted)
+
+    def expire(self) -> int:
+        return self.rule(gate.expire)
+
+    def take_role(self, restored_step: int = 0) -> TrainerRole:
+        role = self.rule(lambda run_tx: trainer.take_role(run_tx, restored_step=restored_step))
+        self.epoch = role.epoch
+        return role
+
+    def decide(self, step: int, *, epoch: int | None = None) -> Decision:
+        epoch = self.epoch if epoch is None else epoch
+        return self.rule(lambda run_tx: batches.decide(run_tx, step, epoch=epoch))
+
+    def acknowledge(self, step: int, digest: str | None = None, *, epoch: int | None = None) -> AckReceipt:
+        epoch = self.epoch if epoch is None else epoch
+        return self.rule(lambda run_tx: trainer.acknowledge(run_tx, step, digest or f"weights{step}", epoch=epoch))
+
+    def register(self, step: int, digest: str | None = None) -> Publication:
+        return self.rule(
+            lambda run_tx: publications.register(run_tx, step, digest or f"weights{step}", epoch=self.epoch)
+        )
+
+    def publish(self, step: int, digest: str | None = None) -> Publication:
+        publication = self.register(step, digest)
+        self.rule(lambda run_tx: publications.confirm(run_tx, publication, epoch=self.epoch))
+        return publication
+
+    def checkpointed(self, step: int, *, oldest_kept: int | None = None) -> int:
+        kept = step if oldest_kept is None else oldest_kept
+        return self.rule(lambda run_tx: trainer.checkpointed(run_tx, step, oldest_kept=kept, epoch=self.epoch))
+
+    def finish(self, reason: EndOfRun) -> None:
+        self.rule(lambda run_tx: trainer.finish(run_tx, reason, epoch=self.epoch))
+
+    def status(self) -> LedgerStatus:
+        return self.store.read_now(lambda tx: runs.status(tx, RUN))
+
+    def audit(self) -> AuditReport:
+        return self.store.read_now(lambda tx: audit_run(tx, RUN))
+
+    def group(self, task: str) -> GroupRecord:
+        record = self.store.read_now(lambda tx: tx.groups.get(RUN, GroupId(f"{task}@0")))
+        assert record is not None
+        return record
+
+    def notes(self, task: str) -> list[str]:
+        moves = self.store.read_now(lambda tx: tx.history.of_group(RUN, GroupId(f"{task}@0")))
+        return [f"{move.to_state}: {move.note}" for move in moves]
