@@ -1,4 +1,4 @@
-"""One worker process and its handle: readiness, death, stopping, and the parent's death."""
+"""One worker process and its handle: readiness, death, stopping, and death of the parent."""
 
 import io
 import os
@@ -52,10 +52,10 @@ async def results_of(worker: AsyncRolloutWorker, count: int) -> dict[str, Finish
         found[done.group_id] = result
         if len(found) == count:
             return found
-    raise AssertionError("a worker's results end by an error only")
+    raise AssertionError("results() ends only by an error")
 
 
-async def test_a_worker_plays_many_groups_concurrently_and_is_gone_after_its_block() -> None:
+async def test_a_worker_plays_many_groups_concurrently_and_is_stopped_at_the_end_of_its_block() -> None:
     async with worker_of() as worker:
         assert worker.pid != os.getpid()
         for number in range(20):
@@ -66,7 +66,7 @@ async def test_a_worker_plays_many_groups_concurrently_and_is_gone_after_its_blo
     assert not psutil.pid_exists(worker.pid)
 
 
-async def test_an_idle_worker_exits_on_a_stop_message() -> None:
+async def test_an_idle_worker_exits_on_a_stop_request() -> None:
     async with worker_of(stop_s=30.0) as worker:
         process = psutil.Process(worker.pid)
     assert not process.is_running()
@@ -80,7 +80,7 @@ async def test_a_worker_ignores_sigint() -> None:
         assert await results_of(worker, 1)
 
 
-async def test_a_cancelled_group_is_not_reported_and_its_siblings_play_on() -> None:
+async def test_a_cancelled_group_is_not_reported_and_other_groups_continue() -> None:
     async with worker_of() as worker:
         worker.play(order(1, deed="hang"))
         worker.play(order(2))
@@ -89,7 +89,7 @@ async def test_a_cancelled_group_is_not_reported_and_its_siblings_play_on() -> N
         assert worker.in_flight == {}
 
 
-async def test_the_death_of_a_worker_is_reported_with_its_signal_and_its_lost_groups() -> None:
+async def test_a_killed_worker_is_reported_with_its_signal_and_its_lost_groups() -> None:
     async with worker_of() as worker:
         worker.play(order(1, deed="hang"))
         os.kill(worker.pid, signal.SIGKILL)
@@ -113,7 +113,7 @@ async def test_a_builder_that_fails_is_reported_with_its_cause() -> None:
             pass
 
 
-async def test_a_spec_that_cannot_be_pickled_is_refused_before_a_process_is_started() -> None:
+async def test_a_spec_that_cannot_be_pickled_is_rejected_before_a_process_is_started() -> None:
     with pytest.raises(RunError, match=r"settings\['lock'\]"):
         async with worker_of(lock=lambda: 0):
             pass
