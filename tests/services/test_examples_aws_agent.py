@@ -51,7 +51,7 @@ def test_no_training_task_has_a_held_out_pair_not_even_as_its_second_name(recipe
         ("cut_name", "aws s3api create-bucket --bucket amber"),
     ],
 )
-def test_a_careless_move_differs_from_the_right_one_in_one_thing(
+def test_a_deliberate_mistake_differs_from_the_solution_in_one_detail(
     recipe: dict[str, ModuleType], flaw: str, line: str
 ) -> None:
     assert getattr(recipe["prepare"], flaw)("aws s3api create-bucket --bucket amber-birch") == line
@@ -68,7 +68,7 @@ def test_the_view_keeps_values_and_errors_and_leaves_out_braces_and_usage(recipe
     assert view(usage) == "error: argument operation: no"
 
 
-def test_a_command_is_few_tokens_and_comes_back_as_it_was(recipe: dict[str, ModuleType]) -> None:
+def test_a_command_has_few_tokens_and_decodes_to_itself(recipe: dict[str, ModuleType]) -> None:
     line = "aws s3api create-bucket --bucket amber-birch"
     chats = [
         [{"role": "user", "content": "Create an S3 bucket named amber-birch."}, {"role": "assistant", "content": line}]
@@ -87,7 +87,7 @@ def measurement(mean: float) -> dict[str, Any]:
     }
 
 
-def test_the_table_says_whether_before_and_after_are_apart(recipe: dict[str, ModuleType], tmp_path: Path) -> None:
+def test_the_table_marks_results_whose_intervals_do_not_overlap(recipe: dict[str, ModuleType], tmp_path: Path) -> None:
     table = recipe["results"].table
     assert table({"before": measurement(0.3), "after": measurement(0.6)})[-1].endswith("| +30.0 | apart |")
     assert table({"before": measurement(0.3), "after": measurement(0.35)})[-1].endswith("| +5.0 | overlap |")
