@@ -30,7 +30,7 @@ def test_a_run_is_evaluated_during_training_and_can_be_evaluated_and_retrained_a
         summary = run.start().wait()
     finally:
         run.stop()
-    assert (summary["exit_code"], summary["steps"], summary["audit"]) == (0, 14, "ok"), summary["told"]
+    assert (summary["exit_code"], summary["steps"], summary["audit"]) == (0, 14, "ok"), summary["stderr"]
     rows = read_metrics(run.directory / "metrics.jsonl", process="evaluation")
     # A slow start may miss the first versions, never the last.
     assert rows[-1]["step"] == 14
@@ -64,7 +64,7 @@ def test_an_evaluation_with_its_own_server_evaluates_checkpoints_at_a_fixed_vers
         summary = run.start().wait(240)
     finally:
         run.stop()
-    assert summary["exit_code"] == 0, summary["told"]
+    assert summary["exit_code"] == 0, summary["stderr"]
     rows = read_metrics(run.directory / "metrics.jsonl", process="evaluation")
     assert rows[0]["step"] == 0
     assert rows[-1]["step"] == 14
@@ -80,7 +80,7 @@ def test_a_failing_evaluation_is_reported_and_training_continues(tmp_path: Path)
     finally:
         run.stop()
     assert (summary["exit_code"], summary["steps"]) == (0, 14)
-    assert "evaluation stopped" in summary["told"]
+    assert "evaluation stopped" in summary["stderr"]
 
 
 def test_invalid_evaluation_targets_are_rejected_with_advice(tmp_path: Path) -> None:
