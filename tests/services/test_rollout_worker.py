@@ -81,7 +81,7 @@ async def test_a_worker_ignores_sigint() -> None:
 
 async def test_a_cancelled_group_is_not_reported_and_other_groups_continue() -> None:
     async with worker_of() as worker:
-        worker.play(order(1, deed="hang"))
+        worker.play(order(1, action="hang"))
         worker.play(order(2))
         worker.cancel("t1@0", 1)
         assert list(await results_of(worker, 1)) == ["t2@0"]
@@ -90,7 +90,7 @@ async def test_a_cancelled_group_is_not_reported_and_other_groups_continue() -> 
 
 async def test_a_killed_worker_is_reported_with_its_signal_and_its_lost_groups() -> None:
     async with worker_of() as worker:
-        worker.play(order(1, deed="hang"))
+        worker.play(order(1, action="hang"))
         os.kill(worker.pid, signal.SIGKILL)
         with pytest.raises(WorkerDiedError, match="killed by signal 9"):
             await results_of(worker, 1)
@@ -99,7 +99,7 @@ async def test_a_killed_worker_is_reported_with_its_signal_and_its_lost_groups()
 
 async def test_a_worker_that_blocks_its_event_loop_is_killed() -> None:
     async with worker_of() as worker:
-        worker.play(order(1, deed="block"))
+        worker.play(order(1, action="block"))
         await asyncio.sleep(0.2)
     assert not psutil.pid_exists(worker.pid)
 
@@ -124,7 +124,7 @@ def test_a_worker_ends_when_its_parent_is_killed() -> None:
 
         async def main():
             async with worker_of() as worker:
-                worker.play(order(1, deed="hang"))
+                worker.play(order(1, action="hang"))
                 print(worker.pid, flush=True)
                 await asyncio.sleep(3600)
 

@@ -58,7 +58,7 @@ async def judge(case: RewardCase) -> float | None:
     if case.response == "slow":
         await asyncio.sleep(3600)
     if case.response == "block":
-        time.sleep(3600)  # noqa: ASYNC251 - this is the misdeed
+        time.sleep(3600)  # noqa: ASYNC251 - this is the tested fault
     await asyncio.sleep(0.01)
     return 0.75
 
