@@ -103,11 +103,11 @@ def posting(url: str) -> Iterator[list[Any]]:
         thread.join(60)
 
 
-def test_our_trainer_learns_from_what_an_atropos_environment_posts(tmp_path: Path) -> None:
+def test_the_trainer_trains_groups_posted_by_an_atropos_environment(tmp_path: Path) -> None:
     port = free_port()
     with posting(f"http://127.0.0.1:{port}") as posted:
         summary = run_on(tmp_path, port, "trainer.missing_logprobs=refuse").start().wait(280)
-    assert summary["exit_code"] == 0, summary["told"]
+    assert summary["exit_code"] == 0, summary["stderr"]
     assert summary["steps"] == STEPS
     assert len(posted) >= STEPS * 4
     assert_trained_from_posts(tmp_path / "run", "atropos.env0")
@@ -115,7 +115,7 @@ def test_our_trainer_learns_from_what_an_atropos_environment_posts(tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_killed_and_resumed_nothing_posted_is_trained_twice(tmp_path: Path) -> None:
+def test_after_a_kill_no_posted_group_is_trained_twice(tmp_path: Path) -> None:
     port = free_port()
     with posting(f"http://127.0.0.1:{port}"):
         first = run_on(tmp_path, port).start()
@@ -126,7 +126,7 @@ def test_killed_and_resumed_nothing_posted_is_trained_twice(tmp_path: Path) -> N
         finally:
             first.stop()
         summary = run_on(tmp_path, port).start().wait(280)
-    assert summary["exit_code"] == 0, summary["told"]
+    assert summary["exit_code"] == 0, summary["stderr"]
     assert_trained_from_posts(tmp_path / "run", "atropos.env0")
 
 
@@ -145,5 +145,5 @@ def test_an_unmodified_atropos_environment_is_a_source_of_groups(tmp_path: Path)
         env.kill()
         env.wait()
         run.stop()
-    assert summary["exit_code"] == 0, summary["told"]
+    assert summary["exit_code"] == 0, summary["stderr"]
     assert_trained_from_posts(tmp_path / "run", "atropos.env0")
