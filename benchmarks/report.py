@@ -1,4 +1,4 @@
-"""How every benchmark speaks: a table for people on stderr, one JSON object as the last line on stdout."""
+"""Output of the benchmarks: readable lines on stderr, and one JSON object as the last line on stdout."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """Our figure, the peer's from the same run, their ratio: larger is better."""
+    """Our value, the peer's value from the same benchmark run, and their ratio. A larger ratio is better."""
 
     name: str
     ours: float
@@ -27,18 +27,18 @@ class Figure:
         return self.floor is None or self.ratio >= self.floor
 
 
-def tell(line: str) -> None:
+def print_status(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
 def print_figures(figures: Sequence[Figure], **context: Any) -> int:
-    """The last line. Exit code 0 when every floor holds."""
+    """Print the last line. Returns the exit code: 0 if every ratio reaches its floor."""
     rows = []
     for figure in figures:
         row = asdict(figure)
         more = row.pop("more")
         rows.append({**row, **more, "ok": figure.ok})
-        tell(
+        print_status(
             f"{figure.name:<24} ours {figure.ours:>10.3f}  peer {figure.peer:>10.3f} {figure.unit:<10} ratio {figure.ratio:.3f}"
         )
     print(json.dumps({"figures": rows, "machine": machine(), **context}))

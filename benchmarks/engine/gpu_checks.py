@@ -26,7 +26,7 @@ from torch import Tensor
 from benchmarks.engine.loop import in_process, requests
 from benchmarks.engine.models import SMALL, SMOLLM2_135M, Shape, build, make_model_dir, opened, publish
 from benchmarks.engine.turns import Episodes, prefix_reuse
-from benchmarks.report import Figure, machine, tell
+from benchmarks.report import Figure, machine, print_status
 from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.policy import Completion, Publication, PublicationId, SamplingParams
 from rollbook.contracts.weights import weights_digest
@@ -263,7 +263,9 @@ def main() -> int:
             except Exception as error:  # The other parts still run.
                 traceback.print_exc()
                 found[name] = {"failed": f"{type(error).__name__}: {error}"}
-            tell(f"{name} ({time.perf_counter() - started:.0f} s): {json.dumps(found[name], indent=1, default=str)}")
+            print_status(
+                f"{name} ({time.perf_counter() - started:.0f} s): {json.dumps(found[name], indent=1, default=str)}"
+            )
     checks = _checks(found)
     rows = [
         {"name": f.name, "ours": f.ours, "peer": f.peer, "ratio": f.ratio, "floor": f.floor, "ok": f.ok} for f in checks

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.engine.models import ONE_MILLION, SMOLLM2_135M, Shape, make_model_dir, opened, publish
-from benchmarks.report import Figure, print_figures, tell
+from benchmarks.report import Figure, print_figures, print_status
 from rollbook.contracts.policy import Completion, SamplingParams
 from rollbook.inference.config import InferenceConfig
 
@@ -61,7 +61,7 @@ async def measure(directory: Path, shape: Shape, *, device: str, dtype: str, req
     with torch.inference_mode():
         most_likely = plain(input_ids=tokens, use_cache=False).logits[0, len(prompts[0]) - 1 : -1].argmax(-1)
     agreed = float((most_likely == tokens[0, len(prompts[0]) :]).float().mean())
-    tell(f"  {dtype}: {'; '.join(choices)}")
+    print_status(f"  {dtype}: {'; '.join(choices)}")
     return {
         "tokens": len(differences),
         "max": float(differences.max()),
@@ -75,7 +75,7 @@ async def figures(device: str, shape: Shape, *, requests: int = 26) -> list[Figu
     with tempfile.TemporaryDirectory() as scratch:
         for dtype, floor in FLOORS.items():
             found = await measure(Path(scratch), shape, device=device, dtype=dtype, requests=requests)
-            tell(
+            print_status(
                 f"logprob fidelity {dtype:<9} {found['tokens']:.0f} tokens: max {found['max']:.2e}, mean {found['mean']:.2e}, "
                 f"greedy tokens that are the module's most likely {found['greedy_agreement']:.0%}"
             )

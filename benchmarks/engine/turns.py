@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.engine.models import opened
-from benchmarks.report import Figure, tell
+from benchmarks.report import Figure, print_status
 from rollbook.contracts.policy import Publication, SamplingParams
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engines.embedded.engine import TransformersEngine
@@ -87,7 +87,7 @@ async def prefix_reuse(
         for number in range(rounds):
             on.append(await play(with_reuse, episodes, seed=number))
             off.append(await play(without, episodes, seed=number))
-            tell(
+            print_status(
                 f"turns, round {number}: {on[-1].cpu_s:.2f} CPU seconds with prefix reuse, {off[-1].cpu_s:.2f} without; "
                 f"{on[-1].cached_tokens / on[-1].prompt_tokens:.0%} of the prompt tokens were cached"
             )

@@ -11,14 +11,14 @@ import subprocess
 import sys
 from typing import Any
 
-from benchmarks.report import Figure, print_figures, tell
+from benchmarks.report import Figure, print_figures, print_status
 
 MOST_CPU_MS = 1.0
 
 
 def run(module: str) -> dict[str, Any]:
     """Run in a separate process, so that heap and children of one benchmark do not affect the other."""
-    tell(f"running {module}")
+    print_status(f"running {module}")
     done = subprocess.run([sys.executable, "-m", module], stdout=subprocess.PIPE, text=True, check=True)
     report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return report

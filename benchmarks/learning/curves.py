@@ -1,4 +1,4 @@
-"""Learning curves as a picture, where matplotlib is installed; the numbers are kept as JSON in any case.
+"""Plots learning curves if matplotlib is installed. The values are stored as JSON in any case.
 
 python -m benchmarks.learning.curves docs/results/learning/learning.json
 """
@@ -11,15 +11,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import tell
+from benchmarks.report import print_status
 
 
-def draw(
+def plot(
     out: Path, runs: Sequence[Mapping[str, Any]], *, mark: float, naive: tuple[float, float] | None
 ) -> Path | None:
-    """Held-out accuracy over seconds of training, one line a run."""
+    """Plot held-out accuracy over seconds of training, one line for each run."""
     if importlib.util.find_spec("matplotlib") is None:
-        tell("no picture: matplotlib is not installed here; draw it later with python -m benchmarks.learning.curves")
+        print_status("no plot: matplotlib is not installed; plot later with python -m benchmarks.learning.curves")
         return None
     canvas = importlib.import_module("matplotlib.backends.backend_agg").FigureCanvasAgg
     figure = importlib.import_module("matplotlib.figure").Figure(figsize=(9, 4.6), layout="constrained")
@@ -49,8 +49,8 @@ def draw(
 
 def main() -> int:
     source = Path(sys.argv[1])
-    kept = json.loads(source.read_text(encoding="utf-8"))
-    draw(source.parent, kept["runs"], mark=kept["mark"], naive=(kept["naive_s"], kept["mark"]))
+    saved = json.loads(source.read_text(encoding="utf-8"))
+    plot(source.parent, saved["runs"], mark=saved["mark"], naive=(saved["naive_s"], saved["mark"]))
     return 0
 
 

@@ -1,14 +1,16 @@
-"""A real model learns arithmetic through the real asynchronous loop, on one GPU that engine and trainer share.
+"""Trains a real model on arithmetic with the asynchronous loop. Engine and trainer share one GPU.
 
-    python -m benchmarks.learning.gpu --join part-0 part-1 --to models/smollm2     # a model that came in pieces
+    python -m benchmarks.learning.gpu --join part-0 part-1 --to models/smollm2     # join a model file that was split
     python -m benchmarks.learning.gpu --model models/smollm2 --device cuda
 
-"What is a ± b?" with two-digit numbers; the last number of the reply must match. 64 prompts × 8 samples a step, float32 master
-weights, learning rate 3e-5, at most 48 tokens a reply; greedy accuracy on 512 held-out questions, measured beside training. The
-same with lag budget 1 (asynchronous) and 0 (synchronous), where by construction each side runs alone: its waiting is generation
-alone, its training and publishing are training alone. Then a harder task: three-digit numbers, unless `--harder` says otherwise.
+The task is "What is a ± b?" with two-digit numbers; the last number of the reply must match. A step has 64 prompts × 8 samples.
+Master weights are float32, the learning rate is 3e-5, a reply has at most 48 tokens. Greedy accuracy on 512 held-out questions
+is evaluated during training.
 
-`--small --device cpu` runs the same script with a model of a hundred thousand parameters made on the spot.
+The same training is done with staleness bound 1 (asynchronous) and 0 (synchronous). In the synchronous run generation and training
+never overlap, so its wait time is the time of generation alone. A harder task follows: three-digit numbers, or those of `--harder`.
+
+`--small --device cpu` runs the same script with a new model of a hundred thousand parameters.
 """
 
 import argparse
@@ -21,33 +23,39 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from benchmarks.learning.curves import draw
+from benchmarks.learning.curves import plot
 from benchmarks.learning.runs import LearningRun, Stop, save, train
 from benchmarks.learning.tiny import tiny_model
-from benchmarks.report import Figure, print_figures, tell
+from benchmarks.report import Figure, print_figures, print_status
 
 NAIVE_S, NAIVE_STEPS, MARK = 111.0, 131, 0.56
 """A naive synchronous loop on the same machine: 3.3 % to 56.4 % in 131 steps and 111 s."""
-STEADY = {
-    # At this learning rate the policy moves by about 0.04 nats a token in one step. Without a ratio to the sampler, groups that are
-    # a version or two old pull it about: measured with lag 2, held-out accuracy swung between 12 and 46 %. So the ratio is taken
-    # to the policy that sampled (the engine's logprobs agree with the trainer's to 0.001 nats), and clipped on both sides.
+STABLE_SETTINGS = {
+    # At this learning rate the policy moves by about 0.04 nats per token and step. Without a ratio to the sampling policy, training
+    # on groups with a lag of 1 or 2 is unstable: with lag 2, held-out accuracy varied between 12 and 46 %. So the ratio is taken to
+    # the sampling policy (the engine's logprobs agree with the trainer's to 0.001 nats) and clipped on both sides.
     "loss": "dapo",
     "old_logprobs": "engine",
-    # Adam's first steps are as large as its learning rate, whatever the gradient; and gradients grow tenfold as rewards appear,
-    # which a long memory of their squares takes for small ones.
+    # The first steps of Adam are as large as its learning rate, whatever the gradient. Gradients grow tenfold when the first
+    # rewards appear; with a large beta2 the estimate of their squares would lag behind.
     "warmup_steps": 5,
     "betas": [0.9, 0.99],
-    # What is left after the first jump is noise of the steps: they become smaller towards the end.
+    # Late in training the noise of the steps dominates, so the learning rate falls to 0.
     "schedule": "linear",
 }
 
 
 def table(
-    args: argparse.Namespace, *, model: Path, seed: int, budget: int, harder: dict[str, Any], steps: int
+    args: argparse.Namespace,
+    *,
+    model: Path,
+    seed: int,
+    max_head_offpolicy_versions: int,
+    harder: dict[str, Any],
+    steps: int,
 ) -> dict[str, Any]:
     is_gpu = args.device == "cuda"
-    # Small: single digits, so that a model made on the spot gets somewhere.
+    # Single digits for the small model, so that it can learn.
     shape = {
         "terms": 2,
         "spaced": args.small,
@@ -75,8 +83,8 @@ def table(
         },
         "gate": {
             "groups_per_step": groups,
-            "max_groups_in_flight": groups * (budget + 1),
-            "max_head_offpolicy_versions": budget,
+            "max_groups_in_flight": groups * (max_head_offpolicy_versions + 1),
+            "max_head_offpolicy_versions": max_head_offpolicy_versions,
         },
         "ledger": {"durability": "process_crash"},
         "inference": {
@@ -85,7 +93,7 @@ def table(
             "max_running": 1024 if is_gpu else 256,
             "max_connections": 512,
             **({} if args.small else {"max_model_len": 256}),
-            # The GPU is shared: the engine leaves to the trainer what it does not need for its slots.
+            # The GPU is shared, so the engine's KV cache is limited.
             **({"kv_memory_mb": 12_000} if is_gpu else {}),
             **args.inference,
         },
@@ -98,7 +106,7 @@ def table(
             "max_tokens_per_microbatch": 32_768,
             "pass_cost_tokens": 8192 if is_gpu else 192,
             "checkpoint_every": 100_000,
-            **({} if args.small else STEADY),
+            **({} if args.small else STABLE_SETTINGS),
             **args.trainer,
         },
         "evaluation": {
@@ -118,17 +126,24 @@ def measure(args: argparse.Namespace, home: Path) -> int:
     runs: list[LearningRun] = []
 
     def one(
-        name: str, *, budget: int, stop: Stop, seed: int = 0, base: Path = model, **harder: Any
+        name: str, *, max_head_offpolicy_versions: int, stop: Stop, seed: int = 0, base: Path = model, **harder: Any
     ) -> LearningRun | None:
-        tell(f"{name}: lag budget {budget}, seed {seed} {harder or ''}")
-        settings = table(args, model=base, seed=seed, budget=budget, harder=harder, steps=args.steps)
+        print_status(f"{name}: staleness bound {max_head_offpolicy_versions}, seed {seed} {harder or ''}")
+        settings = table(
+            args,
+            model=base,
+            seed=seed,
+            max_head_offpolicy_versions=max_head_offpolicy_versions,
+            harder=harder,
+            steps=args.steps,
+        )
         try:
             run = train(name, settings, home, stop)
         except Exception as error:
-            # One run that fails must not cost the others their machine time.
-            tell(f"{name} FAILED: {error}")
+            # The other runs continue after a failed one.
+            print_status(f"{name} FAILED: {error}")
             return None
-        tell(
+        print_status(
             f"{name}: {len(run.steps)} steps, {run.step_s:.3f} s a step (wait {run.mean_of('perf/sample_wait_time'):.3f}, train "
             f"{run.mean_of('perf/train_time'):.3f}, sync {run.mean_of('perf/weight_sync_time'):.3f}), start {run.start_s:.1f} s, "
             f"first step {run.first_step_s:.1f} s, lag at most {run.max_lag}, audit ok: {run.audit_ok}"
@@ -139,20 +154,28 @@ def measure(args: argparse.Namespace, home: Path) -> int:
 
     asynchronous = []
     for seed in range(args.seeds):
-        # The first leaves a checkpoint, from which the harder task begins.
+        # The first run writes a checkpoint; the harder task starts from it.
         stop = Stop(mark=args.mark, limit_s=args.limit_s, needs_checkpoint=seed == 0 and args.harder_limit_s > 0)
-        if run := one(f"async-{seed}", budget=args.budget, seed=seed, stop=stop):
+        if run := one(
+            f"async-{seed}", max_head_offpolicy_versions=args.max_head_offpolicy_versions, seed=seed, stop=stop
+        ):
             asynchronous.append(run)
     synchronous = None
     if args.sync_limit_s > 0:
         stop = Stop(mark=args.mark, limit_s=args.sync_limit_s)
-        synchronous = one("sync", budget=0, stop=stop)
+        synchronous = one("sync", max_head_offpolicy_versions=0, stop=stop)
     harder = None
     if args.harder_limit_s > 0:
         base = _last_model(asynchronous[0].directory) if asynchronous else None
         stop = Stop(limit_s=args.harder_limit_s)
-        harder = one("harder", budget=args.budget, base=base or model, stop=stop, **args.harder)
-    draw(args.out, [run.row() for run in runs], mark=args.mark, naive=None if args.small else (NAIVE_S, MARK))
+        harder = one(
+            "harder",
+            max_head_offpolicy_versions=args.max_head_offpolicy_versions,
+            base=base or model,
+            stop=stop,
+            **args.harder,
+        )
+    plot(args.out, [run.row() for run in runs], mark=args.mark, naive=None if args.small else (NAIVE_S, MARK))
     return print_figures(_figures(args, asynchronous, synchronous, harder), runs=[run.row() for run in runs])
 
 
@@ -200,7 +223,7 @@ def _figures(
                 ratio=sync.step_s / step_s,
                 more=alone,
             ),
-            # Two machines would reach it; on one GPU that both sides share, their kernels also wait for each other.
+            # Reachable with two machines. On one shared GPU the kernels of engine and trainer also wait for each other.
             Figure(name="async_of_ideal", ours=step_s, peer=ideal, unit="s/step", ratio=ideal / step_s, more=alone),
         ]
         both = [at[1] for run in (*many, sync) if (at := run.at_mark(args.mark))]
@@ -215,7 +238,7 @@ def _figures(
                 ours=best,
                 peer=before,
                 unit="solved",
-                # One lucky answer more is no learning: what was solved before counts as a twentieth at least.
+                # At least 0.05, so that one lucky answer more does not count as learning.
                 ratio=best / max(before, 0.05),
                 floor=None if args.small else 2.0,
                 more={"task": args.harder, "steps": len(harder.steps), "seconds": round(harder.raw_s, 1)},
@@ -225,7 +248,7 @@ def _figures(
 
 
 def join(parts: list[Path], target: Path) -> None:
-    """A GGUF file that was carried here in pieces becomes a model directory."""
+    """Join the parts of a GGUF file and convert it to a model directory."""
     with tempfile.TemporaryDirectory(prefix="rollbook-join-") as scratch:
         whole = Path(scratch) / "model.gguf"
         with whole.open("wb") as out:
@@ -256,24 +279,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a Hugging Face directory")
     parser.add_argument(
-        "--join", type=Path, nargs="+", metavar="PART", help="join these files into a GGUF, convert it, and end"
+        "--join", type=Path, nargs="+", metavar="PART", help="join these files into a GGUF file, convert it, and exit"
     )
-    parser.add_argument("--to", type=Path, default=Path("models/smollm2"), help="where --join puts the model")
+    parser.add_argument("--to", type=Path, default=Path("models/smollm2"), help="output directory of --join")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--small", action="store_true", help="a tiny model and single digits, to try the script itself")
-    parser.add_argument("--seeds", type=int, default=3, help="asynchronous runs")
-    parser.add_argument("--budget", type=int, default=1, help="lag budget of the asynchronous runs")
+    parser.add_argument("--small", action="store_true", help="a tiny model and single digits, to test the script")
+    parser.add_argument("--seeds", type=int, default=3, help="number of asynchronous runs")
+    parser.add_argument(
+        "--max-head-offpolicy-versions", type=int, default=1, help="staleness bound of the asynchronous runs"
+    )
     parser.add_argument("--mark", type=float, default=MARK, help="held-out accuracy at which a run is stopped")
-    parser.add_argument("--steps", type=int, default=140, help="steps at most; the learning rate falls to 0 over them")
     parser.add_argument(
-        "--limit-s", type=float, default=75.0, help="seconds of training at most, each asynchronous run"
+        "--steps", type=int, default=140, help="maximum number of steps; the learning rate falls to 0 over them"
     )
-    parser.add_argument(
-        "--sync-limit-s", type=float, default=45.0, help="the same for the synchronous run; 0 leaves it out"
-    )
-    parser.add_argument(
-        "--harder-limit-s", type=float, default=45.0, help="the same for the harder task; 0 leaves it out"
-    )
+    parser.add_argument("--limit-s", type=float, default=75.0, help="maximum training seconds of each asynchronous run")
+    parser.add_argument("--sync-limit-s", type=float, default=45.0, help="the same for the synchronous run; 0 skips it")
+    parser.add_argument("--harder-limit-s", type=float, default=45.0, help="the same for the harder task; 0 skips it")
     parser.add_argument(
         "--harder",
         type=_setting,
@@ -281,9 +302,11 @@ def main() -> int:
         metavar="FIELD=VALUE",
         help="terms, least or most of the harder task",
     )
-    parser.add_argument("--evaluate-every", type=int, default=8, help="steps between measurements")
+    parser.add_argument("--evaluate-every", type=int, default=8, help="steps between evaluations")
     parser.add_argument("--workers", type=int, default=6, help="rollout worker processes")
-    parser.add_argument("--out", type=Path, default=Path("docs/results/learning"), help="where curves are kept")
+    parser.add_argument(
+        "--out", type=Path, default=Path("docs/results/learning"), help="output directory of the curves"
+    )
     parser.add_argument("--trainer", type=_setting, action="append", default=[], metavar="FIELD=VALUE")
     parser.add_argument("--inference", type=_setting, action="append", default=[], metavar="FIELD=VALUE")
     args = parser.parse_args()
@@ -293,7 +316,7 @@ def main() -> int:
         join(args.join, args.to)
         return 0
     if not args.small and args.model is None:
-        parser.error("name the model with --model, or try --small")
+        parser.error("--model is required without --small")
     with tempfile.TemporaryDirectory(prefix="rollbook-learning-") as home:
         return measure(args, Path(home))
 

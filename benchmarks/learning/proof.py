@@ -1,10 +1,11 @@
-"""The two-phase proof of learning: multi-turn maths with retry, through the whole system. Every criterion with its value.
+"""The two-phase proof of learning: multi-turn maths with retry, on the whole system. Prints every criterion with its value.
 
-    make proof-cpu      python -m benchmarks.learning.proof --device cpu: a model made and warm-started on the spot
-    make proof-gpu      python -m benchmarks.learning.proof --device cuda --model models/smollm2: a real one on a GPU
+    make proof-cpu      python -m benchmarks.learning.proof --device cpu: a new model with a warm start
+    make proof-gpu      python -m benchmarks.learning.proof --device cuda --model models/smollm2: a real model on a GPU
 
-8 problems a step, 8 episodes each, 200 problems, groups of constant reward filtered. Phase 1: lag budget 1, one minibatch. Phase 2:
-lag budget 2, two minibatches. `--short`: the same processes for a few steps, with no demand on trend and speed.
+There are 200 problems; a step has 8 problems with 8 episodes each. Groups with a constant reward are filtered. Phase 1: staleness
+bound 1, one minibatch. Phase 2: staleness bound 2, two minibatches. `--short`: the same processes for a few steps; trend and speed
+are not checked.
 """
 
 import argparse
@@ -24,7 +25,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.learning.proof_criteria import Criterion, Phase, judge_first, judge_second
-from benchmarks.report import machine, tell
+from benchmarks.report import machine, print_status
 from rollbook.telemetry.metrics import read_metrics
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "03_maths_with_retry"
@@ -43,7 +44,7 @@ class Proof:
     def model(self) -> Path:
         if self._args.model is not None:
             return Path(self._args.model).resolve()
-        tell("warm start of a model made on the spot")
+        print_status("warm start of a new model")
         count = 9_600 if not self._args.short else 1_200
         script = [sys.executable, str(self._home / "prepare_data.py"), "sums", "--to", str(self._home / "data")]
         subprocess.run([*script, "--count", str(count)], check=True)
@@ -51,18 +52,23 @@ class Proof:
         if done.returncode != 0:
             raise SystemExit(done.stderr)
         report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        tell(f"  {report['steps']} steps, loss {report['loss_first']:.3f} → {report['loss_last']:.3f}")
+        print_status(f"  {report['steps']} steps, loss {report['loss_first']:.3f} → {report['loss_last']:.3f}")
         return Path(report["model"])
 
     def phase(self, number: int, model: Path) -> Phase:
-        budget, minibatches = (1, 1) if number == 1 else (2, 2)
-        tell(f"phase {number}: lag budget {budget}, {minibatches} minibatch{'es' if minibatches > 1 else ''}")
+        max_head_offpolicy_versions, minibatches = (1, 1) if number == 1 else (2, 2)
+        print_status(
+            f"phase {number}: staleness bound {max_head_offpolicy_versions}, minibatches per batch: {minibatches}"
+        )
         directory = self._home / f"phase-{number}"
         table = tomllib.loads((self._home / "run.toml").read_text(encoding="utf-8"))
-        # Measuring beside it is shown elsewhere; here it would only share the machine.
+        # An evaluation would compete for the machine.
         del table["evaluation"]
         table["model"] = {"path": str(model)}
-        table["gate"] |= {"max_head_offpolicy_versions": budget, "max_groups_in_flight": 8 * (budget + 1)}
+        table["gate"] |= {
+            "max_head_offpolicy_versions": max_head_offpolicy_versions,
+            "max_groups_in_flight": 8 * (max_head_offpolicy_versions + 1),
+        }
         table["trainer"] |= {
             "max_steps": self._args.steps,
             "checkpoint_every": self._args.checkpoint_every,
@@ -70,30 +76,30 @@ class Proof:
             "ppo_n_minibatches": minibatches,
         }
         if self._args.model is not None:
-            self._speak_in_sentences(table)
+            self._use_real_model(table)
         source = self._home / f"phase-{number}.toml"
         source.write_text(tomli_w.dumps(table), encoding="utf-8")
         began = time.monotonic()
         done = self._rollbook("train", str(source), "--run-dir", str(directory), "--json")
-        tell(f"  {time.monotonic() - began:.0f} s, loading and compiling included")
+        print_status(f"  {time.monotonic() - began:.0f} s, loading and compiling included")
         lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
         if not lines:
             raise SystemExit(f"phase {number} did not run:\n{done.stderr[-3000:]}")
-        verdict: dict[str, Any] = json.loads(lines[-1])
+        summary: dict[str, Any] = json.loads(lines[-1])
         checkpoints = sorted(int(path.name.split("-")[1]) for path in (directory / "checkpoints").glob("step-*"))
         last = directory / "checkpoints" / f"step-{checkpoints[-1]:06d}" / "model" if checkpoints else directory
         return Phase(
             trainer=read_metrics(directory / "metrics.jsonl", process="trainer"),
             rollout=read_metrics(directory / "metrics.jsonl", process="rollout"),
             exit_code=done.returncode,
-            audit_ok=verdict["audit"] == "ok",
+            audit_ok=summary["audit"] == "ok",
             checkpoints=tuple(checkpoints),
             checkpoint_fault=checkpoint_fault(last),
             checkpoint_every=self._args.checkpoint_every,
         )
 
-    def _speak_in_sentences(self, table: dict[str, Any]) -> None:
-        """What differs where a real model is asked: problems in words, longer replies, the device, a gentler learning rate."""
+    def _use_real_model(self, table: dict[str, Any]) -> None:
+        """Settings for a real model: problems in sentences, longer replies, the device, a smaller learning rate."""
         table["tasks"] = {"source": "rollout:tasks", "args": {"count": 200, "seed": 1, "held_out": 64}}
         table["rollout"] |= {
             "max_total_tokens": 256,
@@ -103,7 +109,7 @@ class Proof:
         dtype = "bfloat16" if self._args.device == "cuda" else "float32"
         table["inference"] |= {"device": self._args.device, "dtype": dtype, "max_model_len": 256}
         if self._args.device == "cuda":
-            # The GPU is shared: the engine leaves to the trainer what it does not need for its slots.
+            # The GPU is shared, so the engine's KV cache is limited.
             table["inference"] |= {"kv_memory_mb": 6_000}
         table["trainer"] |= {"device": self._args.device, "compute_dtype": dtype, "lr": 1e-5, "betas": [0.9, 0.999]}
 
@@ -114,7 +120,7 @@ class Proof:
 
 
 def checkpoint_fault(model_dir: Path) -> str | None:
-    """Load the directory as anybody would, and let it answer. None: it does."""
+    """Load the directory with transformers and run the model once. None: it works."""
     try:
         model = AutoModelForCausalLM.from_pretrained(str(model_dir))
         tokenizer = AutoTokenizer.from_pretrained(str(model_dir))
@@ -136,20 +142,20 @@ def prove(args: argparse.Namespace) -> int:
         first = proof.phase(1, model)
         second = proof.phase(2, model)
         criteria = [
-            *judge_first(first, budget=1, is_trend_demanded=not args.short),
-            *judge_second(second, first, budget=2, minibatches=2, is_short=args.short),
+            *judge_first(first, max_head_offpolicy_versions=1, is_trend_demanded=not args.short),
+            *judge_second(second, first, max_head_offpolicy_versions=2, minibatches=2, is_short=args.short),
         ]
         for criterion in criteria:
-            tell(criterion.line())
+            print_status(criterion.line())
         if args.out is not None:
-            keep(args.out / f"proof-{args.device}", criteria, first, second, home=Path(scratch))
+            save_results(args.out / f"proof-{args.device}", criteria, first, second, home=Path(scratch))
     rows = [{"phase": c.phase, "name": c.name, "value": c.value, "demand": c.demand, "ok": c.ok} for c in criteria]
     print(json.dumps({"criteria": rows, "ok": all(c.ok for c in criteria), "machine": machine()}))
     return 0 if all(c.ok for c in criteria) else 1
 
 
-def keep(folder: Path, criteria: list[Criterion], first: Phase, second: Phase, *, home: Path) -> None:
-    """The table, the curves as numbers, and the pictures of both runs."""
+def save_results(folder: Path, criteria: list[Criterion], first: Phase, second: Phase, *, home: Path) -> None:
+    """Write the table, the values of the curves, and the plots of both runs."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = ["| phase | criterion | value | demanded | |", "|---|---|---|---|---|"]
     lines += [
@@ -169,8 +175,8 @@ def keep(folder: Path, criteria: list[Criterion], first: Phase, second: Phase, *
     }
     (folder / "curves.json").write_text(json.dumps(curves) + "\n", encoding="utf-8")
     for number in (1, 2):
-        for picture in sorted((home / f"phase-{number}" / "plots").glob("*.png")):
-            shutil.copy(picture, folder / f"phase-{number}-{picture.name}")
+        for plot in sorted((home / f"phase-{number}" / "plots").glob("*.png")):
+            shutil.copy(plot, folder / f"phase-{number}-{plot.name}")
 
 
 def _rounded(value: float | None) -> float | None:
@@ -180,14 +186,12 @@ def _rounded(value: float | None) -> float | None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--model", help="a Hugging Face directory; without it one is made and warm-started on the spot")
-    parser.add_argument(
-        "--steps", type=int, help="batches of each phase; 150 unless told, 60 with --model, 6 with --short"
-    )
+    parser.add_argument("--model", help="a Hugging Face directory; default: a new model with a warm start")
+    parser.add_argument("--steps", type=int, help="batches of each phase; default 150, 60 with --model, 6 with --short")
     parser.add_argument("--short", action="store_true")
-    parser.add_argument("--out", type=Path, help="keep table, curves and plots below this folder (docs/results)")
+    parser.add_argument("--out", type=Path, help="write table, curves and plots to this directory (docs/results)")
     args = parser.parse_args(argv)
-    # A real model has 200 small problems by heart after some 80 batches; then nearly every group has one reward and is filtered.
+    # After about 80 batches a real model knows the 200 problems; then nearly all groups have a constant reward and are filtered.
     args.steps = args.steps or (6 if args.short else 150 if args.model is None else 60)
     args.checkpoint_every = max(1, args.steps // 6)
     return prove(args)

@@ -1,4 +1,4 @@
-"""What the two phases of the proof must show, as pure functions of their recorded metrics."""
+"""The criteria of the two phases of the proof, as pure functions of recorded metrics."""
 
 import math
 import statistics
@@ -9,12 +9,12 @@ from typing import Any
 Rows = Sequence[Mapping[str, Any]]
 
 NO_DRIFT = 1e-6
-"""With one minibatch the policy that is trained is the one at the start of the step: nothing but rounding."""
+"""With one minibatch the trained policy is the one at the start of the step, so only rounding is left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """One run, as it left its record."""
+    """The recorded results of one run."""
 
     trainer: Rows
     rollout: Rows
@@ -22,7 +22,7 @@ class Phase:
     audit_ok: bool
     checkpoints: tuple[int, ...]
     checkpoint_fault: str | None
-    """Why the last checkpoint cannot be used; None when it can."""
+    """Why the last checkpoint cannot be used; None if it can."""
     checkpoint_every: int
 
 
@@ -43,7 +43,7 @@ def values(rows: Rows, name: str) -> list[float]:
 
 
 def reward_trend(rollout: Rows) -> tuple[float, float]:
-    """Mean reward of all episodes, trained or filtered, in the first and in the last quarter of them."""
+    """Mean reward of the first and of the last quarter of all episodes, trained or filtered."""
     ticks = [
         (row["rollout/raw_reward"], row["rollout/groups_finished"])
         for row in rollout
@@ -62,8 +62,8 @@ def reward_trend(rollout: Rows) -> tuple[float, float]:
     return _weighted(first), _weighted(last)
 
 
-def judge_first(phase: Phase, *, budget: int, is_trend_demanded: bool) -> list[Criterion]:
-    """One minibatch a batch, lag budget 1."""
+def judge_first(phase: Phase, *, max_head_offpolicy_versions: int, is_trend_demanded: bool) -> list[Criterion]:
+    """One minibatch per batch, staleness bound 1."""
     kl = max(map(abs, values(phase.trainer, "train/ppo_kl")), default=math.nan)
     offset = max(values(phase.trainer, "async/version_offset_max"), default=math.nan)
     waits = [*values(phase.trainer, "perf/sample_wait_time"), *values(phase.trainer, "perf/wait_time_ratio")]
@@ -72,7 +72,11 @@ def judge_first(phase: Phase, *, budget: int, is_trend_demanded: bool) -> list[C
     return [
         Criterion(phase=1, name="train/ppo_kl", value=f"at most {kl:.2e}", demand="about 0", ok=kl <= NO_DRIFT),
         Criterion(
-            phase=1, name="async/version_offset_max", value=f"{offset:g}", demand=f"≤ {budget}", ok=offset <= budget
+            phase=1,
+            name="async/version_offset_max",
+            value=f"{offset:g}",
+            demand=f"≤ {max_head_offpolicy_versions}",
+            ok=offset <= max_head_offpolicy_versions,
         ),
         Criterion(
             phase=1,
@@ -93,8 +97,10 @@ def judge_first(phase: Phase, *, budget: int, is_trend_demanded: bool) -> list[C
     ]
 
 
-def judge_second(phase: Phase, first: Phase, *, budget: int, minibatches: int, is_short: bool) -> list[Criterion]:
-    """Several minibatches a batch, lag budget 2."""
+def judge_second(
+    phase: Phase, first: Phase, *, max_head_offpolicy_versions: int, minibatches: int, is_short: bool
+) -> list[Criterion]:
+    """Several minibatches per batch, staleness bound 2."""
     kl = _mean(values(phase.trainer, "train/ppo_kl"))
     clipped = max(values(phase.trainer, "train/ppo_clip_frac"), default=math.nan)
     offset = max(values(phase.trainer, "async/version_offset_max"), default=math.nan)
@@ -111,7 +117,11 @@ def judge_second(phase: Phase, first: Phase, *, budget: int, minibatches: int, i
             ok=clipped > 0 or is_short,
         ),
         Criterion(
-            phase=2, name="async/version_offset_max", value=f"{offset:g}", demand=f"≤ {budget}", ok=offset <= budget
+            phase=2,
+            name="async/version_offset_max",
+            value=f"{offset:g}",
+            demand=f"≤ {max_head_offpolicy_versions}",
+            ok=offset <= max_head_offpolicy_versions,
         ),
         Criterion(
             phase=2,

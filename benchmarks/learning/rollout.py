@@ -1,4 +1,4 @@
-"""Arithmetic in words, one turn: "What is 47 - 18?"; the last number of the reply is the answer."""
+"""Arithmetic questions in one turn: "What is 47 - 18?". The last number of the reply is the answer."""
 
 import random
 import re
@@ -10,7 +10,7 @@ from rollbook.contracts.trajectory import EndReason, RolloutSample
 from rollbook.rollout.assemblers.tokens import TrajectoryAssembler
 from rollbook.rollout.contract import RolloutFn, RolloutSetup
 
-# More digits than any answer here has.
+# No answer has more digits than this.
 NUMBER = re.compile(r"-?[0-9]{1,12}")
 
 
@@ -23,8 +23,7 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
         assembler.add_prompt(tokenizer.encode(prompt))
         reply = await setup.policy.complete(assembler.prompt_ids)
         assembler.add_completion(reply)
-        said = tokenizer.decode(reply.token_ids.tolist())
-        is_right = last_number(said) == row["answer"]
+        is_right = last_number(tokenizer.decode(reply.token_ids.tolist())) == row["answer"]
         return assembler.build(
             reward=float(is_right),
             solved=is_right,
@@ -35,7 +34,7 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
 
 
 def last_number(text: str) -> int | None:
-    """The number a reply ends with. A minus that follows a digit or a letter joins words and numbers: it is no sign."""
+    """The last number of a reply. A minus directly after a digit or a letter is a hyphen, not a sign."""
     found = list(NUMBER.finditer(text))
     if not found:
         return None
@@ -45,13 +44,13 @@ def last_number(text: str) -> int | None:
 
 
 def tasks(count: int, seed: int, *, held_out: int = 0, **shape: Any) -> Iterator[dict[str, Any]]:
-    """Questions that differ from each other. The held-out ones are those of seed 0, and never among the others.
+    """Distinct questions. Seed 0 gives the held-out ones, which no other seed contains.
 
-    `shape`: `terms` of each question, numbers from `least` to `most`, and `spaced` for a tokenizer of whole words.
+    `shape`: the number of `terms`, numbers from `least` to `most`, and `spaced` for a tokenizer of whole words.
     """
-    kept = questions(held_out, seed=0, taken=frozenset(), **shape)
-    wanted = kept if seed == 0 else questions(count, seed=seed, taken=frozenset(kept), **shape)
-    for number, (question, answer) in enumerate(wanted.items()):
+    reserved = questions(held_out, seed=0, excluded=frozenset(), **shape)
+    chosen = reserved if seed == 0 else questions(count, seed=seed, excluded=frozenset(reserved), **shape)
+    for number, (question, answer) in enumerate(chosen.items()):
         yield {"id": f"q{seed}-{number}", "question": question, "answer": answer}
 
 
@@ -59,23 +58,23 @@ def questions(
     count: int,
     *,
     seed: int,
-    taken: frozenset[str],
+    excluded: frozenset[str],
     terms: int = 2,
     least: int = 10,
     most: int = 99,
     spaced: bool = False,
 ) -> dict[str, int]:
-    """Up to `count` questions with their answers; fewer where there are not so many."""
+    """At most `count` questions with their answers; fewer if not enough distinct ones are found."""
     rng = random.Random(seed)
-    made: dict[str, int] = {}
+    answers: dict[str, int] = {}
     for _ in range(50 * count):
-        if len(made) == count:
+        if len(answers) == count:
             break
         numbers = [rng.randint(least, most) for _ in range(terms)]
         signs = ["", *(rng.choice("+-") for _ in range(terms - 1))]
         answer = sum(-n if sign == "-" else n for n, sign in zip(numbers, signs, strict=True))
-        said = " ".join(f"{sign} {n}".strip() for n, sign in zip(numbers, signs, strict=True))
-        question = f"What is {said}{' ?' if spaced else '?'}"
-        if question not in taken:
-            made[question] = answer
-    return made
+        terms_text = " ".join(f"{sign} {n}".strip() for n, sign in zip(numbers, signs, strict=True))
+        question = f"What is {terms_text}{' ?' if spaced else '?'}"
+        if question not in excluded:
+            answers[question] = answer
+    return answers

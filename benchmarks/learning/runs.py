@@ -1,4 +1,4 @@
-"""One run of `rollbook train`, watched from outside: stopped at a mark or a limit, and read back as a learning curve."""
+"""Starts `rollbook train`, stops it at a target accuracy or a time limit, and reads its learning curve from the run directory."""
 
 import json
 import os
@@ -16,18 +16,18 @@ from typing import Any
 
 import tomli_w
 
-from benchmarks.report import tell
+from benchmarks.report import print_status
 from rollbook.run.record import open_run
 from rollbook.telemetry.metrics import read_metrics
 
-LOOK_S = 0.2
+POLL_S = 0.2
 START_S = 240.0
-"""From the command to the first step; a run that takes longer is given up."""
+"""Maximum time from the command to the first step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
-    """When a run is stopped: at the mark, at the limit of its training time, or after its own last step."""
+    """When a run is stopped: at a held-out accuracy of `mark` or after `limit_s` of training. It may end earlier."""
 
     mark: float | None = None
     limit_s: float = 1e9
@@ -39,13 +39,13 @@ class LearningRun:
     name: str
     directory: Path
     steps: list[dict[str, Any]] = field(repr=False)
-    """Trainer rows, one a step."""
+    """The trainer's metrics, one row per step."""
     curve: list[tuple[int, float, float]]
-    """Held-out accuracy: step, seconds of training, part of the questions."""
+    """Held-out accuracy: step, seconds of training, solved fraction."""
     start_s: float
     """From the command to the first group: imports, loading, compiling."""
     first_step_s: float
-    """From the first group to the first step that was published; what is compiled on first use is in it."""
+    """From the first group to the first published step, including compilation on first use."""
     step_s: float
     """Median seconds from one published step to the next."""
     raw_s: float
@@ -54,7 +54,7 @@ class LearningRun:
     max_lag: int | None
 
     def at_mark(self, mark: float) -> tuple[int, float] | None:
-        """Step and training seconds of the first measurement at or above the mark."""
+        """Step and training seconds of the first evaluation at or above the mark."""
         return next(((step, at_s) for step, at_s, solved in self.curve if solved >= mark), None)
 
     def mean_of(self, metric: str, *, skip: int = 3) -> float:
@@ -88,7 +88,7 @@ class LearningRun:
 
 
 def train(name: str, table: Mapping[str, Any], home: Path, stop: Stop) -> LearningRun:
-    """Write the config, run it, watch it, stop it, read it."""
+    """Write the config, start the run, wait for the stop condition, stop it and read its results."""
     source = home / f"{name}.toml"
     source.write_text(tomli_w.dumps(dict(table)), encoding="utf-8")
     directory = home / name
@@ -98,20 +98,20 @@ def train(name: str, table: Mapping[str, Any], home: Path, stop: Stop) -> Learni
     with (home / f"{name}.out").open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True, env=dict(os.environ))
         try:
-            _watch(process, directory, stop, name)
+            _wait_for_stop(process, directory, stop, name)
         finally:
-            _end(process, gently=stop.needs_checkpoint)
+            _stop(process, needs_checkpoint=stop.needs_checkpoint)
     if not read_metrics(directory / "metrics.jsonl", process="trainer"):
         raise RuntimeError(f"{name}: no step was trained\n{(home / f'{name}.out').read_text()[-3000:]}")
     return _read(name, directory, began)
 
 
-def _watch(process: subprocess.Popen[bytes], directory: Path, stop: Stop, name: str) -> None:
+def _wait_for_stop(process: subprocess.Popen[bytes], directory: Path, stop: Stop, name: str) -> None:
     until = time.monotonic() + START_S
-    told = 0
+    num_printed = 0
     first: float | None = None
     while process.poll() is None:
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
         rows = read_metrics(directory / "metrics.jsonl")
         trained = [row for row in rows if row["process"] == "trainer"]
         if not trained and time.monotonic() > until:
@@ -119,20 +119,22 @@ def _watch(process: subprocess.Popen[bytes], directory: Path, stop: Stop, name: 
         if not trained:
             continue
         first = first or time.monotonic()
-        measured = [row for row in rows if row["process"] == "evaluation"]
-        for row in measured[told:]:
+        evaluated = [row for row in rows if row["process"] == "evaluation"]
+        for row in evaluated[num_printed:]:
             after_s = row["time"] - trained[0]["time"]
-            tell(f"  {name}: step {row['step']:4d}  held-out {row['eval/solved']:.1%}  {after_s:.1f} s after step 1")
-        told = len(measured)
-        if stop.mark is not None and any(row["eval/solved"] >= stop.mark for row in measured):
+            print_status(
+                f"  {name}: step {row['step']:4d}  held-out {row['eval/solved']:.1%}  {after_s:.1f} s after step 1"
+            )
+        num_printed = len(evaluated)
+        if stop.mark is not None and any(row["eval/solved"] >= stop.mark for row in evaluated):
             return
         if time.monotonic() - first > stop.limit_s:
             return
 
 
-def _end(process: subprocess.Popen[bytes], *, gently: bool) -> None:
-    """Once: a checkpoint is written. Twice: at once."""
-    for _ in range(1 if gently else 2):
+def _stop(process: subprocess.Popen[bytes], *, needs_checkpoint: bool) -> None:
+    """The first interrupt writes a checkpoint; the second one stops the run at once."""
+    for _ in range(1 if needs_checkpoint else 2):
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
             time.sleep(0.3)
@@ -153,10 +155,10 @@ def _read(name: str, directory: Path, began: float) -> LearningRun:
     times = [at[step] for step in sorted(at)]
     periods = [after - before for before, after in pairwise(times[1:])]
     step_s = statistics.median(periods) if periods else times[0] - opened
-    # Compilation apart: the first step counts like any other, and so does filling the pipeline before it.
-    clock = times[0] - 2 * step_s
+    # Compilation does not count: the first step and filling the pipeline before it count as one median step each.
+    zero = times[0] - 2 * step_s
     curve = [
-        (int(row["step"]), max(0.0, at[int(row["step"])] - clock), float(row["eval/solved"]))
+        (int(row["step"]), max(0.0, at[int(row["step"])] - zero), float(row["eval/solved"]))
         for row in rows
         if row["process"] == "evaluation" and int(row["step"]) in at
     ]

@@ -1,4 +1,4 @@
-"""A model of a hundred thousand parameters that knows how an answer looks, and is right now and then: warm-started on the spot."""
+"""Builds and warm-starts a model of a hundred thousand parameters. It knows the format of an answer and is sometimes right."""
 
 import json
 import random
@@ -16,16 +16,16 @@ WORDS = ["What", "is", "?", "Answer", ":", "The", "answer", "+", "-", *(str(n) f
 
 
 def tiny_model(home: Path, *, seed: int, right: float = 0.4) -> Path:
-    """Demonstrations whose answers are right this often: the form is learned, and there is something to improve."""
+    """Train on demonstrations of which a fraction `right` is correct: the model learns the format and can still improve."""
     rng = random.Random(seed)
     lines = []
     for _ in range(1500):
         left, sign, other = rng.randint(0, 9), rng.choice("+-"), rng.randint(0, 9)
-        true = left + other if sign == "+" else left - other
-        said = true if rng.random() < right else rng.randint(-9, 18)
+        correct = left + other if sign == "+" else left - other
+        answer = correct if rng.random() < right else rng.randint(-9, 18)
         messages = [
             {"role": "user", "content": f"What is {left} {sign} {other} ?"},
-            {"role": "assistant", "content": f"The answer is {said}"},
+            {"role": "assistant", "content": f"The answer is {answer}"},
         ]
         lines.append(json.dumps({"messages": messages}))
     (home / "demonstrations.jsonl").write_text("\n".join(lines), encoding="utf-8")

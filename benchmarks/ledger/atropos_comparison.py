@@ -35,7 +35,7 @@ import msgspec
 import psutil
 
 from benchmarks.ledger.bodies import SEQUENCES, json_group, native_group, packed
-from benchmarks.report import Figure, print_figures, tell
+from benchmarks.report import Figure, print_figures, print_status
 from rollbook.contracts.admission import RunId, RunSettings
 from rollbook.contracts.freshness import FreshnessRule
 from rollbook.ledger.client.client import LedgerClient, open_ledger_client
@@ -255,7 +255,7 @@ class Turns:
 
     def note(self, name: str, value: Any) -> None:
         self.found[name].append(value)
-        tell(f"  {name}: {value}")
+        print_status(f"  {name}: {value}")
 
     async def begin(self) -> None:
         await self.bench.reset()
@@ -313,7 +313,7 @@ async def measure(servers: dict[str, tuple[Server, Size]], rounds: int) -> dict[
         for number in range(rounds):
             for what in ("begin", *("ingest",) * SLICES, "serve", *("native",) * SLICES, "others_wait", "mixed"):
                 for name, turn in turns.items():
-                    tell(f"round {number + 1} of {rounds}: {what} of {name}")
+                    print_status(f"round {number + 1} of {rounds}: {what} of {name}")
                     await getattr(turn, what)()
         return {name: turn.found for name, turn in turns.items()}
 
@@ -384,7 +384,7 @@ def touch_memory(most_gb: float) -> None:
     """
     size = int(min(most_gb * 1e9, psutil.virtual_memory().available / 2))
     if size > 0:
-        tell(f"touching {size / 1e9:.1f} GB of memory")
+        print_status(f"touching {size / 1e9:.1f} GB of memory")
         with mmap.mmap(-1, size) as memory:
             for at in range(0, size, mmap.PAGESIZE):
                 memory[at] = 1

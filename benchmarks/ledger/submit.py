@@ -22,7 +22,7 @@ import uvloop
 from aiohttp import web
 
 from benchmarks.ledger.bodies import submission
-from benchmarks.report import machine, tell
+from benchmarks.report import machine, print_status
 from rollbook.contracts.admission import RunSettings
 from rollbook.contracts.freshness import FreshnessRule
 from rollbook.contracts.group import GroupId, PromptGroup
@@ -143,7 +143,9 @@ def main() -> None:
         for name, durability in kinds.items():
             found = measure(durability, num_groups=args.groups, connections=args.connections)
             rounds[name].append(found)
-            tell(f"{name:<14} {found['cpu_ms_per_group']:.3f} ms CPU a group, {found['groups_per_s']:.0f} groups/s")
+            print_status(
+                f"{name:<14} {found['cpu_ms_per_group']:.3f} ms CPU a group, {found['groups_per_s']:.0f} groups/s"
+            )
     best = {name: min(found, key=lambda f: f["cpu_ms_per_group"]) for name, found in rounds.items()}
     body_bytes = len(requests(1)[0])
     print(json.dumps({"best": best, "rounds": rounds, "body_bytes": body_bytes, "machine": machine()}))

@@ -1,12 +1,12 @@
-"""Does overlapping pay? The same work with lag budget 0 and 2, in a world whose step sleeps, against the ideal.
+"""Measures how well generation and training overlap: the same work with staleness bounds 0 and 2, compared with the ideal time.
 
-Each side is timed alone first, and the world's sleep is chosen so that both take equally long:
+Generation and training are first timed alone. The environment's step sleeps for so long that both take equally long:
 
     training alone      the recorded batches of the synchronous run, trained again with nothing else running
-    generation alone    the same processes without a trainer: a stand-in takes each batch and publishes at once
+    generation alone    the same processes without a trainer; a stand-in takes each batch and publishes at once
 
-The ideal time of an asynchronous run is the longer of the two; a synchronous run takes their sum. Times run from the first group
-that begins to the last step that is trained: start-up is left out, filling and draining the pipeline are not.
+The ideal time of an asynchronous run is the longer of the two; a synchronous run takes their sum. Times are measured from the
+start of the first group to the end of the last step: they exclude start-up and include filling and draining the pipeline.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from typing import Any
 
 import tomli_w
 
-from benchmarks.report import Figure, print_figures, tell
+from benchmarks.report import Figure, print_figures, print_status
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.batch import EndOfRun
 from rollbook.inference.weights.client import WeightTransferClient
@@ -39,8 +39,8 @@ PROMPT_TOKENS = 200
 FLOOR = 0.9
 
 
-def config_table(*, steps: int, step_s: float, budget: int) -> dict[str, Any]:
-    """Episodes that wait much and compute little; long sequences, so that a step takes a while to train."""
+def config_table(*, steps: int, step_s: float, max_head_offpolicy_versions: int) -> dict[str, Any]:
+    """Episodes that mostly wait, and long sequences, so that training a step takes a while."""
     return {
         "run": {"name": "overlap", "seed": 1},
         "model": {
@@ -64,10 +64,14 @@ def config_table(*, steps: int, step_s: float, budget: int) -> dict[str, Any]:
             "drop_constant_reward": False,
             "sampling": {"max_tokens": 4},
         },
-        # As many groups in flight as a step takes: both modes then generate at the same pace.
-        "gate": {"groups_per_step": 4, "max_groups_in_flight": 4, "max_head_offpolicy_versions": budget},
+        # As many groups in flight as a step has, so that both modes generate at the same rate.
+        "gate": {
+            "groups_per_step": 4,
+            "max_groups_in_flight": 4,
+            "max_head_offpolicy_versions": max_head_offpolicy_versions,
+        },
         "ledger": {"durability": "process_crash"},
-        # A learning rate that leaves the policy as it is: every step is the same work.
+        # A learning rate that hardly changes the policy, so that every step is the same work.
         "trainer": {"max_steps": steps, "lr": 1e-7, "checkpoint_every": 1000, "threads": 1},
     }
 
@@ -78,8 +82,8 @@ class Bench:
         self.steps = steps
         shutil.copy(Path(__file__).with_name("overlap_rollout.py"), home)
 
-    def directory(self, name: str, *, steps: int, step_s: float, budget: int) -> RunDirectory:
-        table = config_table(steps=steps, step_s=step_s, budget=budget)
+    def directory(self, name: str, *, steps: int, step_s: float, max_head_offpolicy_versions: int) -> RunDirectory:
+        table = config_table(steps=steps, step_s=step_s, max_head_offpolicy_versions=max_head_offpolicy_versions)
         source = self.home / f"{name}.toml"
         source.write_text(tomli_w.dumps(table), encoding="utf-8")
         load_config(source)
@@ -89,8 +93,12 @@ class Bench:
         directory.write_manifest(name="overlap", source_dir=self.home)
         return directory
 
-    async def whole_run(self, name: str, *, steps: int, step_s: float, budget: int) -> tuple[RunDirectory, float]:
-        directory = self.directory(name, steps=steps, step_s=step_s, budget=budget)
+    async def whole_run(
+        self, name: str, *, steps: int, step_s: float, max_head_offpolicy_versions: int
+    ) -> tuple[RunDirectory, float]:
+        directory = self.directory(
+            name, steps=steps, step_s=step_s, max_head_offpolicy_versions=max_head_offpolicy_versions
+        )
         config = load_config(directory.config_file, source_dir=self.home).config
         outcome = await Supervisor(
             config, directory, log=EventLog("supervisor", directory.log_file("supervisor"))
@@ -100,8 +108,8 @@ class Bench:
         return directory, wall_seconds(directory)
 
     async def generation_alone(self, *, steps: int, step_s: float) -> float:
-        """Ledger, policy server and dispatcher as in a run; a stand-in for the trainer that never computes."""
-        directory = self.directory("generation", steps=steps, step_s=step_s, budget=2)
+        """Ledger, policy server and dispatcher as in a run, with a stand-in for the trainer that does not compute."""
+        directory = self.directory("generation", steps=steps, step_s=step_s, max_head_offpolicy_versions=2)
         await Supervisor(
             load_config(directory.config_file, source_dir=self.home).config, directory, log=EventLog("prepare")
         ).run_once("prepare")
@@ -113,16 +121,16 @@ class Bench:
             )
             for name in ("ledger", "policy", "rollout")
         ]
-        lives = []
+        running = []
         try:
             for process in processes:
-                lives.append(asyncio.create_task(process.run()))
+                running.append(asyncio.create_task(process.run()))
                 await asyncio.wait_for(process.ready.wait(), 120)
-            await stand_in(directory, urls, steps)
+            await run_stand_in(directory, urls, steps)
         finally:
             for process in reversed(processes):
                 process.request_stop()
-            await asyncio.wait(lives, timeout=10)
+            await asyncio.wait(running, timeout=10)
             for process in processes:
                 process.kill()
             for sock in sockets.values():
@@ -139,7 +147,7 @@ class Bench:
         return time.perf_counter() - began
 
 
-async def stand_in(directory: RunDirectory, urls: dict[str, str], steps: int) -> None:
+async def run_stand_in(directory: RunDirectory, urls: dict[str, str], steps: int) -> None:
     """Take each batch, acknowledge it and publish the initial weights again: generation never waits for training."""
     with open_run(directory.path) as run:
         weights = dict(initial_learner(directory.initial_model, run.config.trainer).model.weights())
@@ -165,7 +173,7 @@ async def stand_in(directory: RunDirectory, urls: dict[str, str], steps: int) ->
 
 
 def wall_seconds(directory: RunDirectory) -> float:
-    """From the first group that began to the last step that was trained."""
+    """From the start of the first group to the end of the last step."""
     with open_run(directory.path) as run:
         first = run.groups(state=None, limit=1)[0].opened_at
         return run.steps()[-1].at - first
@@ -173,28 +181,27 @@ def wall_seconds(directory: RunDirectory) -> float:
 
 async def measure(home: Path, steps: int) -> int:
     bench = Bench(home, steps)
-    tell("calibrating: how long do training and an episode take?")
-    trial, _ = await bench.whole_run("trial", steps=6, step_s=0.1, budget=0)
-    # The first step warms everything up; the others are the same work.
+    print_status("calibrating the time of a training step and of an episode")
+    trial, _ = await bench.whole_run("trial", steps=6, step_s=0.1, max_head_offpolicy_versions=0)
     train_s = bench.training_alone(trial, 6) / 6
     quick_s = await bench.generation_alone(steps=6, step_s=0.0) / 6
     step_s = max(0.0, train_s - quick_s)
-    tell(
-        f"training {train_s:.3f} s a step, generation {quick_s:.3f} s a step without sleep: the world sleeps {step_s:.3f} s"
+    print_status(
+        f"training {train_s:.3f} s a step, generation {quick_s:.3f} s a step without sleep; the environment sleeps {step_s:.3f} s"
     )
-    sync_run, sync_s = await bench.whole_run("sync", steps=steps, step_s=step_s, budget=0)
+    sync_run, sync_s = await bench.whole_run("sync", steps=steps, step_s=step_s, max_head_offpolicy_versions=0)
     training_s = bench.training_alone(sync_run, steps)
     shutil.rmtree(bench.home / "generation")
     generation_s = await bench.generation_alone(steps=steps, step_s=step_s)
-    async_run, async_s = await bench.whole_run("async", steps=steps, step_s=step_s, budget=2)
+    async_run, async_s = await bench.whole_run("async", steps=steps, step_s=step_s, max_head_offpolicy_versions=2)
     with open_run(async_run.path) as run:
         audit = run.audit()
     ideal_s = max(training_s, generation_s)
-    tell(
+    print_status(
         f"alone: training {training_s:.2f} s, generation {generation_s:.2f} s over {steps} steps; ideal {ideal_s:.2f} s"
     )
-    tell(
-        f"lag budget 0: {sync_s:.2f} s; lag budget 2: {async_s:.2f} s; lag at most {audit.max_lag}; audit ok: {audit.ok}"
+    print_status(
+        f"staleness bound 0: {sync_s:.2f} s; staleness bound 2: {async_s:.2f} s; lag at most {audit.max_lag}; audit ok: {audit.ok}"
     )
     common = {"steps": steps, "training_alone_s": round(training_s, 3), "generation_alone_s": round(generation_s, 3)}
     figures = [

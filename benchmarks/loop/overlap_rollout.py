@@ -1,4 +1,4 @@
-"""One long question, one short answer, one world that sleeps: much to learn from, little to generate."""
+"""A rollout with a long prompt, a short answer and an environment that sleeps: much to train, little to generate."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,11 +12,11 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
     length: int = setup.settings["prompt_tokens"]
 
     async def rollout(row: dict[str, Any]) -> RolloutSample | None:
-        story = setup.tokenizer.encode(
+        prompt = setup.tokenizer.encode(
             "<bos> " + " ".join(str((row["secret"] * 7 + i * i) % 16) for i in range(length))
         )
         assembler = TrajectoryAssembler(setup.sampling)
-        assembler.add_prompt(story)
+        assembler.add_prompt(prompt)
         answer = await setup.policy.complete(assembler.prompt_ids)
         assembler.add_completion(answer)
         async with setup.open_environment() as env:
@@ -29,4 +29,4 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
 
 def tasks(count: int) -> Iterator[dict[str, Any]]:
     for number in range(count):
-        yield {"id": f"story-{number}", "secret": number % 16, "low": 0, "high": 15}
+        yield {"id": f"prompt-{number}", "secret": number % 16, "low": 0, "high": 15}

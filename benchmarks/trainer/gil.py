@@ -1,16 +1,16 @@
-"""What does scoring cost the trainer? Times of its real step: with nothing else, with scoring threads, with our workers.
+"""Measures how much scoring slows down the trainer. Times its real step in three settings:
 
     (a) alone           nothing else runs
-    (b) threads         reward functions run in threads of the trainer's process: they take turns for its interpreter
-    (c) workers         the same functions in our rollout workers: processes of their own
+    (b) threads         reward functions run in threads of the trainer's process and share its interpreter
+    (c) workers         the same functions run in our rollout workers, which are separate processes
 
-A reward burns the interpreter in bursts of a second, as parsers of long answers do. Rounds of the three alternate, so that whatever
-else the machine does meets all alike; the workers are stopped (SIGSTOP) while the others are measured. One thread of torch, so that
-a second core is free for the workers.
+A reward function holds the interpreter in bursts of a second, like a parser of long answers. Rounds of the three settings alternate,
+so that other load on the machine affects all of them. The workers are stopped (SIGSTOP) while the other settings are measured.
+torch uses one thread, so that a second core is free for the workers.
 
-The question is about the interpreter, not about who else uses the machine: from a step's wall time the time is taken off in which
-the trainer was ready to run and the kernel had given its core to another process (`run_delay`). On a machine with a free core that
-is next to nothing, and the wall times are reported beside it.
+The benchmark is about the interpreter, not about other processes on the machine. So the time in which the trainer was ready to run
+but had no core (`run_delay`) is subtracted from a step's wall time. On a machine with a free core it is almost zero; the wall times
+are reported too.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.report import Figure, print_figures, tell
+from benchmarks.report import Figure, print_figures, print_status
 from benchmarks.trainer.gil_burn import burn
 from rollbook.contracts.batch import BatchEntry, BatchManifest, TrainingBatch
 from rollbook.contracts.group import PromptGroup, group_id
@@ -44,8 +44,8 @@ from rollbook.trainer.step import TrainStep
 
 BURST_S = 1.0
 CEILING = 1.05
-SCHEDULED = Path("/proc/thread-self/schedstat")
-"""Nanoseconds on a core, nanoseconds ready without one, turns: of the thread that reads it."""
+SCHEDSTAT = Path("/proc/thread-self/schedstat")
+"""Of the thread that reads it: nanoseconds on a core, nanoseconds ready without a core, number of time slices."""
 WORDS = tuple(str(number) for number in range(64))
 
 
@@ -66,7 +66,7 @@ def learner(directory: Path) -> TrainStep:
 
 def batch(step: int, *, groups: int = 4, samples: int = 4, tokens: int = 96) -> TrainingBatch:
     rng = np.random.default_rng(step)
-    made = []
+    built = []
     for number in range(groups):
         task = TaskId(f"t{step}-{number}")
         rows = []
@@ -80,7 +80,7 @@ def batch(step: int, *, groups: int = 4, samples: int = 4, tokens: int = 96) -> 
                     versions=np.where(mask, 0, -1),
                 )
             )
-        made.append(
+        built.append(
             PromptGroup(
                 id=group_id(task, 0),
                 task_id=task,
@@ -93,19 +93,21 @@ def batch(step: int, *, groups: int = 4, samples: int = 4, tokens: int = 96) -> 
         )
     entries = tuple(
         BatchEntry(group_id=group.id, sequence=number, payload_digest=f"{step}-{number}", oldest_version=0)
-        for number, group in enumerate(made)
+        for number, group in enumerate(built)
     )
-    return TrainingBatch(manifest=BatchManifest(step=step, entries=entries, digest=f"batch-{step}"), groups=tuple(made))
+    return TrainingBatch(
+        manifest=BatchManifest(step=step, entries=entries, digest=f"batch-{step}"), groups=tuple(built)
+    )
 
 
 @contextmanager
 def scoring_threads(count: int) -> Iterator[None]:
-    over = threading.Event()
+    stopping = threading.Event()
 
     def score() -> None:
-        while not over.is_set():
+        while not stopping.is_set():
             burn(BURST_S)
-            over.wait(0.05)
+            stopping.wait(0.05)
 
     threads = [threading.Thread(target=score, daemon=True) for _ in range(count)]
     for thread in threads:
@@ -113,14 +115,14 @@ def scoring_threads(count: int) -> Iterator[None]:
     try:
         yield
     finally:
-        over.set()
+        stopping.set()
         for thread in threads:
             thread.join()
 
 
 @contextmanager
 def workers(count: int) -> Iterator[int]:
-    """Our worker processes, playing and scoring without end, in a process group of their own. Gives its id, stopped."""
+    """Start worker processes that play and score in an endless loop, in their own process group. Yields its id; it is stopped."""
     command = [
         sys.executable,
         "-m",
@@ -142,7 +144,7 @@ def workers(count: int) -> Iterator[int]:
 
 
 @contextmanager
-def going_on(group: int) -> Iterator[None]:
+def resumed(group: int) -> Iterator[None]:
     os.killpg(group, signal.SIGCONT)
     try:
         yield
@@ -150,39 +152,39 @@ def going_on(group: int) -> Iterator[None]:
         os.killpg(group, signal.SIGSTOP)
 
 
-def waited_for_a_core_s() -> float:
-    """Seconds in which this thread was ready to run and had no core, since it began. 0 where the kernel does not tell."""
+def run_delay_s() -> float:
+    """Seconds since its start in which this thread was ready to run but had no core. 0 if the kernel does not report it."""
     try:
-        return int(SCHEDULED.read_text(encoding="ascii").split()[1]) / 1e9
+        return int(SCHEDSTAT.read_text(encoding="ascii").split()[1]) / 1e9
     except (OSError, IndexError, ValueError):
         return 0.0
 
 
 @dataclass
 class Steps:
-    """Mean seconds of the steps of one round: on the wall, and without waiting for a core."""
+    """Mean seconds of the steps of one round: wall time, and wall time without waits for a core."""
 
     wall_s: float
     own_s: float
     count: int
 
 
-def measured(step: TrainStep, seconds: float, first: int) -> Steps:
-    """Steps, one after the other, for a while."""
+def run_steps(step: TrainStep, seconds: float, first: int) -> Steps:
+    """Run and time one step after another for at least `seconds`."""
     wall, waited, count = 0.0, 0.0, 0
     until = time.perf_counter() + seconds
     while time.perf_counter() < until:
         ready = batch(first + count + 1)
-        began, before = time.perf_counter(), waited_for_a_core_s()
+        began, delay_before = time.perf_counter(), run_delay_s()
         step.run(ready)
         wall += time.perf_counter() - began
-        waited += waited_for_a_core_s() - before
+        waited += run_delay_s() - delay_before
         count += 1
     return Steps(wall_s=wall / count, own_s=max(0.0, wall - waited) / count, count=count)
 
 
 def slow_downs(times: dict[str, list[Steps]], which: str) -> dict[str, float]:
-    """Of each round the mean step against the one alone beside it; of the rounds the median."""
+    """Median over the rounds of a setting's mean step time divided by that of `alone` in the same round."""
     return {
         kind: statistics.median(
             getattr(found, which) / getattr(alone, which)
@@ -202,29 +204,30 @@ def main() -> int:
     times: dict[str, list[Steps]] = {"alone": [], "threads": [], "workers": []}
     with tempfile.TemporaryDirectory(prefix="rollbook-gil-") as directory, workers(args.scorers) as group:
         step = learner(Path(directory))
-        trained = measured(step, 1.0, 0).count  # warm
+        trained = run_steps(step, 1.0, 0).count  # warm-up
         for number in range(args.rounds):
-            for kind, beside in (
+            for kind, load in (
                 ("alone", nullcontext()),
                 ("threads", scoring_threads(args.scorers)),
-                ("workers", going_on(group)),
+                ("workers", resumed(group)),
             ):
-                with beside:
-                    times[kind].append(measured(step, args.round_s, trained))
+                with load:
+                    times[kind].append(run_steps(step, args.round_s, trained))
                 trained += times[kind][-1].count
-            tell(f"round {number + 1}: " + ", ".join(f"{k} {v[-1].wall_s * 1e3:.1f} ms" for k, v in times.items()))
+            print_status(
+                f"round {number + 1}: " + ", ".join(f"{k} {v[-1].wall_s * 1e3:.1f} ms" for k, v in times.items())
+            )
     wall, own = slow_downs(times, "wall_s"), slow_downs(times, "own_s")
-    tell(f"{'':<10}{'step ms':>9}{'slow-down':>11}{'on the wall':>13}")
+    print_status(f"{'':<10}{'step ms':>9}{'slow-down':>11}{'wall time':>13}")
     for kind, rounds in times.items():
         median = statistics.median(found.own_s for found in rounds) * 1e3
-        tell(f"{kind:<10}{median:>9.1f}{own.get(kind, 1.0):>10.2f}×{wall.get(kind, 1.0):>12.2f}×")
+        print_status(f"{kind:<10}{median:>9.1f}{own.get(kind, 1.0):>10.2f}×{wall.get(kind, 1.0):>12.2f}×")
     cores = len(os.sched_getaffinity(0))
     figure = Figure(
         name="gil_slowdown",
         ours=own["workers"],
         peer=own["threads"],
         unit="× alone",
-        # Larger is better: how far below the ceiling we stay.
         ratio=CEILING / own["workers"],
         floor=1.0 if cores > args.scorers else None,
         more={

@@ -1,4 +1,4 @@
-"""A reward function as costly as a parser of long answers: pure Python that holds the interpreter for a burst."""
+"""A reward function as expensive as a parser of long answers: pure Python that holds the interpreter for a while."""
 
 import os
 import time

@@ -1,6 +1,6 @@
-"""The other side of the benchmark: one of our rollout workers, whose reward function burns the interpreter in bursts.
+"""The worker side of the benchmark: a rollout worker whose reward function holds the interpreter in bursts.
 
-It plays the smallest episodes there are, so that scoring is all it does. Prints `scoring` when it has begun.
+Its episodes are as small as possible, so that nearly all its time is scoring. Prints `scoring` once it has started to score.
 """
 
 import argparse
@@ -48,8 +48,8 @@ class NoTokenizer:
 async def build(settings: Mapping[str, Any]) -> AsyncIterator[RolloutSetup]:
     sampling = SamplingParams()
     yield RolloutSetup(
-        policy=EpisodePolicy(None, sampling),  # type: ignore[arg-type]  # these episodes ask nobody
-        tokenizer=NoTokenizer(),  # type: ignore[arg-type]  # nor do they speak
+        policy=EpisodePolicy(None, sampling),  # type: ignore[arg-type]  # these episodes send no policy request
+        tokenizer=NoTokenizer(),  # type: ignore[arg-type]  # they use no tokens of a model
         sampling=sampling,
         limits=EpisodeLimits(),
         open_environment=None,  # type: ignore[arg-type]
@@ -99,12 +99,12 @@ async def play(scorers: int) -> None:
 
         for _ in range(2):
             next_group()
-        has_told = False
+        is_first = True
         async for _ in worker.results():
             next_group()
-            if not has_told:
+            if is_first:
                 print("scoring", flush=True)
-                has_told = True
+                is_first = False
 
 
 def main() -> int:

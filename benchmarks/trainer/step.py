@@ -1,10 +1,10 @@
-"""How fast is the training step? Packed sequences against a plain padded Hugging Face loop, in the same process, in turn.
+"""Compares the training step on packed sequences with a plain padded Hugging Face loop, one after the other in one process.
 
-    python -m benchmarks.trainer.step                      on a CPU: tiny models, and TRL's step where `.venvs/trl` is
+    python -m benchmarks.trainer.step                      on a CPU: tiny models, and TRL's step if `.venvs/trl` exists
     python -m benchmarks.trainer.step --device cuda        a 135M and a 1.5B model with random weights
 
-Lengths are spread evenly up to the longest, so padding to it wastes half. Both sides train the same tokens with the same loss, fp32
-weights and AdamW; the plain loop computes under autocast, as such loops do, and pads every pass to the longest of the batch.
+Lengths are spread evenly up to the longest, so padding to the longest wastes half of the tokens. Both train the same tokens with the
+same loss, float32 weights and AdamW. The plain loop computes under autocast and pads every pass to the longest row of the batch.
 """
 
 import argparse
@@ -25,7 +25,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 from transformers.utils import logging as transformers_logging
 
-from benchmarks.report import Figure, print_figures, tell
+from benchmarks.report import Figure, print_figures, print_status
 from rollbook.contracts.batch import BatchEntry, BatchManifest, TrainingBatch
 from rollbook.contracts.group import PromptGroup, group_id
 from rollbook.contracts.policy import SamplingParams
@@ -102,7 +102,7 @@ CASES = {
         longest=1024,
         tokens_per_pass=16_384,
     ),
-    # As in the arithmetic run: many short rows of similar length, in few large passes.
+    # Like the arithmetic run: many short rows of similar length, in few large passes.
     "135m-short": Case(
         name="135m-short", config=smollm2_135m, sequences=512, shortest=100, longest=200, tokens_per_pass=65_536
     ),
@@ -110,8 +110,8 @@ CASES = {
 }
 
 
-def made_batch(case: Case, vocabulary: int) -> TrainingBatch:
-    """Groups of eight; lengths evenly spread from the prompt's to the longest, in an order that mixes them."""
+def random_batch(case: Case, vocabulary: int) -> TrainingBatch:
+    """Groups of eight, with evenly spread lengths in random order."""
     rng = np.random.default_rng(7)
     lengths = rng.permutation(np.linspace(case.shortest, case.longest, case.sequences).astype(int))
     samples = []
@@ -144,7 +144,7 @@ def new_model(case: Case, device: str) -> Any:
 
 
 class PlainLoop:
-    """What one writes first: pad to the longest, autocast, whole logits, the clipped ratio, AdamW."""
+    """The obvious implementation: pad to the longest, autocast, full logits, the clipped ratio, AdamW."""
 
     def __init__(self, case: Case, config: TrainerConfig, batch: TrainingBatch) -> None:
         self._case, self._config = case, config
@@ -192,10 +192,10 @@ class OurStep:
         return float(self.learner.run(self._batch).metrics["train/grad_norm"] or 0.0)
 
 
-def measured(step: Callable[[], float], *, repeats: int, device: str) -> tuple[float, float | None]:
-    """Seconds of the fastest of the repeats after two that warm up, and the peak of device memory in GB.
+def time_step(step: Callable[[], float], *, repeats: int, device: str) -> tuple[float, float | None]:
+    """Seconds of the fastest repeat after two warm-up steps, and the peak device memory in GB.
 
-    On a CPU they are CPU seconds: others on the machine do not count.
+    CPU seconds on a CPU, so that other processes on the machine do not count.
     """
     clock = time.perf_counter if device == "cuda" else time.process_time
     if device == "cuda":
@@ -229,7 +229,7 @@ def settings(case: Case, device: str, **others: Any) -> TrainerConfig:
 def logprobs_of(
     model: PolicyModel, rows: list[Any], config: TrainerConfig, *, is_packed: bool
 ) -> dict[Any, torch.Tensor]:
-    """By the row's targets, which no two rows share."""
+    """Logprobs by the targets of a row, which are unique."""
     found = {}
     with torch.no_grad():
         for part in [rows] if is_packed else [[row] for row in rows]:
@@ -241,15 +241,15 @@ def logprobs_of(
     return found
 
 
-def check_the_kernel(case: Case, device: str, batch: TrainingBatch) -> None:
-    """The packed pass against each row alone in the same model, before anything is timed: log-probabilities must agree.
+def compare_logprobs(case: Case, device: str, batch: TrainingBatch) -> None:
+    """Print how far the logprobs of a packed pass differ from those of each row alone in the same model.
 
-    Beside it, what bfloat16 itself costs: each row alone in bfloat16 against float32.
+    For comparison, print the error of bfloat16 itself: each row alone in bfloat16 and in float32.
     """
     module = new_model(case, device)
     with torch.no_grad():
         for parameter in module.parameters():
-            # Initial weights predict much the same everywhere; larger ones make attention count.
+            # Larger weights than the initial ones, so that attention affects the predictions.
             parameter.mul_(2.0 if parameter.ndim > 1 else 1.0)
     config = settings(case, device)
     rows = flatten(batch, config)[:16]
@@ -258,44 +258,46 @@ def check_the_kernel(case: Case, device: str, batch: TrainingBatch) -> None:
     alone = logprobs_of(model, rows, config, is_packed=False)
     exact_config = settings(case, device, compute_dtype="float32")
     exact = logprobs_of(PolicyModel(module, exact_config), rows, exact_config, is_packed=False)
-    told = {
+    compared = {
         "packed to alone": (packed, alone),
         "alone to float32": (alone, exact),
         "packed to float32": (packed, exact),
     }
-    for name, (one, other) in told.items():
+    for name, (one, other) in compared.items():
         differences = torch.cat([(one[key] - other[key]).abs() for key in other])
-        tell(
+        print_status(
             f"{case.name}: logprobs {name}: mean {float(differences.mean()):.2e}, at most {float(differences.max()):.2e}"
         )
-    kept: list[Any] = []
+    copies: list[Any] = []
     for _ in range(4):
         started = time.perf_counter()
-        kept = [*kept[-1:], model.snapshot()]
+        copies = [*copies[-1:], model.snapshot()]
         copied_at = time.perf_counter()
-        digest_of(kept[-1])
+        digest_of(copies[-1])
         digested = time.perf_counter() - copied_at
-        tell(f"{case.name}: weights copied to main memory in {copied_at - started:.3f} s, digested in {digested:.3f} s")
-    tell(
-        f"{case.name}: is packed: {model.is_packed}, attends by: {model.attention_kernel}; varlen is there: {HAS_VARLEN}"
+        print_status(
+            f"{case.name}: weights copied to main memory in {copied_at - started:.3f} s, digested in {digested:.3f} s"
+        )
+    print_status(
+        f"{case.name}: packed: {model.is_packed}; attention kernel: {model.attention_kernel}; varlen available: {HAS_VARLEN}"
     )
 
 
 def profile(step: Callable[[], float]) -> None:
-    """Where the device spends one step."""
+    """Print the operations on which the device spends most of one step."""
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities) as seen:
+    with torch.profiler.profile(activities=activities) as profiler:
         step()
         torch.cuda.synchronize()
-    events = sorted(seen.key_averages(), key=lambda event: -event.self_device_time_total)[:14]
+    events = sorted(profiler.key_averages(), key=lambda event: -event.self_device_time_total)[:14]
     for event in events:
-        tell(f"      {event.self_device_time_total / 1e3:8.1f} ms {event.count:>6} x {event.key[:90]}")
+        print_status(f"      {event.self_device_time_total / 1e3:8.1f} ms {event.count:>6} x {event.key[:90]}")
 
 
 def compare(case: Case, device: str) -> list[Figure]:
     config = settings(case, device)
-    batch = made_batch(case, case.config().vocab_size)
-    check_the_kernel(case, device, batch)
+    batch = random_batch(case, case.config().vocab_size)
+    compare_logprobs(case, device, batch)
     rows = flatten(batch, config)
     tokens = sum(len(row) for row in rows)
     share = 1 - tokens / (len(rows) * max(len(row) for row in rows))
@@ -313,7 +315,7 @@ def compare(case: Case, device: str) -> list[Figure]:
     for name, make in sides.items():
         try:
             step = make()
-            seconds[name], memory[name] = measured(step, repeats=case.repeats, device=device)
+            seconds[name], memory[name] = time_step(step, repeats=case.repeats, device=device)
             if device == "cuda" and name == "packed":
                 profile(step)
             if isinstance(step, OurStep) and name == "packed":
@@ -321,16 +323,16 @@ def compare(case: Case, device: str) -> list[Figure]:
                 (minibatch,) = plan(rows, config, step=1, is_packed=True)
                 flops = training_flops(minibatch.microbatches, model.shape)
             del step
-        except Exception:  # one side that does not fit must not cost the others their figures
-            tell(f"{case.name} {name} failed:\n{traceback.format_exc()[-1500:]}")
+        except Exception:  # one variant may not fit into memory; the others are still measured
+            print_status(f"{case.name} {name} failed:\n{traceback.format_exc()[-1500:]}")
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
         peak = peak_flops(torch.cuda.get_device_name()) if device == "cuda" else None
         if name in seconds:
-            mfu = f"{100 * flops / seconds[name] / peak:5.1f} % MFU" if peak else "MFU not known"
+            mfu = f"{100 * flops / seconds[name] / peak:5.1f} % MFU" if peak else "MFU unknown"
             used = f"{memory[name]:6.1f} GB" if memory[name] is not None else ""
-            tell(
+            print_status(
                 f"{case.name:>5} {name:<12} {seconds[name] * 1e3:8.1f} ms {tokens / seconds[name]:>10.0f} tokens/s {mfu} {used}"
             )
     if not {"packed", "plain"} <= seconds.keys():
@@ -343,7 +345,7 @@ def compare(case: Case, device: str) -> list[Figure]:
             peer=tokens / seconds["plain"],
             unit="tokens/s",
             ratio=seconds["plain"] / seconds["packed"],
-            # Short rows of similar length waste little: packing has nothing to win there.
+            # Short rows of similar length need little padding, so packing gains nothing there.
             floor=1.8 if device == "cuda" and share > 0.45 else None,
             more={
                 "padding_share_of_peer": round(share, 3),
@@ -357,11 +359,11 @@ def compare(case: Case, device: str) -> list[Figure]:
     ]
 
 
-def beside_trl() -> list[Figure]:
-    """Our step and TRL's on one CPU thread, in TRL's own virtual environment; skipped, and said so, where there is none."""
+def compare_with_trl() -> list[Figure]:
+    """Compare with TRL's step on one CPU thread, in TRL's virtual environment. Skipped with a message if there is none."""
     python = Path(__file__).parents[2] / ".venvs" / "trl" / "bin" / "python"
     if not python.exists():
-        tell("SKIPPED trl_step_cpu: there is no .venvs/trl (sh scripts/trl_venv.sh makes it)")
+        print_status("SKIPPED trl_step_cpu: there is no .venvs/trl; create it with sh scripts/trl_venv.sh")
         return []
     root = str(Path(__file__).parents[2])
     done = subprocess.run(
@@ -373,7 +375,7 @@ def beside_trl() -> list[Figure]:
         env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
     )
     if done.returncode != 0:
-        tell(f"SKIPPED trl_step_cpu: it failed\n{done.stderr[-1500:]}")
+        print_status(f"SKIPPED trl_step_cpu: it failed\n{done.stderr[-1500:]}")
         return []
     found = json.loads(done.stdout.splitlines()[-1])
     seconds, tokens = found["cpu_seconds"], found["tokens"]
@@ -401,7 +403,7 @@ def main() -> int:
     for name in names:
         figures += compare(CASES[name], args.device)
     if args.device == "cpu":
-        figures += beside_trl()
+        figures += compare_with_trl()
     return print_figures(figures, device=torch.cuda.get_device_name() if args.device == "cuda" else "cpu")
 
 

@@ -1,7 +1,7 @@
-"""Our step beside TRL's on one CPU thread, in turn, in one process. Run by `.venvs/trl`; prints one JSON line.
+"""Compares our training step with TRL's on one CPU thread, in one process. Run by `.venvs/trl`; prints one JSON line.
 
-Both learn from the same rows with the same loss (the clipped ratio, token mean), float32 weights and AdamW. TRL pads completions to
-the longest, as its own collation does; generation and rewards are left out on both sides.
+Both train the same rows with the same loss (clipped ratio, token mean), float32 weights and AdamW. TRL pads completions to the
+longest, as its own collation does. Generation and rewards are excluded on both sides.
 """
 
 import json
@@ -17,7 +17,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
-from benchmarks.trainer.step import CASES, PROMPT_TOKENS, OurStep, made_batch, settings
+from benchmarks.trainer.step import CASES, PROMPT_TOKENS, OurStep, random_batch, settings
 from rollbook.trainer.config import ModelBuildConfig
 from rollbook.trainer.data.minibatches import flatten
 from rollbook.trainer.model.model_directory import build_tokenizer
@@ -72,7 +72,7 @@ def trl_step(scratch: Path, rows: list[Any], config: Any) -> Any:
 def main() -> int:
     torch.set_num_threads(1)
     case = CASES["tiny"]
-    batch = made_batch(case, case.config().vocab_size)
+    batch = random_batch(case, case.config().vocab_size)
     config = settings(case, "cpu", threads=1)
     rows = flatten(batch, config)
     tokens = sum(len(row) for row in rows)
@@ -83,7 +83,7 @@ def main() -> int:
             for name, step in sides.items():
                 started = time.process_time()
                 step()
-                if number:  # the first warms up
+                if number:  # the first is the warm-up
                     seconds[name].append(time.process_time() - started)
     best = {name: min(values) for name, values in seconds.items()}
     sys.stdout.write(json.dumps({"tokens": tokens, "cpu_seconds": best, "ratio": best["trl"] / best["ours"]}) + "\n")

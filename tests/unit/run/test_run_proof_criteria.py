@@ -52,11 +52,11 @@ def failed(criteria: list[Criterion]) -> list[str]:
 
 
 def first(phase: Phase) -> list[str]:
-    return failed(judge_first(phase, budget=1, is_trend_demanded=True))
+    return failed(judge_first(phase, max_head_offpolicy_versions=1, is_trend_demanded=True))
 
 
 def second(phase: Phase) -> list[str]:
-    return failed(judge_second(phase, GOOD, budget=2, minibatches=2, is_short=False))
+    return failed(judge_second(phase, GOOD, max_head_offpolicy_versions=2, minibatches=2, is_short=False))
 
 
 def test_two_good_phases_pass_every_criterion() -> None:
