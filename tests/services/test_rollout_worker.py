@@ -81,7 +81,7 @@ async def test_sigint_is_the_parents_business() -> None:
 
 async def test_a_cancelled_group_is_not_reported_and_its_siblings_play_on() -> None:
     async with worker_of() as worker:
-        worker.play(order(1, deed="hang"))
+        worker.play(order(1, behaviour="hang"))
         worker.play(order(2))
         worker.cancel("t1@0", 1)
         assert list(await results_of(worker, 1)) == ["t2@0"]
@@ -90,7 +90,7 @@ async def test_a_cancelled_group_is_not_reported_and_its_siblings_play_on() -> N
 
 async def test_death_is_noticed_at_once_and_says_how_and_what_was_lost() -> None:
     async with worker_of() as worker:
-        worker.play(order(1, deed="hang"))
+        worker.play(order(1, behaviour="hang"))
         os.kill(worker.pid, signal.SIGKILL)
         with pytest.raises(WorkerDiedError, match="killed by signal 9"):
             await results_of(worker, 1)
@@ -99,7 +99,7 @@ async def test_death_is_noticed_at_once_and_says_how_and_what_was_lost() -> None
 
 async def test_a_worker_that_blocks_its_loop_is_killed_by_the_ladder() -> None:
     async with worker_of() as worker:
-        worker.play(order(1, deed="block"))
+        worker.play(order(1, behaviour="block"))
         await asyncio.sleep(0.2)
     assert not psutil.pid_exists(worker.pid)
 
@@ -124,7 +124,7 @@ def test_a_worker_ends_with_its_parent_whatever_killed_the_parent() -> None:
 
         async def main():
             async with worker_of() as worker:
-                worker.play(order(1, deed="hang"))
+                worker.play(order(1, behaviour="hang"))
                 print(worker.pid, flush=True)
                 await asyncio.sleep(3600)
 

@@ -1,4 +1,4 @@
-"""A dispatcher ready to run over a ledger in memory and real worker processes."""
+"""A dispatcher over a ledger in memory, with real worker processes."""
 
 import asyncio
 import io
@@ -50,7 +50,7 @@ class Dispatching:
     dispatcher: Dispatcher
     tasks: CursorDataLoader
     sink: Any
-    """A `MemorySink`, unless the test brought a client of another."""
+    """A `MemorySink`, unless the test passed another sink."""
     directory: Path
     log: EventLog
     recorder: SpanRecorder

@@ -1,4 +1,4 @@
-"""Rollout functions that misbehave, each in its own way. Workers under test load them by dotted path."""
+"""Rollout functions that misbehave on request. Workers under test load them by `module:attribute`."""
 
 import asyncio
 import dataclasses
@@ -18,32 +18,32 @@ not_a_function = 3
 
 
 def make_rollout(setup: RolloutSetup) -> RolloutFn:
-    """Plays the default episode, unless the row tells it to do something else."""
+    """Plays the default episode, unless the row has another `behaviour`."""
     play = episode.make_rollout(setup)
 
     async def rollout(row: dict[str, Any]) -> RolloutSample | None:
-        deed = row.pop("deed", None)  # its own copy: the siblings still have it
-        if deed == "raise":
+        behaviour = row.pop("behaviour", None)  # The row is a copy, so the other samples still have it.
+        if behaviour == "raise":
             raise ValueError("the moon is in the wrong phase")
-        if deed == "wrong":
+        if behaviour == "wrong":
             return 42  # type: ignore[return-value]  # what a careless user writes
-        if deed == "none":
+        if behaviour == "none":
             return None
-        if deed == "hang":
+        if behaviour == "hang":
             await asyncio.sleep(3600)
-        if deed == "hang_once" and _is_first(Path(row["marker"])):
+        if behaviour == "hang_once" and _is_first(Path(row["marker"])):
             await asyncio.sleep(3600)
-        if deed == "block":
-            time.sleep(3600)  # noqa: ASYNC251 - this is the misdeed
-        if deed == "stop_run":
+        if behaviour == "block":
+            time.sleep(3600)  # noqa: ASYNC251 - blocks on purpose
+        if behaviour == "stop_run":
             raise RunError("the licence of the grader ran out")
-        if deed == "die_once" and _is_first(Path(row["marker"])):
+        if behaviour == "die_once" and _is_first(Path(row["marker"])):
             os.kill(os.getpid(), signal.SIGKILL)
-        if deed == "die":
-            print("last words of the worker")  # noqa: T201
+        if behaviour == "die":
+            print("last output of the worker")  # noqa: T201
             os._exit(9)
         sample = await play(row)
-        if deed == "say_loop" and sample is not None:
+        if behaviour == "say_loop" and sample is not None:
             return dataclasses.replace(sample, messages=({"role": "assistant", "content": "loop"},))
         return sample
 
