@@ -1,5 +1,5 @@
 #!/bin/sh
-# A virtual environment with an agent framework of other people, for the test that runs it, unchanged, through our proxy.
+# Creates a virtual environment with an agent framework, for the tests that run it unchanged through the proxy.
 set -eu
 cd "$(dirname "$0")/.."
 [ -x .venvs/agents/bin/python ] || "${PYTHON:-python3.11}" -m venv .venvs/agents

@@ -1,5 +1,5 @@
 #!/bin/sh
-# A virtual environment with the original atroposlib, for the benchmark and the tests that run beside it.
+# Creates a virtual environment with the original atroposlib, for the benchmark and the compatibility tests.
 set -eu
 cd "$(dirname "$0")/.."
 [ -x .venvs/atropos/bin/python ] || "${PYTHON:-python3.11}" -m venv .venvs/atropos

@@ -1,5 +1,5 @@
 #!/bin/sh
-# A virtual environment with the openenv package, for the tests that play against it (tests/services/test_envs_openenv_package.py).
+# Creates a virtual environment with the openenv package, for tests/services/test_envs_openenv_package.py.
 set -eu
 cd "$(dirname "$0")/.."
 [ -x .venvs/openenv/bin/python ] || "${PYTHON:-python3.11}" -m venv .venvs/openenv

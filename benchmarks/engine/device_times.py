@@ -1,4 +1,4 @@
-"""What a device takes for a piece of work, for copies, and for the kernels of one step."""
+"""Measures the time of an operation on a device, of copies, and of the kernels of one step."""
 
 import statistics
 import time
@@ -10,28 +10,28 @@ import torch
 from benchmarks.report import tell
 
 
-def timed_ms(act: Callable[[], None], device: str, repeats: int = 50) -> float:
+def timed_ms(operation: Callable[[], None], device: str, repeats: int = 50) -> float:
     for _ in range(5):
-        act()
+        operation()
     if device == "cpu":
-        began = time.perf_counter()
+        started = time.perf_counter()
         for _ in range(repeats):
-            act()
-        return (time.perf_counter() - began) / repeats * 1e3
+            operation()
+        return (time.perf_counter() - started) / repeats * 1e3
     times = []
     for _ in range(5):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         start.record()
         for _ in range(repeats // 5):
-            act()
+            operation()
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) / (repeats // 5))
     return float(statistics.median(times))
 
 
-def kernel_split(act: Callable[[], None]) -> dict[str, float]:
-    """Milliseconds of a step by kind of kernel, as the profiler sees them inside the graph."""
+def kernel_split(operation: Callable[[], None]) -> dict[str, float]:
+    """Milliseconds of a step by kind of kernel, from the profiler."""
     kinds = {
         "attention over the slots": ("_attend_one", "_join_splits"),
         "norms": ("_rms_norm",),
@@ -44,7 +44,7 @@ def kernel_split(act: Callable[[], None]) -> dict[str, float]:
     try:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for _ in range(repeats):
-                act()
+                operation()
             torch.cuda.synchronize()
     except RuntimeError as error:
         tell(f"  no split of the step's time: the profiler failed: {error}")
@@ -54,7 +54,7 @@ def kernel_split(act: Callable[[], None]) -> dict[str, float]:
         spent = float(getattr(event, "self_device_time_total", 0.0)) / repeats / 1e3
         name = event.key.lower()
         kind = next(
-            (k for k, marks in kinds.items() if any(mark in name for mark in marks)), "other kernels and copies"
+            (k for k, parts in kinds.items() if any(part in name for part in parts)), "other kernels and copies"
         )
         split[kind] += spent
     split["sum of kernels"] = sum(split.values())
@@ -62,20 +62,20 @@ def kernel_split(act: Callable[[], None]) -> dict[str, float]:
 
 
 def copy_limit(device: str, size: int) -> float:
-    """Seconds to bring that many bytes to the device, pinned."""
+    """Seconds to copy that many bytes from pinned memory to the device."""
     if device == "cpu":
         source = torch.empty(size, dtype=torch.uint8)
-        began = time.perf_counter()
+        started = time.perf_counter()
         source.clone()
-        return time.perf_counter() - began
+        return time.perf_counter() - started
     source = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     target = torch.empty(size, dtype=torch.uint8, device=device)
     target.copy_(source)
     torch.cuda.synchronize()
-    began = time.perf_counter()
+    started = time.perf_counter()
     target.copy_(source)
     torch.cuda.synchronize()
-    return time.perf_counter() - began
+    return time.perf_counter() - started
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
@@ -83,7 +83,7 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def copy_rate(device: str) -> float:
-    """Bytes a second, read and written together, of a large copy inside the device."""
+    """Bytes per second, reads plus writes, of a large copy within the device."""
     size = 1 << (32 if device == "cuda" else 26)
     source = torch.empty(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

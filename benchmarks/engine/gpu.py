@@ -1,9 +1,8 @@
 """The policy server on a GPU: `python -m benchmarks.engine.gpu [--device cpu --small]`.
 
-A random-weight model of SmolLM2-135M's shape, made on the spot, in bfloat16. Correctness against the Hugging Face module; then a
-closed loop of requests through the real HTTP server in a process of its own, the same in process, the decode step alone with a
-split of its time, and a weight update in flight. Capturing and compiling are reported apart. Each part that fails says so and
-the others go on.
+A random-weight model of SmolLM2-135M's shape in bfloat16. Compares with the Hugging Face module; then measures a closed loop of
+requests through the HTTP server in a separate process, the same loop in process, the decode step alone by kernel, and a weight
+update in flight. Capture and compile times are reported separately. If one part fails, the others still run.
 """
 
 import argparse
@@ -30,7 +29,7 @@ import uvloop
 
 from benchmarks.engine import logprob_fidelity
 from benchmarks.engine.device_times import copy_limit, copy_rate, kernel_split, timed_ms
-from benchmarks.engine.loop import Asked, LoopResult, in_process, requests
+from benchmarks.engine.loop import Job, LoopResult, in_process, requests
 from benchmarks.engine.models import SMALL, SMOLLM2_135M, Shape, build, make_model_dir, opened, publish
 from benchmarks.report import Figure, print_figures, tell
 from rollbook.contracts.policy import Publication, SamplingParams
@@ -50,7 +49,7 @@ PEERS = {
     "generate, dynamic cache, batch 512": 7_486,
     "the library's continuous batching": 2_722,
 }
-"""Measured earlier on the same kind of GPU; tokens a second, decode only for the first three."""
+"""Measured earlier on the same kind of GPU; tokens per second, decode only for the first three."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +77,10 @@ class Plan:
         )
 
     def options(self) -> dict[str, Any]:
-        """On a CPU, captured steps are stood in for by plain calls: the same code runs."""
-        return {"capture": lambda act: act} if self.capture and self.device == "cpu" else {}
+        """On a CPU, plain calls replace captured graphs, so that the same code runs."""
+        return {"capture": lambda operation: operation} if self.capture and self.device == "cpu" else {}
 
-    def asked(self, *, seed: int = 0, count: int | None = None) -> list[Asked]:
+    def jobs(self, *, seed: int = 0, count: int | None = None) -> list[Job]:
         return requests(
             count or self.requests,
             prompt=self.prompt,
@@ -121,7 +120,7 @@ TINY = Plan(
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
+class Setup:
     plan: Plan
     root: Path
     weights: tuple[Publication, Path]
@@ -134,15 +133,15 @@ class Bench:
         return opened(config, self.model_dir, self.weights, **self.plan.options())
 
 
-# --- the server's process and the client's ---
+# --- the server process and the client process ---
 
 
-def serve_forever(bench: Bench, ready: Any, stop: Any) -> None:
+def serve_forever(setup: Setup, ready: Any, stop: Any) -> None:
     async def main() -> None:
-        config = bench.plan.config()
-        began = time.perf_counter()
-        async with bench.open(config) as engine, serve(build_app(engine, config)) as url:
-            ready.put((url, time.perf_counter() - began, engine.parts.choices))
+        config = setup.plan.config()
+        started = time.perf_counter()
+        async with setup.open(config) as engine, serve(build_app(engine, config)) as url:
+            ready.put((url, time.perf_counter() - started, engine.parts.choices))
             await asyncio.to_thread(stop.wait)
             stats = engine.stats()
             ready.put(
@@ -157,9 +156,9 @@ def serve_forever(bench: Bench, ready: Any, stop: Any) -> None:
     _on_uvloop(main())
 
 
-def ask_over_http(url: str, plan: Plan, *, seed: int, count: int) -> LoopResult:
-    """A client in a process of its own."""
-    given = {
+def load_over_http(url: str, plan: Plan, *, seed: int, count: int) -> LoopResult:
+    """Run the client in a separate process."""
+    settings = {
         "count": count,
         "prompt": plan.prompt,
         "shortest": plan.shortest,
@@ -168,13 +167,13 @@ def ask_over_http(url: str, plan: Plan, *, seed: int, count: int) -> LoopResult:
         "seed": seed,
         "in_flight": plan.in_flight,
     }
-    told = subprocess.run(
-        [sys.executable, "-m", "benchmarks.engine.loop", url, json.dumps(given)],
+    output = subprocess.run(
+        [sys.executable, "-m", "benchmarks.engine.loop", url, json.dumps(settings)],
         check=True,
         stdout=subprocess.PIPE,
         timeout=300,
     ).stdout
-    return LoopResult(**json.loads(told))
+    return LoopResult(**json.loads(output))
 
 
 def _on_uvloop(coroutine: Any) -> Any:
@@ -182,7 +181,7 @@ def _on_uvloop(coroutine: Any) -> Any:
 
 
 def received(queue: Any, sender: Any, *, within_s: float = 300.0) -> Any:
-    """What a process puts into a queue; fails when it died instead."""
+    """The next item that a process puts into a queue; raises if the process dies."""
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         try:
@@ -190,25 +189,25 @@ def received(queue: Any, sender: Any, *, within_s: float = 300.0) -> Any:
         except Empty:
             if not sender.is_alive():
                 raise RuntimeError(f"a process of the benchmark died with exit code {sender.exitcode}") from None
-    raise TimeoutError(f"nothing came within {within_s} s")
+    raise TimeoutError(f"no item within {within_s} s")
 
 
-def http_loop(bench: Bench) -> Figure:
-    plan = bench.plan
+def http_loop(setup: Setup) -> Figure:
+    plan = setup.plan
     context = multiprocessing.get_context("spawn")
     ready, stop = context.Queue(), context.Event()
-    server = context.Process(target=serve_forever, args=(bench, ready, stop), daemon=True)
+    server = context.Process(target=serve_forever, args=(setup, ready, stop), daemon=True)
     server.start()
     try:
-        url, opening_s, ways = received(ready, server)
-        tell(f"  server ready after {opening_s:.1f} s ({'; '.join(ways)})")
+        url, opening_s, choices = received(ready, server)
+        tell(f"  server ready after {opening_s:.1f} s ({'; '.join(choices)})")
         results: list[LoopResult] = []
         for name, count in (
             ("warm-up", min(plan.requests, 3 * plan.in_flight)),
             ("run 1", plan.requests),
             ("run 2", plan.requests),
         ):
-            result = ask_over_http(url, plan, seed=len(results), count=count)
+            result = load_over_http(url, plan, seed=len(results), count=count)
             tell(
                 f"  HTTP {name}: {result.requests} requests, {result.tokens} tokens in {result.seconds:.2f} s = "
                 f"{result.tokens_per_s:,.0f} tokens/s"
@@ -244,13 +243,11 @@ def http_loop(bench: Bench) -> Figure:
 # --- in process ---
 
 
-async def in_process_loop(bench: Bench) -> list[Figure]:
-    plan = bench.plan
-    async with bench.open(plan.config()) as engine:
-        warm = await in_process(
-            engine, plan.asked(seed=8, count=min(plan.requests, 3 * plan.in_flight)), plan.in_flight
-        )
-        runs = [await in_process(engine, plan.asked(seed=9 + run), plan.in_flight) for run in range(2)]
+async def in_process_loop(setup: Setup) -> list[Figure]:
+    plan = setup.plan
+    async with setup.open(plan.config()) as engine:
+        warm = await in_process(engine, plan.jobs(seed=8, count=min(plan.requests, 3 * plan.in_flight)), plan.in_flight)
+        runs = [await in_process(engine, plan.jobs(seed=9 + run), plan.in_flight) for run in range(2)]
         stats = engine.stats()
         best = max(run.tokens_per_s for run in runs)
         tell(
@@ -265,44 +262,44 @@ async def in_process_loop(bench: Bench) -> list[Figure]:
             unit="tokens/s",
             ratio=best / PEERS["bare decode loop, graph over the compiled body, 512 rows"],
         )
-        return [figure, await update_in_flight(bench, engine)]
+        return [figure, await update_in_flight(setup, engine)]
 
 
-async def update_in_flight(bench: Bench, engine: TransformersEngine) -> Figure:
-    """Weights arrive while every row decodes: how long does a step take longer than its neighbours?"""
-    plan = bench.plan
-    path = bench.root / "second.safetensors"
+async def update_in_flight(setup: Setup, engine: TransformersEngine) -> Figure:
+    """Load weights while every row decodes, and measure how much longer the steps around the update take."""
+    plan = setup.plan
+    path = setup.root / "second.safetensors"
     published = publish(path, build(plan.shape, seed=5, dtype=getattr(torch, plan.dtype)), 2)
-    marks: list[tuple[float, int]] = []
+    launches: list[tuple[float, int]] = []
     scheduler = engine.parts.scheduler
     launch, apply = scheduler.round, engine.parts.weights.apply
     applied: list[float] = []
 
-    def marked(publication: int, results: RoundResults) -> None:
+    def timed_round(publication: int, results: RoundResults) -> None:
         launch(publication, results)
-        marks.append((time.perf_counter(), publication))
+        launches.append((time.perf_counter(), publication))
 
-    def timed(planned: Any) -> None:
-        began = time.perf_counter()
-        apply(planned)
-        applied.append(time.perf_counter() - began)
+    def timed_apply(plan: Any) -> None:
+        started = time.perf_counter()
+        apply(plan)
+        applied.append(time.perf_counter() - started)
 
-    scheduler.round = marked  # type: ignore[method-assign]
-    engine.parts.weights.apply = timed  # type: ignore[method-assign,assignment]
-    # All of one length, so that no prefill disturbs: what is measured is the update.
-    prompts = [one.prompt for one in plan.asked(seed=20, count=plan.in_flight)]
-    answers = [engine.submit(prompt, SamplingParams(max_tokens=plan.longest)) for prompt in prompts]
+    scheduler.round = timed_round  # type: ignore[method-assign]
+    engine.parts.weights.apply = timed_apply  # type: ignore[method-assign]
+    # All of one length, so that no prefill affects the measurement.
+    prompts = [one.prompt for one in plan.jobs(seed=20, count=plan.in_flight)]
+    futures = [engine.submit(prompt, SamplingParams(max_tokens=plan.longest)) for prompt in prompts]
     first = engine.stats().tokens
     while engine.stats().tokens < first + plan.in_flight * plan.longest // 4:  # noqa: ASYNC110  # a counter of another thread
         await asyncio.sleep(0.001)
-    began = time.perf_counter()
+    started = time.perf_counter()
     await engine.load_weights(published, path)
-    update_s = time.perf_counter() - began
-    completions = await asyncio.gather(*answers)
+    update_s = time.perf_counter() - started
+    completions = await asyncio.gather(*futures)
     scheduler.round, engine.parts.weights.apply = launch, apply  # type: ignore[method-assign]
     spanning = sum(len(set(completion.versions.tolist())) == 2 for completion in completions)
-    gaps = np.diff([mark for mark, _ in marks])
-    change = next(at for at in range(1, len(marks)) if marks[at][1] != marks[at - 1][1])
+    gaps = np.diff([launch_time for launch_time, _ in launches])
+    change = next(at for at in range(1, len(launches)) if launches[at][1] != launches[at - 1][1])
     steady = statistics.median(gaps[max(0, change - 40) : change - 2].tolist() or gaps.tolist())
     # Launches run ahead of the device, so the pause may show a few rounds later.
     around = gaps[max(0, change - 1) : change + 5]
@@ -311,10 +308,10 @@ async def update_in_flight(bench: Bench, engine: TransformersEngine) -> Figure:
     copy_s = copy_limit(plan.device, size)
     tell(
         f"  update in flight: {spanning} of {len(completions)} completions span both versions; a step takes {steady * 1e3:.2f} ms; "
-        f"decoding was held up for {pause_steps:.2f} steps; swapping took the thread {applied[-1] * 1e3:.2f} ms"
+        f"decoding was delayed by {pause_steps:.2f} steps; the swap took {applied[-1] * 1e3:.2f} ms"
     )
     tell(
-        f"  in all {update_s * 1e3:.0f} ms for {size / 1e6:.0f} MB (read, check, stage, swap); copying them alone takes "
+        f"  in all {update_s * 1e3:.0f} ms for {size / 1e6:.0f} MB (read, check, stage, swap); the copy alone takes "
         f"{copy_s * 1e3:.1f} ms"
     )
     pause_steps = max(pause_steps, 1e-3)
@@ -338,20 +335,20 @@ async def update_in_flight(bench: Bench, engine: TransformersEngine) -> Figure:
 # --- the decode step alone ---
 
 
-async def step_times(bench: Bench) -> list[Figure]:
-    plan = bench.plan
+async def step_times(setup: Setup) -> list[Figure]:
+    plan = setup.plan
     rows = max(plan.step_rows)
     figures = []
     position = min(250, plan.max_model_len - 8)
-    async with bench.open(plan.config(rows=rows)) as engine:
+    async with setup.open(plan.config(rows=rows)) as engine:
         runner = engine.parts.runner
         for count in plan.step_rows:
-            table = standing(count, rows, position, plan)
+            table = decoding_rows(count, rows, position, plan)
             found: dict[str, Any] = {}
 
-            def act(count: int = count, table: RowTable = table, found: dict[str, Any] = found) -> None:
+            def operation(count: int = count, table: RowTable = table, found: dict[str, Any] = found) -> None:
                 with torch.inference_mode():
-                    # Never on zeros: they can run faster than real data will.
+                    # Not on zeros: they can be faster than real data.
                     for pair in runner.slots.pairs:
                         for slots_SHTD in pair:
                             slots_SHTD.normal_()
@@ -359,7 +356,7 @@ async def step_times(bench: Bench) -> list[Figure]:
                     if plan.device == "cuda" and count == plan.in_flight:
                         found["split"] = kernel_split(lambda: runner.decode(table, count, length=position + 1))
 
-            await engine.thread.between_rounds(act)
+            await engine.thread.between_rounds(operation)
             limit_ms, parts = bandwidth_limit_ms(engine, count, position, plan)
             tell(
                 f"  decode step, {count:>5} rows at {position}: {found['ms']:.3f} ms = {count / found['ms'] * 1e3:,.0f} tokens/s; "
@@ -380,8 +377,8 @@ async def step_times(bench: Bench) -> list[Figure]:
     return figures
 
 
-def standing(count: int, rows: int, position: int, plan: Plan) -> RowTable:
-    """Rows in the middle of decoding, with nobody behind them."""
+def decoding_rows(count: int, rows: int, position: int, plan: Plan) -> RowTable:
+    """A table of decoding rows whose requests have no caller."""
     table = RowTable(rows)
     loop = asyncio.new_event_loop()
     try:
@@ -404,7 +401,7 @@ def standing(count: int, rows: int, position: int, plan: Plan) -> RowTable:
 
 
 def bandwidth_limit_ms(engine: TransformersEngine, count: int, position: int, plan: Plan) -> tuple[float, str]:
-    """Weights once and the rows' keys and values once, at the bandwidth a copy reaches on this device."""
+    """The time to read the weights and the rows' keys and values once, at the bandwidth of a copy on this device."""
     weights = engine.parts.weights.num_bytes
     shape = plan.shape
     itemsize = getattr(torch, plan.dtype).itemsize
@@ -414,20 +411,20 @@ def bandwidth_limit_ms(engine: TransformersEngine, count: int, position: int, pl
     return (weights + cache) / rate * 1e3, f"{weights / 1e6:.0f} + {cache / 1e6:.0f} MB at {rate / 1e12:.2f} TB/s"
 
 
-async def attention_sweep(bench: Bench) -> None:
-    """The attention kernel alone, for every shape of its programs that may be worth having."""
-    plan = bench.plan
-    async with bench.open(plan.config()) as engine:
+async def attention_sweep(setup: Setup) -> None:
+    """Time the attention kernel with different block sizes, warps and stages."""
+    plan = setup.plan
+    async with setup.open(plan.config()) as engine:
         model, slots = engine.parts.model, engine.parts.runner.slots
         if not isinstance(model, LlamaForward) or not isinstance(model.ops, KernelOps):
-            tell("  no kernels here, nothing to sweep")
+            tell("  the Triton kernels are not available")
             return
         kernels: Any = importlib.import_module("rollbook.inference.engines.embedded.model.triton_kernels")
         ops: Any = model.ops
         positions = torch.full((plan.in_flight,), 250, dtype=torch.int32, device=plan.device)
         width = model.heads.fused * model.heads.size
 
-        def act() -> None:
+        def operation() -> None:
             with torch.inference_mode():
                 for joint in slots.joint:
                     joint.normal_()
@@ -443,34 +440,34 @@ async def attention_sweep(bench: Bench) -> None:
                     try:
                         all_layers()
                         ms = timed_ms(CudaCapture()(all_layers), plan.device, repeats=20)
-                    except Exception as error:  # a shape the device cannot hold
+                    except Exception as error:  # The device does not support this configuration.
                         tell(f"      block {block} warps {warps} stages {stages}: {type(error).__name__}")
                         continue
                     tell(f"      block {block:>3} warps {warps} stages {stages}: {ms:.3f} ms for all layers")
 
-        kept = kernels.ATTEND_BLOCK, kernels.ATTEND_WARPS, kernels.ATTEND_STAGES
-        await engine.thread.between_rounds(act)
-        kernels.ATTEND_BLOCK, kernels.ATTEND_WARPS, kernels.ATTEND_STAGES = kept
+        original = kernels.ATTEND_BLOCK, kernels.ATTEND_WARPS, kernels.ATTEND_STAGES
+        await engine.thread.between_rounds(operation)
+        kernels.ATTEND_BLOCK, kernels.ATTEND_WARPS, kernels.ATTEND_STAGES = original
 
 
-def guarded(name: str, act: Callable[[], Any]) -> Any:
-    """A part that fails must not waste the others."""
-    began = time.perf_counter()
+def guarded(name: str, operation: Callable[[], Any]) -> Any:
+    """Run one part; if it fails, log the error and continue."""
+    started = time.perf_counter()
     tell(f"[{name}]")
     try:
-        return act()
+        return operation()
     except Exception:
         tell(f"  {name} FAILED:\n{traceback.format_exc()}")
         return None
     finally:
-        tell(f"  ({time.perf_counter() - began:.1f} s)")
+        tell(f"  ({time.perf_counter() - started:.1f} s)")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true")
-    parser.add_argument("--sweep", action="store_true", help="also time shapes of the attention kernel")
+    parser.add_argument("--sweep", action="store_true", help="also time configurations of the attention kernel")
     options = parser.parse_args()
     plan = TINY if options.small else FULL
     if options.device != plan.device:
@@ -483,15 +480,15 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
         model = make_model_dir(root / "model", plan.shape, dtype=getattr(torch, plan.dtype))
-        bench = Bench(plan, root, (publish(root / "first.safetensors", model, 1), root / "first.safetensors"))
+        setup = Setup(plan, root, (publish(root / "first.safetensors", model, 1), root / "first.safetensors"))
         del model
         fidelity = guarded("fidelity", lambda: asyncio.run(logprob_fidelity.figures(plan.device, plan.shape)))
         figures += fidelity or []
         if options.sweep:
-            guarded("attention sweep", lambda: asyncio.run(attention_sweep(bench)))
-        figures += guarded("decode steps", lambda: asyncio.run(step_times(bench))) or []
-        figures += guarded("in process", lambda: _on_uvloop(in_process_loop(bench))) or []
-        http = guarded("over HTTP", lambda: http_loop(bench))
+            guarded("attention sweep", lambda: asyncio.run(attention_sweep(setup)))
+        figures += guarded("decode steps", lambda: asyncio.run(step_times(setup))) or []
+        figures += guarded("in process", lambda: _on_uvloop(in_process_loop(setup))) or []
+        http = guarded("over HTTP", lambda: http_loop(setup))
         figures += [http] if http else []
     tell(json.dumps({"peers": PEERS}))
     return print_figures(figures, failed_parts=4 - sum(map(bool, (fidelity, figures, http))) - 1)

@@ -1,8 +1,8 @@
-"""Adapters, prefix reuse and alternatives on a GPU: `python -m benchmarks.engine.gpu_checks [--device cpu --small]`.
+"""Adapters, prefix reuse and top logprobs on a GPU: `python -m benchmarks.engine.gpu_checks [--device cpu --small]`.
 
-A random-weight model of SmolLM2-135M's shape, made on the spot. Each part compares with a plain forward of the Hugging Face module,
-then says what it costs. Captured steps keep addresses: weights are written in place, which is what is checked first. A part that
-fails says so and the others go on; the last line is JSON.
+A random-weight model of SmolLM2-135M's shape. Each part compares with a plain forward of the Hugging Face module and measures the
+cost. Captured graphs hold addresses, so weights must be replaced in setup; this is checked first. If one part fails, the others
+still run. The last line is JSON.
 """
 
 import argparse
@@ -41,7 +41,7 @@ PROJECTIONS += ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Setup:
     root: Path
     device: str
     dtype: str
@@ -54,40 +54,40 @@ class Place:
 
     def config(self, **changes: Any) -> InferenceConfig:
         rows = 32 if self.is_small else 512
-        given = {"device": self.device, "dtype": self.dtype, "max_running": rows, "max_queued": 100_000}
-        return InferenceConfig.model_validate({**given, "max_model_len": 1024 if self.is_small else 4096, **changes})
+        defaults = {"device": self.device, "dtype": self.dtype, "max_running": rows, "max_queued": 100_000}
+        return InferenceConfig.model_validate({**defaults, "max_model_len": 1024 if self.is_small else 4096, **changes})
 
 
 def adapter_tensors(model: Any, *, seed: int) -> dict[str, Tensor]:
-    """Both halves far from zero, for every projection."""
+    """Both factors far from zero, for every projection."""
     random = torch.Generator().manual_seed(seed)
     found = {}
     for name, part in model.named_modules():
         if name.endswith(PROJECTIONS):
-            out, into = part.weight.shape
-            found[f"base_model.model.{name}.lora_A.weight"] = torch.randn(RANK, into, generator=random) * 0.05
-            found[f"base_model.model.{name}.lora_B.weight"] = torch.randn(out, RANK, generator=random) * 0.05
+            rows, columns = part.weight.shape
+            found[f"base_model.model.{name}.lora_A.weight"] = torch.randn(RANK, columns, generator=random) * 0.05
+            found[f"base_model.model.{name}.lora_B.weight"] = torch.randn(rows, RANK, generator=random) * 0.05
     return found
 
 
-def publish_adapter(place: Place, model: Any, number: int) -> tuple[Publication, Path, Adapter]:
-    path = place.root / f"adapter-{number}.safetensors"
+def publish_adapter(setup: Setup, model: Any, number: int) -> tuple[Publication, Path, Adapter]:
+    path = setup.root / f"adapter-{number}.safetensors"
     save_file(adapter_tensors(model, seed=number), path)
     digest = weights_digest(read_weights(path).values())
     publication = Publication(id=PublicationId(number), epoch=1, step=number, digest=digest)
     return publication, path, Adapter(name=f"policy-v{number}", settings={"r": RANK, "lora_alpha": 2 * RANK})
 
 
-def merged(place: Place, number: int) -> Any:
-    """The module with the adapter added, in float32 on the same device: what the engine should sample from."""
-    model = build(place.shape)
+def merged(setup: Setup, number: int) -> Any:
+    """The module with the adapter merged, in float32 on the same device: the reference for the engine."""
+    model = build(setup.shape)
     tensors = adapter_tensors(model, seed=number)
     with torch.no_grad():
         for name, part in model.named_modules():
             if name.endswith(PROJECTIONS):
-                a, b = (tensors[f"base_model.model.{name}.lora_{half}.weight"] for half in "AB")
+                a, b = (tensors[f"base_model.model.{name}.lora_{factor}.weight"] for factor in "AB")
                 part.weight += (b @ a) * 2.0
-    return model.to(place.device)
+    return model.to(setup.device)
 
 
 def deviation(model: Any, prompt: list[int], completion: Completion) -> tuple[float, float]:
@@ -96,133 +96,135 @@ def deviation(model: Any, prompt: list[int], completion: Completion) -> tuple[fl
     with torch.inference_mode():
         logprobs = torch.log_softmax(model(input_ids=tokens, use_cache=False).logits[0].float(), dim=-1)
     expected = logprobs[len(prompt) - 1 : -1].gather(1, tokens[0, len(prompt) :, None])[:, 0].cpu()
-    off = (expected - torch.from_numpy(completion.logprobs)).abs()
-    return float(off.max()), float(off.mean())
+    error = (expected - torch.from_numpy(completion.logprobs)).abs()
+    return float(error.max()), float(error.mean())
 
 
-async def adapters(place: Place) -> dict[str, Any]:
-    model = build(place.shape)
-    told: dict[str, Any] = {}
-    exact = replace(place, dtype="float32")
-    async with opened(exact.config(max_running=32), place.model_dir, _published(place, model)) as engine:
-        told["ways"] = engine.parts.choices
-        prompt = requests(1, prompt=64, shortest=8, longest=8, vocab=place.shape.vocab)[0].prompt
+async def adapters(setup: Setup) -> dict[str, Any]:
+    model = build(setup.shape)
+    found: dict[str, Any] = {}
+    exact = replace(setup, dtype="float32")
+    async with opened(exact.config(max_running=32), setup.model_dir, _published(setup, model)) as engine:
+        found["ways"] = engine.parts.choices
+        prompt = requests(1, prompt=64, shortest=8, longest=8, vocab=setup.shape.vocab)[0].prompt
         for number in (2, 3, 2 + 2):
-            await engine.load_weights(*_split(publish_adapter(place, model, number)), adapter=_adapter(number))
-            answers = await asyncio.gather(
+            await engine.load_weights(*_split(publish_adapter(setup, model, number)), adapter=_adapter(number))
+            completions = await asyncio.gather(
                 *(engine.generate(prompt, SamplingParams(max_tokens=64, seed=seed)) for seed in range(16))
             )
-            reference = merged(place, number)
-            told[f"adapter_{number}_float32_max"] = max(deviation(reference, prompt, one)[0] for one in answers)
-            told["digest_ok"] = await engine.weights_digest() == engine.publication.digest  # type: ignore[union-attr]
-    async with opened(place.config(publish="adapter"), place.model_dir, _published(place, model)) as engine:
-        told |= await _update_in_flight(place, engine, model)
-    return told
+            reference = merged(setup, number)
+            found[f"adapter_{number}_float32_max"] = max(deviation(reference, prompt, one)[0] for one in completions)
+            found["digest_ok"] = await engine.weights_digest() == engine.publication.digest  # type: ignore[union-attr]
+    async with opened(setup.config(publish="adapter"), setup.model_dir, _published(setup, model)) as engine:
+        found |= await _update_in_flight(setup, engine, model)
+    return found
 
 
-async def _update_in_flight(place: Place, engine: TransformersEngine, model: Any) -> dict[str, Any]:
-    """Adapters arrive while all rows decode: how long is decoding held up where one is swapped in, and while it is staged?"""
-    rows, length = (16, 200) if place.is_small else (512, 600)
-    asked = requests(rows, prompt=32, shortest=length, longest=length, vocab=place.shape.vocab)
-    offered = [publish_adapter(place, model, number) for number in (10, 11, 12)]
-    marks: list[tuple[float, int]] = []
+async def _update_in_flight(setup: Setup, engine: TransformersEngine, model: Any) -> dict[str, Any]:
+    """Load adapters while all rows decode, and measure the delay at the swap and during staging."""
+    rows, length = (16, 200) if setup.is_small else (512, 600)
+    jobs = requests(rows, prompt=32, shortest=length, longest=length, vocab=setup.shape.vocab)
+    offered = [publish_adapter(setup, model, number) for number in (10, 11, 12)]
+    launches: list[tuple[float, int]] = []
     scheduler = engine.parts.scheduler
     launch = scheduler.round
 
-    def marked(publication: int, results: RoundResults) -> None:
+    def timed_round(publication: int, results: RoundResults) -> None:
         launch(publication, results)
-        marks.append((time.perf_counter(), publication))
+        launches.append((time.perf_counter(), publication))
 
-    scheduler.round = marked  # type: ignore[method-assign]
-    answers = [engine.submit(one.prompt, SamplingParams(max_tokens=one.max_tokens)) for one in asked]
-    while len(marks) < length // 4:  # noqa: ASYNC110  # steps of another thread have no event to wait for
+    scheduler.round = timed_round  # type: ignore[method-assign]
+    futures = [engine.submit(one.prompt, SamplingParams(max_tokens=one.max_tokens)) for one in jobs]
+    while len(launches) < length // 4:  # noqa: ASYNC110  # steps of another thread have no event to wait for
         await asyncio.sleep(0.001)
     spans = []
     for publication, path, adapter in offered:
-        began = time.perf_counter()
+        started = time.perf_counter()
         await engine.load_weights(publication, path, adapter=adapter)
-        spans.append((began, time.perf_counter()))
-    await asyncio.gather(*answers)
+        spans.append((started, time.perf_counter()))
+    await asyncio.gather(*futures)
     scheduler.round = launch  # type: ignore[method-assign]
-    gaps = [(after, after - before) for (before, _), (after, _) in itertools.pairwise(marks)]
-    calm = [gap for at, gap in gaps[10:-10] if not any(began <= at <= ended for began, ended in spans)]
+    gaps = [(after, after - before) for (before, _), (after, _) in itertools.pairwise(launches)]
+    calm = [gap for at, gap in gaps[10:-10] if not any(started <= at <= ended for started, ended in spans)]
     steady = statistics.median(calm or [gap for _, gap in gaps])
-    changes = [at for at in range(1, len(marks)) if marks[at][1] != marks[at - 1][1]]
+    changes = [at for at in range(1, len(launches)) if launches[at][1] != launches[at - 1][1]]
     around = [[gap for _, gap in gaps[max(0, at - 2) : at + 4]] for at in changes]
-    staged = [[gap for at, gap in gaps if began <= at <= ended] for began, ended in spans]
+    staged = [[gap for at, gap in gaps if started <= at <= ended] for started, ended in spans]
     return {
-        "update_ms": [round((ended - began) * 1e3, 2) for began, ended in spans],
+        "update_ms": [round((ended - started) * 1e3, 2) for started, ended in spans],
         "step_ms": round(steady * 1e3, 3),
         "pause_steps_at_the_swap": [round((sum(some) - len(some) * steady) / steady, 2) for some in around],
         "longest_step_while_staging": [round(max(some, default=0.0) / steady, 2) for some in staged],
     }
 
 
-async def prefixes(place: Place) -> dict[str, Any]:
-    model = build(place.shape)
-    weights = _published(place, model)
-    told: dict[str, Any] = {}
-    small = Episodes(count=16, at_once=8, turns=3, system=64, vocab=place.shape.vocab)
-    large = Episodes(count=256, at_once=128, turns=6, system=1024, said=32, seen=128, vocab=place.shape.vocab)
-    episodes = small if place.is_small else large
-    exact = replace(place, dtype="float32").config(max_running=64, prefix_cache_least=64)
-    async with opened(exact, place.model_dir, weights) as engine:
-        prompt = requests(1, prompt=200, shortest=8, longest=8, vocab=place.shape.vocab)[0].prompt
-        off, cached = [], []
+async def prefixes(setup: Setup) -> dict[str, Any]:
+    model = build(setup.shape)
+    weights = _published(setup, model)
+    found: dict[str, Any] = {}
+    small = Episodes(count=16, in_flight=8, turns=3, system=64, vocab=setup.shape.vocab)
+    large = Episodes(
+        count=256, in_flight=128, turns=6, system=1024, turn_tokens=32, observation_tokens=128, vocab=setup.shape.vocab
+    )
+    episodes = small if setup.is_small else large
+    exact = replace(setup, dtype="float32").config(max_running=64, prefix_cache_least=64)
+    async with opened(exact, setup.model_dir, weights) as engine:
+        prompt = requests(1, prompt=200, shortest=8, longest=8, vocab=setup.shape.vocab)[0].prompt
+        error, cached = [], []
         for turn in range(4):
             completion = await engine.generate(prompt, SamplingParams(max_tokens=32, seed=turn))
-            off.append(deviation(model.to(place.device), prompt, completion)[0])
+            error.append(deviation(model.to(setup.device), prompt, completion)[0])
             cached.append(completion.cached_tokens)
             prompt = [*prompt, *completion.token_ids.tolist(), 5, 6, 7]
-        told["float32_max"], told["cached"] = max(off), cached
+        found["float32_max"], found["cached"] = max(error), cached
     figure, on, plain = await prefix_reuse(
-        place.model_dir,
+        setup.model_dir,
         weights,
         rounds=2,
         episodes=episodes,
-        # As few as are worth it on a CPU: what is measured is what it costs here.
-        config=place.config(max_running=episodes.at_once, prefix_cache_least=32),
+        # The minimum length of a CPU, to measure the cost on this device.
+        config=setup.config(max_running=episodes.in_flight, prefix_cache_least=32),
     )
-    told["wall_s_on_off"] = [[round(a.wall_s, 3), round(b.wall_s, 3)] for a, b in zip(on, plain, strict=True)]
-    told["ratio_wall"] = figure.more["ratio_of_wall_seconds"]
-    told["cached_share"] = figure.more["cached_share"]
-    return told
+    found["wall_s_on_off"] = [[round(a.wall_s, 3), round(b.wall_s, 3)] for a, b in zip(on, plain, strict=True)]
+    found["ratio_wall"] = figure.more["ratio_of_wall_seconds"]
+    found["cached_share"] = figure.more["cached_share"]
+    return found
 
 
-async def single_turns(place: Place) -> dict[str, Any]:
-    """What keeping costs where nothing is ever reused; and what alternatives cost."""
-    model = build(place.shape)
-    count, flying = (64, 16) if place.is_small else (2048, 512)
-    asked = requests(count, prompt=128, shortest=32, longest=256, vocab=place.shape.vocab)
-    rates: dict[str, list[float]] = {"on": [], "off": [], "on_any_length": []}
+async def single_turns(setup: Setup) -> dict[str, Any]:
+    """The cost of the prefix cache without any reuse, and the cost of top logprobs."""
+    model = build(setup.shape)
+    count, in_flight = (64, 16) if setup.is_small else (2048, 512)
+    jobs = requests(count, prompt=128, shortest=32, longest=256, vocab=setup.shape.vocab)
+    rates: dict[str, list[float]] = {"on": [], "error": [], "on_any_length": []}
     changes: dict[str, dict[str, Any]] = {
         "on": {},
-        "off": {"prefix_cache_share": 0.0},
+        "error": {"prefix_cache_share": 0.0},
         "on_any_length": {"prefix_cache_least": 32},
     }
     for _ in range(2):
         for name, change in changes.items():
-            async with opened(place.config(**change), place.model_dir, _published(place, model)) as engine:
-                await in_process(engine, asked[:flying], flying)
-                rates[name].append(round((await in_process(engine, asked, flying)).tokens_per_s))
-    told: dict[str, Any] = {"tokens_per_s": rates}
-    async with opened(place.config(), place.model_dir, _published(place, model)) as engine:
+            async with opened(setup.config(**change), setup.model_dir, _published(setup, model)) as engine:
+                await in_process(engine, jobs[:in_flight], in_flight)
+                rates[name].append(round((await in_process(engine, jobs, in_flight)).tokens_per_s))
+    found: dict[str, Any] = {"tokens_per_s": rates}
+    async with opened(setup.config(), setup.model_dir, _published(setup, model)) as engine:
         for tops in (0, 5, 0, 5):
-            began = time.perf_counter()
+            started = time.perf_counter()
             sampling = SamplingParams(max_tokens=64, top_logprobs=tops)
-            answers = await asyncio.gather(*(engine.generate(one.prompt, sampling) for one in asked[:flying]))
-            rate = sum(len(answer.token_ids) for answer in answers) / (time.perf_counter() - began)
-            told.setdefault(f"tops_{tops}_tokens_per_s", []).append(round(rate))
-        told["tops_are_ordered"] = all(
-            bool((answer.tops.logprobs[:, :-1] >= answer.tops.logprobs[:, 1:]).all())
-            for answer in answers
-            if answer.tops
+            completions = await asyncio.gather(*(engine.generate(one.prompt, sampling) for one in jobs[:in_flight]))
+            rate = sum(len(completion.token_ids) for completion in completions) / (time.perf_counter() - started)
+            found.setdefault(f"tops_{tops}_tokens_per_s", []).append(round(rate))
+        found["tops_are_ordered"] = all(
+            bool((completion.tops.logprobs[:, :-1] >= completion.tops.logprobs[:, 1:]).all())
+            for completion in completions
+            if completion.tops
         )
-    return told
+    return found
 
 
-def _published(place: Place, model: Any) -> tuple[Publication, Path]:
-    path = place.root / "weights.safetensors"
+def _published(setup: Setup, model: Any) -> tuple[Publication, Path]:
+    path = setup.root / "weights.safetensors"
     return publish(path, model, 1), path
 
 
@@ -237,54 +239,54 @@ def _adapter(number: int) -> Adapter:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--small", action="store_true", help="a tiny model and few requests, to try the script itself")
+    parser.add_argument("--small", action="store_true", help="a tiny model and few requests, to test the script")
     options = parser.parse_args()
-    parts: dict[str, Callable[[Place], Awaitable[dict[str, Any]]]] = {
+    parts: dict[str, Callable[[Setup], Awaitable[dict[str, Any]]]] = {
         "adapters": adapters,
         "prefixes": prefixes,
         "single_turns": single_turns,
     }
-    told: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        place = Place(
+        setup = Setup(
             root=Path(scratch),
             device=options.device,
             dtype="bfloat16" if options.device == "cuda" else "float32",
             shape=SMALL if options.small else SMOLLM2_135M,
             is_small=options.small,
         )
-        make_model_dir(place.model_dir, place.shape)
+        make_model_dir(setup.model_dir, setup.shape)
         for name, part in parts.items():
-            began = time.perf_counter()
+            started = time.perf_counter()
             try:
-                told[name] = asyncio.run(_awaited(part, place))
-            except Exception as error:  # the next part may still have something to say
+                found[name] = asyncio.run(_awaited(part, setup))
+            except Exception as error:  # The other parts still run.
                 traceback.print_exc()
-                told[name] = {"failed": f"{type(error).__name__}: {error}"}
-            tell(f"{name} ({time.perf_counter() - began:.0f} s): {json.dumps(told[name], indent=1, default=str)}")
-    checks = _checks(told)
+                found[name] = {"failed": f"{type(error).__name__}: {error}"}
+            tell(f"{name} ({time.perf_counter() - started:.0f} s): {json.dumps(found[name], indent=1, default=str)}")
+    checks = _checks(found)
     rows = [
         {"name": f.name, "ours": f.ours, "peer": f.peer, "ratio": f.ratio, "floor": f.floor, "ok": f.ok} for f in checks
     ]
-    print(json.dumps({"figures": rows, "machine": machine(), "told": told}, default=str), flush=True)
-    return 0 if all(figure.ok for figure in checks) and not any("failed" in one for one in told.values()) else 1
+    print(json.dumps({"figures": rows, "machine": machine(), "told": found}, default=str), flush=True)
+    return 0 if all(figure.ok for figure in checks) and not any("failed" in one for one in found.values()) else 1
 
 
-async def _awaited(part: Callable[[Place], Awaitable[dict[str, Any]]], place: Place) -> dict[str, Any]:
-    return await part(place)
+async def _awaited(part: Callable[[Setup], Awaitable[dict[str, Any]]], setup: Setup) -> dict[str, Any]:
+    return await part(setup)
 
 
-def _checks(told: dict[str, Any]) -> list[Figure]:
-    """Small differences are good ones: the ratio is what is allowed over what was found."""
-    found = {
+def _checks(found: dict[str, Any]) -> list[Figure]:
+    """The ratio is the allowed difference divided by the measured one."""
+    errors = {
         "adapter_logprobs_float32": max(
-            (v for k, v in told["adapters"].items() if k.endswith("float32_max")), default=float("nan")
+            (v for k, v in found["adapters"].items() if k.endswith("float32_max")), default=float("nan")
         ),
-        "prefix_logprobs_float32": told["prefixes"].get("float32_max", float("nan")),
+        "prefix_logprobs_float32": found["prefixes"].get("float32_max", float("nan")),
     }
     return [
-        Figure(name=name, ours=off, peer=1e-3, unit="nats", ratio=1e-3 / max(off, 1e-9), floor=1.0)
-        for name, off in found.items()
+        Figure(name=name, ours=error, peer=1e-3, unit="nats", ratio=1e-3 / max(error, 1e-9), floor=1.0)
+        for name, error in errors.items()
     ]
 
 

@@ -1,8 +1,7 @@
-"""How far the engine's sampling logprobs are from a trainer's: one plain forward over the whole sequence, no cache.
+"""The difference of the engine's sampling logprobs from a trainer's: one forward over the whole sequence, without a cache.
 
-`python -m benchmarks.engine.logprob_fidelity [--device cpu|cuda] [--full]`. Every difference makes the ratio of new to
-old policy differ
-from one where it should be one.
+`python -m benchmarks.engine.logprob_fidelity [--device cpu|cuda] [--full]`. Any difference changes the ratio of new to old policy,
+which should be one.
 """
 
 import argparse
@@ -23,7 +22,7 @@ from rollbook.contracts.policy import Completion, SamplingParams
 from rollbook.inference.config import InferenceConfig
 
 FLOORS = {"float32": 1e-3, "bfloat16": 0.25}
-"""Largest difference that is acceptable. bfloat16 rounds logits of size 8 to 1/32 already."""
+"""Largest acceptable difference. bfloat16 alone rounds logits of size 8 to 1/32."""
 
 
 def trainer_logprobs(model: Any, prompt: list[int], completion: Completion, *, device: str) -> np.ndarray[Any, Any]:
@@ -31,8 +30,8 @@ def trainer_logprobs(model: Any, prompt: list[int], completion: Completion, *, d
     with torch.inference_mode():
         logits = model(input_ids=tokens, use_cache=False).logits[0].float()
     logprobs = torch.log_softmax(logits, dim=-1)
-    at = torch.arange(len(prompt) - 1, tokens.shape[1] - 1, device=device)
-    found: np.ndarray[Any, Any] = logprobs[at, tokens[0, len(prompt) :]].cpu().numpy()
+    positions = torch.arange(len(prompt) - 1, tokens.shape[1] - 1, device=device)
+    found: np.ndarray[Any, Any] = logprobs[positions, tokens[0, len(prompt) :]].cpu().numpy()
     return found
 
 
@@ -45,7 +44,7 @@ async def measure(directory: Path, shape: Shape, *, device: str, dtype: str, req
     rng = random.Random(0)
     prompts = [[rng.randrange(3, shape.vocab) for _ in range(rng.randint(8, 120))] for _ in range(requests)]
     async with opened(config, model_dir, (published, weights)) as engine:
-        ways = engine.parts.choices
+        choices = engine.parts.choices
         completions = await asyncio.gather(
             *(engine.generate(prompt, SamplingParams(max_tokens=40)) for prompt in prompts)
         )
@@ -60,9 +59,9 @@ async def measure(directory: Path, shape: Shape, *, device: str, dtype: str, req
     )
     tokens = torch.tensor([[*prompts[0], *greedy.token_ids.tolist()]], device=device)
     with torch.inference_mode():
-        likeliest = plain(input_ids=tokens, use_cache=False).logits[0, len(prompts[0]) - 1 : -1].argmax(-1)
-    agreed = float((likeliest == tokens[0, len(prompts[0]) :]).float().mean())
-    tell(f"  {dtype}: {'; '.join(ways)}")
+        most_likely = plain(input_ids=tokens, use_cache=False).logits[0, len(prompts[0]) - 1 : -1].argmax(-1)
+    agreed = float((most_likely == tokens[0, len(prompts[0]) :]).float().mean())
+    tell(f"  {dtype}: {'; '.join(choices)}")
     return {
         "tokens": len(differences),
         "max": float(differences.max()),
@@ -72,17 +71,17 @@ async def measure(directory: Path, shape: Shape, *, device: str, dtype: str, req
 
 
 async def figures(device: str, shape: Shape, *, requests: int = 26) -> list[Figure]:
-    made = []
+    results = []
     with tempfile.TemporaryDirectory() as scratch:
         for dtype, floor in FLOORS.items():
             found = await measure(Path(scratch), shape, device=device, dtype=dtype, requests=requests)
             tell(
                 f"logprob fidelity {dtype:<9} {found['tokens']:.0f} tokens: max {found['max']:.2e}, mean {found['mean']:.2e}, "
-                f"greedy tokens that are the module's likeliest {found['greedy_agreement']:.0%}"
+                f"greedy tokens that are the module's most likely {found['greedy_agreement']:.0%}"
             )
-            # Larger is better: how many times smaller the difference is than what is acceptable.
+            # Larger is better: the acceptable difference divided by the measured one.
             ratio = floor / max(found["max"], 1e-12)
-            made.append(
+            results.append(
                 Figure(
                     name=f"logprob_{dtype}",
                     ours=found["max"],
@@ -93,7 +92,7 @@ async def figures(device: str, shape: Shape, *, requests: int = 26) -> list[Figu
                     more=found,
                 )
             )
-    return made
+    return results
 
 
 def main() -> int:

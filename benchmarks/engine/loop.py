@@ -1,6 +1,6 @@
-"""A closed loop of requests: so many in flight, each answered one replaced by the next. In process, or over HTTP.
+"""A closed loop with a fixed number of requests in flight, in process or over HTTP.
 
-As a process: `python -m benchmarks.engine.loop URL JSON` asks a server and prints what it measured. It needs no torch.
+As a process: `python -m benchmarks.engine.loop URL JSON` sends requests to a server and prints the result. It needs no torch.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from rollbook.inference.engine import Engine
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Job:
     prompt: list[int]
     max_tokens: int
 
@@ -36,35 +36,33 @@ class LoopResult:
         return self.tokens / self.seconds
 
 
-def requests(count: int, *, prompt: int, shortest: int, longest: int, vocab: int, seed: int = 0) -> list[Asked]:
+def requests(count: int, *, prompt: int, shortest: int, longest: int, vocab: int, seed: int = 0) -> list[Job]:
     rng = random.Random(seed)
-    return [
-        Asked([rng.randrange(3, vocab) for _ in range(prompt)], rng.randint(shortest, longest)) for _ in range(count)
-    ]
+    return [Job([rng.randrange(3, vocab) for _ in range(prompt)], rng.randint(shortest, longest)) for _ in range(count)]
 
 
-async def closed_loop(asked: list[Asked], in_flight: int, ask: Callable[[Asked], Awaitable[int]]) -> LoopResult:
-    """`ask` gives the number of tokens it got."""
-    todo: Iterator[Asked] = iter(asked)
+async def closed_loop(jobs: list[Job], in_flight: int, send: Callable[[Job], Awaitable[int]]) -> LoopResult:
+    """`send` returns the number of sampled tokens."""
+    todo: Iterator[Job] = iter(jobs)
     tokens = 0
 
     async def player() -> None:
         nonlocal tokens
         for one in todo:
-            got = await ask(one)  # not `tokens += await`: that would read the sum before waiting
+            got = await send(one)  # not `tokens += await`: that would read the sum before waiting
             tokens += got
 
-    began = time.perf_counter()
+    started = time.perf_counter()
     await asyncio.gather(*(player() for _ in range(in_flight)))
-    return LoopResult(seconds=time.perf_counter() - began, tokens=tokens, requests=len(asked))
+    return LoopResult(seconds=time.perf_counter() - started, tokens=tokens, requests=len(jobs))
 
 
-async def in_process(engine: Engine, asked: list[Asked], in_flight: int) -> LoopResult:
-    async def ask(one: Asked) -> int:
+async def in_process(engine: Engine, jobs: list[Job], in_flight: int) -> LoopResult:
+    async def send(one: Job) -> int:
         completion = await engine.submit(one.prompt, SamplingParams(max_tokens=one.max_tokens))
         return len(completion.token_ids)
 
-    return await closed_loop(asked, in_flight, ask)
+    return await closed_loop(jobs, in_flight, send)
 
 
 class _Choice(msgspec.Struct):
@@ -75,13 +73,13 @@ class _Reply(msgspec.Struct):
     choices: list[_Choice]
 
 
-async def over_http(url: str, asked: list[Asked], in_flight: int) -> LoopResult:
-    """Plain requests, one completion each, ids and logprobs asked for, as a rollout worker does."""
+async def over_http(url: str, jobs: list[Job], in_flight: int) -> LoopResult:
+    """One completion per request, with token ids and logprobs, as a rollout worker requests it."""
     decode = msgspec.json.Decoder(_Reply).decode
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=600)) as session:
 
-        async def ask(one: Asked) -> int:
+        async def send(one: Job) -> int:
             body = msgspec.json.encode(
                 {"prompt": one.prompt, "max_tokens": one.max_tokens, "return_token_ids": True, "logprobs": 0}
             )
@@ -92,14 +90,14 @@ async def over_http(url: str, asked: list[Asked], in_flight: int) -> LoopResult:
                     raise RuntimeError(f"{response.status}: {raw[:300]!r}")
             return len(decode(raw).choices[0].token_ids)
 
-        return await closed_loop(asked, in_flight, ask)
+        return await closed_loop(jobs, in_flight, send)
 
 
 def main() -> None:
     url, raw = sys.argv[1:]
-    given = json.loads(raw)
-    in_flight = given.pop("in_flight")
-    result = uvloop.run(over_http(url, requests(**given), in_flight))
+    settings = json.loads(raw)
+    in_flight = settings.pop("in_flight")
+    result = uvloop.run(over_http(url, requests(**settings), in_flight))
     print(json.dumps({"seconds": result.seconds, "tokens": result.tokens, "requests": result.requests}))
 
 

@@ -1,4 +1,4 @@
-"""Random-weight Llama models made on the spot, as Hugging Face directories, and engines opened over them."""
+"""Builds random-weight Llama models as Hugging Face directories, and opens engines with them."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -65,7 +65,7 @@ def make_model_dir(directory: Path, shape: Shape, *, seed: int = 0, dtype: torch
 
 
 def publish(path: Path, model: Any, number: int) -> Publication:
-    """As a trainer does it: distinct tensors only."""
+    """Write distinct tensors only, as a trainer does."""
     distinct: dict[int, tuple[str, Any]] = {}
     for name, tensor in model.state_dict().items():
         distinct.setdefault(tensor.data_ptr(), (name, tensor.contiguous()))

@@ -1,4 +1,4 @@
-"""Episodes of several turns: each prompt is all that was said before and an observation. With and without prefix reuse, in turn."""
+"""Episodes of several turns: each prompt is the whole conversation so far. With and without prefix reuse, alternating."""
 
 import asyncio
 import random
@@ -17,20 +17,20 @@ from rollbook.inference.engines.embedded.engine import TransformersEngine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episodes:
-    """The shape of what is played."""
+    """Number and size of the episodes."""
 
     count: int = 64
-    at_once: int = 32
+    in_flight: int = 32
     turns: int = 6
     system: int = 96
-    """Tokens of the first prompt, alike in all of them but for the last few."""
-    said: int = 16
-    seen: int = 24
+    """Tokens of the system prompt, which all episodes share."""
+    turn_tokens: int = 16
+    observation_tokens: int = 24
     vocab: int = 1024
 
     @property
     def longest(self) -> int:
-        return self.system + 8 + self.turns * (self.said + self.seen)
+        return self.system + 8 + self.turns * (self.turn_tokens + self.observation_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class Played:
 async def play(engine: TransformersEngine, episodes: Episodes, *, seed: int) -> Played:
     common = random.Random(-1)
     system = [common.randrange(3, episodes.vocab) for _ in range(episodes.system)]
-    free = asyncio.Semaphore(episodes.at_once)
+    free = asyncio.Semaphore(episodes.in_flight)
     prompts: list[int] = []
     cached: list[int] = []
     sampled: list[int] = []
@@ -55,12 +55,12 @@ async def play(engine: TransformersEngine, episodes: Episodes, *, seed: int) -> 
         prompt = [*system, *(rng.randrange(3, episodes.vocab) for _ in range(8))]
         async with free:
             for turn in range(episodes.turns):
-                sampling = SamplingParams(max_tokens=episodes.said, seed=seed + number + turn)
+                sampling = SamplingParams(max_tokens=episodes.turn_tokens, seed=seed + number + turn)
                 completion = await engine.generate(prompt, sampling)
                 prompts.append(len(prompt))
                 cached.append(completion.cached_tokens)
                 sampled.append(len(completion.token_ids))
-                observed = (rng.randrange(3, episodes.vocab) for _ in range(episodes.seen))
+                observed = (rng.randrange(3, episodes.vocab) for _ in range(episodes.observation_tokens))
                 prompt = [*prompt, *completion.token_ids.tolist(), *observed]
 
     wall, cpu = time.perf_counter(), time.process_time()
@@ -77,16 +77,16 @@ async def play(engine: TransformersEngine, episodes: Episodes, *, seed: int) -> 
 async def prefix_reuse(
     model_dir: Path, weights: tuple[Publication, Path], *, rounds: int, episodes: Episodes, config: InferenceConfig
 ) -> tuple[Figure, Sequence[Played], Sequence[Played]]:
-    """CPU seconds without it over those with it; on a GPU the seconds on the wall say more."""
+    """The ratio is CPU seconds without reuse over CPU seconds with it; on a GPU, use the ratio of wall seconds."""
     on: list[Played] = []
     off: list[Played] = []
     plain = config.model_copy(update={"prefix_cache_share": 0.0})
-    async with opened(config, model_dir, weights) as kept, opened(plain, model_dir, weights) as computed:
-        for engine in (kept, computed):
+    async with opened(config, model_dir, weights) as with_reuse, opened(plain, model_dir, weights) as without:
+        for engine in (with_reuse, without):
             await play(engine, episodes, seed=99)
         for number in range(rounds):
-            on.append(await play(kept, episodes, seed=number))
-            off.append(await play(computed, episodes, seed=number))
+            on.append(await play(with_reuse, episodes, seed=number))
+            off.append(await play(without, episodes, seed=number))
             tell(
                 f"turns, round {number}: {on[-1].cpu_s:.2f} CPU seconds with prefix reuse, {off[-1].cpu_s:.2f} without; "
                 f"{on[-1].cached_tokens / on[-1].prompt_tokens:.0%} of the prompt tokens were cached"

@@ -22,11 +22,6 @@ class Intervals:
     def __len__(self) -> int:
         return len(self.starts)
 
-    def seconds(self) -> float:
-        """Seconds in which at least one span ran."""
-        joined = self.union()
-        return float((joined.ends - joined.starts).sum())
-
     def union(self, *, gap_s: float = 0.0) -> "Intervals":
         """The fewest intervals that cover the same time. Gaps up to `gap_s` are closed, because they are too thin to draw."""
         if not len(self):

@@ -1,15 +1,11 @@
-"""Shows the progress of a run: a live panel on a terminal, otherwise a plain line every few seconds.
-
-Both views receive the same metrics and process states, so the supervisor does not know which one it has. Views write to stderr;
-stdout is for results.
-"""
+"""Shows the progress of a run on stderr: a live panel on a terminal, otherwise a plain line every few seconds."""
 
 import itertools
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Protocol, Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -40,130 +36,98 @@ class ProcessStatus:
     """Seconds in this state."""
 
 
-class ProgressView(Protocol):
-    def __enter__(self) -> Self: ...
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgressRenderer:
+    """Renders the state of a run as a panel or as one line."""
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    title: str
+    total_steps: int | None
+    """None: the run ends with its tasks, and its progress is unknown."""
+    max_head_offpolicy_versions: int
 
-    def update(self, metrics: RunMetrics, processes: Sequence[ProcessStatus]) -> None: ...
-
-
-def open_view(
-    console: Console, *, title: str, total_steps: int | None, max_head_offpolicy_versions: int
-) -> ProgressView:
-    """The live panel on a terminal, plain lines elsewhere (a pipe, a log file, CI)."""
-    kind = TerminalView if console.is_terminal and not console.is_dumb_terminal else PlainView
-    return kind(console, title=title, total_steps=total_steps, max_head_offpolicy_versions=max_head_offpolicy_versions)
-
-
-class TerminalView:
-    """A panel that is redrawn in place."""
-
-    def __init__(
-        self, console: Console, *, title: str, total_steps: int | None, max_head_offpolicy_versions: int
-    ) -> None:
-        self._title = title
-        self._total_steps = total_steps
-        self._max_lag = max_head_offpolicy_versions
-        # `update` redraws. The supervisor calls it often enough, so no refresh thread is needed.
-        self._live = Live(console=console, auto_refresh=False, transient=False)
-
-    def __enter__(self) -> Self:
-        self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._live.stop()
-
-    def update(self, metrics: RunMetrics, processes: Sequence[ProcessStatus]) -> None:
-        self._live.update(self.render(metrics, processes), refresh=True)
-
-    def render(self, metrics: RunMetrics, processes: Sequence[ProcessStatus]) -> RenderableType:
+    def panel(self, metrics: RunMetrics, processes: Sequence[ProcessStatus]) -> RenderableType:
         parts: list[RenderableType] = [self._progress(metrics), self._metrics(metrics)]
         if processes:
             parts += [Text(), _process_table(processes)]
-        return Panel(Group(*parts), title=Text(self._title, "bold"), title_align="left", border_style="dim")
+        return Panel(Group(*parts), title=Text(self.title, "bold"), title_align="left", border_style="dim")
+
+    def line(self, metrics: RunMetrics, processes: Sequence[ProcessStatus]) -> str:
+        last = metrics.latest
+        line = (
+            f"{self.title}: {self._step(metrics)}  reward {number(last.reward)}  solved {percent(last.solved)}"
+            f"  lag {number(last.lag_max, 0)}/{self.max_head_offpolicy_versions}"
+            f"  trainer busy {percent(metrics.trainer_utilisation)}  {self._time_left(metrics)}"
+        )
+        unusual = [f"{p.name} {p.state}" for p in processes if p.state != "running"]
+        return line + (f"  [{', '.join(unusual)}]" if unusual else "")
 
     def _progress(self, metrics: RunMetrics) -> RenderableType:
         grid = Table.grid(padding=(0, 2), expand=True)
         grid.add_column(width=16)
         grid.add_column(ratio=1)
         grid.add_column(justify="right")
-        total = self._total_steps
-        # Without `max_steps` the run ends with its tasks, and its progress is unknown.
-        bar = ProgressBar(total=total, completed=metrics.last_step) if total else Text()
-        grid.add_row(_step_text(metrics, total), bar, _time_left(metrics, total))
+        bar = ProgressBar(total=self.total_steps, completed=metrics.last_step) if self.total_steps else Text()
+        grid.add_row(self._step(metrics), bar, self._time_left(metrics))
         return grid
 
     def _metrics(self, metrics: RunMetrics) -> RenderableType:
-        last = metrics.latest
+        last, bound = metrics.latest, self.max_head_offpolicy_versions
         grid = Table.grid(padding=(0, 2))
         grid.add_row("reward", number(last.reward), Text(sparkline([s.reward for s in metrics.steps]), "blue"))
         grid.add_row("solved", percent(last.solved), Text(sparkline([s.solved for s in metrics.steps]), "green"))
-        style = "bold red" if metrics.max_lag > self._max_lag else ""
-        grid.add_row("lag", Text(number(last.lag_max, 0), style), f"max {metrics.max_lag}, bound {self._max_lag}")
+        style = "bold red" if metrics.max_lag > bound else ""
+        grid.add_row("lag", Text(number(last.lag_max, 0), style), f"max {metrics.max_lag}, bound {bound}")
         grid.add_row("trainer busy", percent(metrics.trainer_utilisation), "of the time; otherwise waiting for groups")
         grid.add_row("in flight", number(metrics.gauges.get("async/in_flight"), 0), flow(metrics))
         return grid
 
+    def _step(self, metrics: RunMetrics) -> str:
+        return f"step {metrics.last_step}" + (f"/{self.total_steps}" if self.total_steps else "")
 
-class PlainView:
-    """One line every few seconds, without control codes."""
+    def _time_left(self, metrics: RunMetrics) -> str:
+        if self.total_steps is None:
+            pace = metrics.seconds_per_step
+            return "" if pace is None else f"{pace:.2f}s a step"
+        return f"{duration(metrics.eta_s(self.total_steps))} left"
 
-    def __init__(
-        self,
-        console: Console,
-        *,
-        title: str,
-        total_steps: int | None,
-        max_head_offpolicy_versions: int,
-        interval_s: float = PLAIN_INTERVAL_S,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._console = console
-        self._title = title
-        self._total_steps = total_steps
-        self._max_lag = max_head_offpolicy_versions
-        self._interval_s = interval_s
-        self._now = now
-        self._printed_at: float | None = None
-        self._printed: str | None = None
-        self._latest: str | None = None
 
-    def __enter__(self) -> Self:
-        return self
+@contextmanager
+def open_view(
+    console: Console,
+    renderer: ProgressRenderer,
+    *,
+    interval_s: float = PLAIN_INTERVAL_S,
+    now: Callable[[], float] = time.monotonic,
+) -> Iterator[Callable[[RunMetrics, Sequence[ProcessStatus]], None]]:
+    """Yield a function that shows a state: in a live panel on a terminal, in plain lines elsewhere (a pipe, a log file, CI).
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._latest is not None and self._latest != self._printed:
-            self._print(self._latest)
+    Plain lines are printed at most every `interval_s`; the last state is always printed.
+    """
+    if console.is_terminal and not console.is_dumb_terminal:
+        # Redrawn by each update. They come often enough, so no refresh thread is needed.
+        with Live(console=console, auto_refresh=False) as live:
+            yield lambda metrics, processes: live.update(renderer.panel(metrics, processes), refresh=True)
+        return
+    latest, printed, printed_at = "", "", -math.inf
 
-    def update(self, metrics: RunMetrics, processes: Sequence[ProcessStatus]) -> None:
-        self._latest = self.render(metrics, processes)
-        if self._printed_at is None or self._now() - self._printed_at >= self._interval_s:
-            self._print(self._latest)
-
-    def render(self, metrics: RunMetrics, processes: Sequence[ProcessStatus]) -> str:
-        last = metrics.latest
-        line = (
-            f"{self._title}: {_step_text(metrics, self._total_steps)}"
-            f"  reward {number(last.reward)}  solved {percent(last.solved)}"
-            f"  lag {number(last.lag_max, 0)}/{self._max_lag}  trainer busy {percent(metrics.trainer_utilisation)}"
-            f"  {_time_left(metrics, self._total_steps)}"
-        )
-        unusual = [f"{p.name} {p.state}" for p in processes if p.state != "running"]
-        return line + (f"  [{', '.join(unusual)}]" if unusual else "")
-
-    def _print(self, line: str) -> None:
-        self._printed_at, self._printed = self._now(), line
+    def print_latest() -> None:
+        nonlocal printed, printed_at
+        printed, printed_at = latest, now()
         # Write to the file directly: `Console.print` would wrap the line.
-        self._console.file.write(line + "\n")
-        self._console.file.flush()
+        console.file.write(latest + "\n")
+        console.file.flush()
+
+    def update(metrics: RunMetrics, processes: Sequence[ProcessStatus]) -> None:
+        nonlocal latest
+        latest = renderer.line(metrics, processes)
+        if now() - printed_at >= interval_s:
+            print_latest()
+
+    try:
+        yield update
+    finally:
+        if latest != printed:
+            print_latest()
 
 
 def _process_table(processes: Sequence[ProcessStatus]) -> Table:
@@ -184,17 +148,6 @@ def _process_table(processes: Sequence[ProcessStatus]) -> Table:
             Text(process.doing),
         )
     return table
-
-
-def _step_text(metrics: RunMetrics, total: int | None) -> str:
-    return f"step {metrics.last_step}/{total}" if total else f"step {metrics.last_step}"
-
-
-def _time_left(metrics: RunMetrics, total: int | None) -> str:
-    pace = metrics.seconds_per_step
-    if total is None:
-        return "" if pace is None else f"{pace:.2f}s a step"
-    return f"{duration(metrics.eta_s(total))} left"
 
 
 def flow(metrics: RunMetrics) -> str:

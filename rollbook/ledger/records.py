@@ -1,4 +1,4 @@
-"""What the ledger remembers: one frozen record for each kind of row. Rules make new ones, stores keep them.
+"""The rows of the ledger as frozen records. Rules create them, stores keep them.
 
 A group that is `dispatched` with an owner is *leased*; without one it is *waiting* for another attempt.
 """
@@ -17,10 +17,10 @@ from rollbook.contracts.task import TaskId
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Made for every row that is read or written, so it is made in C: a frozen dataclass takes five times as long."""
+    """A msgspec struct, since one is created for every row read or written: a frozen dataclass takes five times as long."""
 
     def changed(self, **fields: Any) -> Self:
-        """The record with other values in some fields."""
+        """A copy with other values in some fields."""
         return msgspec.structs.replace(self, **fields)
 
 
@@ -28,21 +28,21 @@ class Origin(StrEnum):
     DRAWN = "drawn"
     """Granted by the gate."""
     EXTERNAL = "external"
-    """Submitted by somebody who never asked: opened in the same transaction."""
+    """Submitted without a grant; opened in the same transaction."""
 
 
 class OwnerState(StrEnum):
     ALIVE = "alive"
     SILENT = "silent"
-    """Not heard of for too long. Its groups went to others; it may speak again."""
+    """No heartbeat for too long. Its groups were given to others; it may become alive again."""
     SUPERSEDED = "superseded"
-    """A newer owner has its name. It is refused."""
+    """A newer owner has its name; its calls are refused."""
 
 
 class RunRecord(Record, frozen=True, kw_only=True):
-    """A run's settings, its numbering, where its trainer stands, and how many groups are where.
+    """A run's settings, its next numbers, its trainer's progress, and the number of groups in each state.
 
-    The `num_*` counters change in the same transaction as the rows they count; the audit compares the two.
+    The `num_*` counters change in the same transaction as the rows they count; the audit compares both.
     """
 
     run_id: RunId
@@ -59,14 +59,14 @@ class RunRecord(Record, frozen=True, kw_only=True):
     epoch: int = 0
     restored_step: int = 0
     epoch_acknowledged: int = 0
-    """How far the current trainer has come: its restored step, then what it acknowledged itself."""
+    """Progress of the current trainer: its restored step, then the last step it acknowledged."""
     decided_at_takeover: int = 0
     last_decided: int = 0
     is_last_short: bool = False
     last_acknowledged: int = 0
     durable_step: int = 0
     payload_floor: int = 0
-    """Payloads of batches up to this step are gone."""
+    """Payloads of batches up to this step are deleted."""
     version: int | None = None
     publication: PublicationId | None = None
     """The last one the current trainer confirmed; `version` is its step."""
@@ -77,7 +77,7 @@ class RunRecord(Record, frozen=True, kw_only=True):
     num_waiting: int = 0
     num_queued: int = 0
     queued_bytes: int = 0
-    """Payloads of the queued groups."""
+    """Payload bytes of the queued groups."""
     num_batched: int = 0
     num_trained: int = 0
     num_durable: int = 0
@@ -93,9 +93,10 @@ class RunRecord(Record, frozen=True, kw_only=True):
 
     @property
     def is_over(self) -> bool:
-        """No further batch will be decided, so nothing needs to be granted."""
-        most = self.settings.rule.max_steps
-        return self.ended is not None or self.is_last_short or (most is not None and self.last_decided >= most)
+        """No further batch will be decided, so no group is granted."""
+        max_steps = self.settings.rule.max_steps
+        is_complete = max_steps is not None and self.last_decided >= max_steps
+        return self.ended is not None or self.is_last_short or is_complete
 
 
 class OwnerRecord(Record, frozen=True, kw_only=True):
@@ -106,19 +107,19 @@ class OwnerRecord(Record, frozen=True, kw_only=True):
     state: OwnerState
     last_seen: float
     request_id: str | None = None
-    """The last `open` that granted something, and its reply: a repeat is answered alike."""
+    """The last `open` request with grants, and its reply, which is sent again if the request is repeated."""
     reply: bytes | None = None
 
 
 class GroupRecord(Record, frozen=True, kw_only=True):
-    """All that is known of a group, its tokens apart."""
+    """Everything about a group except its tokens."""
 
     run_id: RunId
     group_id: GroupId
     task_id: TaskId
     draw: int
     position: int | None
-    """Place in the cursor's order; None for an external group."""
+    """Position in the cursor's order; None for an external group."""
     origin: Origin
     state: GroupState
     sequence: int
@@ -132,9 +133,9 @@ class GroupRecord(Record, frozen=True, kw_only=True):
     admission_publication: PublicationId | None = None
     arrival: int | None = None
     publications: tuple[int, ...] = ()
-    """Behind its trained tokens, as the producer told."""
+    """Publications that sampled its trained tokens, as reported by the producer."""
     oldest_version: int | None = None
-    """Effective version of its oldest trained token, kept current while queued; None where the producer did not say."""
+    """Effective version of its oldest trained token, updated while queued; None if the producer did not report it."""
     step: int | None = None
     drop_reason: str | None = None
     outcome: bytes | None = None
@@ -142,17 +143,13 @@ class GroupRecord(Record, frozen=True, kw_only=True):
     payload_bytes: int = 0
     has_payload: bool = False
     release_step: int | None = None
-    """The payload may go once the oldest checkpoint that is kept has reached this step."""
+    """The payload may be deleted when the oldest kept checkpoint has reached this step."""
     producer: str | None = None
-    """The registered producer it came from; None for what the gate granted and for producers that never registered."""
-
-    @property
-    def is_open(self) -> bool:
-        return self.state in (GroupState.DISPATCHED, GroupState.QUEUED)
+    """The registered producer that submitted it; None for granted groups and for unregistered producers."""
 
 
 class ProducerRecord(Record, frozen=True, kw_only=True):
-    """Somebody outside who sends groups, and what part of a batch is theirs."""
+    """A registered producer of external groups, and its share of each batch."""
 
     run_id: RunId
     name: str
@@ -160,13 +157,13 @@ class ProducerRecord(Record, frozen=True, kw_only=True):
     min_share: float
     registered_at: float
     credit: float = 0.0
-    """Groups that it was owed, by its weight, when the last batch was decided. Negative: it had more than its part."""
+    """Groups that its weight entitles it to, minus those it got, after the last batch. Negative: it got more than its part."""
     num_batched: int = 0
-    """Its groups in all batches so far."""
+    """Number of its groups in all batches so far."""
 
 
 class MoveRecord(Record, frozen=True, kw_only=True):
-    """One thing that happened to a group. A new attempt is a move from dispatched to dispatched."""
+    """One state change of a group. A new attempt is a move from dispatched to dispatched."""
 
     run_id: RunId
     group_id: GroupId
@@ -175,7 +172,7 @@ class MoveRecord(Record, frozen=True, kw_only=True):
     to_state: GroupState
     note: str
     by: str
-    """Which owner, trainer epoch or rule did it."""
+    """The owner, trainer epoch or rule that caused it."""
 
 
 class BatchRecord(Record, frozen=True, kw_only=True):
@@ -186,7 +183,7 @@ class BatchRecord(Record, frozen=True, kw_only=True):
 
 
 class StepRecord(Record, frozen=True, kw_only=True):
-    """One acknowledgement. A step that was replayed has one for each epoch."""
+    """One acknowledgement. A replayed step has one for each epoch."""
 
     run_id: RunId
     step: int
@@ -203,7 +200,7 @@ class PublicationRecord(Record, frozen=True, kw_only=True):
     step: int
     digest: str
     effective_step: int
-    """The version its tokens count as: `step`, or less once the lineage it belongs to was lost."""
+    """The version its tokens count as: `step`, or less after it was demoted."""
     registered_at: float
     confirmed_at: float | None = None
 

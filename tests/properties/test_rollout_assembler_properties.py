@@ -1,4 +1,4 @@
-"""Token-in, token-out: whatever is said, the record holds exactly what the engine consumed and produced."""
+"""A sample contains exactly the tokens that the engine consumed and produced, for any turns."""
 
 from typing import Literal
 
@@ -19,7 +19,7 @@ IDS = st.lists(st.integers(0, 48), max_size=6)
 
 @st.composite
 def completions(draw: st.DrawFn) -> Completion:
-    """Anything an engine may sample, special tokens in odd places included, with versions that change on the way."""
+    """Any completion, with special tokens anywhere and versions that change within it."""
     ids = draw(st.lists(st.integers(0, 48), min_size=1, max_size=6))
     versions = sorted(draw(st.lists(st.integers(0, 9), min_size=len(ids), max_size=len(ids))))
     return Completion(
@@ -32,7 +32,7 @@ def completions(draw: st.DrawFn) -> Completion:
 
 @settings(max_examples=150, deadline=None)
 @given(prompt=IDS.filter(bool), turns=st.lists(st.tuples(completions(), IDS), min_size=1, max_size=5))
-def test_a_token_trajectory_holds_exactly_what_went_in_and_out(
+def test_a_token_trajectory_has_exactly_the_consumed_and_produced_tokens(
     prompt: list[int], turns: list[tuple[Completion, list[int]]]
 ) -> None:
     assembler = TrajectoryAssembler(SamplingParams())
@@ -58,7 +58,7 @@ def test_a_token_trajectory_holds_exactly_what_went_in_and_out(
     turns=st.lists(st.tuples(st.text(CHARACTERS, max_size=8), completions()), min_size=1, max_size=4),
     on_rewrite=st.sampled_from(["error", "fork"]),
 )
-def test_a_chat_trajectory_holds_exactly_what_the_engine_consumed_and_produced(
+def test_a_chat_trajectory_has_exactly_the_consumed_and_produced_tokens(
     turns: list[tuple[str, Completion]], on_rewrite: str
 ) -> None:
     chat = MessageTrajectoryAssembler(
@@ -83,7 +83,7 @@ def test_a_chat_trajectory_holds_exactly_what_the_engine_consumed_and_produced(
 
 @st.composite
 def rewritten_histories(draw: st.DrawFn) -> list[tuple[list[int], Completion]]:
-    """Turns of an agent that continues an earlier turn, cuts its history, changes a token in it, or begins anew."""
+    """Turns of an agent that continues an earlier turn, cuts its history or changes a token in it."""
     states: list[list[int]] = [draw(IDS.filter(bool))]
     turns: list[tuple[list[int], Completion]] = []
     for _ in range(draw(st.integers(1, 7))):
@@ -101,7 +101,7 @@ def rewritten_histories(draw: st.DrawFn) -> list[tuple[list[int], Completion]]:
 
 @settings(max_examples=80, deadline=None)
 @given(turns=rewritten_histories(), name=st.sampled_from(["branching", "per_turn"]))
-def test_however_history_is_rewritten_every_sampled_token_is_trained_exactly_once_after_its_exact_prompt(
+def test_for_any_rewritten_history_each_sampled_token_is_trained_once_after_its_exact_prompt(
     turns: list[tuple[list[int], Completion]], name: Literal["branching", "per_turn"]
 ) -> None:
     assembler = build_assembler(name, SamplingParams())
@@ -124,7 +124,7 @@ def test_however_history_is_rewritten_every_sampled_token_is_trained_exactly_onc
 
 @settings(max_examples=80, deadline=None)
 @given(turns=rewritten_histories())
-def test_a_linear_history_refuses_a_rewrite_at_its_first_position_exactly_where_branching_forks(
+def test_linear_rejects_a_rewrite_at_its_first_difference_exactly_when_branching_forks(
     turns: list[tuple[list[int], Completion]],
 ) -> None:
     linear, branching = TrajectoryAssembler(SamplingParams()), BranchingAssembler(SamplingParams())
@@ -132,12 +132,12 @@ def test_a_linear_history_refuses_a_rewrite_at_its_first_position_exactly_where_
         so_far = linear.prompt_ids
         branching.add_turn(prompt, sampled)
         if branching.num_forks:
-            with pytest.raises(PrefixMismatchError) as refused:
+            with pytest.raises(PrefixMismatchError) as rejected:
                 linear.add_turn(prompt, sampled)
-            at = refused.value.position
+            at = rejected.value.position
             assert prompt[:at] == so_far[:at]
             assert at == len(prompt) or prompt[at] != so_far[at]
-            assert linear.prompt_ids == so_far, "a refused turn leaves no trace"
+            assert linear.prompt_ids == so_far, "a rejected turn changes nothing"
             return
         linear.add_turn(prompt, sampled)
     alone, branched = linear.build(reward=1.0), branching.build(reward=1.0)

@@ -20,9 +20,9 @@ moves = st.lists(
 
 
 @given(moves, st.integers(1, 500).map(float))
-def test_every_second_is_the_episodes_own_or_was_waited(steps: list[tuple[str, float]], budget: float) -> None:
+def test_every_second_is_either_used_or_waited(steps: list[tuple[str, float]], seconds: float) -> None:
     clock = ManualClock()
-    time = EpisodeTime(budget, clock=clock)
+    time = EpisodeTime(seconds, clock=clock)
     began, before = clock.now(), 0.0
     waits: list[tuple[ExitStack, float]] = []
     for what, amount in steps:
@@ -41,8 +41,8 @@ def test_every_second_is_the_episodes_own_or_was_waited(steps: list[tuple[str, f
         assert time.used_s >= before, "time never runs backwards"
         before = time.used_s
         assert time.is_stopped == bool(waits)
-        assert 0.0 <= time.left_s <= budget
-        assert time.is_over == (time.used_s >= budget)
+        assert 0.0 <= time.left_s <= seconds
+        assert time.is_over == (time.used_s >= seconds)
     while waits:
         waits.pop()[0].close()
     assert time.used_s + time.waited_s == clock.now() - began

@@ -254,7 +254,7 @@ async def test_a_group_is_explained_in_sentences(url: str) -> None:
         )
         assert any("sampled by version 0 (publication 0)" in sentence for sentence in trained)
         assert trained[-1] == (
-            "Batch 1 took it because it was the oldest admitted group that was ready and its lag of 0 was within the "
+            "Batch 1 contains it because it was the oldest admitted group that was ready and its lag of 0 was within the "
             "staleness bound of 1; step 1 was trained, and no checkpoint covers it yet."
         )
         assert (await client.explain(grants[2].group_id)).sentences[-1] == "It waits for another attempt."

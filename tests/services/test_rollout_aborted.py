@@ -1,4 +1,4 @@
-"""Work that the policy server aborts goes on from its tokens: over the real wire, with weights that change in between."""
+"""A request that the policy server aborts is continued over HTTP, with new weights in between."""
 
 import asyncio
 from pathlib import Path
@@ -14,10 +14,10 @@ from rollbook.inference.weights.client import WeightTransferClient
 from rollbook.rollout.policy import EpisodePolicy
 from tests.parts.inference.engines import TinyModel, until
 
-MOST = 60
+MAX_TOKENS = 60
 
 
-async def test_an_abort_costs_no_token_and_each_keeps_the_version_that_sampled_it(tmp_path: Path) -> None:
+async def test_an_abort_loses_no_token_and_each_token_keeps_its_version(tmp_path: Path) -> None:
     config = InferenceConfig(engine="scripted", scripted=ScriptedConfig(token_s=0.01, max_model_len=4096))
     tiny = TinyModel(root=tmp_path)
     async with (
@@ -27,18 +27,18 @@ async def test_an_abort_costs_no_token_and_each_keeps_the_version_that_sampled_i
         WeightTransferClient([url], request_s=30.0) as control,
     ):
         await engine.load_weights(*tiny.weights(1))
-        policy = EpisodePolicy(client, SamplingParams(max_tokens=MOST))
-        asked = asyncio.create_task(policy.complete([1, 2, 3]))
+        policy = EpisodePolicy(client, SamplingParams(max_tokens=MAX_TOKENS))
+        request = asyncio.create_task(policy.complete([1, 2, 3]))
         await until(lambda: engine.stats().tokens >= 10)
         await control.pause("abort")
         await engine.load_weights(*tiny.weights(2))
         await asyncio.sleep(0.2)
         await control.resume()
-        answer = await asked
-    assert (len(answer.token_ids), answer.finish_reason) == (MOST, FinishReason.LENGTH)
+        sampled = await request
+    assert (len(sampled.token_ids), sampled.finish_reason) == (MAX_TOKENS, FinishReason.LENGTH)
     assert policy.continued >= 1
-    versions = answer.versions.tolist()
+    versions = sampled.versions.tolist()
     assert set(versions) == {1, 2}
-    assert versions == sorted(versions), "first what the old weights sampled, then the new"
+    assert versions == sorted(versions), "tokens of the old weights come first"
     assert versions.count(1) >= 10
-    assert np.isfinite(answer.logprobs).all()
+    assert np.isfinite(sampled.logprobs).all()

@@ -1,4 +1,4 @@
-"""One worker process and its handle: readiness, death, the ladder of stopping, and the parent's death."""
+"""One worker process and its handle: readiness, death, stopping, and death of the parent."""
 
 import asyncio
 import io
@@ -51,10 +51,10 @@ async def results_of(worker: AsyncRolloutWorker, count: int) -> dict[str, Finish
         found[done.group_id] = result
         if len(found) == count:
             return found
-    raise AssertionError("a worker's results end by an error only")
+    raise AssertionError("results() ends only by an error")
 
 
-async def test_a_worker_plays_many_groups_at_once_and_is_gone_after_its_block() -> None:
+async def test_a_worker_plays_many_groups_concurrently_and_is_stopped_at_the_end_of_its_block() -> None:
     async with worker_of() as worker:
         assert worker.pid != os.getpid()
         for number in range(20):
@@ -65,21 +65,21 @@ async def test_a_worker_plays_many_groups_at_once_and_is_gone_after_its_block() 
     assert not psutil.pid_exists(worker.pid)
 
 
-async def test_an_idle_worker_ends_by_itself_when_asked() -> None:
+async def test_an_idle_worker_exits_on_a_stop_request() -> None:
     async with worker_of(stop_s=30.0) as worker:
         process = psutil.Process(worker.pid)
     assert not process.is_running()
-    assert worker.exit_code == 0, "asked, and neither terminated nor killed"
+    assert worker.exit_code == 0, "neither terminated nor killed"
 
 
-async def test_sigint_is_the_parents_business() -> None:
+async def test_a_worker_ignores_sigint() -> None:
     async with worker_of() as worker:
         os.kill(worker.pid, signal.SIGINT)
         worker.play(order(1))
         assert await results_of(worker, 1)
 
 
-async def test_a_cancelled_group_is_not_reported_and_its_siblings_play_on() -> None:
+async def test_a_cancelled_group_is_not_reported_and_other_groups_continue() -> None:
     async with worker_of() as worker:
         worker.play(order(1, behaviour="hang"))
         worker.play(order(2))
@@ -88,7 +88,7 @@ async def test_a_cancelled_group_is_not_reported_and_its_siblings_play_on() -> N
         assert worker.in_flight == {}
 
 
-async def test_death_is_noticed_at_once_and_says_how_and_what_was_lost() -> None:
+async def test_a_killed_worker_is_reported_with_its_signal_and_its_lost_groups() -> None:
     async with worker_of() as worker:
         worker.play(order(1, behaviour="hang"))
         os.kill(worker.pid, signal.SIGKILL)
@@ -97,7 +97,7 @@ async def test_death_is_noticed_at_once_and_says_how_and_what_was_lost() -> None
         assert list(worker.in_flight) == [("t1@0", 1)]
 
 
-async def test_a_worker_that_blocks_its_loop_is_killed_by_the_ladder() -> None:
+async def test_a_worker_that_blocks_its_event_loop_is_killed() -> None:
     async with worker_of() as worker:
         worker.play(order(1, behaviour="block"))
         await asyncio.sleep(0.2)
@@ -110,13 +110,13 @@ async def test_a_builder_that_fails_is_reported_with_its_cause() -> None:
             pass
 
 
-async def test_a_spec_that_cannot_be_sent_is_refused_before_anything_is_spawned() -> None:
+async def test_a_spec_that_cannot_be_pickled_is_rejected_before_a_process_is_started() -> None:
     with pytest.raises(RunError, match=r"settings\['lock'\]"):
         async with worker_of(lock=lambda: 0):
             pass
 
 
-def test_a_worker_ends_with_its_parent_whatever_killed_the_parent() -> None:
+def test_a_worker_ends_when_its_parent_is_killed() -> None:
     parent = textwrap.dedent(
         """
         import asyncio

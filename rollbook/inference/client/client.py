@@ -8,7 +8,7 @@ is limited. Requests that arrive meanwhile form the next bundles, so bundles gro
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from rollbook.concurrency.deadline import Deadline
 from rollbook.concurrency.retry import retry
@@ -35,22 +35,6 @@ class _Pending:
     session: str | None
     deadline: Deadline
     completion: asyncio.Future[Completion]
-
-
-@dataclass(slots=True, eq=False)
-class _Bundle:
-    pending: list[_Pending]
-    task: asyncio.Task[None] | None = None
-    waiting: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.waiting = len(self.pending)
-
-    def on_done(self, _completion: asyncio.Future[Completion]) -> None:
-        """Cancel the HTTP request when all of its requests are done or cancelled."""
-        self.waiting -= 1
-        if self.waiting == 0 and self.task is not None:
-            self.task.cancel()
 
 
 class PolicyClient:
@@ -142,18 +126,27 @@ class PolicyClient:
             if len(queue) > size:
                 self._queued[key] = queue[size:]
             if waiting := [pending for pending in queue[:size] if not pending.completion.done()]:
-                self._send(_Bundle(waiting))
+                self._send(waiting)
 
-    def _send(self, bundle: _Bundle) -> None:
-        task = bundle.task = self._loop.create_task(self._complete_bundle(bundle.pending), name="policy.bundle")
-        for pending in bundle.pending:
-            pending.completion.add_done_callback(bundle.on_done)
+    def _send(self, bundle: list[_Pending]) -> None:
+        task = self._loop.create_task(self._complete_bundle(bundle), name="policy.bundle")
+        waiting = len(bundle)
+
+        def on_request_done(_completion: asyncio.Future[Completion]) -> None:
+            nonlocal waiting
+            waiting -= 1
+            # All requests are done or cancelled: free their slots on the server.
+            if waiting == 0:
+                task.cancel()
+
+        def on_bundle_done(_task: asyncio.Task[None]) -> None:
+            self._in_flight.discard(task)
+            self._flush()
+
+        for pending in bundle:
+            pending.completion.add_done_callback(on_request_done)
         self._in_flight.add(task)
-        task.add_done_callback(self._on_bundle_done)
-
-    def _on_bundle_done(self, task: asyncio.Task[None]) -> None:
-        self._in_flight.discard(task)
-        self._flush()
+        task.add_done_callback(on_bundle_done)
 
     async def _complete_bundle(self, bundle: list[_Pending]) -> None:
         """Send a bundle and distribute the results. Never raises: each request receives its own outcome."""

@@ -1,9 +1,9 @@
-"""Which groups form the next batch, and which buffered ones belong together. Pure: sizes and order in, choice out.
+"""Selection of the groups of the next batch, and of buffered groups that belong together: pure functions of sizes and order.
 
-A batch has an exact number of sequences and groups are never split. The original collects groups of one size into packs as large as
-the largest group and takes packs in the order in which they are complete; with minimum allocations it packs for each environment
-apart. Whenever that gives a batch, ours is the same. When it gives none although the sizes add up (3, 5 and 7 never make packs),
-the oldest groups that fill the batch exactly are taken, those of environments with a minimum first.
+A batch has an exact number of sequences and groups are never split. Atropos collects groups of one size into packs as large as the
+largest group and takes packs in the order in which they are complete; with minimum allocations it does so for each environment.
+Whenever that gives a batch, ours is the same. If it gives none although the sizes add up (3, 5 and 7 never make packs), the oldest
+groups that fill the batch exactly are taken, those of environments with a minimum first.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +12,7 @@ from itertools import accumulate
 from rollbook.ledger.atropos.records import QueuedGroup
 
 MOST_SUBSET_BITS = 1 << 28
-"""Bounds the memory of an exact fill: groups looked at times sequences wanted."""
+"""Bounds the memory of an exact fill: number of groups times number of sequences."""
 
 
 def form_batch(
@@ -20,7 +20,7 @@ def form_batch(
 ) -> list[QueuedGroup] | None:
     """Groups of exactly `batch_size` sequences out of `queue` (in order), or None.
 
-    `largest` is the size of the largest queued group; `minimums` the part of a batch that each environment must have.
+    `largest` is the size of the largest queued group; `minimums` the minimum part of a batch by environment.
     """
     if sum(group.size for group in queue) < batch_size:
         return None
@@ -31,7 +31,7 @@ def form_batch(
 
 
 def find_sum(sizes: Sequence[int], target: int) -> list[int]:
-    """Places of buffered groups that add up to `target`: first those that fit one after the other, else any that do."""
+    """Indices of buffered groups that add up to `target`: the first ones that fit one after the other, else any."""
     taken, total = [], 0
     for at, size in enumerate(sizes):
         if total + size <= target:
@@ -39,7 +39,7 @@ def find_sum(sizes: Sequence[int], target: int) -> list[int]:
             total += size
             if total == target:
                 return taken
-    # The original prefers later ones here: it walks back from the end and takes whatever leaves a reachable rest.
+    # Like Atropos, prefer later groups: walk back from the end and take each group that leaves a reachable rest.
     reachable = list(accumulate(sizes, lambda sums, size: sums | sums << size, initial=1))
     if target < 0 or not reachable[-1] >> target & 1:
         return []
@@ -52,7 +52,7 @@ def find_sum(sizes: Sequence[int], target: int) -> list[int]:
 
 
 def fill_exactly(queue: Sequence[QueuedGroup], target: int) -> list[QueuedGroup] | None:
-    """The first groups, in order, whose sizes add up to `target`: each is taken if the rest can still be filled."""
+    """The first groups, in order, whose sizes add up to `target`: a group is taken if the rest can still be filled."""
     queue = [group for group in queue if group.size <= target][: max(1, MOST_SUBSET_BITS // max(1, target))]
     mask = (1 << (target + 1)) - 1
     sums = list(
@@ -70,7 +70,7 @@ def fill_exactly(queue: Sequence[QueuedGroup], target: int) -> list[QueuedGroup]
 
 
 def _packs(queue: Iterable[QueuedGroup], largest: int) -> list[QueuedGroup]:
-    """Groups of one size that together are as large as the largest group, in the order in which the packs are complete."""
+    """Packs of groups of one size that are as large as the largest group, in the order in which they are complete."""
     packed: list[QueuedGroup] = []
     open_packs: dict[int, list[QueuedGroup]] = {}
     for group in queue:
@@ -122,7 +122,7 @@ def _with_minimums(
         _total(g for g in filled if g.env_id == env_id) >= num for env_id, num in due.items()
     ):
         return filled
-    # The first groups of one environment left no room for another's.
+    # The first groups of one environment left too few places for another.
     return _fill_by_env(by_env, due, batch_size) or filled
 
 
@@ -133,12 +133,11 @@ def _total(groups: Iterable[QueuedGroup]) -> int:
 def _fill_by_env(
     by_env: Mapping[int, Sequence[QueuedGroup]], due: Mapping[int, int], batch_size: int
 ) -> list[QueuedGroup] | None:
-    """Groups that fill the batch exactly and give each environment what it is due, as little more as possible; None if there are
-    none."""
+    """Groups that fill the batch exactly and give each environment its due, with the least excess; None if impossible."""
     mask = (1 << (batch_size + 1)) - 1
     free = [group for env_id, groups in by_env.items() if env_id not in due for group in groups]
     fills = {env_id: _sums(by_env[env_id], mask) >> num << num for env_id, num in due.items()}
-    # What the environments from each one on can add up to, together with the groups of the others.
+    # The sums that the environments from each one on can reach, together with the groups without a due.
     behind = list(
         accumulate(reversed(fills.values()), lambda sums, own: _added(sums, own, mask), initial=_sums(free, mask))
     )
@@ -154,7 +153,7 @@ def _fill_by_env(
 
 
 def _sums(groups: Iterable[QueuedGroup], mask: int) -> int:
-    """What some of these groups can add up to: a bit for each sum."""
+    """The sums that subsets of these groups can reach, as a bit set."""
     sums = 1
     for group in groups:
         sums |= sums << group.size & mask
@@ -162,7 +161,7 @@ def _sums(groups: Iterable[QueuedGroup], mask: int) -> int:
 
 
 def _added(sums: int, others: int, mask: int) -> int:
-    """Every sum of the ones and the others together."""
+    """All sums of a member of `sums` and a member of `others`."""
     added = 0
     while others:
         lowest = others & -others
@@ -174,7 +173,7 @@ def _added(sums: int, others: int, mask: int) -> int:
 def _least_first(
     by_env: Mapping[int, Sequence[QueuedGroup]], wanted: Mapping[int, int], batch_size: int
 ) -> list[QueuedGroup]:
-    """For each environment with a minimum its first groups, until it has it."""
+    """For each environment with a minimum, its first groups up to the minimum."""
     chosen: list[QueuedGroup] = []
     total = 0
     for env_id, least in _scaled(by_env, wanted, batch_size).items():
@@ -192,7 +191,7 @@ def _least_first(
 def _scaled(
     by_env: Mapping[int, Sequence[QueuedGroup]], wanted: Mapping[int, int], batch_size: int
 ) -> Mapping[int, int]:
-    """Minimums that exceed the batch together are scaled down."""
+    """Scale the minimums down if they exceed the batch together."""
     total_wanted = sum(wanted.values())
     if total_wanted <= batch_size:
         return wanted

@@ -1,4 +1,4 @@
-"""What an operator may set about the Atropos dialect."""
+"""Settings of the Atropos dialect."""
 
 from pydantic import BaseModel, Field
 
@@ -10,21 +10,21 @@ class AtroposConfig(BaseModel, frozen=True, extra="forbid"):
     """The run at the root."""
 
     env_silence_s: float = Field(default=60.0, gt=0)
-    """An environment that neither polls nor posts for this long no longer holds back batches by its minimum allocation.
-    It counts again as soon as it is heard."""
+    """An environment that neither polls nor posts for this long no longer delays batches by its minimum allocation, until it
+    polls or posts again."""
 
     hold_s: float = Field(default=20.0, ge=0)
-    """Seconds that a post waits for room in a full queue before it is answered 503. Atropos clients drop a group on a 4xx and
-    after three 5xx, so it is better to wait."""
+    """Seconds that a post waits while the queue is full before it gets a 503. Atropos clients drop a group on a 4xx and after
+    three 5xx, so waiting is better."""
 
     serve_s: float = Field(default=300.0, gt=0)
-    """Seconds that one client may take to read a batch. Then its connection is cut and the batch is served again."""
+    """Maximum seconds that a client takes to read a batch. Then its connection is closed and the batch is served again."""
 
     retry_window_s: float = Field(default=600.0, gt=0)
-    """How long a post whose answer could not be delivered is remembered, so that its repetition is not stored again."""
+    """Seconds within which a repeated post is recognised if its response could not be delivered, so that it is stored once."""
 
     keep_batches: int = Field(default=64, ge=1)
-    """Served batches whose groups are kept, so that a trainer can go back to an older step with `starting_step`."""
+    """Number of served batches whose groups are kept, so that a trainer can return to an older step with `starting_step`."""
 
     body_s: float = Field(default=60.0, gt=0)
-    """Seconds that the body of a request may take to arrive."""
+    """Maximum seconds to receive the body of a request."""

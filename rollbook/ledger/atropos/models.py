@@ -62,8 +62,6 @@ class ScoredData(BaseModel):
         return messages
 
 
-NOT_TRAINED = -100
-"""The mask value of a token that is not trained."""
 FIELDS = tuple(ScoredData.model_fields)
 """The keys of a group in a batch."""
 

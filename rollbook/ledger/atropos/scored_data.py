@@ -15,7 +15,8 @@ from pydantic import ValidationError
 
 from rollbook.contracts.group import GroupOutcome
 from rollbook.contracts.group_codec import payload_digest
-from rollbook.ledger.atropos.models import FIELDS, NOT_TRAINED, InvalidBodyError, ScoredData, check_group, invalid_body
+from rollbook.ledger.atropos.codec import NOT_TRAINED
+from rollbook.ledger.atropos.models import FIELDS, InvalidBodyError, ScoredData, check_group, invalid_body
 
 LARGEST_INT = 2**63 - 1
 

@@ -1,4 +1,4 @@
-"""The audit: does the record add up? Read-only, on a live run or a dead one, from sources that do not know each other.
+"""The audit checks a run's records for consistency. Read-only, on a live or a finished run.
 
 The law: opened = dispatched + queued + batched + trained + durable + dropped. It is counted three times, from the run's counters,
 from the groups' rows and from their histories, and all must agree. Then the batches, the steps and the payloads are checked.
@@ -18,8 +18,8 @@ from rollbook.ledger.rules.batches import manifest_digest
 from rollbook.ledger.rules.run_transaction import find_run
 from rollbook.ledger.store import Reader, StoreFaultError, Transaction
 
-MOST_VIOLATIONS = 200
-"""More would not be read, and a damaged ledger may have one a group."""
+MAX_VIOLATIONS = 200
+"""A damaged ledger may have one for each group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class AuditReport:
     max_lag: int | None
     max_head_offpolicy_versions: int
     violations: tuple[str, ...] = ()
-    """Each a sentence. Empty: the record adds up."""
+    """One sentence for each. Empty: the records are consistent."""
 
     @property
     def ok(self) -> bool:
@@ -43,12 +43,12 @@ class AuditReport:
 
 
 def audit(reader: Reader, run_id: RunId) -> AuditReport:
-    """Check one run at one moment."""
+    """Check one run."""
     return reader.read_now(lambda tx: audit_run(tx, run_id))
 
 
 def audit_run(tx: Transaction, run_id: RunId) -> AuditReport:
-    """The same inside a transaction: `await ledger.read(lambda tx: audit_run(tx, run_id))`."""
+    """Check one run inside a transaction: `await ledger.read(lambda tx: audit_run(tx, run_id))`."""
     findings = _Findings(find_run(tx, run_id))
     batches = _check_batches(tx, findings)
     _check_groups(tx, findings, batches)
@@ -69,13 +69,13 @@ class _Findings:
     dropped: Counter[str] = field(default_factory=Counter)
     max_lag: int | None = None
 
-    def say(self, sentence: str) -> None:
-        if len(self.violations) < MOST_VIOLATIONS:
+    def add(self, sentence: str) -> None:
+        if len(self.violations) < MAX_VIOLATIONS:
             self.violations.append(sentence)
 
-    def expect(self, what: str, found: object, wanted: object) -> None:
-        if found != wanted:
-            self.say(f"{what}: {found}, expected {wanted}")
+    def expect(self, what: str, found: object, expected: object) -> None:
+        if found != expected:
+            self.add(f"{what}: {found}, expected {expected}")
 
     def report(self) -> AuditReport:
         return AuditReport(
@@ -91,7 +91,7 @@ class _Findings:
 
 
 def _check_batches(tx: Transaction, findings: _Findings) -> dict[GroupId, int]:
-    """Contiguous, full, fresh, and no group twice. Returns the step of each batched group."""
+    """Batches are contiguous, full and fresh, and contain no group twice. Returns the step of each batched group."""
     run, rule = findings.run, findings.run.settings.rule
     step_of: dict[GroupId, int] = {}
     last = 0
@@ -103,7 +103,7 @@ def _check_batches(tx: Transaction, findings: _Findings) -> dict[GroupId, int]:
         findings.expect(f"batch {manifest.step}: digest", manifest.digest, manifest_digest(manifest.entries))
         for entry in manifest.entries:
             if entry.group_id in step_of:
-                findings.say(
+                findings.add(
                     f"group {entry.group_id} is in batch {step_of[entry.group_id]} and in batch {manifest.step}"
                 )
             step_of[entry.group_id] = manifest.step
@@ -111,7 +111,7 @@ def _check_batches(tx: Transaction, findings: _Findings) -> dict[GroupId, int]:
                 found = lag(step=manifest.step, oldest_version=entry.oldest_version)
                 findings.max_lag = max(found, findings.max_lag or 0)
                 if not 0 <= found <= rule.max_head_offpolicy_versions:
-                    findings.say(
+                    findings.add(
                         f"group {entry.group_id} has lag {found} in batch {manifest.step}, "
                         f"the bound is {rule.max_head_offpolicy_versions}"
                     )
@@ -127,30 +127,30 @@ def _check_size(batch: BatchRecord, findings: _Findings) -> None:
     if manifest.is_last:
         findings.expect("the short batch must be the last, its step", manifest.step, findings.run.last_decided)
         if not 1 <= size < wanted:
-            findings.say(f"batch {manifest.step} is the short last one and has {size} groups of {wanted}")
+            findings.add(f"batch {manifest.step} is the short last one and has {size} groups of {wanted}")
     else:
         findings.expect(f"batch {manifest.step}: groups", size, wanted)
 
 
 def _check_groups(tx: Transaction, findings: _Findings, step_of: Mapping[GroupId, int]) -> None:
     histories = _histories(tx, findings.run.run_id)
-    told = next(histories, None)
+    history = next(histories, None)
     remaining = dict(step_of)
     for group in tx.groups.each(findings.run.run_id):
-        while told is not None and told[0].encode() < group.group_id.encode():
-            findings.say(f"group {told[0]} has a history but no row")
-            told = next(histories, None)
-        if told is not None and told[0] == group.group_id:
-            _check_history(group, told[1], findings)
-            told = next(histories, None)
+        while history is not None and history[0].encode() < group.group_id.encode():
+            findings.add(f"group {history[0]} has a history but no row")
+            history = next(histories, None)
+        if history is not None and history[0] == group.group_id:
+            _check_history(group, history[1], findings)
+            history = next(histories, None)
         else:
-            findings.say(f"group {group.group_id} has no history")
+            findings.add(f"group {group.group_id} has no history")
         _check_row(tx, group, remaining.pop(group.group_id, None), findings)
-    while told is not None:
-        findings.say(f"group {told[0]} has a history but no row")
-        told = next(histories, None)
+    while history is not None:
+        findings.add(f"group {history[0]} has a history but no row")
+        history = next(histories, None)
     for group_id, step in remaining.items():
-        findings.say(f"group {group_id} is in batch {step} but has no row")
+        findings.add(f"group {group_id} is in batch {step} but has no row")
 
 
 def _histories(tx: Transaction, run_id: RunId) -> Iterator[tuple[GroupId, list[MoveRecord]]]:
@@ -159,19 +159,19 @@ def _histories(tx: Transaction, run_id: RunId) -> Iterator[tuple[GroupId, list[M
 
 
 def _check_history(group: GroupRecord, moves: list[MoveRecord], findings: _Findings) -> None:
-    """A legal chain from its opening to the state of the row."""
+    """The moves are a legal chain from the opening to the state of the row."""
     findings.num_histories += 1
     state: GroupState | None = None
     for move in moves:
         is_new_attempt = move.from_state is move.to_state is GroupState.DISPATCHED
         if state is None:
-            # What nobody asked for is opened and queued in one.
+            # An external group may be opened in the queued state.
             first = {GroupState.DISPATCHED} | ({GroupState.QUEUED} if group.origin is Origin.EXTERNAL else set())
             is_legal = move.from_state is None and move.to_state in first
         else:
             is_legal = move.from_state is state and (is_new_attempt or move.to_state in MOVES[state])
         if not is_legal:
-            findings.say(f"group {group.group_id} moved from {move.from_state} to {move.to_state} when it was {state}")
+            findings.add(f"group {group.group_id} moved from {move.from_state} to {move.to_state} when it was {state}")
         state = move.to_state
     findings.expect(f"group {group.group_id}: state by its history", state, group.state)
     if state is not None:
@@ -198,13 +198,13 @@ def _check_row(tx: Transaction, group: GroupRecord, batched_in: int | None, find
     try:
         payload = tx.payloads.get(run.run_id, group.group_id) if is_needed or group.has_payload else None
     except StoreFaultError as error:
-        findings.say(f"group {group.group_id}: {error}")
+        findings.add(f"group {group.group_id}: {error}")
         return
     if payload is None:
         if is_needed or group.has_payload:
-            findings.say(f"group {group.group_id} is {group.state} and its payload is missing")
+            findings.add(f"group {group.group_id} is {group.state} and its payload is missing")
     elif payload_digest(payload) != group.payload_digest:
-        findings.say(f"group {group.group_id}: its payload does not match its digest {group.payload_digest}")
+        findings.add(f"group {group.group_id}: its payload does not match its digest {group.payload_digest}")
 
 
 def _check_law(tx: Transaction, findings: _Findings) -> None:
@@ -234,7 +234,7 @@ def _check_steps(tx: Transaction, findings: _Findings) -> None:
     trained = sorted({step.step for step in tx.steps.all(run.run_id)})
     findings.expect("trained steps", trained, list(range(1, run.last_acknowledged + 1)))
     if not run.durable_step <= run.last_acknowledged <= run.last_decided:
-        findings.say(
+        findings.add(
             f"durable step {run.durable_step}, acknowledged step {run.last_acknowledged} and decided step "
             f"{run.last_decided} are out of order"
         )

@@ -1,4 +1,4 @@
-"""The life of a group in sentences: who opened it, with which policy, what became of its attempts, why it was trained or not."""
+"""The history of a group in sentences: who opened it, which versions sampled it, its attempts, and why it was trained or not."""
 
 from datetime import UTC, datetime
 
@@ -13,7 +13,7 @@ from rollbook.ledger.rules.run_transaction import find_run
 from rollbook.ledger.store import Reader, Transaction
 
 REASONS = {
-    DropKind.STALE: "it was too old for every batch still to come",
+    DropKind.STALE: "it was too old for every later batch",
     DropKind.FILTERED: "a filter of the rollout found nothing to learn in it",
     DropKind.INVALID: "too few of its samples could be scored",
     DropKind.TIMEOUT: "its last attempt did not end in time",
@@ -26,39 +26,39 @@ REASONS = {
 
 
 class UnknownGroupError(RunError):
-    """The run has no group of that id."""
+    """The run has no group with that id."""
 
 
 def explain(reader: Reader, run_id: RunId, group_id: GroupId) -> list[str]:
-    """The sentences, from a ledger that is only looked at."""
+    """Explain one group."""
     return reader.read_now(lambda tx: explain_group(tx, run_id, group_id))
 
 
 def explain_group(tx: Transaction, run_id: RunId, group_id: GroupId) -> list[str]:
-    """The same inside a transaction."""
+    """Explain one group inside a transaction."""
     run = find_run(tx, run_id)
     group = tx.groups.get(run_id, group_id)
     if group is None:
         raise UnknownGroupError(
             f"run {run_id}: there is no group {group_id}; it was never opened, or its submission was refused"
         )
-    told = [_opening(group)]
-    told += [_happened(move) for move in tx.history.of_group(run_id, group_id)]
-    told += _versions(tx, run, group)
-    told += _results(group)
-    told.append(_where_it_stands(tx, run, group))
-    return told
+    sentences = [_opening(group)]
+    sentences += [_move(move) for move in tx.history.of_group(run_id, group_id)]
+    sentences += _versions(tx, run, group)
+    sentences += _results(group)
+    sentences.append(_current_state(tx, run, group))
+    return sentences
 
 
 def _opening(group: GroupRecord) -> str:
-    what = f"Group {group.group_id} is draw {group.draw} of task {group.task_id}"
+    subject = f"Group {group.group_id} is draw {group.draw} of task {group.task_id}"
     if group.origin is Origin.EXTERNAL:
-        whom = f"the producer {group.producer}" if group.producer else "a producer that never registered"
-        return f"{what}; {whom} sent it without having been asked, so its submission opened it."
-    return f"{what}, at position {group.position} of the cursor; the gate admitted it as number {group.sequence}."
+        sender = f"the producer {group.producer}" if group.producer else "an unregistered producer"
+        return f"{subject}; {sender} submitted it without a grant, which opened it."
+    return f"{subject}, at position {group.position} of the cursor; the gate admitted it as number {group.sequence}."
 
 
-def _happened(move: MoveRecord) -> str:
+def _move(move: MoveRecord) -> str:
     when = datetime.fromtimestamp(move.at, UTC).strftime("%Y-%m-%d %H:%M:%S")
     if move.from_state is None:
         queued = " and queued at once" if move.to_state is GroupState.QUEUED else ""
@@ -73,33 +73,33 @@ def _versions(tx: Transaction, run: RunRecord, group: GroupRecord) -> list[str]:
         return []
     named = [p for p in group.publications if p >= 0]
     if not named:
-        return ["Nobody said which weights sampled its trained tokens, so its lag is not judged."]
+        return ["The versions of its trained tokens are unknown, so its lag is not checked."]
     steps = []
     for publication_id in named:
         found = next((p for p in tx.publications.all(run.run_id) if p.id == publication_id), None)
         if found is not None:
-            lost = (
+            demoted = (
                 ""
                 if found.effective_step == found.step
                 else f", which counts as {found.effective_step} since a restart"
             )
-            steps.append(f"{found.step} (publication {found.id}{lost})")
-    told = f"Its trained tokens were sampled by version {', '.join(steps)}"
-    return [f"{told}; its oldest effective version is {group.oldest_version}."]
+            steps.append(f"{found.step} (publication {found.id}{demoted})")
+    versions = f"Its trained tokens were sampled by version {', '.join(steps)}"
+    return [f"{versions}; its oldest effective version is {group.oldest_version}."]
 
 
 def _results(group: GroupRecord) -> list[str]:
     if group.outcome is None:
         return []
     outcome = msgspec.json.decode(group.outcome, type=GroupOutcome)
-    told = f"{outcome.num_scorable} of {outcome.num_samples} samples were scored"
+    summary = f"{outcome.num_scorable} of {outcome.num_samples} samples were scored"
     if outcome.reward_mean is not None:
-        told += f", mean reward {outcome.reward_mean:.4g}"
+        summary += f", mean reward {outcome.reward_mean:.4g}"
     causes = ", ".join(f"{count} x {cause}" for cause, count in sorted(outcome.invalid_causes.items()))
-    return [f"{told}{f'; attempts at samples that failed: {causes}' if causes else ''}."]
+    return [f"{summary}{f'; failed attempts at samples: {causes}' if causes else ''}."]
 
 
-def _where_it_stands(tx: Transaction, run: RunRecord, group: GroupRecord) -> str:
+def _current_state(tx: Transaction, run: RunRecord, group: GroupRecord) -> str:
     if group.state is GroupState.DISPATCHED:
         if group.owner is None:
             return "It waits for another attempt."
@@ -119,18 +119,18 @@ def _batched(tx: Transaction, run: RunRecord, group: GroupRecord) -> str:
     entry = None if batch is None else next((e for e in batch.manifest.entries if e.group_id == group.group_id), None)
     rule = run.settings.rule
     if group.producer is not None:
-        order = f"among the groups of the producer {group.producer} it came first, and the producer had a place"
+        order = f"it was the first group of the producer {group.producer}, which had a place"
     elif rule.policy is BatchPolicy.WAIT:
         order = "it was the oldest admitted group that was ready"
     else:
-        order = "it was the next to have arrived"
-    told = f"Batch {step} took it because {order}"
+        order = "it was the next group to arrive"
+    reason = f"Batch {step} contains it because {order}"
     if entry is not None and entry.oldest_version is not None:
         found = lag(step=step, oldest_version=entry.oldest_version)
-        told += f" and its lag of {found} was within the staleness bound of {rule.max_head_offpolicy_versions}"
+        reason += f" and its lag of {found} was within the staleness bound of {rule.max_head_offpolicy_versions}"
     ends = {
         GroupState.BATCHED: "step {step} was not acknowledged yet",
         GroupState.TRAINED: "step {step} was trained, and no checkpoint covers it yet",
         GroupState.DURABLE: "step {step} was trained, and a checkpoint covers it",
     }
-    return f"{told}; {ends[group.state].format(step=step)}."
+    return f"{reason}; {ends[group.state].format(step=step)}."

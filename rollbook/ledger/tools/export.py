@@ -1,28 +1,32 @@
-"""A run out of the ledger, as JSON lines: complete, readable, and the way into another store (`import_`)."""
+"""Exports a run as JSON lines: complete, readable, and the input of `import_run`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.errors import RunError
-from rollbook.ledger.atropos.tables import AtroposTables
+from rollbook.contracts.group import GroupId
+from rollbook.contracts.group_codec import decode_payload
+from rollbook.contracts.trajectory import RolloutSample
 from rollbook.ledger.rules.run_transaction import find_run
 from rollbook.ledger.store import Reader, Transaction
 from rollbook.ledger.tools.jsonl import (
     FORMAT,
     AnyLine,
-    AtroposLine,
     BatchLine,
     EndLine,
+    ExtensionLine,
     GroupLine,
     PublicationLine,
+    RunExtension,
     RunLine,
     StepLine,
 )
-from rollbook.ledger.tools.plain_payload import plain_samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,22 +34,23 @@ class ExportReport:
     run_id: RunId
     groups: int
     rows: int
-    """Lines of JSON, or sequences of a Parquet file."""
+    """JSON lines, or sequences of a Parquet file."""
     bytes_written: int
     files: tuple[Path, ...]
 
 
-def export_jsonl(reader: Reader, run_id: RunId, target: Path, *, is_readable: bool = True) -> ExportReport:
-    """Write a run to a new file, as it stands at one moment. With `is_readable` each group's samples are spelt out, too."""
-    refuse_existing(target)
+def export_jsonl(
+    reader: Reader, run_id: RunId, target: Path, *, extensions: Sequence[RunExtension] = ()
+) -> ExportReport:
+    """Write the current state of a run to a new file."""
+    reject_existing(target)
 
     def work(tx: Transaction) -> ExportReport:
-        encoder = msgspec.json.Encoder()
+        encoder = msgspec.json.Encoder(enc_hook=_plain)
         num_lines = num_groups = 0
         with target.open("xb") as file:
-            for line in _lines(tx, run_id, is_readable=is_readable):
-                file.write(encoder.encode(line))
-                file.write(b"\n")
+            for line in _lines(tx, run_id, extensions):
+                file.write(encoder.encode(line) + b"\n")
                 num_lines += 1
                 num_groups += isinstance(line, GroupLine)
             file.write(encoder.encode(EndLine(lines=num_lines)) + b"\n")
@@ -64,12 +69,20 @@ def export_jsonl(reader: Reader, run_id: RunId, target: Path, *, is_readable: bo
         raise
 
 
-def refuse_existing(target: Path) -> None:
+def reject_existing(target: Path) -> None:
     if target.exists():
-        raise RunError(f"{target} exists: nothing is written over, name another one or remove it")
+        raise RunError(f"{target} exists and is not overwritten: choose another name or remove it")
 
 
-def _lines(tx: Transaction, run_id: RunId, *, is_readable: bool) -> Iterator[AnyLine]:
+def readable_samples(payload: bytes, group_id: GroupId) -> tuple[RolloutSample, ...] | None:
+    """The samples of a payload; None if they cannot be decoded. The payload itself is exported in any case."""
+    try:
+        return decode_payload(payload, group_id).samples
+    except RunError:
+        return None
+
+
+def _lines(tx: Transaction, run_id: RunId, extensions: Sequence[RunExtension]) -> Iterator[AnyLine]:
     run = find_run(tx, run_id)
     yield RunLine(
         format=FORMAT,
@@ -85,7 +98,7 @@ def _lines(tx: Transaction, run_id: RunId, *, is_readable: bool) -> Iterator[Any
             record=group,
             moves=tx.history.of_group(run_id, group.group_id),
             payload=payload,
-            samples=plain_samples(payload) if payload is not None and is_readable else None,
+            samples=None if payload is None else readable_samples(payload, group.group_id),
         )
     for batch in tx.batches.each(run_id):
         yield BatchLine(record=batch)
@@ -93,11 +106,13 @@ def _lines(tx: Transaction, run_id: RunId, *, is_readable: bool) -> Iterator[Any
         yield StepLine(record=step)
     for publication in tx.publications.all(run_id):
         yield PublicationLine(record=publication)
-    yield from _atropos(tx, run_id)
+    for extension in extensions:
+        data = extension.export_run(tx, run_id)
+        if data is not None:
+            yield ExtensionLine(name=extension.name, data=msgspec.Raw(data))
 
 
-def _atropos(tx: Transaction, run_id: RunId) -> Iterator[AtroposLine]:
-    tables = AtroposTables(tx)
-    record = tables.stored_record(run_id) if tables.exist() else None
-    if record is not None:
-        yield AtroposLine(record=record, envs=tables.envs(run_id), shelved=tables.all_queued(run_id))
+def _plain(value: object) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    raise TypeError(f"a value of type {type(value).__name__} cannot be exported")

@@ -1,15 +1,14 @@
-"""A run as lines of JSON: everything the ledger knows of it, in an order that can be written back as it is read.
+"""The lines of an exported run, in an order in which they can be imported.
 
-First the run, then its groups with their histories and payloads (base64, byte for byte what the producer sent), then batches, steps
-and publications, and a last line that counts what went before: a file that was cut short is recognised.
+First the run, then its groups with their histories and payloads (base64, unchanged), then batches, steps, publications and the data
+of extensions. The last line counts the lines before it, so that a truncated file is detected.
 """
 
-from typing import TypeVar
+from typing import Any, Protocol
 
 import msgspec
 
 from rollbook.contracts.admission import RunId
-from rollbook.ledger.atropos.records import AtroposRecord, EnvRecord, QueuedGroup
 from rollbook.ledger.records import (
     BatchRecord,
     GroupRecord,
@@ -17,18 +16,16 @@ from rollbook.ledger.records import (
     OwnerRecord,
     ProducerRecord,
     PublicationRecord,
-    Record,
     RunRecord,
     StepRecord,
 )
-from rollbook.ledger.tools.plain_payload import PlainSample
+from rollbook.ledger.store import Transaction
 
 FORMAT = 1
-R = TypeVar("R", bound=Record)
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", forbid_unknown_fields=True, omit_defaults=True):
-    """Root of all. `kind` says which."""
+    """Base of all lines. `kind` is the type of the line."""
 
 
 class RunLine(Line, frozen=True, kw_only=True, tag="run"):
@@ -44,8 +41,8 @@ class GroupLine(Line, frozen=True, kw_only=True, tag="group"):
     record: GroupRecord
     moves: list[MoveRecord]
     payload: bytes | None = None
-    samples: list[PlainSample] | None = None
-    """The payload once more, readable. Nothing reads it back."""
+    samples: Any = None
+    """The decoded payload, for people. The import ignores it."""
 
 
 class BatchLine(Line, frozen=True, kw_only=True, tag="batch"):
@@ -60,22 +57,29 @@ class PublicationLine(Line, frozen=True, kw_only=True, tag="publication"):
     record: PublicationRecord
 
 
-class AtroposLine(Line, frozen=True, kw_only=True, tag="atropos"):
-    """What Atropos clients know of the run beside its groups."""
+class ExtensionLine(Line, frozen=True, kw_only=True, tag="extension"):
+    """Data of an extension that has its own tables in the store."""
 
-    record: AtroposRecord
-    envs: list[EnvRecord]
-    shelved: list[QueuedGroup]
+    name: str
+    data: msgspec.Raw
 
 
 class EndLine(Line, frozen=True, kw_only=True, tag="end"):
     lines: int
-    """How many went before."""
+    """Number of lines before this one."""
 
 
-AnyLine = RunLine | GroupLine | BatchLine | StepLine | PublicationLine | AtroposLine | EndLine
+AnyLine = RunLine | GroupLine | BatchLine | StepLine | PublicationLine | ExtensionLine | EndLine
 
 
-def of_run(record: R, run_id: RunId) -> R:
-    """The same record under another run's name."""
-    return record.changed(run_id=run_id)
+class RunExtension(Protocol):
+    """Exports and imports what an extension stores about a run."""
+
+    @property
+    def name(self) -> str: ...
+
+    def export_run(self, tx: Transaction, run_id: RunId) -> bytes | None:
+        """JSON, or None if the extension does not know the run."""
+
+    def import_run(self, tx: Transaction, run_id: RunId, data: bytes) -> None:
+        """`run_id` may differ from the exported one."""

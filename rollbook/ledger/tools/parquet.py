@@ -1,4 +1,4 @@
-"""A run as Parquet files, for analysis: one row a group, and one row a sequence. The only door of pyarrow."""
+"""Exports a run as Parquet files for analysis: one row per group and one row per sequence. The only module that imports pyarrow."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -13,11 +13,10 @@ from rollbook.contracts.admission import RunId
 from rollbook.ledger.records import GroupRecord
 from rollbook.ledger.rules.run_transaction import find_run
 from rollbook.ledger.store import Reader, Transaction
-from rollbook.ledger.tools.export import ExportReport, refuse_existing
-from rollbook.ledger.tools.plain_payload import plain_samples
+from rollbook.ledger.tools.export import ExportReport, readable_samples, reject_existing
 
 GROUPS_AT_ONCE = 64
-"""Groups in one row group: bounds the memory, whatever the length of the run."""
+"""Groups in one row group. Limits the memory."""
 
 GROUPS_FILE, SEQUENCES_FILE = "groups.parquet", "sequences.parquet"
 GROUP_COLUMNS = pa.schema(
@@ -54,8 +53,8 @@ SEQUENCE_COLUMNS = pa.schema(
 
 
 def export_parquet(reader: Reader, run_id: RunId, directory: Path) -> ExportReport:
-    """Write `groups.parquet` and `sequences.parquet` into a new directory, as the run stands at one moment."""
-    refuse_existing(directory)
+    """Write the current state of a run to `groups.parquet` and `sequences.parquet` in a new directory."""
+    reject_existing(directory)
     directory.mkdir(parents=True)
     files = (directory / GROUPS_FILE, directory / SEQUENCES_FILE)
 
@@ -100,9 +99,9 @@ def _sequence_rows(tx: Transaction, group: GroupRecord) -> Iterator[dict[str, An
     payload = tx.payloads.get(group.run_id, group.group_id) if group.has_payload else None
     if payload is None:
         return
-    for number, sample in enumerate(plain_samples(payload)):
+    for number, sample in enumerate(readable_samples(payload, group.group_id) or ()):
         messages = None if sample.messages is None else msgspec.json.encode(sample.messages).decode()
-        for at, sequence in enumerate(sample.sequences):
+        for at, row in enumerate(sample.sequences):
             yield {
                 "group_id": group.group_id,
                 "task_id": group.task_id,
@@ -112,8 +111,11 @@ def _sequence_rows(tx: Transaction, group: GroupRecord) -> Iterator[dict[str, An
                 "row": at,
                 "reward": sample.reward,
                 "solved": sample.solved,
-                "finish_reason": sample.finish_reason,
+                "finish_reason": sample.finish_reason.value,
                 "invalid_cause": sample.invalid_cause,
                 "messages": messages,
-                **msgspec.structs.asdict(sequence),
+                "token_ids": row.token_ids,
+                "logprobs": row.logprobs,
+                "loss_mask": row.loss_mask,
+                "versions": row.versions,
             }

@@ -17,14 +17,16 @@ from rollbook.contracts.group import GroupId
 from rollbook.contracts.plugin import load_on_demand
 from rollbook.ledger.atropos.config import AtroposConfig
 from rollbook.ledger.atropos.routes import atropos_dialect
+from rollbook.ledger.atropos.transfer import AtroposExtension
 from rollbook.ledger.client.blocking import audit_at, explain_at
 from rollbook.ledger.config import Durability, LedgerConfig, LedgerServerConfig
 from rollbook.ledger.serve import serve_ledger
+from rollbook.ledger.store import Reader
 from rollbook.ledger.stores.registry import open_reader, open_store, reclaim, sqlite_url
 from rollbook.ledger.tools.audit import AuditReport
 from rollbook.ledger.tools.compaction import compact
 from rollbook.ledger.tools.explain import explain
-from rollbook.ledger.tools.export import export_jsonl
+from rollbook.ledger.tools.export import ExportReport, export_jsonl
 from rollbook.ledger.tools.import_run import import_jsonl
 from rollbook.run.record import open_run
 from rollbook.telemetry.events import EventLog
@@ -69,24 +71,32 @@ def shrink(store: str, *, run: str | None, up_to_step: int | None) -> dict[str, 
 
 
 def write_out(store: str, run: str, target: Path) -> dict[str, Any]:
-    """A run as JSON lines, or as Parquet where the target does not end in .jsonl."""
-    write = export_jsonl
-    if target.suffix != ".jsonl":
-        try:
-            write = load_on_demand("rollbook.ledger.tools.parquet:export_parquet")
-        except ImportError as error:
-            raise RunError(
-                f"Parquet needs the extra `parquet` ({error}); install it, or export to a .jsonl file"
-            ) from error
+    """A run as JSON lines, or as Parquet if the target does not end in .jsonl."""
     with open_reader(store) as reader:
-        report = write(reader, RunId(run), target)
+        if target.suffix == ".jsonl":
+            report = export_jsonl(reader, RunId(run), target, extensions=[AtroposExtension()])
+        else:
+            report = _export_parquet()(reader, RunId(run), target)
     return {**asdict(report), "files": [str(path) for path in report.files]}
+
+
+def _export_parquet() -> Callable[[Reader, RunId, Path], ExportReport]:
+    try:
+        export: Callable[[Reader, RunId, Path], ExportReport] = load_on_demand(
+            "rollbook.ledger.tools.parquet:export_parquet"
+        )
+    except ImportError as error:
+        raise RunError(
+            f"Parquet needs the extra `parquet` ({error}); install it, or export to a .jsonl file"
+        ) from error
+    return export
 
 
 def read_in(store: str, source: Path, *, as_run: str | None) -> dict[str, Any]:
     async def work() -> dict[str, Any]:
         async with open_store(store) as opened:
-            return asdict(await import_jsonl(opened, source, as_run=None if as_run is None else RunId(as_run)))
+            run_id = None if as_run is None else RunId(as_run)
+            return asdict(await import_jsonl(opened, source, as_run=run_id, extensions=[AtroposExtension()]))
 
     return asyncio.run(work())
 

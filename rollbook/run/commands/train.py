@@ -17,7 +17,7 @@ from rich.console import Console
 from rollbook.contracts.errors import RunError
 from rollbook.dashboard.run_files import RunReader, summarise
 from rollbook.dashboard.run_metrics import RunSummary
-from rollbook.dashboard.terminal import ProcessStatus, open_view
+from rollbook.dashboard.terminal import ProcessStatus, ProgressRenderer, open_view
 from rollbook.ledger.tools.audit import AuditReport
 from rollbook.run.config.run import LoadedConfig, RunConfig, dump_toml, load_config, load_resolved_config
 from rollbook.run.directory import RunDirectory
@@ -103,12 +103,12 @@ async def _view(
     supervisor: Supervisor, config: RunConfig, directory: RunDirectory, console: Console
 ) -> AsyncIterator[None]:
     """The live view during the run. An error in the view is reported once and does not stop the run."""
-    with open_view(
-        console,
+    renderer = ProgressRenderer(
         title=config.run.name,
         total_steps=config.trainer.max_steps,
         max_head_offpolicy_versions=config.gate.max_head_offpolicy_versions,
-    ) as view:
+    )
+    with open_view(console, renderer) as update:
         reader = RunReader(directory.path)
 
         def show() -> None:
@@ -118,7 +118,7 @@ async def _view(
                 )
                 for p in supervisor.processes
             ]
-            view.update(reader.poll(), lines)
+            update(reader.poll(), lines)
 
         async def keep_showing() -> None:
             try:

@@ -10,16 +10,7 @@ from rich.console import Console
 
 from rollbook.dashboard.run_files import RunReader
 from rollbook.dashboard.run_metrics import RunMetrics
-from rollbook.dashboard.terminal import (
-    SPARKS,
-    PlainView,
-    ProcessStatus,
-    TerminalView,
-    duration,
-    flow,
-    open_view,
-    sparkline,
-)
+from rollbook.dashboard.terminal import SPARKS, ProcessStatus, ProgressRenderer, duration, flow, open_view, sparkline
 from tests.parts.dashboard.run_dir import append_rows, trainer_row
 
 PROCESSES = (
@@ -38,21 +29,23 @@ def metrics(tmp_path: Path) -> RunMetrics:
     return RunReader(tmp_path).poll()
 
 
-def rendered(view: TerminalView, metrics: RunMetrics, *processes: ProcessStatus) -> list[str]:
-    console = Console(file=io.StringIO(), width=100, color_system=None, legacy_windows=False)
+def renderer(total_steps: int | None = 200) -> ProgressRenderer:
+    return ProgressRenderer(title="demo [1]", total_steps=total_steps, max_head_offpolicy_versions=2)
+
+
+def panel(metrics: RunMetrics, *processes: ProcessStatus, total_steps: int | None = 200, width: int = 100) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, color_system=None, legacy_windows=False)
     with console.capture() as captured:
-        console.print(view.render(metrics, processes))
-    return [line.strip("│ ").rstrip() for line in captured.get().splitlines()]
+        console.print(renderer(total_steps).panel(metrics, processes))
+    return captured.get().splitlines()
 
 
-def terminal_view(total_steps: int | None = 200) -> TerminalView:
-    return TerminalView(
-        Console(file=io.StringIO()), title="demo [1]", total_steps=total_steps, max_head_offpolicy_versions=2
-    )
+def panel_text(metrics: RunMetrics, *processes: ProcessStatus, total_steps: int | None = 200) -> list[str]:
+    return [line.strip("│ ").rstrip() for line in panel(metrics, *processes, total_steps=total_steps)]
 
 
 def test_the_live_panel_shows_progress_metrics_and_processes(metrics: RunMetrics) -> None:
-    shown = rendered(terminal_view(), metrics, *PROCESSES)
+    shown = panel_text(metrics, *PROCESSES)
     assert shown[0].startswith("╭─ demo [1] ─")
     assert shown[1].startswith("step 32/200")
     assert shown[1].endswith("2m48s left")
@@ -70,78 +63,55 @@ def test_the_live_panel_shows_progress_metrics_and_processes(metrics: RunMetrics
 
 
 def test_a_run_that_has_not_started_shows_dashes() -> None:
-    shown = rendered(terminal_view(), RunMetrics())
+    shown = panel_text(RunMetrics())
     assert shown[1].startswith("step 0/200")
     assert shown[1].endswith("- left")
     assert [line.split() for line in shown[2:4]] == [["reward", "-"], ["solved", "-"]]
 
 
 def test_a_run_without_max_steps_shows_its_pace(metrics: RunMetrics) -> None:
-    line = rendered(terminal_view(total_steps=None), metrics)[1]
+    line = panel_text(metrics, total_steps=None)[1]
     assert line.startswith("step 32 ")
     assert line.endswith("1.00s a step")
 
 
 def test_the_live_panel_fits_a_narrow_terminal(metrics: RunMetrics) -> None:
-    console = Console(file=io.StringIO(), width=50, color_system=None)
-    with console.capture() as captured:
-        console.print(terminal_view().render(metrics, PROCESSES))
-    assert all(len(line) <= 50 for line in captured.get().splitlines())
+    assert all(len(line) <= 50 for line in panel(metrics, *PROCESSES, width=50))
 
 
-def test_the_live_view_redraws_in_place_and_leaves_the_last_state(metrics: RunMetrics) -> None:
+def test_on_a_terminal_the_view_redraws_in_place_and_leaves_the_last_state(metrics: RunMetrics) -> None:
     file = io.StringIO()
-    console = Console(file=file, force_terminal=True, width=100)
-    with TerminalView(console, title="demo", total_steps=200, max_head_offpolicy_versions=2) as view:
-        view.update(RunMetrics(), ())
-        view.update(metrics, PROCESSES)
+    with open_view(Console(file=file, force_terminal=True, width=100), renderer()) as update:
+        update(RunMetrics(), ())
+        update(metrics, PROCESSES)
     assert "\x1b[" in file.getvalue()
     assert "step 32/200" in file.getvalue().split("step 0/200")[-1]
 
 
 def test_without_a_terminal_the_view_prints_plain_lines_without_control_codes(metrics: RunMetrics) -> None:
     file = io.StringIO()
-    with open_view(Console(file=file), title="demo", total_steps=200, max_head_offpolicy_versions=2) as view:
-        assert isinstance(view, PlainView)
-        view.update(metrics, PROCESSES)
+    with open_view(Console(file=file), renderer()) as update:
+        update(metrics, PROCESSES)
     assert file.getvalue() == (
-        "demo: step 32/200  reward 0.320  solved 52%  lag 2/2  trainer busy 75%  2m48s left"
+        "demo [1]: step 32/200  reward 0.320  solved 52%  lag 2/2  trainer busy 75%  2m48s left"
         "  [rollout-worker-0 restarting]\n"
     )
 
 
-def test_on_a_terminal_the_view_is_the_live_one() -> None:
-    view = open_view(
-        Console(file=io.StringIO(), force_terminal=True), title="d", total_steps=1, max_head_offpolicy_versions=0
-    )
-    assert isinstance(view, TerminalView)
-
-
 def test_plain_lines_are_printed_every_few_seconds_and_the_last_state_always() -> None:
-    file, moment = io.StringIO(), [0.0]
-    view = PlainView(
-        Console(file=file),
-        title="demo",
-        total_steps=9,
-        max_head_offpolicy_versions=1,
-        interval_s=5.0,
-        now=lambda: moment[0],
-    )
-    with view:
+    file, now = io.StringIO(), [0.0]
+    with open_view(Console(file=file), renderer(total_steps=9), interval_s=5.0, now=lambda: now[0]) as update:
         for step, at in ((0, 0.0), (1, 1.0), (2, 4.9), (3, 5.0), (4, 6.0)):
-            moment[0] = at
-            view.update(RunMetrics(last_step=step), ())
-    assert [line.split("  ")[0] for line in file.getvalue().splitlines()] == [
-        "demo: step 0/9",
-        "demo: step 3/9",
-        "demo: step 4/9",
-    ]
+            now[0] = at
+            update(RunMetrics(last_step=step), ())
+    steps = [line.split("  ")[0] for line in file.getvalue().splitlines()]
+    assert steps == ["demo [1]: step 0/9", "demo [1]: step 3/9", "demo [1]: step 4/9"]
 
 
 def test_the_last_state_is_not_printed_twice() -> None:
     file = io.StringIO()
-    with PlainView(Console(file=file), title="demo", total_steps=9, max_head_offpolicy_versions=1) as view:
-        view.update(RunMetrics(last_step=9), ())
+    with open_view(Console(file=file), renderer()) as update:
+        update(RunMetrics(last_step=9), ())
     assert len(file.getvalue().splitlines()) == 1
 
 

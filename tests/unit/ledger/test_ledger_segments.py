@@ -213,7 +213,7 @@ async def test_a_full_disk_is_a_fault_and_the_next_commit_goes_on_behind_what_wa
 
         with monkeypatch.context() as patched:
             patched.setattr(os, "pwritev", full)
-            with pytest.raises(StoreFaultError, match="No space left on device; if the disk is full make room"):
+            with pytest.raises(StoreFaultError, match="No space left on device; if the disk is full, free some space"):
                 await store.write(put(B, b"body"))
         await store.write(put(B, b"second"))
         assert await store.read(get(A, B)) == [b"body", b"second"]
@@ -233,11 +233,11 @@ def test_small_payloads_are_written_together_and_large_ones_at_once(tmp_path: Pa
     writer = SegmentWriter(tmp_path, first=0, is_always_synced=True)
     small = writer.append(b"small")
     assert segment_path(tmp_path, 0).stat().st_size == 0
-    large = writer.append(bytes(segments.WRITTEN_TOGETHER))
+    large = writer.append(bytes(segments.WRITE_BYTES))
     assert segment_path(tmp_path, 0).stat().st_size == large.place + large.size
     assert read_payload(tmp_path, small) == b"small"
     writer.keep({})
-    taken_back = writer.append(bytes([1]) * segments.WRITTEN_TOGETHER)
+    taken_back = writer.append(bytes([1]) * segments.WRITE_BYTES)
     writer.roll_back()
     instead = writer.append(b"instead")
     assert instead.place == taken_back.place

@@ -1,4 +1,4 @@
-"""A run out of one store and into another: byte for byte, all of it or nothing, and smaller when asked."""
+"""Export, import and compaction of a run."""
 
 import json
 import random
@@ -14,9 +14,9 @@ from rollbook.contracts.admission import RunId
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.freshness import BatchPolicy
 from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupState
-from rollbook.contracts.group_codec import encode_group
 from rollbook.ledger.atropos.records import AtroposRecord, EnvRecord, QueuedGroup
 from rollbook.ledger.atropos.tables import AtroposTables
+from rollbook.ledger.atropos.transfer import AtroposExtension
 from rollbook.ledger.config import LedgerConfig
 from rollbook.ledger.records import RunRecord
 from rollbook.ledger.service import open_ledger
@@ -26,16 +26,16 @@ from rollbook.ledger.stores.sqlite.file import FILE_NAME
 from rollbook.ledger.stores.sqlite.store import open_memory_store
 from rollbook.ledger.tools.audit import audit, audit_run
 from rollbook.ledger.tools.compaction import compact
-from rollbook.ledger.tools.export import export_jsonl
+from rollbook.ledger.tools.export import export_jsonl, readable_samples
 from rollbook.ledger.tools.import_run import import_jsonl
 from rollbook.ledger.tools.parquet import export_parquet
-from rollbook.ledger.tools.plain_payload import plain_samples
 from rollbook.telemetry.events import EventLog
-from tests.parts.ledger.groups import RUN, big_group, draws, settings
+from tests.parts.ledger.groups import RUN, draws, settings
 from tests.parts.ledger.postgres import shared_server
 from tests.parts.ledger.run_driver import RunDriver, blocking_sqlite
 
 OTHER = RunId("other")
+EXTENSIONS = (AtroposExtension(),)
 LOG = EventLog("ledger")
 
 
@@ -98,31 +98,31 @@ def source(tmp_path: Path) -> Path:
 def exported(source: Path, tmp_path: Path) -> Path:
     target = tmp_path / "run.jsonl"
     with open_reader(sqlite_url(source)) as reader:
-        report = export_jsonl(reader, RUN, target)
+        report = export_jsonl(reader, RUN, target, extensions=EXTENSIONS)
     assert (report.groups, report.bytes_written) == (11, target.stat().st_size)
     return target
 
 
-async def test_a_run_goes_from_store_to_store_byte_for_byte(exported: Path, tmp_path: Path) -> None:
+async def test_an_imported_run_is_exported_again_byte_for_byte(exported: Path, tmp_path: Path) -> None:
     on_file, on_server = sqlite_url(tmp_path / "file"), shared_server().fresh_url()
     for number, url in enumerate((on_file, on_server)):
         async with open_store(url) as store:
-            report = await import_jsonl(store, exported)
+            report = await import_jsonl(store, exported, extensions=EXTENSIONS)
         assert (report.run_id, report.groups, report.payloads, report.steps) == (RUN, 11, 7, 2)
         again = tmp_path / f"again{number}.jsonl"
         with open_reader(url) as reader:
             assert audit(reader, RUN).violations == ()
-            export_jsonl(reader, RUN, again)
+            export_jsonl(reader, RUN, again, extensions=EXTENSIONS)
         assert again.read_bytes() == exported.read_bytes()
 
 
-async def test_an_imported_run_goes_on_where_it_was(exported: Path) -> None:
+async def test_an_imported_run_can_be_continued(exported: Path) -> None:
     async with open_memory_store() as store:
-        await import_jsonl(store, exported, as_run=OTHER)
+        await import_jsonl(store, exported, as_run=OTHER, extensions=EXTENSIONS)
         assert await store.read(lambda tx: tx.runs.ids()) == [OTHER]
         assert await store.read(lambda tx: tx.payloads.get(OTHER, GroupId("task0@0"))) is not None
     async with open_memory_store() as store, open_ledger(store, LedgerConfig(), clock=ManualClock(), log=LOG) as ledger:
-        await import_jsonl(store, exported)
+        await import_jsonl(store, exported, extensions=EXTENSIONS)
         role = await ledger.take_role(RUN, restored_step=1)
         assert (role.epoch, role.last_decided, role.last_acknowledged) == (2, 3, 2)
         for step in (2, 3):
@@ -131,7 +131,7 @@ async def test_an_imported_run_goes_on_where_it_was(exported: Path) -> None:
         assert (await ledger.read(lambda tx: audit_run(tx, RUN))).violations == ()
 
 
-async def test_an_exported_run_can_be_read_by_anybody(exported: Path) -> None:
+async def test_an_exported_run_has_readable_samples(exported: Path) -> None:
     lines = [json.loads(line) for line in exported.read_text().splitlines()]
     assert lines[0]["kind"] == "run"
     assert lines[-1] == {"kind": "end", "lines": len(lines) - 1}
@@ -161,43 +161,43 @@ def _forgotten(lines: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("harm", "message"),
+    ("damage", "message"),
     [
-        (_cut, "was cut short"),
-        (_tampered, "does not add up.*does not match its digest"),
-        (_forgotten, "does not add up"),
+        (_cut, "is truncated"),
+        (_tampered, "does not pass the audit.*does not match its digest"),
+        (_forgotten, "does not pass the audit"),
         (lambda lines: lines[1:], "does not begin with a run"),
         (lambda lines: ["{}", *lines], r"run\.jsonl:1: not a line of an exported ledger"),
-        (lambda lines: [*lines, lines[-1]], "something after the end"),
+        (lambda lines: [*lines, lines[-1]], "a line after the end"),
         (lambda lines: [lines[0].replace('"format":1', '"format":7'), *lines[1:]], "has format 7"),
         (lambda lines: [], "is empty"),
     ],
 )
-async def test_a_file_that_is_not_whole_is_refused_and_leaves_no_trace(
-    exported: Path, harm: Callable[[list[str]], list[str]], message: str
+async def test_a_damaged_file_is_rejected_and_nothing_is_stored(
+    exported: Path, damage: Callable[[list[str]], list[str]], message: str
 ) -> None:
-    exported.write_text("".join(f"{line}\n" for line in harm(exported.read_text().splitlines())))
+    exported.write_text("".join(f"{line}\n" for line in damage(exported.read_text().splitlines())))
     async with open_memory_store() as store:
         with pytest.raises(RunError, match=message):
-            await import_jsonl(store, exported)
+            await import_jsonl(store, exported, extensions=EXTENSIONS)
         assert await store.read(lambda tx: tx.runs.ids()) == []
 
 
-async def test_a_run_that_is_there_is_not_written_over(exported: Path, source: Path) -> None:
+async def test_an_existing_run_or_file_is_not_overwritten(exported: Path, source: Path) -> None:
     async with open_store(sqlite_url(source)) as store:
-        with pytest.raises(RunError, match="has a run 'run-1' already"):
-            await import_jsonl(store, exported)
-        await import_jsonl(store, exported, as_run=OTHER)
+        with pytest.raises(RunError, match="already has a run 'run-1'"):
+            await import_jsonl(store, exported, extensions=EXTENSIONS)
+        await import_jsonl(store, exported, as_run=OTHER, extensions=EXTENSIONS)
         assert sorted(await store.read(lambda tx: tx.runs.ids())) == [OTHER, RUN]
     with open_reader(sqlite_url(source)) as reader:
-        with pytest.raises(RunError, match="nothing is written over"):
-            export_jsonl(reader, RUN, exported)
+        with pytest.raises(RunError, match="exists and is not overwritten"):
+            export_jsonl(reader, RUN, exported, extensions=EXTENSIONS)
         with pytest.raises(RunError, match="has no run 'nobody'"):
-            export_jsonl(reader, RunId("nobody"), exported.with_name("none"))
+            export_jsonl(reader, RunId("nobody"), exported.with_name("none"), extensions=EXTENSIONS)
     assert not exported.with_name("none").exists()
 
 
-def test_a_run_becomes_parquet_with_one_row_a_group_and_one_a_sequence(source: Path, tmp_path: Path) -> None:
+def test_a_parquet_export_has_one_row_per_group_and_per_sequence(source: Path, tmp_path: Path) -> None:
     with open_reader(sqlite_url(source)) as reader:
         report = export_parquet(reader, RUN, tmp_path / "parquet")
     groups, sequences = (pq.read_table(file).to_pylist() for file in report.files)
@@ -210,22 +210,29 @@ def test_a_run_becomes_parquet_with_one_row_a_group_and_one_a_sequence(source: P
     assert first["loss_mask"] == [False, False, True]
 
 
-def test_payloads_of_the_atropos_dialect_are_readable_too() -> None:
-    (first, second) = plain_samples(
-        b'{"tokens":[[1,2],[3]],"masks":[[-100,2],[3]],"scores":[0.5,1],"inference_logprobs":[[1.0,-0.5]],"env_id":3}'
-    )
-    assert (first.reward, first.sequences[0].token_ids, first.sequences[0].loss_mask) == (0.5, [1, 2], [False, True])
-    assert (first.sequences[0].logprobs, second.sequences[0].logprobs) == ([1.0, -0.5], None)
+def test_a_payload_that_cannot_be_decoded_has_no_readable_samples() -> None:
+    posted = b'{"tokens":[[1,2]],"masks":[[-100,2]],"scores":[%s],"inference_logprobs":[[1.0,-0.5]]}'
+    samples = readable_samples(posted % b"0.5", GroupId("env@0"))
+    assert samples is not None
+    assert (samples[0].reward, samples[0].sequences[0].token_ids.tolist()) == (0.5, [1, 2])
+    assert readable_samples(posted % b"", GroupId("env@0")) is None
 
 
-async def test_compacting_lets_tokens_go_and_keeps_what_is_needed_to_resume(tmp_path: Path) -> None:
+async def test_the_data_of_an_unknown_extension_is_rejected(exported: Path) -> None:
+    async with open_memory_store() as store:
+        with pytest.raises(RunError, match="has data of 'atropos', which this command cannot import"):
+            await import_jsonl(store, exported)
+        assert await store.read(lambda tx: tx.runs.ids()) == []
+
+
+async def test_compaction_deletes_old_payloads_and_the_run_can_be_resumed(tmp_path: Path) -> None:
     for url in (sqlite_url(tmp_path / "ledger"), shared_server().fresh_url()):
         driver = RunDriver()
         write_a_bit_of_everything(driver)
         target = tmp_path / f"{len(url)}.jsonl"
-        export_jsonl(driver.store, RUN, target)
+        export_jsonl(driver.store, RUN, target, extensions=EXTENSIONS)
         async with open_store(url) as opened:
-            await import_jsonl(opened, target)
+            await import_jsonl(opened, target, extensions=EXTENSIONS)
             # Something to give back.
             await opened.write(lambda tx: tx.payloads.put(OTHER, GroupId("left behind"), random.randbytes(3_000_000)))
             await opened.write(lambda tx: tx.payloads.delete(OTHER, GroupId("left behind")))
@@ -253,8 +260,3 @@ async def test_a_ledger_without_a_run_can_be_compacted(tmp_path: Path) -> None:
         with pytest.raises(RunError, match="a run is required"):
             await compact(store, now=1.0, up_to_step=1)
     reclaim(sqlite_url(tmp_path))
-
-
-def test_big_groups_can_be_spelt_out() -> None:
-    samples = plain_samples(encode_group(big_group("big")).payload)
-    assert [len(sample.sequences[0].token_ids) for sample in samples] == [1024] * 8

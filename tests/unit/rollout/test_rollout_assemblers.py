@@ -1,4 +1,4 @@
-"""Assemblers: what they refuse, and how they say it."""
+"""Assemblers: rows of turns, rejected turns and their errors."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def linear(*prompt: int) -> TrajectoryAssembler:
     return assembler
 
 
-def test_tokens_masks_versions_and_turn_marks_say_who_made_what() -> None:
+def test_rows_and_turn_marks_follow_the_turns() -> None:
     assembler = linear(5, 6)
     assembler.add_completion(completion([7, 8], version=3), seconds=0.25)
     assembler.add_observation([9])
@@ -33,7 +33,7 @@ def test_tokens_masks_versions_and_turn_marks_say_who_made_what() -> None:
     assert (sample.sampling, sample.finish_reason, sample.solved) == (SAMPLING, EndReason.MAX_TURNS, True)
 
 
-def test_a_prompt_that_was_tokenised_again_is_refused_at_the_first_differing_position() -> None:
+def test_a_prompt_with_other_tokens_is_rejected_at_the_first_difference() -> None:
     assembler = linear(5, 6)
     assembler.add_completion(completion([7, 8]))
     assert assembler.expect_prefix([5, 6, 7, 8, 1, 2]) == [1, 2]
@@ -47,7 +47,7 @@ def test_a_prompt_that_was_tokenised_again_is_refused_at_the_first_differing_pos
     assert raised.value.position == 3
 
 
-def test_turns_in_the_wrong_order_are_refused() -> None:
+def test_calls_in_the_wrong_order_are_rejected() -> None:
     empty = TrajectoryAssembler(SAMPLING)
     with pytest.raises(AssemblyError, match="before add_prompt"):
         empty.add_completion(completion([1]))
@@ -72,7 +72,7 @@ def test_a_sample_cannot_mix_sampling_settings() -> None:
         assembler.add_completion(completion([2]), sampling=SamplingParams(temperature=0.1))
 
 
-def test_what_the_policy_never_read_is_not_part_of_the_record() -> None:
+def test_context_after_the_last_turn_is_left_out() -> None:
     assembler = linear(1)
     assembler.add_completion(completion([2]))
     assembler.add_observation([3, 4, 5])
@@ -85,7 +85,7 @@ def test_an_unscorable_episode_keeps_its_tokens_and_its_cause() -> None:
     assert sample.sequences[0].token_ids.tolist() == [1, 2]
 
 
-def test_the_next_prompt_is_the_exact_tokens_so_far_plus_the_rendered_suffix() -> None:
+def test_the_next_prompt_is_the_tokens_so_far_plus_the_rendered_suffix() -> None:
     tokenizer = letter_tokenizer()
     chat = MessageTrajectoryAssembler(tokenizer, SAMPLING)
     chat.add_message("user", "one")
@@ -98,7 +98,7 @@ def test_the_next_prompt_is_the_exact_tokens_so_far_plus_the_rendered_suffix() -
     assert second == tokenizer.encode(tokenizer.render(chat.messages, add_generation_prompt=True))
 
 
-def test_a_turn_that_was_cut_is_closed_with_tokens_nobody_sampled() -> None:
+def test_a_truncated_turn_is_closed_with_untrained_tokens() -> None:
     tokenizer = letter_tokenizer()
     chat = MessageTrajectoryAssembler(tokenizer, SAMPLING)
     chat.add_message("user", "one")
@@ -113,7 +113,7 @@ def test_a_turn_that_was_cut_is_closed_with_tokens_nobody_sampled() -> None:
     assert not row.loss_mask[row.token_ids == end].any()
 
 
-def test_white_space_that_the_template_trims_is_no_rewrite() -> None:
+def test_white_space_trimmed_by_the_template_is_not_a_rewrite() -> None:
     tokenizer = letter_tokenizer(CHATML.replace("{{ m.content }}", "{{ m.content | trim }}"))
     chat = MessageTrajectoryAssembler(tokenizer, SAMPLING)
     chat.add_message("user", "one")
@@ -124,7 +124,7 @@ def test_white_space_that_the_template_trims_is_no_rewrite() -> None:
     assert chat.next_prompt()[: len(first) + len(sampled)] == first + sampled
 
 
-def play_with_forgetful_template(chat: MessageTrajectoryAssembler) -> None:
+def play_with_rewriting_template(chat: MessageTrajectoryAssembler) -> None:
     tokenizer = letter_tokenizer(FORGETFUL)
     for said in ("first", "second", "third"):
         chat.add_message("user", "hm")
@@ -132,21 +132,21 @@ def play_with_forgetful_template(chat: MessageTrajectoryAssembler) -> None:
         chat.add_completion(completion(tokenizer.encode(f"{said}<|im_end|>")))
 
 
-def test_a_template_that_rewrites_history_is_an_error_that_names_the_place() -> None:
+def test_a_template_that_rewrites_history_is_an_error_with_the_position() -> None:
     chat = MessageTrajectoryAssembler(letter_tokenizer(FORGETFUL), SAMPLING)
     with pytest.raises(
         PrefixMismatchError, match=r"before turn 2: at character \d+ it renders .*\.\.\..* where .*first"
     ) as raised:
-        play_with_forgetful_template(chat)
+        play_with_rewriting_template(chat)
     assert raised.value.position == len("<|im_start|>user\nhm<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_with_fork_a_rewritten_history_opens_a_further_sequence_and_keeps_what_was_sampled() -> None:
+def test_with_fork_a_rewritten_history_starts_a_new_sequence_and_keeps_sampled_tokens() -> None:
     tokenizer = letter_tokenizer(FORGETFUL)
     chat = MessageTrajectoryAssembler(tokenizer, SAMPLING, on_rewrite="fork")
-    play_with_forgetful_template(chat)
+    play_with_rewriting_template(chat)
     chat.add_message("user", "one more")
-    chat.next_prompt()  # never answered: no sequence of its own
+    chat.next_prompt()  # without a completion: makes no sequence
     sample = chat.build(reward=0.5)
     assert [tokenizer.decode(row.token_ids[row.loss_mask].tolist()) for row in sample.sequences] == [
         "first",
@@ -158,7 +158,7 @@ def test_with_fork_a_rewritten_history_opens_a_further_sequence_and_keeps_what_w
     assert last == "user\nhm\nassistant\n...\nuser\nhm\nassistant\n...\nuser\nhm\nassistant\nthird"
 
 
-def test_a_completion_without_a_prompt_of_its_own_is_refused() -> None:
+def test_a_completion_without_next_prompt_is_rejected() -> None:
     chat = MessageTrajectoryAssembler(letter_tokenizer(), SAMPLING)
     with pytest.raises(AssemblyError, match="call next_prompt"):
         chat.add_completion(completion([5]))

@@ -1,5 +1,6 @@
-"""The default rollout function: plays a world as a chat, and ends for one reason that is on record."""
+"""The default rollout function plays an environment as a chat and records why the episode ended."""
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -13,9 +14,10 @@ from rollbook.contracts.errors import EpisodeError, RunError
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.trajectory import EndReason, RolloutSample
 from rollbook.rollout.episodes.chat import make_rollout
+from rollbook.rollout.episodes.env_calls import EnvironmentTimeoutError, with_timeouts
 from rollbook.rollout.policy import EpisodeContext, enter_episode
 from rollbook.rollout.settings import EpisodeLimits
-from tests.parts.rollout.guessing import GuessingEnvironment, setup_of
+from tests.parts.rollout.guessing import GuessingEnvironment, open_guessing, setup_of
 
 
 class PayingEnvironment(GuessingEnvironment):
@@ -42,7 +44,7 @@ async def played(settings: Mapping[str, Any] | None = None, limits: EpisodeLimit
     return sample
 
 
-async def test_an_episode_is_played_to_its_end_with_exactly_the_tokens_the_policy_saw() -> None:
+async def test_an_episode_has_exactly_the_tokens_that_the_policy_processed() -> None:
     setup, policy = setup_of(limits=EpisodeLimits(max_turns=50))
     sample = await make_rollout(setup)({"secret": 4})
     assert sample is not None
@@ -59,7 +61,7 @@ async def test_an_episode_is_played_to_its_end_with_exactly_the_tokens_the_polic
     assert sample.facts == {"turns": len(sample.turns)}
 
 
-async def test_the_turn_limit_ends_an_episode_as_truncated_with_what_it_earned() -> None:
+async def test_the_turn_limit_ends_an_episode_as_truncated_with_its_reward() -> None:
     sample = await played(limits=EpisodeLimits(max_turns=3))
     assert sample.finish_reason is EndReason.MAX_TURNS
     assert sample.finish_reason.is_truncated
@@ -73,7 +75,7 @@ async def test_the_token_limit_is_never_exceeded_and_ends_as_truncated() -> None
     assert len(sample.turns) >= 2
 
 
-async def test_time_that_runs_out_ends_an_episode_as_truncated() -> None:
+async def test_the_time_limit_ends_an_episode_as_truncated() -> None:
     setup, _ = setup_of(limits=EpisodeLimits(max_turns=10**6, max_total_tokens=10**9))
     enter_episode(EpisodeContext(group_id=GroupId("g"), min_publication=0, until=SystemClock().now() + 0.1))
     sample = await make_rollout(replace(setup, open_environment=open_paying))({"secret": 1})
@@ -81,7 +83,7 @@ async def test_time_that_runs_out_ends_an_episode_as_truncated() -> None:
     assert sample.finish_reason is EndReason.TIME
 
 
-async def test_a_first_prompt_that_leaves_no_room_gives_no_reward() -> None:
+async def test_a_first_prompt_beyond_the_token_limit_is_an_error() -> None:
     with pytest.raises(EpisodeError, match="no turn was played: max_tokens"):
         await played(limits=EpisodeLimits(max_total_tokens=5))
 
@@ -91,13 +93,24 @@ async def test_the_reward_can_be_that_of_the_last_step() -> None:
     assert sample.reward == 3.0
 
 
-async def test_a_system_prompt_opens_the_chat() -> None:
+async def test_a_system_prompt_is_the_first_message() -> None:
     sample = await played({"system_prompt": "be brief"}, EpisodeLimits(max_turns=1))
     assert sample.messages is not None
     assert sample.messages[0] == {"role": "system", "content": "be brief"}
 
 
-def test_a_setting_nobody_reads_is_refused() -> None:
+def test_an_unknown_setting_is_rejected() -> None:
     setup, _ = setup_of(settings={"rewards": "last", "on_rewrite": "maybe"})
     with pytest.raises(RunError, match=r"rewards: .*; ?.*on_rewrite|on_rewrite: .*; ?.*rewards"):
         make_rollout(setup)
+
+
+async def test_an_environment_that_does_not_respond_is_named_with_its_step() -> None:
+    async with with_timeouts(open_guessing, step_s=0.05, open_s=30)() as env:
+        await env.reset({"secret": 3})
+        await env.step("1")
+        env.__dict__["_env"].step = lambda action: asyncio.sleep(3600)
+        with pytest.raises(
+            EnvironmentTimeoutError, match=r"step 2 of the environment GuessingEnvironment .* 0.05 s \(rollout.step_s\)"
+        ):
+            await env.step("2")

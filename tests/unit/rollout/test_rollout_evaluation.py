@@ -1,4 +1,4 @@
-"""What a measurement says: means over tasks, honest intervals, and nothing unscorable taken for a failure."""
+"""Evaluation results: means over tasks, confidence intervals, and unscorable episodes left out."""
 
 import math
 
@@ -32,7 +32,7 @@ def test_a_task_counts_once_however_often_it_was_played() -> None:
     assert (result.tasks, result.episodes) == (2, 10)
 
 
-def test_tasks_that_were_solved_at_least_once_are_told_beside_the_mean() -> None:
+def test_tasks_solved_at_least_once_are_reported_with_the_mean() -> None:
     tasks = [played("a", [1.0, 0.0], [True, False]), played("a", [0.0, 0.0], [False, False])]
     result = summarise("all", tasks)
     assert result.solved is not None
@@ -41,7 +41,7 @@ def test_tasks_that_were_solved_at_least_once_are_told_beside_the_mean() -> None
     assert result.row()["solved_once"]["mean"] == 0.5
 
 
-def test_what_could_not_be_scored_is_counted_and_left_out_of_the_means() -> None:
+def test_unscorable_episodes_are_counted_and_left_out_of_the_means() -> None:
     result = summarise("all", [played("a", [1.0], [True]), played("a", [], [], unscorable=2)])
     assert result.reward is not None
     assert result.reward.mean == 1.0
@@ -51,7 +51,7 @@ def test_what_could_not_be_scored_is_counted_and_left_out_of_the_means() -> None
     assert nothing.solved is None
 
 
-def test_labels_are_told_apart_in_order_of_appearance_with_the_whole_first() -> None:
+def test_labels_are_reported_in_order_of_appearance_after_all_tasks() -> None:
     tasks = [played("hard", [0.0], [False]), played("easy", [1.0], [True]), played("hard", [1.0], [True])]
     assert [(r.label, r.tasks, r.reward and r.reward.mean) for r in by_label(tasks)] == [
         ("all", 3, pytest.approx(2 / 3)),
@@ -62,7 +62,7 @@ def test_labels_are_told_apart_in_order_of_appearance_with_the_whole_first() -> 
 
 
 @given(successes=st.integers(min_value=0, max_value=200), more=st.integers(min_value=0, max_value=200))
-def test_the_interval_of_a_rate_holds_the_rate_and_stays_within_0_and_1(successes: int, more: int) -> None:
+def test_the_interval_of_a_rate_contains_the_rate_and_stays_within_0_and_1(successes: int, more: int) -> None:
     count = max(1, successes + more)
     share = wilson(min(successes, count), count)
     assert 0.0 <= share.low <= share.mean <= share.high <= 1.0
@@ -79,11 +79,11 @@ def test_the_interval_of_a_rate_is_wilsons() -> None:
     assert wilson(0, 20).high == pytest.approx(0.161, abs=1e-3)
 
 
-def test_a_mean_of_one_value_claims_no_precision_it_could_not_have() -> None:
+def test_the_interval_of_one_value_has_no_width() -> None:
     assert mean_share([0.25]) == mean_share([0.25])
     share = mean_share([0.0, 1.0] * 50)
     assert share.high - share.low == pytest.approx(2 * 1.959964 * math.sqrt(0.25 * 100 / 99) / 10)
 
 
-def test_a_version_is_pinned_when_every_token_came_from_it() -> None:
+def test_the_share_of_a_publication_counts_tasks_sampled_only_by_it() -> None:
     assert share_of_publication([played("a", [1.0], [True]), played("a", [1.0], [True], publication=4)], 3) == 0.5

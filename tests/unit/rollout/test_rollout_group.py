@@ -1,4 +1,4 @@
-"""`GroupAssembler`: foreign code is fenced, failures are played again within the budget, and the floor decides."""
+"""`GroupAssembler`: failures of user code are isolated and retried; groups with too few samples are dropped."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -14,10 +14,9 @@ from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.rollout.assemblers.tokens import TrajectoryAssembler
 from rollbook.rollout.config import RolloutConfig
-from rollbook.rollout.groups.failures import describe_causes
 from rollbook.rollout.groups.filters import load_filters
-from rollbook.rollout.groups.player import GroupAssembler, GroupOrder, GroupResult
-from rollbook.rollout.policy import current_episode
+from rollbook.rollout.groups.player import GroupAssembler, GroupOrder, GroupResult, Score
+from rollbook.rollout.policy import EpisodeTimeUpError, current_episode, pause_episode_time
 from tests.parts.rollout.guessing import completion
 
 ORDER = GroupOrder(
@@ -33,13 +32,13 @@ Outcome = RolloutSample | None | object | Exception
 
 
 class HurriedClock(ManualClock):
-    """Nobody waits between retries."""
+    """Sleeping advances the clock at once."""
 
     async def sleep(self, seconds: float) -> None:
         self.jump(seconds)
 
 
-def sample(reward: float | None) -> RolloutSample:
+def sample(reward: float | None = 1.0) -> RolloutSample:
     assembler = TrajectoryAssembler(SamplingParams())
     assembler.add_prompt([1])
     assembler.add_completion(completion([2]))
@@ -47,7 +46,7 @@ def sample(reward: float | None) -> RolloutSample:
 
 
 def scripted(*outcomes: Outcome) -> Callable[[dict[str, Any]], Awaitable[Any]]:
-    """One outcome a call, in the order of the calls."""
+    """Returns or raises one outcome per call, in order."""
     left = list(outcomes)
 
     async def rollout(row: dict[str, Any]) -> Any:
@@ -62,22 +61,15 @@ def scripted(*outcomes: Outcome) -> Callable[[dict[str, Any]], Awaitable[Any]]:
 async def play(
     rollout: Callable[[dict[str, Any]], Awaitable[Any]],
     *,
-    size: int = 4,
-    floor: int = 2,
-    retries: int = 0,
-    filter_path: str | None = None,
-    drop_constant_reward: bool = True,
-    order: GroupOrder = ORDER,
-    max_seconds: float = 120.0,
+    score: Score | None = None,
+    **settings: Any,
 ) -> GroupResult:
-    rules = RolloutConfig(
-        completions_per_prompt=size, min_samples=floor, retry_budget=retries, max_seconds=max_seconds, grace_s=0.01
-    )
-    filters = load_filters(filter_path, drop_constant_reward=drop_constant_reward)
-    return await GroupAssembler(rollout, rules, filters=filters, clock=HurriedClock()).play(order)
+    config = RolloutConfig.model_validate({"completions_per_prompt": 4, "retry_budget": 0, "grace_s": 0.01, **settings})
+    filters = load_filters(config.filter, drop_constant_reward=config.drop_constant_reward)
+    return await GroupAssembler(rollout, config, filters=filters, score=score, clock=HurriedClock()).play(ORDER)
 
 
-async def test_a_whole_group_is_kept_with_its_outcome() -> None:
+async def test_a_complete_group_is_kept_with_its_outcome() -> None:
     result = await play(scripted(*(sample(r) for r in (0.0, 1.0, 0.0, 1.0))))
     assert result.drop is None
     assert result.group is not None
@@ -95,7 +87,7 @@ async def test_a_whole_group_is_kept_with_its_outcome() -> None:
         (sample(None), "grader is down"),
     ],
 )
-async def test_a_failed_sibling_is_named_and_the_group_is_kept_when_the_floor_is_met(
+async def test_a_failed_episode_is_named_and_the_group_is_kept_with_enough_samples(
     outcome: Outcome, cause: str
 ) -> None:
     result = await play(scripted(sample(0.0), outcome, sample(1.0), sample(1.0)))
@@ -106,16 +98,16 @@ async def test_a_failed_sibling_is_named_and_the_group_is_kept_when_the_floor_is
     assert result.outcome.reward_mean == pytest.approx(2 / 3), "a failure is never reward 0"
 
 
-async def test_failures_are_played_again_while_the_groups_budget_lasts() -> None:
+async def test_failures_are_retried_within_the_retry_budget_of_the_group() -> None:
     no = ValueError("no")
-    result = await play(scripted(no, no, no, no, sample(0.0), sample(1.0), no), retries=3)
+    result = await play(scripted(no, no, no, no, sample(0.0), sample(1.0), no), retry_budget=3)
     assert result.outcome.retried_samples == 3
     assert result.outcome.num_scorable == 2
     assert result.outcome.invalid_causes == {"rollout raised ValueError: no": 5}
     assert result.drop is None
 
 
-async def test_below_the_floor_a_group_is_dropped_as_invalid_with_its_causes() -> None:
+async def test_a_group_with_too_few_samples_is_dropped_as_invalid_with_its_causes() -> None:
     result = await play(scripted(sample(1.0), ValueError("no"), ValueError("no"), 42))
     assert result.drop is not None
     assert result.drop.kind is DropKind.INVALID
@@ -123,10 +115,10 @@ async def test_below_the_floor_a_group_is_dropped_as_invalid_with_its_causes() -
         "1 of 4 samples scorable, min_samples is 2 (2 x rollout raised ValueError: no; 1 x rollout returned a int"
         in str(result.drop)
     )
-    assert result.group is not None, "what was played is kept for the record"
+    assert result.group is not None, "the samples are kept"
 
 
-async def test_without_any_sample_there_is_a_reason_and_no_group() -> None:
+async def test_without_any_sample_there_is_a_drop_reason_and_no_group() -> None:
     result = await play(scripted(*[ValueError("no")] * 4))
     assert result.group is None
     assert result.drop is not None
@@ -135,14 +127,14 @@ async def test_without_any_sample_there_is_a_reason_and_no_group() -> None:
 
 
 async def test_declined_samples_are_counted_and_are_neither_retried_nor_failures() -> None:
-    result = await play(scripted(None, sample(0.0), sample(1.0), None), retries=4)
+    result = await play(scripted(None, sample(0.0), sample(1.0), None), retry_budget=4)
     assert (result.drop, result.outcome.declined_samples, result.outcome.retried_samples) == (None, 2, 0)
-    result = await play(scripted(None, None, None, None), retries=4)
+    result = await play(scripted(None, None, None, None), retry_budget=4)
     assert result.group is None
     assert str(result.drop).startswith("filtered: declined")
 
 
-async def test_constant_rewards_are_dropped_as_filtered_and_kept_with_their_outcome() -> None:
+async def test_a_group_with_constant_rewards_is_dropped_as_filtered_with_its_outcome() -> None:
     result = await play(scripted(*(sample(0.5) for _ in range(4))))
     assert str(result.drop) == "filtered: constant_reward"
     assert result.group is not None
@@ -150,27 +142,27 @@ async def test_constant_rewards_are_dropped_as_filtered_and_kept_with_their_outc
     assert kept.drop is None
 
 
-async def test_one_scorable_sample_alone_teaches_nothing() -> None:
-    result = await play(scripted(sample(1.0), None, None, None), floor=1, drop_constant_reward=False)
+async def test_a_group_with_one_scorable_sample_is_filtered() -> None:
+    result = await play(scripted(sample(1.0), None, None, None), min_samples=1, drop_constant_reward=False)
     assert str(result.drop) == "filtered: one_sample"
 
 
-async def test_a_filter_of_the_users_drops_with_its_own_reason() -> None:
+async def test_a_user_filter_drops_with_its_reason_and_its_failure_is_invalid() -> None:
     rewards = [sample(r) for r in (0.0, 1.0, 0.0, 1.0)]
     parts = "tests.parts.rollout.functions"
-    assert str((await play(scripted(*rewards), filter_path=f"{parts}:drop_all")).drop) == "filtered: too_easy"
-    broken = await play(scripted(*rewards), filter_path=f"{parts}:filter_raises")
+    assert str((await play(scripted(*rewards), filter=f"{parts}:drop_all")).drop) == "filtered: too_easy"
+    broken = await play(scripted(*rewards), filter=f"{parts}:filter_raises")
     assert "invalid: filter tests.parts.rollout.functions:filter_raises raised KeyError" in str(broken.drop)
     assert broken.outcome.invalid_causes
-    wrong = await play(scripted(*rewards), filter_path=f"{parts}:filter_wrong")
+    wrong = await play(scripted(*rewards), filter=f"{parts}:filter_wrong")
     assert "returned a bool" in str(wrong.drop)
 
 
-async def test_each_call_gets_its_own_copy_of_the_row_and_its_groups_context() -> None:
+async def test_each_call_gets_a_copy_of_the_row_and_the_context_of_its_group() -> None:
     seen = []
 
     async def rollout(row: dict[str, Any]) -> RolloutSample:
-        row["list"].append("poison")
+        row["list"].append("changed")
         episode = current_episode()
         assert episode is not None
         seen.append((len(row["list"]), episode.group_id, episode.min_publication))
@@ -180,13 +172,13 @@ async def test_each_call_gets_its_own_copy_of_the_row_and_its_groups_context() -
     assert seen == [(1, "t@0", 5)] * 4
 
 
-async def test_a_verdict_on_the_run_or_the_worker_is_not_swallowed() -> None:
-    for verdict in (RunError("licence"), WorkerError("leak")):
-        with pytest.raises(type(verdict)):
-            await play(scripted(verdict, *[sample(1.0)] * 3), retries=2)
+async def test_run_and_worker_errors_are_raised() -> None:
+    for error in (RunError("licence"), WorkerError("leak")):
+        with pytest.raises(type(error)):
+            await play(scripted(error, *[sample(1.0)] * 3), retry_budget=2)
 
 
-async def test_a_rollout_that_does_not_end_is_cancelled_and_named() -> None:
+async def test_a_rollout_that_hangs_is_cancelled_and_its_location_is_reported() -> None:
     calls = 0
 
     async def rollout(row: dict[str, Any]) -> RolloutSample:
@@ -202,22 +194,22 @@ async def test_a_rollout_that_does_not_end_is_cancelled_and_named() -> None:
     assert cause.startswith(
         "rollout did not end within 0.05 s (max_seconds) and was cancelled in rollout (test_rollout"
     )
-    assert "sleep" in cause, "where it was is part of the cause"
+    assert "sleep" in cause, "the cause contains the location"
 
 
-async def test_nothing_is_played_again_after_the_groups_deadline() -> None:
+async def test_nothing_is_retried_after_the_deadline_of_the_group() -> None:
     clock = HurriedClock()
 
     async def rollout(row: dict[str, Any]) -> RolloutSample:
         clock.jump(70)
         raise EpisodeError("slow and broken")
 
-    rules = RolloutConfig(completions_per_prompt=2, retry_budget=100)
-    result = await GroupAssembler(rollout, rules, clock=clock).play(ORDER)
+    config = RolloutConfig(completions_per_prompt=2, retry_budget=100)
+    result = await GroupAssembler(rollout, config, clock=clock).play(ORDER)
     assert result.outcome.retried_samples == 0
 
 
-async def test_cancelling_the_group_cancels_every_sibling() -> None:
+async def test_cancelling_a_group_cancels_all_its_episodes() -> None:
     started = asyncio.Event()
     ended: list[int] = []
 
@@ -238,7 +230,7 @@ async def test_cancelling_the_group_cancels_every_sibling() -> None:
     assert len(ended) == 4
 
 
-async def test_a_cancellation_that_leaks_out_of_user_code_is_a_failure_and_no_stop() -> None:
+async def test_a_cancelled_error_raised_by_user_code_is_a_failure() -> None:
     async def rollout(row: dict[str, Any]) -> RolloutSample:
         raise asyncio.CancelledError
 
@@ -246,14 +238,98 @@ async def test_a_cancellation_that_leaks_out_of_user_code_is_a_failure_and_no_st
     assert result.outcome.invalid_causes == {"rollout raised CancelledError without being cancelled": 4}
 
 
-async def test_facts_that_cannot_be_stored_are_the_samples_failure_and_not_the_groups() -> None:
-    odd = TrajectoryAssembler(SamplingParams())
-    odd.add_prompt([1])
-    odd.add_completion(completion([2]))
-    result = await play(scripted(odd.build(reward=1.0, facts={"x": object()}), sample(0.0), sample(1.0), sample(1.0)))
+async def test_a_sample_whose_facts_cannot_be_encoded_fails_alone() -> None:
+    invalid = TrajectoryAssembler(SamplingParams())
+    invalid.add_prompt([1])
+    invalid.add_completion(completion([2]))
+    result = await play(
+        scripted(invalid.build(reward=1.0, facts={"x": object()}), sample(0.0), sample(1.0), sample(1.0))
+    )
     assert result.drop is None
     assert "not plain JSON" in next(iter(result.outcome.invalid_causes))
 
 
-def test_causes_are_told_commonest_first_and_not_without_end() -> None:
-    assert describe_causes({"a": 1, "b": 5, "c": 2, "d": 1}) == "5 x b; 2 x c; 1 x a; and 1 further causes"
+async def test_an_episode_that_cannot_be_scored_is_kept_and_not_retried() -> None:
+    calls = 0
+
+    async def rollout(row: dict[str, Any]) -> RolloutSample:
+        nonlocal calls
+        calls += 1
+        return sample()
+
+    async def score(row: Any, played: RolloutSample) -> RolloutSample:
+        return sample(None)
+
+    result = await play(rollout, score=score, completions_per_prompt=2, retry_budget=4)
+    assert calls == 2
+    assert result.group is not None
+    assert len(result.group.samples) == 2
+    assert result.outcome.num_scorable == 0
+    assert result.outcome.invalid_causes == {"grader is down": 2}
+
+
+async def test_a_memory_error_is_raised_as_a_worker_error() -> None:
+    async def rollout(row: dict[str, Any]) -> RolloutSample:
+        raise MemoryError
+
+    with pytest.raises(WorkerError, match="MemoryError"):
+        await play(rollout)
+
+
+async def test_an_episode_whose_time_is_up_is_not_retried() -> None:
+    calls = 0
+
+    async def rollout(row: dict[str, Any]) -> RolloutSample:
+        nonlocal calls
+        calls += 1
+        raise EpisodeTimeUpError("over")
+
+    result = await play(rollout, completions_per_prompt=2, retry_budget=4)
+    assert (calls, result.outcome.retried_samples) == (2, 0)
+
+
+async def test_paused_time_neither_counts_nor_cancels_an_episode() -> None:
+    used: list[float] = []
+
+    async def rollout(row: dict[str, Any]) -> RolloutSample:
+        with pause_episode_time():
+            await asyncio.sleep(0.3)
+        episode = current_episode()
+        assert episode is not None
+        assert episode.time is not None
+        used.append(episode.time.used_s)
+        return sample(float(len(used)))
+
+    result = await play(rollout, completions_per_prompt=2, max_seconds=0.1)
+    assert result.outcome.num_scorable == 2
+    assert used == [0.0, 0.0]
+
+
+async def test_over_sampling_keeps_the_first_to_finish_and_counts_the_rest_as_surplus() -> None:
+    started = 0
+
+    async def rollout(row: dict[str, Any]) -> RolloutSample:
+        nonlocal started
+        started += 1
+        mine = started
+        if mine <= 2:
+            await asyncio.sleep(3600)
+        return sample(float(mine))
+
+    result = await play(rollout, completions_per_prompt=2, oversample=2)
+    assert started == 4
+    assert result.group is not None
+    assert sorted(s.reward or 0 for s in result.group.samples) == [3.0, 4.0]
+    assert result.outcome.surplus_samples == 2
+
+
+async def test_over_sampling_compensates_failed_episodes() -> None:
+    rewards = iter([None, 1.0, None, 2.0])
+
+    async def rollout(row: dict[str, Any]) -> RolloutSample:
+        return sample(next(rewards))
+
+    result = await play(rollout, completions_per_prompt=2, oversample=2)
+    assert result.group is not None
+    assert [s.reward for s in result.group.samples] == [1.0, 2.0]
+    assert (result.outcome.surplus_samples, result.outcome.num_samples) == (2, 2)

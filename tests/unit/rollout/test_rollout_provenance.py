@@ -1,4 +1,4 @@
-"""Who wrote which token: the policy by the record, others by their messages, the rest by the template."""
+"""The author of each token: the policy, a message, or the template."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from tests.parts.rollout.guessing import completion
 from tests.services.test_rollout_agents_server import CALL, WEATHER
 
 
-def told(sample: RolloutSample, sequence: int, tokenizer: ModelTokenizer) -> list[tuple[str, str]]:
+def authors_of(sample: RolloutSample, sequence: int, tokenizer: ModelTokenizer) -> list[tuple[str, str]]:
     row = sample.sequences[sequence]
     turns = [turn for turn in sample.turns if turn.sequence == sequence]
     spans = spans_of(row, turns, sample.messages, tokenizer)
@@ -44,7 +44,7 @@ async def test_every_span_of_a_tool_calling_episode_names_its_author(tmp_path: P
                 tools=[WEATHER],
             )
         sample = session.build(reward=1.0)
-    spans = told(sample, 0, word_tokenizer())
+    spans = authors_of(sample, 0, word_tokenizer())
     assert [author for author, _ in spans] == [
         "template",
         "user",
@@ -67,5 +67,5 @@ def test_an_episode_without_messages_has_policy_and_context_only() -> None:
     assembler.add_completion(completion([7]))
     assembler.add_observation([8])
     assembler.add_completion(completion([9]))
-    spans = told(assembler.build(reward=1.0), 0, word_tokenizer())
+    spans = authors_of(assembler.build(reward=1.0), 0, word_tokenizer())
     assert [author for author, _ in spans] == ["context", "policy", "context", "policy"]

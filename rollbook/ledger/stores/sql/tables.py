@@ -1,4 +1,4 @@
-"""Records to rows and back: one table for each record, columns named after its fields."""
+"""Conversion between records and rows: one table for each record, with its fields as columns."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
@@ -27,7 +27,7 @@ R = TypeVar("R", bound=Record)
 
 
 class Table(Generic[R]):
-    """One record type and its table. Columns are the record's fields; `read` turns a stored value back into the field's type."""
+    """One record type and its table. `read` and `write` convert single fields from and to stored values."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ GROUPS = Table(
         "publications": lambda text: tuple(map(int, text.split(","))) if text else (),
         "has_payload": bool,
     },
-    # Plain values: for any other type, also of a derived one, the driver asks around how to write it.
+    # Plain values: for any other type, even a subclass, the driver searches for an adapter.
     write={
         "publications": lambda ids: ",".join(map(str, ids)),
         "origin": attrgetter("_value_"),

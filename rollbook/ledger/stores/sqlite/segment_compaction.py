@@ -1,10 +1,10 @@
-"""Making segments smaller: what still counts of those with holes is copied into new ones. Nobody else may use the store."""
+"""Compacting segments: the valid payloads of segments with holes are copied into new ones. Needs exclusive access."""
 
 import sqlite3
 from pathlib import Path
 
 from rollbook.ledger.stores.sqlite.segment_payloads import PLACE_COLUMNS
-from rollbook.ledger.stores.sqlite.segment_recovery import SET_MARK, first_free, pointed_to
+from rollbook.ledger.stores.sqlite.segment_recovery import SET_MARK, first_free, referenced_segments
 from rollbook.ledger.stores.sqlite.segments import (
     SEGMENT_BYTES,
     Place,
@@ -14,7 +14,7 @@ from rollbook.ledger.stores.sqlite.segments import (
     segments_in,
 )
 
-COPIED_AT_ONCE = 32
+COPY_SIZE = 32
 """Payloads in memory at a time."""
 
 
@@ -23,7 +23,7 @@ def segment_bytes(directory: Path) -> int:
 
 
 def close_holes(db: sqlite3.Connection, directory: Path) -> None:
-    """Copy, sync, and only then point to the copies. The old files are left for `remove_unused`."""
+    """Copy, sync, and only then refer to the copies. `remove_unused` deletes the old files."""
     sparse = _sparse(db, directory)
     if not sparse:
         return
@@ -43,13 +43,13 @@ def close_holes(db: sqlite3.Connection, directory: Path) -> None:
 
 
 def _sparse(db: sqlite3.Connection, directory: Path) -> list[int]:
-    """Segments with holes, and small ones where there are several: each start of the service begins a new one."""
+    """Segments with holes, and small ones if there are several, since each start of the service creates a new one."""
     sparse, small = [], []
-    for segment in pointed_to(db):
-        (counting,) = db.execute("SELECT sum(size) FROM payload_places WHERE segment = ?", (segment,)).fetchone()
+    for segment in referenced_segments(db):
+        (valid_bytes,) = db.execute("SELECT sum(size) FROM payload_places WHERE segment = ?", (segment,)).fetchone()
         path = segment_path(directory, segment)
         size = path.stat().st_size if path.exists() else 0
-        if counting < size:
+        if valid_bytes < size:
             sparse.append(segment)
         elif size < SEGMENT_BYTES // 2:
             small.append(segment)
@@ -60,8 +60,8 @@ def _copy(db: sqlite3.Connection, directory: Path, segment: int, writer: Segment
     rows = db.execute(
         f"SELECT run_id, group_id, {PLACE_COLUMNS} FROM payload_places WHERE segment = ? ORDER BY place", (segment,)
     ).fetchall()
-    for start in range(0, len(rows), COPIED_AT_ONCE):
-        some = rows[start : start + COPIED_AT_ONCE]
+    for start in range(0, len(rows), COPY_SIZE):
+        some = rows[start : start + COPY_SIZE]
         places = [writer.append(read_payload(directory, Place(*place))) for _, _, *place in some]
         db.executemany(
             "UPDATE payload_places SET segment = ?, place = ? WHERE run_id = ? AND group_id = ?",

@@ -1,12 +1,12 @@
-"""Payloads in files beside the embedded store: append-only segments, one write for all payloads of a commit.
+"""Payload files of the SQLite store: append-only segments, one write for all payloads of a commit.
 
-Inside SQLite a payload goes through the log and then once more, at a checkpoint, into the file: two writes, a read, and checksums
-of every page. Here it is written once. The rows that say where it lies (`payload_places`) are in SQLite, so a transaction decides
-what counts: bytes that no row points to are nothing.
+Inside SQLite a payload would be written to the log and, at a checkpoint, again to the file: two writes, a read, and checksums of
+every page. A segment writes it once. The rows that refer to it (`payload_places`) are in SQLite, so a transaction decides which
+bytes are valid; bytes not referenced by a row are ignored.
 
-Order is everything. A segment is synced before a commit that must survive a power cut, so that a row on the disk has its bytes
-there, too. Commits that need only survive the process sync nothing; for them the store remembers how far a segment is on the disk,
-and what lies behind that mark is compared with its digest when the store is opened (`segment_recovery`).
+A segment is synced before a commit that must survive a power failure, so that a row on the disk always has its bytes. Commits that
+only need to survive the process sync nothing. For them the store records a mark, the number of synced bytes of a segment; payloads
+behind the mark are compared with their digests when the store is opened (`segment_recovery`).
 """
 
 import fcntl
@@ -26,21 +26,21 @@ from rollbook.ledger.store import StoreFaultError
 
 DIRECTORY = "payloads"
 SEGMENT_BYTES = 64_000_000
-"""Large enough that a file is made every few hundred groups, small enough that one group kept for long holds little else."""
+"""A new file every few hundred groups, yet small enough that one old payload does not keep much else on the disk."""
 EVERYTHING = 1 << 62
-"""The mark of a segment that is on the disk to its end."""
+"""The mark of a segment that is synced completely."""
 SYNC_AFTER_S = 45.0
-"""A full segment that no commit had to wait for is synced this much later: by then the system has written most of it by itself."""
-WRITTEN_TOGETHER = 262_144
-"""Bytes: a fraction of what a processor keeps at hand, so that writing need not fetch them from memory again."""
-BUFFERS_IN_ONE_WRITE = 512
+"""A full segment that no commit has to wait for is synced this much later; the system has written most of it by then."""
+WRITE_BYTES = 262_144
+"""Bytes of one write: a fraction of a processor cache, so that writing does not read them from memory again."""
+MAX_WRITE_BUFFERS = 512
 """Below the system's limit of 1024."""
 _NAME = re.compile(r"(\d{8,})\.seg")
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a payload lies, and its digest."""
+    """The location of a payload, and its digest."""
 
     segment: int
     place: int
@@ -48,10 +48,10 @@ class Place:
     digest: int
 
 
-def digest_of(body: bytes | memoryview, told: str | None = None) -> int:
-    """64 of the 128 bits of a payload's XXH3, as the signed number that a database can hold; taken from `told` if it is known."""
-    found = int((told or xxhash.xxh3_128_hexdigest(body))[-16:], 16)
-    return found - (1 << 64) if found >= 1 << 63 else found
+def digest_of(body: bytes | memoryview, hexdigest: str | None = None) -> int:
+    """64 of the 128 bits of a payload's XXH3, as a signed 64-bit number; taken from `hexdigest` if it is given."""
+    digest = int((hexdigest or xxhash.xxh3_128_hexdigest(body))[-16:], 16)
+    return digest - (1 << 64) if digest >= 1 << 63 else digest
 
 
 def segment_path(directory: Path, segment: int) -> Path:
@@ -59,7 +59,7 @@ def segment_path(directory: Path, segment: int) -> Path:
 
 
 def segments_in(directory: Path) -> list[int]:
-    """The segments of a ledger's directory that exist as files, oldest first."""
+    """The numbers of the segment files in a ledger directory, oldest first."""
     try:
         names = [path.name for path in (directory / DIRECTORY).iterdir()]
     except FileNotFoundError:
@@ -68,52 +68,51 @@ def segments_in(directory: Path) -> list[int]:
 
 
 def read_payload(directory: Path, place: Place) -> bytes:
-    """The payload, whole and undamaged, or `StoreFaultError`."""
+    """Read and verify a payload; raises `StoreFaultError` if it is missing or damaged."""
     body = _bytes(directory, place)
     if body is not None and len(body) == place.size and digest_of(body) == place.digest:
         return body
-    found = "is missing" if body is None else "is damaged"
+    problem = "is missing" if body is None else "is damaged"
     raise StoreFaultError(
-        f"{segment_path(directory, place.segment)}: the payload at {place.place} of {place.size} bytes {found}; "
+        f"{segment_path(directory, place.segment)}: the payload at {place.place} of {place.size} bytes {problem}; "
         "restore the ledger's directory from a copy"
     )
 
 
 def read_payloads(directory: Path, places: Sequence[Place]) -> dict[Place, memoryview]:
-    """The same for several. Those that were written one behind the other are read in one go: for the groups of a batch, which
-    came in its order, that is one reading instead of a dozen."""
+    """Read several payloads. Adjacent ones are read in one call: for the groups of a batch, that is one read instead of a dozen."""
     found: dict[Place, memoryview] = {}
-    for row in _in_rows(places):
-        first, last = row[0], row[-1]
+    for run in _adjacent(places):
+        first, last = run[0], run[-1]
         whole = _bytes(directory, Place(first.segment, first.place, last.place + last.size - first.place, 0))
         view = memoryview(whole or b"")
-        for place in row:
+        for place in run:
             body = view[place.place - first.place :][: place.size]
-            # A damaged one is read once more by itself, which says what is wrong with it.
+            # A damaged one is read again, which raises the right error.
             is_good = len(body) == place.size and digest_of(body) == place.digest
             found[place] = body if is_good else memoryview(read_payload(directory, place))
     return found
 
 
-def _in_rows(places: Sequence[Place]) -> list[list[Place]]:
-    """Places that lie one behind the other, together."""
-    rows: list[list[Place]] = []
+def _adjacent(places: Sequence[Place]) -> list[list[Place]]:
+    """Group places that follow each other in the same segment."""
+    runs: list[list[Place]] = []
     for place in sorted(places, key=lambda place: (place.segment, place.place)):
-        before = rows[-1][-1] if rows else None
+        before = runs[-1][-1] if runs else None
         if before is not None and (before.segment, before.place + before.size) == (place.segment, place.place):
-            rows[-1].append(place)
+            runs[-1].append(place)
         else:
-            rows.append([place])
-    return rows
+            runs.append([place])
+    return runs
 
 
-def is_whole(directory: Path, place: Place) -> bool:
+def is_intact(directory: Path, place: Place) -> bool:
     body = _bytes(directory, place)
     return body is not None and len(body) == place.size and digest_of(body) == place.digest
 
 
 def _bytes(directory: Path, place: Place) -> bytes | None:
-    # Opened anew each time: it costs a twentieth of the reading, and no descriptor outlives its file.
+    # Opened for each read: this costs a twentieth of the read, and no descriptor outlives its file.
     try:
         handle = os.open(segment_path(directory, place.segment), os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -125,53 +124,52 @@ def _bytes(directory: Path, place: Place) -> bytes | None:
 
 
 class SegmentWriter:
-    """Appends payloads, from one thread. A segment is written by one process in one life, and locked as long as that may go on."""
+    """Appends payloads, from one thread. Each segment is written by one process, which holds a lock on it while it may write."""
 
     def __init__(
         self, directory: Path, *, first: int, is_always_synced: bool, segment_bytes: int = SEGMENT_BYTES
     ) -> None:
         self._directory = directory
         self._is_always_synced = is_always_synced
-        """Every commit syncs first: then all that ever counts is on the disk, and one mark says so for good."""
+        """Every commit syncs first, so every referenced byte is on the disk, and one mark suffices."""
         self._segment_bytes = segment_bytes
         self._next = first
         self._current: _Segment | None = None
-        self._left: list[tuple[_Segment, float, Future[None] | None]] = []
-        """Full ones, when they were left, and their way to the disk once it has begun."""
+        self._full: list[tuple[_Segment, float, Future[None] | None]] = []
+        """Full segments, the time they became full, and their sync once it has started."""
         self._marks: dict[int, int] = {}
         self._recorded: dict[int, int] = {}
         self._syncing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger-segments")
 
     @property
     def active(self) -> set[int]:
-        """Segments that may be written or synced at this moment."""
+        """Segments that may be being written or synced."""
         current = () if self._current is None else (self._current.number,)
-        return {*current, *(segment.number for segment, _, _ in self._left)}
+        return {*current, *(segment.number for segment, _, _ in self._full)}
 
     def append(self, body: bytes | memoryview, digest: str | None = None) -> Place:
-        """Put a payload, with its digest if it is known, behind the others. It counts once a committed row points to it.
+        """Append a payload, with its digest if it is known. It becomes valid when a row that refers to it is committed.
 
-        It is in the hands of the system after `flush`, or before: payloads are written while the processor still has them at hand,
-        a few small ones together.
+        It is written to the file by `flush` at the latest; small payloads are written together.
         """
-        segment = self._with_room()
+        segment = self._writable()
         place = Place(segment.number, segment.end, len(body), digest_of(body, digest))
-        segment.take(body)
-        if segment.waiting_bytes >= WRITTEN_TOGETHER or len(segment.waiting) >= BUFFERS_IN_ONE_WRITE:
+        segment.append(body)
+        if segment.pending_bytes >= WRITE_BYTES or len(segment.pending) >= MAX_WRITE_BUFFERS:
             self.flush()
         return place
 
     def flush(self) -> None:
-        """Write what was appended, so that others can read it."""
+        """Write the appended payloads to the file, so that readers see them."""
         segment = self._current
-        if segment is not None and segment.waiting:
+        if segment is not None and segment.pending:
             with _explained(segment.path):
                 segment.write()
 
     def sync(self, only: Set[int] | None = None) -> None:
-        """Bring everything appended so far to the disk, or what is in some segments."""
+        """Sync all appended payloads, or those of some segments, to the disk."""
         self.flush()
-        self._await_left(only)
+        self._await_full(only)
         segment = self._current
         if segment is not None and segment.end > segment.synced and (only is None or segment.number in only):
             with _explained(segment.path):
@@ -179,40 +177,40 @@ class SegmentWriter:
             self._marks[segment.number] = EVERYTHING if self._is_always_synced else segment.synced
 
     def marks(self) -> dict[int, int]:
-        """How far segments are on the disk, as far as no commit has recorded it."""
-        if self._left:
-            self._sync_left(left_before=time.monotonic() - SYNC_AFTER_S)
+        """Synced bytes by segment, where no commit has recorded them yet."""
+        if self._full:
+            self._sync_full(full_before=time.monotonic() - SYNC_AFTER_S)
         return {number: mark for number, mark in self._marks.items() if self._recorded.get(number) != mark}
 
-    def _sync_left(self, *, left_before: float, only: Set[int] | None = None) -> None:
-        """Begin to sync the segments that were left long enough ago, and note those that are done."""
-        for at, (segment, since, syncing) in reversed(list(enumerate(self._left))):
-            if syncing is None and since <= left_before and (only is None or segment.number in only):
-                self._left[at] = segment, since, self._syncing.submit(segment.sync_and_close)
+    def _sync_full(self, *, full_before: float, only: Set[int] | None = None) -> None:
+        """Start to sync the segments that were full before that time, and mark those that are done."""
+        for at, (segment, since, syncing) in reversed(list(enumerate(self._full))):
+            if syncing is None and since <= full_before and (only is None or segment.number in only):
+                self._full[at] = segment, since, self._syncing.submit(segment.sync_and_close)
             elif syncing is not None and syncing.done():
-                del self._left[at]
+                del self._full[at]
                 with _explained(segment.path):
                     syncing.result()
                 self._marks[segment.number] = EVERYTHING
 
     def keep(self, recorded: Mapping[int, int]) -> None:
-        """A commit has made what was appended count, and recorded these marks."""
+        """A commit has made the appended payloads valid, and recorded these marks."""
         self._recorded.update(recorded)
         if self._current is not None:
             self._current.committed = self._current.end
 
     def roll_back(self) -> None:
-        """What was appended since `keep` never counted: write over it."""
+        """Discard the payloads appended since `keep`; later ones overwrite them."""
         segment = self._current
         if segment is not None:
-            segment.waiting.clear()
-            segment.waiting_bytes = 0
+            segment.pending.clear()
+            segment.pending_bytes = 0
             segment.end = segment.committed
             segment.synced = min(segment.synced, segment.end)
             self._marks.pop(segment.number, None)
 
     def close(self) -> dict[int, int]:
-        """Bring all to the disk. Returns the marks that hold then."""
+        """Sync everything. Returns the marks to record."""
         try:
             self.sync()
         finally:
@@ -223,25 +221,25 @@ class SegmentWriter:
             self._current = None
         return self.marks()
 
-    def _with_room(self) -> "_Segment":
+    def _writable(self) -> "_Segment":
         segment = self._current
         if segment is not None and segment.end >= self._segment_bytes:
             self.flush()
-            self._left.append((segment, time.monotonic(), None))
+            self._full.append((segment, time.monotonic(), None))
             segment = self._current = None
         if segment is None:
-            segment = self._current = self._begin()
+            segment = self._current = self._create()
         return segment
 
-    def _await_left(self, only: Set[int] | None) -> None:
-        self._sync_left(left_before=math.inf, only=only)
-        for segment, _, syncing in self._left:
+    def _await_full(self, only: Set[int] | None) -> None:
+        self._sync_full(full_before=math.inf, only=only)
+        for segment, _, syncing in self._full:
             if syncing is not None and (only is None or segment.number in only):
                 wait([syncing])
-        self._sync_left(left_before=math.inf, only=only)
+        self._sync_full(full_before=math.inf, only=only)
 
-    def _begin(self) -> "_Segment":
-        """Make a file of a new name, and bring the name to the disk: rows will point to it."""
+    def _create(self) -> "_Segment":
+        """Create a new file, and sync its directory, since rows will refer to it."""
         folder = self._directory / DIRECTORY
         with _explained(folder):
             if not folder.is_dir():
@@ -252,7 +250,7 @@ class SegmentWriter:
                 try:
                     segment = _Segment(number, segment_path(self._directory, number))
                     break
-                except FileExistsError:  # another process, in the same moment
+                except FileExistsError:  # another process created it
                     number += 1
             self._next = number + 1
             sync_directory(folder)
@@ -264,28 +262,28 @@ class _Segment:
         self.number = number
         self.path = path
         self.end = self.committed = self.synced = 0
-        self.waiting: list[bytes | memoryview] = []
-        """Appended, and not written yet."""
-        self.waiting_bytes = 0
+        self.pending: list[bytes | memoryview] = []
+        """Appended, not written yet."""
+        self.pending_bytes = 0
         self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         fcntl.flock(self._handle, fcntl.LOCK_EX)
 
-    def take(self, body: bytes | memoryview) -> None:
-        self.waiting.append(body)
-        self.waiting_bytes += len(body)
+    def append(self, body: bytes | memoryview) -> None:
+        self.pending.append(body)
+        self.pending_bytes += len(body)
         self.end += len(body)
 
     def write(self) -> None:
-        """What waits, in one go."""
-        bodies, at = self.waiting, self.end - self.waiting_bytes
+        """Write the pending payloads in one call."""
+        bodies, at = self.pending, self.end - self.pending_bytes
         written = os.pwritev(self._handle, bodies, at)
-        if written < self.waiting_bytes:  # a signal, or the last of the room: the next call says which
+        if written < self.pending_bytes:  # interrupted by a signal, or the disk is full: the next call tells
             rest = memoryview(b"".join(bodies))[written:]
             while rest:
                 more = os.pwrite(self._handle, rest, at + written)
                 written += more
                 rest = rest[more:]
-        self.waiting, self.waiting_bytes = [], 0
+        self.pending, self.pending_bytes = [], 0
 
     def sync(self) -> None:
         os.fdatasync(self._handle)
@@ -302,7 +300,7 @@ class _Segment:
 
 
 class _explained:
-    """Turn an error of the disk into a fault that says what to do. A class, because it stands on the hottest path."""
+    """Turn a disk error into `StoreFaultError` with advice. A class, because it is faster than a generator on the hottest path."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -313,8 +311,8 @@ class _explained:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, OSError):
             raise StoreFaultError(
-                f"{self._path}: {error.strerror}; if the disk is full make room, else check it, and start again: nothing that "
-                "was answered is lost"
+                f"{self._path}: {error.strerror}; if the disk is full, free some space, else check it, then start again; no "
+                "acknowledged data is lost"
             ) from error
 
 
@@ -331,8 +329,8 @@ def sync_segment(directory: Path, segment: int) -> None:
         os.fsync(file.fileno())
 
 
-def is_written(directory: Path, segment: int) -> bool:
-    """Whether some process still writes it, this one or another."""
+def is_writable(directory: Path, segment: int) -> bool:
+    """Whether a process, this one or another, may still write it."""
     try:
         handle = os.open(segment_path(directory, segment), os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -347,6 +345,6 @@ def is_written(directory: Path, segment: int) -> bool:
 
 
 def remove_segment(directory: Path, segment: int) -> None:
-    """Should the power be cut now, the file is there again, no row points to it, and the next start removes it."""
+    """If the file reappears after a power failure, no row refers to it and the next start removes it."""
     with suppress(FileNotFoundError):
         segment_path(directory, segment).unlink()

@@ -25,7 +25,9 @@ def model_directory(path: Path, *, template_in_config: bool = False) -> Path:
 
 
 @pytest.mark.parametrize("template_in_config", [False, True])
-def test_a_model_directory_gives_tokens_templates_and_end_tokens(tmp_path: Path, template_in_config: bool) -> None:
+def test_tokens_template_and_end_tokens_are_read_from_a_model_directory(
+    tmp_path: Path, template_in_config: bool
+) -> None:
     tokenizer = ModelTokenizer.from_directory(model_directory(tmp_path, template_in_config=template_in_config))
     text = tokenizer.render([{"role": "user", "content": "hi"}], add_generation_prompt=True)
     assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
@@ -37,7 +39,7 @@ def test_a_model_directory_gives_tokens_templates_and_end_tokens(tmp_path: Path,
     assert tokenizer.vocab_size == fast_letters().get_vocab_size()
 
 
-def test_a_rendering_from_the_cache_is_the_rendering() -> None:
+def test_a_cached_rendering_equals_the_first() -> None:
     tokenizer = letter_tokenizer()
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     first = tokenizer.render(chat, add_generation_prompt=False)
@@ -50,13 +52,13 @@ def test_a_rendering_from_the_cache_is_the_rendering() -> None:
 
 def test_messages_with_more_than_role_and_content_reach_the_template() -> None:
     tokenizer = letter_tokenizer("{% for m in messages %}{{ m.role }} {{ m.name }} {{ m.calls | tojson }};{% endfor %}")
-    told = tokenizer.render(
+    rendered = tokenizer.render(
         [{"role": "tool", "content": "", "name": "ls", "calls": [{"a": "<b>"}]}], add_generation_prompt=False
     )
-    assert told == 'tool ls [{"a": "<b>"}];'
+    assert rendered == 'tool ls [{"a": "<b>"}];'
 
 
-def test_broken_files_stop_the_run_and_refused_messages_only_the_episode(tmp_path: Path) -> None:
+def test_invalid_files_stop_the_run_and_rejected_messages_only_the_episode(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"tokenizer\.json"):
         ModelTokenizer.from_directory(tmp_path)
     with pytest.raises(RunError, match="does not parse: line 1"):
@@ -67,7 +69,7 @@ def test_broken_files_stop_the_run_and_refused_messages_only_the_episode(tmp_pat
         ModelTokenizer(fast_letters(), chat_template=None).render([], add_generation_prompt=True)
 
 
-def test_playing_episodes_needs_neither_torch_nor_transformers() -> None:
+def test_playing_episodes_imports_neither_torch_nor_transformers() -> None:
     modules = ("rollout.dispatch.dispatcher", "rollout.episodes.chat", "rollout.chat.tokenizer", "tasks.cursor")
     code = f"import sys, {', '.join(f'rollbook.{module}' for module in modules)};"
     code += "print(*sorted({'torch', 'transformers', 'aiohttp'} & set(sys.modules)))"
