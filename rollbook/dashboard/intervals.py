@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollbook.dashboard.json_tail import FolderTail
-from rollbook.dashboard.run_files import SPANS_FOLDER, is_number
+from rollbook.dashboard.run_files import is_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def _sum_of_minima(values: NDArray[np.float64], limits: NDArray[np.float64]) -> 
 def read_intervals(run_dir: Path, names: Iterable[str]) -> dict[str, Intervals]:
     """The intervals of each named span; empty for a name without records."""
     found = {name: (array("d"), array("d")) for name in names}
-    for row in FolderTail(run_dir / SPANS_FOLDER).poll():
+    for row in FolderTail(run_dir / "spans").poll():
         name, start, end = row.get("name"), row.get("start"), row.get("end")
         if isinstance(name, str) and name in found and is_number(start) and is_number(end) and start <= end:
             found[name][0].append(start)

@@ -1,4 +1,4 @@
-"""Reads the files of a run directory: `metrics.jsonl`, `mastery.jsonl` and `spans/<process>.jsonl`.
+"""Reads `metrics.jsonl` and `mastery.jsonl` of a run directory.
 
 `RunReader` serves live views: each poll reads only new lines, and memory stays bounded. `summarise`, `read_steps` and
 `read_mastery` read a finished run once. Missing files and lines torn by a kill are skipped.
@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from rollbook.dashboard.json_tail import FolderTail, JsonTail
+from rollbook.dashboard.json_tail import JsonTail
 from rollbook.dashboard.run_metrics import RunMetrics, RunSummary, StepMetrics, tenth_means, trainer_utilisation
 
 METRICS_FILE = "metrics.jsonl"
 MASTERY_FILE = "mastery.jsonl"
-SPANS_FOLDER = "spans"
 KEPT_STEPS = 512
 """Enough for a sparkline and a pace. Plots read the whole file."""
 
@@ -34,7 +33,6 @@ class RunReader:
         self._max_lag = 0
         self._wait_s = 0.0
         self._train_s = 0.0
-        self._tokens = 0.0
 
     def poll(self) -> RunMetrics:
         """Read new rows and return the current state."""
@@ -49,7 +47,6 @@ class RunReader:
             max_lag=self._max_lag,
             wait_s=self._wait_s,
             train_s=self._train_s,
-            tokens=self._tokens,
             gauges=dict(self._gauges),
         )
 
@@ -65,7 +62,6 @@ class RunReader:
     def _count(self, step: StepMetrics, sign: int) -> None:
         self._wait_s += sign * step.wait_s
         self._train_s += sign * step.train_s
-        self._tokens += sign * step.tokens
 
 
 def read_steps(run_dir: Path) -> list[StepMetrics]:
@@ -81,14 +77,12 @@ def summarise(run_dir: Path) -> RunSummary:
     solved_first, solved_last = tenth_means([step.solved for step in steps])
     return RunSummary(
         steps=len(steps),
-        seconds=_recorded_seconds(run_dir),
         reward_first=reward_first,
         reward_last=reward_last,
         solved_first=solved_first,
         solved_last=solved_last,
         max_lag=max((round(step.lag_max) for step in steps if step.lag_max is not None), default=0),
         trainer_utilisation=trainer_utilisation(sum(s.wait_s for s in steps), sum(s.train_s for s in steps)),
-        tokens=round(sum(step.tokens for step in steps)),
     )
 
 
@@ -142,17 +136,6 @@ def _step_metrics(row: Mapping[str, Any]) -> StepMetrics | None:
         train_s=measured.get("perf/train_time", 0.0),
         tokens=measured.get("train/tokens", 0.0),
     )
-
-
-def _recorded_seconds(run_dir: Path) -> float:
-    first, last = math.inf, -math.inf
-    for row in JsonTail(run_dir / METRICS_FILE).poll():
-        if is_number(row.get("time")):
-            first, last = min(first, row["time"]), max(last, row["time"])
-    for row in FolderTail(run_dir / SPANS_FOLDER).poll():
-        if is_number(row.get("start")) and is_number(row.get("end")):
-            first, last = min(first, row["start"]), max(last, row["end"])
-    return max(0.0, last - first) if first <= last else 0.0
 
 
 def _mastery_point(draws: int, tier: Mapping[str, Any]) -> MasteryPoint:

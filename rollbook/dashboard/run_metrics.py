@@ -35,7 +35,6 @@ class RunMetrics:
     max_lag: int = 0
     wait_s: float = 0.0
     train_s: float = 0.0
-    tokens: float = 0.0
     gauges: Mapping[str, float] = field(default_factory=dict)
     """The last value of every metric of any process."""
 
@@ -73,16 +72,12 @@ class RunSummary:
     """A finished run. First and last are means over the first and the last tenth of the steps."""
 
     steps: int
-    seconds: float
-    """From the first record of any process to the last."""
     reward_first: float | None
     reward_last: float | None
     solved_first: float | None
     solved_last: float | None
     max_lag: int
     trainer_utilisation: float | None
-    tokens: int
-    """Tokens in the trained batches."""
 
 
 def trainer_utilisation(wait_s: float, train_s: float) -> float | None:

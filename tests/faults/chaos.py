@@ -1,9 +1,8 @@
-"""Kill random processes of a running training, and see that nothing is lost: `make chaos SEED=1 KILLS=100`.
+"""Kill random processes of a run and check that no group is lost: `make chaos SEED=1 KILLS=100`.
 
-One run with every kind of process: ledger, policy server, environment server with its simulators, trainer, dispatcher, worker. From
-a seed come the moments and the victims, one to three at the same time, also while others still come back. Then the run is drained,
-resumed, finished, audited and replayed. Printed: what was killed, how long each role took to be of use again, the trained groups,
-duplicates and losses.
+The run has every kind of process: ledger, policy server, environment server with simulators, trainer, dispatcher, worker. A seed
+determines the moments and the victims, one to three at a time, also while others restart. Then the run is drained, resumed,
+finished, audited and replayed. The report lists kills, recovery times by role, trained groups, duplicates and losses.
 """
 
 import argparse
@@ -42,8 +41,8 @@ ENVIRONMENTS: dict[str, list[str]] = {
     "aws": [*SETTINGS, "env.pool_size=4", "rollout.completions_per_prompt=2", "rollout.max_turns=6"],
 }
 ROLES = ("trainer", "worker", "policy", "ledger", "env", "rollout")
-HEALED_S = 240.0
-"""From a kill to the role's return. Generous: the machine may be busy with other things."""
+RECOVERY_S = 240.0
+"""Limit from a kill to the recovery of the role, on a busy machine."""
 AFTER_STEPS = 3
 
 
@@ -52,9 +51,9 @@ class Kill:
     role: str
     pid: int
     at: float
-    healed_s: float | None = None
+    recovery_s: float | None = None
     simulators: int = 0
-    """How many there were, with the one that was killed."""
+    """Number of simulators before the kill."""
 
 
 @dataclass
@@ -82,13 +81,13 @@ class Report:
             "dropped": self.dropped,
             "violations": self.violations,
             "replayed": self.is_replayed,
-            "heal_s": {role: round(statistics.median(found), 2) for role, found in self._healing().items()},
+            "recovery_s": {role: round(statistics.median(found), 2) for role, found in self._recovery_times().items()},
             "ok": self.ok,
         }
 
     def table(self) -> str:
         lines = [f"{'role':<12}{'kills':>7}{'median s':>10}{'slowest s':>11}"]
-        for role, found in sorted(self._healing().items()):
+        for role, found in sorted(self._recovery_times().items()):
             lines.append(f"{role:<12}{len(found):>7}{statistics.median(found):>10.2f}{max(found):>11.2f}")
         lines.append(
             f"steps {self.steps}, trained groups {self.trained}, duplicates {self.duplicates}, losses {self.losses}"
@@ -98,21 +97,21 @@ class Report:
         lines.append(f"audit: {audit}; replay: {'same bits' if self.is_replayed else 'DIFFERS'}")
         return "\n".join(lines)
 
-    def _healing(self) -> dict[str, list[float]]:
+    def _recovery_times(self) -> dict[str, list[float]]:
         found: dict[str, list[float]] = {}
         for kill in self.kills:
-            if kill.healed_s is not None:
-                found.setdefault(kill.role, []).append(kill.healed_s)
+            if kill.recovery_s is not None:
+                found.setdefault(kill.role, []).append(kill.recovery_s)
         return found
 
 
 class Chaos:
-    def __init__(self, directory: Path, *, seed: int, kills: int, env: str, say: Any = lambda text: None) -> None:
+    def __init__(self, directory: Path, *, seed: int, kills: int, env: str, log: Any = lambda text: None) -> None:
         self._rng = random.Random(seed)
         self._kills = kills
         self._roles = (*ROLES, "simulator") if env == "aws" else ROLES
         self._pool_size = 4
-        self._say = say
+        self._log = log
         self.report = Report()
         config = (AWS / "run.toml").read_text(encoding="utf-8") if env == "aws" else CONFIG
         self.run = SmallRun(directory, ENVIRONMENTS[env], config=config)
@@ -121,40 +120,42 @@ class Chaos:
                 (AWS / "aws_reference.py").read_text(encoding="utf-8"), encoding="utf-8"
             )
 
-    def go(self) -> Report:
+    def run_all(self) -> Report:
         self.run.start()
         try:
-            self.run.until(lambda: self.run.step() >= 2, what="step 2", within_s=HEALED_S)
+            self.run.until(lambda: self.run.step() >= 2, what="step 2", within_s=RECOVERY_S)
             while len(self.report.kills) < self._kills:
-                self._strike()
-            self.run.until(self._trained_on, what="a step after the last kill", within_s=HEALED_S)
+                self._kill_some()
+            self.run.until(self._has_trained_since, what="a step after the last kill", within_s=RECOVERY_S)
             self._finish()
         finally:
             self.run.stop()
-        self._judge()
+        self._check()
         return self.report
 
-    def _strike(self) -> None:
-        """One to three victims at once; then wait until all are back, or strike again at once."""
+    def _kill_some(self) -> None:
+        """Kill one to three processes and wait until all have recovered; sometimes pause before the next kill."""
         wanted = min(self._rng.choice((1, 1, 2, 3)), self._kills - len(self.report.kills))
-        struck: list[Kill] = []
+        killed: list[Kill] = []
         for role in self._rng.sample(self._roles, wanted):
-            pid = self.run.until(partial(self._pid, role), what=f"{role} was up", within_s=HEALED_S)
+            pid = self.run.until(partial(self._pid, role), what=f"{role} was up", within_s=RECOVERY_S)
             simulators = len(self._simulators()) if role == "simulator" else 0
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
-                continue  # it ended with a victim before it
-            struck.append(Kill(role, pid, time.time(), simulators=simulators))
-        self.report.kills += struck
-        waiting = list(struck)
+                continue  # it ended with an earlier victim
+            killed.append(Kill(role, pid, time.time(), simulators=simulators))
+        self.report.kills += killed
+        waiting = list(killed)
         while waiting:
             self.run.until(
-                lambda: any(self._is_back(kill) for kill in waiting), what=f"{waiting} were back", within_s=HEALED_S
+                lambda: any(self._has_recovered(kill) for kill in waiting),
+                what=f"{waiting} recovered",
+                within_s=RECOVERY_S,
             )
-            for kill in [kill for kill in waiting if self._is_back(kill)]:
-                kill.healed_s = time.time() - kill.at
-                self._say(f"{kill.role:<10} back after {kill.healed_s:6.2f} s, at step {self.run.step()}")
+            for kill in [kill for kill in waiting if self._has_recovered(kill)]:
+                kill.recovery_s = time.time() - kill.at
+                self._log(f"{kill.role:<10} recovered after {kill.recovery_s:6.2f} s, at step {self.run.step()}")
                 waiting.remove(kill)
         if self._rng.random() < 0.7:
             time.sleep(self._rng.uniform(0, 1.5))
@@ -165,8 +166,8 @@ class Chaos:
             return self._rng.choice(found) if found else None
         return self.run.pid(role)
 
-    def _is_back(self, kill: Kill) -> bool:
-        """Of use again: ready in its own words, and another process."""
+    def _has_recovered(self, kill: Kill) -> bool:
+        """A new process has replaced it and reported that it is ready."""
         if kill.role == "simulator":
             alive = {process.pid for process in self._simulators()}
             return kill.pid not in alive and len(alive) >= min(kill.simulators, self._pool_size)
@@ -191,7 +192,7 @@ class Chaos:
                 continue
         return found
 
-    def _trained_on(self) -> bool:
+    def _has_trained_since(self) -> bool:
         return self._last_step_time() > self.report.kills[-1].at
 
     def _last_step_time(self) -> float:
@@ -204,16 +205,16 @@ class Chaos:
             return [line for line in file.read().decode(errors="replace").splitlines()[1:] if line.endswith("}")]
 
     def _finish(self) -> None:
-        """Drain, then resume to an end of its own."""
+        """Drain, then resume and run to a regular end."""
         self.run.process.send_signal(signal.SIGINT)
-        drained = self.run.wait(HEALED_S)
-        assert drained["exit_code"] == 0, drained["told"][-3000:]
+        drained = self.run.wait(RECOVERY_S)
+        assert drained["exit_code"] == 0, drained["stderr"][-3000:]
         self.run.overrides.append(f"trainer.max_steps={drained['steps'] + AFTER_STEPS}")
-        ended = self.run.start().wait(HEALED_S)
-        assert (ended["exit_code"], ended["end"]) == (0, "finished"), ended["told"][-3000:]
+        ended = self.run.start().wait(RECOVERY_S)
+        assert (ended["exit_code"], ended["end"]) == (0, "finished"), ended["stderr"][-3000:]
         self.report.steps = ended["steps"]
 
-    def _judge(self) -> None:
+    def _check(self) -> None:
         report = self.report
         audit = json.loads(rollbook("audit", str(self.run.directory), "--json").stdout)
         report.violations = list(audit["violations"])
@@ -223,7 +224,7 @@ class Chaos:
             trained = [group.id for batch in record.batches(report.steps) for group in batch.groups]
         report.trained = len(set(trained))
         report.duplicates = len(trained) - report.trained
-        # A loss is a step nobody trained, or a group that was opened and of which nobody can say what became.
+        # A loss is a step that was not trained, or an opened group without an outcome.
         law = audit["law"]
         unexplained = audit["opened"] - sum(law.values())
         report.losses = abs(unexplained) + len(set(range(1, report.steps + 1)) - acknowledged)
@@ -238,14 +239,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--env", choices=sorted(ENVIRONMENTS), default="aws")
     args = parser.parse_args(argv)
 
-    def say(text: str) -> None:
+    def write_line(text: str) -> None:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
 
     with tempfile.TemporaryDirectory(prefix="rollbook-chaos-") as directory:
-        report = Chaos(Path(directory), seed=args.seed, kills=args.kills, env=args.env, say=say).go()
-    say(report.table())
-    say(json.dumps(report.row()))
+        report = Chaos(Path(directory), seed=args.seed, kills=args.kills, env=args.env, log=write_line).run_all()
+    write_line(report.table())
+    write_line(json.dumps(report.row()))
     return 0 if report.ok else 1
 
 

@@ -28,7 +28,8 @@ from rollbook.rollout.dispatch.failure_breaker import RolloutsFailingError
 from rollbook.run.supervision.channel import Channel
 from rollbook.run.supervision.child_main import EXIT_CRASHED, EXIT_STOP_RUN, exit_code_of
 from rollbook.telemetry.events import EventLog, read_json_lines
-from tests.parts.inference.engines import TinyModel, until
+from tests.parts.concurrency.until import until
+from tests.parts.inference.engines import TinyModel
 from tests.parts.rollout.dispatching import dispatching
 from tests.parts.rollout.sink import MemorySink
 from tests.parts.run.silent_server import silent_server
@@ -174,7 +175,7 @@ def report_of_stopped_process(run: SmallRun, role: str) -> dict[str, Any]:
     pid = run.until(lambda: run.pid(role), what=f"{role} was up", within_s=LONG_S)
     os.kill(pid, signal.SIGSTOP)
     summary = run.wait(LONG_S)
-    assert (summary["exit_code"], summary["steps"], summary["audit"]) == (0, 60, "ok"), summary["told"]
+    assert (summary["exit_code"], summary["steps"], summary["audit"]) == (0, 60, "ok"), summary["stderr"]
     assert not psutil.pid_exists(pid)
     silent = [
         e for e in read_json_lines(run.directory / "logs" / "supervisor.jsonl") if e["event"] == "run.process_silent"
@@ -209,6 +210,6 @@ def test_a_run_whose_engine_never_responds_stops_with_exit_code_1_and_the_cause(
     try:
         summary = run.start().wait(LONG_S)
         assert (summary["exit_code"], summary["end"]) == (1, "failed")
-        assert "was not completed within 2 s" in summary["told"]
+        assert "was not completed within 2 s" in summary["stderr"]
     finally:
         run.stop()

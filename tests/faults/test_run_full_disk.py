@@ -1,4 +1,4 @@
-"""A disk that fills up in the middle of a run: one clear error, nothing lost, and on it goes once there is room."""
+"""A disk that becomes full during a run: one clear error, no loss, and the run resumes once there is space."""
 
 import contextlib
 import subprocess
@@ -12,7 +12,7 @@ from tests.parts.run.small import STEPS, SmallRun
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 90 MiB. Mounting one needs rights that not every machine gives."""
+    """A file system of 90 MiB. Skipped on machines where it cannot be mounted."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(
@@ -25,14 +25,14 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(path: Path) -> None:
-    """Write until nothing more fits."""
+    """Write until the disk is full."""
     with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(b"0" * 65536)
 
 
 @pytest.mark.slow
-def test_a_full_disk_stops_the_run_with_one_clear_error_and_room_lets_it_go_on(
+def test_a_full_disk_stops_the_run_with_one_clear_error_and_the_run_resumes_with_free_space(
     tmp_path: Path, small_disk: Path
 ) -> None:
     run = SmallRun(tmp_path)
@@ -44,9 +44,9 @@ def test_a_full_disk_stops_the_run_with_one_clear_error_and_room_lets_it_go_on(
         fill(filler)
         summary = run.wait()
         assert (summary["exit_code"], summary["end"], summary["audit"]) == (1, "failed", "ok")
-        assert "the disk is full" in summary["told"] or "No space left" in summary["told"], summary["told"]
+        assert "the disk is full" in summary["stderr"] or "No space left" in summary["stderr"], summary["stderr"]
         filler.unlink()
         again = run.start().wait()
-        assert (again["exit_code"], again["steps"], again["audit"]) == (0, STEPS, "ok"), again["told"]
+        assert (again["exit_code"], again["steps"], again["audit"]) == (0, STEPS, "ok"), again["stderr"]
     finally:
         run.stop()

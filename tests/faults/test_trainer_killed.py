@@ -1,4 +1,4 @@
-"""A trainer killed at random moments, with a real ledger: the weights are those, bit for bit, of one that was never killed."""
+"""A trainer killed at random moments, with a real ledger: its weights equal, bit for bit, those of an uninterrupted one."""
 
 import asyncio
 import multiprocessing
@@ -24,7 +24,7 @@ GROUPS = 3
 
 
 def unversioned(group: PromptGroup) -> PromptGroup:
-    """As an outside producer sends it: which version sampled the tokens is not known, so no staleness rule applies."""
+    """As an external producer sends it: the sampling version is unknown, so the staleness bound does not apply."""
     samples = tuple(
         replace(s, sequences=tuple(replace(r, versions=np.full_like(r.versions, NOT_SAMPLED)) for r in s.sequences))
         for s in group.samples
@@ -32,7 +32,7 @@ def unversioned(group: PromptGroup) -> PromptGroup:
     return replace(group, samples=samples)
 
 
-async def filled(ledger: Ledger, *, steps: int) -> None:
+async def fill(ledger: Ledger, *, steps: int) -> None:
     await ledger.create_run(RUN, settings(per_step=GROUPS, max_steps=steps))
     for step in range(1, steps + 1):
         for group in recorded_batch(step, groups=GROUPS).groups:
@@ -40,8 +40,8 @@ async def filled(ledger: Ledger, *, steps: int) -> None:
             await ledger.submit(RUN, encode_group(plain), plain.outcome(seconds=1.0), attempt=1)
 
 
-async def recorded(ledger: Ledger, steps: int) -> list[TrainingBatch]:
-    """What was decided, read back from the ledger."""
+async def decided_batches(ledger: Ledger, steps: int) -> list[TrainingBatch]:
+    """The batches of the run, read from the ledger."""
     batches = []
     for step in range(1, steps + 1):
         manifest = await ledger.batch_manifest(RUN, step)
@@ -54,7 +54,7 @@ async def recorded(ledger: Ledger, steps: int) -> list[TrainingBatch]:
 async def until(process: multiprocessing.process.BaseProcess, condition: Callable[[], object]) -> None:
     async with asyncio.timeout(120):
         while process.is_alive():
-            if await condition():  # type: ignore[misc]  # an async question
+            if await condition():  # type: ignore[misc]  # an async condition
                 return
             await asyncio.sleep(0.002)
 
@@ -74,9 +74,9 @@ async def test_a_trainer_killed_at_random_moments_ends_with_the_same_bits(
     model_dir = tiny_model_dir(tmp_path / "run" / "model")
     killed = 0
     async with serving(tmp_path / "ledger") as (url, ledger):
-        await filled(ledger, steps=steps)
+        await fill(ledger, steps=steps)
 
-        def started() -> multiprocessing.process.BaseProcess:
+        def start() -> multiprocessing.process.BaseProcess:
             process = context.Process(
                 target=trainer_process.train, args=(url, RUN, str(tmp_path / "run"), config), daemon=True
             )
@@ -84,28 +84,30 @@ async def test_a_trainer_killed_at_random_moments_ends_with_the_same_bits(
             return process
 
         for target in targets:
-            process = started()
+            process = start()
 
-            async def is_there(target: int = target) -> bool:
+            async def is_acknowledged(target: int = target) -> bool:
                 return (await ledger.status(RUN)).acknowledged_step >= target
 
-            await until(process, is_there)
-            # Anywhere in what follows the acknowledgement: the push, the checkpoint, the next step.
+            await until(process, is_acknowledged)
+            # A random moment after the acknowledgement: in the push, the checkpoint or the next step.
             await asyncio.sleep(float(rng.uniform(0, 0.08)))
             killed += process.is_alive()
             process.kill()
             await asyncio.to_thread(process.join)
-        process = started()
+        process = start()
         await asyncio.to_thread(process.join)
         assert process.exitcode == 0
-        batches = await recorded(ledger, steps)
+        batches = await decided_batches(ledger, steps)
         acknowledged = await ledger.steps(RUN)
         status = await ledger.status(RUN)
-    assert killed >= kills - 1, "the last may have come when everything was done"
-    straight = await replay(batches, model_dir=model_dir, config=quick(**config))
-    assert {step.step: step.digest for step in acknowledged} == {s: straight.digests[s] for s in range(1, steps + 1)}
+    assert killed >= kills - 1, "the last kill may come after the end"
+    uninterrupted = await replay(batches, model_dir=model_dir, config=quick(**config))
+    assert {step.step: step.digest for step in acknowledged} == {
+        s: uninterrupted.digests[s] for s in range(1, steps + 1)
+    }
     assert {step.receipt for step in acknowledged} <= {"acknowledged", "repeated"}, "no replay diverged"
-    assert len(set(straight.digests.values())) == steps + 1, "every step must have moved the weights"
+    assert len(set(uninterrupted.digests.values())) == steps + 1, "every step must have moved the weights"
     assert (status.durable_step, status.acknowledged_step) == (steps, steps)
     kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert kept == [f"step-{s:06d}" for s in range(1, steps + 1) if s % 6 == 0 or (s > steps - 4 and s % 3 == 0)]

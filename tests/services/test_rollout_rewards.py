@@ -1,4 +1,4 @@
-"""Reward functions in processes of their own: what each may do to itself, and what it cannot do to anybody else."""
+"""Reward functions in child processes: what a faulty one costs, and what it cannot affect."""
 
 import asyncio
 import io
@@ -42,7 +42,7 @@ def case(response: str, **row: Any) -> RewardCase:
     return RewardCase(row=row, response=response)
 
 
-def reward_children() -> list[psutil.Process]:
+def reward_processes() -> list[psutil.Process]:
     return [c for c in psutil.Process().children() if "rollbook.rollout.rewards.main" in c.cmdline()]
 
 
@@ -56,10 +56,10 @@ async def test_a_catastrophic_regex_and_an_endless_loop_cost_their_own_sample_an
     assert all("did not end within 1 s" in str(score.cause) for score in stuck)
     assert pool.kills == 2
     assert after.value == 0.5, "the process was replaced"
-    assert reward_children() == []
+    assert reward_processes() == []
 
 
-async def test_a_function_that_ends_its_process_is_named_with_its_exit_status() -> None:
+async def test_a_function_that_exits_its_process_is_reported_with_the_exit_status() -> None:
     async with pool_of("crash") as pool:
         assert (await pool.score("crash", case("crash"))).cause == "its process exited with status 3"
         assert (await pool.score("crash", case("fine"))).value == 0.25
@@ -72,27 +72,27 @@ async def test_what_is_no_number_is_never_zero() -> None:
         "inf": (None, "returned inf"),
         "text": (None, "returned a str"),
         "list": (None, "returned a list"),
-        "raise": (None, "raised ValueError: no such verdict"),
+        "raise": (None, "raised ValueError: no such score"),
         "true": (1.0, None),
         "int": (2.0, None),
     }
-    async with pool_of("moody") as pool:
-        said = {word: await pool.score("moody", case(word)) for word in expected}
+    async with pool_of("by_response") as pool:
+        scores = {word: await pool.score("by_response", case(word)) for word in expected}
     for word, (value, cause) in expected.items():
-        assert said[word].value == value, word
-        assert (said[word].cause is None) if cause is None else (cause in str(said[word].cause)), word
+        assert scores[word].value == value, word
+        assert (scores[word].cause is None) if cause is None else (cause in str(scores[word].cause)), word
 
 
-async def test_async_functions_run_side_by_side_and_a_slow_one_is_given_up_alone() -> None:
+async def test_async_functions_run_concurrently_and_only_the_slow_call_is_cancelled() -> None:
     async with pool_of("judge", timeout_s=1.0, concurrent=64) as pool:
-        asked = [pool.score("judge", case("slow" if i == 7 else "fine")) for i in range(64)]
-        scores = await asyncio.gather(*asked)
+        calls = [pool.score("judge", case("slow" if i == 7 else "fine")) for i in range(64)]
+        scores = await asyncio.gather(*calls)
         assert pool.kills == 0
     assert [i for i, score in enumerate(scores) if score.value is None] == [7]
     assert "did not end within 1 s" in str(scores[7].cause)
 
 
-async def test_an_async_function_that_computes_for_ever_is_killed_and_its_neighbours_are_asked_again() -> None:
+async def test_an_async_function_that_blocks_is_killed_and_the_other_calls_of_its_process_are_repeated() -> None:
     async with pool_of("judge", timeout_s=1.0, concurrent=8) as pool:
         blocked, *others = await asyncio.gather(
             pool.score("judge", case("block")), *(pool.score("judge", case("fine")) for _ in range(5))
@@ -101,7 +101,7 @@ async def test_an_async_function_that_computes_for_ever_is_killed_and_its_neighb
     assert [score.value for score in others] == [0.75] * 5
 
 
-async def test_waiting_for_a_free_process_is_not_the_functions_time() -> None:
+async def test_waiting_for_a_free_process_does_not_count_as_time_of_the_function() -> None:
     async with pool_of("pid", "endless", timeout_s=1.0) as pool:
         stuck = asyncio.create_task(pool.score("endless", case("loop")))
         scores = await asyncio.gather(*(pool.score("pid", case("")) for _ in range(20)))
@@ -111,33 +111,34 @@ async def test_waiting_for_a_free_process_is_not_the_functions_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "told"),
+    ("path", "cause"),
     [
         ("no_such_module:right", "rollout.rewards.functions.bad.path = 'no_such_module:right': no module"),
         (f"{PARTS}:absent", "has no 'absent'"),
         (f"{PARTS}:BAIT", "BAIT is not callable"),
     ],
 )
-async def test_a_function_that_cannot_be_found_stops_the_run_before_it_begins(path: str, told: str) -> None:
+async def test_a_function_that_cannot_be_found_stops_the_run_before_it_begins(path: str, cause: str) -> None:
     wrong = RewardRules(functions=(RewardFunction(name="bad", path=path),))
-    with pytest.raises(RunError, match=told):
+    with pytest.raises(RunError, match=cause):
         async with open_reward_pool(wrong, search_path=(REPOSITORY,), log=EventLog("test")):
             pass
 
 
-def test_an_endless_function_ends_with_its_parent_whatever_killed_the_parent() -> None:
+def test_an_endless_function_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
+    marker = tmp_path / "started"
     parent = textwrap.dedent(
-        """
+        f"""
         import asyncio
-        from tests.services.test_rollout_rewards import BAIT, case, pool_of, reward_children
+        from pathlib import Path
+        from tests.parts.concurrency.until import until
+        from tests.services.test_rollout_rewards import BAIT, case, pool_of, reward_processes
 
         async def main():
             async with pool_of("regex", timeout_s=600) as pool:
-                task = asyncio.create_task(pool.score("regex", case(BAIT)))
-                await asyncio.sleep(0.5)
-                while not reward_children():
-                    await asyncio.sleep(0.1)
-                print(reward_children()[0].pid, flush=True)
+                task = asyncio.create_task(pool.score("regex", case(BAIT, marker={str(marker)!r})))
+                await until(Path({str(marker)!r}).exists)
+                print(reward_processes()[0].pid, flush=True)
                 await task
 
         asyncio.run(main())
@@ -168,10 +169,10 @@ async def test_a_group_is_scored_by_weighted_functions_and_all_of_them_are_recor
     groups = [row.group for row in play.sink.rows.values() if row.group is not None]
     assert len(groups) == 3
     for sample in (sample for group in groups for sample in group.samples):
-        said = sample.metrics
-        assert said["reward/brief"] == -sample.num_trained
-        assert (said["reward/judge"], said["reward/crash"]) == (0.75, 0.25)
-        assert sample.reward == pytest.approx(said["reward/environment"] + 0.5 * said["reward/brief"] + 1.5)
+        metrics = sample.metrics
+        assert metrics["reward/brief"] == -sample.num_trained
+        assert (metrics["reward/judge"], metrics["reward/crash"]) == (0.75, 0.25)
+        assert sample.reward == pytest.approx(metrics["reward/environment"] + 0.5 * metrics["reward/brief"] + 1.5)
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert any(row["reward/judge"] == 0.75 for row in rows)
     assert sum(row["reward/judge_unscored"] for row in rows) == 0

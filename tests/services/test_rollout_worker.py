@@ -1,6 +1,5 @@
 """One worker process and its handle: readiness, death, stopping, and death of the parent."""
 
-import asyncio
 import io
 import os
 import signal
@@ -9,6 +8,7 @@ import sys
 import textwrap
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -22,6 +22,7 @@ from rollbook.rollout.groups.player import GroupOrder
 from rollbook.rollout.workers.handle import AsyncRolloutWorker, WorkerDiedError, open_worker
 from rollbook.rollout.workers.messages import Finished
 from rollbook.telemetry.events import EventLog
+from tests.parts.concurrency.until import until
 from tests.parts.rollout.dispatching import REPOSITORY, config_of, spec_of
 
 
@@ -97,10 +98,12 @@ async def test_a_killed_worker_is_reported_with_its_signal_and_its_lost_groups()
         assert list(worker.in_flight) == [("t1@0", 1)]
 
 
-async def test_a_worker_that_blocks_its_event_loop_is_killed() -> None:
+async def test_a_worker_that_blocks_its_event_loop_is_killed(tmp_path: Path) -> None:
+    marker = tmp_path / "blocks"
     async with worker_of() as worker:
-        worker.play(order(1, behaviour="block"))
-        await asyncio.sleep(0.2)
+        worker.play(order(1, behaviour="block", marker=str(marker)))
+        await until(marker.exists)
+    assert worker.exit_code == -signal.SIGKILL
     assert not psutil.pid_exists(worker.pid)
 
 

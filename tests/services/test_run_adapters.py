@@ -24,7 +24,7 @@ def test_adapters_are_published_through_a_kill_and_the_audit_holds(tmp_path: Pat
         summary = run.wait(timeout_s=300)
     finally:
         run.stop()
-    assert summary["exit_code"] == 0, summary["told"]
+    assert summary["exit_code"] == 0, summary["stderr"]
     assert (summary["steps"], summary["audit"]) == (8, "ok")
     assert 'publish = "adapter"' in (run.directory / "config.toml").read_text()
     assert files <= {"adapter_config.json", "adapter_model.safetensors"}, "no whole model was written"

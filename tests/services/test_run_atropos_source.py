@@ -107,7 +107,7 @@ def test_our_trainer_learns_from_what_an_atropos_environment_posts(tmp_path: Pat
     port = free_port()
     with posting(f"http://127.0.0.1:{port}") as posted:
         summary = run_on(tmp_path, port, "trainer.missing_logprobs=refuse").start().wait(280)
-    assert summary["exit_code"] == 0, summary["told"]
+    assert summary["exit_code"] == 0, summary["stderr"]
     assert summary["steps"] == STEPS
     assert len(posted) >= STEPS * 4
     assert_trained_from_posts(tmp_path / "run", "atropos.env0")
@@ -126,7 +126,7 @@ def test_killed_and_resumed_nothing_posted_is_trained_twice(tmp_path: Path) -> N
         finally:
             first.stop()
         summary = run_on(tmp_path, port).start().wait(280)
-    assert summary["exit_code"] == 0, summary["told"]
+    assert summary["exit_code"] == 0, summary["stderr"]
     assert_trained_from_posts(tmp_path / "run", "atropos.env0")
 
 
@@ -145,5 +145,5 @@ def test_an_unmodified_atropos_environment_is_a_source_of_groups(tmp_path: Path)
         env.kill()
         env.wait()
         run.stop()
-    assert summary["exit_code"] == 0, summary["told"]
+    assert summary["exit_code"] == 0, summary["stderr"]
     assert_trained_from_posts(tmp_path / "run", "atropos.env0")

@@ -78,7 +78,7 @@ def test_a_rollout_that_fails_now_and_then_is_retried_counted_and_explained(
     run = run_with(tmp_path, fault, every=7)
     running.append(run)
     summary = run.start().wait()
-    assert (summary["exit_code"], summary["steps"], summary["audit"]) == (0, 4, "ok"), summary["told"]
+    assert (summary["exit_code"], summary["steps"], summary["audit"]) == (0, 4, "ok"), summary["stderr"]
     events = read_json_lines(run.directory / "logs" / "rollout.jsonl")
     causes = [cause for event in events if event["event"] == "rollout.samples_failed" for cause in event["causes"]]
     assert any(told in cause for cause in causes), causes
@@ -88,7 +88,7 @@ def test_a_rollout_that_declines_leaves_smaller_groups_and_is_counted(tmp_path: 
     run = run_with(tmp_path, "declines", every=7)
     running.append(run)
     summary = run.start().wait()
-    assert (summary["exit_code"], summary["steps"], summary["audit"]) == (0, 4, "ok"), summary["told"]
+    assert (summary["exit_code"], summary["steps"], summary["audit"]) == (0, 4, "ok"), summary["stderr"]
     events = read_json_lines(run.directory / "logs" / "rollout.jsonl")
     assert sum(event["declined"] for event in events if event["event"] == "rollout.samples_failed") >= 1
 
@@ -98,8 +98,8 @@ def test_a_rollout_that_always_fails_stops_the_run_with_the_cause(tmp_path: Path
     running.append(run)
     summary = run.start().wait()
     assert (summary["exit_code"], summary["end"], summary["steps"]) == (1, "failed", 0)
-    assert "the grader tripped" in summary["told"]
-    assert "rollout stopped the run" in summary["told"]
+    assert "the grader tripped" in summary["stderr"]
+    assert "rollout stopped the run" in summary["stderr"]
     audit = json.loads(rollbook("audit", str(run.directory), "--json").stdout)
     assert audit["ok"]
     assert audit["dropped"]["invalid"] >= 5

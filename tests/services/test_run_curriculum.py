@@ -30,7 +30,7 @@ def test_a_run_goes_on_with_its_curriculum_when_the_dispatcher_is_killed(tmp_pat
         summary = run.wait()
     finally:
         run.stop()
-    assert (summary["exit_code"], summary["audit"]) == (0, "ok"), summary["told"]
+    assert (summary["exit_code"], summary["audit"]) == (0, "ok"), summary["stderr"]
     with sqlite3.connect(f"file:{run.directory / 'ledger' / 'ledger.sqlite'}?mode=ro", uri=True) as db:
         rows = db.execute("SELECT task_id, draw, position FROM groups ORDER BY position").fetchall()
     db.close()

@@ -30,7 +30,7 @@ def test_a_run_is_measured_beside_training_and_its_record_can_be_evaluated_and_r
         summary = run.start().wait()
     finally:
         run.stop()
-    assert (summary["exit_code"], summary["steps"], summary["audit"]) == (0, 14, "ok"), summary["told"]
+    assert (summary["exit_code"], summary["steps"], summary["audit"]) == (0, 14, "ok"), summary["stderr"]
     rows = read_metrics(run.directory / "metrics.jsonl", process="evaluation")
     # A slow start may miss the first versions, never the last.
     assert rows[-1]["step"] == 14
@@ -64,7 +64,7 @@ def test_an_evaluation_with_a_server_of_its_own_measures_checkpoints_at_a_pinned
         summary = run.start().wait(240)
     finally:
         run.stop()
-    assert summary["exit_code"] == 0, summary["told"]
+    assert summary["exit_code"] == 0, summary["stderr"]
     rows = read_metrics(run.directory / "metrics.jsonl", process="evaluation")
     assert rows[0]["step"] == 0
     assert rows[-1]["step"] == 14
@@ -80,7 +80,7 @@ def test_an_evaluation_that_cannot_go_on_is_told_and_training_ends_as_it_should(
     finally:
         run.stop()
     assert (summary["exit_code"], summary["steps"]) == (0, 14)
-    assert "evaluation stopped" in summary["told"]
+    assert "evaluation stopped" in summary["stderr"]
 
 
 def test_what_cannot_be_measured_is_refused_with_what_to_do(tmp_path: Path) -> None:

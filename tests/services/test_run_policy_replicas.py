@@ -23,7 +23,7 @@ def test_a_run_with_two_replicas_survives_the_death_of_one(tmp_path: Path) -> No
         summary = run.wait(timeout_s=300)
     finally:
         run.stop()
-    assert summary["exit_code"] == 0, summary["told"]
+    assert summary["exit_code"] == 0, summary["stderr"]
     assert (summary["steps"], summary["audit"]) == (14, "ok")
     published = events(run, "trainer", "policy.weights_published")
     assert {row["replicas"] for row in published} >= {2}
@@ -43,5 +43,5 @@ def test_every_way_of_moving_weights_trains_a_run_to_its_end(tmp_path: Path, ove
         summary = run.wait(timeout_s=800)
     finally:
         run.stop()
-    assert summary["exit_code"] == 0, summary["told"]
+    assert summary["exit_code"] == 0, summary["stderr"]
     assert events(run, "trainer", "policy.weights_published")[-1]["replicas"] == 2

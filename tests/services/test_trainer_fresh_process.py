@@ -1,4 +1,4 @@
-"""Another process, the same bits: what a resumed trainer relies on."""
+"""A new process computes the same weights, bit for bit: a resumed trainer relies on that."""
 
 import asyncio
 import subprocess

@@ -1,4 +1,4 @@
-"""Two processes that share one model: the same learning as one, exact resume, and resume with another number of processes."""
+"""Two ranks that train one model: same result as one, exact resume, and resume with another number of ranks."""
 
 import copy
 import shutil
@@ -17,11 +17,11 @@ from tests.parts.trainer.batches import quick, recorded_batch, tiny_model_dir
 from tests.parts.trainer.ledger import MemoryLedger, MemoryReplicas, trainer_loop
 
 CLOSE = 2e-5
-"""Sums over ranks are added in another order than in one process; after four steps of lr 1e-2 weights agree to this."""
+"""Sums over ranks have another order than in one process; after four steps with lr 1e-2 weights agree to this."""
 
 
-def learned(tmp_path: Path, name: str, *, steps: int, ranks: int) -> tuple[dict[str, torch.Tensor], dict[int, str]]:
-    """Train in a directory from wherever its last checkpoint stands; returns weights and their digest at every step."""
+def train(tmp_path: Path, name: str, *, steps: int, ranks: int) -> tuple[dict[str, torch.Tensor], dict[int, str]]:
+    """Train in a directory from its last checkpoint; returns the weights and their digest at every step."""
     config = quick(ranks=ranks, ppo_n_minibatches=2, max_tokens_per_microbatch=60)
     checkpoints = Checkpoints(tmp_path / name, model_dir=tiny_model_dir(tmp_path / "model"), config=config)
     latest = checkpoints.latest()
@@ -51,14 +51,14 @@ def require_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_ranks_learn_what_one_does_and_resume_to_the_bit_or_within_rounding(tmp_path: Path) -> None:
-    alone, _ = learned(tmp_path, "alone", steps=4, ranks=1)
-    whole, whole_digests = learned(tmp_path, "whole", steps=4, ranks=2)
+    alone, _ = train(tmp_path, "alone", steps=4, ranks=1)
+    whole, whole_digests = train(tmp_path, "whole", steps=4, ranks=2)
     require_close(whole, alone)
-    _, first = learned(tmp_path, "halves", steps=2, ranks=2)
+    _, first = train(tmp_path, "halves", steps=2, ranks=2)
     shutil.copytree(tmp_path / "halves", tmp_path / "fewer")
-    _, second = learned(tmp_path, "halves", steps=4, ranks=2)
+    _, second = train(tmp_path, "halves", steps=4, ranks=2)
     assert {**first, **second} == whole_digests, "a resume with as many ranks is exact"
-    fewer, _ = learned(tmp_path, "fewer", steps=4, ranks=1)
+    fewer, _ = train(tmp_path, "fewer", steps=4, ranks=1)
     require_close(fewer, alone)
 
 

@@ -12,7 +12,6 @@ from rollbook.inference.engine import Engine
 from rollbook.inference.server.routes.chat import ChatRoutes
 from rollbook.inference.server.routes.completions import CompletionRoutes
 from rollbook.inference.server.routes.engine import EngineRoutes
-from rollbook.inference.server.routes.generate import GenerateRoutes
 from rollbook.inference.server.routes.responses import Handler, error_middleware, error_response
 from rollbook.inference.server.routes.weights import AdapterRoutes, WeightRoutes
 from rollbook.inference.server.service import MODEL_NAME, PolicyService
@@ -42,12 +41,13 @@ def build_app(
     middlewares = [error_middleware] if api_key is None else [error_middleware, _key_middleware(api_key)]
     app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=middlewares)
     app[SERVICE] = service
-    control, weights, adapters = EngineRoutes(service), WeightRoutes(service, updates), AdapterRoutes(service)
+    completions, control = CompletionRoutes(service), EngineRoutes(service)
+    weights, adapters = WeightRoutes(service, updates), AdapterRoutes(service)
     app.add_routes(
         [
-            web.post("/v1/completions", CompletionRoutes(service).complete),
+            web.post("/v1/completions", completions.complete),
             web.post("/v1/chat/completions", ChatRoutes(service).complete),
-            web.post("/inference/v1/generate", GenerateRoutes(service).generate),
+            web.post("/inference/v1/generate", completions.generate),
             web.get("/v1/models", control.models),
             web.get("/v1/models/{name:.+}", control.model),
             web.get("/health", control.health),

@@ -34,7 +34,7 @@ FORCED_STOP_S = 10.0
 
 
 class WorkerDiedError(WorkerError):
-    """A worker process ended or became silent, and was not asked to."""
+    """A worker process ended or became silent unexpectedly."""
 
 
 class AsyncRolloutWorker:

@@ -5,7 +5,9 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, ClassVar
+from uuid import uuid4
 
 from rollbook.contracts.environment import Observation
 from rollbook.envs.config import EnvConfig, EnvServerConfig
@@ -51,15 +53,22 @@ class Sleeper:
 
 
 class Waiter:
-    """Waits without blocking, and tells when a step was cancelled and when an environment was closed."""
+    """Waits without blocking, and records steps that begin or are cancelled, and environments that are closed.
+
+    With `marks` in its task, a directory, it also creates a file there when a step begins: other processes can see that.
+    """
 
     events: ClassVar[list[str]] = []
+    _marks: str | None = None
 
     async def reset(self, task: Mapping[str, Any]) -> Observation:
+        self._marks = task.get("marks")
         return Observation(text="waiting")
 
     async def step(self, action: str) -> Observation:
         self.events.append("began")
+        if self._marks is not None:
+            (Path(self._marks) / uuid4().hex).touch()
         try:
             await asyncio.sleep(float(action))
         except asyncio.CancelledError:

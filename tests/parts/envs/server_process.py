@@ -1,7 +1,7 @@
-"""A server of environments in a process of its own, and a client in one: parts that can be killed.
+"""An environment server and a client as processes that tests can kill.
 
-python -m tests.parts.envs.server_process serve NAME SIZE PORT      prints the address once it answers
-python -m tests.parts.envs.server_process hold URL COUNT            holds COUNT sessions, each in the middle of a step
+python -m tests.parts.envs.server_process serve NAME SIZE PORT      prints the address once it is ready
+python -m tests.parts.envs.server_process hold URL COUNT MARKS      holds COUNT sessions of `Waiter`, each in the middle of a step
 """
 
 import asyncio
@@ -16,13 +16,14 @@ import psutil
 from rollbook.envs.client.group import GrpoPool
 from rollbook.envs.config import EnvConfig, EnvServerConfig
 from rollbook.envs.server.run import serve_environments
+from tests.parts.envs.environments import until
 
 ROOT = Path(__file__).parents[3]
 
 
 @contextmanager
 def process(*args: str) -> Iterator[tuple[psutil.Popen, str]]:
-    """A child of this module, and the first line it printed. Killed at the end, whatever happened to it before."""
+    """A child process that runs this module, and the first line it printed. Killed at the end of the block."""
     command = [sys.executable, "-m", "tests.parts.envs.server_process", *args]
     child = psutil.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
@@ -37,7 +38,7 @@ def process(*args: str) -> Iterator[tuple[psutil.Popen, str]]:
         child.stdout.close()
 
 
-def tell(line: str) -> None:
+def print_line(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
@@ -46,16 +47,16 @@ async def serve(name: str, size: int, port: int) -> None:
     async with serve_environments(
         EnvConfig(name=name), EnvServerConfig(connect_wait_s=0.2), size=size, port=port
     ) as server:
-        tell(server.url)
+        print_line(server.url)
         await asyncio.Event().wait()
 
 
-async def hold(url: str, count: int) -> None:
+async def hold(url: str, count: int, marks: Path) -> None:
     async with GrpoPool(url, count) as pool:
-        await pool.reset_group({})
+        await pool.reset_group({"marks": str(marks)})
         steps = [asyncio.ensure_future(session.step("600")) for session in pool.sessions]
-        await asyncio.sleep(0.2)
-        tell("holding")
+        await until(lambda: len(list(marks.iterdir())) == count)
+        print_line("holding")
         await asyncio.gather(*steps)
 
 
@@ -63,5 +64,5 @@ if __name__ == "__main__":
     match sys.argv[1:]:
         case ["serve", name, size, port]:
             asyncio.run(serve(name, int(size), int(port)))
-        case ["hold", url, count]:
-            asyncio.run(hold(url, int(count)))
+        case ["hold", url, count, marks]:
+            asyncio.run(hold(url, int(count), Path(marks)))

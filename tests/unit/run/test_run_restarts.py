@@ -1,4 +1,4 @@
-"""The restart rule: patient with the unlucky, firm with what cannot stand up."""
+"""The restart rule: healthy processes are restarted for ever, processes that cannot start are given up."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -6,13 +6,13 @@ from hypothesis import strategies as st
 from rollbook.run.supervision.restarts import GiveUp, Restart, RestartRule
 
 
-def test_the_first_death_is_answered_almost_at_once_and_waits_grow() -> None:
+def test_the_first_restart_is_almost_immediate_and_waits_grow() -> None:
     rule = RestartRule(most_quick_deaths=4, healthy_s=10, first_wait_s=0.2, most_wait_s=1.0)
     waits = [rule.decide([1.0] * deaths) for deaths in (1, 2, 3, 4)]
     assert waits == [Restart(0.2), Restart(0.4), Restart(0.8), Restart(1.0)]
 
 
-def test_a_process_that_keeps_dying_young_is_given_up() -> None:
+def test_a_process_that_repeatedly_dies_soon_after_its_start_is_given_up() -> None:
     verdict = RestartRule(most_quick_deaths=4, healthy_s=10).decide([1.0] * 5)
     assert isinstance(verdict, GiveUp)
     assert "5 times in a row" in verdict.reason
@@ -24,10 +24,10 @@ def test_a_process_that_was_never_ready_is_given_up_soon() -> None:
     assert isinstance(rule.decide([1.0, 1.0, 30.0], was_ready=False), GiveUp)
 
 
-def test_one_healthy_life_clears_the_record() -> None:
+def test_one_healthy_incarnation_resets_the_count() -> None:
     assert isinstance(RestartRule(most_quick_deaths=2, healthy_s=10).decide([1, 1, 11, 1, 1]), Restart)
 
 
 @given(lives=st.lists(st.floats(min_value=20, max_value=1e6), min_size=1, max_size=200))
-def test_what_lives_long_is_restarted_for_ever(lives: list[float]) -> None:
+def test_long_lived_processes_are_restarted_for_ever(lives: list[float]) -> None:
     assert isinstance(RestartRule().decide(lives), Restart)

@@ -1,4 +1,4 @@
-"""POST /v1/completions: text or token ids in; text, ids, logprobs and version spans out, whole or streamed."""
+"""POST /v1/completions and /inference/v1/generate: text or token ids in; text, ids, logprobs and version spans out."""
 
 import time
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ import numpy as np
 from aiohttp import web
 from numpy.typing import NDArray
 
-from rollbook.contracts.policy import TopLogprobs
+from rollbook.contracts.policy import Completion, TopLogprobs
 from rollbook.inference.request import BadRequestError
 from rollbook.inference.server.generation import GenerationResult, Piece
 from rollbook.inference.server.routes.responses import json_response
@@ -26,12 +26,20 @@ from rollbook.inference.wire.completions import (
     Usage,
     version_spans,
 )
+from rollbook.inference.wire.generate import (
+    GenerateBody,
+    GenerateChoice,
+    GenerateLogprobs,
+    GenerateReply,
+    TokenScore,
+)
 
 
 class CompletionRoutes:
     def __init__(self, service: PolicyService) -> None:
         self._service = service
         self._decode = msgspec.json.Decoder(CompletionBody).decode
+        self._decode_generate = msgspec.json.Decoder(GenerateBody).decode
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = self._decode(await request.read())
@@ -81,6 +89,33 @@ class CompletionRoutes:
             arrays = TokenReply(completions=[TokenCompletion.of(result.completion) for result in results])
             return web.Response(body=msgspec.msgpack.encode(arrays), content_type=MSGPACK)
         return json_response(self._reply(head, body, prompts, results))
+
+    async def generate(self, request: web.Request) -> web.Response:
+        body = self._decode_generate(await request.read())
+        self._service.resolve_model(body.model)
+        params = body.sampling_params
+        if body.stream:
+            raise BadRequestError("stream: not supported by this route; use /v1/completions", param="stream")
+        if params.logprobs not in (None, 0, 1):
+            raise BadRequestError(
+                "logprobs: only those of the sampled tokens are supported; request 0", param="logprobs"
+            )
+        with self._service.generations(
+            [(body.token_ids, sampling) for sampling in params.samplings(self._service.eos_token_ids)],
+            min_publication=body.min_publication,
+            has_text=False,
+            request_id=body.request_id,
+        ) as generations:
+            completions = [(await generation.result()).completion for generation in generations]
+        has_logprobs = params.logprobs is not None
+        return json_response(
+            GenerateReply(
+                request_id=body.request_id or self._service.new_id("gen"),
+                choices=[
+                    _generate_choice(index, done, has_logprobs=has_logprobs) for index, done in enumerate(completions)
+                ],
+            )
+        )
 
     def _reply(
         self, head: CompletionReply, body: CompletionBody, prompts: list[list[int]], results: Sequence[GenerationResult]
@@ -186,3 +221,15 @@ def _alternatives(
 def _token_text(token: int, tokenizer: Tokenizer | None) -> str:
     """Without a tokenizer, the id in vLLM's format."""
     return f"token_id:{token}" if tokenizer is None else tokenizer.token_bytes(token).decode(errors="replace")
+
+
+def _generate_choice(index: int, completion: Completion, *, has_logprobs: bool) -> GenerateChoice:
+    ids = completion.token_ids.tolist()
+    scores = [TokenScore(token, logprob) for token, logprob in zip(ids, completion.logprobs.tolist(), strict=True)]
+    return GenerateChoice(
+        index=index,
+        token_ids=ids,
+        finish_reason=completion.finish_reason.value,
+        logprobs=GenerateLogprobs(content=scores) if has_logprobs else None,
+        weight_versions=version_spans(completion.versions),
+    )
