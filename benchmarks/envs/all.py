@@ -1,8 +1,8 @@
-"""`make bench-envs`: both benchmarks of the envs room, with the figures that have a floor as the last line.
+"""`make bench-envs`: both benchmarks of the environments. The last line has the figures with a floor.
 
-parallel_over_serial   8 sessions × 6 turns in an environment whose step takes 50 ms: played at once against one after the other
-step_cpu               the framework's own cost of a step, client and server together, against the 1 ms it may cost
-aws_step               a command in the AWS environment against a subprocess of the AWS command line, medians
+parallel_over_serial   8 sessions × 6 turns with steps of 50 ms: concurrent against sequential
+step_cpu               CPU of a step, client and server together, without the environment, against the allowed 1 ms
+aws_step               a command in the AWS environment against a subprocess of the AWS CLI, medians
 crowd_step             CPU of a step with 256 sessions on one server against 8
 """
 
@@ -17,7 +17,7 @@ MOST_CPU_MS = 1.0
 
 
 def run(module: str) -> dict[str, Any]:
-    """Each in a process of its own, so that neither inherits the other's heap and children."""
+    """Run in a separate process, so that heap and children of one benchmark do not affect the other."""
     tell(f"running {module}")
     done = subprocess.run([sys.executable, "-m", module], stdout=subprocess.PIPE, text=True, check=True)
     report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -1,9 +1,9 @@
-"""What the AWS environment costs: a step against the naive way, one `aws` process for each command; and pools of 8 and 32.
+"""The cost of the AWS environment: a step against the naive method, one `aws` process for each command; and pools of 8 and 32.
 
     python -m benchmarks.envs.aws            prints one JSON object as its last line
 
-Ours and the naive way take turns, command by command, on the same simulator, so both meet the same load. Ours includes the look at
-the environment that grading needs; the naive figure does not. Memory is proportional set size: shared pages are counted once.
+Both methods alternate, command by command, on the same simulator, so they run under the same load. Ours includes the checks for
+grading; the naive figure does not. Memory is the proportional set size: shared pages are counted once.
 """
 
 import asyncio
@@ -56,15 +56,15 @@ TASK = {
 
 
 async def measure_steps() -> dict[str, Any]:
-    """Median wall and processor time of a step, ours and the naive way's, and their ratio."""
+    """Median wall time and CPU time of a step with both methods, and their ratio."""
     args = {"base_port": 0}
-    async with AwsCliEnvironment.open_pool(size=1, log=EventLog("bench"), args=args) as environments:
-        assert isinstance(environments, AwsCliPool)
-        environment = await environments.acquire(Deadline(60.0, "benchmark"))
-        await environment.reset(TASK)
-        cloud = environments.simulators.sandboxes[0]
-        for command in COMMANDS:  # a session's first command of a service reads its description, once
-            await environment.step(command.format(n=0))
+    async with AwsCliEnvironment.open_pool(size=1, log=EventLog("bench"), args=args) as pool:
+        assert isinstance(pool, AwsCliPool)
+        env = await pool.acquire(Deadline(60.0, "benchmark"))
+        await env.reset(TASK)
+        cloud = pool.simulators.sandboxes[0]
+        for command in COMMANDS:  # the first command of a service loads its description
+            await env.step(command.format(n=0))
         ours_ms: list[float] = []
         naive_ms: list[float] = []
         ours_cpu_s = naive_cpu_s = 0.0
@@ -72,7 +72,7 @@ async def measure_steps() -> dict[str, Any]:
             for command in COMMANDS:
                 line = command.format(n=n)
                 cpu, start = tree_cpu_s(), time.perf_counter()
-                observation = await environment.step(line)
+                observation = await env.step(line)
                 ours_ms.append((time.perf_counter() - start) * 1e3)
                 ours_cpu_s += tree_cpu_s() - cpu
                 if "exit code" in observation.text:
@@ -81,7 +81,7 @@ async def measure_steps() -> dict[str, Any]:
                 await asyncio.to_thread(naive, line.replace(f"-{n}", f"-naive-{n}"), cloud.port)
                 naive_ms.append((time.perf_counter() - start) * 1e3)
                 naive_cpu_s += children_cpu_s() - cpu
-        await environment.close()
+        await env.close()
     return {
         "aws_step": round(statistics.median(naive_ms) / statistics.median(ours_ms), 1),
         "aws_step_cpu": round(naive_cpu_s / max(ours_cpu_s, 1e-9), 1),
@@ -94,7 +94,7 @@ async def measure_steps() -> dict[str, Any]:
 
 
 def naive(line: str, port: int) -> None:
-    """What an environment without a warm worker does for each step."""
+    """One step of an environment without a warm worker."""
     environment = {
         "PATH": os.environ["PATH"],
         "AWS_ACCESS_KEY_ID": "111122223333",
@@ -107,7 +107,7 @@ def naive(line: str, port: int) -> None:
 
 
 async def measure_pool(size: int) -> dict[str, Any]:
-    """Time to a ready pool, processor time for it, and memory when idle."""
+    """Time and CPU time until the pool is ready, and its memory when idle."""
     cpu, start = tree_cpu_s(), time.perf_counter()
     config = AwsCliConfig(pool_size=size, base_port=0)
     async with open_ministack_pool(config, log=EventLog("bench")) as pool:
@@ -134,11 +134,11 @@ async def measure_pool(size: int) -> dict[str, Any]:
 
 
 def tree_cpu_s() -> float:
-    """Processor seconds of this process, of its living children and of those it has waited for."""
-    everybody = psutil.Process().children(recursive=True)
-    living = sum(sum(process.cpu_times()[:4]) for process in everybody)
+    """CPU seconds of this process, of its running children and of its ended children."""
+    children = psutil.Process().children(recursive=True)
+    running = sum(sum(process.cpu_times()[:4]) for process in children)
     own = psutil.Process().cpu_times()
-    return living + own.user + own.system + children_cpu_s()
+    return running + own.user + own.system + children_cpu_s()
 
 
 def children_cpu_s() -> float:

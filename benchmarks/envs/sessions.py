@@ -1,8 +1,8 @@
-"""What sessions cost: eight at a time against one after the other, our own share of a step, and 256 sessions on one server.
+"""The cost of sessions: eight concurrent against sequential, the overhead of a step, and 256 sessions on one server.
 
     python -m benchmarks.envs.sessions            prints one JSON object as its last line
 
-The server runs in a process of its own, as it does in a run. Every figure is a median of repetitions, with its spread beside it.
+The server runs in a separate process, as in a run. Every figure is a median of repetitions, with minimum and maximum.
 """
 
 import asyncio
@@ -45,9 +45,9 @@ class Server:
     process: psutil.Process
 
     def cpu_s(self) -> float:
-        """Processor seconds of the server and of the processes its environments own."""
-        everybody = [self.process, *self.process.children(recursive=True)]
-        return sum(sum(part.cpu_times()[:2]) for part in everybody)
+        """CPU seconds of the server and of its child processes."""
+        processes = [self.process, *self.process.children(recursive=True)]
+        return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
 @contextmanager
@@ -61,7 +61,7 @@ def server(name: str, size: int, **args: Any) -> Iterator[Server]:
             raise RuntimeError(f"the server of {name} ended with {child.wait()} before it was ready")
         yield Server(url=url, process=psutil.Process(child.pid))
     finally:
-        child.send_signal(signal.SIGINT)  # so that its environments are closed and not only orphaned
+        child.send_signal(signal.SIGINT)  # closes its environments
         child.wait(30)
         child.stdout.close()
 
@@ -82,7 +82,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 async def serial_and_parallel(url: str, task: dict[str, Any], act: Callable[[int], str]) -> dict[str, Any]:
-    """The turns of eight sessions, one session after the other, then all at the same time."""
+    """The turns of eight sessions: sequential, then concurrent."""
 
     async def play(session: EnvSession) -> None:
         for turn in range(TURNS):
@@ -111,7 +111,7 @@ async def serial_and_parallel(url: str, task: dict[str, Any], act: Callable[[int
 
 
 async def light_steps(running: Server, *, sessions: int, episodes: int) -> dict[str, Any]:
-    """Steps of an environment that costs nothing: what is left is ours. Wall time of a step, and processor time of both ends."""
+    """Steps of an environment without work of its own: CPU time of client and server for each step, and steps per second."""
 
     async def play(session: EnvSession) -> int:
         for _ in range(TURNS):
@@ -150,7 +150,7 @@ async def waiting_environment() -> dict[str, Any]:
 
 
 async def aws_environment() -> dict[str, Any]:
-    """Six reads of a fresh cloud in each session."""
+    """Six read commands on a clean cloud in each session."""
     reads = (
         "aws s3 ls",
         "aws sqs list-queues",
@@ -159,7 +159,7 @@ async def aws_environment() -> dict[str, Any]:
         "aws iam list-users",
         "aws s3 ls",
     )
-    # A task with more moves than TURNS, whose goal is a change: reading never reaches it.
+    # A task with more moves than TURNS that reading cannot solve.
     task = next(task for task in task_bank().values() if task.step_limit > TURNS and task.checks)
     with server("aws", GROUP, base_port=0) as running:
         figures = await serial_and_parallel(running.url, {"id": task.id}, lambda turn: reads[turn])
@@ -167,7 +167,9 @@ async def aws_environment() -> dict[str, Any]:
 
 
 async def crowded() -> dict[str, Any]:
-    """One server, eight sessions and then 256. A step does the same work in both; what it costs more is the price of the crowd."""
+    """One server with eight sessions, then with 256. A step does the same work in both; the difference is the cost of more
+    sessions.
+    """
     with server("number_guessing", CROWD) as running:
         few = await light_steps(running, sessions=GROUP, episodes=40)
         many = await light_steps(running, sessions=CROWD, episodes=3)

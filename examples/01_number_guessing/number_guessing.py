@@ -1,20 +1,17 @@
-"""Number guessing, played token by token: a rollout function to copy from.
+"""Number guessing, token by token: an example of a rollout function.
 
-A module that `rollout.function` names offers `make_rollout(setup)`. It is called once in each worker process and returns the
-function that plays one episode:
+`rollout.function` names a module with `make_rollout(setup)`. It is called once in each worker process and returns the function that
+plays one episode:
 
     async def rollout(row: dict) -> RolloutSample | None
 
-The setup hands over everything an episode needs: the policy, the tokenizer, an environment, the limits. What the policy samples
-and what
-the environment answers goes into an assembler in the order it happened, and never through text and back: the tokens that are
-trained are
-exactly those that were sampled.
+The setup provides the policy, the tokenizer, environments and limits. The assembler collects sampled tokens and observation tokens
+in order. Sampled tokens are never decoded and encoded again, so the trained tokens are exactly the sampled ones.
 
-In this game every guess is one token of the policy, and every answer of the environment (higher, lower, invalid) is one token too:
+In this game every guess of the policy is one token, and every response of the environment (higher, lower, invalid) is one token:
 
     <bos> 7 higher 11 lower 9
-          ^        ^        ^   trained: the policy sampled these
+          ^        ^        ^   sampled by the policy, and trained
 """
 
 import time
@@ -41,7 +38,7 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
                     turns=assembler.num_turns, num_tokens=assembler.num_tokens, seconds=time.monotonic() - began
                 )
                 if limit is not None:
-                    # Running into a limit is the policy's doing: it earns nothing, and the sample says why it ended.
+                    # Reaching a limit is the policy's fault: the reward is 0, and the sample stores the reason.
                     return assembler.build(reward=0.0, solved=False, finish_reason=limit, facts=seen.facts)
                 guess = await setup.policy.complete(assembler.prompt_ids, max_tokens=1)
                 assembler.add_completion(guess)
@@ -54,5 +51,5 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
 
 
 def tasks(low: int = 0, high: int = 15, copies: int = 1) -> Iterator[dict[str, Any]]:
-    """What `tasks.source` names: one row for each secret. A row is a plain dict with a lasting id."""
+    """The rows of `tasks.source`: one for each secret. A row is a plain dict with a stable id."""
     yield from number_guessing_tasks(low, high, copies)

@@ -1,7 +1,7 @@
-"""A policy that knows the solutions: for trying the AWS environment through the whole loop without a model that could learn it.
+"""A scripted policy that knows the solutions, to run the AWS environment in the whole loop without a trained model.
 
-`inference.scripted.script` names `make_script`. The script is given nothing but the tokens of the conversation so far, as any
-policy is: it reads the task from the first message, plays its reference solution along the observations, and says the next line.
+`inference.scripted.script` names `make_script`. Like any policy, the script gets only the tokens of the conversation: it reads the
+task from the first message, replays its reference solution along the observations, and returns the next line.
 """
 
 import re
@@ -22,7 +22,7 @@ TURN = re.compile(r"\[(user|assistant)\]\n(.*?)<eos>", re.DOTALL)
 
 
 def tasks(split: str | None = None, tiers: Sequence[str] = ("warm-up", "beginner")) -> Iterator[dict[str, Any]]:
-    """Rows of the bank whose goal names nothing that the set-up makes up, so that the script can tell the task by its goal."""
+    """Rows of the bank without a set-up, whose goal contains no generated id, so that the goal identifies the task."""
     for row in aws_tasks(split=split, tiers=tiers):
         if not task_bank()[row["id"]].setup:
             yield {**row, "seed": SEED}

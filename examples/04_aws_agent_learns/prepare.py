@@ -1,9 +1,9 @@
-"""Demonstrations, a tokenizer trained on them, and a small model with random weights: everything `sft.toml` needs.
+"""Creates demonstrations, a tokenizer trained on them, and a small model with random weights: the inputs of `sft.toml`.
 
     python examples/04_aws_agent_learns/prepare.py --to runs/aws-agent
 
-An operator who knows the reference solutions, and is not always careful, is played in real clouds (simulators), so the
-demonstrations hold what his commands really print.
+A script plays the reference solutions, some with deliberate mistakes, in real simulators, so the demonstrations contain real
+output.
 """
 
 import argparse
@@ -33,8 +33,8 @@ from rollbook.telemetry.events import EventLog
 
 Chat = list[dict[str, str]]
 Flaw = Callable[[str], str]
-CARELESS_SHARE = 0.6
-"""Episodes in which the operator who is shown guesses and slips. Reward, not imitation, tells his good habits from the others."""
+FLAWED_SHARE = 0.6
+"""The share of episodes with deliberate mistakes. Training on rewards removes the mistakes that imitation learns."""
 GUESSED_VERBS = {
     "create": "make",
     "put": "set",
@@ -55,19 +55,19 @@ NAME_WORDS = re.compile("|".join(sorted(small_aws.WORDS, key=len, reverse=True))
 
 
 def guessed_operation(line: str) -> str:
-    """`create-bucket` becomes `make-bucket`: somebody who does not look it up."""
+    """`create-bucket` becomes `make-bucket`."""
     aws, service, operation, *rest = line.split(" ")
     verb, dash, thing = operation.partition("-")
     return " ".join([aws, service, GUESSED_VERBS.get(verb, "do") + dash + thing, *rest])
 
 
 def guessed_option(line: str) -> str:
-    """The first option is called `--id`, or one is added where there is none."""
+    """The first option becomes `--id`; without options, `--all` is added."""
     return re.sub(r" --[a-z-]+", " --id", line, count=1) if " --" in line else f"{line} --all"
 
 
 def cut_name(line: str) -> str:
-    """The first name loses its end; where there is none, the line does."""
+    """The first name is shortened; without a name, the last word of the line is dropped."""
     cut = re.sub(rf"({NAME_WORDS.pattern})[-/_]({NAME_WORDS.pattern})", r"\1", line, count=1)
     return line.rpartition(" ")[0] if cut == line else cut
 
@@ -76,10 +76,10 @@ FLAWS: list[Flaw] = [guessed_operation, guessed_option, cut_name]
 
 
 async def play(rows: Sequence[dict[str, Any]], clouds: int) -> list[Chat]:
-    """What the operator did, in real clouds. Careful or not, his episodes are all shown."""
+    """Play all rows in simulators, some with flaws. Returns the conversations."""
     chats: list[Chat] = []
     rng = random.Random(len(rows))
-    waiting = [(row, rng.sample(FLAWS, 2) if rng.random() < CARELESS_SHARE else []) for row in rows]
+    waiting = [(row, rng.sample(FLAWS, 2) if rng.random() < FLAWED_SHARE else []) for row in rows]
     async with AwsCliEnvironment.open_pool(size=clouds, log=EventLog("prepare"), args={"base_port": 0}) as pool:
 
         async def work() -> None:
@@ -87,13 +87,13 @@ async def play(rows: Sequence[dict[str, Any]], clouds: int) -> list[Chat]:
                 row, flaws = waiting.pop()
                 env = await pool.acquire(Deadline(120, "a cloud"))
                 try:
-                    chat = await _one(env, row, flaws)
+                    chat = await _play_episode(env, row, flaws)
                 finally:
                     await env.close()
                 if chat is not None:
                     chats.append(chat)
                 if len(chats) % 50 == 0:
-                    print(f"{len(chats)} demonstrations, {len(waiting)} tasks to go", file=sys.stderr, flush=True)
+                    print(f"{len(chats)} demonstrations, {len(waiting)} tasks left", file=sys.stderr, flush=True)
 
         async with asyncio.TaskGroup() as group:
             for _ in range(clouds):
@@ -101,8 +101,8 @@ async def play(rows: Sequence[dict[str, Any]], clouds: int) -> list[Chat]:
     return chats
 
 
-async def _one(env: Any, row: dict[str, Any], flaws: Sequence[Flaw]) -> Chat | None:
-    """One episode of the operator. The reference solution, if he is careful; else each move with another flaw in it."""
+async def _play_episode(env: Any, row: dict[str, Any], flaws: Sequence[Flaw]) -> Chat | None:
+    """One episode: the reference solution, or moves with one flaw each. None if it did not end as intended."""
     policy = ReferencePolicy(row)
     seen = await env.reset(row)
     right = policy.next_line(seen)
@@ -126,8 +126,8 @@ async def _one(env: Any, row: dict[str, Any], flaws: Sequence[Flaw]) -> Chat | N
 
 
 def renamed(chats: Sequence[Chat], times: int, *, seed: int) -> Iterator[Chat]:
-    """Each demonstration with other words in its names, the same word for the same word everywhere: shown again and again with
-    the same names it would be learned by heart, and copying would not. Held-out pairs of words never come up."""
+    """Each demonstration `times` times, with the words of its names replaced consistently. With fixed names the model would
+    memorise them instead of learning to copy. Held-out pairs of words never occur."""
     rng = random.Random(seed)
     for _ in range(times):
         for chat in rng.sample(chats, len(chats)):
@@ -143,8 +143,8 @@ def _with_other_names(chat: Chat, rng: random.Random) -> list[str]:
 
 
 def train_tokenizer(chats: Sequence[Chat], *, vocab_size: int) -> Any:
-    """The words that names are made of are one token each wherever they stand, so a name is copied token by token; what
-    commands are made of are whole words with the space before them, so a command is about ten tokens long."""
+    """Each word of a name is one token in every position, so a name is copied token by token. The words of commands include the
+    space before them, so a command has about ten tokens."""
     core = Tokenizer(BPE(unk_token="<unk>"))
     words = Regex(r" ?arn:aws:[a-z0-9]*:[a-z0-9-]*:[0-9]*:| ?[A-Za-z-]+|[0-9]+|[^A-Za-z0-9]")
     core.pre_tokenizer = Pieces([Split(words, "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)])
@@ -189,17 +189,17 @@ def make_model(tokenizer: Any, *, hidden: int, layers: int, seed: int) -> Any:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--to", type=Path, default=Path("runs/aws-agent"))
-    parser.add_argument("--each", type=int, default=16, help="tasks of each kind, played in a cloud")
-    parser.add_argument("--renamed", type=int, default=50, help="how often each is shown, each time with other names")
+    parser.add_argument("--each", type=int, default=16, help="tasks of each kind, played in simulators")
+    parser.add_argument("--renamed", type=int, default=50, help="repetitions of each demonstration, with other names")
     parser.add_argument("--clouds", type=int, default=3)
     parser.add_argument("--vocab", type=int, default=760)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    # Written last. Simulators make up ids and dates, so other demonstrations would not fit a warm start that was begun with these.
+    # Written last. New demonstrations would have other ids and dates and would not fit a warm start that uses the existing ones.
     if (args.to / "model" / "model.safetensors").exists():
-        print(f"{args.to} is prepared already; remove it to begin anew", file=sys.stderr)
+        print(f"{args.to} is already prepared; remove it to start again", file=sys.stderr)
         return 0
     args.to.mkdir(parents=True, exist_ok=True)
     rows = list(small_aws.tasks("train", args.each, seed=args.seed))

@@ -1,8 +1,8 @@
-"""The table and the picture of what the agent learned, from the measurements and the run that `make aws-agent` leaves behind.
+"""Creates the table and the plot of the results from the evaluations and the run of `make aws-agent`.
 
     python examples/04_aws_agent_learns/results.py runs/aws-agent --to docs/results/aws-agent
 
-Where the intervals of before and after overlap, the last column says so: then nothing is shown.
+The last column reports whether the intervals before and after overlap; then the difference is not significant.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 MEASURED = ("before", "before-greedy", "after", "after-greedy")
-WAYS = (("sampled at temperature 1", "before", "after"), ("greedy", "before-greedy", "after-greedy"))
+MODES = (("sampled at temperature 1", "before", "after"), ("greedy", "before-greedy", "after-greedy"))
 STEPS_A_POINT = 5
 COLOURS = {"all": "#2b2b2b", "beginner": "#2f8f5b", "warm-up": "#d9a441"}
 
@@ -30,7 +30,7 @@ def table(measured: Mapping[str, Mapping[str, Any]]) -> list[str]:
         "| | tasks | after the warm start | after reinforcement learning | difference | intervals |",
         "|---|---|---|---|---|---|",
     ]
-    for way, before, after in WAYS:
+    for mode, before, after in MODES:
         if before not in measured or after not in measured:
             continue
         later = {row["label"]: row for row in measured[after]["results"]}
@@ -38,14 +38,14 @@ def table(measured: Mapping[str, Mapping[str, Any]]) -> list[str]:
             first, second = row["solved"], later[row["label"]]["solved"]
             is_apart = second["low"] > first["high"] or first["low"] > second["high"]
             lines.append(
-                f"| {row['label']}, {way} | {row['tasks']} × {row['episodes'] // row['tasks']} | {percent(first)} | "
+                f"| {row['label']}, {mode} | {row['tasks']} × {row['episodes'] // row['tasks']} | {percent(first)} | "
                 f"{percent(second)} | {100 * (second['mean'] - first['mean']):+.1f} | {'apart' if is_apart else 'overlap'} |"
             )
     return lines
 
 
 def headroom(measured: Mapping[str, Mapping[str, Any]]) -> str:
-    """What the warm-started policy could do now and then: the ceiling that reward can raise its mean to."""
+    """The solve rate of the best of several episodes after the warm start: an upper bound for training on rewards."""
     parts = [
         f"{row['label']} {row['solved']['mean']:.0%} → {row['solved_once']['mean']:.0%}"
         for row in measured["before"]["results"]
@@ -56,8 +56,8 @@ def headroom(measured: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def progress(run_dir: Path) -> list[tuple[float, float]]:
-    """Step and solved part of all groups that were played about then, filtered ones too: what is trained on says less, because
-    groups that always or never succeed are left out of it."""
+    """Step and solve rate of all groups, including filtered ones. The trained groups say less, because they exclude groups with
+    only successes or only failures."""
     step, bins = 0, dict[int, list[tuple[float, float]]]()
     for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
@@ -75,7 +75,7 @@ def progress(run_dir: Path) -> list[tuple[float, float]]:
 
 
 def draw(path: Path, points: Sequence[tuple[float, float]], measured: Mapping[str, Mapping[str, Any]]) -> None:
-    """What the training tasks came to, and the held-out solve rate at both ends with its interval."""
+    """The solve rate of the training tasks, and the held-out solve rate before and after with its interval."""
     figure = Figure(figsize=(8, 4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
@@ -113,7 +113,7 @@ def draw(path: Path, points: Sequence[tuple[float, float]], measured: Mapping[st
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("home", type=Path, help="what `make aws-agent` made")
+    parser.add_argument("home", type=Path, help="the directory of `make aws-agent`")
     parser.add_argument("--to", type=Path, default=Path("docs/results/aws-agent"))
     args = parser.parse_args()
     args.to.mkdir(parents=True, exist_ok=True)
@@ -122,7 +122,7 @@ def main() -> int:
         source = args.home / f"{name}.json"
         if source.is_file():
             measured[name] = json.loads(source.read_text(encoding="utf-8"))
-            # Where the model lay on the machine that measured it says nothing elsewhere.
+            # The path of the model is meaningless on other machines.
             kept = {key: value for key, value in measured[name].items() if key != "model"}
             (args.to / source.name).write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
     lines = [*table(measured), "", headroom(measured)]

@@ -1,8 +1,8 @@
-"""Warm-up and beginner tasks of the AWS bank, with names of our own, and an agent's view of them that a small model can read.
+"""Warm-up and beginner tasks of the AWS bank with other names, and a rollout function with prompts that a small model can read.
 
-A task of the bank has three sets of names. Here each of its kinds is posed with many more: words of a name are replaced by others,
-the same word by the same word, so that what belonged together still does. The held-out tasks have pairs of words that no
-demonstration and no training task ever had: names must be copied from the goal, and answers read from what the command printed.
+A task of the bank has three sets of names. Here each task is used with many more: the words of its names are replaced consistently,
+so that references stay valid. The held-out tasks use pairs of words that occur in no demonstration and no training task: names must
+be copied from the goal, and answers read from the output of the command.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from typing import Any
 from rollbook.contracts.errors import EpisodeError
 from rollbook.contracts.policy import FinishReason
 from rollbook.contracts.trajectory import EndReason, RolloutSample
-from rollbook.envs.builtin.awscli.tasks.task_bank import AwsTask, task_bank
+from rollbook.envs.builtin.awscli.tasks.task_bank import task_bank
 from rollbook.rollout.assemblers.chat import MessageTrajectoryAssembler
 from rollbook.rollout.contract import RolloutFn, RolloutSetup
 
@@ -49,106 +49,39 @@ WARM_UP = [
     "ecr-repository-uri",
     "logs-retention",
 ]
-WORDS = [
-    "amber",
-    "birch",
-    "cedar",
-    "coral",
-    "delta",
-    "ember",
-    "falcon",
-    "fern",
-    "flint",
-    "grove",
-    "harbor",
-    "hazel",
-    "indigo",
-    "iris",
-    "jade",
-    "juniper",
-    "kestrel",
-    "lagoon",
-    "lilac",
-    "linden",
-    "lotus",
-    "maple",
-    "marsh",
-    "meadow",
-    "mesa",
-    "moss",
-    "nectar",
-    "oak",
-    "olive",
-    "onyx",
-    "opal",
-    "orchid",
-    "pearl",
-    "pine",
-    "plum",
-    "poppy",
-    "prairie",
-    "quartz",
-    "raven",
-    "reef",
-    "river",
-    "rowan",
-    "sage",
-    "shore",
-    "slate",
-    "sparrow",
-    "spruce",
-    "stone",
-    "summit",
-    "thistle",
-    "tide",
-    "tulip",
-    "valley",
-    "violet",
-    "walnut",
-    "willow",
-    "wren",
-    "yarrow",
-    "zephyr",
-    "basil",
-    "clover",
-]
+WORDS = re.findall(
+    r"[a-z]+",
+    """
+    amber birch cedar coral delta ember falcon fern flint grove harbor hazel indigo iris jade juniper kestrel
+    lagoon lilac linden lotus maple marsh meadow mesa moss nectar oak olive onyx opal orchid pearl pine plum
+    poppy prairie quartz raven reef river rowan sage shore slate sparrow spruce stone summit thistle tide
+    tulip valley violet walnut willow wren yarrow zephyr basil clover
+    """,
+)
 WORD = re.compile(r"[a-z]{3,}")
-# Ends of file names and the like mean something; only what stands before them is a name.
+# File extensions and similar words have a meaning and are not replaced.
 KEPT_WORDS = frozenset({"txt", "json", "html", "bin", "jpg", "test", "csv", "xml", "log"})
-FREE = frozenset(
-    {
-        "bucket",
-        "key",
-        "other",
-        "queue",
-        "topic",
-        "user",
-        "group",
-        "name",
-        "value",
-        "repo",
-        "cluster",
-        "pool",
-        "table",
-        "text",
-        "attribute",
-    }
+RENAMED_VARIABLES = re.findall(
+    r"[a-z]+",
+    """
+    bucket key other queue topic user group name value repo cluster pool table text attribute
+    """,
 )
 PAIR = re.compile(rf"(?=\b({'|'.join(WORDS)})-({'|'.join(WORDS)})\b)")
 HELD_OUT_SHARE = 0.25
 OUTPUT_CHARS = 240
-"""What the agent reads of a command's output: a small model has a short memory."""
+"""The visible part of a command's output: a small model has a short context."""
 NOISE = re.compile(r"date|time|version|etag|digest|metadata|path", re.IGNORECASE)
-"""Fields of an output that no task here asks for, and that would be half of what the agent reads."""
+"""Fields of an output that no task here needs, and that would be half of the prompt."""
 USAGE = re.compile(r"usage: .*?error: ", re.DOTALL)
-"""The CLI repeats how to call it before it says what was wrong."""
+"""The CLI prints its usage before the error."""
 TASK = re.compile(r"Task: (.*)\nMoves: \d+", re.DOTALL)
 
 
-def instances(
-    split: str, count: int, *, seed: int = 0, kinds: Sequence[str] = (*BEGINNER, *WARM_UP)
-) -> Iterator[tuple[AwsTask, dict[str, str], dict[str, Any]]]:
-    """`count` tasks of each kind: the bank's task, the names it is posed with, and the row."""
+def tasks(
+    split: str, count: int, seed: int = 0, kinds: Sequence[str] = (*BEGINNER, *WARM_UP)
+) -> Iterator[dict[str, Any]]:
+    """`count` rows of each kind of task, each with other names."""
     bank = task_bank()
     for kind in kinds:
         task = bank[kind]
@@ -159,28 +92,20 @@ def instances(
                 break
             names = _names(dict(rng.choice(task.variants)), rng, is_held_out=split == "test")
             key = "|".join(names.values())
-            # Not as a second name either: a held-out pair is one that nobody trained, wherever it stands.
+            # A held-out pair must not occur in any position of a training task.
             if key in seen or (split != "test" and has_held_out_pair(key)):
                 continue
             seen.add(key)
-            row = {
+            yield {
                 **task.model_dump(mode="json", by_alias=True, exclude_defaults=True),
                 "id": f"{kind}--{split}-{len(seen)}",
                 "variants": [names],
                 "split": split,
             }
-            yield task, names, row
-
-
-def tasks(
-    split: str, count: int, seed: int = 0, kinds: Sequence[str] = (*BEGINNER, *WARM_UP)
-) -> Iterator[dict[str, Any]]:
-    for _, _, row in instances(split, count, seed=seed, kinds=kinds):
-        yield row
 
 
 def _names(variant: dict[str, Any], rng: random.Random, *, is_held_out: bool) -> dict[str, str]:
-    """The variant with other words. Which pairs of words are held out is decided by the pair alone."""
+    """The variant with other words. Whether a pair of words is held out depends on the pair only."""
     while True:
         pair = rng.sample(WORDS, 2)
         if _is_held_out(pair) == is_held_out:
@@ -196,7 +121,9 @@ def _names(variant: dict[str, Any], rng: random.Random, *, is_held_out: bool) ->
             swapped[word] = "-".join(pair) if not swapped else next(others)
         return swapped[word]
 
-    return {key: WORD.sub(swap, str(value)) if key in FREE else str(value) for key, value in variant.items()}
+    return {
+        key: WORD.sub(swap, str(value)) if key in RENAMED_VARIABLES else str(value) for key, value in variant.items()
+    }
 
 
 def _is_held_out(pair: list[str]) -> bool:
@@ -213,7 +140,7 @@ def goal_of(observation: str) -> str:
 
 
 def seen_by_agent(text: str) -> str:
-    """One line, and not too long. Of JSON the names and values alone: braces and quotes are tokens that say nothing here."""
+    """One short line. JSON is reduced to names and values: braces and quotes would be useless tokens."""
     text = USAGE.sub("error: ", text)
     with contextlib.suppress(json.JSONDecodeError):
         text = " ".join(_leaves(json.loads(text)))
@@ -233,7 +160,7 @@ def _leaves(value: Any, name: str = "") -> Iterator[str]:
 
 
 def make_rollout(setup: RolloutSetup) -> RolloutFn:
-    """The default chat, with a shorter view: the goal alone at first, then the beginning of each output."""
+    """The default chat rollout with shorter prompts: first the goal, then the beginning of each output."""
 
     async def rollout(row: dict[str, Any]) -> RolloutSample | None:
         chat = MessageTrajectoryAssembler(setup.tokenizer, setup.sampling)
@@ -243,11 +170,11 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
             chat.add_message("user", goal_of(seen.text))
             while chat.num_turns < setup.limits.max_turns:
                 prompt = chat.next_prompt()
-                room = min(setup.sampling.max_tokens, setup.limits.tokens_left(len(prompt)))
-                if room == 0:
+                max_tokens = min(setup.sampling.max_tokens, setup.limits.tokens_left(len(prompt)))
+                if max_tokens == 0:
                     end = EndReason.MAX_TOKENS
                     break
-                reply = await setup.policy.complete(prompt, max_tokens=room)
+                reply = await setup.policy.complete(prompt, max_tokens=max_tokens)
                 if reply.finish_reason is FinishReason.ABORT:
                     raise EpisodeError(f"the policy server aborted turn {chat.num_turns + 1}")
                 seen = await env.step(chat.add_completion(reply))
@@ -257,7 +184,7 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
                     break
                 chat.add_message("user", seen_by_agent(seen.text))
         if chat.num_turns == 0:
-            raise EpisodeError("the goal alone does not fit rollout.max_total_tokens")
+            raise EpisodeError("the goal does not fit rollout.max_total_tokens")
         return chat.build(
             reward=reward, solved=bool(seen.solved), finish_reason=end, facts={"kind": row["id"].split("--")[0]}
         )

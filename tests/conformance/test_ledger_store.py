@@ -10,6 +10,7 @@ import pytest
 
 from rollbook.contracts.admission import OwnerId, RunId
 from rollbook.contracts.batch import AckReceipt, BatchEntry, BatchManifest, EndOfRun
+from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId, GroupState
 from rollbook.contracts.policy import PublicationId
 from rollbook.contracts.task import TaskId
@@ -21,6 +22,7 @@ from rollbook.ledger.records import (
     Origin,
     OwnerRecord,
     OwnerState,
+    ProducerRecord,
     PublicationRecord,
     RunRecord,
     StepRecord,
@@ -439,3 +441,51 @@ async def test_history_is_read_by_sequence_page_by_page(store: Store) -> None:
         assert tx.groups.after(RUN, 2, 2) == []
 
     await store.read(look)
+
+
+async def test_producers_are_listed_by_name(store: Store) -> None:
+    first = ProducerRecord(run_id=RUN, name="b", weight=1.0, min_share=0.0, registered_at=1.0)
+    await store.write(lambda tx: tx.producers.put(first))
+    await store.write(lambda tx: tx.producers.put(first.changed(name="a", run_id=RUN)))
+    await store.write(lambda tx: tx.producers.put(first.changed(credit=0.5, num_batched=3)))
+    assert await store.read(lambda tx: tx.producers.all(RUN)) == [
+        first.changed(name="a"),
+        first.changed(credit=0.5, num_batched=3),
+    ]
+    assert await store.read(lambda tx: tx.producers.all(OTHER)) == []
+
+
+NOTES = ("CREATE TABLE notes (name TEXT PRIMARY KEY, num INTEGER NOT NULL)",)
+
+
+def add_notes(tx: Transaction, *rows: tuple[str, int]) -> int:
+    tx.side_tables.create("notes", 1, NOTES)
+    return tx.side_tables.write_many("INSERT INTO notes (name, num) VALUES (?, ?)", rows)
+
+
+async def test_side_tables_are_created_once_and_share_the_transaction(store: Store) -> None:
+    def fail(tx: Transaction) -> None:
+        add_notes(tx, ("lost", 1))
+        tx.groups.put(group("lost", 0))
+        raise LookupError("on purpose")
+
+    with pytest.raises(LookupError):
+        await store.write(fail)
+    assert not await store.read(lambda tx: tx.side_tables.exists("notes"))
+    assert await store.write(lambda tx: add_notes(tx, ("b", 2), ("a", 1))) == 2
+    assert await store.write(lambda tx: add_notes(tx, ("c", 3))) == 1
+    await store.write(lambda tx: tx.side_tables.write("DELETE FROM notes WHERE name = ?", ("b",)))
+
+    def look(tx: Transaction) -> None:
+        assert tx.side_tables.exists("notes")
+        assert list(tx.side_tables.select("SELECT name, num FROM notes ORDER BY name")) == [("a", 1), ("c", 3)]
+        assert tx.side_tables.select("SELECT 1 FROM notes WHERE name = ?", ("lost",)).fetchone() is None
+        assert tx.groups.get(RUN, GroupId("lost")) is None
+
+    await store.read(look)
+
+
+async def test_side_tables_of_another_version_are_refused(store: Store) -> None:
+    await store.write(add_notes)
+    with pytest.raises(RunError, match="its notes tables have schema 1, this release needs 2"):
+        await store.write(lambda tx: tx.side_tables.create("notes", 2, NOTES))

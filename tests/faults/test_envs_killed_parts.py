@@ -1,4 +1,4 @@
-"""Killed clients and servers of environments: no environment is lost, and no call waits for ever."""
+"""Killed clients and servers of environments: no environment is lost, and no call waits forever."""
 
 import asyncio
 from contextlib import ExitStack
@@ -73,7 +73,7 @@ async def test_fifty_concurrent_clients_of_eight_environments_are_all_served_or_
         nonlocal most
         async with new_http() as connections:
             try:
-                env = await connect(connections, server.url, deadline=Deadline(30, "storm"))
+                env = await connect(connections, server.url, deadline=Deadline(30, "test"))
             except ServerFullError:
                 return "refused"
             await env.reset({"owner": "w"})
@@ -94,8 +94,8 @@ async def test_fifty_concurrent_clients_of_eight_environments_are_all_served_or_
     assert most <= 8
 
 
-async def test_a_stuck_environment_costs_its_own_session_only() -> None:
-    Sleeper.let_go.clear()
+async def test_a_hanging_environment_affects_only_its_own_session() -> None:
+    Sleeper.unblock.clear()
     try:
         async with served(Sleeper, size=3, step_s=0.2, close_s=0.2) as server, GrpoPool(server.url, size=3) as pool:
             await pool.reset_group({})
@@ -108,10 +108,10 @@ async def test_a_stuck_environment_costs_its_own_session_only() -> None:
             assert outcomes[1:] == ["awake", "awake"]
             assert len(await pool.reset_group({})) == 3
     finally:
-        Sleeper.let_go.set()
+        Sleeper.unblock.set()
 
 
-async def test_two_hundred_connections_leave_no_descriptor_and_no_memory_behind() -> None:
+async def test_two_hundred_connections_leak_no_descriptor_and_no_memory() -> None:
     with process("serve", "number_guessing", "8", "0") as (server, url):
 
         async def cycle(times: int) -> None:
@@ -125,6 +125,6 @@ async def test_two_hundred_connections_leave_no_descriptor_and_no_memory_behind(
         async with new_http() as http, http.get(f"{url}/health") as reply:
             health = await reply.json()
         assert (health["active"], health["reserved"], health["environments_busy"]) == (0, 0, 0)
-        await until(lambda: server.num_fds() <= descriptors + 1)  # the health check above may linger
+        await until(lambda: server.num_fds() <= descriptors + 1)  # the health check above may still be open
         assert server.num_threads() <= threads
         assert server.memory_info().rss - memory < 8 * 2**20

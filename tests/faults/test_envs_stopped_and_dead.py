@@ -1,4 +1,4 @@
-"""A server that stands still, a simulator that is killed in the middle of an episode."""
+"""A stopped server, a blocked event loop, and a simulator that is killed during an episode."""
 
 import asyncio
 import signal
@@ -15,16 +15,15 @@ from rollbook.envs.client.session import ClientOptions, EnvSession, SessionLostE
 from tests.parts.envs.environments import AWS_ARGS, GAME, served, until
 from tests.parts.envs.server_process import process
 
-IMPATIENT = ClientOptions(request_s=0.5, close_s=0.3, connect_s=5)
+SHORT_LIMITS = ClientOptions(request_s=0.5, close_s=0.3, connect_s=5)
 
 
-async def test_closing_a_pool_of_a_server_that_stands_still_ends() -> None:
-    """Attacks: a hung shutdown is impossible, for code that awaits and for code that blocks."""
+async def test_closing_a_pool_of_a_stopped_server_ends() -> None:
     with process("serve", "number_guessing", "8", "0") as (server, url):
-        pool = GrpoPool(url, size=4, options=IMPATIENT)
+        pool = GrpoPool(url, size=4, options=SHORT_LIMITS)
         await pool.connect()
         await pool.reset_group(GAME)
-        blocking = await asyncio.to_thread(MultiTurnEnvPool, url, 4, options=IMPATIENT)
+        blocking = await asyncio.to_thread(MultiTurnEnvPool, url, 4, options=SHORT_LIMITS)
         server.send_signal(signal.SIGSTOP)
         try:
             async with asyncio.timeout(30):
@@ -35,7 +34,7 @@ async def test_closing_a_pool_of_a_server_that_stands_still_ends() -> None:
         finally:
             server.send_signal(signal.SIGCONT)
         assert not [thread for thread in threading.enumerate() if thread.name == "env-pool"]
-        async with GrpoPool(url, size=8, first_task=GAME) as again:  # it moves on, and every place is free
+        async with GrpoPool(url, size=8, first_task=GAME) as again:  # it continues, and every slot is free
             assert len(again.sessions) == 8
 
 
@@ -62,8 +61,7 @@ async def test_closing_a_blocking_pool_ends_even_if_a_rollout_blocks_its_loop(
         await until(lambda: server.pool.health().busy == 0)
 
 
-async def test_a_simulator_that_is_killed_in_the_middle_of_an_episode_is_replaced_and_scores_nothing() -> None:
-    """Attacks: an infrastructure failure is never a reward; siblings are not touched; the group is whole again at once."""
+async def test_a_simulator_killed_during_an_episode_is_replaced_and_the_episode_is_not_scored() -> None:
     pytest.importorskip("ministack")
     pytest.importorskip("awscli")
     before = {child.pid for child in psutil.Process().children(recursive=True)}

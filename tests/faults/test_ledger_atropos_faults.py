@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import socket
 from collections.abc import AsyncIterator
 from itertools import count
@@ -13,10 +14,12 @@ import pytest
 
 from rollbook.concurrency.clock import ManualClock
 from rollbook.contracts.admission import RunId
+from rollbook.contracts.group import DropKind, DropReason
 from rollbook.ledger.atropos.config import AtroposConfig
-from rollbook.ledger.config import LedgerConfig
-from rollbook.ledger.store import Store
-from rollbook.ledger.stores.sqlite.store import open_memory_store, open_readonly
+from rollbook.ledger.config import Durability, LedgerConfig
+from rollbook.ledger.rules.run_transaction import run_transaction
+from rollbook.ledger.store import Store, Transaction
+from rollbook.ledger.stores.sqlite.store import open_memory_store, open_readonly, open_sqlite_store
 from rollbook.ledger.tools.audit import audit
 from rollbook.run.commands.serve_atropos import MAX_QUICK_EXITS, QUICK_S
 from tests.parts.ledger.atropos import RUN, Client, dialect, dialect_on, name_of, registration, scored
@@ -68,10 +71,10 @@ class SlowStore:
         await self.may_return.wait()
         return result
 
-    async def has_queued(self) -> None:
+    async def has_queued(self, num_groups: int = 1) -> None:
         changed = asyncio.Event()
         self.listen(lambda _: changed.set())
-        while not await self.read(lambda tx: tx.groups.queued(RUN)):
+        while await self.read(lambda tx: len(tx.groups.queued(RUN))) < num_groups:
             await changed.wait()
             changed.clear()
 
@@ -278,3 +281,51 @@ async def moved(is_true: Any) -> None:
     async with asyncio.timeout(60):
         while not is_true():  # noqa: ASYNC110  # what is waited for happens in another process or in a store
             await asyncio.sleep(0.01)
+
+
+async def test_a_group_lost_in_a_power_failure_is_stored_again_when_its_post_is_repeated(tmp_path: Path) -> None:
+    limits = LedgerConfig(durability=Durability.PROCESS_CRASH)
+    async with open_sqlite_store(tmp_path, durability=Durability.PROCESS_CRASH) as file:
+        slow = SlowStore(file)
+        async with dialect_on(slow, limits=limits) as client:
+            await client.start(2)
+            await client.post("/scored_data", scored(1))
+            slow.may_return.clear()
+            unanswered = asyncio.create_task(client.status_of("POST", "/scored_data", json=scored(2)))
+            await slow.has_queued(2)
+            unanswered.cancel()
+            await asyncio.gather(unanswered, return_exceptions=True)
+            slow.may_return.set()
+        # As after a power failure: the rows are on the disk, the last payload is not, and no mark covers it.
+        await file.write(lambda tx: tx.session.write("DELETE FROM segments"))  # type: ignore[attr-defined]
+        segments = file._writer._segments
+        assert segments is not None
+        segments._marks.clear()
+        segments._recorded.clear()
+        current = segments._current
+        assert current is not None
+        segments._current = None
+        current.close()
+        os.truncate(current.path, current.end - 10)
+    async with dialect(tmp_path, limits=limits) as client:
+        assert await client.get("/status") == {"current_step": 0, "queue_size": 1}
+        assert await client.post("/scored_data", scored(2)) == {"status": "received"}
+        assert [await client.batch(), await client.batch(), await client.batch()] == [["1"], ["2"], None]
+        await client.audited()
+
+
+async def test_a_batch_is_formed_without_a_group_that_the_ledger_has_dropped(tmp_path: Path) -> None:
+    async with dialect(tmp_path) as client:
+        await client.start(2)
+        for name in range(3):
+            await client.post("/scored_data", scored(name))
+
+    def drop(tx: Transaction) -> None:
+        with run_transaction(tx, RUN, 1.0) as run_tx:
+            run_tx.drop(tx.groups.queued(RUN)[0], DropReason(DropKind.LOST), by="test")
+
+    async with open_sqlite_store(tmp_path) as store:
+        await store.write(drop)
+    async with dialect(tmp_path) as client:
+        assert [await client.batch(), await client.batch(), await client.batch()] == [["1"], ["2"], None]
+        assert await client.get("/status") == {"current_step": 2, "queue_size": 0}

@@ -1,4 +1,4 @@
-"""No way of playing pays more than where it ends; no quoting is misread."""
+"""The return of an episode depends only on its final state; quoting is parsed correctly."""
 
 import itertools
 import shlex
@@ -14,7 +14,7 @@ RULE = GradingRule(partial=0.5, hint_price=0.85)
 
 @st.composite
 def episodes(draw: st.DrawFn) -> tuple[CheckResults, list[tuple[CheckResults, int]]]:
-    """A start that is not solved, and the standings after each move, with the hints used by then."""
+    """An unsolved start, and the check results after each move, with the hints used so far."""
     goals, keeps = draw(st.integers(1, 5)), draw(st.integers(0, 2))
     start_goals = draw(st.lists(st.booleans(), min_size=goals, max_size=goals).filter(lambda held: not all(held)))
     start = CheckResults(goals=tuple(start_goals), keeps=(True,) * keeps)
@@ -33,7 +33,7 @@ def rewards(start: CheckResults, moves: list[tuple[CheckResults, int]]) -> list[
 
 
 @given(episodes())
-def test_the_return_is_the_value_of_the_last_state_whatever_the_way(
+def test_the_return_is_the_value_of_the_last_state_on_any_path(
     episode: tuple[CheckResults, list[tuple[CheckResults, int]]],
 ) -> None:
     start, moves = episode
@@ -43,14 +43,14 @@ def test_the_return_is_the_value_of_the_last_state_whatever_the_way(
 
 
 @given(episodes())
-def test_waiting_longer_never_pays(episode: tuple[CheckResults, list[tuple[CheckResults, int]]]) -> None:
+def test_waiting_never_earns_a_reward(episode: tuple[CheckResults, list[tuple[CheckResults, int]]]) -> None:
     start, moves = episode
     if moves:
         assert abs(sum(rewards(start, [*moves, moves[-1]])) - sum(rewards(start, moves))) < 1e-9
 
 
 @given(episodes())
-def test_only_a_solved_environment_is_worth_more_than_partial_credit(
+def test_only_a_solved_state_has_more_value_than_the_partial_credit(
     episode: tuple[CheckResults, list[tuple[CheckResults, int]]],
 ) -> None:
     start, moves = episode
@@ -64,11 +64,11 @@ def test_only_a_solved_environment_is_worth_more_than_partial_credit(
         st.text(st.characters(exclude_characters="\0\n\r", exclude_categories=["Cs", "Cc", "Zl", "Zp"])), max_size=6
     )
 )
-def test_quoted_words_are_read_back_as_they_were(words: list[str]) -> None:
+def test_quoted_words_are_split_into_the_same_words(words: list[str]) -> None:
     assert split(shlex.join(["aws", *words])) == ["aws", *words]
 
 
 @given(st.text(max_size=300))
-def test_whatever_an_agent_says_there_is_an_answer(text: str) -> None:
+def test_any_text_of_an_agent_is_a_command_or_a_refusal(text: str) -> None:
     move = parse_move(text)
     assert isinstance(move, Refusal) or move.text

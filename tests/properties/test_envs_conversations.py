@@ -1,4 +1,4 @@
-"""Whatever a client says, each message gets one answer, in order, and the session and the server live on."""
+"""Any message gets exactly one reply, in order, and the session and the server continue."""
 
 import asyncio
 import json

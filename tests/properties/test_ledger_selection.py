@@ -1,4 +1,4 @@
-"""The gate's formula and the choice of a batch, for any numbers."""
+"""The gate's capacity and the selection of a batch, checked against their definitions for arbitrary numbers."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,14 +7,19 @@ from rollbook.contracts.freshness import BatchPolicy, FreshnessRule, GateCounts
 from rollbook.contracts.group import GroupId
 from rollbook.ledger.rules.selection import Candidate, choose, is_stale
 
-rules = st.builds(
-    FreshnessRule,
-    groups_per_step=st.integers(1, 5),
-    max_in_flight=st.integers(1, 12),
-    max_head_offpolicy_versions=st.integers(0, 6),
-    policy=st.sampled_from(BatchPolicy),
-    max_steps=st.none() | st.integers(1, 20),
-)
+
+def rules_of(*policies: BatchPolicy) -> st.SearchStrategy[FreshnessRule]:
+    return st.builds(
+        FreshnessRule,
+        groups_per_step=st.integers(1, 5),
+        max_in_flight=st.integers(1, 12),
+        max_head_offpolicy_versions=st.integers(0, 6),
+        policy=st.sampled_from(policies),
+        max_steps=st.none() | st.integers(1, 20),
+    )
+
+
+rules = rules_of(*BatchPolicy)
 counts = st.builds(
     GateCounts,
     leased=st.integers(0, 12),
@@ -44,20 +49,25 @@ def queues(draw: st.DrawFn) -> tuple[list[Candidate], list[int]]:
 
 
 @given(rule=rules, counts=counts, version=st.integers(0, 12))
-def test_capacity_never_exceeds_a_slot_or_a_place(rule: FreshnessRule, counts: GateCounts, version: int) -> None:
-    capacity = rule.capacity(counts, version=version)
-    assert capacity >= 0
-    if capacity:
-        per_step = rule.groups_per_step
-        total = per_step * counts.batches_decided + counts.queued + counts.leased + counts.waiting + capacity
-        assert counts.leased + capacity <= rule.max_in_flight
-        assert total <= (rule.admission_bound + version + 1) * per_step
-        # The last of these groups, in order, is in batch ceil(total / P): trained at a lag of at most S.
-        assert (-(-total // per_step) - 1) - version <= rule.admission_bound <= rule.max_head_offpolicy_versions
+def test_capacity_is_the_largest_number_of_groups_that_can_be_trained_within_the_bound(
+    rule: FreshnessRule, counts: GateCounts, version: int
+) -> None:
+    per_step = rule.groups_per_step
+
+    def is_admissible(num_groups: int) -> bool:
+        total = per_step * counts.batches_decided + counts.queued + counts.leased + counts.waiting + num_groups
+        last_batch = -(-total // per_step)
+        is_in_time = last_batch - 1 - version <= rule.admission_bound
+        is_before_end = rule.max_steps is None or last_batch <= rule.max_steps
+        return counts.leased + num_groups <= rule.max_in_flight and is_in_time and is_before_end
+
+    admissible = [num_groups for num_groups in range(1, rule.max_in_flight + 1) if is_admissible(num_groups)]
+    assert rule.capacity(counts, version=version) == max(admissible, default=0)
+    assert rule.admission_bound <= rule.max_head_offpolicy_versions
 
 
 @given(rule=rules, queue=queues(), step=st.integers(1, 10))
-def test_a_batch_holds_only_fresh_groups_and_at_most_a_step(
+def test_a_batch_contains_only_fresh_groups_and_at_most_one_step(
     rule: FreshnessRule, queue: tuple[list[Candidate], list[int]], step: int
 ) -> None:
     queued, running = queue
@@ -67,14 +77,12 @@ def test_a_batch_holds_only_fresh_groups_and_at_most_a_step(
     assert all(c in queued and not is_stale(c, rule, step=step) for c in chosen)
 
 
-@given(rule=rules, queue=queues(), step=st.integers(1, 10))
-def test_wait_takes_the_oldest_first_and_nobody_beyond_the_window(
+@given(rule=rules_of(BatchPolicy.WAIT), queue=queues(), step=st.integers(1, 10))
+def test_wait_takes_the_oldest_first_and_none_beyond_the_window(
     rule: FreshnessRule, queue: tuple[list[Candidate], list[int]], step: int
 ) -> None:
     queued, running = queue
-    if rule.policy is not BatchPolicy.WAIT:
-        return
-    # The rule as the protocol words it, pick by pick.
+    # The rule as the protocol defines it, pick by pick.
     left = {c.sequence: c for c in queued if not is_stale(c, rule, step=step)}
     expected: list[Candidate] = []
     while left and len(expected) < rule.groups_per_step:
@@ -86,23 +94,21 @@ def test_wait_takes_the_oldest_first_and_nobody_beyond_the_window(
     assert list(choose(queued, oldest_dispatched=min(running, default=None), rule=rule, step=step)) == expected
 
 
-@given(rule=rules, queue=queues(), step=st.integers(1, 10))
+@given(rule=rules_of(BatchPolicy.DROP), queue=queues(), step=st.integers(1, 10))
 def test_drop_takes_the_first_arrivals(
     rule: FreshnessRule, queue: tuple[list[Candidate], list[int]], step: int
 ) -> None:
     queued, running = queue
-    if rule.policy is not BatchPolicy.DROP:
-        return
     fresh = sorted((c for c in queued if not is_stale(c, rule, step=step)), key=lambda c: c.arrival)
     chosen = choose(queued, oldest_dispatched=min(running, default=None), rule=rule, step=step)
     assert list(chosen) == fresh[: rule.groups_per_step]
 
 
 @given(rule=rules, queue=queues(), step=st.integers(1, 10))
-def test_the_front_of_the_queue_is_all_that_choosing_needs(
+def test_the_selection_depends_only_on_the_front_of_the_queue(
     rule: FreshnessRule, queue: tuple[list[Candidate], list[int]], step: int
 ) -> None:
-    """The store hands over the first P in order only: the choice must be the same as from the whole queue."""
+    """The store reads only the first P groups: the selection must be the same as from the whole queue."""
     queued, running = queue
     fresh = [c for c in queued if not is_stale(c, rule, step=step)]
     order = (lambda c: c.arrival) if rule.policy is BatchPolicy.DROP else (lambda c: c.sequence)

@@ -1,4 +1,4 @@
-"""The AWS environment over real simulators: it is played, and it is attacked."""
+"""The AWS environment with real simulators: episodes and attacks."""
 
 import asyncio
 import re
@@ -21,36 +21,36 @@ from rollbook.envs.pools.environment_pool import open_environment_pool
 from tests.parts.envs.aws import aws_pool, bucket_task, ministack_pool, one_environment, play, quiet_log
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-# A few of each tier and of every mechanism: answers, files, lookups, forks, drift. The slow suite plays them all.
+# Some tasks of each tier and mechanism: answers, files, lookups, forks, drift. A slow test plays them all.
 SAMPLE = ["s3-object-size", "sqs-visibility-timeout", "s3-upload-file", "iam-create-role", "sqs-dead-letter-queue",
           "s3-static-website", "lambda-create-function", "network-with-public-subnet", "stack-from-template",
           "repair-queue-pair", "repair-routes", "evict-intruder"]  # fmt: skip
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def environments() -> AsyncIterator[AwsCliPool]:
+async def pool() -> AsyncIterator[AwsCliPool]:
     async with aws_pool(2, command_s=3.0) as opened:
         yield opened
 
 
 @pytest.mark.parametrize("task_id", SAMPLE)
-async def test_the_reference_solution_scores_one(environments: AwsCliPool, task_id: str) -> None:
-    async with one_environment(environments) as env:
+async def test_the_reference_solution_scores_one(pool: AwsCliPool, task_id: str) -> None:
+    async with one_environment(pool) as env:
         seen = await play_reference(env, {"id": task_id, "seed": 5})
     assert seen[-1].solved
     assert sum(observation.reward for observation in seen) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("task_id", SAMPLE)
-async def test_looking_on_until_the_moves_are_used_up_scores_nothing(environments: AwsCliPool, task_id: str) -> None:
-    async with one_environment(environments) as env:
+async def test_reading_until_no_moves_are_left_scores_nothing(pool: AwsCliPool, task_id: str) -> None:
+    async with one_environment(pool) as env:
         seen = await play(env, {"id": task_id}, ["aws sts get-caller-identity"] * task_bank()[task_id].step_limit)
     assert seen[-1].done
     assert seen[-1].solved is False
     assert [observation.reward for observation in seen] == [0.0] * len(seen)
 
 
-async def test_partial_work_is_worth_its_part_and_undoing_it_takes_it_back(environments: AwsCliPool) -> None:
+async def test_partial_work_earns_its_share_and_undoing_it_costs_the_same(pool: AwsCliPool) -> None:
     task = bucket_task(
         checks=[
             {"says": "a", "call": "s3.list_buckets", "query": "Buckets[].Name", "contains": "aaa"},
@@ -58,26 +58,26 @@ async def test_partial_work_is_worth_its_part_and_undoing_it_takes_it_back(envir
         ]
     )
     moves = ["aws s3 mb s3://aaa", "aws s3 rb s3://aaa", "aws s3 mb s3://aaa", "aws s3 mb s3://bbb"]
-    async with one_environment(environments) as env:
+    async with one_environment(pool) as env:
         seen = await play(env, task, moves)
     assert [round(observation.reward, 6) for observation in seen[1:]] == [0.25, -0.25, 0.25, 0.75]
 
 
-async def test_hints_are_shown_and_paid_for(environments: AwsCliPool) -> None:
-    async with one_environment(environments) as env:
+async def test_hints_are_shown_and_reduce_the_reward(pool: AwsCliPool) -> None:
+    async with one_environment(pool) as env:
         seen = await play(env, bucket_task(), ["hint", "hint", "aws s3 mb s3://wanted"])
     assert "It is about s3" in seen[1].text
     assert seen[-1].reward == pytest.approx(0.7225)
 
 
-async def test_a_wrong_answer_ends_the_episode_with_nothing(environments: AwsCliPool) -> None:
-    async with one_environment(environments) as env:
+async def test_a_wrong_answer_ends_the_episode_with_nothing(pool: AwsCliPool) -> None:
+    async with one_environment(pool) as env:
         seen = await play(env, {"id": "s3-object-size"}, ["answer 999999"])
     assert (seen[-1].done, seen[-1].solved, seen[-1].reward) == (True, False, 0.0)
 
 
-async def test_the_step_limit_is_kept_by_the_environment(environments: AwsCliPool) -> None:
-    async with one_environment(environments) as env:
+async def test_the_environment_enforces_the_move_limit(pool: AwsCliPool) -> None:
+    async with one_environment(pool) as env:
         seen = await play(env, bucket_task(max_steps=2), ["hello", "aws s3 ls", "aws s3 mb s3://wanted"])
         assert len(seen) == 3
         assert seen[-1].done
@@ -85,27 +85,27 @@ async def test_the_step_limit_is_kept_by_the_environment(environments: AwsCliPoo
             await env.step("aws s3 mb s3://wanted")
 
 
-async def test_a_failed_set_up_aborts_the_reset_and_names_the_command(environments: AwsCliPool) -> None:
-    async with one_environment(environments) as env:
+async def test_a_failed_set_up_aborts_the_reset_and_names_the_command(pool: AwsCliPool) -> None:
+    async with one_environment(pool) as env:
         with pytest.raises(EpisodeError, match=r"rb s3://never-there.*failed"):
             await env.reset(bucket_task(setup=["aws s3 rb s3://never-there"]))
 
 
-async def test_a_task_that_starts_solved_aborts_the_reset(environments: AwsCliPool) -> None:
-    async with one_environment(environments) as env:
+async def test_a_task_that_starts_solved_aborts_the_reset(pool: AwsCliPool) -> None:
+    async with one_environment(pool) as env:
         with pytest.raises(EpisodeError, match="solved before"):
             await env.reset(bucket_task(setup=["aws s3 mb s3://wanted"]))
 
 
-async def test_a_second_reset_starts_from_an_empty_cloud(environments: AwsCliPool) -> None:
-    async with one_environment(environments) as env:
+async def test_a_second_reset_starts_from_an_empty_cloud(pool: AwsCliPool) -> None:
+    async with one_environment(pool) as env:
         await play(env, bucket_task(), ["aws s3 mb s3://left-over"])
         seen = await play(env, bucket_task(), ["aws s3 ls"])
     assert "(no output)" in seen[-1].text
 
 
-async def test_a_misspelt_command_is_refused_as_the_cli_refuses_it_and_leaves_no_trace(
-    environments: AwsCliPool,
+async def test_an_unknown_command_gets_the_error_of_the_cli_and_leaves_no_state(
+    pool: AwsCliPool,
 ) -> None:
     moves = [
         "aws s3api create-buckt --bucket wanted",
@@ -113,7 +113,7 @@ async def test_a_misspelt_command_is_refused_as_the_cli_refuses_it_and_leaves_no
         "aws s3api --bucket wanted",
         "aws s3api create-bucket --bucket wanted",
     ]
-    async with one_environment(environments) as env:
+    async with one_environment(pool) as env:
         seen = await play(env, bucket_task(max_steps=9), moves)
     for refused in seen[1:3]:
         assert "Invalid choice" in refused.text
@@ -122,8 +122,8 @@ async def test_a_misspelt_command_is_refused_as_the_cli_refuses_it_and_leaves_no
     assert seen[-1].solved
 
 
-async def test_one_command_leaves_no_trace_in_the_next(environments: AwsCliPool) -> None:
-    """What a driver remembers from these commands breaks later ones, when it is used for more than one."""
+async def test_a_command_leaves_no_state_for_the_next(pool: AwsCliPool) -> None:
+    """If a driver kept the state of these commands, later ones would fail."""
     moves = [
         "aws ec2 create-vpc --cidr-block 10.0.0.0/16 --region eu-west-1",
         "aws ec2 describe-vpcs --query 'length(Vpcs)' --output text",
@@ -132,7 +132,7 @@ async def test_one_command_leaves_no_trace_in_the_next(environments: AwsCliPool)
         "aws sns publish --topic-arn",
         "aws ec2 describe-vpcs --query 'Vpcs[].CidrBlock'",
     ]
-    async with one_environment(environments) as env:
+    async with one_environment(pool) as env:
         seen = await play(env, bucket_task(max_steps=20), moves)
     assert seen[2].text.strip().isdigit()
     assert "10.0.0.0/16" not in seen[4].text
@@ -156,10 +156,10 @@ ATTACKS: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-async def test_an_attack_gets_a_clear_answer_and_nothing_else(environments: AwsCliPool, attack: str) -> None:
+async def test_an_attack_is_refused_with_a_clear_error(pool: AwsCliPool, attack: str) -> None:
     line, answer = ATTACKS[attack]
     task = bucket_task(setup=["aws s3 mb s3://stage", "aws s3api put-object --bucket stage --key k"])
-    async with one_environment(environments) as env:
+    async with one_environment(pool) as env:
         seen = await play(env, task, [line, "aws s3 ls s3://stage"])
     assert re.search(answer, seen[1].text), seen[1].text
     assert "root:" not in seen[1].text + seen[2].text
@@ -167,17 +167,17 @@ async def test_an_attack_gets_a_clear_answer_and_nothing_else(environments: AwsC
     assert not Path("/tmp/rollbook-escape").exists()
 
 
-async def test_an_endless_output_is_cut_and_the_agent_is_told(environments: AwsCliPool) -> None:
-    async with one_environment(environments) as env:
+async def test_a_long_output_is_cut_with_a_remark(pool: AwsCliPool) -> None:
+    async with one_environment(pool) as env:
         seen = await play(env, bucket_task(), ["aws ec2 help"])
     assert len(seen[-1].text) < 8_400
     assert "output cut" in seen[-1].text
 
 
-async def test_a_command_over_its_time_is_stopped_and_the_next_one_works(environments: AwsCliPool) -> None:
+async def test_a_command_over_its_time_limit_is_stopped_and_the_next_one_works(pool: AwsCliPool) -> None:
     task = bucket_task(setup=[{"run": "aws sqs create-queue --queue-name q", "keep": {"url": "QueueUrl"}}])
     slow = ["aws cloudformation wait stack-create-complete --stack-name x", "aws s3 ls"]
-    async with one_environment(environments) as env:
+    async with one_environment(pool) as env:
         seen = [await env.reset(task)]
         seen.append(await env.step("aws sqs get-queue-url --queue-name q --query QueueUrl --output text"))
         url = seen[-1].text.strip()
@@ -188,7 +188,7 @@ async def test_a_command_over_its_time_is_stopped_and_the_next_one_works(environ
     assert sum(observation.reward for observation in seen) == 0.0
 
 
-async def test_lambda_code_is_not_executed_on_this_machine(environments: AwsCliPool, tmp_path: Path) -> None:
+async def test_lambda_code_is_not_executed_on_this_machine(pool: AwsCliPool, tmp_path: Path) -> None:
     flag = tmp_path / "executed"
     task = bucket_task(
         files={"fn.zip": {"app.py": f"open({str(flag)!r}, 'w').close()\ndef main(event, context): return 1\n"}},
@@ -200,12 +200,12 @@ async def test_lambda_code_is_not_executed_on_this_machine(environments: AwsCliP
         f"{create} --role arn:aws:iam::111122223333:role/r --code S3Bucket=stage,S3Key=fn.zip",
         "aws lambda invoke --function-name f out.json",
     ]
-    async with one_environment(environments) as env:
+    async with one_environment(pool) as env:
         await play(env, task, moves)
     assert not flag.exists()
 
 
-async def test_what_a_simulator_is_told_to_call_is_not_called(environments: AwsCliPool) -> None:
+async def test_a_simulator_cannot_call_the_address_of_a_subscription(pool: AwsCliPool) -> None:
     """A subscription may name any address; the simulator must not be able to reach it."""
     called = asyncio.Event()
 
@@ -222,25 +222,25 @@ async def test_what_a_simulator_is_told_to_call_is_not_called(environments: AwsC
         f"aws sns publish --topic-arn {arn} --message hello",
         "aws sns list-topics",
     ]
-    async with server, one_environment(environments) as env:
+    async with server, one_environment(pool) as env:
         seen = await play(env, bucket_task(), moves)
     assert arn in seen[-1].text
     assert not called.is_set()
 
 
-async def test_chaos_strikes_the_same_way_for_the_same_seed(environments: AwsCliPool) -> None:
+async def test_chaos_is_the_same_for_the_same_seed(pool: AwsCliPool) -> None:
     row: dict[str, Any] = {"id": "parameters-for-two-stages", "seed": 3, "chaos_scale": 4.0}
     moves = [f"aws ssm put-parameter --name /p/{n} --value x --type String" for n in range(8)]
     texts = []
     for _ in range(2):
-        async with one_environment(environments) as env:
+        async with one_environment(pool) as env:
             seen = await play(env, row, moves)
             texts.append([observation.text for observation in seen[1:]])
             assert seen[-1].facts["chaos"] == 2
     assert texts[0] == texts[1]
 
 
-async def test_an_environment_alone_brings_its_own_simulator_and_takes_it_away() -> None:
+async def test_an_environment_without_a_pool_starts_and_stops_its_own_simulator() -> None:
     env = AwsCliEnvironment()
     try:
         seen = await play(env, bucket_task(), ["aws s3 mb s3://wanted"])
@@ -252,14 +252,14 @@ async def test_an_environment_alone_brings_its_own_simulator_and_takes_it_away()
     assert not scratch.exists()
 
 
-async def test_a_full_pool_is_told_with_its_size(environments: AwsCliPool) -> None:
-    async with one_environment(environments), one_environment(environments):
-        assert environments.health().busy == environments.capacity == 2
+async def test_a_full_pool_is_reported_with_its_size(pool: AwsCliPool) -> None:
+    async with one_environment(pool), one_environment(pool):
+        assert pool.health().busy == pool.capacity == 2
         with pytest.raises(EnvironmentsExhaustedError, match=r"MiniStack pool exhausted: 2 of 2"):
-            await environments.acquire(Deadline(0.05, "impatient"))
+            await pool.acquire(Deadline(0.05, "impatient"))
 
 
-async def test_a_real_account_is_not_touched_before_it_said_that_it_is_the_confirmed_one(
+async def test_a_real_account_is_not_changed_unless_it_is_the_confirmed_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     args = {"backend": "aws", "confirm_account": "999999999999"}
@@ -272,10 +272,10 @@ async def test_a_real_account_is_not_touched_before_it_said_that_it_is_the_confi
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-a-key")
     with pytest.raises(RunError, match=r"nothing was changed"):
         async with AwsCliEnvironment.open_pool(size=1, log=quiet_log(), args=args):
-            pytest.fail("nobody confirmed this account")
+            pytest.fail("this account is not confirmed")
 
 
-async def test_slots_listen_on_consecutive_ports_and_a_port_in_use_is_told() -> None:
+async def test_slots_listen_on_consecutive_ports_and_a_port_in_use_is_reported() -> None:
     async with ministack_pool(pool_size=1) as first:
         taken = (await first.acquire_now()).sandbox.port
         with pytest.raises(RunError, match=rf"port {taken} .* cannot be used.*AWS_RL_ENV_MINISTACK_BASE_PORT"):
@@ -286,9 +286,9 @@ async def test_slots_listen_on_consecutive_ports_and_a_port_in_use_is_told() -> 
     assert ports == {taken, taken + 1}
 
 
-async def test_eight_sessions_make_a_bucket_of_the_same_name_and_none_sees_another() -> None:
-    async def session(environments: AwsCliPool, number: int) -> str:
-        async with one_environment(environments) as env:
+async def test_eight_sessions_create_a_bucket_of_the_same_name_and_none_sees_another() -> None:
+    async def session(pool: AwsCliPool, number: int) -> str:
+        async with one_environment(pool) as env:
             moves = [
                 "aws s3 mb s3://same",
                 f"aws s3api put-object --bucket same --key from-{number}",
@@ -296,11 +296,9 @@ async def test_eight_sessions_make_a_bucket_of_the_same_name_and_none_sees_anoth
             ]
             return (await play(env, bucket_task(), moves))[-1].text
 
-    async with open_environment_pool(
-        EnvConfig(name="aws", args={"base_port": 0}), size=8, log=quiet_log()
-    ) as environments:
-        assert isinstance(environments, AwsCliPool)
-        assert environments.capacity == 8
-        shown = await asyncio.gather(*(session(environments, number) for number in range(8)))
+    async with open_environment_pool(EnvConfig(name="aws", args={"base_port": 0}), size=8, log=quiet_log()) as pool:
+        assert isinstance(pool, AwsCliPool)
+        assert pool.capacity == 8
+        shown = await asyncio.gather(*(session(pool, number) for number in range(8)))
     for number, text in enumerate(shown):
         assert re.findall(r"from-\d", text) == [f"from-{number}"]

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 
 async def verdict(environments: AwsCliPool, task: AwsTask, seed: int) -> str | None:
-    """What is wrong with a task, or None."""
+    """The problem of a task, or None."""
     async with one_environment(environments) as env:
         seen = await play_reference(env, {"id": task.id, "seed": seed})
         total = sum(observation.reward for observation in seen)
@@ -27,7 +27,7 @@ async def verdict(environments: AwsCliPool, task: AwsTask, seed: int) -> str | N
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in BANK.glob("*.yaml")))
-async def test_every_reference_scores_one_and_doing_nothing_scores_nothing(name: str) -> None:
+async def test_every_reference_solution_scores_one_and_doing_nothing_scores_zero(name: str) -> None:
     tasks = read_tasks([BANK / name])
     async with aws_pool(2) as environments:
         verdicts = await asyncio.gather(

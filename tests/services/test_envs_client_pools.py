@@ -1,4 +1,4 @@
-"""Groups of sessions: whole or not at all, for code that awaits and for code that blocks."""
+"""Groups of sessions connect completely or not at all, in asynchronous and in blocking code."""
 
 import asyncio
 import subprocess
@@ -18,8 +18,8 @@ from rollbook.envs.client.session import ClientOptions, EnvSession, GroupTooLarg
 from tests.parts.envs.environments import GAME, FailsOneReset, Notebook, Waiter, served, until
 
 
-async def halve(env: EnvSession) -> float:
-    """Play number guessing as well as it can be played."""
+async def bisect(env: EnvSession) -> float:
+    """Play number guessing optimally."""
     low, high = 0, 15
     while True:
         guess = (low + high) // 2
@@ -29,7 +29,7 @@ async def halve(env: EnvSession) -> float:
         low, high = (guess + 1, high) if seen.text == "higher" else (low, guess - 1)
 
 
-def halve_blocking(env: BlockingSession, first: Observation) -> float:
+def bisect_blocking(env: BlockingSession, first: Observation) -> float:
     assert first.text == "guess a number from 0 to 15"
     low, high = 0, 15
     while True:
@@ -47,21 +47,21 @@ async def counting_resets() -> AsyncIterator[None]:
     FailsOneReset.resets, FailsOneReset.fails_on = 0, 0
 
 
-async def test_a_group_plays_the_same_task_at_the_same_time() -> None:
-    told: list[GroupResult] = []
+async def test_a_group_plays_the_same_task_concurrently() -> None:
+    results: list[GroupResult] = []
     async with served("number_guessing", size=8) as server:
-        async with GrpoPool(server.url, size=8, on_result=told.append) as pool:
+        async with GrpoPool(server.url, size=8, on_result=results.append) as pool:
             for _ in range(3):
                 seen = await pool.reset_group(GAME)
                 assert [first.text for first in seen] == ["guess a number from 0 to 15"] * 8
-                rewards = await pool.run_group(halve)
+                rewards = await pool.run_group(bisect)
                 pool.record_group_result(GAME, rewards)
             assert server.pool.health().busy == 8
         assert server.pool.health().busy == 0
-    assert [result.mean for result in told] == pytest.approx([0.84] * 3)
+    assert [result.mean for result in results] == pytest.approx([0.84] * 3)
 
 
-async def test_a_group_steps_together_and_a_finished_sibling_rests() -> None:
+async def test_a_group_steps_together_and_a_finished_sibling_repeats_its_last_observation() -> None:
     async with served("number_guessing", size=3) as server, GrpoPool(server.url, size=3) as pool:
         await pool.reset_group(GAME)
         seen = await pool.run_group_step(["5", "1", "9"])
@@ -75,7 +75,7 @@ async def test_a_group_steps_together_and_a_finished_sibling_rests() -> None:
             await pool.run_group_step(["1", None, "2"])
 
 
-async def test_more_sessions_than_the_server_has_is_an_error_that_names_both_numbers() -> None:
+async def test_a_group_larger_than_the_server_is_refused_with_both_numbers() -> None:
     async with served("number_guessing", size=4) as server:
         with pytest.raises(GroupTooLargeError, match=r"5 sessions .* has 4"):
             await GrpoPool(server.url, size=5).connect()
@@ -86,7 +86,7 @@ async def test_more_sessions_than_the_server_has_is_an_error_that_names_both_num
 
 @pytest.mark.parametrize("failing", [1, 3, 8])
 @pytest.mark.usefixtures("counting_resets")
-async def test_a_connect_whose_first_reset_fails_leaves_nothing_behind(failing: int) -> None:
+async def test_a_connect_whose_first_reset_fails_leaves_no_session_open(failing: int) -> None:
     FailsOneReset.fails_on = failing
     async with served(FailsOneReset, size=8) as server:
         pool = GrpoPool(server.url, size=8, first_task={})
@@ -94,12 +94,12 @@ async def test_a_connect_whose_first_reset_fails_leaves_nothing_behind(failing: 
             await pool.connect()
         assert pool.sessions == ()
         await until(lambda: server.pool.health().busy == 0)
-        async with GrpoPool(server.url, size=8, first_task={}) as again:  # every place is free
+        async with GrpoPool(server.url, size=8, first_task={}) as again:  # every slot is free
             assert len(again.sessions) == 8
 
 
 @pytest.mark.usefixtures("counting_resets")
-async def test_a_group_reset_that_fails_closes_the_group_and_the_next_one_connects_anew() -> None:
+async def test_a_failed_group_reset_closes_the_group_and_the_next_one_reconnects() -> None:
     FailsOneReset.fails_on = 6
     async with served(FailsOneReset, size=4) as server, GrpoPool(server.url, size=4) as pool:
         await pool.reset_group({})
@@ -137,11 +137,11 @@ async def test_a_failed_sibling_does_not_end_the_others() -> None:
         assert len(finished) == 3
 
 
-async def test_groups_that_need_more_than_half_each_all_get_their_turn() -> None:
+async def test_groups_that_need_more_than_half_each_are_all_served() -> None:
     async def play(pool: GrpoPool) -> float:
         async with pool:
             await pool.reset_group(GAME)
-            return sum(await pool.run_group(halve))
+            return sum(await pool.run_group(bisect))
 
     async with served("number_guessing", size=8) as server:
         earned = await asyncio.gather(*(play(GrpoPool(server.url, size=6)) for _ in range(5)))
@@ -149,7 +149,7 @@ async def test_groups_that_need_more_than_half_each_all_get_their_turn() -> None
         assert server.pool.health().busy == 0
 
 
-async def test_rewards_that_do_not_exist_are_not_zeros() -> None:
+async def test_missing_rewards_are_none_and_not_zero() -> None:
     pool = GrpoPool("http://127.0.0.1:9", size=3)
     result = pool.record_group_result(GAME, [1.0, None, float("nan")])
     assert (result.rewards, result.scored, result.mean) == ((1.0, None, None), (1.0,), 1.0)
@@ -158,15 +158,15 @@ async def test_rewards_that_do_not_exist_are_not_zeros() -> None:
         pool.record_group_result(GAME, [1.0, 0.0])
 
 
-async def test_a_pool_without_a_server_says_so_and_one_without_connections_too() -> None:
+async def test_a_missing_server_and_a_missing_connect_are_reported() -> None:
     with pytest.raises(TransientError, match="is the server running"):
         await GrpoPool("http://127.0.0.1:9", size=2).connect()
     with pytest.raises(RunError, match="not connected"):
         await GrpoPool("http://127.0.0.1:9", size=2).run_group_step(["a", "b"])
 
 
-async def test_a_server_without_tickets_that_refuses_after_accepting_is_found_out() -> None:
-    """Servers of the openenv package accept the socket, say CAPACITY_REACHED and close."""
+async def test_a_server_without_reservations_that_refuses_after_accepting_is_detected() -> None:
+    """Servers of the openenv package accept the socket, send CAPACITY_REACHED and close."""
 
     async def refuse(request: web.Request) -> web.WebSocketResponse:
         socket = web.WebSocketResponse()
@@ -193,18 +193,18 @@ async def test_a_server_without_tickets_that_refuses_after_accepting_is_found_ou
 
 async def test_a_synchronous_trainer_plays_groups_with_plain_and_with_async_rollouts() -> None:
     async def play(env: EnvSession, first: Observation) -> float:
-        return await halve(env)
+        return await bisect(env)
 
     def train(url: str) -> None:
-        told: list[GroupResult] = []
-        with MultiTurnEnvPool(url, size=8, on_result=told.append) as pool:
-            for rollout in (halve_blocking, play):
+        results: list[GroupResult] = []
+        with MultiTurnEnvPool(url, size=8, on_result=results.append) as pool:
+            for rollout in (bisect_blocking, play):
                 rewards = pool.run_group(GAME, rollout)
                 assert rewards == pytest.approx([0.84] * 8)
                 pool.record_group_result(GAME, rewards)
             assert [seen.done for seen in pool.reset_group(GAME)] == [False] * 8
             assert [seen.text for seen in pool.run_group_step(["5"] * 8)] == ["correct"] * 8
-        assert len(told) == 2
+        assert len(results) == 2
         pool.close()
         with pytest.raises(RunError, match="closed"):
             pool.reset_group(GAME)
@@ -239,7 +239,7 @@ async def test_calling_the_pool_from_its_own_loop_is_refused_instead_of_hanging(
         await asyncio.to_thread(train, server.url)
 
 
-async def test_closing_a_blocking_pool_ends_a_rollout_that_still_waits() -> None:
+async def test_closing_a_blocking_pool_ends_a_waiting_rollout() -> None:
     def train(url: str) -> str:
         pool = MultiTurnEnvPool(url, size=1, options=ClientOptions(close_s=0.5))
         waiting = threading.Event()
@@ -269,9 +269,9 @@ async def test_closing_a_blocking_pool_ends_a_rollout_that_still_waits() -> None
         await until(lambda: server.pool.health().busy == 0)
 
 
-async def test_tickets_that_make_no_sense_are_refused() -> None:
+async def test_invalid_reservations_are_refused() -> None:
     async with served("number_guessing", size=2) as server, aiohttp.ClientSession(server.url) as http:
-        for body in ({"sessions": 0}, {"sessions": "many"}, {"places": 2}):
+        for body in ({"sessions": 0}, {"sessions": "many"}, {"slots": 2}):
             async with http.post("/reservations", json=body) as reply:
                 assert reply.status == 422
         async with http.get("/ws?reservation=never-granted") as reply:

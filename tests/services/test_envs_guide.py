@@ -18,7 +18,7 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", GUIDE, re.DOTALL)
 
 
-def test_a_reader_who_types_the_guide_gets_what_it_shows(tmp_path: Path) -> None:
+def test_the_code_of_the_guide_prints_the_shown_output(tmp_path: Path) -> None:
     environment, *rest = blocks("python")
     (tmp_path / "lock.py").write_text(environment)
     (tmp_path / "session.py").write_text("\n".join(rest))
@@ -35,7 +35,7 @@ def test_a_reader_who_types_the_guide_gets_what_it_shows(tmp_path: Path) -> None
     assert done.stdout.splitlines() == ["Open the lock: three digits.", "2 of 3 digits are right.", "1.0", "1.0"]
 
 
-def test_the_run_file_of_the_guide_is_understood(tmp_path: Path) -> None:
+def test_the_run_file_of_the_guide_is_valid(tmp_path: Path) -> None:
     (tmp_path / "lock.py").write_text(blocks("python")[0])
     run = tomllib.loads(blocks("toml")[0])
     TasksConfig.model_validate(run["tasks"])

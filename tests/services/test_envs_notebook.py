@@ -1,4 +1,4 @@
-"""The notebook is run, cell by cell, in one event loop, as a kernel would."""
+"""Runs the notebook, cell by cell, in one event loop."""
 
 import ast
 import inspect

@@ -64,7 +64,7 @@ async def until_it_answers(url: str) -> None:
                 await asyncio.sleep(0.1)
 
 
-async def test_its_client_plays_an_episode_against_our_server() -> None:
+async def test_the_openenv_client_plays_an_episode_on_our_server() -> None:
     async with served("number_guessing", size=1) as server:
         episode = await told("play", server.url)
         assert server.pool.health().busy == 0
@@ -76,7 +76,7 @@ async def test_its_client_plays_an_episode_against_our_server() -> None:
     assert "VALIDATION_ERROR" in str(episode["errors"])
 
 
-async def test_its_clients_are_refused_cleanly_when_we_are_full() -> None:
+async def test_openenv_clients_are_refused_if_our_server_is_full() -> None:
     async with served("number_guessing", size=2, connect_wait_s=0.1) as server:
         crowd = await told("crowd", server.url, "4")
         assert server.pool.health().busy == 0
@@ -85,7 +85,7 @@ async def test_its_clients_are_refused_cleanly_when_we_are_full() -> None:
 
 
 @pytest.mark.parametrize("verb", ["serve", "host"])
-async def test_our_client_plays_its_environment_on_its_server_and_on_ours(verb: str) -> None:
+async def test_our_client_plays_an_openenv_environment_on_both_servers(verb: str) -> None:
     with peer(verb) as url:
         await until_it_answers(url)
         async with open_session(url, COUNTER) as environment:
@@ -104,12 +104,12 @@ async def test_our_client_plays_its_environment_on_its_server_and_on_ours(verb: 
 
 
 @pytest.mark.parametrize("verb", ["serve", "host"])
-async def test_our_group_is_whole_on_its_server_too(verb: str) -> None:
+async def test_our_group_connects_completely_to_both_servers(verb: str) -> None:
     with peer(verb) as url:
         await until_it_answers(url)
         for _ in range(
             3
-        ):  # its places come back while its environments are still closing: connects wait instead of failing
+        ):  # its slots are freed while its environments are still closing: connects wait instead of failing
             async with GrpoPool(url, size=4, first_task={"target": 3}, options=COUNTER) as pool:
                 seen = await pool.run_group_step([{"amount": n} for n in (1, 2, 3, 4)])
                 assert [json.loads(answer.text)["total"] for answer in seen] == [1, 2, 3, 4]

@@ -1,4 +1,4 @@
-"""A trainer that cannot await plays groups of the AWS environment with a policy that knows the solutions, drawn by a curriculum."""
+"""A blocking trainer plays groups of AWS tasks from a curriculum, with a policy that knows the solutions."""
 
 import asyncio
 from collections.abc import Mapping
@@ -46,7 +46,7 @@ def outcome_of(result: GroupResult) -> GroupOutcome:
     )
 
 
-async def test_a_synchronous_loop_solves_its_tasks_and_the_curriculum_hears_what_each_group_earned() -> None:
+async def test_a_synchronous_loop_solves_its_tasks_and_reports_each_group_to_the_curriculum() -> None:
     creates = [task for task in task_bank().values() if task.tier is Tier.BEGINNER and not task.setup]
     curriculum = Curriculum(
         [Task(id=TaskId(task.id), row={"id": task.id, "seed": 7, "tier": task.tier.value}) for task in creates]
@@ -68,5 +68,5 @@ async def test_a_synchronous_loop_solves_its_tasks_and_the_curriculum_hears_what
         assert server.pool.health().busy == 0
     assert [result.rewards for result in recorded] == [pytest.approx((1.0,) * GROUP)] * NUM_GROUPS
     played = {TaskId(result.task["id"]) for result in recorded}
-    assert len(played) == NUM_GROUPS  # what is new comes before what was solved
+    assert len(played) == NUM_GROUPS  # new tasks come before solved ones
     assert all(curriculum.mastery(task_id).results == (1.0,) for task_id in played)

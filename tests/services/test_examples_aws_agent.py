@@ -1,4 +1,4 @@
-"""The recipe of the AWS agent: what is held out stays so, demonstrations are what they say, the view keeps what is asked for."""
+"""The AWS agent example: held-out names, demonstrations, prompts and the result table."""
 
 import json
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ def recipe() -> Iterator[dict[str, ModuleType]]:
         yield found
 
 
-def test_held_out_pairs_of_words_are_in_every_measured_task_and_in_no_renamed_demonstration(
+def test_held_out_pairs_of_words_are_in_every_evaluated_task_and_in_no_renamed_demonstration(
     recipe: dict[str, ModuleType],
 ) -> None:
     small_aws, prepare = recipe["small_aws"], recipe["prepare"]
@@ -33,11 +33,11 @@ def test_held_out_pairs_of_words_are_in_every_measured_task_and_in_no_renamed_de
     shown = list(prepare.renamed([chat], 200, seed=3))
     assert not any(small_aws.has_held_out_pair(message["content"]) for other in shown for message in other)
     assert len({other[0]["content"] for other in shown}) > 150
-    # The same word for the same word: what was to be copied still is.
+    # Words are replaced consistently, so names can still be copied.
     assert all(other[1]["content"] in other[0]["content"] for other in shown)
 
 
-def test_no_training_task_has_a_held_out_pair_not_even_as_its_second_name(recipe: dict[str, ModuleType]) -> None:
+def test_no_training_task_has_a_held_out_pair_in_any_position(recipe: dict[str, ModuleType]) -> None:
     small_aws = recipe["small_aws"]
     rows = list(small_aws.tasks("train", 60, seed=5))
     assert not [row["id"] for row in rows if small_aws.has_held_out_pair(json.dumps(row["variants"]))]
@@ -51,14 +51,14 @@ def test_no_training_task_has_a_held_out_pair_not_even_as_its_second_name(recipe
         ("cut_name", "aws s3api create-bucket --bucket amber"),
     ],
 )
-def test_a_careless_move_differs_from_the_right_one_in_one_thing(
+def test_a_flawed_move_differs_from_the_right_one_in_one_part(
     recipe: dict[str, ModuleType], flaw: str, line: str
 ) -> None:
     assert getattr(recipe["prepare"], flaw)("aws s3api create-bucket --bucket amber-birch") == line
     assert getattr(recipe["prepare"], flaw)("aws sns list-topics") != "aws sns list-topics"
 
 
-def test_the_view_keeps_values_and_errors_and_leaves_out_braces_and_usage(recipe: dict[str, ModuleType]) -> None:
+def test_the_prompt_keeps_values_and_errors_and_omits_braces_and_usage(recipe: dict[str, ModuleType]) -> None:
     view = recipe["small_aws"].seen_by_agent
     assert (
         view(json.dumps({"Parameter": {"Name": "/a", "LastModifiedDate": 17.5, "Value": "fern"}}))
@@ -68,7 +68,7 @@ def test_the_view_keeps_values_and_errors_and_leaves_out_braces_and_usage(recipe
     assert view(usage) == "error: argument operation: no"
 
 
-def test_a_command_is_few_tokens_and_comes_back_as_it_was(recipe: dict[str, ModuleType]) -> None:
+def test_a_command_has_few_tokens_and_is_decoded_unchanged(recipe: dict[str, ModuleType]) -> None:
     line = "aws s3api create-bucket --bucket amber-birch"
     chats = [
         [{"role": "user", "content": "Create an S3 bucket named amber-birch."}, {"role": "assistant", "content": line}]
@@ -87,7 +87,7 @@ def measurement(mean: float) -> dict[str, Any]:
     }
 
 
-def test_the_table_says_whether_before_and_after_are_apart(recipe: dict[str, ModuleType], tmp_path: Path) -> None:
+def test_the_table_reports_whether_the_intervals_overlap(recipe: dict[str, ModuleType], tmp_path: Path) -> None:
     table = recipe["results"].table
     assert table({"before": measurement(0.3), "after": measurement(0.6)})[-1].endswith("| +30.0 | apart |")
     assert table({"before": measurement(0.3), "after": measurement(0.35)})[-1].endswith("| +5.0 | overlap |")

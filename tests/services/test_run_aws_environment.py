@@ -1,4 +1,4 @@
-"""The AWS environment through the whole asynchronous loop: from draw to trained batch, with a policy that solves its tasks."""
+"""The AWS environment in the whole asynchronous loop, from draw to trained batch, with a policy that knows the solutions."""
 
 import json
 from pathlib import Path

@@ -3,7 +3,7 @@
     reset({"left": 17, "sign": "-", "right": 5})     ->  "17 - 5 ="
     step("12")                                       ->  "correct", reward 1, done
 
-Read it first when you write an environment of your own (docs/writing-an-environment.md walks through it).
+A good first example for your own environment (see docs/writing-an-environment.md).
 """
 
 import random
@@ -18,12 +18,12 @@ SIGNS: dict[str, Callable[[int, int], int]] = {
     "-": lambda left, right: left - right,
     "*": lambda left, right: left * right,
 }
-# More digits than any answer here has; parsing a number of megabytes would hold the event loop.
+# Longer than any answer: longer digit strings are not parsed, since that would block the event loop.
 NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
 
 
 class Arithmetic:
-    """One sum to do. The last number of the reply is the answer."""
+    """One calculation. The last number of the reply is the answer."""
 
     is_quick = True
 
@@ -37,14 +37,14 @@ class Arithmetic:
             raise ValueError(f"the task lacks {', '.join(missing)}; it needs left, sign and right")
         left, sign, right = int(task["left"]), str(task["sign"]), int(task["right"])
         if sign not in SIGNS:
-            raise ValueError(f"there is no sign {sign!r}; known are {' '.join(SIGNS)}")
+            raise ValueError(f"unknown sign {sign!r}; known are {' '.join(SIGNS)}")
         self._answer = SIGNS[sign](left, right)
         self._question = f"{left} {sign} {right} ="
         return Observation(text=self._question, facts={"answer": self._answer})
 
     def step(self, action: str) -> Observation:
         if self._answer is None:
-            raise RuntimeError("step without a question: reset first; one question takes one answer")
+            raise RuntimeError("step without a question: reset first; each question accepts one answer")
         numbers = NUMBER.findall(action)
         solved = bool(numbers) and int(numbers[-1]) == self._answer
         facts = {"question": self._question, "answer": self._answer, "given": numbers[-1] if numbers else None}
@@ -57,7 +57,7 @@ class Arithmetic:
 
 
 def arithmetic_tasks(count: int, *, seed: int = 0, most: int = 20, signs: str = "+-") -> list[dict[str, Any]]:
-    """Rows with ids of their own; the same seed gives the same rows."""
+    """Rows with unique ids; the same seed gives the same rows."""
     rng = random.Random(seed)
     return [
         {

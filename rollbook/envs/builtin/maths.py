@@ -1,7 +1,7 @@
-"""Maths problems with retries: the agent answers, hears whether it is right, and may try again for less.
+"""Maths problems with retries: after a wrong answer the agent may try again, for a smaller reward.
 
-A task is a row with `question` and `answer`: rows of GSM8K (`… #### 72`) and of reasoning-gym fit as they are. A solved problem
-pays 1 at the first try and `retry_discount` of it for each further one; an unsolved one pays nothing.
+A task is a row with `question` and `answer`; rows of GSM8K (`… #### 72`) and of reasoning-gym can be used unchanged. The reward is
+1 at the first try, multiplied by `retry_discount` for each further one, and 0 for an unsolved problem.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ class Maths:
             raise ValueError(f"max_turns is {max_turns}; a problem needs at least one try")
         if not 0 < retry_discount <= 1:
             raise ValueError(
-                f"retry_discount is {retry_discount}; it must lie in (0, 1] so that a later success still pays"
+                f"retry_discount is {retry_discount}; it must be in (0, 1], so that a later success still earns a reward"
             )
         self._max_turns = max_turns
         self._retry_discount = retry_discount
@@ -58,7 +58,7 @@ class Maths:
         self._task = None
 
     def score(self, given: str, task: Mapping[str, Any]) -> float:
-        """1 for the right answer, else 0. An environment with partial credit overrides this."""
+        """1 for the right answer, else 0. A subclass with partial credit overrides this."""
         expected = final_answer(str(task["answer"])) if "####" in str(task["answer"]) else str(task["answer"])
         return 1.0 if is_same_answer(given, expected or "") else 0.0
 
@@ -68,5 +68,5 @@ class Maths:
 
 def _verdict(given: str | None, solved: bool) -> str:
     if given is None:
-        return f"There is no answer in this. {HOW_TO_ANSWER}"
+        return f"This contains no answer. {HOW_TO_ANSWER}"
     return "Correct." if solved else "Not correct."

@@ -1,14 +1,14 @@
-r"""Answers to maths problems: finding the final one in a text, and telling whether two are the same.
+r"""Extracts the final answer of a text, and compares answers.
 
-The final answer is, in this order: the last `\boxed{…}`, the last `<answer>…</answer>`, what follows the last `####` (as in GSM8K),
-what follows the last "answer is", and, where the reader is lenient, the last number of the text. Numbers are compared as fractions:
-`0.5`, `1/2`, `\frac{1}{2}` and `$0.50` are one answer.
+The final answer is, in this order: the last `\boxed{…}`, the last `<answer>…</answer>`, the text after the last `####` (as in
+GSM8K), the text after the last "answer is", and, if `is_lenient`, the last number of the text. Numbers are compared as fractions:
+`0.5`, `1/2`, `\frac{1}{2}` and `$0.50` are equal.
 """
 
 import re
 from fractions import Fraction
 
-# Longer texts are searched at their end only: the final answer stands there, and a search must not hold the event loop.
+# Only the end of a longer text is searched: the final answer is there, and a search must not block the event loop.
 MAX_CHARS = 20_000
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 AFTER_HASHES = re.compile(r"####\s*([^\n]+)")
@@ -16,11 +16,11 @@ AFTER_WORDS = re.compile(r"answer\s+is:?\s*([^\n]+)", re.IGNORECASE)
 NUMBER = re.compile(r"[+-]?(?:\d[\d,]{0,29}(?:\.\d{1,30})?|\.\d{1,30})(?:/\d{1,30})?")
 LATEX_FRACTION = re.compile(r"\\[dt]?frac\{([^{}]{1,60})\}\{([^{}]{1,60})\}")
 EXACT_NUMBER = re.compile(r"([+-]?(?:\d{1,30}(?:\.\d{1,30})?|\.\d{1,30}))(?:/([+-]?\d{1,30}(?:\.\d{1,30})?))?")
-ORNAMENTS = re.compile(r"[$€£%,]|\\[,!; ]|\\text\{[^{}]*\}|\\left|\\right|\\%|\\\$")
+FORMATTING = re.compile(r"[$€£%,]|\\[,!; ]|\\text\{[^{}]*\}|\\left|\\right|\\%|\\\$")
 
 
 def final_answer(text: str, *, is_lenient: bool = True) -> str | None:
-    """The final answer of a text, None when it gives none."""
+    """The final answer of a text; None if there is none."""
     text = text[-MAX_CHARS:]
     boxed = last_boxed(text)
     if boxed is not None:
@@ -36,7 +36,7 @@ def final_answer(text: str, *, is_lenient: bool = True) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The contents of the last `\boxed{…}` whose braces close."""
+    r"""The content of the last `\boxed{…}` with balanced braces."""
     start = text.rfind("\\boxed{")
     while start >= 0:
         depth, begin = 1, start + len("\\boxed{")
@@ -56,8 +56,8 @@ def is_same_answer(given: str, expected: str) -> bool:
 
 
 def as_number(text: str) -> Fraction | None:
-    """The number a text stands for, None when it is none."""
-    text = LATEX_FRACTION.sub(r"\1/\2", ORNAMENTS.sub("", text)).strip().rstrip(".").replace(" ", "")
+    """The text as a number; None if it is not a number."""
+    text = LATEX_FRACTION.sub(r"\1/\2", FORMATTING.sub("", text)).strip().rstrip(".").replace(" ", "")
     match = EXACT_NUMBER.fullmatch(text)
     if match is None:
         return None
@@ -66,5 +66,5 @@ def as_number(text: str) -> Fraction | None:
 
 
 def plain(text: str) -> str:
-    """A text without ornaments, case and extra spaces."""
-    return " ".join(ORNAMENTS.sub("", text).casefold().split()).rstrip(".")
+    """The text without formatting, case and extra spaces."""
+    return " ".join(FORMATTING.sub("", text).casefold().split()).rstrip(".")

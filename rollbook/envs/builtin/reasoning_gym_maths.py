@@ -1,4 +1,4 @@
-"""Problems of reasoning-gym with its own scorers: `--env reasoning_gym`. Only who chose this environment needs the package."""
+"""Problems of reasoning-gym with its scorers: `--env reasoning_gym`. The only module that imports the package."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,9 +9,9 @@ from rollbook.envs.builtin.maths import Maths
 
 
 class ReasoningGymMaths(Maths):
-    """Like `maths`, but the answer is judged by the dataset the row comes from (`metadata.source_dataset`).
+    """Like `maths`, but the answer is scored by the dataset of the row (`metadata.source_dataset`).
 
-    Some of its scorers pay a little for answers that come close; that is paid at the last try.
+    Some scorers give partial credit for close answers; it is paid at the last try.
     """
 
     def score(self, given: str, task: Mapping[str, Any]) -> float:
@@ -19,12 +19,12 @@ class ReasoningGymMaths(Maths):
         source = metadata.get("source_dataset") if isinstance(metadata, Mapping) else None
         if not isinstance(source, str):
             raise ValueError(
-                "the row names no metadata.source_dataset; make it with reasoning_gym, or use the environment 'maths'"
+                "the row has no metadata.source_dataset; create it with reasoning_gym, or use the environment 'maths'"
             )
         return float(get_score_answer_fn(source)(given, dict(task)))
 
 
 def reasoning_gym_tasks(dataset: str, count: int, *, seed: int = 0, **settings: Any) -> list[dict[str, Any]]:
-    """Rows of one of its datasets, with ids of our own; the same seed gives the same rows."""
+    """Rows of one of its datasets, with unique ids; the same seed gives the same rows."""
     rows = create_dataset(dataset, size=count, seed=seed, **settings)
     return [{"id": f"{dataset}-{seed}-{index}", **row} for index, row in enumerate(rows)]

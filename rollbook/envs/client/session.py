@@ -5,8 +5,7 @@
         seen = await env.step("7")
 
 It also works with servers of the `openenv` package. A lost connection, a dead environment and a late reply raise `EpisodeError`:
-the
-episode is dropped and never scored.
+the episode is dropped and never scored.
 """
 
 import asyncio

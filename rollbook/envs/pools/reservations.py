@@ -43,9 +43,7 @@ class UnknownReservationError(RunError):
 
 
 class SlotQueue:
-    """The slots in use, the granted reservations and the waiting ones. Each change returns the reservations it granted, in
-    order.
-    """
+    """Slots in use, granted reservations and waiting ones. Each change returns the reservations it granted, in order."""
 
     def __init__(self, capacity: int) -> None:
         if capacity < 1:

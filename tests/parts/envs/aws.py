@@ -1,4 +1,4 @@
-"""Pools of real simulators for tests, and a sandbox that is only a promise, for tests of the pool's own rules."""
+"""Pools of real simulators, and fake sandboxes for tests of the sandbox pool."""
 
 import asyncio
 import io
@@ -24,9 +24,9 @@ async def aws_pool(size: int, log_path: Path | None = None, **args: Any) -> Asyn
     """A pool on free ports."""
     log = quiet_log(log_path)
     try:
-        async with AwsCliEnvironment.open_pool(size=size, log=log, args={"base_port": 0, **args}) as environments:
-            assert isinstance(environments, AwsCliPool)
-            yield environments
+        async with AwsCliEnvironment.open_pool(size=size, log=log, args={"base_port": 0, **args}) as pool:
+            assert isinstance(pool, AwsCliPool)
+            yield pool
     finally:
         log.close()
 
@@ -38,8 +38,8 @@ async def ministack_pool(**config: Any) -> AsyncIterator[MiniStackPool]:
 
 
 @asynccontextmanager
-async def one_environment(environments: AwsCliPool) -> AsyncIterator[Environment]:
-    env = await environments.acquire(Deadline(LONG_S, "test"))
+async def one_environment(pool: AwsCliPool) -> AsyncIterator[Environment]:
+    env = await pool.acquire(Deadline(LONG_S, "test"))
     try:
         yield env
     finally:
@@ -47,7 +47,7 @@ async def one_environment(environments: AwsCliPool) -> AsyncIterator[Environment
 
 
 async def play(env: Environment, task: dict[str, Any], moves: Sequence[str]) -> list[Observation]:
-    """Reset and make the moves, until they are used up or the episode is over."""
+    """Reset and play the moves, until the last one or the end of the episode."""
     seen = [await env.reset(task)]
     for move in moves:
         seen.append(await env.step(move))
@@ -57,7 +57,7 @@ async def play(env: Environment, task: dict[str, Any], moves: Sequence[str]) -> 
 
 
 def bucket_task(**changes: Any) -> dict[str, Any]:
-    """A task of our own: make the bucket `wanted`."""
+    """A task: create the bucket `wanted`."""
     return {
         "id": "make-a-bucket",
         "tier": "beginner",
@@ -71,7 +71,7 @@ def bucket_task(**changes: Any) -> dict[str, Any]:
 
 
 def quiet_log(path: Path | None = None) -> EventLog:
-    """Events go to a file or nowhere: expected warnings do not reach the terminal."""
+    """Events go to a file or nowhere, so that expected warnings do not reach the terminal."""
     return EventLog("test", path, echo=io.StringIO())
 
 

@@ -1,4 +1,4 @@
-"""Environments with one bad habit each, and a server around them."""
+"""Environments with one defect each, and a server for them."""
 
 import asyncio
 import threading
@@ -13,13 +13,13 @@ from rollbook.contracts.environment import Observation
 from rollbook.envs.config import EnvConfig, EnvServerConfig
 from rollbook.envs.server.run import RunningServer, serve_environments
 
-# Simulators on any free ports: other tests may run at the same time.
+# Simulators on any free ports: other tests may run concurrently.
 AWS_ARGS = {"base_port": 0}
 GAME = {"secret": 5, "low": 0, "high": 15}
 
 
 class Notebook:
-    """Remembers what was written into it and reads it all back: any bleed between sessions shows at once."""
+    """Returns all actions of its session, which shows any leak between sessions."""
 
     is_quick = True
 
@@ -35,16 +35,16 @@ class Notebook:
 
 
 class Sleeper:
-    """Blocks its thread in every step; `stuck` blocks until the class lets go."""
+    """Blocks its thread in every step; the action `stuck` blocks until `unblock` is set."""
 
-    let_go: ClassVar[threading.Event] = threading.Event()
+    unblock: ClassVar[threading.Event] = threading.Event()
 
     def reset(self, task: Mapping[str, Any]) -> Observation:
         return Observation(text="asleep")
 
     def step(self, action: str) -> Observation:
         if action == "stuck":
-            self.let_go.wait(60)
+            self.unblock.wait(60)
         else:
             time.sleep(float(action))
         return Observation(text="awake", facts={"thread": threading.current_thread().name})
@@ -81,7 +81,7 @@ class Waiter:
 
 
 class Breaker:
-    """Breaks on command, in whichever method the task or the action names."""
+    """Raises in the method that the task or the action names."""
 
     is_quick = True
 
@@ -109,14 +109,14 @@ class Breaker:
             raise RuntimeError("the lid is stuck")
 
 
-class CannotBeMade:
-    """The first of its kind is made (the check at start), and no other."""
+class CannotBeCreated:
+    """Only the first object of the class can be created (by the check at the start)."""
 
-    made: ClassVar[int] = 0
+    created: ClassVar[int] = 0
 
     def __init__(self) -> None:
-        type(self).made += 1
-        if type(self).made > 1:
+        type(self).created += 1
+        if type(self).created > 1:
             raise OSError("the factory is closed")
 
     def reset(self, task: Mapping[str, Any]) -> Observation:
@@ -129,7 +129,7 @@ class CannotBeMade:
 
 
 class FailsOneReset:
-    """The n-th reset of the class fails: for connects that fail in the middle."""
+    """The n-th reset of the class fails: for a connect that fails halfway."""
 
     is_quick = True
     resets: ClassVar[int] = 0
@@ -151,7 +151,7 @@ class FailsOneReset:
 async def served(
     env: type | str, *, size: int | None = 8, args: Mapping[str, Any] | None = None, **settings: Any
 ) -> AsyncIterator[RunningServer]:
-    """A real server on a port of its own, around a class of this module or a name of the catalog."""
+    """A real server on a free port, for a class of this module or a name of the catalog."""
     name = env if isinstance(env, str) else f"{env.__module__}:{env.__qualname__}"
     async with serve_environments(
         EnvConfig(name=name, args=dict(args or {})), EnvServerConfig(**settings), size=size
@@ -160,7 +160,7 @@ async def served(
 
 
 async def until(condition: Callable[[], bool], *, within_s: float = 20.0) -> None:
-    """Wait for a fact to become true; the budget is only there so that a failure is a failure and not a hang."""
+    """Wait for a condition. The time limit turns a hang into a failure."""
     async with asyncio.timeout(within_s):
-        while not condition():  # noqa: ASYNC110 - the facts live in other processes and threads, which set no event here
+        while not condition():  # noqa: ASYNC110 - other processes and threads change the condition, without an event
             await asyncio.sleep(0.005)

@@ -1,4 +1,4 @@
-"""The other side of the OpenEnv wire: run with an interpreter that has the `openenv` package. Never imported by our own tests.
+"""The OpenEnv side of protocol tests: run with an interpreter that has the `openenv` package, never imported by tests.
 
 python envs_openenv_peer.py play URL            its client plays number guessing against our server, and prints what happened
 python envs_openenv_peer.py crowd URL COUNT     COUNT of its clients connect to a full server
@@ -7,7 +7,7 @@ python envs_openenv_peer.py host                our server hosts `Counter`; the 
 """
 
 # mypy: ignore-errors
-# The openenv package lives in a virtual environment of its own, where the type checker does not look.
+# The openenv package is in a separate virtual environment that the type checker does not read.
 
 import asyncio
 import json
@@ -84,7 +84,7 @@ async def play(url: str) -> dict[str, object]:
             except RuntimeError as error:
                 errors.append(str(error))
         again = await env.reset(secret=1, low=0, high=15)
-    async with GenericEnvClient(base_url=url) as env:  # the place is free again at once
+    async with GenericEnvClient(base_url=url) as env:  # the slot is free again at once
         await env.reset(secret=1, low=0, high=15)
     return {
         "texts": texts,

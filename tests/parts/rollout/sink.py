@@ -1,4 +1,4 @@
-"""A `GroupSink` in memory: grants, attempts, receipts and end of data."""
+"""A `GroupSink` in memory: grants, attempts, receipts, end of data."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -37,9 +37,9 @@ class Row:
 @dataclass
 class MemorySink:
     capacity: int
-    """Groups that may be leased at the same time."""
+    """Maximum number of leased groups."""
     wanted: int | None = None
-    """The run ends once this many groups are settled."""
+    """The run ends when this many groups are settled."""
     deadline_s: float = 60.0
     max_attempts: int = 5
     rows: dict[GroupId, Row] = field(default_factory=dict)
@@ -115,7 +115,7 @@ class MemorySink:
             await self._moved.wait_for(is_reached)
 
     async def expire(self, group_id: GroupId) -> None:
-        """Expire a lease."""
+        """Expire the lease of a group."""
         async with self._moved:
             self.rows[group_id].state = "waiting"
             self._moved.notify_all()

@@ -1,11 +1,11 @@
-"""What an agent says, and what is understood of it."""
+"""Parsing the agent's reply into a command or a refusal."""
 
 import pytest
 
 from rollbook.envs.builtin.awscli.commands import Command, Refusal, Verb, parse_move, split
 
 
-def understood(action: str) -> Command:
+def parsed(action: str) -> Command:
     move = parse_move(action)
     assert isinstance(move, Command), move
     return move
@@ -31,41 +31,41 @@ def refused(action: str) -> str:
         "aws s3 ls  # all of them",
     ],
 )
-def test_the_command_is_found_however_it_is_wrapped(action: str) -> None:
-    assert understood(action).argv == ("s3", "ls")
+def test_the_command_is_found_in_any_wrapping(action: str) -> None:
+    assert parsed(action).argv == ("s3", "ls")
 
 
 @pytest.mark.parametrize(
     "action", ["", "   ", "I do not know", "awsome s3 ls", "hinting at aws", "# aws s3 ls", "answer"]
 )
-def test_words_without_a_command_get_an_answer_that_says_what_to_write(action: str) -> None:
+def test_text_without_a_command_is_refused_with_an_instruction(action: str) -> None:
     assert "begins with `aws`" in refused(action)
 
 
-def test_only_the_first_of_several_commands_is_taken_and_the_rest_is_counted() -> None:
-    move = understood("aws s3 ls\naws sqs list-queues\naws sns list-topics")
+def test_only_the_first_of_several_commands_is_used_and_the_others_are_counted() -> None:
+    move = parsed("aws s3 ls\naws sqs list-queues\naws sns list-topics")
     assert move.argv == ("s3", "ls")
     assert move.skipped == 2
 
 
-def test_an_answer_keeps_everything_that_follows() -> None:
-    move = understood("answer rate(5 minutes)")
+def test_an_answer_contains_the_rest_of_the_line() -> None:
+    move = parsed("answer rate(5 minutes)")
     assert (move.verb, move.argv) == (Verb.ANSWER, ("rate(5 minutes)",))
 
 
-def test_where_nothing_was_asked_talk_about_answers_is_only_talk() -> None:
+def test_a_line_that_begins_with_answer_is_ignored_if_the_task_has_no_question() -> None:
     move = parse_move("answer the question first\naws s3 ls", may_answer=False)
     assert isinstance(move, Command)
     assert (move.verb, move.argv, move.skipped) == (Verb.AWS, ("s3", "ls"), 0)
 
 
-def test_a_query_may_end_with_a_tick() -> None:
-    move = understood("aws ec2 describe-vpcs --query 'Vpcs[?IsDefault==`true`]'")
+def test_a_query_may_contain_backticks() -> None:
+    move = parsed("aws ec2 describe-vpcs --query 'Vpcs[?IsDefault==`true`]'")
     assert move.argv[-1] == "Vpcs[?IsDefault==`true`]"
 
 
 @pytest.mark.parametrize(
-    ("line", "sign"),
+    ("line", "operator"),
     [
         ("aws s3 ls | cat", "|"),
         ("aws s3 ls; rm -rf /", ";"),
@@ -75,8 +75,8 @@ def test_a_query_may_end_with_a_tick() -> None:
         ("aws s3 ls (x)", "("),
     ],
 )
-def test_shell_operators_are_refused_by_name(line: str, sign: str) -> None:
-    assert repr(sign) in refused(line)
+def test_shell_operators_are_refused_by_name(line: str, operator: str) -> None:
+    assert repr(operator) in refused(line)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_json_keeps_its_inner_quotes() -> None:
     assert split("""aws x --d '{"a":"b"}' --e "{\\"c\\":1}" """) == ["aws", "x", "--d", '{"a":"b"}', "--e", '{"c":1}']
 
 
-def test_an_open_quote_is_told() -> None:
+def test_an_unclosed_quote_is_reported() -> None:
     assert "never closed" in refused("aws s3 ls 'oops")
 
 
@@ -103,7 +103,7 @@ def test_an_open_quote_is_told() -> None:
     ["--endpoint-url http://127.0.0.1:4567", "--endpoint-url=http://x", "--endpoint http://x", "--endp http://x", "--profile p",
      "--debug", "--no-verify-ssl", "--no-sign-request", "--ca-bundle x"],
 )  # fmt: skip
-def test_options_that_lead_out_are_refused_also_when_abbreviated(option: str) -> None:
+def test_options_that_leave_the_sandbox_are_refused_also_when_abbreviated(option: str) -> None:
     assert "not available" in refused(f"aws s3 ls {option}")
 
 
@@ -117,16 +117,16 @@ def test_local_paths_outside_the_working_directory_are_refused(path: str) -> Non
     assert "working directory" in refused(f"aws s3 cp {path} s3://b/k")
 
 
-def test_paths_inside_it_are_fine() -> None:
-    assert understood("aws s3 cp site/index.html s3://b/k").argv[2] == "site/index.html"
+def test_paths_inside_the_working_directory_are_accepted() -> None:
+    assert parsed("aws s3 cp site/index.html s3://b/k").argv[2] == "site/index.html"
 
 
 @pytest.mark.parametrize("service", ["configure set region x", "history list"])
-def test_the_clis_own_settings_are_out_of_reach(service: str) -> None:
+def test_the_configuration_of_the_cli_is_not_available(service: str) -> None:
     assert "not available" in refused(f"aws {service}")
 
 
-def test_a_line_without_end_is_refused() -> None:
+def test_a_very_long_line_is_refused() -> None:
     assert "the limit is 20000" in refused("aws s3 ls " + "x" * 30_000)
 
 
@@ -145,5 +145,5 @@ def test_a_line_without_end_is_refused() -> None:
         ("aws getaway", False),
     ],
 )
-def test_only_what_certainly_changes_nothing_counts_as_reading(line: str, is_read_only: bool) -> None:
-    assert understood(line).is_read_only is is_read_only
+def test_only_commands_that_surely_change_nothing_are_read_only(line: str, is_read_only: bool) -> None:
+    assert parsed(line).is_read_only is is_read_only

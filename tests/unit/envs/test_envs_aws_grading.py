@@ -1,4 +1,4 @@
-"""What a situation is worth, what is true of an answer, and what the seed decides."""
+"""Values of states, evaluation of checks and answers, seeded faults, and the task bank."""
 
 from typing import Any
 
@@ -35,20 +35,20 @@ RULE = GradingRule(partial=0.5, hint_price=0.85)
 START = CheckResults(goals=(False, False), keeps=(True,))
 
 
-def test_an_untouched_environment_is_worth_nothing() -> None:
+def test_the_initial_state_has_value_zero() -> None:
     assert RULE.value(START, start=START, hints_used=0) == 0.0
 
 
-def test_half_way_is_worth_half_of_the_partial_credit() -> None:
+def test_half_of_the_goals_earn_half_of_the_partial_credit() -> None:
     assert RULE.value(CheckResults(goals=(True, False), keeps=(True,)), start=START, hints_used=0) == 0.25
 
 
-def test_a_solved_environment_is_worth_one_and_each_hint_takes_its_price() -> None:
+def test_a_solved_state_has_value_one_times_the_price_of_each_hint() -> None:
     solved = CheckResults(goals=(True, True), keeps=(True,))
     assert [RULE.value(solved, start=START, hints_used=n) for n in range(3)] == pytest.approx([1.0, 0.85, 0.7225])
 
 
-def test_breaking_what_had_to_stay_is_worth_nothing_even_with_every_goal_reached() -> None:
+def test_a_broken_keep_check_gives_value_zero_even_if_every_goal_holds() -> None:
     broken = CheckResults(goals=(True, True), keeps=(False,))
     assert not broken.is_solved
     assert RULE.value(broken, start=START, hints_used=0) == 0.0
@@ -61,23 +61,23 @@ def test_goals_that_held_at_the_start_earn_nothing() -> None:
     assert potential(CheckResults(goals=(True, True)), start=start) == 1.0
 
 
-def test_an_almost_right_environment_is_worth_less_than_a_solution_with_every_hint() -> None:
+def test_an_unsolved_state_has_less_value_than_a_solution_with_every_hint() -> None:
     assert RULE.partial < hint_factor(3, RULE.hint_price)
 
 
-def test_a_start_that_is_solved_is_no_fair_start() -> None:
+def test_a_start_that_is_solved_is_refused() -> None:
     flaw = start_problem(CheckResults(goals=(True,)), ["x"], [], must_be_open=[False])
     assert flaw is not None
     assert "solved before" in flaw
 
 
-def test_a_fault_without_effect_is_no_fair_start() -> None:
+def test_a_fault_without_effect_is_refused() -> None:
     flaw = start_problem(CheckResults(goals=(False, True)), ["a", "b"], [], must_be_open=[True, True])
     assert flaw is not None
     assert "still true that b" in flaw
 
 
-def test_something_to_keep_must_be_there_at_the_start() -> None:
+def test_keep_checks_must_hold_at_the_start() -> None:
     flaw = start_problem(CheckResults(goals=(False,), keeps=(False,)), ["a"], ["the crown"], must_be_open=[False])
     assert flaw is not None
     assert "the crown" in flaw
@@ -113,17 +113,19 @@ def check(**expectation: Any) -> Check:
         ({}, None, False),
     ],
 )
-def test_a_check_judges_the_value(expectation: dict[str, Any], value: Any, is_true: bool) -> None:
+def test_a_check_compares_the_value_with_its_expectation(
+    expectation: dict[str, Any], value: Any, is_true: bool
+) -> None:
     assert holds(check(**expectation), ApiAnswer(result={"v": value}), {}) is is_true
 
 
-def test_a_refusal_of_the_api_is_an_answer() -> None:
+def test_an_error_code_of_the_api_is_an_answer() -> None:
     gone = ApiAnswer(code="NoSuchBucket", message="no")
     assert not holds(check(equals="a"), gone, {})
     assert holds(check(absent=True), gone, {})
 
 
-def test_json_inside_a_text_can_be_looked_into() -> None:
+def test_json_inside_a_string_can_be_queried() -> None:
     question = check(parse="Statement[0].Effect", equals="Allow")
     assert holds(question, ApiAnswer(result={"v": '{"Statement":[{"Effect":"Allow"}]}'}), {})
     assert not holds(question, ApiAnswer(result={"v": "no json"}), {})
@@ -144,13 +146,13 @@ def test_an_answer_is_compared_with_the_truth(truth: Any, reply: str, is_true: b
     assert is_right(question, ApiAnswer(result={"v": truth}), {}, reply) is is_true
 
 
-def test_an_unknown_variable_is_told_and_a_dollar_sign_stays() -> None:
+def test_an_unknown_variable_is_reported_and_a_dollar_sign_stays() -> None:
     assert fill({"a": ["${x}", "$.y"]}, {"x": "1"}) == {"a": ["1", "$.y"]}
     with pytest.raises(ValueError, match=r"\$\{z\}"):
         fill("${z}", {"x": "1"})
 
 
-def test_what_a_step_keeps_must_be_there() -> None:
+def test_a_kept_value_must_exist_in_the_output() -> None:
     step = Step(run="aws x", keep={"id": "Vpc.VpcId"})
     assert kept_values(step, '{"Vpc": {"VpcId": "v-1"}}', {}) == {"id": "v-1"}
     with pytest.raises(ValueError, match="printed nothing"):
@@ -191,13 +193,13 @@ def test_chaos_is_reproducible_bounded_and_off_by_default() -> None:
     assert kinds == {None, FaultKind.REFUSED, FaultKind.UNDONE}
 
 
-def test_hints_come_in_order_with_their_price_and_end() -> None:
+def test_hints_are_given_in_order_with_their_price() -> None:
     assert hint_text(["a", "b", "c"], 0, 0.85).endswith(": a")
     assert "0.614" in hint_text(["a", "b", "c"], 2, 0.85)
     assert hint_text(["a", "b", "c"], 3, 0.85) == "there are no further hints"
 
 
-def test_the_bank_is_as_large_and_as_wide_as_promised() -> None:
+def test_the_bank_has_the_documented_size_and_services() -> None:
     bank = task_bank()
     assert len(bank) >= 120
     assert len({service for task in bank.values() for service in task.services}) >= 15
@@ -213,7 +215,7 @@ def test_every_tier_is_in_every_split_and_no_task_in_two() -> None:
     assert len(rows[Split.TRAIN]) > len(rows[Split.TEST]) + len(rows[Split.VALIDATION])
 
 
-def test_adding_tasks_does_not_move_others_between_splits() -> None:
+def test_adding_tasks_does_not_change_the_split_of_others() -> None:
     task = parse_task(bucket_task(id="s3-create-bucket"), where="test")
     assert task.split is task_bank()["s3-create-bucket"].split
 
@@ -234,19 +236,19 @@ def test_a_wrong_task_is_refused_with_its_field(change: dict[str, Any], message:
         parse_task(bucket_task(**change), where="test")
 
 
-def test_settings_come_from_arguments_first_then_from_known_variables() -> None:
+def test_arguments_take_precedence_over_environment_variables() -> None:
     environ = {"AWS_RL_ENV_POOL_SIZE": "4", "AWS_RL_ENV_MINISTACK_BASE_PORT": "5000", "BACKEND_TYPE": "simulator"}
     config = AwsCliConfig.read({"base_port": 6000}, environ=environ)
     assert (config.pool_size, config.base_port, config.backend) == (4, 6000, "simulator")
     assert AwsCliConfig.read({}, environ=environ, size=2).pool_size == 2
 
 
-def test_a_wrong_variable_is_named() -> None:
+def test_a_wrong_environment_variable_is_named() -> None:
     with pytest.raises(RunError, match=r"pool_size \(from AWS_RL_ENV_POOL_SIZE\)"):
         AwsCliConfig.read({}, environ={"AWS_RL_ENV_POOL_SIZE": "many"})
 
 
-def test_a_real_account_must_be_confirmed_and_has_no_pool() -> None:
+def test_a_real_account_must_be_confirmed_and_has_one_session() -> None:
     with pytest.raises(RunError, match="confirm_account"):
         AwsCliConfig.read({}, environ={"BACKEND_TYPE": "aws"})
     with pytest.raises(RunError, match="uses one account"):

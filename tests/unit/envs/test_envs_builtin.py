@@ -1,4 +1,4 @@
-"""The small environments: what pays, what does not, and what is refused."""
+"""Rewards and refusals of arithmetic, maths and the terminal."""
 
 from contextlib import suppress
 from typing import Any
@@ -18,7 +18,7 @@ GSM8K = {"question": "How many clips?", "answer": "In May 48/2 = <<48/2=24>>24.\
 
 
 @pytest.mark.parametrize("task", arithmetic_tasks(20, seed=3, signs="+-*"), ids=lambda task: task["id"])
-def test_the_right_number_pays_and_any_other_does_not(task: dict[str, Any]) -> None:
+def test_only_the_right_number_earns_a_reward(task: dict[str, Any]) -> None:
     env, answer = Arithmetic(), SIGNS[task["sign"]](task["left"], task["right"])
     assert env.reset(task).text == f"{task['left']} {task['sign']} {task['right']} ="
     right = env.step(f"Let me think: it is {answer}.")
@@ -27,7 +27,7 @@ def test_the_right_number_pays_and_any_other_does_not(task: dict[str, Any]) -> N
     assert env.step(str(answer + 1)).reward == 0.0
 
 
-def test_arithmetic_takes_one_answer_and_needs_a_number() -> None:
+def test_arithmetic_accepts_one_answer_and_needs_a_number() -> None:
     env = Arithmetic()
     env.reset({"left": 1, "sign": "+", "right": 1})
     assert env.step("two").text == "there is no number in this answer"
@@ -35,7 +35,7 @@ def test_arithmetic_takes_one_answer_and_needs_a_number() -> None:
         env.step("2")
     with pytest.raises(ValueError, match="lacks right"):
         env.reset({"left": 1, "sign": "+"})
-    with pytest.raises(ValueError, match="no sign"):
+    with pytest.raises(ValueError, match="unknown sign"):
         env.reset({"left": 1, "sign": "/", "right": 1})
 
 
@@ -60,7 +60,7 @@ def test_the_final_answer_of_a_text_is_found(text: str, answer: str | None) -> N
     assert final_answer(text) == answer
 
 
-def test_without_leniency_a_loose_number_is_no_answer() -> None:
+def test_without_leniency_a_number_in_the_text_is_not_an_answer() -> None:
     assert final_answer("3 and 4 make 7", is_lenient=False) is None
 
 
@@ -78,23 +78,23 @@ def test_without_leniency_a_loose_number_is_no_answer() -> None:
         ("9" * 100, "9" * 100, True),
     ],
 )
-def test_answers_are_compared_by_what_they_mean(first: str, second: str, is_same: bool) -> None:
+def test_answers_are_compared_by_value(first: str, second: str, is_same: bool) -> None:
     assert is_same_answer(first, second) is is_same
 
 
 @given(st.text(max_size=300))
-def test_no_text_breaks_the_reading_of_answers(text: str) -> None:
+def test_any_text_can_be_parsed_for_an_answer(text: str) -> None:
     answer = final_answer(text)
     if answer is not None:
         assert is_same_answer(answer, answer)
     as_number(text)
 
 
-def test_a_retry_pays_less_and_an_unsolved_problem_pays_nothing() -> None:
+def test_a_retry_earns_less_and_an_unsolved_problem_earns_nothing() -> None:
     env = Maths(max_turns=3, retry_discount=0.5)
     assert env.reset(GSM8K).text.startswith("How many clips?")
     assert env.step("71").text == "Not correct. 2 tries left."
-    assert "no answer in this" in env.step("I do not know").text
+    assert "contains no answer" in env.step("I do not know").text
     last = env.step("#### 72")
     assert (last.text, last.reward, last.done, last.solved) == ("Correct.", 0.25, True, True)
     env.reset(GSM8K)
@@ -105,7 +105,7 @@ def test_a_retry_pays_less_and_an_unsolved_problem_pays_nothing() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"max_turns": 0}, {"retry_discount": 0.0}, {"retry_discount": 1.5}])
-def test_maths_refuses_settings_that_make_no_sense(settings: dict[str, Any]) -> None:
+def test_maths_refuses_invalid_settings(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         Maths(**settings)
 
@@ -116,7 +116,7 @@ def test_a_row_without_an_answer_is_refused() -> None:
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task["id"])
-def test_every_terminal_task_is_solved_by_its_solution_and_by_nothing_less(task: dict[str, Any]) -> None:
+def test_every_terminal_task_is_solved_by_its_complete_solution_only(task: dict[str, Any]) -> None:
     env = Terminal()
     assert task["goal"] in env.reset(task).text
     seen = [env.step(line) for line in task["solution"]]
@@ -128,7 +128,7 @@ def test_every_terminal_task_is_solved_by_its_solution_and_by_nothing_less(task:
 
 
 def test_a_terminal_task_that_starts_solved_is_refused() -> None:
-    with pytest.raises(ValueError, match="solved before"):
+    with pytest.raises(ValueError, match="solved at the start"):
         Terminal().reset({"goal": "nothing", "expect": {"a": None}})
 
 
@@ -150,19 +150,19 @@ def test_a_terminal_task_that_starts_solved_is_refused() -> None:
         "cat 'open",
     ],
 )
-def test_nothing_of_the_machine_is_in_reach_of_the_terminal(line: str) -> None:
+def test_the_terminal_cannot_reach_the_machine(line: str) -> None:
     tree = FileTree()
     tree.write("notes", "mine\n")
     with pytest.raises(CommandError):
         run_line(tree, line)
 
 
-def test_substitutions_are_only_text() -> None:
+def test_substitutions_are_plain_text() -> None:
     tree = FileTree()
     assert run_line(tree, "echo `id` $HOME ${PATH}") == "`id` $HOME ${PATH}\n"
 
 
-def test_the_terminal_bounds_its_output_its_disk_and_its_input() -> None:
+def test_the_terminal_limits_its_output_its_files_and_its_input() -> None:
     env = Terminal()
     env.reset({"goal": "g", "files": {"big": "x" * 50_000}, "expect": {"a": "b"}})
     assert len(env.step("cat big").text) < MAX_OUTPUT_CHARS + 60
@@ -174,14 +174,14 @@ def test_the_terminal_bounds_its_output_its_disk_and_its_input() -> None:
         run_line(tree, "echo " + "x" * 5_000)
 
 
-def test_files_are_copied_moved_and_removed_like_on_a_disk() -> None:
+def test_files_are_copied_moved_and_removed_as_on_a_disk() -> None:
     tree = FileTree()
     for line in ("mkdir -p a/b", "echo one > a/b/f", "echo two >> a/b/f", "cp -r a c", "mv a/b/f g", "cd c/b"):
         assert run_line(tree, line) == ""
     assert run_line(tree, "cat f ../../g") == "one\ntwo\none\ntwo\n"
     assert run_line(tree, "find /home -name f*") == "/home/c/b/f\n"
-    for line, told in (
-        ("rm -r /home/c", "you are in it"),
+    for line, message in (
+        ("rm -r /home/c", "contains the current directory"),
         ("cp -r /home/c /home/c/b/x", "into itself"),
         ("rm ../../a", "Is a directory"),
         ("cat ../nowhere", "No such file"),
@@ -189,7 +189,7 @@ def test_files_are_copied_moved_and_removed_like_on_a_disk() -> None:
         ("mv f", "source and a target"),
         ("grep -n", "missing"),
     ):
-        with pytest.raises(CommandError, match=told):
+        with pytest.raises(CommandError, match=message):
             run_line(tree, line)
 
 
@@ -211,7 +211,7 @@ def test_files_are_copied_moved_and_removed_like_on_a_disk() -> None:
     )
 )
 @settings(max_examples=50, deadline=None)
-def test_no_order_of_commands_breaks_the_tree(lines: list[str]) -> None:
+def test_no_sequence_of_commands_corrupts_the_tree(lines: list[str]) -> None:
     tree = FileTree()
     for line in lines:
         with suppress(CommandError):
@@ -230,5 +230,5 @@ def test_no_order_of_commands_breaks_the_tree(lines: list[str]) -> None:
         ("  \n ", ""),
     ],
 )
-def test_the_command_is_found_in_what_an_agent_wrote(action: str, command: str) -> None:
+def test_the_command_is_found_in_the_text_of_an_agent(action: str, command: str) -> None:
     assert command_of(action) == command

@@ -1,4 +1,4 @@
-"""Names lead to environments, and mistakes are told before the first episode."""
+"""Finding environments by name, and reporting mistakes before the first episode."""
 
 import sys
 from pathlib import Path
@@ -47,7 +47,7 @@ async def test_every_number_guessing_environment_of_the_catalog_plays_a_game(nam
     source.close()
 
 
-async def test_an_environment_of_ones_own_is_found_by_its_dotted_path(own_module: str) -> None:
+async def test_a_user_environment_is_found_by_module_and_class(own_module: str) -> None:
     source = EnvironmentSource(EnvConfig(name=f"{own_module}:Coin", args={"side": "tails"}))
     async with source.open() as environment:
         assert (await environment.reset({})).text == "heads or tails?"
@@ -55,7 +55,7 @@ async def test_an_environment_of_ones_own_is_found_by_its_dotted_path(own_module
     source.close()
 
 
-async def test_an_environment_that_breaks_while_closing_does_not_cost_the_episode(own_module: str) -> None:
+async def test_an_exception_in_close_does_not_fail_the_episode(own_module: str) -> None:
     source = EnvironmentSource(EnvConfig(name=f"{own_module}:Coin"))
     async with source.open() as environment:
         await environment.reset({})
@@ -90,13 +90,13 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
         ("own_environments_for_test:NotAnEnvironment", "lacks step, close"),
     ],
 )
-def test_a_dotted_path_that_leads_nowhere_says_where_it_ended(own_module: str, path: str, complaint: str) -> None:
+def test_a_wrong_module_or_class_is_reported(own_module: str, path: str, complaint: str) -> None:
     with pytest.raises(RunError, match=complaint):
         environment_class(path)
 
 
 @pytest.mark.parametrize("args", [{"max_turn": 6}, {"max_turns": 0}, {"turn_price": 1.5}])
-def test_wrong_arguments_are_told_before_the_first_episode(args: dict[str, float]) -> None:
+def test_wrong_arguments_are_reported_before_the_first_episode(args: dict[str, float]) -> None:
     with pytest.raises(
         RunError, match=r"env.args: number_guessing does not accept .* its arguments are \(\*, max_turns"
     ):

@@ -1,4 +1,4 @@
-"""Every small environment of the catalog is one class with the same three methods, and plays through the same adapter."""
+"""Every environment of the catalog plays episodes through the adapter."""
 
 from typing import Any
 
@@ -26,13 +26,13 @@ async def test_a_solved_episode_ends_with_its_reward(name: str) -> None:
         assert not (await env.reset(task)).done
         seen = [await env.step(action) for action in actions]
     source.close()
-    assert [answer.done for answer in seen] == [False] * (len(seen) - 1) + [True]
+    assert [observation.done for observation in seen] == [False] * (len(seen) - 1) + [True]
     assert seen[-1].solved
-    assert sum(answer.reward for answer in seen) > 0
+    assert sum(observation.reward for observation in seen) > 0
 
 
 @pytest.mark.parametrize("name", sorted(CATALOG))
-async def test_an_environment_begins_afresh_with_every_reset(name: str) -> None:
+async def test_every_reset_starts_from_a_clean_state(name: str) -> None:
     args, task, actions = EPISODES[name]
     source = EnvironmentSource(EnvConfig(name=name, args=args))
     async with source.open() as env:

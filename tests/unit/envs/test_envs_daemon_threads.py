@@ -1,4 +1,4 @@
-"""Threads that nobody waits for at the end."""
+"""A thread pool whose threads do not delay the end of the process."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ import pytest
 from rollbook.envs.daemon_threads import DaemonThreads
 
 
-def test_calls_run_at_the_same_time_up_to_the_limit_and_never_beyond() -> None:
+def test_calls_run_concurrently_up_to_the_limit() -> None:
     threads, lock = DaemonThreads(3, name="test"), threading.Lock()
     running = most = 0
     barrier = threading.Barrier(3)
@@ -31,12 +31,12 @@ def test_calls_run_at_the_same_time_up_to_the_limit_and_never_beyond() -> None:
     assert names == {"test-1", "test-2", "test-3"}
 
 
-def test_one_call_after_the_other_needs_one_thread() -> None:
+def test_sequential_calls_reuse_idle_threads() -> None:
     threads = DaemonThreads(100, name="test")
-    idle = {threads.submit(lambda: threading.current_thread().name).result(10) for _ in range(100)}
+    used = {threads.submit(lambda: threading.current_thread().name).result(10) for _ in range(100)}
     threads.shutdown()
-    # A thread that has answered may not be back yet when the next call comes: more than one, but far from one a call.
-    assert len(idle) < 50
+    # A thread may not be idle yet when the next call comes, so there can be more than one, but far fewer than calls.
+    assert len(used) < 50
 
 
 def test_errors_belong_to_the_caller_and_cancelled_calls_never_run() -> None:
@@ -56,7 +56,7 @@ def test_errors_belong_to_the_caller_and_cancelled_calls_never_run() -> None:
     assert ran == []
 
 
-def test_what_waits_is_cancelled_with_the_pool_when_that_is_asked_for() -> None:
+def test_shutdown_cancels_waiting_calls_on_request() -> None:
     threads, gate = DaemonThreads(1, name="test"), threading.Event()
     blocked, waiting = threads.submit(gate.wait, 10), threads.submit(int)
     threads.shutdown(cancel_futures=True)
@@ -66,7 +66,7 @@ def test_what_waits_is_cancelled_with_the_pool_when_that_is_asked_for() -> None:
         waiting.result(10)
 
 
-def test_an_environment_that_never_returns_does_not_keep_the_process_alive() -> None:
+def test_a_call_that_never_returns_does_not_keep_the_process_alive() -> None:
     code = (
         "import threading\n"
         "from rollbook.envs.daemon_threads import DaemonThreads\n"

@@ -1,4 +1,4 @@
-"""Any author's class becomes an environment: plain or async, quick or slow, well-behaved or not."""
+"""The adapter of user classes: plain or async, quick or slow, correct or not."""
 
 import asyncio
 import threading
@@ -13,7 +13,7 @@ from rollbook.envs.environment import EnvironmentAdapter
 
 
 class Plain:
-    """Plain methods; remembers which threads ran them."""
+    """Plain methods; records which threads ran them."""
 
     def __init__(self) -> None:
         self.threads = list[int]()
@@ -49,7 +49,7 @@ class Async:
 
 
 @pytest.mark.parametrize("kind", [Plain, Quick, Async])
-async def test_plain_quick_and_async_environments_play_alike(kind: type) -> None:
+async def test_plain_quick_and_async_environments_behave_the_same(kind: type) -> None:
     environment = EnvironmentAdapter(kind(), name="test")
     assert (await environment.reset({"id": "a"})).text == "task a"
     assert (await environment.step("go")).text == "GO"
@@ -65,29 +65,31 @@ async def test_a_plain_environment_runs_outside_the_event_loop_and_a_quick_one_i
         assert [thread == here for thread in env.threads] == [is_inside, is_inside]
 
 
-async def test_an_environment_that_blocks_does_not_hold_the_loop() -> None:
-    may_go_on = threading.Event()
+async def test_a_blocking_environment_does_not_block_the_event_loop() -> None:
+    began, may_continue = threading.Event(), threading.Event()
 
     class Blocking(Plain):
         def step(self, action: str) -> Observation:
-            assert may_go_on.wait(10)
+            began.set()
+            assert may_continue.wait(10)
             return Observation(text="done", done=True)
 
     environment = EnvironmentAdapter(Blocking(), name="test")
     stepping = asyncio.create_task(environment.step("go"))
-    await asyncio.sleep(0.01)
+    assert await asyncio.to_thread(began.wait, 10)
     assert not stepping.done()
-    may_go_on.set()
+    may_continue.set()
     assert (await stepping).text == "done"
 
 
 async def test_calls_never_overlap_even_when_a_caller_was_cancelled() -> None:
-    order, may_go_on = list[str](), threading.Event()
+    order, began, may_continue = list[str](), threading.Event(), threading.Event()
 
     class Slow(Plain):
         def step(self, action: str) -> Observation:
             order.append("step begins")
-            assert may_go_on.wait(10)
+            began.set()
+            assert may_continue.wait(10)
             order.append("step ends")
             return Observation(text="late")
 
@@ -96,13 +98,13 @@ async def test_calls_never_overlap_even_when_a_caller_was_cancelled() -> None:
 
     environment = EnvironmentAdapter(Slow(), name="test")
     stepping = asyncio.create_task(environment.step("go"))
-    await asyncio.sleep(0.01)
+    assert await asyncio.to_thread(began.wait, 10)
     stepping.cancel()
     with pytest.raises(asyncio.CancelledError):
         await stepping
     closing = asyncio.create_task(environment.close())
     await asyncio.sleep(0.01)
-    may_go_on.set()
+    may_continue.set()
     await closing
     assert order == ["step begins", "step ends", "close"]
 
@@ -123,7 +125,7 @@ class Broken:
         raise OSError("container is gone")
 
 
-async def test_what_an_environment_raises_names_environment_and_method() -> None:
+async def test_an_exception_is_reported_with_environment_and_method() -> None:
     environment = EnvironmentAdapter(Broken(KeyError("secret")), name="my_environment")
     with pytest.raises(EpisodeError, match=r"env my_environment.reset raised KeyError: 'secret'"):
         await environment.reset({})
@@ -132,7 +134,7 @@ async def test_what_an_environment_raises_names_environment_and_method() -> None
 
 
 @pytest.mark.parametrize("answer", [None, "higher", ("higher", 0.0, True)])
-async def test_an_answer_that_is_no_observation_is_refused(answer: object) -> None:
+async def test_a_result_that_is_not_an_observation_is_refused(answer: object) -> None:
     environment = EnvironmentAdapter(Broken(answer), name="my_environment")
     with pytest.raises(
         EpisodeError, match=f"my_environment: reset returned {type(answer).__name__} instead of an Observation"
@@ -140,7 +142,7 @@ async def test_an_answer_that_is_no_observation_is_refused(answer: object) -> No
         await environment.reset({})
 
 
-async def test_closing_twice_closes_once_and_nothing_follows_it() -> None:
+async def test_a_second_close_does_nothing_and_later_calls_are_refused() -> None:
     env = Plain()
     environment = EnvironmentAdapter(env, name="test")
     await environment.close()

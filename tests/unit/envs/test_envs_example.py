@@ -1,4 +1,4 @@
-"""The tutorial's rollout function, played against a scripted policy: what it records is what was sampled and said."""
+"""The rollout function of the first example with a scripted policy: it records exactly the sampled and observed tokens."""
 
 import importlib.util
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "01_number_guessing" / "numbe
 
 
 class WordTokenizer:
-    """One token a word, as the tokenizer that the run builds."""
+    """One token for each word, like the tokenizer that the run builds."""
 
     def encode(self, text: str) -> list[int]:
         return [WORDS.index(word) for word in text.split()]
@@ -54,7 +54,7 @@ class WordTokenizer:
 
 
 class ScriptedGuesses:
-    """A policy that says these words, one a turn, whatever it hears."""
+    """A policy that samples these words, one in each turn."""
 
     def __init__(self, *words: str) -> None:
         self.words = list(words)
@@ -113,14 +113,14 @@ async def test_a_game_is_recorded_token_by_token(example: ModuleType) -> None:
     assert sample.facts == {"secret": 9, "guesses": [7, 11, 9]}
 
 
-async def test_a_game_without_success_earns_nothing(example: ModuleType) -> None:
+async def test_an_unsolved_game_earns_nothing(example: ModuleType) -> None:
     policy = ScriptedGuesses("1", "invalid", "higher", "<bos>", "1", "1")
     sample = await example.make_rollout(setup(policy))({"secret": 9, "low": 0, "high": 15})
     assert (sample.reward, sample.solved, sample.num_trained) == (0.0, False, 6)
     assert sample.facts["guesses"] == [1, None, None, None, 1, 1]
 
 
-async def test_a_limit_of_the_run_ends_the_game_and_is_told(example: ModuleType) -> None:
+async def test_a_limit_of_the_run_ends_the_game_and_is_the_finish_reason(example: ModuleType) -> None:
     policy = ScriptedGuesses("1", "2")
     sample = await example.make_rollout(setup(policy, max_turns=2))({"secret": 9, "low": 0, "high": 15})
     assert (sample.reward, sample.finish_reason) == (0.0, EndReason.MAX_TURNS)

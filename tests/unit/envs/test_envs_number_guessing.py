@@ -27,7 +27,7 @@ def play(secret: int, *guesses: object, **settings: Any) -> list[Observation]:
 
 
 def halve(secret: int, low: int, high: int) -> list[Observation]:
-    """An agent that always guesses the middle of what is left."""
+    """An agent that bisects the interval."""
     env, seen = NumberGuessing(), list[Observation]()
     env.reset(task(secret, low, high))
     while not seen or not seen[-1].done:
@@ -37,7 +37,7 @@ def halve(secret: int, low: int, high: int) -> list[Observation]:
     return seen
 
 
-def test_the_environment_says_higher_lower_and_correct() -> None:
+def test_the_responses_are_higher_lower_and_correct() -> None:
     assert [seen.text for seen in play(7, 3, 11, 7)] == ["higher", "lower", "correct"]
 
 
@@ -49,13 +49,13 @@ def test_the_reward_is_paid_once_at_the_end() -> None:
     assert [one.solved for one in seen] == [None, None, True]
 
 
-def test_a_game_that_was_not_solved_earns_nothing_and_ends_with_the_last_guess() -> None:
+def test_an_unsolved_game_earns_nothing_and_ends_with_the_last_guess() -> None:
     seen = play(7, 0, 1, 2, 3, 4, 5)
     assert (seen[-1].done, seen[-1].solved, seen[-1].reward, seen[-1].text) == (True, False, 0.0, "higher")
 
 
 @pytest.mark.parametrize("action", ["", "seven", "16", "-1", "3 or 4", "9" * 5000, "٧"])
-def test_an_answer_that_is_no_number_within_the_bounds_is_invalid_and_costs_a_guess(action: str) -> None:
+def test_an_action_that_is_not_a_number_within_the_bounds_is_invalid_and_costs_a_guess(action: str) -> None:
     (first, second) = play(7, action, 7, max_turns=2)
     assert first.text == "invalid"
     assert not first.done
@@ -69,7 +69,7 @@ def test_a_number_is_found_within_a_sentence(action: str, guess: int) -> None:
 
 
 @given(secret=st.integers(0, 15))
-def test_an_agent_that_halves_what_is_left_solves_sixteen_numbers_within_five_guesses(secret: int) -> None:
+def test_bisection_solves_sixteen_numbers_within_five_guesses(secret: int) -> None:
     seen = halve(secret, 0, 15)
     assert seen[-1].solved
     assert len(seen) <= 5
@@ -81,14 +81,16 @@ def test_six_guesses_are_enough_for_sixty_three_numbers(low: int, width: int, da
     assert halve(secret, low, low + width)[-1].solved
 
 
-def test_halving_earns_more_than_counting_up() -> None:
+def test_bisection_earns_more_than_counting_up() -> None:
     halving = sum(halve(secret, 0, 15)[-1].reward for secret in range(16))
     counting = sum(play(secret, *range(min(secret + 1, 6)))[-1].reward for secret in range(16))
     assert halving > 1.5 * counting
 
 
 @given(max_turns=st.integers(1, 20), price=st.floats(0, 0.99))
-def test_each_further_guess_costs_the_same_and_solving_always_pays(max_turns: int, price: float) -> None:
+def test_each_further_guess_costs_the_same_and_a_solved_game_always_earns_a_reward(
+    max_turns: int, price: float
+) -> None:
     rewards = [
         reward_for(solved_on_turn=turn, max_turns=max_turns, turn_price=price) for turn in range(1, max_turns + 1)
     ]
@@ -107,7 +109,7 @@ def test_the_viewer_sees_the_secret_and_the_guesses_and_the_agent_does_not() -> 
 @pytest.mark.parametrize(
     ("broken", "complaint"), [({"secret": 3}, "lacks low, high"), (task(20), "20 is not between 0 and 15")]
 )
-def test_a_task_that_is_no_game_is_refused_with_the_reason(broken: dict[str, Any], complaint: str) -> None:
+def test_an_invalid_task_is_refused_with_the_reason(broken: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         NumberGuessing().reset(broken)
 
@@ -130,7 +132,7 @@ def test_a_reset_starts_a_new_game() -> None:
     assert env.step("3").solved
 
 
-def test_tasks_cover_every_secret_and_have_ids_of_their_own() -> None:
+def test_tasks_cover_every_secret_and_have_unique_ids() -> None:
     rows = number_guessing_tasks(0, 15, copies=2)
     assert len({row["id"] for row in rows}) == len(rows) == 32
     assert {row["secret"] for row in rows} == set(range(16))

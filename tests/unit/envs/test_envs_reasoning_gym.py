@@ -1,4 +1,4 @@
-"""Problems of reasoning-gym, judged by its own scorers. Needs the package."""
+"""Problems of reasoning-gym with its scorers. Needs the package."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from rollbook.envs.builtin.reasoning_gym_maths import ReasoningGymMaths, reasoni
 
 
 @pytest.mark.parametrize("dataset", ["basic_arithmetic", "leg_counting", "simple_equations"])
-def test_its_own_answers_are_right_and_a_wrong_one_pays_next_to_nothing(dataset: str) -> None:
+def test_the_answers_of_the_dataset_are_right_and_a_wrong_one_earns_almost_nothing(dataset: str) -> None:
     for row in reasoning_gym_tasks(dataset, 3, seed=1):
         env = ReasoningGymMaths(max_turns=2)
         env.reset(row)
@@ -19,7 +19,7 @@ def test_its_own_answers_are_right_and_a_wrong_one_pays_next_to_nothing(dataset:
         assert (last.solved, last.reward < 0.1) == (False, True)
 
 
-def test_a_row_that_names_no_dataset_is_refused() -> None:
+def test_a_row_without_a_dataset_is_refused() -> None:
     env = ReasoningGymMaths()
     env.reset({"question": "1+1", "answer": "2"})
     with pytest.raises(ValueError, match="source_dataset"):

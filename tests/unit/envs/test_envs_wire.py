@@ -1,4 +1,4 @@
-"""The OpenEnv wire: what is read from a message, and what is told."""
+"""Encoding and decoding messages of the OpenEnv protocol."""
 
 import pytest
 
@@ -29,15 +29,13 @@ from rollbook.envs.server.protocol import (
         ('{"type": "dance"}', ErrorCode.UNKNOWN_TYPE),
     ],
 )
-def test_a_message_that_cannot_be_used_is_refused_with_the_code_of_the_protocol(
-    text: str | bytes, code: ErrorCode
-) -> None:
+def test_an_invalid_message_is_refused_with_the_error_code_of_the_protocol(text: str | bytes, code: ErrorCode) -> None:
     with pytest.raises(WireError) as refusal:
         read_request(text)
     assert refusal.value.code is code
 
 
-def test_a_request_is_read_as_it_was_written() -> None:
+def test_an_encoded_request_is_decoded_unchanged() -> None:
     request = read_request(encode(Verb.STEP, {"action": "aws s3 ls", "metadata": {"turn": 1}}))
     assert (request.verb, TextDialect().action_of(request.data)) == (Verb.STEP, "aws s3 ls")
 
@@ -48,7 +46,7 @@ def test_the_text_of_an_action_may_have_any_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("data", [{}, {"a": "1", "b": "2"}, {"guess": 7}, {"metadata": {}}])
-def test_an_action_without_exactly_one_text_is_refused_and_says_what_it_has(data: dict[str, object]) -> None:
+def test_an_action_without_exactly_one_text_is_refused(data: dict[str, object]) -> None:
     with pytest.raises(WireError, match="an object with one text"):
         TextDialect().action_of(data)
 
@@ -68,7 +66,7 @@ def test_a_task_is_an_object_or_the_fields_themselves(data: dict[str, object], r
     assert TextDialect().task_of(data) == row
 
 
-def test_nothing_beside_a_task_is_silently_ignored() -> None:
+def test_unknown_fields_next_to_a_task_are_refused() -> None:
     with pytest.raises(WireError, match="difficulty"):
         TextDialect().task_of({"task": {"secret": 1}, "difficulty": 3})
 
@@ -79,25 +77,25 @@ def test_an_episode_id_is_a_short_text() -> None:
         episode_id_of({"episode_id": "x" * 256})
 
 
-def test_facts_stand_beside_what_the_agent_sees_and_can_be_left_out() -> None:
+def test_facts_are_outside_the_observation_and_can_be_omitted() -> None:
     answer = Observation(text="higher", reward=0.5, done=True, solved=False, facts={"secret": 7})
-    told = result_data(TextDialect(), answer, with_facts=True)
-    assert told == {
+    data = result_data(TextDialect(), answer, with_facts=True)
+    assert data == {
         "observation": {"text": "higher", "solved": False},
         "reward": 0.5,
         "done": True,
         "metadata": {"secret": 7},
     }
     assert "metadata" not in result_data(TextDialect(), answer, with_facts=False)
-    assert observation_of(told) == answer
+    assert observation_of(data) == answer
 
 
-def test_a_reward_that_is_no_number_is_never_sent() -> None:
+def test_a_reward_that_is_not_finite_is_never_sent() -> None:
     with pytest.raises(WireError, match="finite"):
         result_data(TextDialect(), Observation(text="", reward=float("nan")), with_facts=True)
 
 
-def test_an_observation_of_another_kind_of_server_is_read_as_json_text() -> None:
+def test_an_observation_of_another_server_is_read_as_json_text() -> None:
     reply = read_reply(
         '{"type":"observation","data":{"observation":{"total":3,"metadata":{"k":1}},"reward":null,"done":false}}'
     )
@@ -107,12 +105,12 @@ def test_an_observation_of_another_kind_of_server_is_read_as_json_text() -> None
 
 
 @pytest.mark.parametrize("data", [{}, {"observation": 3, "reward": 1}, {"observation": {}, "reward": "much"}])
-def test_an_observation_message_without_observation_or_with_an_odd_reward_is_refused(data: dict[str, object]) -> None:
+def test_an_observation_message_without_observation_or_with_a_wrong_reward_is_refused(data: dict[str, object]) -> None:
     with pytest.raises(WireError, match="observation"):
         observation_of(data)
 
 
-def test_what_json_has_no_word_for_is_told_as_text_and_a_broken_text_is_refused() -> None:
+def test_objects_without_a_json_form_are_sent_as_text_and_a_broken_text_is_refused() -> None:
     assert read_reply(encode(ReplyKind.STATE, {"when": complex(1, 2)})).data == {"when": "(1+2j)"}
     with pytest.raises(WireError, match="JSON"):
         encode(ReplyKind.STATE, {"text": "\ud800"})

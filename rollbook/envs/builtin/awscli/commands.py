@@ -59,9 +59,7 @@ class Verb(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """One move. `argv` excludes the leading `aws`; `text` is the parsed line; `skipped` counts further commands, which are not
-    run.
-    """
+    """One move. `argv` excludes the leading `aws`; `text` is the parsed line; `skipped` counts further, unused commands."""
 
     verb: Verb
     text: str

@@ -33,9 +33,7 @@ class ReferencePolicy:
         self._next = 0
 
     def next_line(self, observation: Observation) -> str | None:
-        """The next command, or None at the end of the solution. Raises `ValueError` if the previous one printed no usable
-        output.
-        """
+        """The next command, or None at the end. Raises `ValueError` if the previous one printed no usable output."""
         if self._next > 0:
             self._variables |= kept_values(self._steps[self._next - 1], output_of(observation.text), self._variables)
         if self._next >= len(self._steps):

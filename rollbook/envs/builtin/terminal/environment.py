@@ -1,7 +1,7 @@
-"""A terminal environment: files are brought into order by commands. Solved is what the files say, however it was done.
+"""A terminal environment: the agent changes files with commands. A task is solved if the files are as expected, on any path.
 
-A task: `goal` (told to the agent), `files` (path to text, what is there at the start) and `expect` (path to text, or to null for
-what must be gone). A task that starts solved is refused, so that doing nothing never pays.
+A task has `goal` (the instruction), `files` (initial files, path to text) and `expect` (path to text, or to null for a file that
+must not exist). A task that is already solved is refused, so that doing nothing is never rewarded.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ MAX_OUTPUT_CHARS = 4_000
 
 
 class Terminal:
-    """Commands in a file tree of its own, in memory: no shell, no program and no file of the machine."""
+    """Commands on a file tree in memory: no shell, no program and no file of the machine."""
 
     is_quick = True
 
@@ -30,9 +30,7 @@ class Terminal:
     def reset(self, task: Mapping[str, Any]) -> Observation:
         missing = [name for name in ("goal", "expect") if name not in task]
         if missing:
-            raise ValueError(
-                f"the task lacks {', '.join(missing)}; it needs goal, expect and, where there are any, files"
-            )
+            raise ValueError(f"the task lacks {', '.join(missing)}; it needs goal, expect and, optionally, files")
         tree = FileTree()
         for path, text in dict(task.get("files", {})).items():
             tree.make_directory(str(tree.path(path).parent), parents=True)
@@ -41,7 +39,7 @@ class Terminal:
         self._tree, self._expect, self._lines = tree, expect, []
         if self._is_solved(tree):
             self._tree = None
-            raise ValueError("the task is solved before anything was done; doing nothing must not pay")
+            raise ValueError("the task is solved at the start; doing nothing must not be rewarded")
         known = ", ".join(sorted(COMMANDS))
         return Observation(
             text=f"{task['goal']}\nYou are in {tree.cwd}. One command a turn; known are {known}.",
@@ -86,7 +84,7 @@ class Terminal:
 
 
 def command_of(action: str) -> str:
-    """The command in what an agent wrote: the first line of its last fenced block, else its last line that is not empty."""
+    """The command in the agent's text: the first line of its last fenced block, or else its last non-empty line."""
     blocks = action.split("```")
     text = blocks[-2].partition("\n")[2] if len(blocks) >= 3 else action
     lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -139,4 +137,4 @@ TASKS: tuple[dict[str, Any], ...] = (
         "solution": ["find . -name '*.txt'", "sort -rn data/numbers.txt | head -n 2 > top.txt"],
     },
 )
-"""Tasks to begin with, each with a solution that the tests run. The agent never sees `solution`."""
+"""Example tasks, each with a solution that the tests run. The agent never sees `solution`."""

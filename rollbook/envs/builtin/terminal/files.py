@@ -1,6 +1,6 @@
-"""A small file tree in memory, with the manners of a disk: absolute and relative paths, directories, limits.
+"""A small file tree in memory, with absolute and relative paths, directories and limits.
 
-Nothing of it lies on the machine, so nothing an agent types can reach a file of the machine.
+The agent's commands cannot reach a file of the machine.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ ROOT = PurePosixPath("/")
 
 
 class CommandError(Exception):
-    """What a command says when it cannot do its work; the agent reads it."""
+    """The error of a command, shown to the agent."""
 
 
 class FileTree:
@@ -22,7 +22,7 @@ class FileTree:
         self._directories: set[PurePosixPath] = {ROOT, self.cwd}
 
     def path(self, name: str) -> PurePosixPath:
-        """An absolute path without `.` and `..`; the root is its own parent, so no path leads out."""
+        """The absolute path without `.` and `..`. The parent of the root is the root."""
         parts: list[str] = []
         for part in (self.cwd / name).parts[1:]:
             if part == "..":
@@ -75,7 +75,7 @@ class FileTree:
         return sorted(p for p in (*self._files, *self._directories) if p.parent == path and p != ROOT)
 
     def below(self, path: PurePosixPath) -> list[PurePosixPath]:
-        """The path itself and everything in it, parents first."""
+        """The path and everything below it, parents first."""
         return sorted(p for p in (*self._files, *self._directories) if p == path or path in p.parents)
 
     def remove(self, path: PurePosixPath) -> None:

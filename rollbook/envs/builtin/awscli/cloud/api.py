@@ -28,7 +28,7 @@ class Api:
         self._session.register_component("data_loader", loader)
         self._clients: dict[tuple[str, str | None], Any] = {}
 
-    def ask(self, calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def call_all(self, calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The answers, in order: a result, an error code, or the reason why there is no answer."""
         return [self._call(**call) for call in calls]
 

@@ -115,7 +115,7 @@ class SimulatedCloud:
         return result
 
     async def call_api(self, calls: Sequence[ApiCall]) -> list[ApiAnswer]:
-        return await self._worker.ask(calls)
+        return await self._worker.call_api(calls)
 
     async def clean(self) -> None:
         await self._simulator.reset()
@@ -176,7 +176,7 @@ class AccountCloud:
         worker = await AwsWorker.start(_worker_settings(config, name="aws-account", endpoint=None, extra=credentials))
         try:
             try:
-                (identity,) = await worker.ask([ApiCall(service="sts", operation="get_caller_identity")])
+                (identity,) = await worker.call_api([ApiCall(service="sts", operation="get_caller_identity")])
             except SandboxDiedError as error:
                 raise RunError(
                     f"backend `aws`: get-caller-identity failed, so nothing was changed in the account: {error}"
@@ -200,7 +200,7 @@ class AccountCloud:
         return await self._worker.run(argv)
 
     async def call_api(self, calls: Sequence[ApiCall]) -> list[ApiAnswer]:
-        return await self._worker.ask(calls)
+        return await self._worker.call_api(calls)
 
     async def clean(self) -> None:
         """Remove local files only. Changes to the account stay."""

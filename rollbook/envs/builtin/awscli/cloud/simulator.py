@@ -1,4 +1,4 @@
-"""One MiniStack process: start it on a port of its own, ask how it is, wipe it, stop it."""
+"""One MiniStack process: start on a port, health check, reset, stop."""
 
 import asyncio
 import contextlib
@@ -16,23 +16,23 @@ from rollbook.envs.sandboxes.sandbox import SandboxDiedError, SandboxStartError
 MODULE = "rollbook.envs.builtin.awscli.cloud.simulator_process"
 HOST = "127.0.0.1"
 START_S = 60.0
-# Long enough for a machine with far more to do than cores: replacing a healthy simulator would only add to the load.
+# Long enough for an overloaded machine: replacing a healthy simulator would only add load.
 HEALTH_S = 5.0
 RESET_S = 10.0
-# Connections that wait to be accepted: one worker and the pool's own questions; the rest is slack.
+# Pending connections: one worker and the pool's health checks, with a margin.
 BACKLOG = 64
 ENVIRONMENT = {
     "BIND_HOST": HOST,
-    "LAMBDA_STRICT": "1",  # never execute the code of a function on this machine
+    "LAMBDA_STRICT": "1",  # never run Lambda code on this machine
     "LOG_LEVEL": "WARNING",
-    "IOT_MTLS_ENABLED": "0",  # fixed ports of their own: a second simulator could not bind them
+    "IOT_MTLS_ENABLED": "0",  # it would bind a fixed port, which fails in a second simulator
     "SFTP_ENABLED": "0",
     "MINISTACK_WORKER_THREADS": "8",
 }
 
 
 class Simulator:
-    """One running MiniStack, all of whose state is in its memory."""
+    """One running MiniStack. All of its state is in memory."""
 
     def __init__(self, child: ChildProcess, directory: Path, port: int, http: aiohttp.ClientSession) -> None:
         self._child = child
@@ -43,7 +43,7 @@ class Simulator:
 
     @classmethod
     async def start(cls, port: int) -> "Simulator":
-        """Start on `port` (0: any free one). Returns when it answers. Raises `SandboxStartError` that says what is in the way."""
+        """Start on `port` (0: any free one) and wait for the first response. Raises `SandboxStartError` with the cause."""
         with listening_socket(port) as listener:
             port = listener.getsockname()[1]
             directory = private_directory(f"ministack-{port}")
@@ -58,11 +58,11 @@ class Simulator:
             except BaseException:
                 remove_directory(directory)
                 raise
-        # Our copy of the socket is closed now: when the child dies, connections are refused at once and do not hang.
+        # Our copy of the socket is closed now, so connections are refused at once if the child dies.
         http = aiohttp.ClientSession(base_url=f"http://{HOST}:{port}", timeout=aiohttp.ClientTimeout(total=RESET_S))
         simulator = cls(child, directory, port, http)
         try:
-            await simulator._wait_until_it_answers()
+            await simulator._wait_until_ready()
         except BaseException:
             await simulator.stop()
             raise
@@ -94,12 +94,12 @@ class Simulator:
             return False
 
     async def reset(self) -> None:
-        """Forget everything, of every account."""
+        """Delete the state of every account."""
         try:
             async with self._http.post("/_ministack/reset") as reply:
                 body = await reply.text()
                 if reply.status != 200:
-                    raise SandboxDiedError(f"ministack:{self.port}: reset answered {reply.status}: {body[:200]}")
+                    raise SandboxDiedError(f"ministack:{self.port}: reset returned {reply.status}: {body[:200]}")
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise SandboxDiedError(f"ministack:{self.port}: reset failed: {type(error).__name__}: {error}") from error
 
@@ -110,12 +110,12 @@ class Simulator:
         await self._child.kill()
         remove_directory(self._directory)
 
-    async def _wait_until_it_answers(self) -> None:
-        # The socket listens already, so the first question waits in its queue until the simulator is up: no polling.
+    async def _wait_until_ready(self) -> None:
+        # The socket is already listening, so the first request waits in its queue until the simulator is up; no polling is needed.
         try:
             async with Deadline(START_S, "simulator start").limit("MiniStack"), asyncio.TaskGroup() as group:
-                ended = group.create_task(self._fail_when_it_ends(), name="envs.simulator_ended")
-                await self._first_answer()
+                ended = group.create_task(self._raise_at_exit(), name="envs.simulator_ended")
+                await self._first_response()
                 ended.cancel()
         except* SandboxStartError as errors:
             raise first_error(errors) from None
@@ -124,26 +124,26 @@ class Simulator:
                 f"ministack:{self.port}: {first_error(errors)}; {self._child.last_output()}"
             ) from None
 
-    async def _first_answer(self) -> None:
+    async def _first_response(self) -> None:
         try:
             timeout = aiohttp.ClientTimeout(total=START_S)
             async with self._http.get("/_ministack/health", timeout=timeout) as reply:
                 await reply.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise SandboxStartError(
-                f"ministack:{self.port} did not answer: {type(error).__name__}: {error}; {self._child.last_output()}"
+                f"ministack:{self.port} did not respond: {type(error).__name__}: {error}; {self._child.last_output()}"
             ) from error
 
-    async def _fail_when_it_ends(self) -> None:
+    async def _raise_at_exit(self) -> None:
         code = await self._child.ended()
         raise SandboxStartError(
-            f"ministack:{self.port} ended with code {code} before it answered; is the extra installed "
+            f"ministack:{self.port} ended with code {code} before it responded; is the extra installed "
             f"(pip install 'rollbook[aws]')? {self._child.last_output()}"
         )
 
 
 def listening_socket(port: int) -> socket.socket:
-    """Bind before anything is started: a port that somebody else holds is told at once."""
+    """Bind before the process starts, to report a port in use at once."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -152,7 +152,7 @@ def listening_socket(port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise SandboxStartError(
-            f"port {port} of {HOST} cannot be used: {error.strerror}; another pool or server holds it. Stop that one, "
+            f"port {port} of {HOST} cannot be used: {error.strerror}; another pool or server uses it. Stop that one, "
             "or choose another base port (base_port, AWS_RL_ENV_MINISTACK_BASE_PORT; 0 takes any free ports)"
         ) from error
     return listener

@@ -2,8 +2,8 @@
 
 A CLI driver is made for one command: it keeps state of the previous one (a region, the validators of another operation) that breaks
 the next. Plain API operations therefore run with one warm driver whose state is undone after each command, and so do unknown
-operations, which the parser refuses. All other commands (file transfers, waiters, help, options that change the session) run with
-a fresh driver in a fork of this process.
+operations, which the parser refuses. All other commands (file transfers, waiters, help, options that change the session) run with a
+fresh driver in a fork of this process.
 """
 
 import io

@@ -4,7 +4,7 @@ import asyncio
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +45,6 @@ class ApiCall:
     params: Mapping[str, Any] = field(default_factory=dict)
     region: str | None = None
 
-    def message(self) -> dict[str, Any]:
-        return {
-            "service": self.service,
-            "operation": self.operation,
-            "params": dict(self.params),
-            "region": self.region,
-        }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiAnswer:
@@ -82,7 +74,6 @@ class AwsWorker:
         self._directory = directory
         self._settings = settings
         self._lock = asyncio.Lock()
-        self.restarts = 0
 
     @classmethod
     async def start(cls, settings: WorkerSettings) -> "AwsWorker":
@@ -130,13 +121,13 @@ class AwsWorker:
                 return CommandResult(rc=TIMED_OUT, stdout="", stderr=limit)
             return CommandResult(**reply)
 
-    async def ask(self, calls: Sequence[ApiCall]) -> list[ApiAnswer]:
+    async def call_api(self, calls: Sequence[ApiCall]) -> list[ApiAnswer]:
         """Call the API, in order. Raises `SandboxDiedError` without a response, `ValueError` for a call that does not exist."""
         if not calls:
             return []
         async with self._lock:
             try:
-                reply = await self._request({"calls": [call.message() for call in calls]}, CALLS_S)
+                reply = await self._request({"calls": [asdict(call) for call in calls]}, CALLS_S)
             except DeadlineExceededError as error:
                 await self._restart()
                 raise SandboxDiedError(f"{self._settings.name}: the API did not answer: {error}") from error
@@ -145,7 +136,7 @@ class AwsWorker:
             if "unreachable" in answer:
                 raise SandboxDiedError(f"{self._settings.name}: the API cannot be reached: {answer['unreachable']}")
             if "invalid" in answer:
-                raise ValueError(f"the API knows no such call: {answer['invalid']}")
+                raise ValueError(f"not a valid API call: {answer['invalid']}")
         return [ApiAnswer(**answer) for answer in answers]
 
     async def clean(self) -> None:
@@ -177,7 +168,6 @@ class AwsWorker:
 
     async def _restart(self) -> None:
         await self._child.kill()
-        self.restarts += 1
         self._child = await _started(self._directory, self._settings)
 
 

@@ -131,7 +131,7 @@ def main() -> None:
         if payload is None:
             break
         message = json.loads(payload)
-        reply = {"answers": api.ask(message["calls"])} if "calls" in message else run(message["run"])
+        reply = {"answers": api.call_all(message["calls"])} if "calls" in message else run(message["run"])
         parent.send(json.dumps(reply).encode())
         if number % MESSAGES_BETWEEN_COLLECTIONS == 0:
             gc.collect()
