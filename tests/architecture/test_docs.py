@@ -8,7 +8,7 @@ from rollbook.run.config.reference import reference
 ROOT = Path(__file__).parents[2]
 
 
-def test_every_test_named_among_the_invariants_exists() -> None:
+def test_every_test_listed_in_the_invariants_exists() -> None:
     named = set(re.findall(r"`(test_[a-z0-9_]+)`", (ROOT / "docs" / "invariants.md").read_text(encoding="utf-8")))
     written = {
         name
@@ -20,11 +20,11 @@ def test_every_test_named_among_the_invariants_exists() -> None:
     assert len(named) > 15
 
 
-def test_the_configuration_reference_is_what_the_code_says() -> None:
+def test_the_configuration_reference_is_up_to_date() -> None:
     assert (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8") == reference(), "run `make docs`"
 
 
-def test_links_in_the_documents_lead_somewhere() -> None:
+def test_links_in_the_documentation_resolve() -> None:
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
     dead = [
         f"{page.relative_to(ROOT)}: {link}"

@@ -11,11 +11,11 @@ from rollbook.run.config.run import RunConfig
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_page_about_failures_is_what_the_table_says() -> None:
+def test_the_failures_page_matches_the_table() -> None:
     assert (ROOT / "docs" / "failures.md").read_text(encoding="utf-8") == page(), "run `make docs`"
 
 
-def test_every_deadline_on_the_page_is_a_setting_that_exists() -> None:
+def test_every_deadline_on_the_failures_page_is_a_setting() -> None:
     for _, setting, _ in DEADLINES:
         for path in re.findall(r"`([a-z_.]+)`", setting):
             model: type[BaseModel] = RunConfig

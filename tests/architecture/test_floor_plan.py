@@ -116,7 +116,7 @@ def test_no_folder_holds_more_than_sixteen_modules() -> None:
     assert {name: count for name, count in counts.items() if count > 16 and name != "cli"} == {}
 
 
-def test_heavy_libraries_enter_through_their_doors_only() -> None:
+def test_heavy_libraries_are_imported_in_their_own_places_only() -> None:
     strays = []
     for path in sources():
         where = path.relative_to(PACKAGE.parent).as_posix()
@@ -129,7 +129,7 @@ def test_heavy_libraries_enter_through_their_doors_only() -> None:
     assert strays == []
 
 
-def test_imports_stand_at_the_top_of_the_file() -> None:
+def test_imports_are_at_the_top_of_the_file() -> None:
     hidden = []
     for path in sources():
         for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -155,7 +155,7 @@ def test_contracts_import_only_the_standard_library_numpy_xxhash_and_msgspec() -
 @pytest.mark.parametrize(
     "process", ["rollbook.run.processes.ledger_server", "rollbook.run.processes.rollout", "rollbook.cli.main"]
 )
-def test_processes_that_do_not_learn_start_without_torch(process: str) -> None:
+def test_processes_without_a_model_start_without_torch(process: str) -> None:
     heavy = {"torch", "transformers", "matplotlib", "psycopg", "pyarrow"}
     code = f"import sys, {process}; print(*sorted({heavy!r} & set(sys.modules)))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()

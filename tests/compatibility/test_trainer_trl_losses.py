@@ -38,6 +38,6 @@ def test_a_loss_that_trl_has_gives_the_same_value_and_gradient(found: dict[str, 
     assert found[name]["gradient_difference"] < 1e-4
 
 
-def test_every_comparison_is_asked_for() -> None:
+def test_every_shared_loss_is_compared() -> None:
     text = (ROOT / "tests" / "compatibility" / "trl_losses.py").read_text(encoding="utf-8")
     assert all(f'    "{name}": (' in text for name in NAMES)

@@ -48,7 +48,7 @@ def exit_code_after(error: BaseException) -> int:
 
 
 async def test_a_rollout_that_never_returns_is_cancelled_and_its_group_dropped_with_its_stack(tmp_path: Path) -> None:
-    play = dispatching(tmp_path, [{"deed": "hang"}, {}, {}], max_seconds=0.3, grace_s=0.1)
+    play = dispatching(tmp_path, [{"action": "hang"}, {}, {}], max_seconds=0.3, grace_s=0.1)
     await play.run()
     dropped = play.sink.rows[GroupId("t0@0")]
     assert dropped.drop is not None
@@ -71,7 +71,7 @@ async def test_an_environment_that_stops_in_mid_step_is_named_and_survived(tmp_p
     play = dispatching(tmp_path, [{"hangs_at": 1}, {}, {}], step_s=0.3)
     await play.run()
     dropped = play.sink.rows[GroupId("t0@0")]
-    assert "step 1 of the environment GuessingEnvironment was not answered within 0.3 s (rollout.step_s)" in str(
+    assert "step 1 of the environment GuessingEnvironment did not return within 0.3 s (rollout.step_s)" in str(
         dropped.drop
     )
     assert play.sink.rows[GroupId("t1@0")].state == "queued"
@@ -119,7 +119,7 @@ async def test_a_ledger_that_never_responds_ends_the_dispatcher_with_the_exit_co
 
 async def test_a_stopped_worker_is_reported_and_replaced_and_its_groups_are_played_again(tmp_path: Path) -> None:
     marker = tmp_path / "hangs"
-    rows = [{"deed": "hang_once", "marker": str(marker)}, {}]
+    rows = [{"action": "hang_once", "marker": str(marker)}, {}]
     play = dispatching(tmp_path, rows, worker_silence_s=2.0, worker_stop_s=0.2)
     running = asyncio.create_task(play.run())
     await play.sink.until(lambda: any(row.state == "queued" for row in play.sink.rows.values()))
@@ -138,7 +138,7 @@ async def test_the_stack_of_a_worker_that_blocks_its_event_loop_is_reported_befo
     tmp_path: Path,
 ) -> None:
     sink = MemorySink(capacity=8, max_attempts=1)
-    play = dispatching(tmp_path, [{"deed": "block"}], sink=sink, worker_silence_s=2.0, worker_stop_s=0.2)
+    play = dispatching(tmp_path, [{"action": "block"}], sink=sink, worker_silence_s=2.0, worker_stop_s=0.2)
     await play.run()
     (stalled,) = play.events("rollout.worker_stalled")
     assert "parts/rollout/functions.py" in stalled["stack"], "the line that blocks"

@@ -11,9 +11,9 @@ from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
 from rollbook.rollout.assemblers.assembler import PrefixMismatchError
 from rollbook.rollout.assemblers.chat import MessageTrajectoryAssembler
 from rollbook.rollout.assemblers.tokens import BranchingAssembler, TrajectoryAssembler, build_assembler
-from tests.parts.rollout.guessing import CHARACTERS, FORGETFUL, letter_tokenizer
+from tests.parts.rollout.guessing import CHARACTERS, REWRITING, letter_tokenizer
 
-TOKENIZERS = {"error": letter_tokenizer(), "fork": letter_tokenizer(FORGETFUL)}
+TOKENIZERS = {"error": letter_tokenizer(), "fork": letter_tokenizer(REWRITING)}
 IDS = st.lists(st.integers(0, 48), max_size=6)
 
 

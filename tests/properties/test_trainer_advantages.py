@@ -31,7 +31,9 @@ def reference(rewards: list[float | None], kind: str) -> list[float]:
 
 @pytest.mark.parametrize("kind", ["group", "dr_grpo", "rloo"])
 @given(members=REWARDS)
-def test_each_group_is_judged_by_its_own_scorable_samples(kind: str, members: list[tuple[int, float | None]]) -> None:
+def test_each_group_is_normalised_over_its_own_scorable_samples(
+    kind: str, members: list[tuple[int, float | None]]
+) -> None:
     rewards = np.array([math.nan if r is None else r for _, r in members], dtype=np.float64)
     found = advantages(rewards, np.array([g for g, _ in members], dtype=np.int64), kind=kind)
     for group in {g for g, _ in members}:
@@ -49,11 +51,11 @@ def test_a_failed_environment_never_lowers_its_siblings() -> None:
 
 @pytest.mark.parametrize("kind", ["group", "dr_grpo", "rloo"])
 @pytest.mark.parametrize("rewards", [[0.1] * 7, [3.0], [math.nan, 2.0], [math.nan, math.nan]])
-def test_equal_or_lonely_rewards_teach_nothing(kind: str, rewards: list[float]) -> None:
+def test_equal_rewards_and_single_samples_have_advantage_zero(kind: str, rewards: list[float]) -> None:
     found = advantages(np.array(rewards), np.zeros(len(rewards), dtype=np.int64), kind=kind)
     np.testing.assert_array_equal(found, np.zeros(len(rewards)))
 
 
-def test_arrays_out_of_step_are_refused() -> None:
+def test_arrays_of_unequal_length_are_rejected() -> None:
     with pytest.raises(ValueError, match="2 rewards, but 1 group numbers"):
         advantages(np.array([1.0, 2.0]), np.array([0]), kind="group")

@@ -117,7 +117,7 @@ def has_edge_nearby(name: str, t: Tokens) -> bool:
 @pytest.mark.parametrize("name", sorted(LOSSES))
 @given(t=tokens())
 @settings(deadline=None, max_examples=40)
-def test_every_loss_is_that_of_its_reference(name: str, t: Tokens) -> None:
+def test_every_loss_equals_its_reference(name: str, t: Tokens) -> None:
     found = LOSSES[name](t.inputs(), settings_of(name)).loss_N.numpy()
     np.testing.assert_allclose(found, reference(name, t, t.current, t.current), rtol=1e-9, atol=1e-12)
 
@@ -125,7 +125,7 @@ def test_every_loss_is_that_of_its_reference(name: str, t: Tokens) -> None:
 @pytest.mark.parametrize("name", sorted(LOSSES))
 @given(t=tokens())
 @settings(deadline=None, max_examples=25)
-def test_every_gradient_is_the_slope_of_the_reference(name: str, t: Tokens) -> None:
+def test_every_gradient_equals_finite_differences_of_the_reference(name: str, t: Tokens) -> None:
     if has_edge_nearby(name, t):
         return
     current = torch.from_numpy(t.current.copy()).requires_grad_()
@@ -141,7 +141,7 @@ def test_every_gradient_is_the_slope_of_the_reference(name: str, t: Tokens) -> N
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
-def test_a_loss_reads_the_settings_that_are_its_own_and_no_others(name: str) -> None:
+def test_a_loss_reads_exactly_its_declared_settings(name: str) -> None:
     read: set[str] = set()
 
     class Watched:
@@ -155,7 +155,7 @@ def test_a_loss_reads_the_settings_that_are_its_own_and_no_others(name: str) -> 
     assert read == LOSS_DEFAULTS[name].keys() & {field.name for field in fields(LossSettings)}
 
 
-def test_only_tokens_beyond_the_clip_in_the_wanted_direction_count_as_clipped() -> None:
+def test_only_tokens_clipped_in_the_direction_of_their_advantage_count_as_clipped() -> None:
     ratios = np.array([1.5, 1.5, 0.5, 0.5, 1.1, 1.5, 9.0])
     advantages = np.array([1.0, -1.0, 1.0, -1.0, 1.0, 0.0, -1.0])
     current = torch.from_numpy(np.log(ratios)).requires_grad_()
@@ -175,7 +175,7 @@ def test_only_tokens_beyond_the_clip_in_the_wanted_direction_count_as_clipped() 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @given(t=tokens())
 @settings(deadline=None, max_examples=25)
-def test_corrections_weigh_by_how_likely_the_trainer_finds_what_was_sampled(kind: str, level: str, t: Tokens) -> None:
+def test_corrections_weight_tokens_by_old_over_sampled(kind: str, level: str, t: Tokens) -> None:
     bound = 1.7
     found = correction(
         t.inputs(), torch.from_numpy(t.old), kind=kind, is_sequence_level=level == "sequence", bound=bound
@@ -198,7 +198,7 @@ def test_corrections_weigh_by_how_likely_the_trainer_finds_what_was_sampled(kind
 
 @given(t=tokens())
 @settings(deadline=None, max_examples=25)
-def test_the_pull_to_the_reference_is_never_negative_and_has_a_gradient(t: Tokens) -> None:
+def test_the_kl_penalty_is_non_negative_and_has_a_gradient(t: Tokens) -> None:
     current = torch.from_numpy(t.current.copy()).requires_grad_()
     divergence = k3_divergence(current, torch.from_numpy(t.old))
     expected = [math.exp(o - c) - (o - c) - 1 for c, o in zip(t.current, t.old, strict=True)]

@@ -80,7 +80,7 @@ def planned_tokens(minibatches: Sequence[Minibatch]) -> Counter[Token]:
 
 @given(batch=batches, config=configs, is_packed=st.booleans())
 @settings(max_examples=80, deadline=None)
-def test_nothing_is_lost_and_nothing_is_used_twice(
+def test_every_trained_token_is_in_exactly_one_pass(
     batch: TrainingBatch, config: TrainerConfig, is_packed: bool
 ) -> None:
     rows = flatten(batch, config)
@@ -92,9 +92,7 @@ def test_nothing_is_lost_and_nothing_is_used_twice(
 
 
 @given(lengths=st.lists(st.integers(1, 30), max_size=40), max_tokens=st.integers(1, 100), ranks=st.integers(1, 3))
-def test_packed_passes_stay_within_their_tokens_and_share_them_evenly(
-    lengths: list[int], max_tokens: int, ranks: int
-) -> None:
+def test_packed_passes_respect_max_tokens_and_are_balanced(lengths: list[int], max_tokens: int, ranks: int) -> None:
     chosen = list(packed_passes(lengths, max_tokens=max_tokens, ranks=ranks))
     assert sorted(number for numbers in chosen for number in numbers) == list(range(len(lengths)))
     loads = [sum(lengths[n] for n in numbers) for numbers in chosen]
@@ -121,7 +119,7 @@ def test_rows_are_the_trained_sequences_of_scorable_samples(batch: TrainingBatch
 
 @given(batch=batches, config=configs)
 @settings(max_examples=40, deadline=None)
-def test_weights_of_each_minibatch_add_up_to_one(batch: TrainingBatch, config: TrainerConfig) -> None:
+def test_token_weights_of_each_minibatch_sum_to_one(batch: TrainingBatch, config: TrainerConfig) -> None:
     for minibatch in plan(flatten(batch, quick()), config, step=3, is_packed=True):
         total = sum(float(micro.weights_N.astype(np.float64).sum()) for micro in minibatch.microbatches)
         assert total == pytest.approx(1.0, rel=1e-5)
@@ -147,7 +145,7 @@ def test_minibatches_keep_samples_whole_and_are_balanced_by_tokens(
 
 
 @given(lengths=st.lists(st.integers(1, 30), max_size=40), max_tokens=st.integers(1, 100), cost=st.integers(0, 50))
-def test_a_pass_stays_within_its_tokens_and_pads_less_than_another_pass_would_cost(
+def test_a_padded_pass_respects_max_tokens_and_the_cost_of_another_pass(
     lengths: list[int], max_tokens: int, cost: int
 ) -> None:
     chosen = list(padded_passes(lengths, [1] * len(lengths), max_tokens=max_tokens, pass_cost=cost))
@@ -160,7 +158,7 @@ def test_a_pass_stays_within_its_tokens_and_pads_less_than_another_pass_would_co
 
 @given(batch=batches, most=st.integers(1, 20))
 @settings(max_examples=60, deadline=None)
-def test_a_bundle_is_read_from_one_row_that_begins_with_all_the_others(batch: TrainingBatch, most: int) -> None:
+def test_all_rows_of_a_bundle_are_prefixes_of_its_first_row(batch: TrainingBatch, most: int) -> None:
     rows = flatten(batch, quick())
     bundles = shared_prefixes(rows, max_trained=most)
     assert sorted(n for bundle in bundles for n in bundle) == list(range(len(rows)))

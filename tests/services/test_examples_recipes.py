@@ -44,13 +44,13 @@ def ask(maths: dict[str, ModuleType], reply: str, expected: str, **options: Any)
         (r"\boxed{7", "7", False),
     ],
 )
-def test_answers_are_judged_by_their_last_box(
+def test_answers_are_scored_by_their_last_box(
     maths: dict[str, ModuleType], reply: str, expected: str, is_right: bool
 ) -> None:
     assert ask(maths, reply, expected) is is_right
 
 
-def test_a_lenient_scorer_takes_the_last_number_where_nothing_is_boxed(maths: dict[str, ModuleType]) -> None:
+def test_a_lenient_scorer_uses_the_last_number_without_a_box(maths: dict[str, ModuleType]) -> None:
     assert ask(maths, "3 + 4 is 7.", "7", is_lenient=True)
 
 
@@ -64,7 +64,7 @@ def test_no_reply_makes_the_scorer_raise(maths: dict[str, ModuleType], reply: st
     assert ask(maths, reply, expected) in (True, False)
 
 
-def test_what_needs_algebra_is_judged_in_a_process_that_is_replaced_when_it_hangs(
+def test_algebra_is_scored_in_a_process_that_is_replaced_when_it_hangs(
     maths: dict[str, ModuleType],
 ) -> None:
     scoring = maths["scoring"]
@@ -86,7 +86,7 @@ def test_what_needs_algebra_is_judged_in_a_process_that_is_replaced_when_it_hang
     assert asyncio.run(several()) == [True, False, True]
 
 
-def test_rows_are_prepared_from_a_file_and_a_bad_row_is_named(maths: dict[str, ModuleType], tmp_path: Path) -> None:
+def test_rows_are_prepared_from_a_file_and_a_bad_row_is_reported(maths: dict[str, ModuleType], tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     source.write_text(json.dumps({"question": "1 + 1?", "answer": "two #### 2"}) + "\n", encoding="utf-8")
     maths["prepare_data"].main(["gsm8k", "--from", str(source), "--split", "test", "--to", str(tmp_path)])
@@ -97,7 +97,7 @@ def test_rows_are_prepared_from_a_file_and_a_bad_row_is_named(maths: dict[str, M
         maths["prepare_data"].main(["gsm8k", "--from", str(source), "--to", str(tmp_path)])
 
 
-def test_the_sums_are_two_hundred_problems_and_their_words_are_those_of_the_model(maths: dict[str, ModuleType]) -> None:
+def test_there_are_two_hundred_sums_and_the_vocabulary_covers_them(maths: dict[str, ModuleType]) -> None:
     sums = maths["sums"]
     rows = list(sums.tasks())
     assert len({row["question"] for row in rows}) == 200
@@ -109,7 +109,7 @@ def test_the_sums_are_two_hundred_problems_and_their_words_are_those_of_the_mode
 
 
 @pytest.mark.slow
-def test_the_single_turn_recipe_trains_from_tokens_alone(tmp_path: Path) -> None:
+def test_the_single_turn_example_trains_from_tokens(tmp_path: Path) -> None:
     config = REPOSITORY / "examples" / "08_single_turn_tokens" / "run.toml"
     arguments = ["--run-dir", str(tmp_path / "run"), "--set", "trainer.max_steps=60", "--json"]
     done = rollbook("train", str(config), *arguments)

@@ -50,7 +50,7 @@ async def test_two_dispatchers_share_a_source_and_every_draw_is_played_once(tmp_
 
 
 async def test_a_killed_worker_loses_its_groups_only_and_they_are_played_again(tmp_path: Path) -> None:
-    rows = [{"deed": "die_once", "marker": str(tmp_path / "died")}, *[{}] * 7]
+    rows = [{"action": "die_once", "marker": str(tmp_path / "died")}, *[{}] * 7]
     play = dispatching(tmp_path, rows, worker={"delay_s": 0.02})
     await play.run()
     assert {row.state for row in play.sink.rows.values()} == {"queued"}
@@ -62,31 +62,31 @@ async def test_a_killed_worker_loses_its_groups_only_and_they_are_played_again(t
 
 
 async def test_failures_of_every_kind_are_counted_explained_and_survived(tmp_path: Path) -> None:
-    deeds: list[dict[str, Any]] = [{"deed": deed} for deed in ("raise", "wrong", "none")]
+    failing: list[dict[str, Any]] = [{"action": action} for action in ("raise", "wrong", "none")]
     good: list[dict[str, Any]] = [{}]
-    play = dispatching(tmp_path, good * 4 + deeds + good * 4, sink=MemorySink(capacity=1))
+    play = dispatching(tmp_path, good * 4 + failing + good * 4, sink=MemorySink(capacity=1))
     await play.run()
     dropped = {gid: row.drop or "" for gid, row in play.sink.rows.items() if row.drop is not None}
     assert sorted(dropped) == ["t4@0", "t5@0", "t6@0"]
     told = list(dropped.values())
     assert told[0].startswith("invalid: ")
-    assert "4 x rollout raised ValueError: the moon is in the wrong phase" in told[0]
+    assert "4 x rollout raised ValueError: row is malformed" in told[0]
     assert "4 x rollout returned a int" in told[1]
     assert told[2].startswith("filtered: declined")
     assert len(play.events("rollout.group_failed")) == 3
 
 
 async def test_a_rollout_that_always_fails_stops_the_run_with_its_cause(tmp_path: Path) -> None:
-    play = dispatching(tmp_path, [{"deed": "raise"}] * 50)
-    with pytest.raises(RolloutsFailingError, match=r"5 groups in a row failed.*the moon is in the wrong phase.*See"):
+    play = dispatching(tmp_path, [{"action": "raise"}] * 50)
+    with pytest.raises(RolloutsFailingError, match=r"5 groups in a row failed.*row is malformed.*See"):
         await play.run()
     assert len(play.events("rollout.group_failed")) >= 5
     assert living_children() == []
 
 
 async def test_a_verdict_on_the_run_from_user_code_stops_it(tmp_path: Path) -> None:
-    play = dispatching(tmp_path, [{}, {"deed": "stop_run"}])
-    with pytest.raises(RunError, match="the licence of the grader ran out"):
+    play = dispatching(tmp_path, [{}, {"action": "stop_run"}])
+    with pytest.raises(RunError, match="the licence of the grader expired"):
         await play.run()
 
 
@@ -94,8 +94,8 @@ async def test_workers_that_die_again_and_again_stop_the_run_with_their_last_wor
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rollbook.rollout.workers.pool.MAX_BARREN_DEATHS", 1)
-    play = dispatching(tmp_path, [{"deed": "die"}])
-    with pytest.raises(WorkersDyingError, match=r"(?s)2 rollout workers died.*status 9.*last words of the worker"):
+    play = dispatching(tmp_path, [{"action": "die"}])
+    with pytest.raises(WorkersDyingError, match=r"(?s)2 rollout workers died.*status 9.*output of the dying worker"):
         await play.run()
 
 
@@ -118,7 +118,7 @@ async def test_a_setup_that_cannot_work_stops_the_run_at_once(
 
 async def test_a_group_that_hangs_is_given_back_at_its_deadline(tmp_path: Path) -> None:
     sink = MemorySink(capacity=8, deadline_s=0.5, max_attempts=1)
-    play = dispatching(tmp_path, [{"deed": "hang"}, {}], sink=sink)
+    play = dispatching(tmp_path, [{"action": "hang"}, {}], sink=sink)
     await play.run()
     assert [(gid, cause) for gid, _, cause in sink.released] == [("t0@0", "deadline")]
     assert sink.rows[GroupId("t0@0")].drop == "attempts: deadline"
@@ -128,7 +128,7 @@ async def test_a_group_that_hangs_is_given_back_at_its_deadline(tmp_path: Path) 
 
 async def test_where_a_late_group_hangs_is_told_with_its_age_and_the_stack_of_every_episode(tmp_path: Path) -> None:
     sink = MemorySink(capacity=1, deadline_s=2.0, max_attempts=1, wanted=1_000_000)
-    play = dispatching(tmp_path, [{"deed": "hang"}], sink=sink, epochs=None)
+    play = dispatching(tmp_path, [{"action": "hang"}], sink=sink, epochs=None)
     running = asyncio.create_task(play.run())
     async with asyncio.timeout(60):
         while not (told := play.events("rollout.group_stalled")):  # noqa: ASYNC110  # a file has no event to wait for
@@ -144,7 +144,7 @@ async def test_where_a_late_group_hangs_is_told_with_its_age_and_the_stack_of_ev
 
 async def test_an_attempt_that_the_ledger_took_for_lost_makes_way_for_the_next_one(tmp_path: Path) -> None:
     marker = tmp_path / "hangs"
-    play = dispatching(tmp_path, [{"deed": "hang_once", "marker": str(marker)}, {}])
+    play = dispatching(tmp_path, [{"action": "hang_once", "marker": str(marker)}, {}])
     running = asyncio.create_task(play.run())
     await play.sink.until(lambda: any(row.state == "queued" for row in play.sink.rows.values()))
     await play.sink.expire(GroupId("t0@0"))
@@ -159,20 +159,20 @@ async def test_an_attempt_that_the_ledger_took_for_lost_makes_way_for_the_next_o
 
 async def test_a_worker_whose_loop_is_blocked_is_replaced(tmp_path: Path) -> None:
     sink = MemorySink(capacity=8, max_attempts=1)
-    play = dispatching(tmp_path, [{"deed": "block"}], sink=sink, worker_silence_s=2.5, worker_stop_s=0.2)
+    play = dispatching(tmp_path, [{"action": "block"}], sink=sink, worker_silence_s=2.5, worker_stop_s=0.2)
     await play.run()
     assert "sent no heartbeat" in sink.released[0][2]
 
 
 async def test_the_end_of_the_run_stops_what_still_plays(tmp_path: Path) -> None:
-    play = dispatching(tmp_path, [{}, {"deed": "hang"}], sink=MemorySink(capacity=8, wanted=1))
+    play = dispatching(tmp_path, [{}, {"action": "hang"}], sink=MemorySink(capacity=8, wanted=1))
     await play.run(within_s=30)
     assert play.sink.rows[GroupId("t1@0")].state == "leased"
     assert living_children() == []
 
 
 async def test_the_end_of_the_run_is_noticed_although_every_slot_is_taken(tmp_path: Path) -> None:
-    play = dispatching(tmp_path, [{"deed": "hang"}] * 8, sink=MemorySink(capacity=8))
+    play = dispatching(tmp_path, [{"action": "hang"}] * 8, sink=MemorySink(capacity=8))
     running = asyncio.create_task(play.run(within_s=30))
     await play.sink.until(lambda: len(play.sink.rows) == 8)
     await play.sink.end()
@@ -180,7 +180,7 @@ async def test_the_end_of_the_run_is_noticed_although_every_slot_is_taken(tmp_pa
 
 
 async def test_a_cancelled_dispatcher_releases_nothing_and_the_next_one_takes_over(tmp_path: Path) -> None:
-    play = dispatching(tmp_path, [{"deed": "hang"}, {}, {}])
+    play = dispatching(tmp_path, [{"action": "hang"}, {}, {}])
     running = asyncio.create_task(play.run())
     await play.sink.until(lambda: sum(row.state == "queued" for row in play.sink.rows.values()) == 2)
     running.cancel()

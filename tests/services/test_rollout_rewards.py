@@ -182,7 +182,7 @@ async def test_a_group_is_scored_by_weighted_functions_and_all_of_them_are_recor
 async def test_samples_that_cannot_be_scored_are_kept_counted_and_not_played_again(tmp_path: Path) -> None:
     functions = {"endless": {"path": f"{PARTS}:endless"}}
     rewards = {"functions": functions, "timeout_s": 1.5, "processes": 2}
-    play = dispatching(tmp_path, [{"deed": "say_loop"}, {}], rewards=rewards, retry_budget=4)
+    play = dispatching(tmp_path, [{"action": "say_loop"}, {}], rewards=rewards, retry_budget=4)
     await play.run()
     dropped = play.sink.rows[next(iter(play.sink.rows))]
     assert dropped.drop is not None

@@ -82,7 +82,7 @@ async def test_a_worker_ignores_sigint() -> None:
 
 async def test_a_cancelled_group_is_not_reported_and_other_groups_continue() -> None:
     async with worker_of() as worker:
-        worker.play(order(1, deed="hang"))
+        worker.play(order(1, action="hang"))
         worker.play(order(2))
         worker.cancel("t1@0", 1)
         assert list(await results_of(worker, 1)) == ["t2@0"]
@@ -91,7 +91,7 @@ async def test_a_cancelled_group_is_not_reported_and_other_groups_continue() -> 
 
 async def test_a_killed_worker_is_reported_with_its_signal_and_its_lost_groups() -> None:
     async with worker_of() as worker:
-        worker.play(order(1, deed="hang"))
+        worker.play(order(1, action="hang"))
         os.kill(worker.pid, signal.SIGKILL)
         with pytest.raises(WorkerDiedError, match="killed by signal 9"):
             await results_of(worker, 1)
@@ -101,7 +101,7 @@ async def test_a_killed_worker_is_reported_with_its_signal_and_its_lost_groups()
 async def test_a_worker_that_blocks_its_event_loop_is_killed(tmp_path: Path) -> None:
     marker = tmp_path / "blocks"
     async with worker_of() as worker:
-        worker.play(order(1, deed="block", marker=str(marker)))
+        worker.play(order(1, action="block", marker=str(marker)))
         await until(marker.exists)
     assert worker.exit_code == -signal.SIGKILL
     assert not psutil.pid_exists(worker.pid)
@@ -127,7 +127,7 @@ def test_a_worker_ends_when_its_parent_is_killed() -> None:
 
         async def main():
             async with worker_of() as worker:
-                worker.play(order(1, deed="hang"))
+                worker.play(order(1, action="hang"))
                 print(worker.pid, flush=True)
                 await asyncio.sleep(3600)
 

@@ -13,7 +13,7 @@ MEASURED = ["evaluation.every_steps=3", "evaluation.max_tasks=4"]
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_adapters_are_published_through_a_kill_and_the_audit_holds(tmp_path: Path) -> None:
+def test_adapters_are_published_after_a_kill_and_the_audit_passes(tmp_path: Path) -> None:
     run = SmallRun(tmp_path, [*LORA, "inference.transfer='directory'", "trainer.checkpoint_every=3", *MEASURED]).start()
     try:
         saved = run.directory / "checkpoints" / "step-000003" / "checkpoint.json"

@@ -103,7 +103,7 @@ def posting(url: str) -> Iterator[list[Any]]:
         thread.join(60)
 
 
-def test_our_trainer_learns_from_what_an_atropos_environment_posts(tmp_path: Path) -> None:
+def test_the_trainer_trains_groups_posted_by_an_atropos_environment(tmp_path: Path) -> None:
     port = free_port()
     with posting(f"http://127.0.0.1:{port}") as posted:
         summary = run_on(tmp_path, port, "trainer.missing_logprobs=refuse").start().wait(280)
@@ -115,7 +115,7 @@ def test_our_trainer_learns_from_what_an_atropos_environment_posts(tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_killed_and_resumed_nothing_posted_is_trained_twice(tmp_path: Path) -> None:
+def test_after_a_kill_no_posted_group_is_trained_twice(tmp_path: Path) -> None:
     port = free_port()
     with posting(f"http://127.0.0.1:{port}"):
         first = run_on(tmp_path, port).start()

@@ -72,7 +72,7 @@ def running(tmp_path: Path) -> Iterator[list[SmallRun]]:
         ("wrong type", "dict"),
     ],
 )
-def test_a_rollout_that_fails_now_and_then_is_retried_counted_and_explained(
+def test_an_occasionally_failing_rollout_is_retried_and_counted(
     tmp_path: Path, running: list[SmallRun], fault: str, told: str
 ) -> None:
     run = run_with(tmp_path, fault, every=7)
@@ -84,7 +84,9 @@ def test_a_rollout_that_fails_now_and_then_is_retried_counted_and_explained(
     assert any(told in cause for cause in causes), causes
 
 
-def test_a_rollout_that_declines_leaves_smaller_groups_and_is_counted(tmp_path: Path, running: list[SmallRun]) -> None:
+def test_a_rollout_that_returns_none_makes_smaller_groups_and_is_counted(
+    tmp_path: Path, running: list[SmallRun]
+) -> None:
     run = run_with(tmp_path, "declines", every=7)
     running.append(run)
     summary = run.start().wait()

@@ -20,7 +20,7 @@ demote_rate = 0.0
 """
 
 
-def test_a_run_goes_on_with_its_curriculum_when_the_dispatcher_is_killed(tmp_path: Path) -> None:
+def test_a_run_continues_its_curriculum_after_the_dispatcher_is_killed(tmp_path: Path) -> None:
     config = CONFIG.replace("args = { low = 0, high = 7 }\n", "args = { low = 0, high = 7 }\n" + CURRICULUM)
     assert "tier_field" in config
     run = SmallRun(tmp_path, ["trainer.max_steps=7", "env.args.step_s=0.01"], config=config).start()

@@ -24,7 +24,7 @@ MEASURED = (
 )
 
 
-def test_a_run_is_measured_beside_training_and_its_record_can_be_evaluated_and_retrained(tmp_path: Path) -> None:
+def test_a_run_is_evaluated_during_training_and_can_be_evaluated_and_retrained_afterwards(tmp_path: Path) -> None:
     run = SmallRun(tmp_path, [*MEASURED, "evaluation.policy=shared"])
     try:
         summary = run.start().wait()
@@ -58,7 +58,7 @@ def test_a_run_is_measured_beside_training_and_its_record_can_be_evaluated_and_r
 
 
 @pytest.mark.slow
-def test_an_evaluation_with_a_server_of_its_own_measures_checkpoints_at_a_pinned_version(tmp_path: Path) -> None:
+def test_an_evaluation_with_its_own_server_evaluates_checkpoints_at_a_fixed_version(tmp_path: Path) -> None:
     run = SmallRun(tmp_path, MEASURED)
     try:
         summary = run.start().wait(240)
@@ -73,7 +73,7 @@ def test_an_evaluation_with_a_server_of_its_own_measures_checkpoints_at_a_pinned
 
 
 @pytest.mark.slow
-def test_an_evaluation_that_cannot_go_on_is_told_and_training_ends_as_it_should(tmp_path: Path) -> None:
+def test_a_failing_evaluation_is_reported_and_training_continues(tmp_path: Path) -> None:
     run = SmallRun(tmp_path, [*MEASURED, "evaluation.split=nowhere"])
     try:
         summary = run.start().wait(240)
@@ -83,7 +83,7 @@ def test_an_evaluation_that_cannot_go_on_is_told_and_training_ends_as_it_should(
     assert "evaluation stopped" in summary["stderr"]
 
 
-def test_what_cannot_be_measured_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_invalid_evaluation_targets_are_rejected_with_advice(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="neither a run directory"):
         evaluation_request(tmp_path, config=None, step=None, overrides=[])
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
@@ -94,7 +94,7 @@ def test_what_cannot_be_measured_is_refused_with_what_to_do(tmp_path: Path) -> N
     assert order.overrides == [f'model={{path = "{tmp_path.resolve()}"}}']
 
 
-def test_another_loss_begins_with_its_own_settings_and_only_the_trainer_can_be_changed() -> None:
+def test_another_loss_starts_with_its_defaults_and_only_trainer_settings_can_change() -> None:
     recorded = TrainerConfig(loss="grpo", clip_low=0.1, lr=3e-4)
     other = changed_settings(recorded, "reinforce", ["trainer.lr=1e-3"])
     assert (other.loss, other.clip_low, other.lr) == ("reinforce", None, 1e-3)

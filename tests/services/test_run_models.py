@@ -53,7 +53,7 @@ def test_the_directory_holds_the_weights_that_the_file_holds(converted: Path, gg
     assert (config["pad_token_id"], config["eos_token_id"]) == (0, 2)
 
 
-def test_the_tokenizer_and_its_template_come_along(converted: Path) -> None:
+def test_the_tokenizer_and_its_chat_template_are_converted_too(converted: Path) -> None:
     tokenizer = ModelTokenizer.from_directory(converted)
     rendered = tokenizer.render([{"role": "user", "content": "hello"}], add_generation_prompt=False)
     assert rendered == "<|im_start|>user hello<|im_end|>"
@@ -62,7 +62,7 @@ def test_the_tokenizer_and_its_template_come_along(converted: Path) -> None:
     assert tokenizer.encode("<|im_end|>") == [2]
 
 
-def test_asking_again_changes_nothing_and_tells_the_same(converted: Path) -> None:
+def test_getting_a_model_again_is_idempotent(converted: Path) -> None:
     before = {path.name: path.stat().st_mtime_ns for path in converted.iterdir()}
     result, told = get(converted, None)
     assert not result["is_new"]
@@ -71,7 +71,7 @@ def test_asking_again_changes_nothing_and_tells_the_same(converted: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", ["missing", "text", "empty wheel", "broken gguf", "other model"])
-def test_what_is_no_model_is_refused_and_leaves_nothing_behind(tmp_path: Path, kind: str) -> None:
+def test_an_invalid_model_file_is_rejected_and_leaves_nothing_behind(tmp_path: Path, kind: str) -> None:
     source = tmp_path / "source.whl"
     if kind == "text":
         source.write_text("hello")
@@ -92,7 +92,7 @@ def write_text(path: Path) -> Path:
     return path
 
 
-def test_a_folder_of_somebody_else_is_not_overwritten(tmp_path: Path, gguf_file: Path) -> None:
+def test_a_directory_with_other_files_is_not_overwritten(tmp_path: Path, gguf_file: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     with pytest.raises(RunError, match="other files"):

@@ -36,7 +36,7 @@ def test_a_run_with_two_replicas_survives_the_death_of_one(tmp_path: Path) -> No
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("override", ['inference.transfer="gloo"', 'inference.transfer="directory"'])
 @pytest.mark.parametrize("sequence", ["in_flight", "paused"])
-def test_every_way_of_moving_weights_trains_a_run_to_its_end(tmp_path: Path, override: str, sequence: str) -> None:
+def test_every_weight_transport_trains_a_run_to_its_end(tmp_path: Path, override: str, sequence: str) -> None:
     settings = [override, f'inference.update_sequence="{sequence}"', "inference.replicas=2", "trainer.max_steps=5"]
     run = SmallRun(tmp_path, settings).start()
     try:

@@ -34,7 +34,7 @@ def end(url: str, reward: float) -> Any:
         return json.loads(answer.read())
 
 
-async def test_sessions_are_written_down_as_the_engine_saw_them(tmp_path: Path) -> None:
+async def test_recorded_sessions_hold_the_tokens_of_the_engine(tmp_path: Path) -> None:
     fast_words().save(str(tmp_path / "tokenizer.json"))
     settings = {"chat_template": TOOLS_TEMPLATE, "eos_token": "<|im_end|>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")

@@ -93,7 +93,7 @@ def in_process(home: Path) -> SftOutcome:
     ).run()
 
 
-def test_a_warm_start_learns_and_a_killed_one_ends_with_the_same_weights(home: Path) -> None:
+def test_sft_learns_and_a_killed_run_ends_with_the_same_weights(home: Path) -> None:
     whole = in_process(home)
     assert whole.eval_loss is not None
     assert whole.eval_loss_before is not None
@@ -119,7 +119,7 @@ def test_a_warm_start_learns_and_a_killed_one_ends_with_the_same_weights(home: P
     assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(report["model"]))
 
 
-def test_a_warm_start_ends_when_its_loss_is_low_enough_and_a_second_start_adds_nothing(home: Path) -> None:
+def test_sft_ends_at_enough_loss_and_a_second_start_adds_nothing(home: Path) -> None:
     config = (home / "sft.toml").read_text(encoding="utf-8")
     (home / "sft.toml").write_text(config.replace("[trainer]", "enough_loss = 1.9\n[trainer]"), encoding="utf-8")
     first = in_process(home)
@@ -133,12 +133,12 @@ def test_a_warm_start_ends_when_its_loss_is_low_enough_and_a_second_start_adds_n
     assert again.checkpoint.weights_digest == first.checkpoint.weights_digest
 
 
-def test_an_end_by_validation_loss_needs_something_to_validate_on() -> None:
+def test_enough_loss_needs_validation_data() -> None:
     with pytest.raises(ValueError, match="set validation or validation_share"):
         SftConfig(data="x", enough_loss=0.1)
 
 
-def test_a_directory_begun_with_other_settings_is_refused(home: Path) -> None:
+def test_resuming_sft_with_other_settings_is_rejected(home: Path) -> None:
     write_or_check_manifest(home, load_sft_config(home / "sft.toml"), "digest", total_steps=9)
     write_or_check_manifest(home, load_sft_config(home / "sft.toml"), "digest", total_steps=9)
     with pytest.raises(RunError, match=r"trainer differ.*choose another --out"):
@@ -147,7 +147,7 @@ def test_a_directory_begun_with_other_settings_is_refused(home: Path) -> None:
         write_or_check_manifest(home, load_sft_config(home / "sft.toml"), "other", total_steps=9)
 
 
-def test_settings_that_a_warm_start_would_ignore_are_refused_with_their_paths(home: Path) -> None:
+def test_settings_that_sft_would_ignore_are_rejected_with_their_paths(home: Path) -> None:
     done = rollbook("sft", str(home / "sft.toml"), "--set", "trainer.clip_low=0.1", "--set", "sft.data=nothing.jsonl")
     assert done.returncode == 2
     assert "trainer.clip_low: is not read by `rollbook sft`" in done.stderr
@@ -169,5 +169,5 @@ def test_every_epoch_trains_every_demonstration_once(count: int, a_step: int, ep
     assert len(trained) == epochs * count
 
 
-def test_the_fields_that_a_warm_start_reads_exist() -> None:
+def test_the_fields_that_sft_reads_exist() -> None:
     assert set(TrainerConfig.model_fields) >= READ_BY_SFT

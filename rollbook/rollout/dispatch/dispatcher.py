@@ -19,7 +19,6 @@ from rollbook.contracts.freshness import FreshnessRule
 from rollbook.contracts.group import GroupId, group_id
 from rollbook.contracts.ports import GroupSink, TaskSource
 from rollbook.contracts.task import Draw
-from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.dispatch.failure_breaker import FailureBreaker
 from rollbook.rollout.dispatch.monitor import DispatchMonitor
 from rollbook.rollout.dispatch.reporter import GroupReporter
@@ -78,7 +77,6 @@ class Dispatcher:
         tasks: TaskSource,
         sink: GroupSink,
         spec: WorkerSpec,
-        config: RolloutConfig,
         rule: FreshnessRule,
         log: EventLog,
         metrics: MetricRecorder,
@@ -90,7 +88,7 @@ class Dispatcher:
         self._name = name
         self._tasks = tasks
         self._sink = sink
-        self._config = config
+        self._config = config = spec.config
         self._log = log
         self._metrics = metrics
         self._clock = clock or SystemClock()

@@ -32,7 +32,6 @@ async def main(context: RoleContext) -> str:
             tasks=tasks,
             sink=ledger,
             spec=worker_spec(context),
-            config=config.rollout,
             rule=config.gate.settings(max_steps=config.trainer.max_steps).rule,
             log=context.log,
             metrics=MetricRecorder("rollout", rollout_metrics(config.rollout), context.directory.metrics_file),

@@ -1,4 +1,4 @@
-"""A dispatcher ready to run over a ledger in memory and real worker processes."""
+"""A dispatcher with a ledger in memory and real worker processes."""
 
 import asyncio
 import io
@@ -50,7 +50,7 @@ class Dispatching:
     dispatcher: Dispatcher
     tasks: CursorDataLoader
     sink: Any
-    """A `MemorySink`, unless the test brought a client of another."""
+    """A `MemorySink`, unless the test passes another sink."""
     directory: Path
     log: EventLog
     recorder: SpanRecorder
@@ -81,7 +81,7 @@ def dispatching(
     source: TaskSource | None = None,
     **config: Any,
 ) -> Dispatching:
-    """Over a cursor on `rows`, unless another `source` is given."""
+    """A dispatcher on a cursor over `rows`, or on `source`."""
     settings = config_of(**config)
     tasks = CursorDataLoader(
         [Task(id=TaskId(f"t{i}"), row={"secret": i % 10, **row}) for i, row in enumerate(rows)],
@@ -96,7 +96,6 @@ def dispatching(
         tasks=source or tasks,
         sink=sink,
         spec=spec_of(settings, **(worker or {})),
-        config=settings,
         rule=FreshnessRule(groups_per_step=4, max_in_flight=8, max_head_offpolicy_versions=1),
         log=log,
         metrics=MetricRecorder("rollout", rollout_metrics(settings), directory / "metrics.jsonl"),

@@ -1,4 +1,4 @@
-"""Rollout functions that misbehave, each in its own way. Workers under test load them by dotted path."""
+"""Rollout functions and filters with faults. Workers under test load them by path."""
 
 import asyncio
 import dataclasses
@@ -18,34 +18,34 @@ not_a_function = 3
 
 
 def make_rollout(setup: RolloutSetup) -> RolloutFn:
-    """Plays the default episode, unless the row tells it to do something else."""
+    """Plays the default episode, unless the row has an `action`."""
     play = episode.make_rollout(setup)
 
     async def rollout(row: dict[str, Any]) -> RolloutSample | None:
-        deed = row.pop("deed", None)  # its own copy: the siblings still have it
-        if deed == "raise":
-            raise ValueError("the moon is in the wrong phase")
-        if deed == "wrong":
-            return 42  # type: ignore[return-value]  # what a careless user writes
-        if deed == "none":
+        action = row.pop("action", None)  # the row is a copy, so other episodes still have it
+        if action == "raise":
+            raise ValueError("row is malformed")
+        if action == "wrong":
+            return 42  # type: ignore[return-value]  # a user's mistake
+        if action == "none":
             return None
-        if deed == "hang":
+        if action == "hang":
             await asyncio.sleep(3600)
-        if deed == "hang_once" and _is_first(Path(row["marker"])):
+        if action == "hang_once" and _is_first(Path(row["marker"])):
             await asyncio.sleep(3600)
-        if deed == "block":
+        if action == "block":
             if "marker" in row:
                 Path(row["marker"]).touch()
-            time.sleep(3600)  # noqa: ASYNC251 - this is the misdeed
-        if deed == "stop_run":
-            raise RunError("the licence of the grader ran out")
-        if deed == "die_once" and _is_first(Path(row["marker"])):
+            time.sleep(3600)  # noqa: ASYNC251 - this is the tested fault
+        if action == "stop_run":
+            raise RunError("the licence of the grader expired")
+        if action == "die_once" and _is_first(Path(row["marker"])):
             os.kill(os.getpid(), signal.SIGKILL)
-        if deed == "die":
-            print("last words of the worker")  # noqa: T201
+        if action == "die":
+            print("output of the dying worker")  # noqa: T201
             os._exit(9)
         sample = await play(row)
-        if deed == "say_loop" and sample is not None:
+        if action == "say_loop" and sample is not None:
             return dataclasses.replace(sample, messages=({"role": "assistant", "content": "loop"},))
         return sample
 
@@ -61,7 +61,7 @@ def _is_first(marker: Path) -> bool:
 
 
 def make_not_async(setup: RolloutSetup) -> RolloutFn:
-    return lambda row: None  # type: ignore[return-value]  # what a careless user writes
+    return lambda row: None  # type: ignore[return-value]  # a user's mistake
 
 
 def make_raising(setup: RolloutSetup) -> RolloutFn:
@@ -81,4 +81,4 @@ def filter_raises(group: PromptGroup) -> str | None:
 
 
 def filter_wrong(group: PromptGroup) -> str | None:
-    return True  # type: ignore[return-value]  # what a careless user writes
+    return True  # type: ignore[return-value]  # a user's mistake

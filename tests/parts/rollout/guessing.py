@@ -1,4 +1,4 @@
-"""A small world to play in: guess a number by hearing higher or lower. Scripted policy, real tokenizer, real chat template."""
+"""A small environment (guess a digit) with a scripted policy, a real tokenizer and a real chat template."""
 
 import asyncio
 import dataclasses
@@ -29,16 +29,16 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-FORGETFUL = (
+REWRITING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.role == 'assistant' and not loop.last %}...{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""A template that rewrites history, as those do that drop earlier reasoning."""
+"""A template that rewrites history, like those that drop earlier reasoning."""
 
 
 def letter_tokenizer(template: str = CHATML) -> ModelTokenizer:
-    """One token a character, and three special ones."""
+    """One token per character, and three special tokens."""
     fast = fast_letters()
     return ModelTokenizer(fast, chat_template=template, eos_token_ids=[SPECIAL.index("<|im_end|>")])
 
@@ -53,14 +53,14 @@ def fast_letters() -> FastTokenizer:
 
 
 class ScriptedPolicy:
-    """Guesses digits at random. Records what it was asked, so that tests can compare with what was assembled."""
+    """Guesses digits at random and records its requests and completions."""
 
     def __init__(self, tokenizer: ModelTokenizer, *, seed: int = 0, delay_s: float = 0.0, publication: int = 7) -> None:
         self._tokenizer = tokenizer
         self._rng = random.Random(seed)
         self._delay_s = delay_s
         self._publication = publication
-        self.asked: list[tuple[list[int], list[int], int]] = []
+        self.requests: list[tuple[list[int], list[int], int]] = []
 
     async def complete(
         self,
@@ -72,16 +72,16 @@ class ScriptedPolicy:
     ) -> Completion:
         await asyncio.sleep(self._delay_s)
         ids = self._tokenizer.encode(str(self._rng.randrange(10)) + "<|im_end|>")[: sampling.max_tokens]
-        self.asked.append((list(prompt_ids), ids, min_publication))
-        return completion(ids, version=max(self._publication, min_publication), is_cut=len(ids) < 2)
+        self.requests.append((list(prompt_ids), ids, min_publication))
+        return completion(ids, version=max(self._publication, min_publication), is_truncated=len(ids) < 2)
 
 
-def completion(ids: Sequence[int], *, version: int = 7, is_cut: bool = False) -> Completion:
+def completion(ids: Sequence[int], *, version: int = 7, is_truncated: bool = False) -> Completion:
     return Completion(
         token_ids=np.asarray(ids, dtype=np.int32),
         logprobs=np.full(len(ids), -0.5, dtype=np.float32),
         versions=np.full(len(ids), version, dtype=np.int32),
-        finish_reason=FinishReason.LENGTH if is_cut else FinishReason.STOP,
+        finish_reason=FinishReason.LENGTH if is_truncated else FinishReason.STOP,
     )
 
 
@@ -147,7 +147,7 @@ async def open_never() -> AsyncIterator[GuessingEnvironment]:
 
 @asynccontextmanager
 async def build(settings: dict[str, Any]) -> AsyncIterator[RolloutSetup]:
-    """The builder that workers under test are given: `tests.parts.rollout.guessing:build`."""
+    """The builder of workers under test: `tests.parts.rollout.guessing:build`."""
     if cause := settings.get("fail_setup"):
         raise RuntimeError(cause)
     setup, _ = setup_of(

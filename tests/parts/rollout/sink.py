@@ -1,4 +1,4 @@
-"""A ledger in memory that obeys the `GroupSink` port: grants, attempts, receipts, end of data. Small, and honest about losses."""
+"""A `GroupSink` in memory: grants, attempts, receipts, end of data."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -37,9 +37,9 @@ class Row:
 @dataclass
 class MemorySink:
     capacity: int
-    """Groups that may be leased at the same time."""
+    """Maximum number of leased groups."""
     wanted: int | None = None
-    """The run is over once this many groups are settled."""
+    """The run ends when this many groups are settled."""
     deadline_s: float = 60.0
     max_attempts: int = 5
     rows: dict[GroupId, Row] = field(default_factory=dict)
@@ -115,13 +115,13 @@ class MemorySink:
             await self._moved.wait_for(is_reached)
 
     async def expire(self, group_id: GroupId) -> None:
-        """A lease ended by the ledger's own clock."""
+        """Expire the lease of a group."""
         async with self._moved:
             self.rows[group_id].state = "waiting"
             self._moved.notify_all()
 
     async def end(self) -> None:
-        """The trainer says that the run is over."""
+        """End the run."""
         async with self._moved:
             self.wanted = 0
             self._moved.notify_all()

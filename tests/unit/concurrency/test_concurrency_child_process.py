@@ -197,6 +197,29 @@ def test_a_child_ends_when_its_parent_is_killed(behaviour: str) -> None:
     wait_until_gone(child)
 
 
+def test_a_process_that_watches_a_pipe_ends_when_the_pipe_is_closed_and_not_before() -> None:
+    code = "import sys, time; from rollbook.concurrency.child_process.child import die_with_parent"
+    code += "; die_with_parent(int(sys.argv[1])); print('watching', flush=True); sys.stdin.readline(); print('alive', flush=True)"
+    read_end, write_end = os.pipe()
+    command = [sys.executable, "-c", f"{code}; time.sleep(600)", str(read_end)]
+    child = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY, pass_fds=(read_end,)
+    )
+    os.close(read_end)
+    with child:
+        try:
+            assert child.stdout is not None
+            assert child.stdin is not None
+            assert child.stdout.readline() == "watching\n"
+            child.stdin.write("\n")
+            child.stdin.flush()
+            assert child.stdout.readline() == "alive\n"
+            os.close(write_end)
+            assert child.wait(timeout=30) == -signal.SIGTERM
+        finally:
+            child.kill()
+
+
 def test_a_frame_of_impossible_length_counts_as_the_end() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:

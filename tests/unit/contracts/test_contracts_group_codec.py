@@ -34,7 +34,7 @@ def rich_group() -> PromptGroup:
         messages=({"role": "user", "content": "grüß\n"}, {"role": "tool", "calls": [{"a": None, "b": 1.5}]}),
         metrics={"wait": 1e-300, "nan": float("nan")},
         turns=(TurnMark(sequence=0, start=2, end=5, seconds=0.25), TurnMark(sequence=1, start=5, end=6)),
-        facts={"world": {"n": 2**53 + 1, "deep": [[], {}]}, "flag": False},
+        facts={"environment": {"n": 2**53 + 1, "deep": [[], {}]}, "flag": False},
     )
     broken = RolloutSample(
         sequences=(token_row([]),), sampling=SamplingParams(), reward=None, invalid_cause="env: connection lost"

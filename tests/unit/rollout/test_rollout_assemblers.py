@@ -7,7 +7,7 @@ from rollbook.contracts.trajectory import EndReason
 from rollbook.rollout.assemblers.assembler import AssemblyError, PrefixMismatchError
 from rollbook.rollout.assemblers.chat import MessageTrajectoryAssembler
 from rollbook.rollout.assemblers.tokens import TrajectoryAssembler
-from tests.parts.rollout.guessing import CHATML, FORGETFUL, completion, letter_tokenizer
+from tests.parts.rollout.guessing import CHATML, REWRITING, completion, letter_tokenizer
 
 SAMPLING = SamplingParams(temperature=0.9)
 
@@ -103,7 +103,7 @@ def test_a_truncated_turn_is_closed_with_untrained_tokens() -> None:
     chat = MessageTrajectoryAssembler(tokenizer, SAMPLING)
     chat.add_message("user", "one")
     chat.next_prompt()
-    chat.add_completion(completion(tokenizer.encode("tw"), is_cut=True))
+    chat.add_completion(completion(tokenizer.encode("tw"), is_truncated=True))
     chat.add_message("user", "go on")
     chat.next_prompt()
     chat.add_completion(completion(tokenizer.encode("o")))
@@ -125,7 +125,7 @@ def test_white_space_trimmed_by_the_template_is_not_a_rewrite() -> None:
 
 
 def play_with_rewriting_template(chat: MessageTrajectoryAssembler) -> None:
-    tokenizer = letter_tokenizer(FORGETFUL)
+    tokenizer = letter_tokenizer(REWRITING)
     for said in ("first", "second", "third"):
         chat.add_message("user", "hm")
         chat.next_prompt()
@@ -133,7 +133,7 @@ def play_with_rewriting_template(chat: MessageTrajectoryAssembler) -> None:
 
 
 def test_a_template_that_rewrites_history_is_an_error_with_the_position() -> None:
-    chat = MessageTrajectoryAssembler(letter_tokenizer(FORGETFUL), SAMPLING)
+    chat = MessageTrajectoryAssembler(letter_tokenizer(REWRITING), SAMPLING)
     with pytest.raises(
         PrefixMismatchError, match=r"before turn 2: at character \d+ it renders .*\.\.\..* where .*first"
     ) as raised:
@@ -142,7 +142,7 @@ def test_a_template_that_rewrites_history_is_an_error_with_the_position() -> Non
 
 
 def test_with_fork_a_rewritten_history_starts_a_new_sequence_and_keeps_sampled_tokens() -> None:
-    tokenizer = letter_tokenizer(FORGETFUL)
+    tokenizer = letter_tokenizer(REWRITING)
     chat = MessageTrajectoryAssembler(tokenizer, SAMPLING, on_rewrite="fork")
     play_with_rewriting_template(chat)
     chat.add_message("user", "one more")

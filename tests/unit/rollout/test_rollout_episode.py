@@ -51,10 +51,10 @@ async def test_an_episode_has_exactly_the_tokens_that_the_policy_processed() -> 
     assert (sample.finish_reason, sample.solved) == (EndReason.DONE, True)
     assert sample.reward == pytest.approx(1 / len(sample.turns))
     row = sample.sequences[0]
-    last_prompt, last_answer, _ = policy.asked[-1]
+    last_prompt, last_answer, _ = policy.requests[-1]
     assert row.token_ids.tolist() == last_prompt + last_answer
     assert [row.token_ids[turn.start : turn.end].tolist() for turn in sample.turns] == [
-        ids for _, ids, _ in policy.asked
+        ids for _, ids, _ in policy.requests
     ]
     assert sample.messages is not None
     assert [message["role"] for message in sample.messages] == ["user", "assistant"] * len(sample.turns)

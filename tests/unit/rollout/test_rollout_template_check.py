@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from rollbook.cli.main import app
 from rollbook.rollout.agents.template_check import CASES, TOOL_CASES, Finding, Verdict, advice, check_template
 from tests.parts.rollout.agents import FORGETS_THINKING, TOOLS_TEMPLATE, fast_words, word_tokenizer
-from tests.parts.rollout.guessing import CHATML, FORGETFUL
+from tests.parts.rollout.guessing import CHATML, REWRITING
 
 TRIMS = CHATML.replace("{{ m.content }}", "{{ m.content | trim }}")
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system messages') }}{% endif %}" + CHATML
@@ -66,7 +66,7 @@ def test_white_space_that_a_template_trims_is_kept_as_sampled_and_shows_as_drift
 
 
 def test_a_template_that_rewrites_every_answer_asks_for_rows_by_turn() -> None:
-    found = findings(FORGETFUL)
+    found = findings(REWRITING)
     assert "`per_turn`" in advice([f for f in found.values() if f.verdict is not Verdict.EXACT])
     assert found["two turns"].verdict is Verdict.REWRITTEN
 

@@ -76,7 +76,7 @@ learning_rate = 1e-3
     assert "unknown section" in faults["ledgre"]
 
 
-def test_a_file_that_is_not_toml_or_not_there_is_one_fault(tmp_path: Path) -> None:
+def test_a_missing_or_invalid_file_is_one_fault(tmp_path: Path) -> None:
     assert "is not TOML" in faults_of(tmp_path, "[run")["file"]
     with pytest.raises(ConfigError, match="cannot be read"):
         load_config(tmp_path / "nowhere.toml")
@@ -89,14 +89,14 @@ def test_an_override_replaces_a_field_and_a_bad_one_is_a_fault(tmp_path: Path) -
     assert len(faults) == 3
 
 
-def test_what_can_never_end_or_never_fit_is_refused(tmp_path: Path) -> None:
+def test_settings_that_can_never_work_are_rejected(tmp_path: Path) -> None:
     assert "never end" in faults_of(tmp_path, GOOD.replace("max_steps = 3", ""))["trainer.max_steps"]
     assert "lease" in faults_of(tmp_path, GOOD, ("gate.group_deadline_s=1",))["rollout.max_seconds"]
     assert "rollout.max_total_tokens" in faults_of(tmp_path, GOOD, ("inference.max_model_len=16",))
     assert "trainer.ppo_n_minibatches" in faults_of(tmp_path, GOOD, ("trainer.ppo_n_minibatches=100000",))
 
 
-def test_a_field_that_nothing_would_read_is_refused(tmp_path: Path) -> None:
+def test_a_field_that_would_not_be_read_is_rejected(tmp_path: Path) -> None:
     assert (
         "scripted engine only" in faults_of(tmp_path, GOOD, ("inference.scripted.token_s=0.1",))["inference.scripted"]
     )
@@ -134,7 +134,7 @@ def test_a_module_without_an_attribute_must_define_make_rollout(tmp_path: Path) 
     load_config(written(tmp_path, GOOD), ["rollout.function=mine"])
 
 
-def test_sections_without_a_seed_take_the_runs(tmp_path: Path) -> None:
+def test_sections_without_a_seed_use_the_seed_of_the_run(tmp_path: Path) -> None:
     config = load_config(written(tmp_path, GOOD), ["tasks.seed=1"]).config
     assert (config.tasks.seed, config.trainer.seed, config.inference.seed) == (1, 7, 7)
 
@@ -147,7 +147,7 @@ def test_the_resolved_config_reads_back_as_itself(tmp_path: Path) -> None:
     assert changed_fields(loaded.config, load_config(again).config) == {}
 
 
-def test_a_resume_may_change_what_the_record_does_not_depend_on(tmp_path: Path) -> None:
+def test_a_resume_may_change_settings_that_do_not_affect_the_record(tmp_path: Path) -> None:
     old = load_config(written(tmp_path, GOOD)).config
     longer = load_config(written(tmp_path, GOOD), ["trainer.max_steps=9"]).config
     assert check_resume(old, longer, source="run") == {"trainer.max_steps": (3, 9)}
@@ -156,7 +156,7 @@ def test_a_resume_may_change_what_the_record_does_not_depend_on(tmp_path: Path) 
 @pytest.mark.parametrize(
     "override", ["run.seed=8", "model.build.layers=1", "gate.groups_per_step=5", "tasks.shuffle=false"]
 )
-def test_a_resume_may_not_change_what_the_record_was_made_with(tmp_path: Path, override: str) -> None:
+def test_a_resume_may_not_change_settings_that_affect_the_record(tmp_path: Path, override: str) -> None:
     old = load_config(written(tmp_path, GOOD)).config
     other = load_config(written(tmp_path, GOOD), [override]).config
     with pytest.raises(ConfigError, match="start a new run"):
@@ -173,7 +173,7 @@ max_steps = 3
 """
 
 
-def test_groups_that_others_post_leave_nothing_to_play_here(tmp_path: Path) -> None:
+def test_an_atropos_source_rejects_rollout_and_env_settings(tmp_path: Path) -> None:
     loaded = load_config(written(tmp_path, ATROPOS))
     again = load_config(written(tmp_path, dump_toml(loaded.config)))
     assert again.config == loaded.config, "a resolved config, which names every field, loads again"
@@ -184,7 +184,7 @@ def test_groups_that_others_post_leave_nothing_to_play_here(tmp_path: Path) -> N
     assert "source" in faults_of(tmp_path, GOOD, ("tasks.atropos.port=9000",))["tasks"]
 
 
-def test_a_hosted_run_refuses_settings_of_a_trainer_that_is_not_ours(tmp_path: Path) -> None:
+def test_a_hosted_run_rejects_trainer_settings(tmp_path: Path) -> None:
     path = written(tmp_path, GOOD + "lr = 0.5\n")
     with pytest.raises(RunError, match=r"trainer\.lr: not read by `rollbook host`"):
         host(path, run_dir=tmp_path / "run", overrides=(), parent_fd=None, console=Console(quiet=True))
@@ -227,14 +227,12 @@ def test_unknown_fields_of_a_recorded_run_are_reported_with_their_paths(tmp_path
         ),
     ],
 )
-def test_what_is_published_is_settled_with_the_config(
-    tmp_path: Path, overrides: tuple[str, ...], published: str
-) -> None:
+def test_the_config_resolves_what_is_published(tmp_path: Path, overrides: tuple[str, ...], published: str) -> None:
     config = load_config(written(tmp_path, GOOD), overrides).config
     assert config.inference.publish == published
 
 
-def test_adapters_cannot_be_published_where_none_are_trained_or_taken(tmp_path: Path) -> None:
+def test_publishing_adapters_needs_lora_and_a_supporting_transport(tmp_path: Path) -> None:
     assert "trainer.lora" in faults_of(tmp_path, GOOD, ("inference.publish='adapter'",))["inference.publish"]
     nccl = (
         "trainer.lora.rank=4",

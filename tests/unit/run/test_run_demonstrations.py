@@ -78,25 +78,27 @@ def test_a_demonstration_is_what_a_rollout_would_have_recorded(
     assert shown.loss_mask.tolist() == recorded.loss_mask.tolist()
 
 
-def test_only_the_assistants_words_and_their_end_are_trained(tokenizers: dict[str, ModelTokenizer]) -> None:
+def test_only_assistant_tokens_and_their_end_tokens_are_trained(tokenizers: dict[str, ModelTokenizer]) -> None:
     tokenizer = tokenizers["chatml"]
     row = chat_row(chat("hi", "yes", "more", "no"), tokenizer)
     assert tokenizer.decode(row.token_ids[row.loss_mask].tolist(), skip_special_tokens=False) == "yes<eos>no<eos>"
     assert not row.has_logprobs
 
 
-def test_an_end_that_the_template_does_not_write_is_trained_all_the_same(tokenizers: dict[str, ModelTokenizer]) -> None:
+def test_an_end_token_is_trained_even_if_the_template_writes_none(tokenizers: dict[str, ModelTokenizer]) -> None:
     tokenizer = tokenizers["no_end"]
     row = chat_row(chat("hi", "yes"), tokenizer)
     assert tokenizer.decode(row.token_ids.tolist(), skip_special_tokens=False) == "[user]hi[assistant]yes<eos>"
 
 
-def test_a_template_that_rewrites_the_history_is_told_with_the_place(tokenizers: dict[str, ModelTokenizer]) -> None:
+def test_a_template_that_rewrites_the_history_is_reported_with_the_position(
+    tokenizers: dict[str, ModelTokenizer],
+) -> None:
     with pytest.raises(ChatError, match=r"rewrites the history before message 4: at character"):
         chat_row(chat("hi", "yes", "more", "no"), tokenizers["forgets"])
 
 
-def test_every_bad_line_is_named_with_its_number_and_cause(
+def test_every_bad_line_is_reported_with_number_and_cause(
     tmp_path: Path, tokenizers: dict[str, ModelTokenizer]
 ) -> None:
     path = write(
@@ -127,7 +129,7 @@ def test_every_bad_line_is_named_with_its_number_and_cause(
     assert [line.number for line in kept.bad] == [2, 3, 4, 5, 6, 7]
 
 
-def test_a_chat_stays_on_its_side_of_the_split_when_the_file_changes_around_it(
+def test_changes_to_other_lines_do_not_move_a_chat_across_the_split(
     tmp_path: Path, tokenizers: dict[str, ModelTokenizer]
 ) -> None:
     lines = [{"messages": chat(f"question {n}", "yes")} for n in range(60)]

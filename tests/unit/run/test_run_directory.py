@@ -10,7 +10,7 @@ import pytest
 from rollbook.run.directory import RunDirectory, RunDirectoryError
 
 
-def test_a_second_train_on_the_same_directory_is_refused_and_told_who_holds_it(tmp_path: Path) -> None:
+def test_a_second_train_in_the_same_directory_is_rejected_with_the_pid(tmp_path: Path) -> None:
     first, second = RunDirectory(tmp_path), RunDirectory(tmp_path)
     with first.locked(), pytest.raises(RunDirectoryError, match=f"pid {os.getpid()}"), second.locked():
         pass
@@ -18,19 +18,19 @@ def test_a_second_train_on_the_same_directory_is_refused_and_told_who_holds_it(t
         pass
 
 
-def test_a_directory_that_cannot_be_written_gives_one_clear_error(tmp_path: Path) -> None:
+def test_an_unwritable_run_directory_gives_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way", encoding="utf-8")
     with pytest.raises(RunDirectoryError, match="choose another with --run-dir"):
         RunDirectory(tmp_path / "file" / "run").prepare()
 
 
-def test_a_full_disk_is_told_before_the_run_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_before_the_run_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(100, 99, 1 << 20))
     with pytest.raises(RunDirectoryError, match="only 1 MiB are free"):
         RunDirectory(tmp_path).prepare()
 
 
-def test_something_that_is_no_run_directory_is_told_as_such(tmp_path: Path) -> None:
+def test_a_directory_without_a_run_is_reported(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match="is not a run directory"):
         RunDirectory(tmp_path).read_manifest()

@@ -18,7 +18,7 @@ def test_a_process_that_repeatedly_dies_soon_after_its_start_is_given_up() -> No
     assert "5 times in a row" in verdict.reason
 
 
-def test_a_process_that_was_never_ready_is_given_up_soon() -> None:
+def test_a_process_that_was_never_ready_is_not_restarted_long() -> None:
     rule = RestartRule(most_failed_starts=2)
     assert isinstance(rule.decide([1.0, 1.0], was_ready=False), Restart)
     assert isinstance(rule.decide([1.0, 1.0, 30.0], was_ready=False), GiveUp)

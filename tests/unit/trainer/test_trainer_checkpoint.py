@@ -37,7 +37,7 @@ def save(store: Checkpoints, learner: TrainStep) -> Path:
     return store.save(learner, weights_digest=learner.model.digest()).path
 
 
-def test_anybody_can_load_the_model_of_a_checkpoint(tmp_path: Path, model_dir: Path) -> None:
+def test_transformers_loads_the_model_of_a_checkpoint(tmp_path: Path, model_dir: Path) -> None:
     learner = trained(model_dir, 1)
     path = save(checkpoints(tmp_path, model_dir), learner)
     module = AutoModelForCausalLM.from_pretrained(str(path / "model"))
@@ -46,7 +46,7 @@ def test_anybody_can_load_the_model_of_a_checkpoint(tmp_path: Path, model_dir: P
     assert tokenizer.apply_chat_template([{"role": "user", "content": "7 11"}], tokenize=False) == "<bos>7 11 "
 
 
-def test_restoring_brings_back_weights_optimizer_and_random_states(tmp_path: Path, model_dir: Path) -> None:
+def test_restoring_a_checkpoint_restores_weights_optimizer_and_random_states(tmp_path: Path, model_dir: Path) -> None:
     learner = trained(model_dir, 2)
     store = checkpoints(tmp_path, model_dir)
     save(store, learner)
@@ -59,7 +59,7 @@ def test_restoring_brings_back_weights_optimizer_and_random_states(tmp_path: Pat
     assert restored.model.digest() == learner.model.digest()
 
 
-def test_a_torn_checkpoint_is_passed_over_and_swept_away(tmp_path: Path, model_dir: Path) -> None:
+def test_an_incomplete_checkpoint_is_ignored_and_removed(tmp_path: Path, model_dir: Path) -> None:
     store = checkpoints(tmp_path, model_dir)
     learner = trained(model_dir, 1)
     save(store, learner)
@@ -78,7 +78,7 @@ def test_a_torn_checkpoint_is_passed_over_and_swept_away(tmp_path: Path, model_d
 
 
 @pytest.mark.parametrize("name", ["model/model.safetensors", "trainer.pt", "model/tokenizer.json"])
-def test_a_corrupt_checkpoint_stops_the_run_and_is_named(tmp_path: Path, model_dir: Path, name: str) -> None:
+def test_a_corrupt_checkpoint_stops_the_run_with_its_path(tmp_path: Path, model_dir: Path, name: str) -> None:
     store = checkpoints(tmp_path, model_dir)
     path = save(store, trained(model_dir, 1))
     data = bytearray((path / name).read_bytes())
@@ -99,7 +99,7 @@ def test_an_unreadable_manifest_stops_the_run(tmp_path: Path, model_dir: Path) -
         store.latest()
 
 
-def test_weights_that_are_not_those_that_were_acknowledged_are_refused(tmp_path: Path, model_dir: Path) -> None:
+def test_a_checkpoint_whose_weights_do_not_match_its_digest_is_rejected(tmp_path: Path, model_dir: Path) -> None:
     store = checkpoints(tmp_path, model_dir)
     store.save(trained(model_dir, 1), weights_digest="another")
     with pytest.raises(RunError, match="but another was saved"):
@@ -115,7 +115,7 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path: Path, model_dir: Path) -
     assert store.steps() == [2, 3]
 
 
-def test_saving_a_step_again_leaves_it_as_it_is(tmp_path: Path, model_dir: Path) -> None:
+def test_saving_an_existing_checkpoint_does_not_change_it(tmp_path: Path, model_dir: Path) -> None:
     store = checkpoints(tmp_path, model_dir)
     learner = trained(model_dir, 1)
     path = save(store, learner)
@@ -124,14 +124,14 @@ def test_saving_a_step_again_leaves_it_as_it_is(tmp_path: Path, model_dir: Path)
     assert (path / "checkpoint.json").stat().st_mtime_ns == written
 
 
-def test_the_manifest_says_with_which_settings_the_step_was_trained(tmp_path: Path, model_dir: Path) -> None:
+def test_the_manifest_records_the_settings_of_the_step(tmp_path: Path, model_dir: Path) -> None:
     path = save(checkpoints(tmp_path, model_dir, lr=0.01), trained(model_dir, 1))
     manifest = json.loads((path / "checkpoint.json").read_text())
     assert manifest["settings"]["lr"] == 0.01
     assert "keep_checkpoints" not in manifest["settings"]
 
 
-def test_a_place_that_cannot_be_written_gives_one_clear_error(tmp_path: Path, model_dir: Path) -> None:
+def test_an_unwritable_directory_gives_one_clear_error(tmp_path: Path, model_dir: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file where a directory should be")
     with pytest.raises(RunError, match=r"step-000001 could not be written \(FileExistsError"):
         save(checkpoints(tmp_path, model_dir), trained(model_dir, 1))

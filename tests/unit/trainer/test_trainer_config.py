@@ -44,7 +44,7 @@ from tests.parts.trainer.batches import batch_of, row, sample
         ({"ppo_n_minibatches": 0}, "greater than or equal to 1"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], fault: str) -> None:
+def test_invalid_settings_are_rejected(settings: dict[str, Any], fault: str) -> None:
     with pytest.raises(ValidationError, match=fault):
         TrainerConfig.model_validate(settings)
 
@@ -59,24 +59,24 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], fault: 
         ({"vocabulary": ["a"], "heads": 4, "kv_heads": 3}, "does not divide"),
     ],
 )
-def test_models_that_cannot_be_built_are_refused(settings: dict[str, Any], fault: str) -> None:
+def test_invalid_model_settings_are_rejected(settings: dict[str, Any], fault: str) -> None:
     with pytest.raises(ValidationError, match=fault):
         ModelBuildConfig.model_validate(settings)
 
 
-def test_a_model_is_named_or_built_but_not_both() -> None:
+def test_exactly_one_of_path_and_build_must_be_set() -> None:
     for settings in ({}, {"path": "x", "build": {"vocabulary": ["a"]}}):
         with pytest.raises(ValidationError, match="exactly one"):
             ModelConfig.model_validate(settings)
 
 
-def test_every_named_choice_has_its_part() -> None:
+def test_every_choice_of_a_setting_is_implemented() -> None:
     fields = TrainerConfig.model_json_schema()["properties"]
     assert set(fields["advantage"]["anyOf"][0]["enum"]) == BASELINES.keys()
     assert LOSS_DEFAULTS.keys() == LOSSES.keys()
 
 
-def test_numeric_settings_are_all_but_those_that_only_say_when_and_where() -> None:
+def test_numeric_settings_exclude_only_scheduling_settings() -> None:
     assert TrainerConfig.model_fields.keys() > NOT_NUMERIC
     assert TrainerConfig().numeric_settings().keys() == TrainerConfig.model_fields.keys() - NOT_NUMERIC
     falling = TrainerConfig(schedule="linear", max_steps=7)
@@ -87,7 +87,7 @@ def test_numeric_settings_are_all_but_those_that_only_say_when_and_where() -> No
     ("restored", "acknowledged", "expected"),
     [(0, 3, []), (0, 4, ["lr"]), (3, 4, ["lr"]), (4, 4, []), (3, 3, []), (0, 0, [])],
 )
-def test_a_change_is_seen_only_if_a_step_to_be_replayed_was_trained_otherwise(
+def test_a_changed_setting_is_reported_only_if_a_replayed_step_used_another_value(
     restored: int, acknowledged: int, expected: list[str]
 ) -> None:
     history = SettingsHistory(
@@ -96,7 +96,7 @@ def test_a_change_is_seen_only_if_a_step_to_be_replayed_was_trained_otherwise(
     assert history.changed({"lr": 1}, restored_step=restored, acknowledged_step=acknowledged) == expected
 
 
-def test_new_settings_begin_an_era_where_training_stands() -> None:
+def test_new_settings_start_a_period_at_the_acknowledged_step() -> None:
     first = SettingsHistory().resumed({"lr": 1}, acknowledged_step=0)
     assert first.resumed({"lr": 1}, acknowledged_step=5) == first
     second = first.resumed({"lr": 2}, acknowledged_step=5)
@@ -113,19 +113,19 @@ def manifest(step: int, oldest: list[int | None]) -> BatchManifest:
     return BatchManifest(step=step, entries=entries, digest="d")
 
 
-def test_lag_is_measured_over_the_groups_that_say_their_version() -> None:
+def test_lag_is_measured_over_groups_with_a_known_version() -> None:
     report = check_lag(manifest(5, [4, 2, None, 3]), max_head_offpolicy_versions=2)
     assert (report.mean, report.maximum, report.minimum, report.num_unknown) == (1.0, 2, 0, 1)
     assert check_lag(manifest(5, [None]), max_head_offpolicy_versions=0).mean is None
 
 
 @pytest.mark.parametrize("oldest", [1, 5])
-def test_a_lag_outside_the_budget_is_an_error_that_names_the_group(oldest: int) -> None:
+def test_a_lag_above_the_staleness_bound_is_an_error_with_the_group_id(oldest: int) -> None:
     with pytest.raises(RunError, match=rf"batch 5: group t1@0 was sampled by version {oldest}"):
         check_lag(manifest(5, [4, oldest]), max_head_offpolicy_versions=2)
 
 
-def test_rewards_and_solved_rates_leave_out_what_could_not_be_scored() -> None:
+def test_rewards_and_solved_rates_exclude_unscorable_samples() -> None:
     rows = row([1, 5, 6, 7], [2, 3])
     batch = batch_of(
         1,
@@ -141,14 +141,14 @@ def test_rewards_and_solved_rates_leave_out_what_could_not_be_scored() -> None:
     assert (measured["rollout/response_len"], measured["rollout/turns"]) == (2.0, 1.25)
 
 
-def test_overlap_is_the_part_of_the_time_that_was_not_waited() -> None:
+def test_utilisation_is_the_fraction_of_time_spent_training() -> None:
     measured = time_metrics(wait_s=1.0, train_s=3.0, num_tokens=30)
     assert (measured["perf/wait_time_ratio"], measured["perf/overlap_ratio"]) == (0.25, 0.75)
     assert measured["perf/tokens_per_s"] == 10.0
     assert time_metrics(wait_s=0.0, train_s=0.0, num_tokens=0)["perf/overlap_ratio"] is None
 
 
-def test_what_was_computed_is_told_as_a_part_of_the_peak() -> None:
+def test_mfu_is_the_fraction_of_the_peak_flops() -> None:
     assert time_metrics(wait_s=0.0, train_s=2.0, num_tokens=1, flops=1e15, peak_flops=1e15)["perf/mfu"] == 0.5
     assert time_metrics(wait_s=0.0, train_s=2.0, num_tokens=1, flops=1e15)["perf/mfu"] is None
     assert peak_flops("NVIDIA H200") == 989e12
@@ -156,7 +156,7 @@ def test_what_was_computed_is_told_as_a_part_of_the_peak() -> None:
     assert peak_flops("an unknown card") is None
 
 
-def test_a_loss_has_values_of_its_own_until_others_are_set() -> None:
+def test_a_loss_uses_its_defaults_until_settings_override_them() -> None:
     assert TrainerConfig(loss="dapo").recipe.clip_high == 0.28
     assert TrainerConfig(loss="dapo", clip_high=0.5).recipe.clip_high == 0.5
     assert TrainerConfig(loss="dr_grpo", reduction_length=9).recipe.advantage == "dr_grpo"

@@ -70,7 +70,7 @@ async def test_a_run_killed_anywhere_ends_with_the_same_bits(
     assert ledger.durable_step == STEPS
 
 
-async def test_replay_stops_at_the_step_it_was_asked_for(tmp_path: Path) -> None:
+async def test_replay_stops_at_the_requested_step(tmp_path: Path) -> None:
     model_dir = tiny_model_dir(tmp_path / "model")
     batches = [recorded_batch(s) for s in (1, 2, 3)]
 

@@ -21,7 +21,7 @@ class ShiftedRMSNorm(nn.Module):
         return (1 + self.weight) * hidden_states * scale
 
 
-def test_only_norms_of_the_usual_formula_are_fused_and_they_compute_the_same() -> None:
+def test_only_plain_rms_norms_are_fused_and_the_result_is_the_same() -> None:
     torch.manual_seed(0)
     model = nn.ModuleList([LlamaRMSNorm(16), ShiftedRMSNorm(16), Gemma2RMSNorm(16)])
     for weight in model.parameters():

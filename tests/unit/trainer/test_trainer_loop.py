@@ -77,7 +77,7 @@ async def test_a_batch_that_was_decided_but_not_trained_is_trained_before_anythi
     assert ledger.told[:3] == ["role 0", "acknowledge 1", "publish 1"]
 
 
-async def test_a_replay_with_other_weights_is_reported_and_training_goes_on(tmp_path: Path) -> None:
+async def test_a_diverging_replay_is_reported_and_training_continues(tmp_path: Path) -> None:
     ledger = MemoryLedger(recorded_batch, num_steps=2)
     ledger.decided, ledger.acknowledged = 1, {1: "digest of other kernels"}
     outcome = await trainer_loop(ledger.source(), MemoryReplicas(), tmp_path, quick()).run()
@@ -86,7 +86,7 @@ async def test_a_replay_with_other_weights_is_reported_and_training_goes_on(tmp_
     assert [row["train/diverged_steps"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1.0, 0.0]
 
 
-async def test_a_trainer_that_was_replaced_stops_without_touching_anything(tmp_path: Path) -> None:
+async def test_a_fenced_trainer_stops_and_writes_nothing(tmp_path: Path) -> None:
     ledger = MemoryLedger(recorded_batch, num_steps=5)
     ledger.held_steps = {2}
     running = asyncio.create_task(trainer_loop(ledger.source(), MemoryReplicas(), tmp_path, quick()).run())
@@ -99,7 +99,7 @@ async def test_a_trainer_that_was_replaced_stops_without_touching_anything(tmp_p
     assert not (tmp_path / "checkpoints").exists()
 
 
-async def test_a_ledger_beyond_its_clients_budget_ends_the_trainer_and_the_next_one_goes_on(tmp_path: Path) -> None:
+async def test_the_trainer_exits_when_the_ledger_is_unreachable_and_the_next_one_resumes(tmp_path: Path) -> None:
     ledger, replicas = MemoryLedger(recorded_batch, num_steps=2), MemoryReplicas()
     source = ledger.source()
     source.failures = 1
@@ -109,7 +109,7 @@ async def test_a_ledger_beyond_its_clients_budget_ends_the_trainer_and_the_next_
     assert (outcome.end, outcome.step) == (LoopEnd.ENDED, 2)
 
 
-async def test_a_publication_is_tried_again_while_replicas_are_down(tmp_path: Path) -> None:
+async def test_a_publication_is_retried_while_replicas_are_down(tmp_path: Path) -> None:
     ledger, replicas = MemoryLedger(recorded_batch, num_steps=1), MemoryReplicas()
     replicas.failures = 2
     await trainer_loop(ledger.source(), replicas, tmp_path, quick()).run()
@@ -131,7 +131,7 @@ async def test_a_restarted_replica_gets_the_weights_again(tmp_path: Path) -> Non
     assert len(events_of(tmp_path, "trainer.replicas_differ")) == 1
 
 
-async def test_stopping_finishes_the_step_in_hand_and_leaves_a_checkpoint(tmp_path: Path) -> None:
+async def test_stopping_finishes_the_current_step_and_writes_a_checkpoint(tmp_path: Path) -> None:
     ledger = MemoryLedger(recorded_batch, num_steps=9)
     ledger.held_steps = {4}
     config = quick(checkpoint_every=100)
@@ -148,7 +148,7 @@ async def test_stopping_finishes_the_step_in_hand_and_leaves_a_checkpoint(tmp_pa
     assert "acknowledge 3 again" not in ledger.told
 
 
-async def test_stopping_does_not_wait_for_replicas_that_are_gone(tmp_path: Path) -> None:
+async def test_stopping_does_not_wait_for_unreachable_replicas(tmp_path: Path) -> None:
     ledger, replicas = MemoryLedger(recorded_batch, num_steps=3), MemoryReplicas()
     replicas.failures = 10_000
     loop = trainer_loop(ledger.source(), replicas, tmp_path, quick())
@@ -178,13 +178,13 @@ async def test_a_run_without_data_ends_with_its_initial_weights_as_a_checkpoint(
     assert (tmp_path / "checkpoints" / "step-000000" / "model" / "tokenizer.json").is_file()
 
 
-async def test_the_trainers_own_limit_of_steps_ends_the_run(tmp_path: Path) -> None:
+async def test_max_steps_ends_the_run(tmp_path: Path) -> None:
     ledger = MemoryLedger(recorded_batch, num_steps=9)
     outcome = await trainer_loop(ledger.source(), MemoryReplicas(), tmp_path, quick(max_steps=2)).run()
     assert (outcome.step, ledger.finished, ledger.decided) == (2, EndOfRun.MAX_STEPS, 2)
 
 
-async def test_a_finished_run_that_is_started_again_trains_nothing(tmp_path: Path) -> None:
+async def test_starting_a_finished_run_again_trains_nothing(tmp_path: Path) -> None:
     ledger = MemoryLedger(recorded_batch, num_steps=2)
     first = await trainer_loop(ledger.source(), MemoryReplicas(), tmp_path, quick()).run()
     second = await trainer_loop(ledger.source(), MemoryReplicas(), tmp_path, quick()).run()
@@ -200,7 +200,7 @@ async def test_a_checkpoint_ahead_of_the_ledger_stops_the_run(tmp_path: Path) ->
     assert empty.acknowledged == {}
 
 
-async def test_settings_that_change_the_numbers_may_not_change_under_undurable_steps(tmp_path: Path) -> None:
+async def test_numeric_settings_may_not_change_before_replayed_steps(tmp_path: Path) -> None:
     ledger = MemoryLedger(recorded_batch, num_steps=9)
     ledger.held_steps = {4}
     running = asyncio.create_task(trainer_loop(ledger.source(), MemoryReplicas(), tmp_path, quick()).run())
@@ -218,7 +218,7 @@ async def test_settings_that_change_the_numbers_may_not_change_under_undurable_s
     assert (await trainer_loop(ledger.source(), MemoryReplicas(), tmp_path, changed).run()).step == 5
 
 
-async def test_other_initial_weights_than_the_runs_own_are_refused(tmp_path: Path) -> None:
+async def test_other_initial_weights_are_rejected_on_resume(tmp_path: Path) -> None:
     ledger = MemoryLedger(recorded_batch, num_steps=1)
     ledger.held_steps = {1}
     running = asyncio.create_task(trainer_loop(ledger.source(), MemoryReplicas(), tmp_path, quick()).run())
@@ -232,7 +232,7 @@ async def test_other_initial_weights_than_the_runs_own_are_refused(tmp_path: Pat
         await trainer_loop(ledger.source(), MemoryReplicas(), tmp_path, quick()).run()
 
 
-async def test_a_batch_beyond_the_lag_budget_is_never_trained(tmp_path: Path) -> None:
+async def test_a_batch_above_the_staleness_bound_is_never_trained(tmp_path: Path) -> None:
     def stale(step: int) -> TrainingBatch:
         return recorded_batch(step) if step < 3 else _older(recorded_batch(step), by=2)
 
@@ -242,7 +242,7 @@ async def test_a_batch_beyond_the_lag_budget_is_never_trained(tmp_path: Path) ->
     assert set(ledger.acknowledged) == {1, 2}
 
 
-async def test_metrics_and_spans_tell_what_each_step_did(tmp_path: Path) -> None:
+async def test_metrics_and_spans_are_recorded_for_each_step(tmp_path: Path) -> None:
     ledger = MemoryLedger(recorded_batch, num_steps=2)
     await trainer_loop(ledger.source(), MemoryReplicas(), tmp_path, quick(ppo_n_minibatches=2)).run()
     rows = read_metrics(tmp_path / "metrics.jsonl")
@@ -269,7 +269,7 @@ def _older(batch: TrainingBatch, *, by: int) -> TrainingBatch:
     return replace(batch, manifest=replace(batch.manifest, entries=entries))
 
 
-async def test_a_run_restored_from_an_older_checkpoint_takes_back_no_durable_mark(tmp_path: Path) -> None:
+async def test_restoring_an_older_checkpoint_does_not_lower_the_durable_step(tmp_path: Path) -> None:
     ledger = MemoryLedger(recorded_batch, num_steps=4)
     first = await trainer_loop(ledger.source(), MemoryReplicas(), tmp_path, quick()).run()
     shutil.rmtree(tmp_path / "checkpoints" / "step-000004")  # lost by a person, or found corrupt and removed
@@ -279,7 +279,7 @@ async def test_a_run_restored_from_an_older_checkpoint_takes_back_no_durable_mar
     assert "checkpoint 3" not in ledger.told
 
 
-async def test_the_next_batch_trains_while_a_slow_push_goes_on(tmp_path: Path) -> None:
+async def test_the_next_batch_trains_during_a_slow_publication(tmp_path: Path) -> None:
     """A push that never ends but for the next batch to be trained would hang here if it were waited for."""
     ledger, replicas = MemoryLedger(recorded_batch, num_steps=2), MemoryReplicas()
     asked: list[int] = []

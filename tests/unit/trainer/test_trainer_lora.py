@@ -26,7 +26,7 @@ def lora(**settings: object) -> TrainerConfig:
     return quick(lora=LoraSettings(rank=4, alpha=8), **settings)
 
 
-def test_fresh_adapters_change_nothing_and_learning_moves_only_them(model_dir: Path) -> None:
+def test_new_adapters_do_not_change_the_output_and_only_they_are_trained(model_dir: Path) -> None:
     learner, plain = initial_learner(model_dir, lora()), PolicyModel.load(model_dir)
     assert learner.model.digest() == plain.digest(), "names and values are those of the base"
     base = {n: p.detach().clone() for n, p in learner.model.module.named_parameters() if not p.requires_grad}
@@ -64,7 +64,7 @@ def test_a_checkpoint_loads_with_peft_and_resumes_to_the_bit(
     assert resumed.model.digest() == straight.model.digest()
 
 
-def test_the_base_is_the_reference_and_needs_no_copy(model_dir: Path) -> None:
+def test_with_lora_the_base_model_is_the_reference(model_dir: Path) -> None:
     learner = initial_learner(model_dir, lora(kl_coef=0.1, lr=0.05))
     first, second = learner.run(recorded_batch(1)), learner.run(recorded_batch(2))
     assert first.metrics["train/reference_kl"] == pytest.approx(0.0, abs=1e-9)
@@ -87,7 +87,7 @@ def test_a_full_copy_is_the_reference_of_a_fully_trained_model(model_dir: Path) 
     assert distance(pulled.model.weights()) != pytest.approx(distance(free.model.weights()), rel=1e-3)
 
 
-def test_what_is_published_may_be_the_adapters_alone_and_either_way_a_checkpoint_is_known_again(
+def test_adapters_or_merged_weights_are_published_and_both_digests_match_the_checkpoint(
     tmp_path: Path, model_dir: Path
 ) -> None:
     config = lora()
@@ -111,6 +111,6 @@ def test_what_is_published_may_be_the_adapters_alone_and_either_way_a_checkpoint
         checkpoints.restore(replace(saved, weights_digest=merged))
 
 
-def test_without_adapters_none_can_be_published(model_dir: Path) -> None:
+def test_adapters_cannot_be_published_without_lora(model_dir: Path) -> None:
     with pytest.raises(RunError, match=r"trainer\.lora"):
         initial_learner(model_dir, quick()).publish_adapters()

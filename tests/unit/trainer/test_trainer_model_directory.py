@@ -22,7 +22,7 @@ def test_the_same_settings_and_seed_give_the_same_weights(tmp_path: Path) -> Non
     assert torch.equal(torch.get_rng_state(), state), "the caller's random state is not touched"
 
 
-def test_preparing_again_changes_nothing(tmp_path: Path) -> None:
+def test_preparing_the_model_directory_is_idempotent(tmp_path: Path) -> None:
     directory = tiny_model_dir(tmp_path / "model")
     written = {path.name: path.stat().st_mtime_ns for path in directory.iterdir()}
     assert tiny_model_dir(tmp_path / "model") == directory
@@ -30,7 +30,7 @@ def test_preparing_again_changes_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_a_directory_built_from_other_settings_is_refused(tmp_path: Path) -> None:
+def test_a_model_directory_built_with_other_settings_is_rejected(tmp_path: Path) -> None:
     tiny_model_dir(tmp_path / "model")
     other = ModelBuildConfig.model_validate({**BUILD.model_dump(), "layers": 3})
     with pytest.raises(RunError, match=r"other settings for: layers, seed"):
@@ -47,13 +47,13 @@ def test_each_word_is_one_token_and_special_tokens_come_first(tmp_path: Path) ->
     assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
 
 
-def test_a_model_that_exists_is_used_where_it_lies(tmp_path: Path) -> None:
+def test_an_existing_model_directory_is_used_in_place(tmp_path: Path) -> None:
     existing = tiny_model_dir(tmp_path / "existing")
     assert prepare_model_directory(ModelConfig(path=str(existing)), tmp_path / "unused", seed=0) == existing
     assert not (tmp_path / "unused").exists()
 
 
-def test_what_is_no_model_is_named(tmp_path: Path) -> None:
+def test_a_directory_without_a_model_is_reported(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(RunError, match=r"cannot load a model from .*empty"):
         PolicyModel.load(tmp_path / "empty")

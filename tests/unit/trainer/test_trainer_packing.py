@@ -86,7 +86,7 @@ def test_a_pass_gives_each_sequence_the_logprobs_it_has_alone(family: str) -> No
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_families_are_packed_where_their_attention_allows_it() -> None:
+def test_models_are_packed_if_their_attention_allows_it() -> None:
     packed = {family: made(family).is_packed for family in FAMILIES}
     assert all(packed[family] for family in ("llama", "qwen2", "qwen3"))
     assert not packed["mistral"], "its window of 4 tokens would be lost"
@@ -115,7 +115,7 @@ def test_packing_and_recomputation_change_no_gradient(family: str, checkpointing
         torch.testing.assert_close(packed_means[name], mean, rtol=1e-3, atol=1e-6)
 
 
-def test_a_bfloat16_shadow_computes_and_float32_weights_learn(tmp_path: Path) -> None:
+def test_passes_use_a_bfloat16_copy_and_updates_use_float32_weights(tmp_path: Path) -> None:
     directory = tiny_model_dir(tmp_path / "model")
     narrow = TrainerConfig(compute_dtype="bfloat16", lr=1e-5, max_tokens_per_microbatch=60)
     learner, exact = initial_learner(directory, narrow), initial_learner(directory, TrainerConfig(lr=1e-5))
@@ -133,7 +133,7 @@ def test_a_bfloat16_shadow_computes_and_float32_weights_learn(tmp_path: Path) ->
 
 @pytest.mark.parametrize("kernel", ["equal", "bucketed"])
 @pytest.mark.parametrize("lengths", [(7,), (9, 9, 8, 5, 5, 1), (12, 6, 3), (1, 1, 1)])
-def test_each_way_to_attend_gives_each_sequence_its_own_attention(kernel: str, lengths: tuple[int, ...]) -> None:
+def test_each_attention_kernel_attends_inside_each_sequence_only(kernel: str, lengths: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(1)
     total = sum(lengths)
     query, key, value = (
@@ -157,7 +157,7 @@ def test_each_way_to_attend_gives_each_sequence_its_own_attention(kernel: str, l
         torch.testing.assert_close(a, b)
 
 
-def test_a_ladder_pads_little() -> None:
+def test_length_buckets_limit_padding() -> None:
     lengths = tuple(range(1024, 8, -8))
     rungs = length_buckets(lengths)
     assert sum(count for count, _ in rungs) == len(lengths)

@@ -53,7 +53,7 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
     made.log.close()
 
 
-async def test_what_the_replicas_are_given_is_what_was_registered(stage: Stage) -> None:
+async def test_replicas_receive_the_registered_publication(stage: Stage) -> None:
     publication = await stage.publish(4)
     location = Path(stage.replicas.locations[-1])
     assert location.is_absolute()
@@ -63,7 +63,7 @@ async def test_what_the_replicas_are_given_is_what_was_registered(stage: Stage) 
     assert stage.publisher.current == publication == stage.ledger.confirmed[-1]
 
 
-async def test_older_files_are_removed_and_leftovers_too(stage: Stage) -> None:
+async def test_old_and_leftover_weight_files_are_removed(stage: Stage) -> None:
     stage.directory.mkdir()
     (stage.directory / "publication-00000099.safetensors").write_bytes(b"of a dead trainer")
     (stage.directory / ".publication-00000100.safetensors.5.tmp").write_bytes(b"half")
@@ -75,7 +75,7 @@ async def test_older_files_are_removed_and_leftovers_too(stage: Stage) -> None:
     ]
 
 
-async def test_a_trainer_that_was_replaced_writes_and_pushes_nothing(stage: Stage) -> None:
+async def test_a_fenced_trainer_publishes_nothing(stage: Stage) -> None:
     await stage.ledger.source().take_role(restored_step=0)
     with pytest.raises(FencedError):
         await stage.publish(1)
@@ -83,14 +83,14 @@ async def test_a_trainer_that_was_replaced_writes_and_pushes_nothing(stage: Stag
     assert not stage.directory.exists()
 
 
-async def test_replicas_that_stay_away_beyond_the_budget_end_the_attempt(stage: Stage) -> None:
+async def test_a_publication_fails_when_replicas_stay_unreachable_beyond_the_timeout(stage: Stage) -> None:
     stage.replicas.failures = 10_000
     with pytest.raises(TransientError, match="connection refused"):
         await stage.publish(1)
     assert stage.ledger.confirmed == []
 
 
-async def test_the_watch_pushes_again_only_where_replicas_differ(stage: Stage) -> None:
+async def test_the_replica_watch_pushes_again_only_to_replicas_with_another_version(stage: Stage) -> None:
     watch = asyncio.create_task(stage.publisher.run())
     await stage.clock.advance(10)
     assert stage.replicas.pushes == [], "nothing is published yet"
@@ -108,7 +108,7 @@ async def test_the_watch_pushes_again_only_where_replicas_differ(stage: Stage) -
     watch.cancel()
 
 
-async def test_the_watch_outlives_replicas_that_cannot_be_reached(stage: Stage) -> None:
+async def test_the_replica_watch_continues_when_replicas_are_unreachable(stage: Stage) -> None:
     await stage.publish(3)
     watch = asyncio.create_task(stage.publisher.run())
     stage.replicas.restart(0)
@@ -121,7 +121,7 @@ async def test_the_watch_outlives_replicas_that_cannot_be_reached(stage: Stage) 
     watch.cancel()
 
 
-async def test_the_watch_ends_when_the_replicas_belong_to_a_newer_trainer(stage: Stage) -> None:
+async def test_the_replica_watch_ends_when_a_newer_trainer_owns_the_replicas(stage: Stage) -> None:
     await stage.publish(3)
     watch = asyncio.create_task(stage.publisher.run())
     stage.replicas.has[0] = Publication(id=PublicationId(50), epoch=9, step=3, digest="newer")
@@ -130,7 +130,7 @@ async def test_the_watch_ends_when_the_replicas_belong_to_a_newer_trainer(stage:
         await watch
 
 
-def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path: Path) -> None:
+def test_a_failed_write_keeps_the_old_file_and_removes_temporary_files(tmp_path: Path) -> None:
     path = tmp_path / "w.safetensors"
     write_weights(WEIGHTS, path, digest="first")
     shared = torch.ones(2)

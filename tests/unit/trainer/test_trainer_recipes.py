@@ -31,9 +31,7 @@ def model_dir(tmp_path: Path) -> Path:
     return tiny_model_dir(tmp_path / "model")
 
 
-def test_the_loss_of_the_guide_trains_as_it_stands_there(
-    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_loss_in_the_guide_trains(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = re.search(r"```python\n(.*?)```", (DOCS / "writing-a-loss.md").read_text(encoding="utf-8"), flags=re.DOTALL)
     assert found is not None
     (tmp_path / "guide_losses.py").write_text(found[1], encoding="utf-8")
@@ -54,7 +52,7 @@ def test_the_loss_of_the_guide_trains_as_it_stands_there(
         ("math:pi", "pi is not callable"),
     ],
 )
-def test_a_loss_that_cannot_be_found_is_named(model_dir: Path, name: str, fault: str) -> None:
+def test_a_missing_loss_is_reported_with_its_name(model_dir: Path, name: str, fault: str) -> None:
     with pytest.raises(RunError, match=fault):
         initial_learner(model_dir, quick(loss=name, advantage="group", reduction="token_mean"))
 
@@ -70,7 +68,7 @@ def test_every_loss_trains_whole_batches(model_dir: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_a_correction_is_measured_and_changes_what_is_learned(model_dir: Path, level: str) -> None:
+def test_a_correction_is_measured_and_changes_the_update(model_dir: Path, level: str) -> None:
     exact = initial_learner(model_dir, quick())
     logprob = float(exact.model.token_logprobs(one_pass([[1, 5]], [1], [6]))[0].detach())
     # The second was four times as likely for the trainer as for the sampler: bounded at 2.
@@ -85,7 +83,7 @@ def test_a_correction_is_measured_and_changes_what_is_learned(model_dir: Path, l
     assert exact.model.digest() != learner.model.digest()
 
 
-def test_too_long_a_sample_pays_before_rewards_are_compared() -> None:
+def test_length_penalties_apply_before_the_baseline() -> None:
     costs = overlong_penalties(np.array([0, 60, 80, 90, 100, 500]), max_tokens=100, buffer=40, penalty=2.0)
     np.testing.assert_allclose(costs, [0.0, 0.0, 1.0, 1.5, 2.0, 2.0])
     long, short = row([1, 5, 6, 7, 8], [1, 2, 3, 4]), row([1, 5, 6], [2])
@@ -95,7 +93,7 @@ def test_too_long_a_sample_pays_before_rewards_are_compared() -> None:
     assert [r.advantage < 0 for r in paid] == [True, False]
 
 
-def test_truncated_samples_can_be_left_out_of_the_loss_but_not_of_the_baseline() -> None:
+def test_truncated_samples_can_be_masked_but_still_count_in_the_baseline() -> None:
     good, cut = sample(reward=1.0), replace(sample(reward=0.0), finish_reason=EndReason.MAX_TOKENS)
     batch = batch_of(1, [[good, cut]])
     assert len(flatten(batch, quick())) == 2
@@ -103,7 +101,7 @@ def test_truncated_samples_can_be_left_out_of_the_loss_but_not_of_the_baseline()
     assert left.advantage == pytest.approx(math.sqrt(0.5), rel=1e-6), "as much better than the mean of both as before"
 
 
-def test_reinforce_plus_plus_takes_its_spread_from_the_batch() -> None:
+def test_reinforce_plus_plus_normalises_over_the_batch() -> None:
     rewards, groups = np.array([1.0, 0.0, 5.0, math.nan]), np.array([0, 0, 1, 1])
     whole = advantages(rewards, groups, kind="reinforce_pp")
     scored = rewards[:3]
@@ -117,9 +115,7 @@ def test_reinforce_plus_plus_takes_its_spread_from_the_batch() -> None:
     )
 
 
-def test_gradients_that_stay_broken_stop_the_run_with_the_cause(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_repeated_bad_gradients_stop_the_run_with_the_cause(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(inputs: LossInputs, settings: LossSettings) -> LossTerms:
         return LossTerms(
             loss_N=inputs.current_N * math.inf, is_clipped_N=torch.zeros_like(inputs.old_N, dtype=torch.bool)
@@ -132,7 +128,7 @@ def test_gradients_that_stay_broken_stop_the_run_with_the_cause(
         learner.run(recorded_batch(3))
 
 
-def test_a_guard_counts_in_a_row_and_its_count_survives_a_checkpoint(tmp_path: Path, model_dir: Path) -> None:
+def test_the_gradient_guard_counts_consecutive_skips_across_a_checkpoint(tmp_path: Path, model_dir: Path) -> None:
     guard = GradientGuard(max_in_a_row=2, max_norm=10.0)
     assert [guard.allows(norm=norm, loss=0.0, step=1) for norm in (1.0, 11.0, 9.0, math.nan)] == [
         True,
@@ -152,13 +148,13 @@ def test_a_guard_counts_in_a_row_and_its_count_survives_a_checkpoint(tmp_path: P
     assert checkpoints.restore(checkpoints.latest()).guard.skipped_in_a_row == 1
 
 
-def test_one_process_does_not_pretend_to_be_several(model_dir: Path) -> None:
+def test_several_ranks_need_several_processes(model_dir: Path) -> None:
     with pytest.raises(RunError, match=r"trainer.ranks = 2, but this command trains in one process"):
         initial_learner(model_dir, quick(ranks=2))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_every_rank_makes_equally_many_passes_and_each_counts_once(size: int) -> None:
+def test_every_rank_runs_equally_many_passes_and_each_pass_counts_once(size: int) -> None:
     (minibatch,) = plan(
         flatten(recorded_batch(1), quick()), quick(max_tokens_per_microbatch=30), step=1, is_packed=True
     )

@@ -71,14 +71,14 @@ def test_the_same_batch_on_the_same_state_gives_the_same_bits(model_dir: Path, m
     assert digests[0] == digests[1] != initial_learner(model_dir, config).model.digest()
 
 
-def test_with_one_minibatch_nothing_has_moved_yet(model_dir: Path) -> None:
+def test_with_one_minibatch_the_ratio_is_one(model_dir: Path) -> None:
     report = initial_learner(model_dir, quick(max_tokens_per_microbatch=30)).run(recorded_batch(1))
     assert (report.metrics["train/ratio_mean"], report.metrics["train/ppo_kl"]) == (1.0, 0.0)
     assert report.metrics["train/ppo_clip_frac"] == 0.0
     assert report.optimizer_steps == 1
 
 
-def test_with_several_minibatches_the_policy_drifts_from_where_the_step_began(model_dir: Path) -> None:
+def test_with_several_minibatches_the_policy_drifts_from_the_start_of_the_step(model_dir: Path) -> None:
     report = initial_learner(model_dir, quick(ppo_n_minibatches=4, lr=0.05, clip_low=0.01, clip_high=0.01)).run(
         recorded_batch(1)
     )
@@ -109,7 +109,7 @@ def test_later_minibatches_are_compared_with_the_start_of_the_step(
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_the_ratio_may_be_taken_to_the_policy_that_sampled(model_dir: Path) -> None:
+def test_the_ratio_can_be_taken_against_the_sampling_policy(model_dir: Path) -> None:
     learner = initial_learner(model_dir, quick(old_logprobs="engine"))
     exact = float(learner.model.token_logprobs(one_pass([[1, 5]], [1], [6]))[0].detach())
     lagging = [
@@ -121,7 +121,7 @@ def test_the_ratio_may_be_taken_to_the_policy_that_sampled(model_dir: Path) -> N
     assert report.metrics["train/ppo_clip_frac"] == 0.5, "twice as likely already, and wanted: clipped"
 
 
-def test_logprobs_are_taken_at_the_samples_own_temperature(model_dir: Path) -> None:
+def test_logprobs_use_the_temperature_of_each_sample(model_dir: Path) -> None:
     model = PolicyModel.load(model_dir)
     ids = torch.tensor([[1, 5, 6, 7]])
     logits = model.module(input_ids=ids).logits[0, [1, 2]].detach().double()
@@ -132,7 +132,7 @@ def test_logprobs_are_taken_at_the_samples_own_temperature(model_dir: Path) -> N
         assert float(entropy[n]) == pytest.approx(float(-(probabilities * probabilities.log()).sum()), abs=1e-5)
 
 
-def test_a_family_with_its_own_head_gives_the_same_logprobs(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_with_a_custom_head_gives_the_same_logprobs(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = one_pass([[1, 5, 6, 7], [1, 9, 0, 0]], [2, 1, 5], [7, 6, 4])
     short_way, short_entropy = PolicyModel.load(model_dir).token_logprobs(rows)
     monkeypatch.setattr("rollbook.trainer.model.policy_model.has_plain_head", lambda module: False)
@@ -156,7 +156,7 @@ def test_agreement_with_the_sampler_is_measured(model_dir: Path) -> None:
     assert report.metrics["train/ess"] == pytest.approx(0.8, rel=1e-4)
 
 
-def test_tokens_without_sampling_logprobs_are_refused_or_taken_as_the_starting_policys(model_dir: Path) -> None:
+def test_missing_sampling_logprobs_are_rejected_or_recomputed(model_dir: Path) -> None:
     unknown = batch_of(1, [[sample(row([1, 5, 6], [2], logprob=math.nan), reward=r) for r in (0.0, 1.0)]])
     with pytest.raises(RunError, match=r"batch 1: group t0@1 .* without sampling logprobs"):
         initial_learner(model_dir, quick()).run(unknown)
@@ -166,7 +166,7 @@ def test_tokens_without_sampling_logprobs_are_refused_or_taken_as_the_starting_p
     assert report.optimizer_steps == 1
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing_and_is_reported(
+def test_a_gradient_that_is_not_finite_is_skipped_and_reported(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(inputs: LossInputs, settings: LossSettings) -> LossTerms:
@@ -191,7 +191,7 @@ def test_a_batch_with_nothing_scorable_changes_nothing(model_dir: Path) -> None:
     assert learner.model.digest() == before
 
 
-def test_faults_of_a_batch_are_named_before_anything_is_trained(model_dir: Path) -> None:
+def test_invalid_batches_are_reported_before_training(model_dir: Path) -> None:
     learner = initial_learner(model_dir, quick())
     with pytest.raises(RunError, match="received batch 3; batches are trained in order"):
         learner.run(recorded_batch(3))

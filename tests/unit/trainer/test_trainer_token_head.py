@@ -22,7 +22,7 @@ def problem(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor,
 
 @pytest.mark.parametrize("rows", [1, 5, 1000])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_values_and_gradients_are_those_of_the_whole_table(rows: int, has_bias: bool) -> None:
+def test_values_and_gradients_equal_those_of_full_logits(rows: int, has_bias: bool) -> None:
     hidden, weight, bias_, targets, temperatures = problem(torch.float32)
     bias = bias_ if has_bias else None
     arguments = [hidden, weight, *([bias_] if has_bias else [])]
@@ -39,7 +39,7 @@ def test_values_and_gradients_are_those_of_the_whole_table(rows: int, has_bias: 
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-def test_an_entropy_that_is_not_trained_has_no_gradient_and_a_frozen_table_gets_none() -> None:
+def test_entropy_and_frozen_weights_get_no_gradient_unless_trained() -> None:
     hidden, weight, _, targets, temperatures = problem(torch.float32)
     frozen = weight.detach()
     logprobs, entropy = token_head(
@@ -67,7 +67,7 @@ class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
 
 
 @pytest.mark.parametrize("rows", [4, 16])
-def test_no_tensor_ever_holds_the_logits_of_more_than_a_piece(rows: int) -> None:
+def test_no_tensor_holds_the_logits_of_more_than_one_chunk(rows: int) -> None:
     hidden, weight, _, targets, temperatures = problem(torch.float32)
     with LargestTensor() as largest:
         logprobs, entropy = token_head(

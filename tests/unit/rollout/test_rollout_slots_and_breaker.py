@@ -16,7 +16,7 @@ def record(breaker: FailureBreaker, *ends: GroupEnd, cause: str = "env: connecti
         breaker.record(end, {cause: 8} if end is FAILED else {})
 
 
-def test_five_failed_groups_in_a_row_stop_the_run_with_the_cause_and_where_to_look() -> None:
+def test_five_failed_groups_in_a_row_stop_the_run_with_the_causes() -> None:
     breaker = FailureBreaker(log_hint="logs/rollout.jsonl")
     record(breaker, FAILED, FAILED, FAILED, FAILED, USEFUL, FAILED, FAILED, FAILED, FAILED)
     with pytest.raises(RolloutsFailingError) as raised:
@@ -27,7 +27,7 @@ def test_five_failed_groups_in_a_row_stop_the_run_with_the_cause_and_where_to_lo
     assert isinstance(raised.value, RunError)
 
 
-def test_the_first_cause_is_told_beside_the_commonest() -> None:
+def test_the_first_cause_is_reported_with_the_most_frequent_ones() -> None:
     breaker = FailureBreaker(log_hint="x")
     breaker.record(FAILED, {"the disk is full": 1})
     record(breaker, *[FAILED] * 3, cause="connection lost")
@@ -42,7 +42,7 @@ def test_half_of_the_last_twenty_failed_stops_the_run_and_less_does_not() -> Non
         record(breaker, *([FAILED, USEFUL] * 10))
 
 
-def test_a_declined_group_neither_fails_nor_mends() -> None:
+def test_a_declined_group_is_neither_a_failure_nor_a_success() -> None:
     breaker = FailureBreaker(log_hint="x")
     record(breaker, *([DECLINED] * 15), USEFUL, *([DECLINED] * 19))
     with pytest.raises(RolloutsFailingError, match="none of the last 20 groups gave a sample"):
@@ -55,7 +55,7 @@ def reply(grants: int, capacity: int) -> OpenReply:
     return OpenReply(grants=(None,) * grants, taken=grants, gate=GateState.OPEN, capacity=capacity)  # type: ignore[arg-type]  # only counted
 
 
-def test_the_controller_asks_for_what_it_can_play_and_counts_what_became_of_it() -> None:
+def test_the_controller_counts_slots_and_settled_groups() -> None:
     rule = FreshnessRule(groups_per_step=4, max_in_flight=10, max_head_offpolicy_versions=1)
     controller = StalenessController(rule, slots=64)
     assert controller.to_propose == 10, "more than C would never be granted"
@@ -71,7 +71,7 @@ def test_the_controller_asks_for_what_it_can_play_and_counts_what_became_of_it()
         controller.released()
 
 
-def test_the_controllers_capacity_is_the_gates_formula() -> None:
+def test_the_capacity_of_the_controller_is_that_of_the_gate() -> None:
     rule = FreshnessRule(groups_per_step=4, max_in_flight=10, max_head_offpolicy_versions=1)
     controller = StalenessController(rule, slots=64)
     counts = GateCounts(leased=3, queued=2, batches_decided=2)

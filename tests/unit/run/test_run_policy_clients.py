@@ -20,15 +20,15 @@ def test_weights_stay_on_the_gpu_that_trainer_and_engine_share(device: str) -> N
         (InferenceConfig(engine="transformers", device="cpu"), "cuda"),
     ],
 )
-def test_weights_go_through_the_host_where_the_devices_differ(config: InferenceConfig, trainer_device: str) -> None:
+def test_weights_go_through_host_memory_if_the_devices_differ(config: InferenceConfig, trainer_device: str) -> None:
     assert chosen_transfer(config, trainer_device) in {"shared_memory", "directory"}
 
 
-def test_servers_elsewhere_read_a_directory() -> None:
+def test_external_servers_read_weights_from_a_directory() -> None:
     config = InferenceConfig(engine="transformers", device="cuda", urls=["http://10.0.0.7:8000"])
     assert chosen_transfer(config, "cuda") == "directory"
 
 
-def test_a_way_that_was_chosen_is_taken() -> None:
+def test_a_configured_transport_is_used() -> None:
     config = InferenceConfig(engine="transformers", device="cuda", transfer="shared_memory")
     assert chosen_transfer(config, "cuda") == "shared_memory"
