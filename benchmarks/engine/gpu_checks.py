@@ -170,13 +170,13 @@ async def prefixes(setup: Setup) -> dict[str, Any]:
     exact = replace(setup, dtype="float32").config(max_running=64, prefix_cache_least=64)
     async with opened(exact, setup.model_dir, weights) as engine:
         prompt = requests(1, prompt=200, shortest=8, longest=8, vocab=setup.shape.vocab)[0].prompt
-        error, cached = [], []
+        errors, cached = [], []
         for turn in range(4):
             completion = await engine.generate(prompt, SamplingParams(max_tokens=32, seed=turn))
-            error.append(deviation(model.to(setup.device), prompt, completion)[0])
+            errors.append(deviation(model.to(setup.device), prompt, completion)[0])
             cached.append(completion.cached_tokens)
             prompt = [*prompt, *completion.token_ids.tolist(), 5, 6, 7]
-        found["float32_max"], found["cached"] = max(error), cached
+        found["float32_max"], found["cached"] = max(errors), cached
     figure, on, plain = await prefix_reuse(
         setup.model_dir,
         weights,
@@ -196,10 +196,10 @@ async def single_turns(setup: Setup) -> dict[str, Any]:
     model = build(setup.shape)
     count, in_flight = (64, 16) if setup.is_small else (2048, 512)
     jobs = requests(count, prompt=128, shortest=32, longest=256, vocab=setup.shape.vocab)
-    rates: dict[str, list[float]] = {"on": [], "error": [], "on_any_length": []}
+    rates: dict[str, list[float]] = {"on": [], "off": [], "on_any_length": []}
     changes: dict[str, dict[str, Any]] = {
         "on": {},
-        "error": {"prefix_cache_share": 0.0},
+        "off": {"prefix_cache_share": 0.0},
         "on_any_length": {"prefix_cache_least": 32},
     }
     for _ in range(2):

@@ -111,7 +111,7 @@ async def serial_and_parallel(url: str, task: dict[str, Any], act: Callable[[int
 
 
 async def light_steps(running: Server, *, sessions: int, episodes: int) -> dict[str, Any]:
-    """Steps of an environment without work of its own: CPU time of client and server for each step, and steps per second."""
+    """Steps of an environment that does no work: CPU time of client and server for each step, and steps per second."""
 
     async def play(session: EnvSession) -> int:
         for _ in range(TURNS):

@@ -1,4 +1,4 @@
-"""Laws of who runs together and in how much memory, whatever the lengths."""
+"""Properties of batching decisions for all lengths."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,7 +34,7 @@ def test_slots_never_exceed_the_budget_and_one_always_fits(budget: SlotBudget, d
 
 
 @given(budgets(), st.data())
-def test_whoever_joins_fits_beside_those_who_run(budget: SlotBudget, data: st.DataObject) -> None:
+def test_joining_requests_fit_with_the_running_ones(budget: SlotBudget, data: st.DataObject) -> None:
     longest = data.draw(st.integers(1, budget.max_length))
     running = data.draw(st.integers(0, budget.rows_for(longest)))
     lengths = data.draw(st.lists(st.integers(1, budget.max_length), max_size=30))
@@ -47,20 +47,20 @@ def test_whoever_joins_fits_beside_those_who_run(budget: SlotBudget, data: st.Da
         max_tokens=max_tokens,
         free_slots=budget.max_rows - running,
     )
-    most = max([longest, *lengths[:joined]])
-    assert running + joined <= budget.rows_for(most)
-    assert excess(running=running + joined, longest=most, budget=budget) == 0
+    longest_joined = max([longest, *lengths[:joined]])
+    assert running + joined <= budget.rows_for(longest_joined)
+    assert excess(running=running + joined, longest=longest_joined, budget=budget) == 0
     assert joined <= 1 or sum(lengths[:joined]) <= max_tokens
     if not running and lengths:
-        assert joined >= 1, "nobody may wait before an empty engine"
+        assert joined >= 1, "no request may wait for an empty engine"
 
 
 @given(budgets(), st.data())
-def test_after_the_excess_has_left_the_longest_can_grow(budget: SlotBudget, data: st.DataObject) -> None:
+def test_after_the_excess_was_preempted_the_longest_can_grow(budget: SlotBudget, data: st.DataObject) -> None:
     longest = data.draw(st.integers(1, budget.max_length))
     running = data.draw(st.integers(1, budget.max_rows))
     leave = excess(running=running, longest=longest, budget=budget)
-    assert 0 <= leave < running, "the last one never has to go"
+    assert 0 <= leave < running, "the last row is never preempted"
     assert (running - leave) * budget.length_for(longest) <= budget.max_tokens
     if leave:
         assert (running - leave + 1) * budget.length_for(longest) > budget.max_tokens or (
@@ -77,20 +77,20 @@ def test_pieces_of_a_round_are_bounded_in_order_and_without_gaps(
     remaining: list[tuple[int, int]], max_tokens: int, piece_tokens: int
 ) -> None:
     waves = pieces_of_round(remaining, max_tokens=max_tokens, piece_tokens=piece_tokens)
-    at = [done for done, _ in remaining]
+    done_until = [done for done, _ in remaining]
     for wave in waves:
         assert len({piece.index for piece in wave}) == len(wave)
         for piece in wave:
-            assert piece.start == at[piece.index]
+            assert piece.start == done_until[piece.index]
             assert 0 < piece.length <= piece_tokens
-            at[piece.index] = piece.end
-    assert all(end <= total for end, (_, total) in zip(at, remaining, strict=True))
-    spent = sum(end - done for end, (done, _) in zip(at, remaining, strict=True))
+            done_until[piece.index] = piece.end
+    assert all(end <= total for end, (_, total) in zip(done_until, remaining, strict=True))
+    spent = sum(end - done for end, (done, _) in zip(done_until, remaining, strict=True))
     assert spent == min(max_tokens, sum(total - done for done, total in remaining))
-    # Who came first is ready first: behind somebody who is not done, nobody has begun.
-    unfinished = [index for index, (_, total) in enumerate(remaining) if at[index] < total]
+    # In order of arrival: no request after an unfinished one has started.
+    unfinished = [index for index, (_, total) in enumerate(remaining) if done_until[index] < total]
     if unfinished:
-        assert all(at[index] == remaining[index][0] for index in range(unfinished[0] + 1, len(remaining)))
+        assert all(done_until[index] == remaining[index][0] for index in range(unfinished[0] + 1, len(remaining)))
 
 
 @given(st.lists(st.integers(1, 200), max_size=40), st.integers(1, 1000), st.integers(0, 300))
@@ -120,7 +120,7 @@ def test_compaction_leaves_the_kept_rows_at_the_front(kept: list[bool]) -> None:
 
 
 @given(st.integers(0, 50), st.integers(0, 50), st.integers(0, 600), st.integers(0, 60))
-def test_newcomers_wait_for_company_only_while_others_run_and_never_for_ever(
+def test_new_requests_are_gathered_only_while_others_run_and_not_forever(
     waiting: int, free: int, running: int, gather: int
 ) -> None:
     def is_worth(rounds: int) -> bool:

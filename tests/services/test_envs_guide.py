@@ -1,4 +1,4 @@
-"""The guide to writing an environment does what it says, block by block."""
+"""Runs the code blocks of the guide to writing an environment."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""The `openenv` package itself, on both ends of the wire. It lives in a virtual environment of its own: scripts/openenv_venv.sh."""
+"""The `openenv` package as client and as server. It is in a separate virtual environment: scripts/openenv_venv.sh."""
 
 import asyncio
 import json
@@ -22,18 +22,16 @@ COUNTER = ClientOptions(task_field=None)
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(
-        not PYTHON.exists(), reason="no virtual environment with openenv; scripts/openenv_venv.sh makes it"
-    ),
+    pytest.mark.skipif(not PYTHON.exists(), reason="no virtual environment with openenv; run scripts/openenv_venv.sh"),
 ]
 
 
-async def told(*args: str) -> dict[str, object]:
+async def peer_output(*args: str) -> dict[str, object]:
     child = await asyncio.create_subprocess_exec(PYTHON, PEER, *args, stdout=asyncio.subprocess.PIPE)
     out, _ = await child.communicate()
     assert child.returncode == 0
-    answer: dict[str, object] = json.loads(out)
-    return answer
+    output: dict[str, object] = json.loads(out)
+    return output
 
 
 @contextmanager
@@ -53,8 +51,8 @@ def peer(verb: str) -> Iterator[str]:
         child.stdout.close()
 
 
-async def until_it_answers(url: str) -> None:
-    """Its server prints the address before it listens."""
+async def until_ready(url: str) -> None:
+    """The openenv server prints its address before it listens."""
     async with asyncio.timeout(60):
         while True:
             try:
@@ -66,7 +64,7 @@ async def until_it_answers(url: str) -> None:
 
 async def test_the_openenv_client_plays_an_episode_on_our_server() -> None:
     async with served("number_guessing", size=1) as server:
-        episode = await told("play", server.url)
+        episode = await peer_output("play", server.url)
         assert server.pool.health().busy == 0
     assert episode["texts"] == ["guess a number from 0 to 15", "lower", "higher", "correct"]
     assert (episode["reward"], episode["solved"], episode["again"]) == (0.84, True, "guess a number from 0 to 15")
@@ -78,7 +76,7 @@ async def test_the_openenv_client_plays_an_episode_on_our_server() -> None:
 
 async def test_openenv_clients_are_refused_if_our_server_is_full() -> None:
     async with served("number_guessing", size=2, connect_wait_s=0.1) as server:
-        crowd = await told("crowd", server.url, "4")
+        crowd = await peer_output("crowd", server.url, "4")
         assert server.pool.health().busy == 0
     assert crowd["connected"] == 2
     assert "503" in str(crowd["refused"])
@@ -87,7 +85,7 @@ async def test_openenv_clients_are_refused_if_our_server_is_full() -> None:
 @pytest.mark.parametrize("verb", ["serve", "host"])
 async def test_our_client_plays_an_openenv_environment_on_both_servers(verb: str) -> None:
     with peer(verb) as url:
-        await until_it_answers(url)
+        await until_ready(url)
         async with open_session(url, COUNTER) as environment:
             first = await environment.reset({"target": 5}, episode_id="mine")
             middle = await environment.step({"amount": 2})
@@ -106,7 +104,7 @@ async def test_our_client_plays_an_openenv_environment_on_both_servers(verb: str
 @pytest.mark.parametrize("verb", ["serve", "host"])
 async def test_our_group_connects_completely_to_both_servers(verb: str) -> None:
     with peer(verb) as url:
-        await until_it_answers(url)
+        await until_ready(url)
         for _ in range(
             3
         ):  # its slots are freed while its environments are still closing: connects wait instead of failing

@@ -1,6 +1,7 @@
-"""Adapters over HTTP: loaded by name as at vLLM, published by a trainer under the weight protocol, asked for by name."""
+"""Adapters over HTTP: loaded by name as in vLLM, published by a trainer, requested by name."""
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -37,43 +38,43 @@ def adapters(tiny: TinyModel) -> list[Path]:
     return [make_adapter(tiny.root / f"adapter-{seed}", tiny.model_dir, seed=seed) for seed in (1, 2)]
 
 
-async def say(server: Served, verb: str, **body: Any) -> tuple[int, str]:
+async def post_adapter(server: Served, verb: str, **body: Any) -> tuple[int, str]:
     async with server.session.post(f"{server.url}/v1/{verb}_lora_adapter", json=body) as response:
         return response.status, await response.text()
 
 
-async def test_an_adapter_is_loaded_asked_for_and_unloaded_by_its_name(tiny: TinyModel, adapters: list[Path]) -> None:
+async def test_an_adapter_is_loaded_requested_and_unloaded_by_name(tiny: TinyModel, adapters: list[Path]) -> None:
     async with served(tiny, "transformers", published=None) as server:
-        assert (await say(server, "load", lora_name="one", lora_path=str(adapters[0]))) == (
+        assert (await post_adapter(server, "load", lora_name="one", lora_path=str(adapters[0]))) == (
             200,
             "Success: LoRA adapter 'one' added successfully.",
         )
         _, listed = await server.get("/v1/models")
         assert [(card["id"], card["parent"]) for card in listed["data"]] == [("policy", None), ("one", "policy")]
         assert (await server.get("/weight_info"))[1]["adapter"] == "one"
-        asked = {"model": "one", "prompt": [1, 2], "max_tokens": 8, "logprobs": 0, "return_token_ids": True}
-        status, reply = await server.post("/v1/completions", asked)
+        request = {"model": "one", "prompt": [1, 2], "max_tokens": 8, "logprobs": 0, "return_token_ids": True}
+        status, reply = await server.post("/v1/completions", request)
         assert (status, reply["model"]) == (200, "one")
         choice = reply["choices"][0]
         expected = plain_logprobs(peft_model(tiny.model_dir, adapters[0]), [1, 2, *choice["token_ids"]], 2)
         assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=1e-4)
 
-        assert (await say(server, "load", lora_name="two", lora_path=str(adapters[1])))[0] == 200
-        status, reply = await server.post("/v1/completions", asked)
+        assert (await post_adapter(server, "load", lora_name="two", lora_path=str(adapters[1])))[0] == 200
+        status, reply = await server.post("/v1/completions", request)
         assert (status, reply["error"]["param"]) == (404, "model")
-        assert "policy, two" in reply["error"]["message"], "who asked for an adapter that is gone hears which is there"
-        assert (await say(server, "unload", lora_name="two")) == (
+        assert "policy, two" in reply["error"]["message"], "the error lists the available models"
+        assert (await post_adapter(server, "unload", lora_name="two")) == (
             200,
             "Success: LoRA adapter 'two' removed successfully.",
         )
         _, check = await server.post("/weight_checker")
-        assert check["digest"] == check["published"], "the base is back"
+        assert check["digest"] == check["published"], "the base is restored"
 
 
-async def test_what_cannot_be_loaded_is_answered_as_vllm_answers_it(tiny: TinyModel, adapters: list[Path]) -> None:
+async def test_invalid_adapter_requests_get_the_same_errors_as_from_vllm(tiny: TinyModel, adapters: list[Path]) -> None:
     async with served(tiny, "transformers", published=None) as server:
         path = str(adapters[0])
-        assert (await say(server, "load", lora_name="one", lora_path=path))[0] == 200
+        assert (await post_adapter(server, "load", lora_name="one", lora_path=path))[0] == 200
         for verb, body, status, kind, words in (
             ("load", {"lora_name": "", "lora_path": path}, 400, "InvalidUserInput", "must be provided"),
             ("load", {"lora_name": "one", "lora_path": path}, 400, "InvalidUserInput", "has already been loaded"),
@@ -82,29 +83,29 @@ async def test_what_cannot_be_loaded_is_answered_as_vllm_answers_it(tiny: TinyMo
             ("unload", {"lora_name": "x"}, 404, "NotFoundError", "The lora adapter 'x' cannot be found."),
             ("unload", {"lora_name": ""}, 400, "InvalidUserInput", "needs to be provided"),
         ):
-            told, text = await say(server, verb, **body)
-            assert (told, kind in text, words in text) == (status, True, True), text
-        assert (await say(server, "load", lora_name="one", lora_path=path, load_inplace=True))[0] == 200
+            found, text = await post_adapter(server, verb, **body)
+            assert (found, kind in text, words in text) == (status, True, True), text
+        assert (await post_adapter(server, "load", lora_name="one", lora_path=path, load_inplace=True))[0] == 200
 
 
-async def test_once_a_trainer_has_published_nobody_else_loads_adapters(tiny: TinyModel, adapters: list[Path]) -> None:
+async def test_after_a_trainer_has_published_others_cannot_load_adapters(tiny: TinyModel, adapters: list[Path]) -> None:
     async with served(tiny, "transformers", published=1) as server:
-        assert (await say(server, "load", lora_name="one", lora_path=str(adapters[0])))[0] == 409
+        assert (await post_adapter(server, "load", lora_name="one", lora_path=str(adapters[0])))[0] == 409
         offered, path, adapter = published_adapter(adapters[0], 2)
         info = {"name": adapter.name, "settings": dict(adapter.settings)}
         body = update_body(tiny, 1, publication=2, step=2, digest=offered.digest, path=str(path), adapter=info)
         assert (await server.post("/update_weights", body))[0] == 200
         assert (await server.get("/weight_info"))[1]["adapter"] == "policy-v2"
-        assert (await say(server, "unload", lora_name="policy-v2"))[0] == 409
+        assert (await post_adapter(server, "unload", lora_name="policy-v2"))[0] == 409
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench:
-    """Two replicas, a trainer's end, and a switch that makes the second replica unreachable."""
+class Replicas:
+    """Two replicas, the trainer's client, and a switch that makes the second replica unreachable."""
 
     client: WeightTransferClient
     engines: list[Engine]
-    cut: list[bool]
+    is_cut: list[bool]
 
     async def push(self, directory: Path, number: int, *, epoch: int = 1) -> tuple[Publication, str]:
         offered, path, adapter = published_adapter(directory, number, epoch=epoch)
@@ -118,95 +119,102 @@ class Bench:
 
 
 @asynccontextmanager
-async def bench(tiny: TinyModel, tmp_path: Path, transport: str = "directory", **settings: Any) -> AsyncIterator[Bench]:
-    cut = [False]
+async def two_replicas(
+    tiny: TinyModel, tmp_path: Path, transport: str = "directory", **settings: Any
+) -> AsyncIterator[Replicas]:
+    is_cut = [False]
     async with AsyncExitStack() as stack:
         engines, urls = [], []
         for number in range(2):
 
             @web.middleware
-            async def stand_in(request: web.Request, handler: Handler, number: int = number) -> web.StreamResponse:
-                if cut[0] and number == 1:
+            async def maybe_unreachable(
+                request: web.Request, handler: Handler, number: int = number
+            ) -> web.StreamResponse:
+                if is_cut[0] and number == 1:
                     return web.Response(status=502)
                 return await handler(request)
 
             engine = await stack.enter_async_context(tiny.engine("transformers", published=None))
             app = build_app(engine, engine_config("transformers"))
-            app.middlewares.append(stand_in)
+            app.middlewares.append(maybe_unreachable)
             engines.append(engine)
             urls.append(await stack.enter_async_context(serve(app)))
-        place = TransportOptions(directory=str(tmp_path / "weights"), timeout_s=20)
+        options = TransportOptions(directory=str(tmp_path / "weights"), timeout_s=20)
         client = await stack.enter_async_context(
-            WeightTransferClient(urls, **{"request_s": 30, "transport": open_transport(transport, place), **settings})
+            WeightTransferClient(urls, **{"request_s": 30, "transport": open_transport(transport, options), **settings})
         )
-        yield Bench(client=client, engines=engines, cut=cut)
+        yield Replicas(client=client, engines=engines, is_cut=is_cut)
 
 
 @pytest.mark.parametrize("transport", ["directory", "shared_memory", "gloo"])
 async def test_a_published_adapter_is_live_everywhere_and_its_digest_is_checked(
     tiny: TinyModel, adapters: list[Path], tmp_path: Path, transport: str
 ) -> None:
-    async with bench(tiny, tmp_path, transport) as b:
+    async with two_replicas(tiny, tmp_path, transport) as replicas:
         for number, directory in enumerate(adapters, start=1):
-            offered, location = await b.push(directory, number)
-            assert b.live == [f"policy-v{number}"] * 2
-            assert list(await b.client.reported()) == [offered] * 2
-            assert [await engine.weights_digest() for engine in b.engines] == [offered.digest] * 2
+            offered, location = await replicas.push(directory, number)
+            assert replicas.live == [f"policy-v{number}"] * 2
+            assert list(await replicas.client.reported()) == [offered] * 2
+            assert [await engine.weights_digest() for engine in replicas.engines] == [offered.digest] * 2
             if transport != "gloo":
-                # What lies there is a directory that PEFT reads: an adapter, and small.
+                # The folder is an adapter directory that PEFT can read.
                 assert (Path(location).parent / CONFIG_FILE).is_file()
-                completion = await b.engines[0].generate([1, 2], SamplingParams(max_tokens=6))
+                completion = await replicas.engines[0].generate([1, 2], SamplingParams(max_tokens=6))
                 theirs = peft_model(tiny.model_dir, Path(location).parent)
                 expected = plain_logprobs(theirs, [1, 2, *completion.token_ids.tolist()], 2)
                 assert completion.logprobs == pytest.approx(expected, abs=1e-4)
 
 
-async def test_an_adapter_of_an_old_epoch_is_refused_and_one_for_another_model_stops_the_trainer(
+async def test_an_adapter_of_an_old_epoch_is_refused_and_one_of_another_model_stops_the_trainer(
     tiny: TinyModel, adapters: list[Path], tmp_path: Path
 ) -> None:
-    async with bench(tiny, tmp_path) as b:
-        newest, _ = await b.push(adapters[0], 3, epoch=2)
+    async with two_replicas(tiny, tmp_path) as replicas:
+        newest, _ = await replicas.push(adapters[0], 3, epoch=2)
         with pytest.raises(FencedError):
-            await b.push(adapters[1], 4, epoch=1)
-        assert list(await b.client.reported()) == [newest] * 2
+            await replicas.push(adapters[1], 4, epoch=1)
+        assert list(await replicas.client.reported()) == [newest] * 2
         foreign = make_adapter(tmp_path / "gpt2", TinyModel(root=tmp_path, kind="gpt2").model_dir)
         with pytest.raises(RunError, match="does not have"):
-            await b.push(foreign, 5, epoch=2)
+            await replicas.push(foreign, 5, epoch=2)
 
 
-async def test_a_replica_that_missed_an_adapter_is_quarantined_and_brought_up_to_date(
+async def test_a_replica_that_missed_an_adapter_is_quarantined_and_updated_later(
     tiny: TinyModel, adapters: list[Path], tmp_path: Path
 ) -> None:
-    async with bench(tiny, tmp_path, confirm_s=2.0) as b:
-        await b.push(adapters[0], 1)
-        b.cut[0] = True
-        second, location = await b.push(adapters[1], 2)
-        assert b.client.quarantined
-        assert b.live == ["policy-v2", "policy-v1"]
-        b.cut[0] = False
-        await b.client.reported()
-        await b.client.receive(second, location)
-        assert b.live == ["policy-v2", "policy-v2"]
+    async with two_replicas(tiny, tmp_path, confirm_s=2.0) as replicas:
+        await replicas.push(adapters[0], 1)
+        replicas.is_cut[0] = True
+        second, location = await replicas.push(adapters[1], 2)
+        assert replicas.client.quarantined
+        assert replicas.live == ["policy-v2", "policy-v1"]
+        replicas.is_cut[0] = False
+        await replicas.client.reported()
+        await replicas.client.receive(second, location)
+        assert replicas.live == ["policy-v2", "policy-v2"]
 
 
-async def test_adapters_arrive_in_flight_and_each_token_says_which_one_sampled_it(
+async def test_adapters_are_replaced_in_flight_and_each_token_is_stamped(
     tiny: TinyModel, adapters: list[Path], tmp_path: Path
 ) -> None:
-    async with bench(tiny, tmp_path) as b:
-        await b.push(adapters[0], 1)
-        for number in range(2, 14):
-            running = b.engines[0].submit([1, 2, 3], SamplingParams(max_tokens=200))
-            await until(lambda: b.engines[0].stats().running > 0)
-            await b.push(adapters[number % 2], number)
-            if set((await running).versions.tolist()) == {number - 1, number}:
-                return
-        raise AssertionError("no adapter ever arrived while a request was running")
+    async with two_replicas(tiny, tmp_path) as replicas:
+        await replicas.push(adapters[0], 1)
+        numbers = itertools.count(2)
+        versions: set[int] = set()
+        async with asyncio.timeout(60):
+            while len(versions) < 2:
+                number = next(numbers)
+                running = replicas.engines[0].submit([1, 2, 3], SamplingParams(max_tokens=200))
+                await until(lambda: replicas.engines[0].stats().running > 0)
+                await replicas.push(adapters[number % 2], number)
+                versions = set((await running).versions.tolist())
+                assert versions <= {number - 1, number}
 
 
-async def test_who_asks_by_name_finds_the_newest_adapter_and_stamps_its_tokens_with_it(
+async def test_a_client_that_requests_by_name_uses_the_newest_adapter_and_stamps_its_tokens(
     tiny: TinyModel, adapters: list[Path]
 ) -> None:
-    """vLLM's dialect, at our own server: it lists adapters and answers to their names as vLLM does."""
+    """vLLM's protocol at our own server, which lists adapters and serves their names as vLLM does."""
     async with (
         served(tiny, "transformers", published=None) as server,
         open_policy_client(server.url, request_s=20, protocol=VllmAdapterProtocol(model_name="policy")) as client,
@@ -215,7 +223,7 @@ async def test_who_asks_by_name_finds_the_newest_adapter_and_stamps_its_tokens_w
         for number, directory in ((4, adapters[0]), (5, adapters[1]), (6, adapters[0])):
             offered, path, adapter = published_adapter(directory, number)
             await server.engine.load_weights(offered, path, adapter=adapter)
-            # The name that was heard of before is gone: that is found out by asking, and asked again.
+            # The previous name is gone: the client gets an error and looks up the new name.
             completion = await client.complete([1, 2], SamplingParams(max_tokens=3), min_publication=number - 1)
             assert set(completion.versions.tolist()) == {number}
         assert set((await waiting).versions.tolist()) <= {4, 5, 6}

@@ -1,4 +1,4 @@
-"""PEFT adapters over the tiny models: as a directory, as a publication, and as PEFT's own model to compare with."""
+"""PEFT adapters for the tiny models: as a directory, as a publication, and as a PEFT model for comparison."""
 
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,12 @@ from tests.parts.inference.models import publication
 
 
 def make_adapter(directory: Path, model_dir: Path, *, seed: int = 1, **settings: Any) -> Path:
-    """An adapter whose halves are both far from zero, saved by PEFT."""
+    """An adapter with both factors far from zero, saved by PEFT."""
     base = AutoModelForCausalLM.from_pretrained(model_dir)
-    given: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
-    # GPT-2 keeps its matrices the other way round, and PEFT wants to be told.
-    given["fan_in_fan_out"] = base.config.model_type == "gpt2"
-    config = LoraConfig(**{**given, **settings})
+    defaults: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    # GPT-2 stores its matrices transposed.
+    defaults["fan_in_fan_out"] = base.config.model_type == "gpt2"
+    config = LoraConfig(**{**defaults, **settings})
     torch.manual_seed(seed)
     model = get_peft_model(base, config)
     with torch.no_grad():
@@ -32,13 +32,13 @@ def make_adapter(directory: Path, model_dir: Path, *, seed: int = 1, **settings:
 
 
 def peft_model(model_dir: Path, adapter_dir: Path) -> Any:
-    """PEFT's own: base and adapter side by side, not merged."""
+    """Base and adapter in PEFT, not merged."""
     base = AutoModelForCausalLM.from_pretrained(model_dir)
     return PeftModel.from_pretrained(base, str(adapter_dir)).eval()
 
 
 def published_adapter(directory: Path, number: int, *, epoch: int = 1) -> tuple[Publication, Path, Adapter]:
-    """What a trainer would publish it as."""
+    """The publication that a trainer would make of it."""
     settings, tensors = read_adapter(directory)
     offered = publication(number, weights_digest(tensors.values()), epoch=epoch)
     return offered, directory / TENSOR_FILE, Adapter(name=adapter_name(PublicationId(number)), settings=settings)

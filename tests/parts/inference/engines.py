@@ -52,6 +52,12 @@ def engine_config(name: str, **settings: Any) -> InferenceConfig:
     return InferenceConfig.model_validate({"engine": name, "scripted": scripted, **settings})
 
 
+async def next_step(engine: Engine) -> None:
+    """Wait until the engine has run a step. A request must be waiting or running."""
+    steps = engine.stats().steps
+    await until(lambda: engine.stats().steps > steps)
+
+
 async def until(is_true: Callable[[], bool], *, within_s: float = 30.0) -> None:
     """Wait for a condition that another thread or task fulfils."""
     async with asyncio.timeout(within_s):

@@ -2,11 +2,13 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from rollbook.contracts.errors import EpisodeError, RunError
+from rollbook.envs.builtin.terminal.environment import TASKS
 from rollbook.envs.catalog import CATALOG, EnvironmentSource, environment_class
 from rollbook.envs.config import EnvConfig
 
@@ -27,6 +29,15 @@ class NotAnEnvironment:
     def reset(self, task): ...
 """
 
+GAME = {"secret": 5, "low": 0, "high": 15}
+EPISODES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
+    "arithmetic": ({}, {"left": 2, "sign": "+", "right": 3}, ["5"]),
+    "delayed_number_guessing": ({"step_s": 0.0}, GAME, ["7", "5"]),
+    "maths": ({}, {"question": "2 + 3?", "answer": "5"}, ["six", "\\boxed{5}"]),
+    "number_guessing": ({}, GAME, ["7", "5"]),
+    "terminal": ({}, TASKS[0], TASKS[0]["solution"]),
+}
+
 
 @pytest.fixture
 def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -37,14 +48,28 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "own_environments_for_test"
 
 
-@pytest.mark.parametrize("name", sorted(name for name in CATALOG if name.endswith("number_guessing")))
-async def test_every_number_guessing_environment_of_the_catalog_plays_a_game(name: str) -> None:
-    args = {"step_s": 0.0} if name.startswith("delayed") else {}
+@pytest.mark.parametrize("name", sorted(CATALOG))
+async def test_a_solved_episode_ends_with_its_reward(name: str) -> None:
+    args, task, actions = EPISODES[name]
     source = EnvironmentSource(EnvConfig(name=name, args=args))
-    async with source.open() as environment:
-        await environment.reset({"secret": 7, "low": 0, "high": 15})
-        assert (await environment.step("7")).solved
+    async with source.open() as env:
+        assert not (await env.reset(task)).done
+        seen = [await env.step(action) for action in actions]
     source.close()
+    assert [observation.done for observation in seen] == [False] * (len(seen) - 1) + [True]
+    assert seen[-1].solved
+    assert sum(observation.reward for observation in seen) > 0
+
+
+@pytest.mark.parametrize("name", sorted(CATALOG))
+async def test_every_reset_starts_from_a_clean_state(name: str) -> None:
+    args, task, actions = EPISODES[name]
+    source = EnvironmentSource(EnvConfig(name=name, args=args))
+    async with source.open() as env:
+        first = [await env.reset(task), *[await env.step(action) for action in actions]]
+        again = [await env.reset(task), *[await env.step(action) for action in actions]]
+    source.close()
+    assert first == again
 
 
 async def test_a_user_environment_is_found_by_module_and_class(own_module: str) -> None:

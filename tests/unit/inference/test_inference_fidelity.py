@@ -1,4 +1,4 @@
-"""The embedded engine's logprobs are those of the model: compared with a plain forward pass, no cache."""
+"""The embedded engine's logprobs equal those of a plain forward without a cache."""
 
 import asyncio
 import random
@@ -12,7 +12,7 @@ import torch
 from rollbook.contracts.policy import Completion, SamplingParams
 from rollbook.inference.engine import Engine, GenerationError, WeightsError
 from rollbook.inference.pause import PauseMode
-from tests.parts.inference.engines import TinyModel, until
+from tests.parts.inference.engines import TinyModel, next_step, until
 from tests.parts.inference.models import VOCAB, plain_logprobs, publish, write_weights
 
 KINDS = ["llama", "qwen2", "gpt2"]
@@ -37,15 +37,15 @@ def assert_faithful(
 
 
 async def play(engine: Engine, prompts: list[list[int]], *, temperature: float = 1.0) -> list[Completion]:
-    """Requests of many lengths that come in waves, so that rows join, leave and move."""
+    """Requests of many lengths that arrive in waves, so that rows join, leave and move."""
     rng = random.Random(1)
-    answers = []
-    for at, prompt in enumerate(prompts):
+    futures = []
+    for index, prompt in enumerate(prompts):
         sampling = SamplingParams(max_tokens=rng.choice([1, 2, 5, 30]), temperature=temperature, stop_token_ids=(3,))
-        answers.append(engine.submit(prompt, sampling))
-        if at % 9 == 8:
-            await asyncio.sleep(0.005)
-    return list(await asyncio.gather(*answers))
+        futures.append(engine.submit(prompt, sampling))
+        if index % 9 == 8:
+            await next_step(engine)
+    return list(await asyncio.gather(*futures))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -60,7 +60,7 @@ async def test_sampling_logprobs_equal_those_of_a_plain_forward(root: Path, kind
         assert_faithful(model, prompt, completion, temperature=temperature)
 
 
-async def test_greedy_takes_the_likeliest_token_and_tells_its_logprob_at_temperature_one(root: Path) -> None:
+async def test_greedy_takes_the_most_likely_token_and_reports_its_logprob_at_temperature_one(root: Path) -> None:
     tiny = TinyModel(root=root)
     async with tiny.engine("transformers") as engine:
         completion = await engine.generate([1, 2, 3], SamplingParams(max_tokens=8, temperature=0.0))
@@ -81,44 +81,44 @@ async def test_samples_follow_the_models_distribution(root: Path) -> None:
     frequency = np.bincount([int(completion.token_ids[0]) for completion in drawn], minlength=VOCAB) / count
     with torch.inference_mode():
         expected = tiny.model(1)(input_ids=torch.tensor([[5, 6]])).logits[0, -1].softmax(-1).numpy()
-    # Five standard deviations of a binomial frequency, at its widest.
+    # Five standard deviations of a binomial frequency with p = 0.5.
     assert np.abs(frequency - expected).max() < 5 * (0.25 / count) ** 0.5
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_after_recompute_every_token_is_as_if_its_weights_had_read_everything(root: Path, kind: str) -> None:
+async def test_after_recompute_every_token_depends_on_the_new_weights_only(root: Path, kind: str) -> None:
     tiny = TinyModel(root=root, kind=kind)
     prompts = prompts_of_many_lengths(6, seed=3)
     sampling = SamplingParams(max_tokens=60)
     async with tiny.engine("transformers", kv_after_update="recompute") as engine:
-        answers = [engine.submit(prompt, sampling) for prompt in prompts]
+        futures = [engine.submit(prompt, sampling) for prompt in prompts]
         await until(lambda: engine.stats().tokens > 30)
         await engine.pause(PauseMode.KEEP)
         await engine.load_weights(*tiny.weights(2))
         await engine.resume()
-        completions = await asyncio.gather(*answers)
+        completions = await asyncio.gather(*futures)
     for prompt, completion in zip(prompts, completions, strict=True):
         changed = int((completion.versions == 1).sum())
         assert 0 < changed < 60
         assert_faithful(tiny.model(2), prompt, completion, start=changed)
 
 
-async def test_after_keep_the_cache_still_holds_keys_of_the_older_weights(root: Path) -> None:
+async def test_after_keep_the_cache_holds_keys_of_the_old_weights(root: Path) -> None:
     tiny = TinyModel(root=root)
     async with tiny.engine("transformers", kv_after_update="keep") as engine:
-        answer = engine.submit([1, 2, 3, 4, 5, 6], SamplingParams(max_tokens=60))
+        future = engine.submit([1, 2, 3, 4, 5, 6], SamplingParams(max_tokens=60))
         await until(lambda: engine.stats().tokens > 5)
         await engine.pause(PauseMode.KEEP)
         await engine.load_weights(*tiny.weights(2))
         await engine.resume()
-        completion = await answer
+        completion = await future
     changed = int((completion.versions == 1).sum())
     tokens = [1, 2, 3, 4, 5, 6, *completion.token_ids.tolist()]
     fresh = plain_logprobs(tiny.model(2), tokens, 6 + changed)
     assert np.abs(completion.logprobs[changed:] - fresh).max() > 1e-3
 
 
-async def test_an_update_changes_what_repeated_prompts_are_answered_from(root: Path) -> None:
+async def test_an_update_clears_the_logits_of_repeated_prompts(root: Path) -> None:
     tiny = TinyModel(root=root)
     one = SamplingParams(max_tokens=1)
     async with tiny.engine("transformers") as engine:
@@ -127,14 +127,14 @@ async def test_an_update_changes_what_repeated_prompts_are_answered_from(root: P
             before = engine.stats().forwards
             first = await engine.generate([7, 8, 9], one)
             second = await engine.generate([7, 8, 9], one)
-            # The second is answered from the logits of the first: the same prompt under the same weights.
+            # The second request uses the logits of the first: the same prompt with the same weights.
             assert engine.stats().forwards == before + 1
             for completion in (first, second):
                 assert completion.versions.tolist() == [number]
                 assert_faithful(tiny.model(number), [7, 8, 9], completion)
 
 
-async def test_siblings_with_one_prompt_share_its_prefill_and_go_their_own_ways(root: Path) -> None:
+async def test_siblings_with_one_prompt_share_its_prefill_and_sample_different_tokens(root: Path) -> None:
     tiny = TinyModel(root=root)
     prompt = [4, 9, 2, 7]
     async with tiny.engine("transformers") as engine:
@@ -148,7 +148,7 @@ async def test_siblings_with_one_prompt_share_its_prefill_and_go_their_own_ways(
         assert_faithful(tiny.model(1), prompt, completion)
 
 
-async def test_logits_that_are_not_numbers_fail_their_request_and_the_engine_lives(root: Path, tmp_path: Path) -> None:
+async def test_nan_logits_fail_their_request_and_the_engine_continues(root: Path, tmp_path: Path) -> None:
     tiny = TinyModel(root=root)
     broken = tiny.model(1)
     with torch.no_grad():
@@ -167,7 +167,7 @@ async def test_logits_that_are_not_numbers_fail_their_request_and_the_engine_liv
     assert_faithful(tiny.model(3), [1, 2, 3], completion)
 
 
-async def test_keys_that_are_not_numbers_do_not_linger_in_a_slot(root: Path, tmp_path: Path) -> None:
+async def test_nan_keys_do_not_stay_in_a_slot(root: Path, tmp_path: Path) -> None:
     tiny = TinyModel(root=root)
     broken = tiny.model(1)
     with torch.no_grad():
@@ -180,15 +180,15 @@ async def test_keys_that_are_not_numbers_do_not_linger_in_a_slot(root: Path, tmp
         with pytest.raises(GenerationError):
             await running
         await engine.load_weights(*tiny.weights(3))
-        # Too different in length to share a prefill: the short one takes the slot as the broken request left it, and the long
-        # one makes it read, masked, the positions that were written there.
+        # Too different in length to share a prefill: the short request gets the slot of the failed one, and the long request
+        # makes its attention read the masked positions that were written there.
         prompts = [[1], [n % VOCAB for n in range(100)]]
         completions = await asyncio.gather(*(engine.generate(p, SamplingParams(max_tokens=9)) for p in prompts))
     for prompt, completion in zip(prompts, completions, strict=True):
         assert_faithful(tiny.model(3), prompt, completion)
 
 
-async def test_weights_of_another_model_are_refused_by_name_and_nothing_changes(root: Path, tmp_path: Path) -> None:
+async def test_weights_of_another_model_are_refused_and_nothing_changes(root: Path, tmp_path: Path) -> None:
     tiny = TinyModel(root=root)
     path = tmp_path / "other.safetensors"
     async with tiny.engine("transformers") as engine:
@@ -203,7 +203,7 @@ async def test_weights_of_another_model_are_refused_by_name_and_nothing_changes(
     assert_faithful(tiny.model(1), [1, 2, 3], completion)
 
 
-async def test_tied_weights_are_published_once_and_change_both_ends(root: Path, tmp_path: Path) -> None:
+async def test_tied_weights_are_published_once_and_change_both_matrices(root: Path, tmp_path: Path) -> None:
     tiny = TinyModel(root=root, kind="qwen2")
     path = tmp_path / "tied.safetensors"
     digest = write_weights(path, tiny.model(2))
@@ -215,7 +215,7 @@ async def test_tied_weights_are_published_once_and_change_both_ends(root: Path, 
     assert_faithful(tiny.model(2), [1, 2, 3], completion)
 
 
-async def test_a_sequence_outgrows_the_cache_it_began_with(root: Path) -> None:
+async def test_a_sequence_can_outgrow_the_initial_cache(root: Path) -> None:
     tiny = TinyModel(root=root)
     async with tiny.engine("transformers") as engine:
         short = engine.submit([3], SamplingParams(max_tokens=200))

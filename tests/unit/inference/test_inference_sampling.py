@@ -1,4 +1,4 @@
-"""The distribution a token is drawn from, and the logprob that is told."""
+"""The distribution a token is drawn from, and its reported logprob."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0])
 
 
 def rows_of(samplings: Sequence[SamplingParams], uniforms: Sequence[float]) -> RowSampling:
-    """Keys whose upper bits are the uniforms."""
+    """The upper bits of the keys are the uniforms."""
     keys = [int(uniform * 2**53) << 11 for uniform in uniforms]
     return RowSampling(
         keys_N=torch.from_numpy(np.array(keys, dtype=np.uint64).view(np.int64)),
@@ -37,11 +37,11 @@ def drawn(
 
 
 def outcomes(sampling: SamplingParams, points: int = 2000) -> dict[int, tuple[float, float]]:
-    """Token to (share of evenly spread uniforms, logprob told)."""
-    uniforms = [(at + 0.5) / points for at in range(points)]
+    """From token to (share of evenly spaced uniforms, reported logprob)."""
+    uniforms = [(index + 0.5) / points for index in range(points)]
     tokens, logprobs = drawn(LOGITS.expand(points, 4), [sampling] * points, uniforms)
-    told = dict(zip(tokens, logprobs, strict=True))
-    return {token: (tokens.count(token) / points, told[token]) for token in told}
+    reported = dict(zip(tokens, logprobs, strict=True))
+    return {token: (tokens.count(token) / points, reported[token]) for token in reported}
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_the_logprob_is_that_of_the_renormalised_distribution(sampling: Sampling
         assert share == pytest.approx(math.exp(logprob), abs=2e-3)
 
 
-def test_rows_with_different_settings_do_not_touch_each_other() -> None:
+def test_rows_with_different_settings_do_not_affect_each_other() -> None:
     settings = [
         SamplingParams(),
         SamplingParams(top_k=1),
@@ -82,13 +82,13 @@ def test_rows_with_different_settings_do_not_touch_each_other() -> None:
     assert together[1] == pytest.approx([logprobs[0] for _, logprobs in alone], abs=1e-6)
 
 
-def test_a_tiny_temperature_does_not_overflow() -> None:
+def test_a_very_small_temperature_does_not_overflow() -> None:
     tokens, logprobs = drawn(torch.tensor([[900.0, -900.0]]), [SamplingParams(temperature=1e-30)], [0.999])
     assert tokens == [0]
     assert logprobs == [0.0]
 
 
-def test_tokens_of_no_probability_are_never_taken() -> None:
+def test_tokens_of_probability_zero_are_never_sampled() -> None:
     logits = torch.tensor([[-math.inf, 0.0, -math.inf, 0.0, -math.inf]])
     for uniform in (0.0, 0.49, 0.5, 1.0 - 2**-53):
         tokens, _ = drawn(logits, [SamplingParams()], [uniform])
@@ -98,7 +98,7 @@ def test_tokens_of_no_probability_are_never_taken() -> None:
 @pytest.mark.parametrize(
     "sampling", [SamplingParams(), SamplingParams(temperature=0), SamplingParams(top_k=2, top_p=0.5)]
 )
-def test_a_row_that_is_not_a_number_says_so_and_spares_its_neighbours(sampling: SamplingParams) -> None:
+def test_a_row_of_nan_has_a_nan_logprob_and_does_not_affect_other_rows(sampling: SamplingParams) -> None:
     logits = torch.stack([LOGITS, torch.tensor([1.0, math.nan, 0.0, 0.0])])
     _, logprobs = drawn(logits, [sampling] * 2, [0.1, 0.1])
     assert math.isfinite(logprobs[0])

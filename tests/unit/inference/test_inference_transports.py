@@ -1,4 +1,4 @@
-"""Parts of ways that need hardware to run: what they say and expect, held to where there is none."""
+"""Parts of the transports that can be tested without a GPU."""
 
 from typing import Any
 
@@ -23,16 +23,16 @@ SHAPES = st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 4),
 
 
 @given(SHAPES)
-def test_packed_tensors_come_out_as_they_went_in(shapes: list[tuple[torch.dtype, list[int]]]) -> None:
+def test_unpacked_tensors_equal_the_packed_ones(shapes: list[tuple[torch.dtype, list[int]]]) -> None:
     weights = {
-        f"layer.{at}": torch.arange(int(torch.Size(shape).numel())).to(dtype).reshape(shape)
-        for at, (dtype, shape) in enumerate(shapes)
+        f"layer.{index}": torch.arange(int(torch.Size(shape).numel())).to(dtype).reshape(shape)
+        for index, (dtype, shape) in enumerate(shapes)
     }
-    heads, packed = headers_of(weights), pack(weights)
-    for name, tensor in unpack_views(packed, heads).items():
+    headers, packed = headers_of(weights), pack(weights)
+    for name, tensor in unpack_views(packed, headers).items():
         assert torch.equal(tensor, weights[name])
         assert tensor.dtype == weights[name].dtype
-    assert weights_digest(unpack_bytes(packed, heads).values()) == digest_of(weights)
+    assert weights_digest(unpack_bytes(packed, headers).values()) == digest_of(weights)
 
 
 def test_bytes_that_do_not_fit_the_shapes_are_refused() -> None:
@@ -43,7 +43,7 @@ def test_bytes_that_do_not_fit_the_shapes_are_refused() -> None:
         unpack_views(pack(weights), [("a", "F4", (3,))])
 
 
-def test_a_gpu_handle_travels_as_plain_json_and_finds_the_same_gpu_under_another_number() -> None:
+def test_a_gpu_handle_is_plain_json_and_finds_the_gpu_under_another_index() -> None:
     parts = [0, b"\x00\xff handle", 1024, 0, b"counter", 3, b"event", True]
     handle = encode_handle(parts, gpu="GPU-aa")
     assert decode_handle(handle, local_gpus={"GPU-bb": 0, "GPU-aa": 1}) == [1, *parts[1:]]
@@ -53,31 +53,31 @@ def test_a_gpu_handle_travels_as_plain_json_and_finds_the_same_gpu_under_another
     "handle",
     [{"gpu": "GPU-zz", "parts": []}, {"gpu": "GPU-aa", "parts": [{"bytes": "not base64!"}]}, {"gpu": "GPU-aa"}],
 )
-def test_a_handle_that_leads_nowhere_is_refused(handle: dict[str, Any]) -> None:
+def test_an_invalid_handle_is_refused(handle: dict[str, Any]) -> None:
     with pytest.raises(WeightsError):
         decode_handle(handle, local_gpus={"GPU-aa": 0})
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 @pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"])
-def test_a_way_that_needs_a_gpu_says_so_before_anything_runs(transport: str) -> None:
+def test_a_transport_that_needs_a_gpu_is_refused_without_one(transport: str) -> None:
     with pytest.raises(RunError, match="CUDA"):
         open_transport(transport, TransportOptions(directory="unused"))
 
 
-class Wire:
-    """A communicator of vLLM's shape that keeps what is sent."""
+class RecordingCommunicator:
+    """Has the methods of vLLM's communicator and records the sent tensors."""
 
     sent: list[tuple[torch.Tensor, int]]
 
     def __init__(self, group: Any, device: Any) -> None:
-        self.group, self.sent, self.is_gone = group, [], False
+        self.group, self.sent, self.is_destroyed = group, [], False
 
     def broadcast(self, tensor: torch.Tensor, *, src: int, stream: Any) -> None:
         self.sent.append((tensor, src))
 
     def destroy(self) -> None:
-        self.is_gone = True
+        self.is_destroyed = True
 
 
 async def test_nccl_invites_and_sends_as_vllms_receiver_expects(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +87,7 @@ async def test_nccl_invites_and_sends_as_vllms_receiver_expects(monkeypatch: pyt
             return settings
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    transport = NcclTransport(host="127.0.0.1", communicator=Wire, group=Group)
+    transport = NcclTransport(host="127.0.0.1", communicator=RecordingCommunicator, group=Group)
     weights = {"b": torch.ones(2, 3, dtype=torch.bfloat16), "a": torch.zeros(4)}
     offered = publication(5, "d")
     location = await transport.put(offered, weights)
@@ -101,10 +101,10 @@ async def test_nccl_invites_and_sends_as_vllms_receiver_expects(monkeypatch: pyt
     weights["a"].fill_(9)
     await transport.send(location)
     assert [(tuple(tensor.shape), src) for tensor, src in joined.sent] == [((2, 3), 0), ((4,), 0)]
-    assert joined.sent[1][0].sum() == 0, "what the trainer learns meanwhile must not be sent"
+    assert joined.sent[1][0].sum() == 0, "later changes of the trainer must not be sent"
     await transport.close()
-    assert joined.is_gone
+    assert joined.is_destroyed
 
 
-def test_versions_of_vllm_that_are_no_publication_are_older_than_any() -> None:
+def test_vllm_versions_that_are_not_publications_are_older_than_any() -> None:
     assert [publication_id(version) for version in ("default", "7", "nightly")] == [-1, 7, -1]

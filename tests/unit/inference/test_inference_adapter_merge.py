@@ -1,4 +1,4 @@
-"""An adapter beside the base: the engine's numbers are PEFT's, the base comes back whole, and what it cannot compute is refused."""
+"""Adapters: the engine's logprobs equal PEFT's, the base is restored exactly, and unsupported adapters are refused."""
 
 import threading
 from dataclasses import replace
@@ -46,21 +46,21 @@ async def deviation(engine: Engine, model: Any, *, count: int = 24) -> float:
     "settings",
     [{}, {"use_rslora": True, "rank_pattern": {"(q_proj|c_attn)": 2}, "alpha_pattern": {"(q_proj|c_attn)": 3}}],
 )
-async def test_logprobs_with_an_adapter_are_those_of_pefts_own_forward(
+async def test_logprobs_with_an_adapter_equal_those_of_pefts_forward(
     tiny: TinyModel, tmp_path: Path, kind: str, settings: dict[str, Any]
 ) -> None:
-    shop = replace(tiny, kind=kind)
-    directory = make_adapter(tmp_path / "adapter", shop.model_dir, **settings)
+    model = replace(tiny, kind=kind)
+    directory = make_adapter(tmp_path / "adapter", model.model_dir, **settings)
     offered, path, adapter = published_adapter(directory, 1)
-    async with open_engine(InferenceConfig(), shop.model_dir) as engine:
+    async with open_engine(InferenceConfig(), model.model_dir) as engine:
         await engine.load_weights(offered, path, adapter=adapter)
-        assert await deviation(engine, peft_model(shop.model_dir, directory)) < 1e-4
-        assert await deviation(engine, build_model(kind, seed=0)) > 1e-2, "the base alone gives others"
+        assert await deviation(engine, peft_model(model.model_dir, directory)) < 1e-4
+        assert await deviation(engine, build_model(kind, seed=0)) > 1e-2, "the base alone differs"
         assert engine.adapter == adapter
         assert await engine.weights_digest() == offered.digest
 
 
-async def test_one_adapter_takes_the_place_of_another_and_the_base_comes_back_to_the_bit(
+async def test_an_adapter_replaces_another_and_the_base_is_restored_bit_for_bit(
     tiny: TinyModel, tmp_path: Path
 ) -> None:
     wide = make_adapter(tmp_path / "wide", tiny.model_dir, seed=1)
@@ -77,7 +77,7 @@ async def test_one_adapter_takes_the_place_of_another_and_the_base_comes_back_to
         assert await engine.weights_digest() == base
 
 
-async def test_whole_weights_end_an_adapter_and_become_the_next_base(tiny: TinyModel, tmp_path: Path) -> None:
+async def test_full_weights_remove_an_adapter_and_become_the_new_base(tiny: TinyModel, tmp_path: Path) -> None:
     directory = make_adapter(tmp_path / "adapter", tiny.model_dir)
     first, path, adapter = published_adapter(directory, 1)
     async with open_engine(InferenceConfig(), tiny.model_dir) as engine:
@@ -88,9 +88,7 @@ async def test_whole_weights_end_an_adapter_and_become_the_next_base(tiny: TinyM
         assert await engine.base_digest() == await engine.weights_digest() == whole.digest
 
 
-async def test_an_adapter_for_another_base_is_refused_and_the_same_base_accepted(
-    tiny: TinyModel, tmp_path: Path
-) -> None:
+async def test_an_adapter_of_another_base_is_refused(tiny: TinyModel, tmp_path: Path) -> None:
     directory = make_adapter(tmp_path / "adapter", tiny.model_dir)
     offered, path, adapter = published_adapter(directory, 1)
     base = digest_of(named_weights(build_model("llama", seed=0)))
@@ -99,7 +97,7 @@ async def test_an_adapter_for_another_base_is_refused_and_the_same_base_accepted
             await engine.load_weights(offered, path, adapter=replace(adapter, base_digest="other"))
         assert engine.publication is None
         await engine.load_weights(offered, path, adapter=replace(adapter, base_digest=base))
-        # While an adapter is live, the base is still known.
+        # The base is also known while an adapter is live.
         again = replace(offered, id=PublicationId(2))
         await engine.load_weights(again, path, adapter=replace(adapter, base_digest=base))
 
@@ -119,7 +117,7 @@ async def test_an_adapter_is_a_publication_like_any_other(tiny: TinyModel, tmp_p
         assert engine.publication == offered
 
 
-async def test_a_damaged_matrix_is_seen_in_the_digest(tiny: TinyModel, tmp_path: Path) -> None:
+async def test_a_damaged_matrix_changes_the_digest(tiny: TinyModel, tmp_path: Path) -> None:
     offered, path, adapter = published_adapter(make_adapter(tmp_path / "adapter", tiny.model_dir), 1)
     async with open_engine(InferenceConfig(), tiny.model_dir) as engine:
         await engine.load_weights(offered, path, adapter=adapter)
@@ -132,7 +130,7 @@ async def test_a_damaged_matrix_is_seen_in_the_digest(tiny: TinyModel, tmp_path:
         assert await engine.weights_digest() != offered.digest
 
 
-def test_an_adapter_in_bfloat16_is_added_in_float32_and_rounded_once() -> None:
+def test_an_adapter_of_a_bfloat16_model_is_merged_in_float32_and_rounded_once() -> None:
     torch.manual_seed(0)
     linear = nn.Linear(8, 6, bias=False).to(torch.bfloat16)
     module = nn.Sequential(linear)
@@ -144,7 +142,7 @@ def test_an_adapter_in_bfloat16_is_added_in_float32_and_rounded_once() -> None:
     assert torch.equal(linear.weight, (base.float() + (b @ a) * 2.0).to(torch.bfloat16))
     before = weights_digest(weights.adapter_snapshot() or [])
     a.zero_()
-    assert weights_digest(weights.adapter_snapshot() or []) == before, "what was given may change afterwards"
+    assert weights_digest(weights.adapter_snapshot() or []) == before, "the engine must have copied the tensors"
 
 
 @pytest.mark.parametrize(
@@ -159,12 +157,12 @@ def test_an_adapter_in_bfloat16_is_added_in_float32_and_rounded_once() -> None:
         ({"lora_alpha": 4}, "r"),
     ],
 )
-def test_settings_that_mean_something_else_are_refused_by_name(settings: dict[str, Any], named: str) -> None:
+def test_unsupported_settings_are_refused_by_name(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(WeightsError, match=named):
         checked_settings(settings)
 
 
-def test_tensors_that_are_no_pair_are_refused() -> None:
+def test_tensors_without_a_pair_are_refused() -> None:
     settings = checked_settings({"r": 2, "lora_alpha": 4})
     with pytest.raises(WeightsError, match="only one tensor of its pair"):
         low_rank_pairs(settings, ["base_model.model.a.lora_A.weight"])
@@ -187,9 +185,9 @@ async def test_an_adapter_that_does_not_fit_the_model_changes_nothing(tiny: Tiny
         with pytest.raises(WeightsError, match="shares its memory"):
             await engine.load_tensors(offered, head, adapter=small)
         layer = "model.layers.0.self_attn.q_proj"
-        askew = {f"{layer}.lora_A.weight": torch.ones(2, 32), f"{layer}.lora_B.weight": torch.ones(31, 2)}
+        misshapen = {f"{layer}.lora_A.weight": torch.ones(2, 32), f"{layer}.lora_B.weight": torch.ones(31, 2)}
         with pytest.raises(WeightsError, match=r"shape \(31, 2\)"):
-            await engine.load_tensors(offered, askew, adapter=small)
+            await engine.load_tensors(offered, misshapen, adapter=small)
         assert await engine.weights_digest() == base
         assert engine.publication is None
 
@@ -200,12 +198,12 @@ async def test_a_peft_directory_is_served_as_one_model(tiny: TinyModel, tmp_path
         await engine.adopt(Publication(id=PublicationId(0), epoch=0, step=0, digest=await engine.weights_digest()))
         assert any("llama" in choice for choice in engine.parts.choices)
         assert await deviation(engine, peft_model(tiny.model_dir, directory)) < 1e-4
-        # The trainer's reading of it is the same weights.
+        # The trainer loads the same weights.
         assert await engine.weights_digest() == PolicyModel.load(directory).digest()
 
 
 class Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """Names what torch is asked to do in this thread."""
+    """Records the names of the torch operations of this thread."""
 
     def __init__(self, names: set[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -216,13 +214,13 @@ class Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves i
         return func(*args, **(kwargs or {}))
 
 
-async def test_the_stepping_thread_only_copies_what_was_computed_beside_it(tiny: TinyModel, tmp_path: Path) -> None:
+async def test_the_engine_thread_only_copies_the_merged_matrices(tiny: TinyModel, tmp_path: Path) -> None:
     offered, path, adapter = published_adapter(make_adapter(tmp_path / "adapter", tiny.model_dir), 1)
     async with open_engine(InferenceConfig(publish="adapter"), tiny.model_dir) as engine:
         weights: Any = engine.parts.weights
         plan, apply = weights.plan_adapter, weights.apply
         threads: dict[str, str] = {}
-        asked: set[str] = set()
+        operations: set[str] = set()
 
         def planned(*args: Any) -> Any:
             threads["plan"] = threading.current_thread().name
@@ -230,24 +228,24 @@ async def test_the_stepping_thread_only_copies_what_was_computed_beside_it(tiny:
 
         def applied(load_plan: Any) -> None:
             threads["apply"] = threading.current_thread().name
-            with Ops(asked):
+            with Ops(operations):
                 apply(load_plan)
 
         weights.plan_adapter, weights.apply = planned, applied
         await engine.load_weights(offered, path, adapter=adapter)
     assert threads == {"plan": "policy-staging_0", "apply": "policy-engine"}
-    assert asked == {"aten.copy_"}
+    assert operations == {"aten.copy_"}
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_products_by_groups_are_those_one_by_one(tiny: TinyModel, tmp_path: Path, kind: str) -> None:
-    shop = replace(tiny, kind=kind)
-    directory = make_adapter(tmp_path / "adapter", shop.model_dir, rank_pattern={"(q_proj|c_attn)": 2})
+def test_merging_by_groups_equals_merging_one_by_one(tiny: TinyModel, tmp_path: Path, kind: str) -> None:
+    model = replace(tiny, kind=kind)
+    directory = make_adapter(tmp_path / "adapter", model.model_dir, rank_pattern={"(q_proj|c_attn)": 2})
     settings, tensors = read_adapter(directory)
     weights = LiveWeights(build_model(kind, seed=0), torch.device("cpu"))
-    beside = weights.plan_adapter(Adapter(name="a", settings=settings), tensors).merge
-    assert beside is not None
-    singly, together = beside.merged_one_by_one(), beside.merged_by_groups()
-    assert singly.keys() == together.keys()
-    for name, matrix in singly.items():
-        torch.testing.assert_close(together[name], matrix, rtol=0, atol=1e-6)
+    merge = weights.plan_adapter(Adapter(name="a", settings=settings), tensors).merge
+    assert merge is not None
+    one_by_one, by_groups = merge.merged_one_by_one(), merge.merged_by_groups()
+    assert one_by_one.keys() == by_groups.keys()
+    for name, matrix in one_by_one.items():
+        torch.testing.assert_close(by_groups[name], matrix, rtol=0, atol=1e-6)

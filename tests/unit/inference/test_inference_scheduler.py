@@ -1,6 +1,6 @@
-"""Whatever happens between two steps, a request's tokens and logprobs are those it would have had alone.
+"""A request's tokens and logprobs do not depend on how the engine schedules it.
 
-Chunked prefill, preemption, steps launched ahead, captured steps, stops noticed late: each is compared with a plain forward.
+Chunked prefill, preemption, steps launched ahead, captured steps and late stops are compared with a plain forward.
 """
 
 import asyncio
@@ -19,10 +19,10 @@ from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
 from rollbook.inference.engine import GenerationError, QueueFullError
 from rollbook.inference.engines.embedded.engine import TransformersEngine, open_engine
 from rollbook.inference.pause import PauseMode
-from tests.parts.inference.engines import TinyModel, engine_config, until
+from tests.parts.inference.engines import TinyModel, engine_config, next_step, until
 from tests.parts.inference.models import MAX_LEN, VOCAB, plain_logprobs
 
-BYTES_A_TOKEN = {"llama": 2 * 2 * 2 * 8 * 4, "gpt2": 2 * 2 * 4 * 8 * 4}
+BYTES_PER_TOKEN = {"llama": 2 * 2 * 2 * 8 * 4, "gpt2": 2 * 2 * 4 * 8 * 4}
 """Layers, keys and values, heads, head size, float32."""
 
 
@@ -33,8 +33,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @asynccontextmanager
 async def embedded(tiny: TinyModel, *, is_captured: bool = False, **settings: Any) -> AsyncIterator[TransformersEngine]:
-    """`is_captured`: the way of a GPU, bucketed shapes and all, with plain calls in place of captured graphs."""
-    options: dict[str, Any] = {"capture": lambda act: act} if is_captured else {}
+    """`is_captured`: as on a GPU, with bucketed shapes, but with plain calls instead of captured graphs."""
+    options: dict[str, Any] = {"capture": lambda operation: operation} if is_captured else {}
     async with open_engine(engine_config("transformers", **settings), tiny.model_dir, **options) as engine:
         await engine.load_weights(*tiny.weights(1))
         yield engine
@@ -52,7 +52,7 @@ def assert_faithful(tiny: TinyModel, prompt: list[int], completion: Completion, 
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-async def test_a_long_prompt_is_prefilled_in_pieces_while_others_go_on(root: Path, kind: str) -> None:
+async def test_a_long_prompt_is_prefilled_in_pieces_while_others_continue(root: Path, kind: str) -> None:
     tiny = TinyModel(root=root, kind=kind)
     long, short = some_prompts(1, 200, 200)[0], [1, 2, 3]
     async with embedded(tiny, step_prefill_tokens=16, forward_tokens=16) as engine:
@@ -62,7 +62,7 @@ async def test_a_long_prompt_is_prefilled_in_pieces_while_others_go_on(root: Pat
         before = engine.stats()
         await until(lambda: engine.stats().running == 2)
         await waiting
-        # Thirteen rounds of prefill, and in each of them the running request got its token.
+        # There are thirteen rounds of prefill, and in each of them the running request gets a token.
         assert engine.stats().tokens - before.tokens >= 13
         completions = await asyncio.gather(running, waiting)
     assert_faithful(tiny, short, completions[0])
@@ -70,78 +70,82 @@ async def test_a_long_prompt_is_prefilled_in_pieces_while_others_go_on(root: Pat
 
 
 @pytest.mark.parametrize("is_captured", [False, True])
-async def test_a_full_cache_preempts_the_youngest_and_loses_none_of_its_tokens(root: Path, is_captured: bool) -> None:
+async def test_a_full_cache_preempts_the_youngest_request_and_keeps_its_tokens(root: Path, is_captured: bool) -> None:
     tiny = TinyModel(root=root)
     prompts = some_prompts(6, 3, 30)
-    # Room for four slots of 64 or one of 256, with a spare of full length beside.
-    memory_mb = (MAX_LEN + 4 * 64) * BYTES_A_TOKEN["llama"] / 1e6
-    heard: list[int] = []
+    # Four slots of 64 or one of 256, plus the scratch slot.
+    memory_mb = (MAX_LEN + 4 * 64) * BYTES_PER_TOKEN["llama"] / 1e6
+    streamed: list[int] = []
     async with embedded(
         tiny, is_captured=is_captured, kv_memory_mb=memory_mb, steps_ahead=2 if is_captured else 0
     ) as engine:
-        answers = [
+        futures = [
             engine.submit(
                 prompt,
-                SamplingParams(max_tokens=150, seed=at),
-                on_tokens=(lambda chunk: heard.extend(chunk.token_ids.tolist())) if at == 3 else None,
+                SamplingParams(max_tokens=150, seed=index),
+                on_tokens=(lambda chunk: streamed.extend(chunk.token_ids.tolist())) if index == 3 else None,
             )
-            for at, prompt in enumerate(prompts)
+            for index, prompt in enumerate(prompts)
         ]
-        completions = await asyncio.gather(*answers)
+        completions = await asyncio.gather(*futures)
         assert engine.parts.scheduler.preemptions > 0
         assert engine.stats().running == engine.stats().queued == 0
-    async with embedded(tiny) as roomy:
+    async with embedded(tiny) as large:
         alone = await asyncio.gather(
-            *(roomy.generate(prompt, SamplingParams(max_tokens=150, seed=at)) for at, prompt in enumerate(prompts))
+            *(
+                large.generate(prompt, SamplingParams(max_tokens=150, seed=index))
+                for index, prompt in enumerate(prompts)
+            )
         )
     for prompt, completion, expected in zip(prompts, completions, alone, strict=True):
         assert completion.token_ids.tolist() == expected.token_ids.tolist()
         assert completion.versions.tolist() == [1] * 150
         assert_faithful(tiny, prompt, completion)
-    assert heard == completions[3].token_ids.tolist()
+    assert streamed == completions[3].token_ids.tolist()
 
 
-async def test_the_cache_never_takes_more_than_its_memory(root: Path) -> None:
+async def test_the_cache_never_exceeds_its_memory(root: Path) -> None:
     tiny = TinyModel(root=root)
-    memory_mb = 3 * MAX_LEN * BYTES_A_TOKEN["llama"] / 1e6
+    memory_mb = 3 * MAX_LEN * BYTES_PER_TOKEN["llama"] / 1e6
     async with embedded(tiny, kv_memory_mb=memory_mb, max_running=64) as engine:
         slots = engine.parts.runner.slots
-        answers = [engine.submit(p, SamplingParams(max_tokens=90)) for p in some_prompts(20, 1, 120)]
+        futures = [engine.submit(p, SamplingParams(max_tokens=90)) for p in some_prompts(20, 1, 120)]
         most = 0
-        while not all(answer.done() for answer in answers):
+        while not all(future.done() for future in futures):
             most = max(most, sum(t.numel() * t.element_size() for pair in slots.pairs for t in pair))
             await asyncio.sleep(0.001)
         assert 0 < most <= memory_mb * 1e6
 
 
-async def test_memory_for_not_even_one_sequence_is_refused_with_what_to_do(root: Path) -> None:
+async def test_memory_for_less_than_one_sequence_is_refused_with_advice(root: Path) -> None:
     with pytest.raises(RunError, match=r"raise inference\.kv_memory_mb or lower inference\.max_model_len"):
         async with embedded(TinyModel(root=root), kv_memory_mb=0.01):
-            raise AssertionError("it must not open")
+            raise AssertionError("the engine must not open")
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 @pytest.mark.parametrize("is_captured", [False, True])
-async def test_steps_launched_ahead_change_nothing_that_is_told(root: Path, is_captured: bool, ahead: int) -> None:
+async def test_steps_launched_ahead_do_not_change_the_completions(root: Path, is_captured: bool, ahead: int) -> None:
     tiny = TinyModel(root=root)
     prompts = some_prompts(30, 1, 40, seed=ahead)
     rng = random.Random(5)
     samplings = [
-        SamplingParams(max_tokens=rng.choice([1, 2, 7, 40]), stop_token_ids=rng.choice([(), (3,), (4, 5)]), seed=at)
-        for at in range(30)
+        SamplingParams(max_tokens=rng.choice([1, 2, 7, 40]), stop_token_ids=rng.choice([(), (3,), (4, 5)]), seed=index)
+        for index in range(30)
     ]
     async with embedded(tiny, is_captured=is_captured, steps_ahead=ahead, max_running=7) as engine:
-        answers = []
-        for at, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
-            answers.append(engine.submit(prompt, sampling))
-            if at % 6 == 5:
-                await asyncio.sleep(0.003)
-        completions = await asyncio.gather(*answers)
+        futures = []
+        for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
+            futures.append(engine.submit(prompt, sampling))
+            if index % 6 == 5:
+                # New requests arrive while others run.
+                await next_step(engine)
+        completions = await asyncio.gather(*futures)
         assert engine.stats().tokens == sum(len(completion.token_ids) for completion in completions)
         assert engine.stats().running == 0
     for prompt, sampling, completion in zip(prompts, samplings, completions, strict=True):
         tokens = completion.token_ids.tolist()
-        hits = [at for at, token in enumerate(tokens) if token in sampling.stop_token_ids]
+        hits = [index for index, token in enumerate(tokens) if token in sampling.stop_token_ids]
         if completion.finish_reason is FinishReason.STOP:
             assert hits == [len(tokens) - 1]
         else:
@@ -149,13 +153,13 @@ async def test_steps_launched_ahead_change_nothing_that_is_told(root: Path, is_c
         assert_faithful(tiny, prompt, completion)
 
 
-async def test_an_update_in_flight_stamps_each_token_with_the_weights_of_its_own_step(root: Path) -> None:
+async def test_an_update_in_flight_stamps_each_token_with_the_weights_of_its_step(root: Path) -> None:
     tiny = TinyModel(root=root)
     async with embedded(tiny, is_captured=True, steps_ahead=3) as engine:
-        answers = [engine.submit([n], SamplingParams(max_tokens=200)) for n in range(5)]
+        futures = [engine.submit([n], SamplingParams(max_tokens=200)) for n in range(5)]
         await until(lambda: engine.stats().tokens > 40)
         await engine.load_weights(*tiny.weights(2))
-        completions = await asyncio.gather(*answers)
+        completions = await asyncio.gather(*futures)
     for number, completion in enumerate(completions):
         old = int((completion.versions == 1).sum())
         assert 0 < old < 200
@@ -166,17 +170,17 @@ async def test_an_update_in_flight_stamps_each_token_with_the_weights_of_its_own
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
-async def test_logprobs_of_truncated_distributions_are_those_of_a_plain_forward_truncated_likewise(
+async def test_logprobs_of_truncated_distributions_equal_those_of_a_truncated_plain_forward(
     root: Path, kind: str
 ) -> None:
     tiny = TinyModel(root=root, kind=kind)
     sampling = SamplingParams(max_tokens=25, temperature=0.8, top_k=9, top_p=0.8)
     prompts = some_prompts(8, 2, 20)
     async with embedded(tiny, is_captured=kind == "llama") as engine:
-        # Rows that ask for nothing of the kind run beside them.
-        beside = [engine.submit([n], SamplingParams(max_tokens=25)) for n in range(4)]
+        # Rows without truncation run in the same batch.
+        not_truncated = [engine.submit([n], SamplingParams(max_tokens=25)) for n in range(4)]
         completions = await asyncio.gather(*(engine.generate(prompt, sampling) for prompt in prompts))
-        whole = await asyncio.gather(*beside)
+        whole = await asyncio.gather(*not_truncated)
     for prompt, completion in zip(prompts, completions, strict=True):
         tokens = [*prompt, *completion.token_ids.tolist()]
         with torch.inference_mode():
@@ -192,23 +196,23 @@ async def test_logprobs_of_truncated_distributions_are_those_of_a_plain_forward_
         assert_faithful(tiny, [number], completion)
 
 
-async def test_a_thousand_requests_wait_in_order_and_one_more_is_told_to_come_back(root: Path) -> None:
+async def test_a_thousand_requests_wait_and_one_more_is_refused_with_retry_advice(root: Path) -> None:
     tiny = TinyModel(root=root)
     async with embedded(tiny, max_running=64, max_queued=1000) as engine:
         await engine.pause(PauseMode.KEEP)
-        answers = [engine.submit([n % VOCAB], SamplingParams(max_tokens=2)) for n in range(1000)]
+        futures = [engine.submit([n % VOCAB], SamplingParams(max_tokens=2)) for n in range(1000)]
         with pytest.raises(QueueFullError) as refused:
             engine.submit([1], SamplingParams())
         assert refused.value.retry_after_s
-        for answer in answers[1::2]:
-            answer.cancel()
+        for future in futures[1::2]:
+            future.cancel()
         await engine.resume()
-        done = await asyncio.gather(*answers[::2])
+        done = await asyncio.gather(*futures[::2])
         assert [len(completion.token_ids) for completion in done] == [2] * 500
         assert engine.stats().queued == engine.stats().running == 0
 
 
-async def test_siblings_that_leave_during_their_prefill_do_not_take_the_others_with_them(root: Path) -> None:
+async def test_siblings_cancelled_during_their_prefill_do_not_affect_the_others(root: Path) -> None:
     tiny = TinyModel(root=root)
     prompt = some_prompts(1, 150, 150)[0]
     async with embedded(tiny, step_prefill_tokens=8, forward_tokens=8) as engine:
@@ -221,7 +225,7 @@ async def test_siblings_that_leave_during_their_prefill_do_not_take_the_others_w
 
 
 @pytest.mark.parametrize("is_captured", [False, True])
-async def test_recomputing_after_an_update_reaches_prompts_that_were_half_read(root: Path, is_captured: bool) -> None:
+async def test_recomputing_after_an_update_includes_prompts_in_prefill(root: Path, is_captured: bool) -> None:
     tiny = TinyModel(root=root)
     prompt = some_prompts(1, 180, 180)[0]
     async with embedded(
@@ -229,10 +233,10 @@ async def test_recomputing_after_an_update_reaches_prompts_that_were_half_read(r
     ) as engine:
         running = engine.submit([1], SamplingParams(max_tokens=100))
         await until(lambda: engine.stats().tokens >= 1)
-        reading = engine.submit(prompt, SamplingParams(max_tokens=6))
+        in_prefill = engine.submit(prompt, SamplingParams(max_tokens=6))
         await until(lambda: engine.stats().running == 2)
         await engine.load_weights(*tiny.weights(2))
-        completion = await reading
+        completion = await in_prefill
         await running
     new = completion.versions == 2
     assert new.any()
@@ -241,7 +245,7 @@ async def test_recomputing_after_an_update_reaches_prompts_that_were_half_read(r
     np.testing.assert_allclose(completion.logprobs[new], expected[new], atol=1e-4)
 
 
-async def test_the_engine_says_which_way_it_took_and_why(root: Path) -> None:
+async def test_the_engine_reports_its_choices_and_their_reasons(root: Path) -> None:
     async with embedded(TinyModel(root=root, kind="gpt2")) as engine:
         assert "because model type gpt2 is not supported" in engine.parts.choices[0]
     async with embedded(TinyModel(root=root), forward="module") as engine:
@@ -250,17 +254,17 @@ async def test_the_engine_says_which_way_it_took_and_why(root: Path) -> None:
     assert_faithful(TinyModel(root=root), [1, 2], completion)
 
 
-async def test_a_device_this_machine_lacks_is_named(root: Path) -> None:
+async def test_a_missing_device_is_named_in_the_error(root: Path) -> None:
     if torch.backends.mps.is_available() or torch.cuda.is_available():
-        pytest.skip("it is here")
+        pytest.skip("this machine has a GPU")
     for device in ("cuda", "mps"):
         with pytest.raises(RunError, match=device):
             async with embedded(TinyModel(root=root), device=device):
-                raise AssertionError("it must not open")
+                raise AssertionError("the engine must not open")
 
 
 @pytest.mark.parametrize("ahead", [0, 3])
-async def test_a_forward_that_fails_answers_everybody_who_was_in_it_and_the_engine_lives(
+async def test_a_failed_forward_fails_its_requests_and_the_engine_continues(
     root: Path, monkeypatch: pytest.MonkeyPatch, ahead: int
 ) -> None:
     tiny = TinyModel(root=root)
@@ -268,33 +272,33 @@ async def test_a_forward_that_fails_answers_everybody_who_was_in_it_and_the_engi
         runner, decode = engine.parts.runner, engine.parts.runner.decode
         calls = 0
 
-        def breaks(*args: Any, **kwargs: Any) -> None:
+        def failing_decode(*args: Any, **kwargs: Any) -> None:
             nonlocal calls
             calls += 1
             if calls == 6:
-                raise RuntimeError("the device has had enough")
+                raise RuntimeError("device failure")
             decode(*args, **kwargs)
 
-        monkeypatch.setattr(runner, "decode", breaks)
-        # Limits around the failure: some have launched everything and are still to be heard of when it happens.
-        answers = [engine.submit([n], SamplingParams(max_tokens=n + 4)) for n in range(8)]
-        outcomes = await asyncio.gather(*answers, return_exceptions=True)
+        monkeypatch.setattr(runner, "decode", failing_decode)
+        # Limits around the failure: some requests have launched all their tokens when it happens.
+        futures = [engine.submit([n], SamplingParams(max_tokens=n + 4)) for n in range(8)]
+        outcomes = await asyncio.gather(*futures, return_exceptions=True)
         failed = [outcome for outcome in outcomes if isinstance(outcome, GenerationError)]
         assert failed
-        assert all("the device has had enough" in str(outcome) for outcome in failed)
+        assert all("device failure" in str(outcome) for outcome in failed)
         assert all(isinstance(outcome, GenerationError | Completion) for outcome in outcomes)
         completion = await engine.generate([1, 2, 3], SamplingParams(max_tokens=9))
         assert engine.stats().running == engine.stats().queued == 0
     assert_faithful(tiny, [1, 2, 3], completion)
 
 
-async def test_who_leaves_while_waiting_makes_place_in_the_queue(root: Path) -> None:
+async def test_a_request_cancelled_while_waiting_frees_its_place_in_the_queue(root: Path) -> None:
     async with embedded(TinyModel(root=root), max_queued=3) as engine:
         await engine.pause(PauseMode.KEEP)
-        leaving = [engine.submit([1], SamplingParams(max_tokens=1)) for _ in range(3)]
-        for answer in leaving:
-            answer.cancel()
+        cancelled = [engine.submit([1], SamplingParams(max_tokens=1)) for _ in range(3)]
+        for future in cancelled:
+            future.cancel()
         await until(lambda: engine.stats().queued == 0)
-        staying = engine.submit([1], SamplingParams(max_tokens=1))
+        waiting = engine.submit([1], SamplingParams(max_tokens=1))
         await engine.resume()
-        assert len((await staying).token_ids) == 1
+        assert len((await waiting).token_ids) == 1

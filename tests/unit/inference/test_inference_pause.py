@@ -1,4 +1,4 @@
-"""Pause, resume, and which weights an engine may take."""
+"""Pause, resume, and which weight updates an engine accepts."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def test_keep_and_abort_stop_at_once(mode: PauseMode) -> None:
     assert not gate.may_step
 
 
-def test_wait_steps_on_until_nothing_runs() -> None:
+def test_wait_continues_stepping_until_no_request_runs() -> None:
     gate = Gate()
     gate.pause(PauseMode.WAIT)
     assert gate.may_step
@@ -26,29 +26,29 @@ def test_wait_steps_on_until_nothing_runs() -> None:
     assert gate.may_admit
 
 
-def test_drained_means_nothing_to_a_gate_that_is_not_draining() -> None:
+def test_drained_has_no_effect_on_a_gate_that_is_not_draining() -> None:
     gate = Gate()
     gate.drained()
     assert gate.state is GateState.RUNNING
 
 
-def test_keep_overrules_a_drain_under_way() -> None:
+def test_keep_ends_a_drain_in_progress() -> None:
     gate = Gate()
     gate.pause(PauseMode.WAIT)
     gate.pause(PauseMode.KEEP)
     assert gate.state is GateState.PAUSED
 
 
-def test_the_first_weights_are_always_taken() -> None:
+def test_the_first_weights_are_always_accepted() -> None:
     assert needs_loading(None, publication(0, "a"))
 
 
-def test_the_same_publication_again_is_not_loaded_again() -> None:
+def test_the_same_publication_is_not_loaded_twice() -> None:
     assert not needs_loading(publication(4, "a"), publication(4, "a"))
 
 
 @pytest.mark.parametrize(
-    ("offered", "told"),
+    ("offered", "message"),
     [
         (publication(9, "b", epoch=1), "epoch"),
         (publication(3, "b", epoch=2), "newer publication 4"),
@@ -56,11 +56,11 @@ def test_the_same_publication_again_is_not_loaded_again() -> None:
         (publication(4, "a", epoch=3), "offered again"),
     ],
 )
-def test_weights_that_are_outdated_or_contradict_are_refused(offered: object, told: str) -> None:
-    with pytest.raises(OutdatedUpdateError, match=told):
+def test_outdated_or_contradicting_weights_are_refused(offered: object, message: str) -> None:
+    with pytest.raises(OutdatedUpdateError, match=message):
         needs_loading(publication(4, "a", epoch=2), offered)  # type: ignore[arg-type]
 
 
-def test_a_newer_trainer_or_a_newer_publication_is_taken() -> None:
+def test_a_newer_trainer_or_publication_is_accepted() -> None:
     assert needs_loading(publication(4, "a", epoch=2), publication(5, "b", epoch=2))
     assert needs_loading(publication(4, "a", epoch=2), publication(5, "b", epoch=3))

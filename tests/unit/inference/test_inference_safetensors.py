@@ -1,4 +1,4 @@
-"""Weight files: read without a tensor library, refused when they are not whole."""
+"""Weight files are read without a tensor library, and refused if they are incomplete."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def test_names_types_shapes_and_bytes_are_those_of_the_reference_writer(path: Path) -> None:
+def test_names_dtypes_shapes_and_bytes_equal_those_of_the_reference_writer(path: Path) -> None:
     tensors = read_weights(path)
     assert {name: (t.dtype, t.shape) for name, t in tensors.items()} == {"a": ("BF16", (4,)), "b": ("F32", (2, 3))}
     assert bytes(tensors["b"].data) == torch.arange(6, dtype=torch.float32).numpy().tobytes()
@@ -43,13 +43,13 @@ def test_one_changed_bit_changes_the_digest(path: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", [0, 3, 8, 40, -1])
-def test_a_torn_file_is_refused_by_name(path: Path, kept: int) -> None:
+def test_a_truncated_file_is_refused_by_name(path: Path, kept: int) -> None:
     path.write_bytes(path.read_bytes()[:kept])
     with pytest.raises(WeightsError, match=r"weights\.safetensors"):
         read_weights(path)
 
 
-def test_what_was_opened_stays_whole_when_the_file_is_replaced(path: Path, tmp_path: Path) -> None:
+def test_open_tensors_stay_valid_when_the_file_is_replaced(path: Path, tmp_path: Path) -> None:
     tensors = read_weights(path)
     before = weights_digest(tensors.values())
     newer = tmp_path / "newer"
