@@ -1,4 +1,4 @@
-"""What every store promises. A new store is finished when its line is added here and the suite is green."""
+"""Conformance tests of stores. A new store is complete when it is added to the parameters here and passes."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -95,7 +95,7 @@ async def put(store: Store, *groups: GroupRecord) -> None:
     await store.write(work)
 
 
-async def test_a_run_comes_back_as_it_was_written(store: Store) -> None:
+async def test_a_run_is_read_as_it_was_written(store: Store) -> None:
     first = RunRecord(run_id=RUN, settings=settings(max_steps=7), created_at=1.0)
     changed = first.changed(
         exhausted=True, ended=EndOfRun.STOPPED, version=3, publication=PublicationId(4), num_queued=2
@@ -109,7 +109,7 @@ async def test_a_run_comes_back_as_it_was_written(store: Store) -> None:
     assert await store.read(lambda tx: tx.runs.get(RunId("none"))) is None
 
 
-async def test_a_group_comes_back_as_it_was_written(store: Store) -> None:
+async def test_a_group_is_read_as_it_was_written(store: Store) -> None:
     full = group(
         "ü@0",
         5,
@@ -167,7 +167,7 @@ async def test_open_groups_are_found_by_what_they_wait_for(store: Store) -> None
     await store.read(look)
 
 
-async def test_groups_are_listed_by_sequence_for_people_and_by_id_for_the_audit(store: Store) -> None:
+async def test_groups_are_listed_by_sequence_and_by_id(store: Store) -> None:
     await put(store, group("b", 0), group("c", 1, GroupState.QUEUED), group("a", 2))
 
     def look(tx: Transaction) -> None:
@@ -179,7 +179,7 @@ async def test_groups_are_listed_by_sequence_for_people_and_by_id_for_the_audit(
     await store.read(look)
 
 
-async def test_a_group_that_moves_on_is_no_longer_found_where_it_was(store: Store) -> None:
+async def test_a_group_is_no_longer_found_in_its_former_state(store: Store) -> None:
     await put(store, group("a", 0, owner=OwnerId("w"), lease_until=1.0))
     await put(store, group("a", 0, GroupState.QUEUED, arrival=0, oldest_version=0))
     await put(store, group("a", 0, GroupState.BATCHED, arrival=0, oldest_version=0, step=1))
@@ -193,7 +193,7 @@ async def test_a_group_that_moves_on_is_no_longer_found_where_it_was(store: Stor
     await store.read(look)
 
 
-async def test_payloads_are_bytes_and_can_go(store: Store) -> None:
+async def test_payloads_are_bytes_and_can_be_deleted(store: Store) -> None:
     body = bytes(range(256)) * 1000
     await store.write(lambda tx: tx.payloads.put(RUN, GroupId("a"), body))
     assert await store.read(lambda tx: tx.payloads.get(RUN, GroupId("a"))) == body
@@ -201,7 +201,7 @@ async def test_payloads_are_bytes_and_can_go(store: Store) -> None:
     assert await store.read(lambda tx: tx.payloads.get(RUN, GroupId("a"))) is None
 
 
-async def test_groups_are_looked_up_together_also_those_of_the_same_transaction(store: Store) -> None:
+async def test_several_groups_are_found_including_those_of_the_same_transaction(store: Store) -> None:
     for number in range(20):
         await store.write(lambda tx, n=number: tx.groups.put(group(f"g{n}", n)))  # type: ignore[misc]
 
@@ -216,7 +216,7 @@ async def test_groups_are_looked_up_together_also_those_of_the_same_transaction(
     assert await store.read(lambda tx: tx.groups.find(RUN, [])) == {}
 
 
-async def test_several_payloads_come_in_the_order_asked_for(store: Store) -> None:
+async def test_several_payloads_are_returned_in_the_requested_order(store: Store) -> None:
     names = [GroupId(f"g{number}") for number in range(20)]
     for name in names:
         await store.write(lambda tx, name=name: tx.payloads.put(RUN, name, name.encode() * 9))  # type: ignore[misc]
@@ -226,7 +226,7 @@ async def test_several_payloads_come_in_the_order_asked_for(store: Store) -> Non
     assert await store.read(lambda tx: tx.payloads.get_many(RUN, [])) == []
 
 
-async def test_payloads_that_may_go_are_found_by_step(store: Store) -> None:
+async def test_deletable_payloads_are_found_by_step(store: Store) -> None:
     await put(
         store,
         group("old", 0, GroupState.DURABLE, has_payload=True, release_step=1),
@@ -239,7 +239,7 @@ async def test_payloads_that_may_go_are_found_by_step(store: Store) -> None:
     assert ids(await store.read(lambda tx: tx.groups.releasable(RUN, 2, dropped_only=True))) == ["filtered"]
 
 
-async def test_owners_are_found_by_name_and_by_life(store: Store) -> None:
+async def test_owners_are_found_by_name_and_by_state(store: Store) -> None:
     owner = OwnerRecord(run_id=RUN, owner_id=OwnerId("w#0"), name="w", nonce="n", state=OwnerState.ALIVE, last_seen=1.0)
     answered = owner.changed(owner_id=OwnerId("w#1"), request_id="r", reply=b"\x00\x01")
     await store.write(lambda tx: tx.owners.put(owner))
@@ -255,7 +255,7 @@ async def test_owners_are_found_by_name_and_by_life(store: Store) -> None:
     await store.read(look)
 
 
-async def test_positions_are_kept_and_let_go(store: Store) -> None:
+async def test_positions_are_stored_and_deleted(store: Store) -> None:
     def write(tx: Transaction) -> None:
         tx.positions.put(RUN, 4, is_settled=False)
         tx.positions.put(RUN, 2, is_settled=False)
@@ -291,7 +291,7 @@ async def test_history_keeps_its_order(store: Store) -> None:
     assert [m.note for m in await store.read(lambda tx: list(tx.history.each(RUN)))] == ["2", "4", "1", "3"]
 
 
-async def test_batches_come_back_in_their_order(store: Store) -> None:
+async def test_batches_are_read_in_order(store: Store) -> None:
     entries = tuple(
         BatchEntry(group_id=GroupId(name), sequence=at, payload_digest=name, oldest_version=None if at else 3)
         for at, name in enumerate(("z", "a", "m"))
@@ -306,7 +306,7 @@ async def test_batches_come_back_in_their_order(store: Store) -> None:
     assert await store.read(lambda tx: list(tx.batches.each(RUN))) == [first, record]
 
 
-async def test_a_batch_is_never_written_over(store: Store) -> None:
+async def test_a_batch_is_never_overwritten(store: Store) -> None:
     record = BatchRecord(run_id=RUN, manifest=BatchManifest(step=1, entries=(), digest="d"), epoch=1, decided_at=5.0)
     await store.write(lambda tx: tx.batches.put(record))
     with pytest.raises(Exception, match="batch"):
@@ -343,7 +343,7 @@ async def test_drops_are_counted_by_kind(store: Store) -> None:
     assert await store.read(lambda tx: tx.runs.drops(OTHER)) == {}
 
 
-async def test_a_failed_write_takes_back_all_of_its_effects(store: Store) -> None:
+async def test_a_failed_write_is_rolled_back_completely(store: Store) -> None:
     await put(store, group("kept", 0))
 
     def fail(tx: Transaction) -> None:
@@ -372,7 +372,7 @@ async def test_a_failed_write_takes_back_all_of_its_effects(store: Store) -> Non
     assert heard == []
 
 
-async def test_a_failing_write_among_many_harms_no_other(store: Store) -> None:
+async def test_a_failing_write_does_not_affect_the_others(store: Store) -> None:
     def write(number: int) -> Callable[[Transaction], int]:
         def work(tx: Transaction) -> int:
             tx.groups.put(group(f"g{number:02}", number))
@@ -400,14 +400,14 @@ async def test_a_write_sees_those_before_it(store: Store) -> None:
     assert sorted(await asyncio.gather(*(store.write(count) for _ in range(50)))) == list(range(50))
 
 
-async def test_listeners_hear_of_what_was_committed(store: Store) -> None:
+async def test_listeners_are_notified_after_a_commit(store: Store) -> None:
     heard: list[RunId] = []
     store.listen(heard.append)
     await store.write(lambda tx: tx.announce(RUN))
     assert heard == [RUN]
 
 
-async def test_a_synced_write_is_answered_like_any_other(store: Store) -> None:
+async def test_a_synced_write_returns_its_result(store: Store) -> None:
     def work(tx: Transaction) -> str:
         tx.groups.put(group("a", 0))
         tx.sync_to_disk()
@@ -417,7 +417,7 @@ async def test_a_synced_write_is_answered_like_any_other(store: Store) -> None:
     assert ids(await store.read(lambda tx: tx.groups.dispatched(RUN))) == ["a"]
 
 
-async def test_a_caller_that_was_cancelled_stops_nobody(store: Store) -> None:
+async def test_a_cancelled_caller_does_not_affect_other_writes(store: Store) -> None:
     cancelled = asyncio.ensure_future(store.write(lambda tx: tx.groups.put(group("a", 0))))
     await asyncio.sleep(0)
     cancelled.cancel()
@@ -426,7 +426,7 @@ async def test_a_caller_that_was_cancelled_stops_nobody(store: Store) -> None:
     assert "b" in ids(await store.read(lambda tx: tx.groups.dispatched(RUN)))
 
 
-async def test_history_is_read_by_sequence_page_by_page(store: Store) -> None:
+async def test_groups_after_a_sequence_are_read_in_pages(store: Store) -> None:
     await put(
         store,
         group("c", 2, GroupState.DROPPED, outcome=b"{}"),

@@ -1,4 +1,4 @@
-"""A remote rollout service against the local rollout function: the same samples, the same verdicts; and what is refused of it."""
+"""A remote rollout service gives the same samples and errors as the local rollout function; invalid replies are refused."""
 
 import asyncio
 import dataclasses
@@ -22,22 +22,22 @@ from rollbook.rollout.policy import EpisodeContext, enter_episode
 from rollbook.rollout.remote import client as service_client
 from rollbook.rollout.remote.protocol import RolloutReply, RolloutRequest, TokenizerMismatchError, reply_of
 from rollbook.rollout.remote.server import FunctionService, rollout_app, serve_rollouts
-from tests.parts.rollout.agents import EngineRecord, agent_setup, assert_is_what_the_engine_saw
+from tests.parts.rollout.agents import EngineRecord, agent_setup, assert_matches_engine
 
 AGENT = {"agent": "tests.parts.rollout.agent_programs:converse", "reward": "tests.parts.rollout.agent_programs:reward"}
 ROW: dict[str, Any] = {"questions": ["one?", "two?"], "answer": "two"}
 
 
-def answers(prompt: str) -> str:
+def reply(prompt: str) -> str:
     return ("two" if "two?" in prompt else "one") + "<|im_end|>"
 
 
 @asynccontextmanager
-async def both(
+async def local_and_remote(
     tmp_path: Path, *, tokenizer_id: str | None = None, play: Callable[..., Any] | None = None, **settings: Any
 ) -> AsyncIterator[tuple[RolloutFn, RolloutFn, RolloutSetup, EngineRecord]]:
-    """The same agent here and behind HTTP, over one policy server."""
-    async with agent_setup(tmp_path, answers, settings=AGENT) as (setup, record):
+    """The same agent as a local function and behind HTTP, with one policy server."""
+    async with agent_setup(tmp_path, reply, settings=AGENT) as (setup, record):
         local = proxied.make_rollout(setup)
 
         async def played(request: RolloutRequest) -> RolloutSample | None:
@@ -60,62 +60,62 @@ def assert_same(left: RolloutSample, right: RolloutSample) -> None:
 
 
 @pytest.mark.parametrize("row", [ROW, {**ROW, "answer": "other"}, {**ROW, "is_unscorable": True}])
-async def test_a_remote_service_gives_the_samples_that_the_local_function_gives(
+async def test_a_remote_service_gives_the_same_samples_as_the_local_function(
     tmp_path: Path, row: dict[str, Any]
 ) -> None:
-    async with both(tmp_path) as (local, remote, _, record):
-        here = await local(row)
+    async with local_and_remote(tmp_path) as (local, remote, _, record):
+        expected = await local(row)
         record.turns.clear()
-        there = await remote(row)
-    assert here is not None
-    assert there is not None
-    assert_same(here, there)
-    assert_is_what_the_engine_saw(there, record)
+        sample = await remote(row)
+    assert expected is not None
+    assert sample is not None
+    assert_same(expected, sample)
+    assert_matches_engine(sample, record)
 
 
-async def test_a_sample_that_is_dropped_there_is_dropped_here(tmp_path: Path) -> None:
+async def test_a_sample_dropped_by_the_service_is_dropped_by_the_client(tmp_path: Path) -> None:
     async def nothing(_: RolloutRequest) -> None:
         return None
 
-    async with both(tmp_path, play=nothing) as (_, remote, _, _):
+    async with local_and_remote(tmp_path, play=nothing) as (_, remote, _, _):
         assert await remote(ROW) is None
 
 
-async def test_failures_keep_their_verdict_over_the_wire(tmp_path: Path) -> None:
+async def test_errors_keep_their_class_over_http(tmp_path: Path) -> None:
     async def fail(request: RolloutRequest) -> None:
         raise TransientError("sandbox away") if request.row["raises"] == "transient" else EpisodeError("sandbox broke")
 
-    async with both(tmp_path, play=fail) as (_, remote, _, _):
+    async with local_and_remote(tmp_path, play=fail) as (_, remote, _, _):
         with pytest.raises(TransientError, match="503: sandbox away"):
             await remote({"raises": "transient"})
         with pytest.raises(EpisodeError, match="422: sandbox broke"):
             await remote({"raises": "episode"})
 
 
-async def test_another_tokenizer_is_refused_and_stops_the_run(tmp_path: Path) -> None:
-    async with both(tmp_path, tokenizer_id="of-another-model") as (_, remote, _, record):
+async def test_a_different_tokenizer_stops_the_run(tmp_path: Path) -> None:
+    async with local_and_remote(tmp_path, tokenizer_id="of-another-model") as (_, remote, _, record):
         with pytest.raises(RunError, match=r"uses tokenizer .* this run of-another-model"):
             await remote(ROW)
         assert record.turns == []
 
 
 @asynccontextmanager
-async def crooked(
-    setup: RolloutSetup, local: RolloutFn, bend: Callable[[dict[str, Any]], None]
+async def altered_service(
+    setup: RolloutSetup, local: RolloutFn, alter: Callable[[dict[str, Any]], None]
 ) -> AsyncIterator[RolloutFn]:
-    """A service that bends a right answer before it sends it."""
+    """A service that alters a correct reply before sending it."""
 
-    class Bent:
+    class AlteredService:
         tokenizer_id = setup.tokenizer.identity
 
         async def play(self, request: RolloutRequest) -> RolloutReply | None:
             sample = await local(request.row)
             assert sample is not None
             found = msgspec.to_builtins(reply_of(sample, tokenizer_id=self.tokenizer_id))
-            bend(found)
+            alter(found)
             return msgspec.convert(found, RolloutReply)
 
-    async with serve_rollouts(Bent()) as url:
+    async with serve_rollouts(AlteredService()) as url:
         yield service_client.make_rollout(dataclasses.replace(setup, settings={"url": url, "assembler": "linear"}))
 
 
@@ -131,7 +131,7 @@ def from_old_weights(reply: dict[str, Any]) -> None:
     reply["turns"][1]["versions"][0] = 1
 
 
-def hotter(reply: dict[str, Any]) -> None:
+def another_temperature(reply: dict[str, Any]) -> None:
     reply["sampling"]["temperature"] = 0.5
 
 
@@ -144,26 +144,26 @@ def without_turns(reply: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("bend", "error", "told"),
+    ("alter", "error", "message"),
     [
         (retokenised, EpisodeError, "its turns do not chain: .* at position 8"),
         (short_of_logprobs, EpisodeError, "turn 1 has 4 tokens, 3 logprobs and 4 versions"),
         (from_old_weights, EpisodeError, "turn 2 was sampled from publication 1, but the group was admitted at 3"),
-        (hotter, EpisodeError, r"temperature 0\.5, the others with 1\.0"),
+        (another_temperature, EpisodeError, r"temperature 0\.5, the others with 1\.0"),
         (with_another_tokenizer, TokenizerMismatchError, "uses tokenizer another"),
         (without_turns, EpisodeError, "without a turn|nothing was assembled"),
     ],
 )
-async def test_an_answer_that_is_no_trajectory_is_refused_by_name(
-    tmp_path: Path, bend: Callable[[dict[str, Any]], None], error: type[Exception], told: str
+async def test_an_invalid_trajectory_is_refused_with_the_reason(
+    tmp_path: Path, alter: Callable[[dict[str, Any]], None], error: type[Exception], message: str
 ) -> None:
-    async with both(tmp_path) as (local, _, setup, _), crooked(setup, local, bend) as remote:
+    async with local_and_remote(tmp_path) as (local, _, setup, _), altered_service(setup, local, alter) as remote:
         enter_episode(EpisodeContext(group_id=GroupId("t@0"), min_publication=3, until=time.monotonic() + 60))
-        with pytest.raises(error, match=told):
+        with pytest.raises(error, match=message):
             await remote(ROW)
 
 
-async def test_a_cancelled_episode_is_cancelled_there(tmp_path: Path) -> None:
+async def test_cancelling_an_episode_cancels_it_in_the_service(tmp_path: Path) -> None:
     began, ended = asyncio.Event(), asyncio.Event()
 
     async def hang(_: RolloutRequest) -> None:
@@ -173,7 +173,7 @@ async def test_a_cancelled_episode_is_cancelled_there(tmp_path: Path) -> None:
         finally:
             ended.set()
 
-    async with both(tmp_path, play=hang) as (_, remote, _, _):
+    async with local_and_remote(tmp_path, play=hang) as (_, remote, _, _):
         episode = asyncio.ensure_future(remote(ROW))
         await asyncio.wait_for(began.wait(), 30)
         episode.cancel()
@@ -182,7 +182,7 @@ async def test_a_cancelled_episode_is_cancelled_there(tmp_path: Path) -> None:
         await asyncio.wait_for(ended.wait(), 30)
 
 
-async def test_an_episode_ends_at_its_deadline_on_both_sides(tmp_path: Path) -> None:
+async def test_an_episode_ends_at_its_deadline_in_client_and_service(tmp_path: Path) -> None:
     ended = asyncio.Event()
 
     async def hang(_: RolloutRequest) -> None:
@@ -191,16 +191,16 @@ async def test_an_episode_ends_at_its_deadline_on_both_sides(tmp_path: Path) -> 
         finally:
             ended.set()
 
-    async with both(tmp_path, play=hang) as (_, remote, _, _):
+    async with local_and_remote(tmp_path, play=hang) as (_, remote, _, _):
         enter_episode(EpisodeContext(group_id=GroupId("t@0"), min_publication=0, until=time.monotonic() + 0.4))
         with pytest.raises(TransientError, match=r"did not respond within|504"):
             await remote(ROW)
         await asyncio.wait_for(ended.wait(), 30)
 
 
-@pytest.mark.parametrize(("failures", "is_answered"), [(1, True), (2, False)])
-async def test_a_lost_connection_is_tried_once_more_and_joins_the_same_episode(
-    tmp_path: Path, failures: int, is_answered: bool
+@pytest.mark.parametrize(("failures", "is_successful"), [(1, True), (2, False)])
+async def test_a_lost_connection_is_retried_once_and_joins_the_same_episode(
+    tmp_path: Path, failures: int, is_successful: bool
 ) -> None:
     played: list[str] = []
     seen: list[str] = []
@@ -212,10 +212,10 @@ async def test_a_lost_connection_is_tried_once_more_and_joins_the_same_episode(
             await handler(request)
             assert request.transport is not None
             request.transport.close()
-        answer: web.StreamResponse = await handler(request)
-        return answer
+        response: web.StreamResponse = await handler(request)
+        return response
 
-    async with both(tmp_path) as (local, _, setup, _):
+    async with local_and_remote(tmp_path) as (local, _, setup, _):
 
         async def play(request: RolloutRequest) -> RolloutSample | None:
             played.append(request.request_id)
@@ -229,19 +229,19 @@ async def test_a_lost_connection_is_tried_once_more_and_joins_the_same_episode(
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         remote = service_client.make_rollout(dataclasses.replace(setup, settings={"url": url}))
         try:
-            if is_answered:
+            if is_successful:
                 assert await remote(ROW) is not None
             else:
                 with pytest.raises(TransientError):
                     await remote(ROW)
         finally:
             await runner.cleanup()
-    assert len(played) == 1, "played once, however often it was asked for"
-    assert len(seen) == 2, "one further try, not more"
+    assert len(played) == 1, "the episode is played once"
+    assert len(seen) == 2, "there is one retry"
 
 
-async def test_a_service_off_loopback_demands_a_token_and_says_who_may_not(tmp_path: Path) -> None:
-    async with agent_setup(tmp_path, answers) as (setup, _):
+async def test_a_service_off_loopback_requires_a_token_and_refuses_a_wrong_one(tmp_path: Path) -> None:
+    async with agent_setup(tmp_path, reply) as (setup, _):
         service = FunctionService(setup.tokenizer.identity, lambda _: asyncio.sleep(0, None))
         with pytest.raises(ValueError, match="a token is required"):
             async with serve_rollouts(service, host="0.0.0.0"):

@@ -1,4 +1,4 @@
-"""The ledger killed under load: nothing that was acknowledged is lost, nothing is trained twice, the record always adds up."""
+"""The ledger is killed under load: no acknowledged data is lost, no group is trained twice, the audit finds no violation."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +33,7 @@ def test_replicas_and_their_postgresql_may_be_killed_at_any_moment(server: Postg
 
 
 @pytest.mark.slow
-def test_a_killed_process_takes_nothing_in_the_mode_that_is_named_after_it(tmp_path: Path) -> None:
+def test_with_process_crash_durability_a_killed_process_loses_nothing(tmp_path: Path) -> None:
     counts = crash_sqlite(tmp_path, kills=20, seed=13, durability=Durability.PROCESS_CRASH)
     assert_nothing_is_missing(counts, kills=20)
 

@@ -1,4 +1,4 @@
-"""Ten thousand connections that say nothing: the ledger goes on, with little memory for each."""
+"""Ten thousand idle connections: the ledger keeps serving, with little memory for each."""
 
 import asyncio
 import signal
@@ -19,8 +19,8 @@ from tests.parts.ledger.groups import RUN
 from tests.parts.ledger.http import Caller, submission
 
 ROOT = Path(__file__).parents[2]
-MOST_BYTES_EACH = 40_000
-"""Of the ledger's memory, for a connection that is idle."""
+MAX_BYTES_EACH = 40_000
+"""Memory of the ledger per idle connection."""
 
 
 def start(directory: Path) -> tuple[subprocess.Popen[bytes], str]:
@@ -30,7 +30,7 @@ def start(directory: Path) -> tuple[subprocess.Popen[bytes], str]:
     )
     until = time.monotonic() + 60
     while not ready.exists():
-        assert child.poll() is None, f"the ledger ended with {child.returncode}"
+        assert child.poll() is None, f"the ledger exited with {child.returncode}"
         assert time.monotonic() < until
         time.sleep(0.02)
     return child, ready.read_text(encoding="utf-8").strip()
@@ -59,7 +59,7 @@ async def idle(url: str, count: int, pid: int) -> None:
             assert (await caller.call("POST", "/submit", submission(f"t{at}"))).status == 200
         assert (await caller.call("GET", "/audit")).json["ok"]
         grown = psutil.Process(pid).memory_info().rss - before
-        assert grown < MOST_BYTES_EACH * count
+        assert grown < MAX_BYTES_EACH * count
         for writer in writers:
             writer.transport.abort()
         await asyncio.sleep(0.1)

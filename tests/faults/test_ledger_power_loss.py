@@ -1,4 +1,4 @@
-"""The power is cut at any moment, and the disk has kept what was synced and who knows what of the rest."""
+"""Power failures at arbitrary moments: the disk keeps synced data and an arbitrary part of the rest."""
 
 import io
 import random
@@ -78,13 +78,13 @@ async def cut_again_and_again(directory: Path, durability: Durability, cuts: int
     return lost
 
 
-async def test_with_power_loss_no_cut_takes_an_answered_group_or_batch(tmp_path: Path) -> None:
+async def test_with_power_loss_durability_no_power_failure_loses_acknowledged_groups_or_batches(tmp_path: Path) -> None:
     lost = await cut_again_and_again(tmp_path, Durability.POWER_LOSS, CUTS, seed=1)
     assert (lost["group"], lost["batch"]) == (0, 0)
     assert lost["answers"] > 0
 
 
-def test_the_directories_of_a_new_ledger_are_on_the_disk_before_anything_is_answered(tmp_path: Path) -> None:
+def test_the_directories_of_a_new_ledger_are_synced_before_the_first_acknowledgement(tmp_path: Path) -> None:
     entries = record(tmp_path, Durability.PROCESS_CRASH)
     first_answer = next(at for at, entry in enumerate(entries) if entry.path.name == "answered" and entry.kind == "w")
     synced = {entry.path for entry in entries[:first_answer] if entry.kind == "s"}
@@ -92,7 +92,9 @@ def test_the_directories_of_a_new_ledger_are_on_the_disk_before_anything_is_answ
     assert {disk, disk / "runs", disk / LEDGER, disk / LEDGER / SEGMENTS} <= synced
 
 
-async def test_with_process_crash_a_cut_may_take_groups_but_never_a_decided_batch(tmp_path: Path) -> None:
+async def test_with_process_crash_durability_a_power_failure_may_lose_groups_but_never_a_decided_batch(
+    tmp_path: Path,
+) -> None:
     lost = await cut_again_and_again(tmp_path, Durability.PROCESS_CRASH, CUTS, seed=2)
     assert lost["batch"] == 0
     # The watching works: in this mode something is there to be lost.
@@ -101,6 +103,6 @@ async def test_with_process_crash_a_cut_may_take_groups_but_never_a_decided_batc
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
-async def test_the_same_holds_for_many_more_cuts(tmp_path: Path, seed: int) -> None:
+async def test_many_more_power_failures_lose_nothing(tmp_path: Path, seed: int) -> None:
     lost = await cut_again_and_again(tmp_path, Durability.POWER_LOSS, 400, seed=seed)
     assert (lost["group"], lost["batch"]) == (0, 0)

@@ -1,4 +1,4 @@
-"""Whatever an agent does with its history, the sample holds exactly what the engine consumed and produced."""
+"""With any rewriting of history, the sample contains exactly the tokens that the engine consumed and produced."""
 
 import asyncio
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from tests.parts.rollout.guessing import completion
 
 TOKENIZERS = {"keeps": word_tokenizer(TOOLS_TEMPLATE), "forgets": word_tokenizer(FORGETS_THINKING)}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-SAID = st.sampled_from(
+REPLIES = st.sampled_from(
     [
         "yes",
         "",
@@ -32,21 +32,23 @@ SAID = st.sampled_from(
     ]
 )
 MOVES = st.lists(
-    st.tuples(st.sampled_from(["go on", "go on", "cut", "edit", "begin anew"]), SAID, st.text("ab 日", max_size=3)),
+    st.tuples(
+        st.sampled_from(["continue", "continue", "cut", "edit", "restart"]), REPLIES, st.text("ab 日", max_size=3)
+    ),
     min_size=1,
     max_size=6,
 )
 
 
 class RecordingPolicy:
-    """The engine's side of the story."""
+    """Records what the engine consumes and produces."""
 
     def __init__(self) -> None:
-        self.says = ""
+        self.reply = ""
         self.turns: list[tuple[list[int], list[int]]] = []
 
     async def complete(self, prompt_ids: Sequence[int], sampling: SamplingParams, **_: Any) -> Completion:
-        ids = byte_by_byte(TOKENIZERS["keeps"], f"{self.says}<|im_end|>")
+        ids = byte_by_byte(TOKENIZERS["keeps"], f"{self.reply}<|im_end|>")
         self.turns.append((list(prompt_ids), ids))
         return completion(ids, version=len(self.turns))
 
@@ -62,19 +64,19 @@ async def play(template: str, moves: list[tuple[str, str, str]]) -> tuple[Rollou
         assembler="branching",
     )
     messages: list[dict[str, Any]] = [{"role": "user", "content": "begin"}]
-    for move, says, remark in moves:
+    for move, reply, remark in moves:
         match move:
             case "cut" if len(messages) > 2:
                 messages = messages[:-2]
             case "edit":
                 messages[0] = {"role": "user", "content": f"begin {remark}!"}
-            case "begin anew":
+            case "restart":
                 messages = [{"role": "user", "content": remark or "?"}]
-        policy.says = says
-        answer = await session.complete(ChatRequest(messages=messages, tools=TOOLS))
-        calls = [call.to_openai() for call in answer.parsed.calls]
-        reply: dict[str, Any] = {"role": "assistant", "content": answer.parsed.content or None}
-        messages.append({**reply, "tool_calls": calls} if calls else reply)
+        policy.reply = reply
+        turn = await session.complete(ChatRequest(messages=messages, tools=TOOLS))
+        calls = [call.to_openai() for call in turn.parsed.calls]
+        message: dict[str, Any] = {"role": "assistant", "content": turn.parsed.content or None}
+        messages.append({**message, "tool_calls": calls} if calls else message)
         if calls:
             messages.append({"role": "tool", "tool_call_id": calls[0]["id"], "content": remark})
         else:
@@ -84,7 +86,7 @@ async def play(template: str, moves: list[tuple[str, str, str]]) -> tuple[Rollou
 
 @settings(max_examples=60, deadline=None)
 @given(moves=MOVES, template=st.sampled_from(["keeps", "forgets"]))
-def test_whatever_an_agent_does_with_its_history_the_sample_is_the_engines_own_record(
+def test_with_any_rewriting_of_history_the_sample_matches_the_engine(
     moves: list[tuple[str, str, str]], template: str
 ) -> None:
     sample, policy = asyncio.run(play(template, moves))
@@ -95,5 +97,5 @@ def test_whatever_an_agent_does_with_its_history_the_sample_is_the_engines_own_r
         assert row.token_ids[turn.start : turn.end].tolist() == produced
         assert np.all(row.versions[turn.start : turn.end] == number)
     assert sample.num_trained == sum(len(produced) for _, produced in policy.turns)
-    if template == "keeps" and all(move == "go on" for move, _, _ in moves):
+    if template == "keeps" and all(move == "continue" for move, _, _ in moves):
         assert len(sample.sequences) == 1, sample.facts

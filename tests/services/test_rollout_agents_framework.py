@@ -1,4 +1,4 @@
-"""A real agent framework, unchanged, in a virtual environment of its own: the OpenAI Agents SDK plays a tool-calling episode."""
+"""An unmodified agent framework, the OpenAI Agents SDK, plays an episode with tool calls. It has its own virtual environment."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rollbook.rollout.agents.rollout import make_rollout
-from tests.parts.rollout.agents import agent_setup, assert_is_what_the_engine_saw
+from tests.parts.rollout.agents import agent_setup, assert_matches_engine
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venvs" / "agents" / "bin" / "python"
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="make test-agents in
 
 
 def policy(prompt: str) -> str:
-    """Looks up both cities, one call written closely and one widely, then answers from what it heard."""
+    """Calls the tool for both cities, with two layouts of JSON, then replies with the results."""
     if prompt.count("<tool_response>") == 0:
         return 'I look.<tool_call>{"name":"get_weather","arguments":{"city":"Paris"}}</tool_call><|im_end|>'
     if prompt.count("<tool_response>") == 1:
@@ -29,7 +29,9 @@ def reward(row: dict[str, Any], result: Any, messages: list[Any]) -> float:
 
 
 @pytest.mark.parametrize("api", ["responses", "chat"])
-async def test_a_framework_plays_through_the_proxy_and_every_token_is_the_engines(tmp_path: Path, api: str) -> None:
+async def test_an_agent_framework_plays_an_episode_with_the_exact_tokens_of_the_engine(
+    tmp_path: Path, api: str
+) -> None:
     settings = {
         "command": [str(PYTHON), str(AGENT)],
         "environment": {"AGENT_API": api},
@@ -41,7 +43,7 @@ async def test_a_framework_plays_through_the_proxy_and_every_token_is_the_engine
     assert sample.reward == 1.0
     assert len(sample.turns) == 3
     assert len(sample.sequences) == 1, sample.facts
-    assert_is_what_the_engine_saw(sample, record)
+    assert_matches_engine(sample, record)
     assert [message["role"] for message in sample.messages or ()] == [
         "system",
         "user",

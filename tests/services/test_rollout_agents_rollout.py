@@ -1,4 +1,4 @@
-"""The rollout function for unchanged agents: functions, threads, commands; rewards, failures and limits."""
+"""The rollout function for unmodified agents: functions, threads, commands; rewards, failures and limits."""
 
 import asyncio
 import sys
@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from rollbook.contracts.errors import EpisodeError, RunError, TransientError
@@ -14,7 +15,7 @@ from rollbook.contracts.trajectory import EndReason, RolloutSample
 from rollbook.rollout.agents.rollout import make_rollout
 from rollbook.rollout.policy import EpisodeContext, enter_episode
 from rollbook.rollout.settings import TO_BE_SCORED, EpisodeLimits
-from tests.parts.rollout.agents import EngineRecord, agent_setup, assert_is_what_the_engine_saw
+from tests.parts.rollout.agents import EngineRecord, agent_setup, assert_matches_engine
 
 PROGRAMS = "tests.parts.rollout.agent_programs"
 REWARD = f"{PROGRAMS}:reward"
@@ -22,7 +23,7 @@ COMMAND = [sys.executable, "-m", PROGRAMS]
 ROW: dict[str, Any] = {"questions": ["one?", "two?"], "answer": "yes"}
 
 
-async def played(
+async def play(
     tmp_path: Path, row: dict[str, Any], limits: EpisodeLimits | None = None, publication: int = 3, **settings: Any
 ) -> tuple[RolloutSample | None, EngineRecord]:
     async with agent_setup(
@@ -40,88 +41,90 @@ async def played(
     ],
     ids=["async", "thread", "command"],
 )
-async def test_a_program_that_nobody_changed_becomes_a_sample(tmp_path: Path, program: dict[str, Any]) -> None:
-    sample, record = await played(tmp_path, ROW, reward=REWARD, **program)
+async def test_an_unmodified_agent_gives_a_sample(tmp_path: Path, program: dict[str, Any]) -> None:
+    sample, record = await play(tmp_path, ROW, reward=REWARD, **program)
     assert sample is not None
     assert sample.reward == 1.0
     assert len(sample.sequences) == 1
-    assert_is_what_the_engine_saw(sample, record)
+    assert_matches_engine(sample, record)
 
 
-async def test_a_reward_may_be_async_and_read_the_messages_and_may_be_the_agents_own_answer(tmp_path: Path) -> None:
-    sample, _ = await played(tmp_path, ROW, agent=f"{PROGRAMS}:converse", reward=f"{PROGRAMS}:async_reward")
+async def test_a_reward_function_may_be_async_and_without_one_the_agent_returns_the_reward(tmp_path: Path) -> None:
+    sample, _ = await play(tmp_path, ROW, agent=f"{PROGRAMS}:converse", reward=f"{PROGRAMS}:async_reward")
     assert sample is not None
     assert sample.reward == 4.0
     with pytest.raises(EpisodeError, match="the agent returned 'yes'; it must return a number"):
-        await played(tmp_path, ROW, agent=f"{PROGRAMS}:converse")
+        await play(tmp_path, ROW, agent=f"{PROGRAMS}:converse")
 
 
-async def test_what_cannot_be_scored_has_no_reward_and_keeps_its_tokens(tmp_path: Path) -> None:
-    sample, record = await played(tmp_path, {**ROW, "is_unscorable": True}, agent=f"{PROGRAMS}:converse", reward=REWARD)
+async def test_an_unscorable_sample_has_no_reward_and_keeps_its_tokens(tmp_path: Path) -> None:
+    sample, record = await play(tmp_path, {**ROW, "is_unscorable": True}, agent=f"{PROGRAMS}:converse", reward=REWARD)
     assert sample is not None
     assert (sample.reward, sample.invalid_cause) == (None, "could not be scored: None")
-    assert_is_what_the_engine_saw(sample, record)
+    assert_matches_engine(sample, record)
 
 
-async def test_the_runs_own_reward_functions_may_judge_what_the_agent_returned(tmp_path: Path) -> None:
-    sample, record = await played(tmp_path, ROW, agent=f"{PROGRAMS}:converse", reward="rollout.rewards")
+async def test_the_reward_functions_of_the_run_may_score_the_return_value(tmp_path: Path) -> None:
+    sample, record = await play(tmp_path, ROW, agent=f"{PROGRAMS}:converse", reward="rollout.rewards")
     assert sample is not None
     assert (sample.invalid_cause, sample.facts["result"]) == (TO_BE_SCORED, "yes")
-    assert_is_what_the_engine_saw(sample, record)
+    assert_matches_engine(sample, record)
 
 
-async def test_an_agent_that_fails_is_no_outcome_unless_the_settings_say_so(tmp_path: Path) -> None:
+async def test_an_agent_error_is_scored_only_if_the_settings_say_so(tmp_path: Path) -> None:
     broken = f"{PROGRAMS}:break_after_a_turn"
     with pytest.raises(EpisodeError, match="the agent raised ValueError: I cannot parse that"):
-        await played(tmp_path, ROW, agent=broken, reward=REWARD)
-    sample, _ = await played(tmp_path, ROW, agent=broken, reward=REWARD, on_agent_error="score")
+        await play(tmp_path, ROW, agent=broken, reward=REWARD)
+    sample, _ = await play(tmp_path, ROW, agent=broken, reward=REWARD, on_agent_error="score")
     assert sample is not None
     assert sample.reward == -1.0
     assert "cannot parse" in sample.facts["agent_error"]
     with pytest.raises(EpisodeError, match="ended with code 1: the agent is lost"):
-        await played(tmp_path, {**ROW, "fail": True}, command=COMMAND, reward=REWARD)
+        await play(tmp_path, {**ROW, "fail": True}, command=COMMAND, reward=REWARD)
 
 
-async def test_a_limit_ends_the_episode_with_a_reward_even_where_the_agent_raises_at_it(tmp_path: Path) -> None:
-    sample, record = await played(
-        tmp_path, ROW, EpisodeLimits(max_turns=1), agent=f"{PROGRAMS}:converse", reward=REWARD
-    )
+async def test_an_episode_at_a_limit_has_a_reward_even_if_the_agent_raises(tmp_path: Path) -> None:
+    sample, record = await play(tmp_path, ROW, EpisodeLimits(max_turns=1), agent=f"{PROGRAMS}:converse", reward=REWARD)
     assert sample is not None
     assert (sample.finish_reason, sample.reward) == (EndReason.MAX_TURNS, -1.0)
-    assert_is_what_the_engine_saw(sample, record)
+    assert_matches_engine(sample, record)
 
 
-async def test_an_outage_is_never_a_reward_even_where_the_agent_swallows_it(tmp_path: Path) -> None:
+async def test_an_outage_is_never_a_reward_even_if_the_agent_catches_the_error(tmp_path: Path) -> None:
     enter_episode(EpisodeContext(group_id=GroupId("t@0"), min_publication=9, until=time.monotonic() + 4))
     with pytest.raises(TransientError, match="publication 9 or newer"):
-        await played(tmp_path, ROW, agent=f"{PROGRAMS}:swallow_everything", reward=REWARD)
+        await play(tmp_path, ROW, agent=f"{PROGRAMS}:catch_everything", reward=REWARD)
 
 
-async def test_forty_plain_agents_wait_side_by_side(tmp_path: Path) -> None:
-    """Each in a thread of its own: a shared pool would let the last ones wait for the first."""
+async def test_forty_plain_agents_run_concurrently(tmp_path: Path) -> None:
+    """Each agent needs its own thread: with a shared pool the last ones would wait for the first."""
     settings = {"agent": f"{PROGRAMS}:wait_for_the_others", "reward": REWARD}
     async with agent_setup(tmp_path, lambda _: "yes<|im_end|>", settings=settings) as (setup, _):
-        play = make_rollout(setup)
-        samples = await asyncio.gather(*(play(dict(ROW)) for _ in range(40)))
+        rollout = make_rollout(setup)
+        samples = await asyncio.gather(*(rollout(dict(ROW)) for _ in range(40)))
     assert [sample.reward for sample in samples if sample is not None] == [1.0] * 40
 
 
-async def test_an_agent_that_never_asked_is_named(tmp_path: Path) -> None:
+async def test_an_agent_without_a_policy_request_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(EpisodeError, match=r"without a request to the policy \(it returned 1\.0\)"):
-        await played(tmp_path, ROW, agent=f"{PROGRAMS}:say_nothing")
+        await play(tmp_path, ROW, agent=f"{PROGRAMS}:send_nothing")
 
 
-async def test_a_command_dies_with_its_episode(tmp_path: Path) -> None:
+async def test_a_command_is_killed_when_its_episode_is_cancelled(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
     async with agent_setup(tmp_path, lambda _: "yes<|im_end|>", settings={"command": COMMAND}) as (setup, _):
-        episode = asyncio.ensure_future(make_rollout(setup)({**ROW, "hang": True}))
-        await asyncio.sleep(0.5)
+        episode = asyncio.ensure_future(make_rollout(setup)({**ROW, "hang": str(pid_file)}))
+        async with asyncio.timeout(60):
+            while not pid_file.exists() or not pid_file.read_text():  # noqa: ASYNC110  # a file cannot be awaited
+                await asyncio.sleep(0.02)
         episode.cancel()
         with pytest.raises(asyncio.CancelledError):
             await episode
+    assert not psutil.pid_exists(int(pid_file.read_text()))
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({}, "either agent or command"),
         ({"agent": "a:b", "command": ["x"]}, "either agent or command"),
@@ -130,8 +133,8 @@ async def test_a_command_dies_with_its_episode(tmp_path: Path) -> None:
         ({"agent": f"{PROGRAMS}:converse", "environment": {"A": "b"}}, "environment is only for command"),
     ],
 )
-async def test_settings_that_cannot_work_are_refused_before_anything_is_played(
-    tmp_path: Path, settings: dict[str, Any], told: str
+async def test_faulty_settings_are_refused_before_an_episode_is_played(
+    tmp_path: Path, settings: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(RunError, match=told):
-        await played(tmp_path, ROW, **settings)
+    with pytest.raises(RunError, match=message):
+        await play(tmp_path, ROW, **settings)

@@ -1,4 +1,4 @@
-"""The proxy with the real `openai` client: what an unchanged agent says becomes exactly what the engine consumed and produced."""
+"""The agents' server with the real `openai` client: samples contain exactly the tokens that the engine consumed and produced."""
 
 import asyncio
 import json
@@ -19,8 +19,8 @@ from rollbook.rollout.settings import EpisodeLimits
 from tests.parts.rollout.agents import (
     FORGETS_THINKING,
     agent_setup,
-    assert_is_what_the_engine_saw,
-    in_turn,
+    assert_matches_engine,
+    in_order,
 )
 
 WEATHER: Any = {
@@ -32,7 +32,7 @@ WEATHER: Any = {
     },
 }
 CALL = 'Let me see.<tool_call>{"name":"get_weather","arguments":{"city":"Paris"}}</tool_call><|im_end|>'
-"""Written closer together than the template would: tokens and text differ, what is said does not."""
+"""Without the white space of the template: other tokens and text, the same meaning."""
 
 
 def client_of(session: ChatSession, **more: Any) -> AsyncOpenAI:
@@ -43,8 +43,8 @@ async def ask(client: AsyncOpenAI, messages: list[Any], **more: Any) -> Any:
     return (await client.chat.completions.create(model="policy", messages=messages, **more)).choices[0]
 
 
-async def test_a_chat_of_several_turns_is_one_sequence_of_exactly_the_engines_tokens(tmp_path: Path) -> None:
-    replies = in_turn("It is sunny.<|im_end|>", "", "日本 is far.<|im_end|>")
+async def test_a_chat_of_several_turns_is_one_sequence_with_the_exact_tokens_of_the_engine(tmp_path: Path) -> None:
+    replies = in_order("It is sunny.<|im_end|>", "", "日本 is far.<|im_end|>")
     async with agent_setup(tmp_path, lambda prompt: replies(prompt) or "<|im_end|>") as (setup, record):
         async with setup.open_proxy_session() as session, client_of(session) as client:
             messages: list[Any] = [{"role": "system", "content": "Be brief."}]
@@ -55,13 +55,13 @@ async def test_a_chat_of_several_turns_is_one_sequence_of_exactly_the_engines_to
         sample = session.build(reward=1.0)
     assert [m["content"] for m in messages if m["role"] == "assistant"] == ["It is sunny.", "", "日本 is far."]
     assert len(sample.sequences) == 1
-    assert_is_what_the_engine_saw(sample, record)
+    assert_matches_engine(sample, record)
     assert sample.messages is not None
     assert [m["role"] for m in sample.messages] == ["system", *["user", "assistant"] * 3]
 
 
-async def test_tool_calls_are_parsed_and_their_exact_tokens_continued(tmp_path: Path) -> None:
-    async with agent_setup(tmp_path, in_turn(CALL, "It is sunny.<|im_end|>")) as (setup, record):
+async def test_tool_calls_are_parsed_and_the_next_prompt_continues_their_exact_tokens(tmp_path: Path) -> None:
+    async with agent_setup(tmp_path, in_order(CALL, "It is sunny.<|im_end|>")) as (setup, record):
         async with setup.open_proxy_session() as session, client_of(session) as client:
             messages: list[Any] = [{"role": "user", "content": "What is the weather in Paris today?"}]
             first = await ask(client, messages, tools=[WEATHER])
@@ -76,14 +76,14 @@ async def test_tool_calls_are_parsed_and_their_exact_tokens_continued(tmp_path: 
             assert second.message.content == "It is sunny."
         sample = session.build(reward=1.0)
     assert len(sample.sequences) == 1, sample.facts
-    assert_is_what_the_engine_saw(sample, record)
+    assert_matches_engine(sample, record)
     prompt = setup.tokenizer.decode(record.turns[1][0], skip_special_tokens=False)
-    assert CALL in prompt, "the policy reads its own words, not the template's rendering of them"
+    assert CALL in prompt, "the prompt contains the sampled text, not the template's rendering of it"
     assert "get_weather" in setup.tokenizer.decode(record.turns[0][0])
 
 
-async def test_a_history_that_the_agent_rewrites_becomes_a_further_sequence(tmp_path: Path) -> None:
-    async with agent_setup(tmp_path, in_turn("one<|im_end|>", "two<|im_end|>", "three<|im_end|>")) as (setup, record):
+async def test_a_history_rewritten_by_the_agent_starts_a_new_sequence(tmp_path: Path) -> None:
+    async with agent_setup(tmp_path, in_order("one<|im_end|>", "two<|im_end|>", "three<|im_end|>")) as (setup, record):
         async with setup.open_proxy_session() as session, client_of(session) as client:
             await ask(client, [{"role": "user", "content": "a"}])
             edited = [
@@ -92,13 +92,13 @@ async def test_a_history_that_the_agent_rewrites_becomes_a_further_sequence(tmp_
                 {"role": "user", "content": "b"},
             ]
             await ask(client, edited)
-            # The first turn is still known: a branch may be taken up again.
+            # The first turn is still known, so its branch can be continued.
             first = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "one"}]
             await ask(client, [*first, {"role": "user", "content": "c"}])
         sample = session.build(reward=0.5)
     assert [turn.sequence for turn in sample.turns] == [0, 1, 0]
     assert sample.metrics["forks"] == 1
-    assert_is_what_the_engine_saw(sample, record)
+    assert_matches_engine(sample, record)
 
 
 async def play_two_thinking_turns(session: ChatSession) -> None:
@@ -109,8 +109,8 @@ async def play_two_thinking_turns(session: ChatSession) -> None:
         await ask(client, messages)
 
 
-async def test_a_template_that_drops_thinking_makes_a_fork_that_says_where(tmp_path: Path) -> None:
-    replies = in_turn("hm</think>yes<|im_end|>", "ok</think>no<|im_end|>")
+async def test_a_template_that_drops_thinking_starts_a_new_sequence_and_the_facts_say_where(tmp_path: Path) -> None:
+    replies = in_order("hm</think>yes<|im_end|>", "ok</think>no<|im_end|>")
     async with agent_setup(tmp_path, replies, template=FORGETS_THINKING) as (setup, record):
         async with setup.open_proxy_session() as session:
             await play_two_thinking_turns(session)
@@ -119,11 +119,11 @@ async def test_a_template_that_drops_thinking_makes_a_fork_that_says_where(tmp_p
     (rewrite,) = sample.facts["rewrites"]
     assert rewrite.startswith("before turn 2: at character ")
     assert "hm</think>" in rewrite
-    assert_is_what_the_engine_saw(sample, record)
+    assert_matches_engine(sample, record)
 
 
-async def test_the_linear_assembler_refuses_a_rewrite_before_anything_is_sampled(tmp_path: Path) -> None:
-    replies = in_turn("hm</think>yes<|im_end|>")
+async def test_the_linear_assembler_refuses_a_rewritten_history_before_sampling(tmp_path: Path) -> None:
+    replies = in_order("hm</think>yes<|im_end|>")
     async with agent_setup(tmp_path, replies, template=FORGETS_THINKING) as (setup, record):
         async with setup.open_proxy_session(assembler="linear") as session:
             with pytest.raises(openai.UnprocessableEntityError, match=r"does not start with the .* at position"):
@@ -132,23 +132,23 @@ async def test_the_linear_assembler_refuses_a_rewrite_before_anything_is_sampled
         assert len(record.turns) == 1
 
 
-async def test_per_turn_gives_every_turn_a_sequence(tmp_path: Path) -> None:
-    async with agent_setup(tmp_path, in_turn("a<|im_end|>", "b<|im_end|>")) as (setup, record):
+async def test_per_turn_makes_every_turn_a_sequence(tmp_path: Path) -> None:
+    async with agent_setup(tmp_path, in_order("a<|im_end|>", "b<|im_end|>")) as (setup, record):
         async with setup.open_proxy_session(assembler="per_turn") as session:
             await play_two_thinking_turns(session)
         sample = session.build(reward=1.0)
     assert [turn.sequence for turn in sample.turns] == [0, 1]
-    assert_is_what_the_engine_saw(sample, record)
+    assert_matches_engine(sample, record)
 
 
 FLAT_WEATHER: Any = {"type": "function", "name": "get_weather", "parameters": {"type": "object"}, "strict": False}
 
 
 @pytest.mark.parametrize("is_chained", [False, True])
-async def test_the_responses_api_continues_exactly_by_items_and_by_previous_id(
+async def test_the_responses_api_continues_exact_tokens_by_items_and_by_previous_id(
     tmp_path: Path, is_chained: bool
 ) -> None:
-    async with agent_setup(tmp_path, in_turn(CALL, "It is sunny.<|im_end|>", "Bye.<|im_end|>")) as (setup, record):
+    async with agent_setup(tmp_path, in_order(CALL, "It is sunny.<|im_end|>", "Bye.<|im_end|>")) as (setup, record):
         async with setup.open_proxy_session() as session, client_of(session) as client:
             items: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "Paris?"}]}]
             previous: str | None = None
@@ -175,11 +175,11 @@ async def test_the_responses_api_continues_exactly_by_items_and_by_previous_id(
             assert response.usage.output_tokens == len("Bye.") + 1
         sample = session.build(reward=1.0)
     assert len(sample.sequences) == 1, sample.facts
-    assert_is_what_the_engine_saw(sample, record)
+    assert_matches_engine(sample, record)
 
 
-async def test_streams_say_what_whole_answers_say(tmp_path: Path) -> None:
-    async with agent_setup(tmp_path, in_turn(CALL, "Sun.<|im_end|>", CALL, "Rain.<|im_end|>")) as (setup, record):
+async def test_streams_have_the_content_of_whole_responses(tmp_path: Path) -> None:
+    async with agent_setup(tmp_path, in_order(CALL, "Sun.<|im_end|>", CALL, "Rain.<|im_end|>")) as (setup, record):
         async with setup.open_proxy_session() as session, client_of(session) as client:
             async with client.chat.completions.stream(
                 model="policy", messages=[{"role": "user", "content": "Paris?"}], tools=[WEATHER]
@@ -203,35 +203,35 @@ async def test_streams_say_what_whole_answers_say(tmp_path: Path) -> None:
             assert [item.type for item in response.output] == ["message", "function_call"]
             async with client.responses.stream(model="policy", input="Paris?") as events:
                 assert (await events.get_final_response()).output_text == "Rain."
-        assert_is_what_the_engine_saw(session.build(reward=1.0), record)
+        assert_matches_engine(session.build(reward=1.0), record)
 
 
-async def test_a_session_is_named_by_its_url_a_header_or_the_api_key_and_unknown_ones_are_told_apart(
+async def test_a_session_is_named_by_url_header_or_api_key_and_an_unknown_one_is_refused(
     tmp_path: Path,
 ) -> None:
     async with agent_setup(tmp_path, lambda _: "yes<|im_end|>") as (setup, record):
         async with setup.open_proxy_session() as session:
             root = session.base_url.replace(f"/s/{session.id}", "")
-            ways = [
+            clients = [
                 AsyncOpenAI(base_url=session.base_url, api_key="x"),
                 AsyncOpenAI(base_url=root, api_key=session.id),
                 AsyncOpenAI(base_url=root, api_key="x", default_headers={"X-Rollbook-Session": session.id}),
             ]
-            for client in ways:
+            for client in clients:
                 async with client:
                     assert [model.id async for model in await client.models.list()] == ["policy"]
                     assert (await ask(client, [{"role": "user", "content": "hi"}])).message.content == "yes"
-            with pytest.raises(openai.NotFoundError, match="no episode 'nobody'"):
-                async with AsyncOpenAI(base_url=root, api_key="nobody") as stranger:
-                    await ask(stranger, [{"role": "user", "content": "hi"}])
-        assert_is_what_the_engine_saw(session.build(reward=1.0), record)
+            with pytest.raises(openai.NotFoundError, match="no episode 'unknown'"):
+                async with AsyncOpenAI(base_url=root, api_key="unknown") as other:
+                    await ask(other, [{"role": "user", "content": "hi"}])
+        assert_matches_engine(session.build(reward=1.0), record)
         async with client_of(session) as late:
             with pytest.raises(openai.NotFoundError, match="it is over"):
                 await ask(late, [{"role": "user", "content": "hi"}])
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("more", "message"),
     [
         ({"n": 2}, "n: 2 is not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
@@ -246,20 +246,20 @@ async def test_a_session_is_named_by_its_url_a_header_or_the_api_key_and_unknown
         ({"messages": []}, "at least one"),
     ],
 )
-async def test_what_the_policy_cannot_do_is_refused_by_name_and_harms_nothing(
-    tmp_path: Path, more: dict[str, Any], told: str
+async def test_an_unsupported_request_is_refused_and_the_episode_continues(
+    tmp_path: Path, more: dict[str, Any], message: str
 ) -> None:
     async with agent_setup(tmp_path, lambda _: "yes<|im_end|>") as (setup, record):
         async with setup.open_proxy_session() as session, client_of(session) as client:
-            with pytest.raises(openai.BadRequestError, match=told):
+            with pytest.raises(openai.BadRequestError, match=message):
                 await ask(client, **{"messages": [{"role": "user", "content": "hi"}], **more})
             assert record.turns == []
             await ask(client, [{"role": "user", "content": "hi"}])
             assert session.failure is None
-        assert_is_what_the_engine_saw(session.build(reward=1.0), record)
+        assert_matches_engine(session.build(reward=1.0), record)
 
 
-async def test_the_run_decides_how_is_sampled_and_the_sample_tells_what_the_agent_wished(tmp_path: Path) -> None:
+async def test_the_run_overrides_sampling_fields_and_the_sample_lists_them(tmp_path: Path) -> None:
     async with agent_setup(tmp_path, lambda _: "yes<|im_end|>") as (setup, _record):
         async with setup.open_proxy_session() as session, client_of(session) as client:
             await ask(client, [{"role": "user", "content": "hi"}], temperature=0.2, seed=1)
@@ -269,8 +269,8 @@ async def test_the_run_decides_how_is_sampled_and_the_sample_tells_what_the_agen
 
 
 async def test_a_stop_text_ends_the_turn_at_the_token_that_completes_it(tmp_path: Path) -> None:
-    said = in_turn("Thought: go\nObservation: I imagine it<|im_end|>", "done<|im_end|>")
-    async with agent_setup(tmp_path, said) as (setup, record):
+    replies = in_order("Thought: go\nObservation: I imagine it<|im_end|>", "done<|im_end|>")
+    async with agent_setup(tmp_path, replies) as (setup, record):
         async with setup.open_proxy_session() as session, client_of(session) as client:
             messages: list[Any] = [{"role": "user", "content": "hi"}]
             first = await ask(client, messages, stop=["Observation:"])
@@ -281,11 +281,11 @@ async def test_a_stop_text_ends_the_turn_at_the_token_that_completes_it(tmp_path
     assert len(sample.sequences) == 1, sample.facts
     row, turn = sample.sequences[0], sample.turns[0]
     assert setup.tokenizer.decode(row.token_ids[turn.start : turn.end].tolist()) == "Thought: go\nObservation:"
-    assert_is_what_the_engine_saw(sample, record)
+    assert_matches_engine(sample, record)
 
 
-async def test_a_turn_cut_by_max_tokens_goes_on_from_its_exact_tokens(tmp_path: Path) -> None:
-    async with agent_setup(tmp_path, in_turn("abcdef<|im_end|>", "yes<|im_end|>")) as (setup, record):
+async def test_a_turn_cut_by_max_tokens_continues_from_its_exact_tokens(tmp_path: Path) -> None:
+    async with agent_setup(tmp_path, in_order("abcdef<|im_end|>", "yes<|im_end|>")) as (setup, record):
         async with setup.open_proxy_session() as session, client_of(session) as client:
             messages: list[Any] = [{"role": "user", "content": "hi"}]
             first = await ask(client, messages, max_tokens=3)
@@ -295,7 +295,7 @@ async def test_a_turn_cut_by_max_tokens_goes_on_from_its_exact_tokens(tmp_path: 
         sample = session.build(reward=1.0)
     assert len(sample.sequences) == 1
     assert sample.metrics["cut_turns"] == 1
-    assert_is_what_the_engine_saw(sample, record)
+    assert_matches_engine(sample, record)
 
 
 async def test_a_limit_is_an_outcome_that_clients_do_not_retry(tmp_path: Path) -> None:
@@ -310,15 +310,15 @@ async def test_a_limit_is_an_outcome_that_clients_do_not_retry(tmp_path: Path) -
             assert session.failure is None
         sample = session.build(reward=0.0)
     assert sample.finish_reason is EndReason.MAX_TURNS
-    assert_is_what_the_engine_saw(sample, record)
+    assert_matches_engine(sample, record)
 
 
-async def test_requests_side_by_side_become_branches_and_cannot_outrun_the_limit(tmp_path: Path) -> None:
+async def test_concurrent_requests_become_branches_and_respect_the_turn_limit(tmp_path: Path) -> None:
     async with agent_setup(tmp_path, lambda _: "yes<|im_end|>", limits=EpisodeLimits(max_turns=3)) as (setup, record):
         async with setup.open_proxy_session() as session, client_of(session) as client:
-            asked = [ask(client, [{"role": "user", "content": f"question {n}"}]) for n in range(5)]
-            answers = await asyncio.gather(*asked, return_exceptions=True)
-        refused = [answer for answer in answers if isinstance(answer, openai.APIStatusError)]
+            requests = [ask(client, [{"role": "user", "content": f"question {n}"}]) for n in range(5)]
+            results = await asyncio.gather(*requests, return_exceptions=True)
+        refused = [result for result in results if isinstance(result, openai.APIStatusError)]
         assert [error.status_code for error in refused] == [410, 410]
         sample = session.build(reward=1.0)
     assert len(sample.turns) == len(sample.sequences) == 3
@@ -326,7 +326,7 @@ async def test_requests_side_by_side_become_branches_and_cannot_outrun_the_limit
     assert trained == {tuple(consumed + produced) for consumed, produced in record.turns}
 
 
-async def test_weights_older_than_the_groups_admission_do_not_answer_and_the_episode_keeps_the_cause(
+async def test_weights_older_than_the_admission_do_not_sample_and_the_session_keeps_the_error(
     tmp_path: Path,
 ) -> None:
     async with agent_setup(tmp_path, lambda _: "yes<|im_end|>", publication=3) as (setup, record):

@@ -1,4 +1,4 @@
-"""The dispatcher's loop itself, with real worker processes, over a ledger in memory."""
+"""The dispatcher with real worker processes over a ledger in memory."""
 
 import asyncio
 from pathlib import Path
@@ -20,7 +20,7 @@ def living_children() -> list[psutil.Process]:
     return [c for c in psutil.Process().children() if "rollbook.rollout.workers.main" in c.cmdline()]
 
 
-async def test_every_draw_is_played_stored_observed_and_the_end_of_data_is_told(tmp_path: Path) -> None:
+async def test_every_draw_is_played_and_stored_and_exhaustion_is_reported(tmp_path: Path) -> None:
     play = dispatching(tmp_path, [{}] * 10, epochs=2, workers=2)
     await play.run()
     assert play.sink.was_exhausted
@@ -46,10 +46,12 @@ async def test_two_dispatchers_share_a_source_and_every_draw_is_played_once(tmp_
     assert {(row.state, row.attempt) for row in sink.rows.values()} == {("queued", 1)}
     played = [len(one.spans()) for one in (first, second)]
     assert sum(played) == len(sink.rows) == 12
-    assert [one.tasks.state().unsettled for one in (first, second)] == [0, 0], "what the other played is not waited for"
+    assert [one.tasks.state().unsettled for one in (first, second)] == [0, 0], (
+        "draws of the other dispatcher are not waited for"
+    )
 
 
-async def test_a_killed_worker_loses_its_groups_only_and_they_are_played_again(tmp_path: Path) -> None:
+async def test_only_the_groups_of_a_killed_worker_are_played_again(tmp_path: Path) -> None:
     rows = [{"action": "die_once", "marker": str(tmp_path / "died")}, *[{}] * 7]
     play = dispatching(tmp_path, rows, worker={"delay_s": 0.02})
     await play.run()
@@ -61,7 +63,7 @@ async def test_a_killed_worker_loses_its_groups_only_and_they_are_played_again(t
     assert living_children() == []
 
 
-async def test_failures_of_every_kind_are_counted_explained_and_survived(tmp_path: Path) -> None:
+async def test_failed_groups_are_dropped_with_their_causes_and_the_run_continues(tmp_path: Path) -> None:
     failing: list[dict[str, Any]] = [{"action": action} for action in ("raise", "wrong", "none")]
     good: list[dict[str, Any]] = [{}]
     play = dispatching(tmp_path, good * 4 + failing + good * 4, sink=MemorySink(capacity=1))
@@ -84,13 +86,13 @@ async def test_a_rollout_that_always_fails_stops_the_run_with_its_cause(tmp_path
     assert living_children() == []
 
 
-async def test_a_verdict_on_the_run_from_user_code_stops_it(tmp_path: Path) -> None:
+async def test_a_run_error_of_user_code_stops_the_run(tmp_path: Path) -> None:
     play = dispatching(tmp_path, [{}, {"action": "stop_run"}])
     with pytest.raises(RunError, match="the licence of the grader expired"):
         await play.run()
 
 
-async def test_workers_that_die_again_and_again_stop_the_run_with_their_last_words(
+async def test_workers_that_keep_dying_stop_the_run_with_their_last_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rollbook.rollout.workers.pool.MAX_BARREN_DEATHS", 1)
@@ -100,49 +102,49 @@ async def test_workers_that_die_again_and_again_stop_the_run_with_their_last_wor
 
 
 @pytest.mark.parametrize(
-    ("config", "worker", "told"),
+    ("config", "worker", "message"),
     [
         ({"function": "no_such_rollout"}, {}, "no module 'no_such_rollout'"),
         ({"filter": "tests.parts.rollout.functions:absent"}, {}, "has no 'absent'"),
         ({"settings": {}, "function": "rollbook.rollout.episodes.chat"}, {"user": {"typo": 1}}, "typo"),
     ],
 )
-async def test_a_setup_that_cannot_work_stops_the_run_at_once(
-    tmp_path: Path, config: dict[str, Any], worker: dict[str, Any], told: str
+async def test_a_faulty_setup_stops_the_run_before_anything_is_opened(
+    tmp_path: Path, config: dict[str, Any], worker: dict[str, Any], message: str
 ) -> None:
     play = dispatching(tmp_path, [{}], worker=worker, **config)
-    with pytest.raises(RunError, match=told):
+    with pytest.raises(RunError, match=message):
         await play.run()
     assert play.sink.rows == {}, "nothing is opened before a worker is ready"
 
 
-async def test_a_group_that_hangs_is_given_back_at_its_deadline(tmp_path: Path) -> None:
+async def test_a_hanging_group_is_released_at_its_deadline(tmp_path: Path) -> None:
     sink = MemorySink(capacity=8, deadline_s=0.5, max_attempts=1)
     play = dispatching(tmp_path, [{"action": "hang"}, {}], sink=sink)
     await play.run()
     assert [(gid, cause) for gid, _, cause in sink.released] == [("t0@0", "deadline")]
     assert sink.rows[GroupId("t0@0")].drop == "attempts: deadline"
-    assert play.tasks.state().unsettled == 0, "what the ledger dropped is not waited for"
+    assert play.tasks.state().unsettled == 0, "a dropped group is not waited for"
     assert sink.rows[GroupId("t1@0")].state == "queued"
 
 
-async def test_where_a_late_group_hangs_is_told_with_its_age_and_the_stack_of_every_episode(tmp_path: Path) -> None:
+async def test_a_group_past_its_deadline_is_logged_with_its_age_and_the_stacks_of_its_episodes(tmp_path: Path) -> None:
     sink = MemorySink(capacity=1, deadline_s=2.0, max_attempts=1, wanted=1_000_000)
     play = dispatching(tmp_path, [{"action": "hang"}], sink=sink, epochs=None)
     running = asyncio.create_task(play.run())
     async with asyncio.timeout(60):
-        while not (told := play.events("rollout.group_stalled")):  # noqa: ASYNC110  # a file has no event to wait for
+        while not (events := play.events("rollout.group_stalled")):  # noqa: ASYNC110  # a file cannot be awaited
             await asyncio.sleep(0.05)
     await sink.end()
     await running
-    stalled = told[0]
+    stalled = events[0]
     assert (stalled["group_id"], stalled["attempt"]) == ("t0@0", 1)
     assert stalled["age_s"] > 0
     assert "rollout.sample.t0@0.3" in stalled["stack"]
     assert "rollout/functions.py" in stalled["stack"]
 
 
-async def test_an_attempt_that_the_ledger_took_for_lost_makes_way_for_the_next_one(tmp_path: Path) -> None:
+async def test_a_new_attempt_replaces_one_whose_lease_expired(tmp_path: Path) -> None:
     marker = tmp_path / "hangs"
     play = dispatching(tmp_path, [{"action": "hang_once", "marker": str(marker)}, {}])
     running = asyncio.create_task(play.run())
@@ -153,25 +155,25 @@ async def test_an_attempt_that_the_ledger_took_for_lost_makes_way_for_the_next_o
         "t0@0": ("queued", 2),
         "t1@0": ("queued", 1),
     }
-    assert play.sink.released == [], "an attempt that is no longer ours is not given back"
+    assert play.sink.released == [], "an expired attempt is not released"
     assert [span.fields["attempt"] for span in play.spans() if span.fields["group_id"] == "t0@0"] == [2]
 
 
-async def test_a_worker_whose_loop_is_blocked_is_replaced(tmp_path: Path) -> None:
+async def test_a_worker_with_a_blocked_event_loop_is_replaced(tmp_path: Path) -> None:
     sink = MemorySink(capacity=8, max_attempts=1)
     play = dispatching(tmp_path, [{"action": "block"}], sink=sink, worker_silence_s=2.5, worker_stop_s=0.2)
     await play.run()
     assert "sent no heartbeat" in sink.released[0][2]
 
 
-async def test_the_end_of_the_run_stops_what_still_plays(tmp_path: Path) -> None:
+async def test_the_end_of_the_run_stops_running_groups(tmp_path: Path) -> None:
     play = dispatching(tmp_path, [{}, {"action": "hang"}], sink=MemorySink(capacity=8, wanted=1))
     await play.run(within_s=30)
     assert play.sink.rows[GroupId("t1@0")].state == "leased"
     assert living_children() == []
 
 
-async def test_the_end_of_the_run_is_noticed_although_every_slot_is_taken(tmp_path: Path) -> None:
+async def test_the_end_of_the_run_is_noticed_when_every_slot_is_taken(tmp_path: Path) -> None:
     play = dispatching(tmp_path, [{"action": "hang"}] * 8, sink=MemorySink(capacity=8))
     running = asyncio.create_task(play.run(within_s=30))
     await play.sink.until(lambda: len(play.sink.rows) == 8)
@@ -198,7 +200,7 @@ async def test_a_cancelled_dispatcher_releases_nothing_and_the_next_one_takes_ov
     }
 
 
-async def test_a_ledger_beyond_its_clients_budget_ends_the_dispatcher_and_the_next_one_goes_on(tmp_path: Path) -> None:
+async def test_an_unreachable_ledger_ends_the_dispatcher_and_the_next_one_continues(tmp_path: Path) -> None:
     sink = MemorySink(capacity=8, fail_next=[TransientError("connection refused")])
     with pytest.raises(TransientError, match="connection refused"):
         await dispatching(tmp_path, [{}] * 3, sink=sink).run()
@@ -207,7 +209,7 @@ async def test_a_ledger_beyond_its_clients_budget_ends_the_dispatcher_and_the_ne
     assert {row.state for row in sink.rows.values()} == {"queued"}
 
 
-async def test_a_dispatcher_that_was_replaced_stops(tmp_path: Path) -> None:
+async def test_a_fenced_dispatcher_stops(tmp_path: Path) -> None:
     play = dispatching(
         tmp_path, [{}] * 3, sink=MemorySink(capacity=8, fail_next=[FencedError("a newer dispatcher joined")])
     )

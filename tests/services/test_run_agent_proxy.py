@@ -1,4 +1,4 @@
-"""A whole run whose agent is an openai client in the rollout worker: played, trained, accounted for, and shown token by token."""
+"""A whole run whose agent is an openai client in the rollout worker."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`rollbook proxy`: sessions open by themselves, and are written down token by token when they end."""
+"""`rollbook proxy`: sessions open with their first request and are recorded token by token at their end."""
 
 import json
 import re
@@ -16,10 +16,10 @@ from rollbook.inference.config import InferenceConfig, ScriptedConfig
 from rollbook.inference.engines.scripted import open_engine
 from rollbook.inference.server.app import build_app, serve
 from tests.parts.inference.models import publish
-from tests.parts.rollout.agents import TOOLS_TEMPLATE, EngineRecord, fast_words, word_tokenizer
+from tests.parts.rollout.agents import TOOLS_TEMPLATE, EngineRecord, bpe_vocabulary, word_tokenizer
 
 
-def started(policy: str, model: Path, record: Path) -> tuple[subprocess.Popen[str], str]:
+def start(policy: str, model: Path, record: Path) -> tuple[subprocess.Popen[str], str]:
     command = [sys.executable, "-m", "rollbook", "proxy", "--policy", policy, "--model", str(model)]
     process = subprocess.Popen([*command, "--record", str(record)], stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
@@ -30,12 +30,12 @@ def started(policy: str, model: Path, record: Path) -> tuple[subprocess.Popen[st
 
 def end(url: str, reward: float) -> Any:
     request = urllib.request.Request(url, data=json.dumps({"reward": reward}).encode(), method="POST")
-    with urllib.request.urlopen(request, timeout=30) as answer:
-        return json.loads(answer.read())
+    with urllib.request.urlopen(request, timeout=30) as response:
+        return json.loads(response.read())
 
 
 async def test_recorded_sessions_hold_the_tokens_of_the_engine(tmp_path: Path) -> None:
-    fast_words().save(str(tmp_path / "tokenizer.json"))
+    bpe_vocabulary().save(str(tmp_path / "tokenizer.json"))
     settings = {"chat_template": TOOLS_TEMPLATE, "eos_token": "<|im_end|>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
     tokenizer = word_tokenizer()
@@ -46,7 +46,7 @@ async def test_recorded_sessions_hold_the_tokens_of_the_engine(tmp_path: Path) -
         weights = tmp_path / "weights.safetensors"
         await engine.load_weights(publish(weights, torch.nn.Linear(1, 1), 3), weights)
         async with serve(build_app(engine, config)) as policy:
-            process, url = started(policy, tmp_path, record)
+            process, url = start(policy, tmp_path, record)
             try:
                 for name in ("first", "left-open"):
                     async with AsyncOpenAI(base_url=f"{url}/s/{name}/v1", api_key="x") as client:
@@ -62,8 +62,8 @@ async def test_recorded_sessions_hold_the_tokens_of_the_engine(tmp_path: Path) -
                 process.send_signal(signal.SIGTERM)
                 process.communicate(timeout=60)
     assert process.returncode == 0
-    written = [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]
-    assert [(line["session"], line["reward"]) for line in written] == [("first", 0.5), ("left-open", None)]
-    turns = [(turn["prompt_ids"], turn["token_ids"]) for line in written for turn in line["turns"]]
+    lines = [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]
+    assert [(line["session"], line["reward"]) for line in lines] == [("first", 0.5), ("left-open", None)]
+    turns = [(turn["prompt_ids"], turn["token_ids"]) for line in lines for turn in line["turns"]]
     assert turns == engine_record.turns
-    assert all(version == 3 for line in written for turn in line["turns"] for version in turn["versions"])
+    assert all(version == 3 for line in lines for turn in line["turns"] for version in turn["versions"])

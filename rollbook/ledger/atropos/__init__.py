@@ -1,5 +1,5 @@
-"""The Atropos dialect: the HTTP+JSON that Atropos's environments and trainers speak, on the same durable ledger.
+"""The Atropos API of the ledger: the HTTP and JSON of Atropos environments and trainers, on the same durable record.
 
-`models` are its messages, `scored_data` parses a posted group, `tables` are its rows, `batch_forming` chooses batches, `rules` and
-`posts` are its transactions, `service` does the waiting and `routes` is HTTP. PROTOCOL rules 16 and 17.
+`models` are its messages, `scored_data` parses a posted group, `batch_forming` chooses batches, `rules` are its transactions,
+`service` waits and retries, `routes` is HTTP. PROTOCOL rules 16 and 17.
 """

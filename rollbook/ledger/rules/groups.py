@@ -34,7 +34,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     draw: int
     attempt: int
     publications: tuple[int, ...]
-    """Publications that sampled the trained tokens; -1 stands for unknown."""
+    """Publications that sampled the trained tokens; -1 means unknown."""
     outcome: GroupOutcome
     payload: bytes | memoryview
     payload_digest: str

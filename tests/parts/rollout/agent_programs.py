@@ -1,46 +1,48 @@
-"""Agents as other people write them: they know the openai client and a base URL, and nothing of this project."""
+"""Agents that use the openai client and a base URL, and nothing of this project."""
 
 import json
+import os
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 from openai import AsyncOpenAI, OpenAI
 
 
 async def converse(row: dict[str, Any], base_url: str) -> str:
-    """Asks each question in turn, in one conversation; gives the last answer."""
+    """Sends the questions in one conversation; returns the last reply."""
     messages: list[Any] = []
-    said = ""
+    text = ""
     async with AsyncOpenAI(base_url=base_url, api_key="x") as client:
         for question in row["questions"]:
             messages.append({"role": "user", "content": question})
             reply = await client.chat.completions.create(model="m", messages=messages)
-            said = reply.choices[0].message.content or ""
-            messages.append({"role": "assistant", "content": said})
-    return said
+            text = reply.choices[0].message.content or ""
+            messages.append({"role": "assistant", "content": text})
+    return text
 
 
 def converse_in_a_thread(row: dict[str, Any], base_url: str) -> str:
     messages: list[Any] = []
-    said = ""
+    text = ""
     with OpenAI(base_url=base_url, api_key="x") as client:
         for question in row["questions"]:
             messages.append({"role": "user", "content": question})
-            said = client.chat.completions.create(model="m", messages=messages).choices[0].message.content or ""
-            messages.append({"role": "assistant", "content": said})
-    return said
+            text = client.chat.completions.create(model="m", messages=messages).choices[0].message.content or ""
+            messages.append({"role": "assistant", "content": text})
+    return text
 
 
-_TOGETHER = threading.Barrier(40)
+_ALL_RUNNING = threading.Barrier(40)
 
 
 def wait_for_the_others(row: dict[str, Any], base_url: str) -> str:
-    """Ends only if all of them run at the same time."""
-    said = converse_in_a_thread(row, base_url)
-    _TOGETHER.wait(timeout=120)
-    return said
+    """Returns only if all of them run at the same time."""
+    text = converse_in_a_thread(row, base_url)
+    _ALL_RUNNING.wait(timeout=120)
+    return text
 
 
 async def break_after_a_turn(row: dict[str, Any], base_url: str) -> str:
@@ -48,14 +50,14 @@ async def break_after_a_turn(row: dict[str, Any], base_url: str) -> str:
     raise ValueError("I cannot parse that")
 
 
-async def swallow_everything(row: dict[str, Any], base_url: str) -> str:
+async def catch_everything(row: dict[str, Any], base_url: str) -> str:
     try:
         return await converse(row, base_url)
     except Exception:
         return "all is well"
 
 
-async def say_nothing(row: dict[str, Any], base_url: str) -> float:
+async def send_nothing(row: dict[str, Any], base_url: str) -> float:
     return 1.0
 
 
@@ -70,9 +72,10 @@ async def async_reward(row: dict[str, Any], result: Any, messages: list[Any]) ->
 
 
 def main() -> None:
-    """As a program: the base URL comes from the environment, where the openai client looks for it by itself."""
+    """As a command: the openai client reads the base URL from the environment."""
     row = json.load(sys.stdin)
-    if row.get("hang"):
+    if "hang" in row:
+        Path(row["hang"]).write_text(str(os.getpid()))
         time.sleep(600)
     client = OpenAI()
     reply = client.chat.completions.create(
@@ -80,7 +83,7 @@ def main() -> None:
     )
     if row.get("fail"):
         sys.exit("the agent is lost")
-    print("some noise\n" + json.dumps(reply.choices[0].message.content))  # noqa: T201 - that is how it answers
+    print("some noise\n" + json.dumps(reply.choices[0].message.content))  # noqa: T201 - its result
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Agents under test: a real policy server whose scripted engine keeps a record of its own, a real tokenizer, the proxy before it.
+"""A real policy server whose scripted engine records its tokens, a real tokenizer, and the agents' server in front of it.
 
-Answers are sampled one byte a token, while the tokenizer merges bytes into words: whoever tokenises them again is found out.
+Replies are sampled one byte per token, while the tokenizer merges bytes into words: tokenising a reply again would be detected.
 """
 
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -52,18 +52,18 @@ TOOLS_TEMPLATE = (
     .replace("%}\n", "%}{{ '\\n' }}")
     .replace("<|im_end|>\n", "<|im_end|>{{ '\\n' }}")
 )
-"""ChatML with tools, as Qwen writes it."""
+"""ChatML with tools, as used by Qwen."""
 
 FORGETS_THINKING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.role == 'assistant' %}{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""Drops what stands before </think> in earlier turns, as many reasoning models' templates do."""
+"""Drops the text before </think> in earlier turns, as templates of many reasoning models do."""
 
 
-def fast_words() -> Tokenizer:
-    """Byte pairs learned from a few lines: every text can be written in it, words of the corpus in few tokens."""
+def bpe_vocabulary() -> Tokenizer:
+    """Byte pairs learned from a few lines: any text can be encoded, words of the corpus in few tokens."""
     fast = Tokenizer(BPE())
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     fast.decoder = decoders.ByteLevel()
@@ -76,12 +76,12 @@ def fast_words() -> Tokenizer:
 
 
 def word_tokenizer(template: str = TOOLS_TEMPLATE) -> ModelTokenizer:
-    fast = fast_words()
+    fast = bpe_vocabulary()
     return ModelTokenizer(fast, chat_template=template, eos_token_ids=fast.encode("<|im_end|>").ids)
 
 
 def byte_by_byte(tokenizer: ModelTokenizer, text: str) -> list[int]:
-    """Tokens that say `text`, but never those the tokenizer itself would choose for it."""
+    """Tokens of `text` that differ from those the tokenizer would choose."""
     ids: list[int] = []
     for part in text.split("<|im_end|>"):
         ids += [token for letter in part for token in tokenizer.encode(letter)]
@@ -90,12 +90,12 @@ def byte_by_byte(tokenizer: ModelTokenizer, text: str) -> list[int]:
 
 
 Reply = Callable[[str], str]
-"""What the policy says to the text of a prompt."""
+"""Maps the text of a prompt to the reply of the policy."""
 
 
 @dataclass
 class EngineRecord:
-    """What the engine consumed and produced, written by the engine's own side."""
+    """The tokens that the engine consumed and produced, recorded by the engine."""
 
     tokenizer: ModelTokenizer
     reply: Reply
@@ -108,8 +108,8 @@ class EngineRecord:
         return produced
 
 
-def in_turn(*replies: str) -> Reply:
-    """These answers, one after the other."""
+def in_order(*replies: str) -> Reply:
+    """These replies, one after the other."""
     left = iter(replies)
     return lambda _prompt: next(left)
 
@@ -125,7 +125,7 @@ async def agent_setup(
     max_tokens: int = 200,
     publication: int = 3,
 ) -> AsyncIterator[tuple[RolloutSetup, EngineRecord]]:
-    """A rollout setup whose policy is a server over HTTP; the record is that of the engine behind it."""
+    """A rollout setup with a policy server over HTTP, and the record of its engine."""
     tokenizer = word_tokenizer(template)
     record = EngineRecord(tokenizer, reply)
     config = InferenceConfig(
@@ -154,8 +154,8 @@ async def agent_setup(
                 )
 
 
-def assert_is_what_the_engine_saw(sample: RolloutSample, record: EngineRecord, *, publication: int = 3) -> None:
-    """Every turn of the engine's record is in the sample, byte for byte, and nothing else is trained."""
+def assert_matches_engine(sample: RolloutSample, record: EngineRecord, *, publication: int = 3) -> None:
+    """The sample contains every recorded turn exactly, and trains nothing else."""
     assert len(sample.turns) == len(record.turns)
     for turn, (consumed, produced) in zip(sample.turns, record.turns, strict=True):
         row = sample.sequences[turn.sequence]

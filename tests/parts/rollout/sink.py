@@ -110,7 +110,7 @@ class MemorySink:
         )
 
     async def until(self, is_reached: Callable[[], bool]) -> None:
-        """Wait until something is true of the rows."""
+        """Wait for a condition on the rows."""
         async with self._moved:
             await self._moved.wait_for(is_reached)
 

@@ -10,8 +10,9 @@ from rollbook.contracts.plugin import PluginError, extend_search_path, load_plug
 
 
 @pytest.fixture
-def directory(tmp_path: Path) -> Iterator[Path]:
-    """Holds user modules; `sys.path` and `sys.modules` are restored."""
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Holds user modules; the search path, `sys.path` and `sys.modules` are restored."""
+    monkeypatch.setattr("rollbook.contracts.plugin._search_path", [])
     (tmp_path / "plugin_good.py").write_text("def f():\n    return 1\nnumber = 3\n")
     (tmp_path / "plugin_broken.py").write_text("1 / 0\n")
     (tmp_path / "plugin_needs.py").write_text("import not_installed_here\n\ndef f(): ...\n")

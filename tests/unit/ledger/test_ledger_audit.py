@@ -1,4 +1,4 @@
-"""The audit must notice: each way to damage a record is tried, and named."""
+"""The audit reports each kind of damage."""
 
 import sqlite3
 from pathlib import Path
@@ -42,7 +42,7 @@ def found(directory: Path) -> tuple[str, ...]:
         return audit(file, RUN).violations
 
 
-def test_a_sound_record_adds_up(tmp_path: Path) -> None:
+def test_a_consistent_run_has_no_violations(tmp_path: Path) -> None:
     write_a_run(tmp_path)
     with open_readonly(tmp_path) as file:
         report = audit(file, RUN)
@@ -82,7 +82,7 @@ def test_a_sound_record_adds_up(tmp_path: Path) -> None:
         ("UPDATE runs SET durable_step = 3", "out of order"),
     ],
 )
-def test_damage_is_noticed_and_named(tmp_path: Path, damage: str, sentence: str) -> None:
+def test_each_kind_of_damage_is_reported(tmp_path: Path, damage: str, sentence: str) -> None:
     write_a_run(tmp_path)
     db = sqlite3.connect(tmp_path / FILE_NAME)
     with db:
@@ -91,7 +91,7 @@ def test_damage_is_noticed_and_named(tmp_path: Path, damage: str, sentence: str)
     assert any(sentence in violation for violation in found(tmp_path)), found(tmp_path)
 
 
-def test_a_file_is_read_where_nothing_may_be_written(tmp_path: Path) -> None:
+def test_a_ledger_in_a_read_only_directory_can_be_audited(tmp_path: Path) -> None:
     write_a_run(tmp_path)
     (tmp_path / FILE_NAME).chmod(0o444)
     tmp_path.chmod(0o555)
@@ -101,7 +101,7 @@ def test_a_file_is_read_where_nothing_may_be_written(tmp_path: Path) -> None:
         tmp_path.chmod(0o755)
 
 
-def test_a_live_file_is_read_beside_its_writer(tmp_path: Path) -> None:
+def test_a_live_file_can_be_audited_while_it_is_written(tmp_path: Path) -> None:
     file = blocking_sqlite(tmp_path / FILE_NAME)
     driver = RunDriver(file).create(settings())
     with open_readonly(tmp_path) as reader:
@@ -113,12 +113,12 @@ def test_a_live_file_is_read_beside_its_writer(tmp_path: Path) -> None:
     file.close()
 
 
-def test_a_directory_without_a_ledger_is_named(tmp_path: Path) -> None:
+def test_a_directory_without_a_ledger_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(StoreFaultError, match=r"has no ledger\.sqlite"), open_readonly(tmp_path):
         pass
 
 
-def test_a_file_from_the_future_is_refused_by_readers_too(tmp_path: Path) -> None:
+def test_a_file_from_a_newer_release_is_refused_by_readers_too(tmp_path: Path) -> None:
     write_a_run(tmp_path)
     db = sqlite3.connect(tmp_path / FILE_NAME)
     with db:

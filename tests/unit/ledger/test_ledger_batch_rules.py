@@ -29,7 +29,7 @@ def train(driver: RunDriver, step: int) -> None:
     driver.publish(step)
 
 
-def test_asking_for_a_step_again_returns_the_same_batch() -> None:
+def test_requesting_a_step_again_returns_the_same_batch() -> None:
     driver, owner = started()
     driver.open(owner, draws(0, 4))
     for task in ("task0", "task1", "task2"):
@@ -103,7 +103,7 @@ def test_a_group_that_is_too_old_for_the_step_is_dropped_as_stale() -> None:
     assert driver.group("task0").drop_reason == "stale: its oldest version is 0, batch 3 takes 1 and newer"
 
 
-def test_an_attempt_to_decide_that_forms_nothing_drops_the_stale_all_the_same() -> None:
+def test_stale_groups_are_dropped_even_if_no_batch_is_decided() -> None:
     driver, owner = started(policy=BatchPolicy.DROP, staleness_bound=0)
     driver.open(owner, draws(0, 2))
     driver.submit("task0")
@@ -151,7 +151,7 @@ def test_a_trainer_that_was_replaced_is_refused() -> None:
         driver.decide(1, epoch=1)
 
 
-def test_an_epoch_that_was_never_handed_out_is_an_error() -> None:
+def test_an_epoch_that_was_never_assigned_is_an_error() -> None:
     driver, _ = started()
     with pytest.raises(RunError, match="epoch 9 was never assigned"):
         driver.decide(1, epoch=9)
@@ -205,7 +205,7 @@ def test_the_short_batch_waits_for_groups_that_are_still_played() -> None:
     assert tasks(driver.decide(1).manifest) == ["task0"]
 
 
-def test_at_the_end_of_data_the_rest_is_dropped_where_that_is_set() -> None:
+def test_at_the_end_of_data_the_rest_is_dropped_if_configured() -> None:
     driver, owner = started(end_of_data=EndOfDataRule.DROP)
     driver.open(owner, draws(0, 1))
     driver.submit("task0")
@@ -215,7 +215,7 @@ def test_at_the_end_of_data_the_rest_is_dropped_where_that_is_set() -> None:
     assert driver.status().dropped == {"end_of_data": 1}
 
 
-def test_finishing_drops_what_is_open_and_closes_the_gate() -> None:
+def test_finishing_drops_open_groups_and_closes_the_gate() -> None:
     driver, owner = started()
     driver.open(owner, draws(0, 3))
     driver.submit("task0")

@@ -1,4 +1,4 @@
-"""Rules 4, 7 and 8: who may play what."""
+"""Rules 4, 7 and 8: dispatchers, grants and leases."""
 
 import pytest
 
@@ -66,7 +66,7 @@ def test_a_dropped_group_frees_its_place(driver: RunDriver) -> None:
     assert [g.group_id for g in driver.open(owner, draws(4, 4)).grants] == ["task4@0"]
 
 
-def test_draws_that_the_ledger_knows_are_taken_without_a_grant(driver: RunDriver) -> None:
+def test_known_draws_are_taken_without_a_grant(driver: RunDriver) -> None:
     owner = driver.join()
     driver.open(owner, draws(0, 2))
     reply = driver.open(owner, draws(0, 4))
@@ -99,7 +99,7 @@ def test_a_repeated_join_does_not_supersede_itself(driver: RunDriver) -> None:
     assert driver.status().counts.leased == 2
 
 
-def test_an_owner_that_never_joined_is_told_so(driver: RunDriver) -> None:
+def test_an_owner_that_never_joined_is_refused(driver: RunDriver) -> None:
     with pytest.raises(RunError, match="never joined"):
         driver.open(OwnerId("stranger"), draws(0, 1))
 
@@ -136,7 +136,7 @@ def test_another_attempt_needs_a_free_slot_but_no_place_in_the_gate() -> None:
     assert [(g.group_id, g.attempt) for g in reply.grants] == [("task0@0", 2)]
 
 
-def test_another_attempt_is_admitted_at_the_version_of_its_day(driver: RunDriver) -> None:
+def test_another_attempt_is_admitted_at_the_current_version(driver: RunDriver) -> None:
     owner = driver.join()
     driver.open(owner, draws(0, 3))
     driver.submit("task0")
@@ -181,7 +181,7 @@ def test_a_repeated_release_counts_once(driver: RunDriver) -> None:
     assert driver.group("task0").failures == 1
 
 
-def test_after_a_restart_owners_and_leases_get_a_moment_of_grace(driver: RunDriver) -> None:
+def test_after_a_restart_owners_and_leases_are_extended(driver: RunDriver) -> None:
     driver.open(driver.join(), draws(0, 2))
     driver.now += 500
     driver.rule(gate.extend_leases)
@@ -190,7 +190,7 @@ def test_after_a_restart_owners_and_leases_get_a_moment_of_grace(driver: RunDriv
     assert driver.expire() == 2
 
 
-def test_progress_tells_the_opened_and_the_settled_prefix(driver: RunDriver) -> None:
+def test_progress_reports_the_opened_and_the_settled_prefix(driver: RunDriver) -> None:
     owner = driver.join()
     driver.open(owner, [draws(0, 1)[0], *draws(2, 2)])
     driver.close("task0", DropReason(DropKind.FILTERED))
@@ -232,7 +232,7 @@ def test_settings_that_batches_depend_on_cannot_change() -> None:
         driver.create(settings(per_step=4, staleness_bound=3))
 
 
-def test_other_settings_of_a_run_follow_the_newest_word() -> None:
+def test_other_settings_of_a_run_can_change() -> None:
     driver = RunDriver().create(settings(in_flight=1))
     driver.create(settings(in_flight=3))
     driver.take_role()
@@ -240,7 +240,7 @@ def test_other_settings_of_a_run_follow_the_newest_word() -> None:
     assert len(driver.open(driver.join(), draws(0, 9)).grants) == 3
 
 
-def test_a_run_that_reached_its_steps_goes_on_when_it_gets_more() -> None:
+def test_a_finished_run_continues_when_its_maximum_of_steps_is_raised() -> None:
     driver = RunDriver().create(settings(max_steps=1))
     driver.take_role()
     driver.publish(0)
@@ -260,6 +260,6 @@ def test_a_run_that_reached_its_steps_goes_on_when_it_gets_more() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", "a b", "x" * 129])
-def test_a_run_id_that_fits_in_no_address_is_refused(name: str) -> None:
+def test_a_run_id_that_is_invalid_in_a_url_is_refused(name: str) -> None:
     with pytest.raises(RunError, match="is not a run id"):
         RunDriver().store.write_now(lambda tx: runs.create_run(tx, RunId(name), settings(), now=0.0))

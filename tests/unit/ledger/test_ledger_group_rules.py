@@ -1,4 +1,4 @@
-"""Rules 5 to 7: what becomes of a group."""
+"""Rules 5 to 7: submitting, closing and releasing groups."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def driver() -> RunDriver:
     return driver
 
 
-def test_the_first_submit_wins_and_a_later_one_is_told_so(driver: RunDriver) -> None:
+def test_the_first_submit_wins_and_a_later_one_gets_another_receipt(driver: RunDriver) -> None:
     assert driver.submit("task0") is Receipt.STORED
     before = driver.group("task0")
     assert driver.submit("task0", samples=5) is Receipt.ALREADY_STORED
@@ -61,7 +61,7 @@ def test_a_submit_with_a_drop_keeps_outcome_and_payload(driver: RunDriver) -> No
     assert driver.status().dropped == {"filtered": 1}
 
 
-def test_the_short_lived_payload_of_a_filtered_group_goes_with_a_later_checkpoint(driver: RunDriver) -> None:
+def test_the_payload_of_a_filtered_group_is_deleted_at_a_later_checkpoint(driver: RunDriver) -> None:
     driver.submit("task0", drop=DropReason(DropKind.FILTERED))
     driver.submit("task1")
     driver.submit("task2")
@@ -73,7 +73,7 @@ def test_the_short_lived_payload_of_a_filtered_group_goes_with_a_later_checkpoin
     assert driver.audit().violations == ()
 
 
-def test_a_group_nobody_opened_is_opened_by_its_submission(driver: RunDriver) -> None:
+def test_a_group_without_a_grant_is_opened_by_its_submission(driver: RunDriver) -> None:
     assert driver.submit("stranger", (-1,)) is Receipt.STORED
     group = driver.group("stranger")
     assert (group.origin, group.state, group.oldest_version) == (Origin.EXTERNAL, GroupState.QUEUED, None)
@@ -129,7 +129,7 @@ def test_closing_a_stored_group_changes_nothing(driver: RunDriver) -> None:
     assert driver.group("task0").state is GroupState.QUEUED
 
 
-def test_every_move_of_a_group_is_told_in_its_history(driver: RunDriver) -> None:
+def test_every_move_of_a_group_is_in_its_history(driver: RunDriver) -> None:
     driver.release("task0", 1, "worker died")
     driver.open(driver.join("other"), [])
     driver.submit("task0", attempt=2)

@@ -1,4 +1,4 @@
-"""One set of schema files for every database: what differs is words, never tables or columns."""
+"""The schema has the same tables and columns in SQLite and PostgreSQL."""
 
 import sqlite3
 from pathlib import Path
@@ -25,7 +25,7 @@ KINDS = {"TEXT": "text", "INTEGER": "bigint", "REAL": "double precision", "BLOB"
         ("WHERE has_payload = 1", "WHERE has_payload = 1"),
     ],
 )
-def test_words_that_differ_are_said_in_postgresql(ours: str, theirs: str) -> None:
+def test_type_names_are_translated_for_postgresql(ours: str, theirs: str) -> None:
     assert to_postgres(ours) == theirs
 
 

@@ -1,4 +1,4 @@
-"""Producers outside the gate: weights, minimum shares, and what is refused."""
+"""Registered producers: weights, minimum shares, and refusals."""
 
 from collections import Counter
 
@@ -67,7 +67,7 @@ def test_batches_are_shared_by_weight() -> None:
     assert driver.audit().violations == ()
 
 
-def test_a_producer_with_nothing_ready_holds_nobody_up() -> None:
+def test_a_producer_without_ready_groups_does_not_delay_a_batch() -> None:
     driver = training()
     register(driver, "dead", weight=100, min_share=0.5)
     register(driver, "alive")
@@ -76,7 +76,7 @@ def test_a_producer_with_nothing_ready_holds_nobody_up() -> None:
     assert producers_of(driver, 1) == {"alive": 4}
 
 
-def test_a_minimum_share_is_met_beside_groups_of_the_gate() -> None:
+def test_a_minimum_share_is_met_together_with_groups_of_the_gate() -> None:
     driver = training(per_step=4)
     register(driver, "outside", weight=0.01, min_share=0.25)
     owner = driver.join()
@@ -108,7 +108,7 @@ def test_groups_of_one_producer_are_taken_in_the_order_they_came() -> None:
     assert [entry.group_id for entry in manifest.entries] == [GroupId("x0@0"), GroupId("x1@0")]
 
 
-def test_what_a_batch_gave_is_remembered_and_asking_again_costs_nothing() -> None:
+def test_a_batch_is_charged_to_its_producers_once() -> None:
     driver = training(per_step=2)
     register(driver, "a")
     register(driver, "b")
@@ -121,7 +121,7 @@ def test_what_a_batch_gave_is_remembered_and_asking_again_costs_nothing() -> Non
     assert by_name == {"a": 1, "b": 1}
 
 
-def test_registering_again_changes_weights_and_keeps_what_is_owed() -> None:
+def test_registering_again_changes_the_weight_and_keeps_the_credit() -> None:
     driver = training()
     first = register(driver, "a", weight=1)
     again = register(driver, "a", weight=2, min_share=0.5)
@@ -132,14 +132,14 @@ def test_registering_again_changes_weights_and_keeps_what_is_owed() -> None:
     ("weight", "min_share", "told"),
     [(0.0, 0.0, "above 0"), (float("nan"), 0.0, "above 0"), (1.0, 1.5, "between 0 and 1"), (1.0, 0.8, "more than 1")],
 )
-def test_weights_and_shares_that_cannot_be_are_refused(weight: float, min_share: float, told: str) -> None:
+def test_impossible_weights_and_shares_are_refused(weight: float, min_share: float, told: str) -> None:
     driver = training()
     register(driver, "first", min_share=0.3)
     with pytest.raises(RunError, match=told):
         register(driver, "second", weight=weight, min_share=min_share)
 
 
-def test_a_producer_that_never_registered_is_told_to() -> None:
+def test_an_unregistered_producer_is_refused() -> None:
     with pytest.raises(RunError, match="'nobody' is not registered; register it"):
         send(training(), "x", "nobody")
 

@@ -1,4 +1,4 @@
-"""Payloads in segments beside the file: what counts, what is damaged, what goes, and what a power cut took."""
+"""Payload segments: validity, damage, deletion, and loss in a power failure."""
 
 import errno
 import os
@@ -51,7 +51,7 @@ def damage(path: Path, at: int = 0) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-async def test_payloads_of_every_size_come_back_as_they_were(tmp_path: Path) -> None:
+async def test_payloads_of_every_size_are_read_unchanged(tmp_path: Path) -> None:
     bodies = {GroupId(f"g{n}"): random.randbytes(n) for n in (0, 1, 100, 70_000, 1_000_000)}
     async with open_sqlite_store(tmp_path) as store:
         for group_id, body in bodies.items():
@@ -61,7 +61,7 @@ async def test_payloads_of_every_size_come_back_as_they_were(tmp_path: Path) -> 
         assert file.read_now(get(*bodies)) == list(bodies.values())
 
 
-async def test_a_failed_operation_leaves_no_payload_and_its_bytes_are_written_over(tmp_path: Path) -> None:
+async def test_a_failed_operation_leaves_no_payload_and_its_bytes_are_overwritten(tmp_path: Path) -> None:
     async with open_sqlite_store(tmp_path) as store:
         await store.write(put(A, b"kept"))
 
@@ -91,7 +91,7 @@ async def test_a_damaged_payload_is_a_fault_and_never_served(tmp_path: Path) -> 
             await store.read(get(A))
 
 
-async def test_of_payloads_that_are_read_together_a_damaged_one_is_named(tmp_path: Path) -> None:
+async def test_a_damaged_payload_among_several_read_together_is_named(tmp_path: Path) -> None:
     names = [GroupId(f"g{number}") for number in range(5)]
     async with open_sqlite_store(tmp_path) as store:
         for name in names:
@@ -107,7 +107,7 @@ async def test_of_payloads_that_are_read_together_a_damaged_one_is_named(tmp_pat
             await store.read(lambda tx: tx.payloads.get_many(RUN, names))
 
 
-async def test_a_segment_that_is_gone_is_a_fault_that_names_it(tmp_path: Path) -> None:
+async def test_a_missing_segment_is_a_fault_that_names_it(tmp_path: Path) -> None:
     async with open_sqlite_store(tmp_path) as store:
         await store.write(put(A, b"body"))
         segment_path(tmp_path, 0).unlink()
@@ -126,7 +126,7 @@ async def test_a_full_segment_is_followed_by_another(tmp_path: Path, monkeypatch
         assert len(segments_in(tmp_path)) > 2
 
 
-async def test_what_a_transaction_depends_on_is_synced_and_nothing_else(
+async def test_only_the_segments_that_a_transaction_depends_on_are_synced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SegmentWriter.__init__, "__kwdefaults__", {"segment_bytes": 1000})
@@ -149,7 +149,7 @@ async def test_what_a_transaction_depends_on_is_synced_and_nothing_else(
         assert await store.read(get(*names)) == [bytes(1000)] * 4
 
 
-async def test_an_emptied_segment_goes_after_a_while_and_one_in_use_stays(
+async def test_an_empty_segment_is_deleted_after_a_while_and_one_in_use_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sqlite_writer, "GRACE_S", 0.0)
@@ -163,7 +163,7 @@ async def test_an_emptied_segment_goes_after_a_while_and_one_in_use_stays(
         assert await store.read(get(A, B)) == [None, b"body"]
 
 
-async def test_a_segment_number_is_never_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_segment_numbers_are_never_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sqlite_writer, "GRACE_S", 0.0)
     async with open_sqlite_store(tmp_path) as store:
         await store.write(put(A, b"body"))
@@ -175,7 +175,7 @@ async def test_a_segment_number_is_never_used_again(tmp_path: Path, monkeypatch:
     assert segments_in(tmp_path) == [1]
 
 
-async def test_a_file_that_nobody_points_to_goes_at_the_next_start_unless_somebody_writes_it(tmp_path: Path) -> None:
+async def test_an_unreferenced_file_is_removed_at_the_next_start_unless_it_is_being_written(tmp_path: Path) -> None:
     async with open_sqlite_store(tmp_path) as store:
         await store.write(put(A, b"body"))
         (segment_path(tmp_path, 7)).write_bytes(b"of a commit that never was")
@@ -186,7 +186,7 @@ async def test_a_file_that_nobody_points_to_goes_at_the_next_start_unless_somebo
             assert await store.read(get(A, B)) == [b"body", b"other"]
 
 
-async def test_compacting_closes_the_holes_and_joins_what_is_small(tmp_path: Path) -> None:
+async def test_compacting_removes_holes_and_joins_small_segments(tmp_path: Path) -> None:
     names = [GroupId(f"g{n}") for n in range(6)]
     for name in names:
         async with open_sqlite_store(tmp_path) as store:
@@ -202,7 +202,7 @@ async def test_compacting_closes_the_holes_and_joins_what_is_small(tmp_path: Pat
         assert await store.read(get(*names)) == [name.encode() * 10_000 for name in names]
 
 
-async def test_a_full_disk_is_a_fault_and_the_next_commit_goes_on_behind_what_was_answered(
+async def test_a_full_disk_is_a_fault_and_the_next_commit_continues_after_acknowledged_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with open_sqlite_store(tmp_path) as store:
@@ -219,7 +219,7 @@ async def test_a_full_disk_is_a_fault_and_the_next_commit_goes_on_behind_what_wa
         assert await store.read(get(A, B)) == [b"body", b"second"]
 
 
-def test_a_write_that_the_system_cuts_short_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partial_write_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = SegmentWriter(tmp_path, first=0, is_always_synced=True)
     real = os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda handle, bodies, at: real(handle, [bodies[0][:2]], at))
@@ -245,7 +245,7 @@ def test_small_payloads_are_written_together_and_large_ones_at_once(tmp_path: Pa
     assert read_payload(tmp_path, instead) == b"instead"
 
 
-def test_marks_tell_what_is_on_the_disk_and_no_more(tmp_path: Path) -> None:
+def test_marks_cover_exactly_the_synced_bytes(tmp_path: Path) -> None:
     writer = SegmentWriter(tmp_path, first=3, is_always_synced=False)
     writer.append(b"12345")
     assert writer.marks() == {}
@@ -284,7 +284,7 @@ def die(store: SqliteStore) -> None:
     writer._marks.clear()
 
 
-async def test_a_group_whose_tokens_a_power_cut_took_is_dropped_with_the_reason(tmp_path: Path) -> None:
+async def test_a_group_whose_payload_was_lost_in_a_power_failure_is_dropped_with_the_reason(tmp_path: Path) -> None:
     await crashed_with_groups(tmp_path, ["a", "b", "c"])
     path = segment_path(tmp_path, 0)
     os.truncate(path, path.stat().st_size - 10)
@@ -299,7 +299,7 @@ async def test_a_group_whose_tokens_a_power_cut_took_is_dropped_with_the_reason(
         assert await store.write(lambda tx: tx.payloads.lost(RUN)) == []
 
 
-async def test_after_a_mere_crash_nothing_is_lost_and_the_next_start_does_not_look_again(tmp_path: Path) -> None:
+async def test_after_a_process_crash_nothing_is_lost_and_the_next_start_does_not_verify_again(tmp_path: Path) -> None:
     await crashed_with_groups(tmp_path, ["a", "b"])
     async with open_sqlite_store(tmp_path) as store:
         assert await store.write(lambda tx: tx.payloads.lost(RUN)) == []

@@ -1,4 +1,4 @@
-"""The embedded store and its file: faults, schema, what survives."""
+"""The SQLite store and its file: faults, schema, durability."""
 
 import os
 import sqlite3
@@ -21,7 +21,7 @@ from tests.parts.ledger.groups import RUN, settings
 from tests.parts.ledger.run_driver import RunDriver, blocking_sqlite
 
 
-async def test_what_was_written_is_there_when_the_file_is_opened_again(tmp_path: Path) -> None:
+async def test_written_data_is_there_when_the_file_is_opened_again(tmp_path: Path) -> None:
     async with open_sqlite_store(tmp_path) as store:
         await store.write(lambda tx: tx.payloads.put(RUN, GroupId("a"), b"body"))
     async with open_sqlite_store(tmp_path) as store:
@@ -40,14 +40,14 @@ async def test_a_file_from_a_newer_release_is_refused(tmp_path: Path) -> None:
             pass
 
 
-async def test_a_file_that_is_no_ledger_is_a_fault_with_advice(tmp_path: Path) -> None:
+async def test_a_file_that_is_not_a_ledger_is_a_fault_with_advice(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_bytes(b"no database at all" * 500)
     with pytest.raises(StoreFaultError, match=r"ledger\.sqlite.*restore it from a copy"):
         async with open_sqlite_store(tmp_path):
             pass
 
 
-async def test_a_damaged_table_is_refused_before_anything_is_answered(tmp_path: Path) -> None:
+async def test_a_damaged_table_is_refused_at_the_start(tmp_path: Path) -> None:
     driver = RunDriver(blocking_sqlite(tmp_path / FILE_NAME)).create(settings())
     for number in range(200):
         driver.submit(f"task{number}", (-1,))
@@ -71,7 +71,7 @@ async def test_a_directory_that_cannot_be_made_is_a_fault(tmp_path: Path) -> Non
             pass
 
 
-async def test_a_full_disk_is_a_fault_and_nothing_that_was_answered_is_lost(tmp_path: Path) -> None:
+async def test_a_full_disk_is_a_fault_and_no_acknowledged_data_is_lost(tmp_path: Path) -> None:
     async with open_sqlite_store(tmp_path) as store:
         await store.write(lambda tx: tx.payloads.put(RUN, GroupId("kept"), b"body"))
 
@@ -134,7 +134,7 @@ async def test_decided_batches_are_synced_where_other_commits_are_not(
 
 
 @pytest.mark.parametrize(("durability", "level"), [(Durability.POWER_LOSS, 2), (Durability.PROCESS_CRASH, 1)])
-async def test_the_durability_mode_sets_what_a_commit_waits_for(
+async def test_the_durability_mode_sets_the_synchronous_level(
     tmp_path: Path, durability: Durability, level: int
 ) -> None:
     async with open_sqlite_store(tmp_path, durability=durability) as store:
@@ -144,7 +144,7 @@ async def test_the_durability_mode_sets_what_a_commit_waits_for(
     assert modes == [level, "wal"]
 
 
-async def test_searches_on_the_hot_path_use_the_indexes_of_what_is_open(tmp_path: Path) -> None:
+async def test_queries_on_the_hot_path_use_the_partial_indexes_of_open_groups(tmp_path: Path) -> None:
     """A search that walks all groups would grow dearer with the length of the run."""
     async with open_sqlite_store(tmp_path):
         pass

@@ -1,4 +1,4 @@
-"""Rules 2 and 13 to 15: role, acknowledgements, checkpoints, lineage."""
+"""Rules 2 and 13 to 15: trainer role, acknowledgements, checkpoints, publications."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def effective(driver: RunDriver) -> list[int]:
     return [p.effective_step for p in driver.store.read_now(lambda tx: tx.publications.all(RUN))]
 
 
-def test_a_role_tells_where_the_ledger_stands() -> None:
+def test_a_trainer_role_reports_the_progress_of_the_ledger() -> None:
     driver, _ = trained(3)
     driver.checkpointed(2)
     role = driver.take_role(2)
@@ -48,7 +48,7 @@ def test_a_checkpoint_ahead_of_the_ledger_stops_the_run() -> None:
         driver.take_role(2)
 
 
-def test_a_checkpoint_whose_batches_are_gone_stops_the_run() -> None:
+def test_a_checkpoint_whose_batches_were_deleted_stops_the_run() -> None:
     driver, _ = trained(3, keep_payloads=False)
     driver.checkpointed(3, oldest_kept=2)
     with pytest.raises(RunError, match="payloads of batches up to 2 are gone"):
@@ -75,7 +75,7 @@ def test_a_new_trainer_cannot_skip_a_step_of_its_replay() -> None:
         driver.acknowledge(3)
 
 
-def test_an_old_trainer_is_fenced_from_every_verb() -> None:
+def test_a_replaced_trainer_is_fenced_from_every_operation() -> None:
     driver, _ = trained(1)
     driver.take_role(1)
     driver.epoch = 1
@@ -116,7 +116,7 @@ def test_payloads_are_kept_back_to_the_oldest_kept_checkpoint() -> None:
     assert driver.audit().violations == ()
 
 
-def test_payloads_stay_where_they_are_to_be_kept() -> None:
+def test_payloads_are_kept_if_configured() -> None:
     driver, _ = trained(3)
     assert driver.checkpointed(3, oldest_kept=3) == 0
 
@@ -128,7 +128,7 @@ def test_an_exact_replay_is_a_repeat_and_keeps_every_version() -> None:
     assert effective(driver) == [0, 1, 2, 3]
 
 
-def test_a_diverging_replay_ages_what_the_lost_lineage_sampled() -> None:
+def test_a_diverging_replay_lowers_the_version_of_groups_sampled_by_demoted_weights() -> None:
     driver, owner = trained(3)
     driver.open(owner, draws(4, 2))
     driver.submit("task4", (3,))
@@ -147,14 +147,14 @@ def test_a_diverging_replay_ages_what_the_lost_lineage_sampled() -> None:
     assert driver.audit().violations == ()
 
 
-def test_divergence_is_told_again_when_its_answer_was_lost() -> None:
+def test_divergence_is_reported_again_if_its_response_was_lost() -> None:
     driver, _ = trained(1)
     driver.take_role(0)
     assert driver.acknowledge(1, "other") is AckReceipt.DIVERGED
     assert driver.acknowledge(1, "other") is AckReceipt.DIVERGED
 
 
-def test_tokens_that_arrive_after_their_lineage_was_lost_are_judged_by_it() -> None:
+def test_tokens_of_demoted_weights_get_the_demoted_version_on_arrival() -> None:
     driver, owner = trained(3)
     driver.open(owner, draws(4, 1))
     driver.take_role(1)

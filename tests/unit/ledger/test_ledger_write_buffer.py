@@ -1,4 +1,4 @@
-"""Group commit on SQLite: rows are written late and together, and nobody can tell."""
+"""The write buffer on SQLite: operations of one commit see each other's buffered rows and fail independently."""
 
 import asyncio
 from collections.abc import Callable
@@ -84,7 +84,9 @@ async def test_operations_of_one_commit_see_each_other(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "writes_first", [False, True], ids=["before it wrote to the file", "after it wrote to the file"]
 )
-async def test_a_failed_operation_takes_back_its_own_effects_only(tmp_path: Path, writes_first: bool) -> None:
+async def test_a_failed_operation_is_rolled_back_without_affecting_the_others(
+    tmp_path: Path, writes_first: bool
+) -> None:
     async with open_sqlite_store(tmp_path) as store:
         await store.write(lambda tx: tx.runs.put(NEW_RUN))
 
@@ -116,7 +118,7 @@ async def test_a_failed_operation_takes_back_its_own_effects_only(tmp_path: Path
         assert run.num_opened == 3
 
 
-async def test_a_row_that_the_file_refuses_fails_its_own_operation_only(tmp_path: Path) -> None:
+async def test_a_row_that_the_database_refuses_fails_only_its_own_operation(tmp_path: Path) -> None:
     async with open_sqlite_store(tmp_path) as store:
         await store.write(lambda tx: tx.runs.put(NEW_RUN))
         told = await together(

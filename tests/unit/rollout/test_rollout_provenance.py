@@ -9,7 +9,7 @@ from rollbook.contracts.trajectory import RolloutSample
 from rollbook.rollout.assemblers.tokens import TrajectoryAssembler
 from rollbook.rollout.chat.provenance import spans_of
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
-from tests.parts.rollout.agents import agent_setup, in_turn, word_tokenizer
+from tests.parts.rollout.agents import agent_setup, in_order, word_tokenizer
 from tests.parts.rollout.guessing import completion
 from tests.services.test_rollout_agents_server import CALL, WEATHER
 
@@ -27,7 +27,7 @@ def authors_of(sample: RolloutSample, sequence: int, tokenizer: ModelTokenizer) 
 
 
 async def test_every_span_of_a_tool_calling_episode_names_its_author(tmp_path: Path) -> None:
-    async with agent_setup(tmp_path, in_turn(CALL, "It is sunny.<|im_end|>")) as (setup, _):
+    async with agent_setup(tmp_path, in_order(CALL, "It is sunny.<|im_end|>")) as (setup, _):
         async with setup.open_proxy_session() as session, AsyncOpenAI(base_url=session.base_url, api_key="x") as client:
             first = await client.chat.completions.create(
                 model="m", messages=[{"role": "user", "content": "Paris?"}], tools=[WEATHER]

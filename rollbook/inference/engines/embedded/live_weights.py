@@ -20,20 +20,9 @@ from rollbook.inference.engine import TensorSource, WeightsError
 from rollbook.inference.engines.embedded.adapter_merge import AdapterMerge
 from rollbook.inference.weights.lora import checked_settings, low_rank_pairs
 from rollbook.inference.weights.safetensors import FileTensor, is_raw
-from rollbook.inference.weights.transports.packing import headers_of, layout, unpack_views
+from rollbook.inference.weights.transports.packing import DTYPES, NAMES, headers_of, layout, unpack_views
 
-TORCH_DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 WARM_UP_RANK = 16
-SAFETENSORS_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,7 +248,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 def _host_bytes(name: str, tensor: Tensor) -> FileTensor:
     host = tensor.detach().to("cpu", copy=True).contiguous()
     data = host.reshape(-1).view(torch.uint8).numpy().data
-    return FileTensor(name=name, dtype=SAFETENSORS_DTYPES[tensor.dtype], shape=tuple(tensor.shape), data=data)
+    return FileTensor(name=name, dtype=NAMES[tensor.dtype], shape=tuple(tensor.shape), data=data)
 
 
 def _as_torch(name: str, tensor: TensorSource, shape: torch.Size, *, is_pinned: bool) -> Tensor:
@@ -271,7 +260,7 @@ def _as_torch(name: str, tensor: TensorSource, shape: torch.Size, *, is_pinned: 
                 f"tensor {name} has shape {tuple(tensor.shape)}, the model's is {tuple(shape)}; nothing was loaded"
             )
         return tensor
-    dtype = TORCH_DTYPES.get(tensor.dtype)
+    dtype = DTYPES.get(tensor.dtype)
     if dtype is None:
         raise WeightsError(f"tensor {name} has dtype {tensor.dtype}, which is not supported; nothing was loaded")
     if tensor.shape != tuple(shape):
