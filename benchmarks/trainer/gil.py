@@ -4,7 +4,7 @@
     (b) threads         reward functions run in threads of the trainer's process and share its interpreter
     (c) workers         the same functions run in our rollout workers, which are separate processes
 
-A reward function holds the interpreter in bursts of a second, like a parser of long answers. Rounds of the three settings alternate,
+Rewards hold the interpreter in bursts of a second, like parsers of long answers. Rounds of the three settings alternate,
 so that other load on the machine affects all of them. The workers are stopped (SIGSTOP) while the other settings are measured.
 torch uses one thread, so that a second core is free for the workers.
 

@@ -3,8 +3,8 @@
     python -m benchmarks.trainer.step                      on a CPU: tiny models, and TRL's step if `.venvs/trl` exists
     python -m benchmarks.trainer.step --device cuda        a 135M and a 1.5B model with random weights
 
-Lengths are spread evenly up to the longest, so padding to the longest wastes half of the tokens. Both train the same tokens with the
-same loss, float32 weights and AdamW. The plain loop computes under autocast and pads every pass to the longest row of the batch.
+Lengths are spread evenly up to the longest, so padding to the longest wastes half of the tokens. Both train the same tokens with
+the same loss, float32 weights and AdamW. The plain loop computes under autocast and pads every pass to the longest of the batch.
 """
 
 import argparse
