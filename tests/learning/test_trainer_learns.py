@@ -1,4 +1,4 @@
-"""The step really learns: a policy sampled from its own weights earns more and more."""
+"""The training step learns: the reward of samples from the trained weights rises."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ GROUPS, SAMPLES = 6, 16
 
 @torch.no_grad()
 def play(learner: TrainStep, prompt: int, generator: torch.Generator) -> list[RolloutSample]:
-    """Samples of one draw: the reply to `prompt` should be the same word twice."""
+    """The samples of one group. The reward is the fraction of the two reply tokens that equal `prompt`."""
     ids = torch.tensor([[1, prompt]] * SAMPLES)
     logprobs = []
     for _ in range(2):
@@ -24,12 +24,12 @@ def play(learner: TrainStep, prompt: int, generator: torch.Generator) -> list[Ro
         chosen = torch.multinomial(distribution.exp(), 1, generator=generator)
         logprobs.append(distribution.gather(-1, chosen))
         ids = torch.cat([ids, chosen], dim=1)
-    said = torch.cat(logprobs, dim=1).numpy()
+    sampled_logprobs = torch.cat(logprobs, dim=1).numpy()
     samples = []
-    for line, ids_of in enumerate(ids.tolist()):
-        played = row(ids_of, [2, 3])
-        played.logprobs[2:] = said[line]
-        samples.append(sample(played, reward=float(np.mean([word == prompt for word in ids_of[2:]]))))
+    for number, token_ids in enumerate(ids.tolist()):
+        token_row = row(token_ids, [2, 3])
+        token_row.logprobs[2:] = sampled_logprobs[number]
+        samples.append(sample(token_row, reward=float(np.mean([token == prompt for token in token_ids[2:]]))))
     return samples
 
 
@@ -52,4 +52,4 @@ def test_reward_rises_and_the_sampler_agrees_with_the_trainer(tmp_path: Path) ->
         mismatches.append(learner.run(batch).metrics["train/mean_kl"] or 0.0)
     assert np.mean(rewards[:8]) < 0.2
     assert np.mean(rewards[-8:]) > 0.8
-    assert max(mismatches) < 1e-6, "on-policy samples have the trainer's own log-probabilities"
+    assert max(mismatches) < 1e-6, "on-policy samples have the logprobs of the trainer"

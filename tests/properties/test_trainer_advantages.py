@@ -1,4 +1,4 @@
-"""Advantages against a reference written with plain Python numbers."""
+"""Advantages equal a reference written with plain Python numbers."""
 
 import math
 import statistics

@@ -1,4 +1,4 @@
-"""However a batch is cut, each trained token of a scorable sample is computed once, from its own prefix, with its own weight."""
+"""For every split of a batch, each trained token of a scorable sample is computed once, with its own prefix and weight."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from tests.parts.trainer.batches import batch_of, quick, row, sample
 
 @st.composite
 def samples(draw: st.DrawFn) -> RolloutSample:
-    """One to three short sequences over few ids, so that shared beginnings are common."""
+    """One to three short sequences over few token ids, so that shared prefixes are common."""
     rows = []
     for _ in range(draw(st.integers(1, 3))):
         ids = draw(st.lists(st.integers(4, 6), min_size=2, max_size=7))
@@ -51,7 +51,7 @@ Token = tuple[tuple[int, ...], int, float, float]
 
 
 def expected_tokens(rows: Sequence[TrainRow]) -> Counter[Token]:
-    """What must be learned: target, the exact ids before it, advantage and temperature."""
+    """All trained tokens: prefix, target, advantage and temperature."""
     return Counter(
         (
             tuple(map(int, r.inputs[: at + 1])),
@@ -102,7 +102,7 @@ def test_packed_passes_respect_max_tokens_and_are_balanced(lengths: list[int], m
         assert max(loads, default=0) <= sum(lengths) / max(fewest, 1) + max(lengths, default=0)
     for numbers in chosen:
         in_order = [lengths[n] for n in numbers]
-        assert in_order == sorted(in_order, reverse=True), "equal lengths stand side by side"
+        assert in_order == sorted(in_order, reverse=True), "equal lengths are adjacent"
 
 
 @given(batch=batches)
@@ -114,7 +114,7 @@ def test_rows_are_the_trained_sequences_of_scorable_samples(batch: TrainingBatch
     by_sample: dict[int, set[float]] = {}
     for r in rows:
         by_sample.setdefault(r.sample, set()).add(r.advantage)
-    assert all(len(shared) == 1 for shared in by_sample.values())
+    assert all(len(advantages) == 1 for advantages in by_sample.values())
 
 
 @given(batch=batches, config=configs)
@@ -173,7 +173,7 @@ def test_repeated_rows_go_through_the_model_once() -> None:
     batch = batch_of(1, [[sample(long, reward=1.0), sample(short, reward=0.0), sample(long, reward=0.0)]])
     (minibatch,) = plan(flatten(batch, quick()), quick(), step=1, is_packed=False)
     (micro,) = minibatch.microbatches
-    assert micro.inputs_BT.shape == (1, 4), "one row, and its last token is predicted, not read"
+    assert micro.inputs_BT.shape == (1, 4), "one row; its last token is only predicted"
     assert micro.num_trained == 5
 
 
@@ -181,7 +181,7 @@ def test_the_shuffle_depends_on_the_step_and_the_seed() -> None:
     batch = batch_of(1, [[sample(reward=float(n)) for n in range(8)] for _ in range(4)])
     rows = flatten(batch, quick())
 
-    def dealt(seed: int, step: int) -> list[int]:
+    def first_minibatch(seed: int, step: int) -> list[int]:
         return [r.sample for r in split(rows, 2, seed=seed, step=step)[0]]
 
-    assert len({tuple(dealt(seed, step)) for seed in (0, 1) for step in (1, 2)}) == 4
+    assert len({tuple(first_minibatch(seed, step)) for seed in (0, 1) for step in (1, 2)}) == 4

@@ -33,7 +33,7 @@ def tiny_model_dir(directory: Path, *, seed: int = 0, build: ModelBuildConfig = 
 
 
 def quick(**settings: object) -> TrainerConfig:
-    """Settings under which a few steps move the weights visibly."""
+    """Settings with which a few steps change the weights visibly."""
     return TrainerConfig.model_validate({"lr": 1e-2, "checkpoint_every": 2, **settings})
 
 
@@ -100,7 +100,7 @@ def random_sample(rng: np.random.Generator, *, vocabulary: int = VOCABULARY_SIZE
 
 
 def recorded_batch(step: int, *, groups: int = 3, samples: int = 4, seed: int = 0) -> TrainingBatch:
-    """Batch `step` of a record: the same whenever it is asked for."""
+    """Random batch `step`; the same in every call and every process."""
     rng = np.random.default_rng((seed, step))
     return batch_of(step, [[random_sample(rng) for _ in range(samples)] for _ in range(groups)])
 
@@ -111,7 +111,7 @@ def one_pass(
     targets: Sequence[int],
     temperatures: Sequence[float] | None = None,
 ) -> Microbatch:
-    """Rows of equal length through the model, unpacked; every token is a sequence of its own, with advantage 1."""
+    """Unpacked rows of equal length. Each target counts as a separate sequence with advantage 1."""
     count = len(targets)
     ones = np.ones(count, dtype=np.float32)
     return Microbatch(

@@ -1,4 +1,4 @@
-"""What an operator may set, and what is refused before anything starts."""
+"""Settings of the trainer and the errors for invalid ones."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ from tests.parts.trainer.batches import batch_of, row, sample
 
 
 @pytest.mark.parametrize(
-    ("settings", "fault"),
+    ("settings", "message"),
     [
         ({"schedule": "cosine"}, "at max_steps: set max_steps"),
         ({"warmup_steps": 5, "max_steps": 5}, "must be below max_steps"),
@@ -44,13 +44,13 @@ from tests.parts.trainer.batches import batch_of, row, sample
         ({"ppo_n_minibatches": 0}, "greater than or equal to 1"),
     ],
 )
-def test_invalid_settings_are_rejected(settings: dict[str, Any], fault: str) -> None:
-    with pytest.raises(ValidationError, match=fault):
+def test_invalid_settings_are_rejected(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         TrainerConfig.model_validate(settings)
 
 
 @pytest.mark.parametrize(
-    ("settings", "fault"),
+    ("settings", "message"),
     [
         ({"vocabulary": ["a", "a"]}, "lists a more than once"),
         ({"vocabulary": ["<eos>"]}, "<eos> more than once"),
@@ -59,8 +59,8 @@ def test_invalid_settings_are_rejected(settings: dict[str, Any], fault: str) -> 
         ({"vocabulary": ["a"], "heads": 4, "kv_heads": 3}, "does not divide"),
     ],
 )
-def test_invalid_model_settings_are_rejected(settings: dict[str, Any], fault: str) -> None:
-    with pytest.raises(ValidationError, match=fault):
+def test_invalid_model_settings_are_rejected(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         ModelBuildConfig.model_validate(settings)
 
 
@@ -79,8 +79,8 @@ def test_every_choice_of_a_setting_is_implemented() -> None:
 def test_numeric_settings_exclude_only_scheduling_settings() -> None:
     assert TrainerConfig.model_fields.keys() > NOT_NUMERIC
     assert TrainerConfig().numeric_settings().keys() == TrainerConfig.model_fields.keys() - NOT_NUMERIC
-    falling = TrainerConfig(schedule="linear", max_steps=7)
-    assert falling.numeric_settings()["max_steps"] == 7, "a falling rate depends on where it ends"
+    linear = TrainerConfig(schedule="linear", max_steps=7)
+    assert linear.numeric_settings()["max_steps"] == 7, "a falling learning rate depends on the last step"
 
 
 @pytest.mark.parametrize(
@@ -161,4 +161,4 @@ def test_a_loss_uses_its_defaults_until_settings_override_them() -> None:
     assert TrainerConfig(loss="dapo", clip_high=0.5).recipe.clip_high == 0.5
     assert TrainerConfig(loss="dr_grpo", reduction_length=9).recipe.advantage == "dr_grpo"
     assert TrainerConfig(loss="gspo").recipe.reduction == "sequence_mean"
-    assert TrainerConfig(loss="gspo").numeric_settings()["clip_low"] == 3e-4, "a resume compares what was meant"
+    assert TrainerConfig(loss="gspo").numeric_settings()["clip_low"] == 3e-4, "a resume compares the resolved value"

@@ -1,4 +1,4 @@
-"""Adapters learn, the base stands still, the merged model is published, and checkpoints are PEFT's own."""
+"""LoRA: only adapters are trained, merged weights or adapters are published, and checkpoints have PEFT's format."""
 
 import json
 from dataclasses import replace
@@ -28,7 +28,7 @@ def lora(**settings: object) -> TrainerConfig:
 
 def test_new_adapters_do_not_change_the_output_and_only_they_are_trained(model_dir: Path) -> None:
     learner, plain = initial_learner(model_dir, lora()), PolicyModel.load(model_dir)
-    assert learner.model.digest() == plain.digest(), "names and values are those of the base"
+    assert learner.model.digest() == plain.digest(), "names and values equal those of the base model"
     base = {n: p.detach().clone() for n, p in learner.model.module.named_parameters() if not p.requires_grad}
     report = learner.run(recorded_batch(1))
     assert report.optimizer_steps == 1
@@ -43,25 +43,25 @@ def test_a_checkpoint_loads_with_peft_and_resumes_to_the_bit(
 ) -> None:
     config = lora(compute_dtype=compute_dtype)
     checkpoints = Checkpoints(tmp_path / "checkpoints", model_dir=model_dir, config=config)
-    straight, killed = initial_learner(model_dir, config), initial_learner(model_dir, config)
+    uninterrupted, interrupted = initial_learner(model_dir, config), initial_learner(model_dir, config)
     for step in (1, 2):
-        straight.run(recorded_batch(step))
-    killed.run(recorded_batch(1))
-    saved = checkpoints.save(killed, weights_digest=killed.model.digest())
+        uninterrupted.run(recorded_batch(step))
+    interrupted.run(recorded_batch(1))
+    saved = checkpoints.save(interrupted, weights_digest=interrupted.model.digest())
     names = {path.name for path in saved.model_dir.iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= names
     assert "model.safetensors" not in names
 
     base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    theirs = PeftModel.from_pretrained(base, str(saved.model_dir)).merge_and_unload()
-    ours = killed.model.weights()
-    for name, weight in theirs.state_dict().items():
-        if name in ours:
-            torch.testing.assert_close(weight, ours[name], rtol=1e-6, atol=1e-7)
+    merged_by_peft = PeftModel.from_pretrained(base, str(saved.model_dir)).merge_and_unload()
+    merged = interrupted.model.weights()
+    for name, weight in merged_by_peft.state_dict().items():
+        if name in merged:
+            torch.testing.assert_close(weight, merged[name], rtol=1e-6, atol=1e-7)
 
     resumed = checkpoints.restore(checkpoints.latest())
     resumed.run(recorded_batch(2))
-    assert resumed.model.digest() == straight.model.digest()
+    assert resumed.model.digest() == uninterrupted.model.digest()
 
 
 def test_with_lora_the_base_model_is_the_reference(model_dir: Path) -> None:
@@ -72,8 +72,8 @@ def test_with_lora_the_base_model_is_the_reference(model_dir: Path) -> None:
 
 
 def test_a_full_copy_is_the_reference_of_a_fully_trained_model(model_dir: Path) -> None:
-    pulled, free = (initial_learner(model_dir, quick(lr=0.05, kl_coef=coef)) for coef in (5.0, 0.0))
-    reports = [pulled.run(recorded_batch(step)) for step in range(1, 6)]
+    penalised, free = (initial_learner(model_dir, quick(lr=0.05, kl_coef=coef)) for coef in (5.0, 0.0))
+    reports = [penalised.run(recorded_batch(step)) for step in range(1, 6)]
     for step in range(1, 6):
         free.run(recorded_batch(step))
     assert reports[0].metrics["train/reference_kl"] == pytest.approx(0.0, abs=1e-9)
@@ -83,8 +83,8 @@ def test_a_full_copy_is_the_reference_of_a_fully_trained_model(model_dir: Path) 
     def distance(weights: dict[str, torch.Tensor]) -> float:
         return sum(float((weights[name] - start[name]).square().sum()) for name in start)
 
-    assert pulled.model.digest() != free.model.digest()
-    assert distance(pulled.model.weights()) != pytest.approx(distance(free.model.weights()), rel=1e-3)
+    assert penalised.model.digest() != free.model.digest()
+    assert distance(penalised.model.weights()) != pytest.approx(distance(free.model.weights()), rel=1e-3)
 
 
 def test_adapters_or_merged_weights_are_published_and_both_digests_match_the_checkpoint(
@@ -94,16 +94,16 @@ def test_adapters_or_merged_weights_are_published_and_both_digests_match_the_che
     learner = initial_learner(model_dir, config)
     merged = learner.model.digest()
     kind = learner.publish_adapters()
-    assert kind.base_digest == PolicyModel.load(model_dir).digest() == merged, "fresh adapters change nothing"
+    assert kind.base_digest == PolicyModel.load(model_dir).digest() == merged, "new adapters do not change the weights"
     assert (kind.settings["r"], kind.settings["peft_type"]) == (4, "LORA")
     json.dumps(dict(kind.settings))
     learner.run(recorded_batch(1))
-    alone = learner.snapshot()
-    assert all(".lora_" in name for name in alone)
-    assert sum(t.numel() for t in alone.values()) < learner.num_parameters / 2
+    adapters = learner.snapshot()
+    assert all(".lora_" in name for name in adapters)
+    assert sum(t.numel() for t in adapters.values()) < learner.num_parameters / 2
     checkpoints = Checkpoints(tmp_path / "checkpoints", model_dir=model_dir, config=config)
-    saved = checkpoints.write(learner.state_snapshot(alone), weights_digest=learner.model.digest())
-    # The next trainer may publish otherwise: the checkpoint is still that of these weights.
+    saved = checkpoints.write(learner.state_snapshot(adapters), weights_digest=learner.model.digest())
+    # The next trainer may publish merged weights; the digest of the checkpoint still matches.
     resumed = checkpoints.restore(saved)
     assert resumed.model.has_digest(saved.weights_digest)
     assert resumed.model.digest() != saved.weights_digest

@@ -1,4 +1,4 @@
-"""A model made on the spot: the same from the same settings, whole or absent, usable by anybody."""
+"""Model directories: built from settings reproducibly and atomically, or used in place."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def test_the_same_settings_and_seed_give_the_same_weights(tmp_path: Path) -> Non
     first, second = tiny_model_dir(tmp_path / "a", seed=3), tiny_model_dir(tmp_path / "b", seed=3)
     other = tiny_model_dir(tmp_path / "c", seed=4)
     assert PolicyModel.load(first).digest() == PolicyModel.load(second).digest() != PolicyModel.load(other).digest()
-    assert torch.equal(torch.get_rng_state(), state), "the caller's random state is not touched"
+    assert torch.equal(torch.get_rng_state(), state), "the caller's random state does not change"
 
 
 def test_preparing_the_model_directory_is_idempotent(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_a_model_directory_built_with_other_settings_is_rejected(tmp_path: Path)
 
 def test_each_word_is_one_token_and_special_tokens_come_first(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(str(tiny_model_dir(tmp_path / "model")))
-    assert tokenizer.encode("<bos>0 11<eos> nobody") == [1, 4, 15, 2, 3]
+    assert tokenizer.encode("<bos>0 11<eos> unknown") == [1, 4, 15, 2, 3]
     assert tokenizer.decode([4, 15]) == "0 11"
     assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
 

@@ -1,4 +1,4 @@
-"""One step: what it computes, what it refuses, what it reports."""
+"""One training step: its gradient, its metrics, and the batches it rejects."""
 
 import math
 from pathlib import Path
@@ -10,12 +10,11 @@ import torch
 from rollbook.contracts.batch import TrainingBatch
 from rollbook.contracts.errors import RunError
 from rollbook.trainer.checkpoints.checkpoints import initial_learner
-from rollbook.trainer.config import ModelBuildConfig, TrainerConfig
+from rollbook.trainer.config import ModelBuildConfig
 from rollbook.trainer.data.minibatches import sample_advantages
 from rollbook.trainer.losses.inputs import LossInputs, LossSettings, LossTerms
 from rollbook.trainer.losses.registry import LOSSES
 from rollbook.trainer.model.policy_model import PolicyModel
-from rollbook.trainer.optimizer import learning_rate
 from rollbook.trainer.step import TrainStep
 from tests.parts.trainer.batches import BUILD, batch_of, one_pass, quick, recorded_batch, row, sample, tiny_model_dir
 
@@ -27,13 +26,13 @@ def model_dir(tmp_path: Path) -> Path:
 
 
 def plain_gradient(model: PolicyModel, batch: TrainingBatch) -> dict[str, torch.Tensor]:
-    """The policy gradient of the token mean, one sequence at a time through the whole model, with no sharing and no padding."""
+    """The reference: the policy gradient of the token mean, one sequence at a time, without prefix sharing and padding."""
     module = model.module
     module.zero_grad(set_to_none=True)
-    shared = iter(sample_advantages(batch, quick()))
-    scored = [(s, next(shared)) for group in batch.groups for s in group.samples]
-    total = sum(s.num_trained for s, _ in scored if s.is_scorable)
-    for s, advantage in scored:
+    advantages = iter(sample_advantages(batch, quick()))
+    samples = [(s, next(advantages)) for group in batch.groups for s in group.samples]
+    total = sum(s.num_trained for s, _ in samples if s.is_scorable)
+    for s, advantage in samples:
         for r in s.sequences if s.is_scorable else ():
             ids = torch.from_numpy(r.token_ids.astype(np.int64))
             logits = module(input_ids=ids[None]).logits[0] / s.sampling.temperature
@@ -44,7 +43,7 @@ def plain_gradient(model: PolicyModel, batch: TrainingBatch) -> dict[str, torch.
 
 
 def test_the_first_update_follows_the_plain_policy_gradient(model_dir: Path) -> None:
-    """Adam's first step is lr * sign-like: compare through its running mean, which is then (1 - beta1) * gradient."""
+    """After the first step, Adam's running mean is (1 - beta1) * gradient."""
     batch = recorded_batch(1)
     expected = plain_gradient(PolicyModel.load(model_dir), batch)
     config = quick(max_grad_norm=1e9, max_tokens_per_microbatch=40)
@@ -92,18 +91,16 @@ def test_later_minibatches_are_compared_with_the_start_of_the_step(
 ) -> None:
     seen: list[torch.Tensor] = []
 
-    def spying(inputs: LossInputs, settings: LossSettings) -> LossTerms:
+    def recording_loss(inputs: LossInputs, settings: LossSettings) -> LossTerms:
         seen.append(inputs.old_N)
-        return clipped(inputs, settings)
+        return grpo(inputs, settings)
 
-    clipped = LOSSES["grpo"]
-    monkeypatch.setitem(LOSSES, "grpo", spying)
-    whole, cut = quick(lr=1e-9, ppo_n_minibatches=3), quick(lr=0.1, ppo_n_minibatches=3)
-    initial_learner(model_dir, whole).run(
-        recorded_batch(1)
-    )  # so small a rate that every minibatch sees the initial weights
+    grpo = LOSSES["grpo"]
+    monkeypatch.setitem(LOSSES, "grpo", recording_loss)
+    # With a tiny learning rate every minibatch is computed with the initial weights.
+    initial_learner(model_dir, quick(lr=1e-9, ppo_n_minibatches=3)).run(recorded_batch(1))
     start, seen = seen, []
-    initial_learner(model_dir, cut).run(recorded_batch(1))
+    initial_learner(model_dir, quick(lr=0.1, ppo_n_minibatches=3)).run(recorded_batch(1))
     assert len(start) == len(seen) == 3
     for expected, found in zip(start, seen, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
@@ -118,7 +115,7 @@ def test_the_ratio_can_be_taken_against_the_sampling_policy(model_dir: Path) -> 
     ]
     report = learner.run(batch_of(1, [lagging]))
     assert report.metrics["train/ratio_mean"] == pytest.approx(1.5, rel=1e-5)
-    assert report.metrics["train/ppo_clip_frac"] == 0.5, "twice as likely already, and wanted: clipped"
+    assert report.metrics["train/ppo_clip_frac"] == 0.5, "its ratio of 2 is clipped, because its advantage is positive"
 
 
 def test_logprobs_use_the_temperature_of_each_sample(model_dir: Path) -> None:
@@ -134,11 +131,11 @@ def test_logprobs_use_the_temperature_of_each_sample(model_dir: Path) -> None:
 
 def test_a_model_with_a_custom_head_gives_the_same_logprobs(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = one_pass([[1, 5, 6, 7], [1, 9, 0, 0]], [2, 1, 5], [7, 6, 4])
-    short_way, short_entropy = PolicyModel.load(model_dir).token_logprobs(rows)
+    logprobs, entropy = PolicyModel.load(model_dir).token_logprobs(rows)
     monkeypatch.setattr("rollbook.trainer.model.policy_model.has_plain_head", lambda module: False)
-    whole_way, whole_entropy = PolicyModel.load(model_dir).token_logprobs(rows)
-    torch.testing.assert_close(short_way, whole_way, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(short_entropy, whole_entropy, rtol=1e-5, atol=1e-6)
+    full_logprobs, full_entropy = PolicyModel.load(model_dir).token_logprobs(rows)
+    torch.testing.assert_close(logprobs, full_logprobs, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(entropy, full_entropy, rtol=1e-5, atol=1e-6)
 
 
 def test_agreement_with_the_sampler_is_measured(model_dir: Path) -> None:
@@ -148,10 +145,10 @@ def test_agreement_with_the_sampler_is_measured(model_dir: Path) -> None:
     report = learner.run(batch_of(1, [agreeing]))
     assert report.metrics["train/mean_kl"] == pytest.approx(0, abs=1e-9)
     assert report.metrics["train/ess"] == pytest.approx(1, abs=1e-6)
-    again = initial_learner(model_dir, quick())
-    doubled = [agreeing[0], sample(row([1, 5, 6], [2], logprob=exact - math.log(3)), reward=1.0)]
-    report = again.run(batch_of(1, [doubled]))
-    # Weights are 1 and 3: k3 is (0 + 3 - ln 3 - 1) / 2, and ESS (1 + 3)^2 / (2 * (1 + 9)).
+    learner = initial_learner(model_dir, quick())
+    differing = [agreeing[0], sample(row([1, 5, 6], [2], logprob=exact - math.log(3)), reward=1.0)]
+    report = learner.run(batch_of(1, [differing]))
+    # The weights are 1 and 3: k3 = (0 + 3 - ln 3 - 1) / 2, ESS = (1 + 3)^2 / (2 * (1 + 9)).
     assert report.metrics["train/mean_kl"] == pytest.approx((2 - math.log(3)) / 2, rel=1e-4)
     assert report.metrics["train/ess"] == pytest.approx(0.8, rel=1e-4)
 
@@ -210,16 +207,3 @@ def test_untied_models_train_their_output_embedding_too(tmp_path: Path) -> None:
     assert not torch.equal(before, learner.model.weights()["lm_head.weight"])
     tied = PolicyModel.load(tiny_model_dir(tmp_path / "tied"))
     assert "lm_head.weight" not in tied.weights()
-
-
-@pytest.mark.parametrize(
-    ("schedule", "expected"),
-    [
-        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
-        ("linear", [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]),
-        ("cosine", [0.5, 1.0, 1.0, 0.8535533, 0.5, 0.1464466]),
-    ],
-)
-def test_the_learning_rate_is_a_function_of_the_step(schedule: str, expected: list[float]) -> None:
-    config = TrainerConfig.model_validate({"lr": 1.0, "warmup_steps": 2, "max_steps": 6, "schedule": schedule})
-    assert [learning_rate(config, step) for step in range(1, 7)] == pytest.approx(expected)

@@ -1,4 +1,4 @@
-"""Log-probabilities in pieces: exact values, exact gradients, and never the logits of all tokens at once."""
+"""Logprobs in chunks: exact values and gradients, without a tensor of the logits of all tokens."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from rollbook.trainer.model.token_head import token_head
 N, H, V = 37, 8, 50
 
 
-def problem(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def random_inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(5)
     hidden = torch.randn(N, H, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
     weight = torch.randn(V, H, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
@@ -23,24 +23,24 @@ def problem(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor,
 @pytest.mark.parametrize("rows", [1, 5, 1000])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_values_and_gradients_equal_those_of_full_logits(rows: int, has_bias: bool) -> None:
-    hidden, weight, bias_, targets, temperatures = problem(torch.float32)
+    hidden, weight, bias_, targets, temperatures = random_inputs(torch.float32)
     bias = bias_ if has_bias else None
     arguments = [hidden, weight, *([bias_] if has_bias else [])]
     found = token_head(hidden, weight, bias, targets, temperatures, max_bytes=4 * V * rows, is_entropy_trained=True)
     logits = torch.nn.functional.linear(hidden, weight, bias) / temperatures[:, None]
     table = torch.log_softmax(logits, -1)
     expected = (table[torch.arange(N), targets], -(table.exp() * table).sum(-1))
-    mixture = torch.linspace(-1, 1, N)
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    ours_grad = torch.autograd.grad((found[0] * mixture + 0.3 * found[1]).sum(), arguments)
-    theirs_grad = torch.autograd.grad((expected[0] * mixture + 0.3 * expected[1]).sum(), arguments)
-    for a, b in zip(ours_grad, theirs_grad, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    weights = torch.linspace(-1, 1, N)
+    for value, expected_value in zip(found, expected, strict=True):
+        torch.testing.assert_close(value, expected_value, rtol=1e-4, atol=1e-5)
+    gradients = torch.autograd.grad((found[0] * weights + 0.3 * found[1]).sum(), arguments)
+    expected_gradients = torch.autograd.grad((expected[0] * weights + 0.3 * expected[1]).sum(), arguments)
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-5)
 
 
 def test_entropy_and_frozen_weights_get_no_gradient_unless_trained() -> None:
-    hidden, weight, _, targets, temperatures = problem(torch.float32)
+    hidden, weight, _, targets, temperatures = random_inputs(torch.float32)
     frozen = weight.detach()
     logprobs, entropy = token_head(
         hidden, frozen, None, targets, temperatures, max_bytes=1 << 20, is_entropy_trained=False
@@ -52,7 +52,7 @@ def test_entropy_and_frozen_weights_get_no_gradient_unless_trained() -> None:
 
 
 class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """Remembers the largest tensor that any operation made."""
+    """Records the size of the largest tensor that an operation creates."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -68,7 +68,7 @@ class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
 
 @pytest.mark.parametrize("rows", [4, 16])
 def test_no_tensor_holds_the_logits_of_more_than_one_chunk(rows: int) -> None:
-    hidden, weight, _, targets, temperatures = problem(torch.float32)
+    hidden, weight, _, targets, temperatures = random_inputs(torch.float32)
     with LargestTensor() as largest:
         logprobs, entropy = token_head(
             hidden, weight, None, targets, temperatures, max_bytes=4 * V * rows, is_entropy_trained=True

@@ -1,4 +1,4 @@
-"""A checkpoint is all of a run's learning state, or none of it."""
+"""Checkpoints: complete, verified by digests, and loadable by transformers."""
 
 import json
 import random
@@ -63,8 +63,8 @@ def test_an_incomplete_checkpoint_is_ignored_and_removed(tmp_path: Path, model_d
     store = checkpoints(tmp_path, model_dir)
     learner = trained(model_dir, 1)
     save(store, learner)
-    torn, unfinished = tmp_path / "checkpoints" / "step-000002", tmp_path / "checkpoints" / ".step-000002.77.tmp"
-    for directory in (torn, unfinished):
+    incomplete, temporary = tmp_path / "checkpoints" / "step-000002", tmp_path / "checkpoints" / ".step-000002.77.tmp"
+    for directory in (incomplete, temporary):
         (directory / "model").mkdir(parents=True)
     latest = store.latest()
     assert latest is not None
@@ -74,7 +74,7 @@ def test_an_incomplete_checkpoint_is_ignored_and_removed(tmp_path: Path, model_d
     latest = store.latest()
     assert latest is not None
     assert latest.step == 2
-    assert not unfinished.exists()
+    assert not temporary.exists()
 
 
 @pytest.mark.parametrize("name", ["model/model.safetensors", "trainer.pt", "model/tokenizer.json"])

@@ -1,4 +1,4 @@
-"""Packed sequences give the numbers that each gives alone; families that cannot be packed are padded."""
+"""A packed pass computes the same values as each sequence alone. Model families that cannot be packed are padded."""
 
 import copy
 from pathlib import Path
@@ -54,7 +54,7 @@ def new_model(config: Any) -> Any:
     return AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]  # transformers leaves it untyped
 
 
-def made(family: str, **settings: object) -> PolicyModel:
+def policy_model(family: str, **settings: object) -> PolicyModel:
     torch.manual_seed(3)
     config = FAMILIES[family]()
     config.initializer_range = 0.4
@@ -62,23 +62,23 @@ def made(family: str, **settings: object) -> PolicyModel:
 
 
 def logprobs_one_by_one(model: Any, rows: Any) -> list[torch.Tensor]:
-    """Each sequence through the family's own forward, with nothing of ours around it."""
-    found = []
+    """The reference: each sequence through the forward method of transformers."""
+    logprobs = []
     for row in rows:
         ids = torch.from_numpy(row.inputs.astype(np.int64))[None]
         logits = model(input_ids=ids).logits[0].float() / row.temperature
         at, targets = torch.from_numpy(row.predicted_at), torch.from_numpy(row.targets.astype(np.int64))
-        found.append(torch.log_softmax(logits, -1)[at, targets].detach())
-    return found
+        logprobs.append(torch.log_softmax(logits, -1)[at, targets].detach())
+    return logprobs
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_a_pass_gives_each_sequence_the_logprobs_it_has_alone(family: str) -> None:
     plain = new_model(FAMILIES[family]()).eval()
-    model = made(family)
+    model = policy_model(family)
     plain.load_state_dict(model.module.state_dict())
     rows = flatten(recorded_batch(1), quick())
-    expected = sorted(float(x) for found in logprobs_one_by_one(plain, rows) for x in found)
+    expected = sorted(float(x) for logprobs in logprobs_one_by_one(plain, rows) for x in logprobs)
     config = quick(max_tokens_per_microbatch=60)
     (minibatch,) = plan(rows, config, step=1, is_packed=model.is_packed)
     assert len(minibatch.microbatches) > 1
@@ -87,27 +87,27 @@ def test_a_pass_gives_each_sequence_the_logprobs_it_has_alone(family: str) -> No
 
 
 def test_models_are_packed_if_their_attention_allows_it() -> None:
-    packed = {family: made(family).is_packed for family in FAMILIES}
+    packed = {family: policy_model(family).is_packed for family in FAMILIES}
     assert all(packed[family] for family in ("llama", "qwen2", "qwen3"))
     assert not packed["mistral"], "its window of 4 tokens would be lost"
     assert not packed["gemma2"], "it caps its attention scores"
     with pytest.raises(RunError, match="'mistral' computes other numbers with packed sequences"):
-        made("mistral", packing="packed")
+        policy_model("mistral", packing="packed")
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_packing_and_recomputation_change_no_gradient(family: str, checkpointing: bool) -> None:
-    model = made(family)
-    moved = []
+    model = policy_model(family)
+    results = []
     for settings in ({"packing": "padded"}, {"packing": "packed", "gradient_checkpointing": checkpointing}):
         config = quick(lr=1e-3, max_tokens_per_microbatch=40, entropy_bonus=0.01, **settings)
         learner = TrainStep(PolicyModel(copy.deepcopy(model.module), config), config)
         report = learner.run(recorded_batch(1))
-        moved.append(
+        results.append(
             (report, {n: learner.optimizer.state[p]["exp_avg"] for n, p in learner.model.module.named_parameters()})
         )
-    (padded, padded_means), (packed, packed_means) = moved
+    (padded, padded_means), (packed, packed_means) = results
     assert (padded.metrics["train/padding_share"] or 0) > 0
     assert packed.metrics["train/padding_share"] == 0.0
     assert packed.metrics["train/entropy"] == pytest.approx(padded.metrics["train/entropy"], rel=1e-5)
@@ -117,15 +117,15 @@ def test_packing_and_recomputation_change_no_gradient(family: str, checkpointing
 
 def test_passes_use_a_bfloat16_copy_and_updates_use_float32_weights(tmp_path: Path) -> None:
     directory = tiny_model_dir(tmp_path / "model")
-    narrow = TrainerConfig(compute_dtype="bfloat16", lr=1e-5, max_tokens_per_microbatch=60)
-    learner, exact = initial_learner(directory, narrow), initial_learner(directory, TrainerConfig(lr=1e-5))
+    config = TrainerConfig(compute_dtype="bfloat16", lr=1e-5, max_tokens_per_microbatch=60)
+    learner, exact = initial_learner(directory, config), initial_learner(directory, TrainerConfig(lr=1e-5))
     start = learner.model.weights()["model.norm.weight"].clone()
     for step in (1, 2):
-        report, whole = learner.run(recorded_batch(step)), exact.run(recorded_batch(step))
-        assert report.metrics["train/grad_norm"] == pytest.approx(whole.metrics["train/grad_norm"], rel=0.05)
+        report, expected = learner.run(recorded_batch(step)), exact.run(recorded_batch(step))
+        assert report.metrics["train/grad_norm"] == pytest.approx(expected.metrics["train/grad_norm"], rel=0.05)
     weight = learner.model.weights()["model.norm.weight"]
     assert weight.dtype == torch.float32
-    assert not torch.equal(weight, start), "1 + 1e-5 is 1 in bfloat16, but not here"
+    assert not torch.equal(weight, start), "1 + 1e-5 is 1 in bfloat16, but not in float32"
     shadow = dict(learner.model.network.language_model.named_parameters())["model.norm.weight"]
     assert shadow.dtype == torch.bfloat16
     assert torch.equal(shadow.detach(), weight.to(torch.bfloat16))
@@ -151,16 +151,16 @@ def test_each_attention_kernel_attends_inside_each_sequence_only(kernel: str, le
     expected = torch.cat(alone, dim=1)
     torch.testing.assert_close(found, expected)
     weight = torch.randn(found.shape, generator=generator, dtype=torch.float64)
-    ours = torch.autograd.grad((found * weight).sum(), (query, key, value))
-    theirs = torch.autograd.grad((expected * weight).sum(), (query, key, value))
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b)
+    gradients = torch.autograd.grad((found * weight).sum(), (query, key, value))
+    expected_gradients = torch.autograd.grad((expected * weight).sum(), (query, key, value))
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, expected_gradient)
 
 
 def test_length_buckets_limit_padding() -> None:
     lengths = tuple(range(1024, 8, -8))
-    rungs = length_buckets(lengths)
-    assert sum(count for count, _ in rungs) == len(lengths)
-    padded = sum(count * width for count, width in rungs)
+    buckets = length_buckets(lengths)
+    assert sum(count for count, _ in buckets) == len(lengths)
+    padded = sum(count * width for count, width in buckets)
     assert sum(lengths) <= padded < 1.2 * sum(lengths)
-    assert len(rungs) < 20
+    assert len(buckets) < 20

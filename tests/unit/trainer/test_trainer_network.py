@@ -1,4 +1,4 @@
-"""Norms are fused only where the fused kernel computes the same."""
+"""Norms are fused only if the fused kernel computes the same values."""
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from rollbook.trainer.model.network import fuse_norms
 
 
 class ShiftedRMSNorm(nn.Module):
-    """Looks like the usual one and adds 1 to its weight, as some families do."""
+    """Has the attributes of the usual RMS norm, but adds 1 to its weight, as some model families do."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The entropy bonus: a nat of entropy is worth something, and its gradient is that of the entropy."""
+"""The gradient of the entropy of the policy model."""
 
 from pathlib import Path
 

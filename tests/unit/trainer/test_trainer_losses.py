@@ -1,0 +1,75 @@
+"""Losses and corrections in a whole training step."""
+
+import math
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollbook.contracts.errors import RunError
+from rollbook.trainer.checkpoints.checkpoints import initial_learner
+from rollbook.trainer.losses.registry import LOSSES
+from tests.parts.trainer.batches import batch_of, one_pass, quick, recorded_batch, row, sample, tiny_model_dir
+
+DOCS = Path(__file__).parents[3] / "docs"
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    torch.set_num_threads(1)
+    return tiny_model_dir(tmp_path / "model")
+
+
+def test_the_loss_in_the_guide_trains(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = re.search(r"```python\n(.*?)```", (DOCS / "writing-a-loss.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert found is not None
+    (tmp_path / "guide_losses.py").write_text(found[1], encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    loss = {"loss": "guide_losses:soft_clip", "loss_options": {"steepness": 4.0}}
+    config = quick(**loss, advantage="group", reduction="token_mean")
+    report = initial_learner(model_dir, config).run(recorded_batch(1))
+    assert report.optimizer_steps == 1
+    assert (report.metrics["train/grad_norm"] or 0) > 0
+    sys.modules.pop("guide_losses", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("no_such_module:f", "no module 'no_such_module'"),
+        ("math:no_such", "has no 'no_such'"),
+        ("math:pi", "pi is not callable"),
+    ],
+)
+def test_a_missing_loss_is_reported_with_its_name(model_dir: Path, name: str, fault: str) -> None:
+    with pytest.raises(RunError, match=fault):
+        initial_learner(model_dir, quick(loss=name, advantage="group", reduction="token_mean"))
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_every_loss_trains_whole_batches(model_dir: Path, name: str) -> None:
+    needs: dict[str, Any] = {"reduction_length": 10} if name == "dr_grpo" else {}
+    learner = initial_learner(model_dir, quick(loss=name, ppo_n_minibatches=2, max_tokens_per_microbatch=40, **needs))
+    before = learner.model.digest()
+    report = learner.run(recorded_batch(1))
+    assert (report.optimizer_steps, report.skipped_steps) == (2, 0)
+    assert learner.model.digest() != before
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_correction_is_measured_and_changes_the_update(model_dir: Path, level: str) -> None:
+    exact = initial_learner(model_dir, quick())
+    logprob = float(exact.model.token_logprobs(one_pass([[1, 5]], [1], [6]))[0].detach())
+    # The second token was four times as likely for the trainer as for the sampling policy; its weight is bounded at 2.
+    rows = [row([1, 5, 6], [2], logprob=logprob), row([1, 5, 6], [2], logprob=logprob - math.log(4))]
+    batch = batch_of(1, [[sample(rows[0], reward=0.0), sample(rows[1], reward=1.0)]])
+    learner = initial_learner(model_dir, quick(correction="tis", correction_level=level))
+    metrics = learner.run(batch).metrics
+    assert metrics["train/correction_mean"] == pytest.approx(1.5, rel=1e-4)
+    assert metrics["train/correction_clip_frac"] == 0.5
+    assert metrics["train/correction_ess"] == pytest.approx(9 / 10, rel=1e-4)
+    exact.run(batch)
+    assert exact.model.digest() != learner.model.digest()

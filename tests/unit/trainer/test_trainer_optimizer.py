@@ -1,0 +1,67 @@
+"""The gradient guard and the learning rate."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollbook.contracts.errors import RunError
+from rollbook.trainer.checkpoints.checkpoints import Checkpoints, initial_learner
+from rollbook.trainer.config import TrainerConfig
+from rollbook.trainer.losses.inputs import LossInputs, LossSettings, LossTerms
+from rollbook.trainer.losses.registry import LOSSES
+from rollbook.trainer.optimizer import GradientGuard, learning_rate
+from tests.parts.trainer.batches import quick, recorded_batch, tiny_model_dir
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    torch.set_num_threads(1)
+    return tiny_model_dir(tmp_path / "model")
+
+
+def test_repeated_bad_gradients_stop_the_run_with_the_cause(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(inputs: LossInputs, settings: LossSettings) -> LossTerms:
+        return LossTerms(
+            loss_N=inputs.current_N * math.inf, is_clipped_N=torch.zeros_like(inputs.old_N, dtype=torch.bool)
+        )
+
+    monkeypatch.setitem(LOSSES, "grpo", broken)
+    learner = initial_learner(model_dir, quick(max_skipped_steps=3))
+    assert [learner.run(recorded_batch(step)).skipped_steps for step in (1, 2)] == [1, 1]
+    with pytest.raises(RunError, match=r"batch 3: the loss is .* 3 minibatches in a row"):
+        learner.run(recorded_batch(3))
+
+
+def test_the_gradient_guard_counts_consecutive_skips_across_a_checkpoint(tmp_path: Path, model_dir: Path) -> None:
+    guard = GradientGuard(max_in_a_row=2, max_norm=10.0)
+    assert [guard.allows(norm=norm, loss=0.0, step=1) for norm in (1.0, 11.0, 9.0, math.nan)] == [
+        True,
+        False,
+        True,
+        False,
+    ]
+    with pytest.raises(RunError, match=r"norm 50 is above skip_grad_norm_above 10; 2 minibatches"):
+        guard.allows(norm=50.0, loss=0.0, step=2)
+    config = quick(skip_grad_norm_above=1e-12)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", model_dir=model_dir, config=config)
+    learner = initial_learner(model_dir, config)
+    before = learner.model.digest()
+    assert learner.run(recorded_batch(1)).skipped_steps == 1
+    assert learner.model.digest() == before
+    checkpoints.save(learner, weights_digest=before)
+    assert checkpoints.restore(checkpoints.latest()).guard.skipped_in_a_row == 1
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]),
+        ("cosine", [0.5, 1.0, 1.0, 0.8535533, 0.5, 0.1464466]),
+    ],
+)
+def test_the_learning_rate_is_a_function_of_the_step(schedule: str, expected: list[float]) -> None:
+    config = TrainerConfig.model_validate({"lr": 1.0, "warmup_steps": 2, "max_steps": 6, "schedule": schedule})
+    assert [learning_rate(config, step) for step in range(1, 7)] == pytest.approx(expected)
