@@ -34,8 +34,8 @@ from tests.parts.rollout.dispatching import dispatching
 from tests.parts.rollout.sink import MemorySink
 from tests.parts.run.silent_server import silent_server
 from tests.parts.run.small import SmallRun
-from tests.parts.trainer.batches import quick, recorded_batch
-from tests.parts.trainer.ledger import MemoryLedger, trainer_loop
+from tests.parts.trainer.batches import quick
+from tests.parts.trainer.ledger import TinyLoop, open_trainer_ledger
 
 LONG_S = 300.0
 """Limit for whole runs on a busy machine."""
@@ -146,11 +146,14 @@ async def test_the_stack_of_a_worker_that_blocks_its_event_loop_is_reported_befo
 
 
 async def test_a_weight_push_without_a_response_ends_the_trainer_with_the_address(tmp_path: Path) -> None:
-    async with silent_server() as url, WeightTransferClient([url], request_s=0.3) as replicas:
-        loop = trainer_loop(
-            MemoryLedger(recorded_batch, num_steps=1).source(), replicas, tmp_path, quick(publish_timeout_s=0.5)
-        )
-        with pytest.raises(TransientError, match=f"publication 1 at {url} did not finish") as ended:
+    async with (
+        silent_server() as url,
+        WeightTransferClient([url], request_s=0.3) as replicas,
+        open_trainer_ledger() as ledger,
+    ):
+        await ledger.create(max_steps=1)
+        loop = TinyLoop(ledger.source(), replicas, tmp_path, quick(publish_timeout_s=0.5))
+        with pytest.raises(TransientError, match=f"publication 0 at {url} did not finish") as ended:
             await loop.run()
     assert exit_code_after(ended.value) == EXIT_CRASHED
 

@@ -3,41 +3,19 @@
 import asyncio
 import multiprocessing
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from rollbook.contracts.batch import TrainingBatch
-from rollbook.contracts.group import PromptGroup
-from rollbook.contracts.group_codec import encode_group
-from rollbook.contracts.policy import NOT_SAMPLED
 from rollbook.ledger.service import Ledger
 from rollbook.trainer.replay import replay
 from tests.parts.ledger.groups import RUN, settings
 from tests.parts.ledger.service import serving
 from tests.parts.trainer import process as trainer_process
-from tests.parts.trainer.batches import quick, recorded_batch, tiny_model_dir
-
-GROUPS = 3
-
-
-def unversioned(group: PromptGroup) -> PromptGroup:
-    """As an external producer sends it: the sampling version is unknown, so the staleness bound does not apply."""
-    samples = tuple(
-        replace(s, sequences=tuple(replace(r, versions=np.full_like(r.versions, NOT_SAMPLED)) for r in s.sequences))
-        for s in group.samples
-    )
-    return replace(group, samples=samples)
-
-
-async def fill(ledger: Ledger, *, steps: int) -> None:
-    await ledger.create_run(RUN, settings(per_step=GROUPS, max_steps=steps))
-    for step in range(1, steps + 1):
-        for group in recorded_batch(step, groups=GROUPS).groups:
-            plain = unversioned(group)
-            await ledger.submit(RUN, encode_group(plain), plain.outcome(seconds=1.0), attempt=1)
+from tests.parts.trainer.batches import quick, tiny_model_dir
+from tests.parts.trainer.ledger import GROUPS, submit_batches
 
 
 async def decided_batches(ledger: Ledger, steps: int) -> list[TrainingBatch]:
@@ -74,7 +52,8 @@ async def test_a_trainer_killed_at_random_moments_ends_with_the_same_bits(
     model_dir = tiny_model_dir(tmp_path / "run" / "model")
     killed = 0
     async with serving(tmp_path / "ledger") as (url, ledger):
-        await fill(ledger, steps=steps)
+        await ledger.create_run(RUN, settings(per_step=GROUPS, max_steps=steps))
+        await submit_batches(ledger, range(1, steps + 1))
 
         def start() -> multiprocessing.process.BaseProcess:
             process = context.Process(

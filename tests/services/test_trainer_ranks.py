@@ -14,7 +14,7 @@ from rollbook.trainer.loop import LoopEnd
 from rollbook.trainer.model.weights import digest_of
 from rollbook.trainer.team import Team
 from tests.parts.trainer.batches import quick, recorded_batch, tiny_model_dir
-from tests.parts.trainer.ledger import MemoryLedger, MemoryReplicas, trainer_loop
+from tests.parts.trainer.ledger import FakeReplicas, TinyLoop, open_trainer_ledger
 
 CLOSE = 2e-5
 """Sums over ranks have another order than in one process; after four steps with lr 1e-2 weights agree to this."""
@@ -64,10 +64,10 @@ def test_two_ranks_learn_what_one_does_and_resume_to_the_bit_or_within_rounding(
 
 @pytest.mark.timeout(600)
 async def test_the_loop_trains_on_two_ranks_and_leaves_no_process_behind(tmp_path: Path) -> None:
-    config = quick(ranks=2)
-    ledger = MemoryLedger(recorded_batch, num_steps=3)
-    outcome = await trainer_loop(ledger.source(), MemoryReplicas(), tmp_path, config).run()
-    assert (outcome.end, outcome.step, ledger.durable_step) == (LoopEnd.ENDED, 3, 3)
-    assert set(ledger.acknowledged) == {1, 2, 3}
+    async with open_trainer_ledger() as ledger:
+        await ledger.create(max_steps=3)
+        outcome = await TinyLoop(ledger.source(), FakeReplicas(), tmp_path, quick(ranks=2)).run()
+        assert (outcome.end, outcome.step, await ledger.durable_step()) == (LoopEnd.ENDED, 3, 3)
+        assert set(await ledger.acknowledged()) == {1, 2, 3}
     assert [p for p in psutil.Process().children() if "rollbook.trainer.team" in p.cmdline()] == []
     assert not dist.is_initialized()

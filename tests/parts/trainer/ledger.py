@@ -1,170 +1,176 @@
-"""An in-memory ledger and replicas that keep the promises of their ports, as far as the trainer can tell."""
+"""A trainer loop on a real ledger in memory, with fake replicas."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainerRole, TrainingBatch
-from rollbook.contracts.errors import FencedError, RunError, TransientError
-from rollbook.contracts.policy import Publication, PublicationId
+from rollbook.contracts.errors import FencedError, TransientError
+from rollbook.contracts.group import PromptGroup
+from rollbook.contracts.group_codec import encode_group
+from rollbook.contracts.policy import NOT_SAMPLED, Publication
 from rollbook.contracts.ports import BatchSource, Fence, WeightReceiver
+from rollbook.ledger.records import PublicationRecord
+from rollbook.ledger.service import Ledger
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import MetricRecorder
 from rollbook.telemetry.spans import SpanRecorder
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.loop import LoopOutcome, TrainerLoop
 from rollbook.trainer.metrics import TRAINER_METRICS
-from tests.parts.trainer.batches import tiny_model_dir
+from tests.parts.ledger.groups import RUN, settings
+from tests.parts.ledger.service import open_memory_ledger
+from tests.parts.trainer.batches import recorded_batch, tiny_model_dir
+
+GROUPS = 3
+"""Groups of a recorded batch."""
 
 
-class MemoryLedger:
-    """The truth that outlives trainers. Batches come from `record`, which gives the same batch for a step every time."""
-
-    def __init__(self, record: Callable[[int], TrainingBatch], *, num_steps: int, end: EndOfRun = EndOfRun.MAX_STEPS):
-        self._record = record
-        self.num_steps = num_steps
-        self.end = end
-        self.epoch = 0
-        self.decided = 0
-        self.acknowledged: dict[int, str] = {}
-        self.durable_step = 0
-        self.oldest_kept: int | None = None
-        self.registered: list[Publication] = []
-        self.confirmed: list[Publication] = []
-        self.finished: EndOfRun | None = None
-        self.told: list[str] = []
-        """Every call that changes something, in order."""
-        self.held_steps: set[int] = set()
-        """Steps for which there are not enough groups yet."""
-
-    @property
-    def last_acknowledged(self) -> int:
-        return max(self.acknowledged, default=0)
-
-    def source(self) -> "MemoryBatchSource":
-        return MemoryBatchSource(self)
-
-    def record_of(self, step: int) -> TrainingBatch:
-        return self._record(step)
+async def submit_batches(ledger: Ledger, steps: Iterable[int]) -> None:
+    """Submit the groups of recorded batches as an external producer does: without a known sampling version."""
+    for step in steps:
+        for group in recorded_batch(step, groups=GROUPS).groups:
+            plain = _unversioned(group)
+            await ledger.submit(RUN, encode_group(plain), plain.outcome(seconds=1.0), attempt=1)
 
 
-class MemoryBatchSource:
-    """One trainer's connection. `failures` makes the next calls fail as if the service were away."""
+def _unversioned(group: PromptGroup) -> PromptGroup:
+    samples = tuple(
+        replace(s, sequences=tuple(replace(r, versions=np.full_like(r.versions, NOT_SAMPLED)) for r in s.sequences))
+        for s in group.samples
+    )
+    return replace(group, samples=samples)
 
-    def __init__(self, ledger: MemoryLedger) -> None:
-        self._ledger = ledger
+
+class TrainerLedger:
+    """A ledger with one run whose batches are `recorded_batch(step)`. Records the calls of its trainers in order."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.calls: list[str] = []
+
+    async def create(self, *, max_steps: int, submitted: int | None = None) -> None:
+        """Create the run and submit its first batches (default: all of them)."""
+        await self.ledger.create_run(RUN, settings(per_step=GROUPS, max_steps=max_steps))
+        await self.submit(*range(1, (max_steps if submitted is None else submitted) + 1))
+
+    async def submit(self, *steps: int) -> None:
+        await submit_batches(self.ledger, steps)
+
+    def source(self) -> "LedgerSource":
+        return LedgerSource(self)
+
+    async def acknowledged(self) -> dict[int, str]:
+        """The weights digest of each acknowledged step."""
+        return {record.step: record.digest for record in await self.ledger.steps(RUN)}
+
+    async def durable_step(self) -> int:
+        return (await self.ledger.status(RUN)).durable_step
+
+    async def is_ended(self) -> bool:
+        return (await self.ledger.status(RUN)).ended
+
+    async def publications(self) -> list[PublicationRecord]:
+        return await self.ledger.publications(RUN)
+
+
+@asynccontextmanager
+async def open_trainer_ledger() -> AsyncIterator[TrainerLedger]:
+    async with open_memory_ledger() as ledger:
+        yield TrainerLedger(ledger)
+
+
+class LedgerSource:
+    """The connection of one trainer. The next `failures` calls fail as if the ledger were unreachable."""
+
+    def __init__(self, run: TrainerLedger) -> None:
+        self._ledger = run.ledger
+        self._calls = run.calls
         self._epoch = 0
         self.failures = 0
 
-    def _enter(self, what: str) -> None:
+    def _connect(self) -> None:
         if self.failures > 0:
             self.failures -= 1
-            raise TransientError(f"{what}: connection refused")
-        if self._epoch < self._ledger.epoch:
-            raise FencedError(f"{what}: epoch {self._epoch} was replaced by {self._ledger.epoch}")
+            raise TransientError("ledger: connection refused")
 
     async def take_role(self, *, restored_step: int) -> TrainerRole:
-        self._epoch = self._ledger.epoch + 1
-        self._enter("take_role")
-        ledger = self._ledger
-        ledger.epoch = self._epoch
-        ledger.told.append(f"role {restored_step}")
-        return TrainerRole(
-            epoch=self._epoch,
-            restored_step=restored_step,
-            last_decided=ledger.decided,
-            last_acknowledged=ledger.last_acknowledged,
-            durable_step=ledger.durable_step,
-            last_confirmed=ledger.confirmed[-1] if ledger.confirmed else None,
-        )
+        self._connect()
+        role = await self._ledger.take_role(RUN, restored_step=restored_step)
+        self._epoch = role.epoch
+        self._calls.append(f"role {restored_step}")
+        return role
 
     async def batch(self, step: int, *, wait_s: float) -> TrainingBatch | EndOfRun | None:
-        self._enter(f"batch {step}")
-        if step > self._ledger.num_steps:
-            return self._ledger.end
-        if step > self._ledger.decided + 1:
-            raise RunError(f"batch {step} asked for before batch {self._ledger.decided + 1}")
-        if step in self._ledger.held_steps:
-            await asyncio.sleep(0.01)
-            return None
-        self._ledger.decided = max(self._ledger.decided, step)
-        return self._ledger.record_of(step)
+        self._connect()
+        return await self._ledger.batch(RUN, step, epoch=self._epoch, wait_s=wait_s)
 
     async def acknowledge(self, step: int, weights_digest: str) -> AckReceipt:
-        self._enter(f"acknowledge {step}")
-        known = self._ledger.acknowledged.get(step)
-        if known is None:
-            assert step == self._ledger.last_acknowledged + 1, "acknowledgements come in order"
-            self._ledger.acknowledged[step] = weights_digest
-            self._ledger.told.append(f"acknowledge {step}")
-            return AckReceipt.ACKNOWLEDGED
-        self._ledger.told.append(f"acknowledge {step} again")
-        return AckReceipt.REPEATED if known == weights_digest else AckReceipt.DIVERGED
+        self._connect()
+        receipt = await self._ledger.acknowledge(RUN, step, weights_digest, epoch=self._epoch)
+        self._calls.append(f"acknowledge {step}" + ("" if receipt is AckReceipt.ACKNOWLEDGED else " again"))
+        return receipt
 
     async def register(self, step: int, weights_digest: str) -> Publication:
-        self._enter(f"register {step}")
-        publication = Publication(
-            id=PublicationId(len(self._ledger.registered) + 1), epoch=self._epoch, step=step, digest=weights_digest
-        )
-        self._ledger.registered.append(publication)
-        return publication
+        self._connect()
+        return await self._ledger.register(RUN, step, weights_digest, epoch=self._epoch)
 
     async def confirm(self, publication: Publication) -> None:
-        self._enter(f"confirm {publication.id}")
-        self._ledger.confirmed.append(publication)
-        self._ledger.told.append(f"publish {publication.step}")
+        self._connect()
+        await self._ledger.confirm(RUN, publication, epoch=self._epoch)
+        self._calls.append(f"publish {publication.step}")
 
     async def checkpointed(self, step: int, *, oldest_kept: int) -> None:
-        self._enter(f"checkpointed {step}")
-        assert self._ledger.durable_step <= step <= self._ledger.last_acknowledged
-        assert oldest_kept <= step
-        self._ledger.durable_step = step
-        self._ledger.oldest_kept = oldest_kept
-        self._ledger.told.append(f"checkpoint {step}")
+        self._connect()
+        await self._ledger.checkpointed(RUN, step, oldest_kept=oldest_kept, epoch=self._epoch)
+        self._calls.append(f"checkpoint {step}")
 
     async def finish(self, reason: EndOfRun) -> None:
-        self._enter("finish")
-        self._ledger.finished = reason
-        self._ledger.told.append(f"finish {reason}")
+        self._connect()
+        await self._ledger.finish(RUN, reason, epoch=self._epoch)
+        self._calls.append(f"finish {reason}")
 
 
-class MemoryReplicas:
-    """Policy servers that note what they were given. Fenced by epoch, as the real ones are."""
+class FakeReplicas:
+    """Policy servers that record the publications they load. They reject older epochs, like the real ones."""
 
     def __init__(self, count: int = 2) -> None:
-        self.has: list[Publication | None] = [None] * count
+        self.loaded: list[Publication | None] = [None] * count
         self.locations: list[str] = []
         self.pushes: list[int] = []
-        """Steps that were pushed, in order."""
+        """The pushed steps, in order."""
         self.failures = 0
+        """The number of attempts that will fail."""
 
     async def receive(
         self, publication: Publication, location: str, *, within_s: float | None = None, fence: Fence | None = None
     ) -> None:
-        """As the real client does, it tries again while replicas are away, a moment apart, for as long as it was told."""
+        """Like the real client, retry while replicas are unreachable. Each failed attempt counts as one second."""
         while self.failures > 0:
             self.failures -= 1
             if within_s is None or (within_s := within_s - 1) <= 0:
                 raise TransientError("replica 0: connection refused")
             await asyncio.sleep(0.001)
-        newest = max((held.epoch for held in self.has if held is not None), default=0)
+        newest = max((held.epoch for held in self.loaded if held is not None), default=0)
         if publication.epoch < newest:
-            raise FencedError(
-                f"publication {publication.id} of epoch {publication.epoch}: epoch {newest} is in service"
-            )
-        self.has = [publication] * len(self.has)
+            raise FencedError(f"publication {publication.id} of epoch {publication.epoch}: epoch {newest} is loaded")
+        self.loaded = [publication] * len(self.loaded)
         self.locations.append(location)
         self.pushes.append(publication.step)
 
     async def reported(self) -> Sequence[Publication | None]:
-        return list(self.has)
+        return list(self.loaded)
 
     def restart(self, number: int) -> None:
-        self.has[number] = None
+        self.loaded[number] = None
 
 
-class LoopInDirectory:
-    """The real loop in a run directory with a tiny model; events, metrics and spans lie where a run has them."""
+class TinyLoop:
+    """The real loop with a tiny model. Events, metrics and spans are written to the same files as in a run."""
 
     def __init__(
         self,
@@ -173,7 +179,7 @@ class LoopInDirectory:
         directory: Path,
         config: TrainerConfig,
         *,
-        max_head_offpolicy_versions: int,
+        max_head_offpolicy_versions: int = 0,
     ) -> None:
         self._spans = SpanRecorder("trainer", directory / "spans.jsonl")
         self._log = EventLog("trainer", directory / "logs" / "trainer.jsonl")
@@ -198,14 +204,3 @@ class LoopInDirectory:
         finally:
             self._spans.close()
             self._log.close()
-
-
-def trainer_loop(
-    source: BatchSource,
-    receiver: WeightReceiver,
-    directory: Path,
-    config: TrainerConfig,
-    *,
-    max_head_offpolicy_versions: int = 0,
-) -> LoopInDirectory:
-    return LoopInDirectory(source, receiver, directory, config, max_head_offpolicy_versions=max_head_offpolicy_versions)

@@ -1,4 +1,4 @@
-"""Killed after any step, the resumed run ends with the weights, bit for bit, of one that was never killed."""
+"""A run killed at any step and resumed ends with the same weights, bit for bit, as an uninterrupted run."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -8,66 +8,72 @@ import pytest
 from rollbook.contracts.batch import AckReceipt, TrainingBatch
 from rollbook.trainer.loop import LoopEnd
 from rollbook.trainer.replay import replay
+from tests.parts.ledger.groups import RUN
 from tests.parts.trainer.batches import quick, recorded_batch, tiny_model_dir
-from tests.parts.trainer.ledger import MemoryBatchSource, MemoryLedger, MemoryReplicas, trainer_loop
+from tests.parts.trainer.ledger import FakeReplicas, LedgerSource, TinyLoop, TrainerLedger, open_trainer_ledger
 
 STEPS = 6
 
 
 class KilledError(BaseException):
-    """Ends the process, as far as the loop can tell: nothing after it runs."""
+    """Simulates SIGKILL: no handler for exceptions catches it."""
 
 
-class DyingSource(MemoryBatchSource):
-    """Dies at one call, before or after the ledger hears it."""
+class KillingSource(LedgerSource):
+    """Kills the trainer in one call, before or after the ledger receives the call."""
 
-    def __init__(self, ledger: MemoryLedger, call: str, step: int, *, is_heard: bool) -> None:
+    def __init__(self, ledger: TrainerLedger, call: str, step: int, *, is_received: bool) -> None:
         super().__init__(ledger)
-        self._dies = (call, step)
-        self._is_heard = is_heard
+        self._kill_at = (call, step)
+        self._is_received = is_received
 
     async def acknowledge(self, step: int, weights_digest: str) -> AckReceipt:
-        if self._dies == ("acknowledge", step) and not self._is_heard:
+        if self._kill_at == ("acknowledge", step) and not self._is_received:
             raise KilledError
         receipt = await super().acknowledge(step, weights_digest)
-        if self._dies == ("acknowledge", step):
+        if self._kill_at == ("acknowledge", step):
             raise KilledError
         return receipt
 
     async def checkpointed(self, step: int, *, oldest_kept: int) -> None:
-        if self._dies == ("checkpointed", step) and not self._is_heard:
+        if self._kill_at == ("checkpointed", step) and not self._is_received:
             raise KilledError
         await super().checkpointed(step, oldest_kept=oldest_kept)
-        if self._dies == ("checkpointed", step):
+        if self._kill_at == ("checkpointed", step):
             raise KilledError
 
 
-EVERYWHERE = [("acknowledge", s, heard) for s in range(1, STEPS + 1) for heard in (False, True)] + [
-    ("checkpointed", s, heard) for s in (2, 4, 6) for heard in (False, True)
+CALLS = [("acknowledge", s, is_received) for s in range(1, STEPS + 1) for is_received in (False, True)] + [
+    ("checkpointed", s, is_received) for s in (2, 4, 6) for is_received in (False, True)
 ]
 
 
 @pytest.mark.parametrize(
-    ("call", "step", "is_heard", "minibatches"),
-    [(*where, 1) for where in EVERYWHERE] + [("acknowledge", 3, True, 3), ("acknowledge", 6, False, 3)],
+    ("call", "step", "is_received", "minibatches"),
+    [(*call, 1) for call in CALLS] + [("acknowledge", 3, True, 3), ("acknowledge", 6, False, 3)],
 )
 async def test_a_run_killed_anywhere_ends_with_the_same_bits(
-    tmp_path: Path, call: str, step: int, is_heard: bool, minibatches: int
+    tmp_path: Path, call: str, step: int, is_received: bool, minibatches: int
 ) -> None:
     config = quick(ppo_n_minibatches=minibatches)
-    ledger = MemoryLedger(recorded_batch, num_steps=STEPS)
-    with pytest.raises(KilledError):
-        await trainer_loop(DyingSource(ledger, call, step, is_heard=is_heard), MemoryReplicas(), tmp_path, config).run()
-    outcome = await trainer_loop(ledger.source(), MemoryReplicas(), tmp_path, config).run()
+    async with open_trainer_ledger() as ledger:
+        await ledger.create(max_steps=STEPS)
+        source = KillingSource(ledger, call, step, is_received=is_received)
+        with pytest.raises(KilledError):
+            await TinyLoop(source, FakeReplicas(), tmp_path, config).run()
+        outcome = await TinyLoop(ledger.source(), FakeReplicas(), tmp_path, config).run()
+        acknowledged = await ledger.ledger.steps(RUN)
+        durable_step = await ledger.durable_step()
 
-    straight = await replay(
+    uninterrupted = await replay(
         (recorded_batch(s) for s in range(1, STEPS + 1)), model_dir=tmp_path / "model", config=config
     )
     assert outcome.end is LoopEnd.ENDED
-    assert outcome.digest == straight.final_digest
-    assert ledger.acknowledged == {s: straight.digests[s] for s in range(1, STEPS + 1)}
-    assert len(set(straight.digests.values())) == STEPS + 1, "every step must have moved the weights"
-    assert ledger.durable_step == STEPS
+    assert outcome.digest == uninterrupted.final_digest
+    assert {record.step for record in acknowledged} == set(range(1, STEPS + 1))
+    assert all(record.digest == uninterrupted.digests[record.step] for record in acknowledged)
+    assert len(set(uninterrupted.digests.values())) == STEPS + 1, "every step must have moved the weights"
+    assert durable_step == STEPS
 
 
 async def test_replay_stops_at_the_requested_step(tmp_path: Path) -> None:

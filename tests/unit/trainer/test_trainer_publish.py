@@ -1,7 +1,7 @@
-"""The publisher: files that are whole, one publication at a time, replicas kept at what is published."""
+"""The publisher: complete weight files, one publication at a time, and repeated pushes to replicas that differ."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -16,22 +16,23 @@ from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.spans import SpanRecorder
 from rollbook.trainer.model.weights import digest_of, write_weights
 from rollbook.trainer.publish import Publisher
-from tests.parts.trainer.batches import quick, recorded_batch
-from tests.parts.trainer.ledger import MemoryBatchSource, MemoryLedger, MemoryReplicas
+from tests.parts.trainer.batches import quick
+from tests.parts.trainer.ledger import FakeReplicas, TrainerLedger, open_trainer_ledger
 
 WEIGHTS = {"b": torch.arange(6, dtype=torch.float32).reshape(2, 3), "a": torch.ones(2, dtype=torch.bfloat16)}
 
 
-class Stage:
-    """A publisher with everything around it in memory."""
+class Setup:
+    """A publisher with a ledger in memory, fake replicas and a manual clock."""
 
-    def __init__(self, tmp_path: Path) -> None:
-        self.ledger = MemoryLedger(recorded_batch, num_steps=9)
-        self.source: MemoryBatchSource = self.ledger.source()
-        self.replicas = MemoryReplicas()
+    def __init__(self, ledger: TrainerLedger, tmp_path: Path) -> None:
+        self.ledger = ledger
+        self.source = ledger.source()
+        self.replicas = FakeReplicas()
         self.clock = ManualClock()
         self.directory = tmp_path / "weights"
         self.log = EventLog("trainer", tmp_path / "log.jsonl")
+        self._step = 0
         self.publisher = Publisher(
             source=self.source,
             receiver=self.replicas,
@@ -43,89 +44,100 @@ class Stage:
         )
 
     async def publish(self, step: int) -> Publication:
+        """Publish version `step`, after the steps up to it are acknowledged."""
+        while self._step < step:
+            self._step += 1
+            await self.source.batch(self._step, wait_s=0)
+            await self.source.acknowledge(self._step, digest_of(WEIGHTS))
         return await self.publisher.publish(WEIGHTS, step=step, digest=digest_of(WEIGHTS))
 
 
 @pytest.fixture
-def stage(tmp_path: Path) -> Iterator[Stage]:
-    made = Stage(tmp_path)
-    yield made
-    made.log.close()
+async def setup(tmp_path: Path) -> AsyncIterator[Setup]:
+    async with open_trainer_ledger() as ledger:
+        await ledger.create(max_steps=4)
+        setup = Setup(ledger, tmp_path)
+        await setup.source.take_role(restored_step=0)
+        yield setup
+        setup.log.close()
 
 
-async def test_replicas_receive_the_registered_publication(stage: Stage) -> None:
-    publication = await stage.publish(4)
-    location = Path(stage.replicas.locations[-1])
+async def test_replicas_receive_the_registered_publication(setup: Setup) -> None:
+    publication = await setup.publish(4)
+    location = Path(setup.replicas.locations[-1])
     assert location.is_absolute()
     assert digest_of(load_file(location)) == publication.digest
     with safe_open(location, framework="pt") as file:
         assert file.metadata()["rollbook_digest"] == publication.digest
-    assert stage.publisher.current == publication == stage.ledger.confirmed[-1]
+    assert setup.publisher.current == publication
+    (record,) = await setup.ledger.publications()
+    assert record.contract == publication
+    assert record.confirmed_at is not None
 
 
-async def test_old_and_leftover_weight_files_are_removed(stage: Stage) -> None:
-    stage.directory.mkdir()
-    (stage.directory / "publication-00000099.safetensors").write_bytes(b"of a dead trainer")
-    (stage.directory / ".publication-00000100.safetensors.5.tmp").write_bytes(b"half")
+async def test_old_and_leftover_weight_files_are_removed(setup: Setup) -> None:
+    setup.directory.mkdir()
+    (setup.directory / "publication-00000099.safetensors").write_bytes(b"left by a killed trainer")
+    (setup.directory / ".publication-00000100.safetensors.5.tmp").write_bytes(b"half")
     for step in range(4):
-        await stage.publish(step)
-    assert sorted(path.name for path in stage.directory.iterdir()) == [
+        await setup.publish(step)
+    assert sorted(path.name for path in setup.directory.iterdir()) == [
+        "publication-00000002.safetensors",
         "publication-00000003.safetensors",
-        "publication-00000004.safetensors",
     ]
 
 
-async def test_a_fenced_trainer_publishes_nothing(stage: Stage) -> None:
-    await stage.ledger.source().take_role(restored_step=0)
+async def test_a_fenced_trainer_publishes_nothing(setup: Setup) -> None:
+    await setup.ledger.source().take_role(restored_step=0)
     with pytest.raises(FencedError):
-        await stage.publish(1)
-    assert stage.replicas.pushes == []
-    assert not stage.directory.exists()
+        await setup.publish(1)
+    assert setup.replicas.pushes == []
+    assert not setup.directory.exists()
 
 
-async def test_a_publication_fails_when_replicas_stay_unreachable_beyond_the_timeout(stage: Stage) -> None:
-    stage.replicas.failures = 10_000
+async def test_a_publication_fails_when_replicas_stay_unreachable_beyond_the_timeout(setup: Setup) -> None:
+    setup.replicas.failures = 10_000
     with pytest.raises(TransientError, match="connection refused"):
-        await stage.publish(1)
-    assert stage.ledger.confirmed == []
+        await setup.publish(1)
+    assert [record.confirmed_at for record in await setup.ledger.publications()] == [None]
 
 
-async def test_the_replica_watch_pushes_again_only_to_replicas_with_another_version(stage: Stage) -> None:
-    watch = asyncio.create_task(stage.publisher.run())
-    await stage.clock.advance(10)
-    assert stage.replicas.pushes == [], "nothing is published yet"
-    await stage.publish(3)
-    await stage.clock.advance(10)
-    assert stage.replicas.pushes == [3]
-    stage.replicas.restart(0)
-    await stage.clock.advance(2)
-    assert stage.replicas.pushes == [3, 3]
-    stage.replicas.has[1] = Publication(
-        id=PublicationId(77), epoch=0, step=1, digest="straggling push of a dead trainer"
+async def test_the_replica_watch_pushes_again_only_to_replicas_with_another_version(setup: Setup) -> None:
+    watch = asyncio.create_task(setup.publisher.run())
+    await setup.clock.advance(10)
+    assert setup.replicas.pushes == [], "nothing is published yet"
+    await setup.publish(3)
+    await setup.clock.advance(10)
+    assert setup.replicas.pushes == [3]
+    setup.replicas.restart(0)
+    await setup.clock.advance(2)
+    assert setup.replicas.pushes == [3, 3]
+    setup.replicas.loaded[1] = Publication(
+        id=PublicationId(77), epoch=0, step=1, digest="late push of a killed trainer"
     )
-    await stage.clock.advance(2)
-    assert stage.replicas.pushes == [3, 3, 3]
+    await setup.clock.advance(2)
+    assert setup.replicas.pushes == [3, 3, 3]
     watch.cancel()
 
 
-async def test_the_replica_watch_continues_when_replicas_are_unreachable(stage: Stage) -> None:
-    await stage.publish(3)
-    watch = asyncio.create_task(stage.publisher.run())
-    stage.replicas.restart(0)
-    stage.replicas.failures = 3
-    await stage.clock.advance(6)
+async def test_the_replica_watch_continues_when_replicas_are_unreachable(setup: Setup) -> None:
+    await setup.publish(3)
+    watch = asyncio.create_task(setup.publisher.run())
+    setup.replicas.restart(0)
+    setup.replicas.failures = 3
+    await setup.clock.advance(6)
     assert not watch.done()
-    assert stage.replicas.pushes == [3]
-    await stage.clock.advance(2)
-    assert stage.replicas.pushes == [3, 3]
+    assert setup.replicas.pushes == [3]
+    await setup.clock.advance(2)
+    assert setup.replicas.pushes == [3, 3]
     watch.cancel()
 
 
-async def test_the_replica_watch_ends_when_a_newer_trainer_owns_the_replicas(stage: Stage) -> None:
-    await stage.publish(3)
-    watch = asyncio.create_task(stage.publisher.run())
-    stage.replicas.has[0] = Publication(id=PublicationId(50), epoch=9, step=3, digest="newer")
-    await stage.clock.advance(2)
+async def test_the_replica_watch_ends_when_a_newer_trainer_owns_the_replicas(setup: Setup) -> None:
+    await setup.publish(3)
+    watch = asyncio.create_task(setup.publisher.run())
+    setup.replicas.loaded[0] = Publication(id=PublicationId(50), epoch=9, step=3, digest="newer")
+    await setup.clock.advance(2)
     with pytest.raises(FencedError):
         await watch
 
