@@ -23,6 +23,7 @@ from aiohttp import web
 
 from benchmarks.ledger.bodies import submission
 from benchmarks.report import machine, print_status
+from rollbook.concurrency.sockets import listening_socket
 from rollbook.contracts.admission import RunSettings
 from rollbook.contracts.freshness import FreshnessRule
 from rollbook.contracts.group import GroupId, PromptGroup
@@ -31,7 +32,7 @@ from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import RolloutSample, TokenRow
 from rollbook.ledger.config import Durability, LedgerConfig, LedgerServerConfig
 from rollbook.ledger.http import wire
-from rollbook.ledger.serve import listening_socket, serve_ledger
+from rollbook.ledger.serve import serve_ledger
 from rollbook.telemetry.events import EventLog
 
 RUN = "bench"

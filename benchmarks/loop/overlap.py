@@ -21,6 +21,7 @@ from typing import Any
 import tomli_w
 
 from benchmarks.report import Figure, print_figures, print_status
+from rollbook.concurrency.sockets import listening_socket, url_of
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.batch import EndOfRun
 from rollbook.inference.weights.client import WeightTransferClient
@@ -29,7 +30,6 @@ from rollbook.run.config.run import load_config
 from rollbook.run.directory import RunDirectory
 from rollbook.run.record import open_run
 from rollbook.run.supervision.process import SupervisedProcess
-from rollbook.run.supervision.sockets import listening_socket, url_of
 from rollbook.run.supervision.supervisor import RunEnd, Supervisor
 from rollbook.telemetry.events import EventLog
 from rollbook.trainer.checkpoints.checkpoints import initial_learner

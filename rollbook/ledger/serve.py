@@ -16,9 +16,10 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 from rollbook.concurrency.clock import Clock, SystemClock
+from rollbook.concurrency.sockets import listening_socket, url_of
 from rollbook.contracts.errors import RunError
 from rollbook.ledger.config import LedgerConfig, LedgerServerConfig
-from rollbook.ledger.http.app import BACKLOG, Dialect, LedgerService, build_service
+from rollbook.ledger.http.app import Dialect, LedgerService, build_service
 from rollbook.ledger.http.auth import Keys, Role, require_tokens
 from rollbook.ledger.service import open_ledger
 from rollbook.ledger.store import Store
@@ -87,7 +88,7 @@ async def serve_ledger(
     keys = keys_of(config)
     if sock is None:
         require_tokens(config.host, keys)
-    own = listening_socket(config.host, config.port) if sock is None else sock.dup()
+    own = _listening_socket(config.host, config.port) if sock is None else sock.dup()
     with own:
         async with (
             _stop_event(stop) as stopping,
@@ -111,24 +112,13 @@ def keys_of(config: LedgerServerConfig) -> Keys:
     )
 
 
-def listening_socket(host: str, port: int) -> socket.socket:
-    """A bound, listening socket; with port 0 the kernel chooses the port."""
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def _listening_socket(host: str, port: int) -> socket.socket:
     try:
-        sock.bind((host.strip("[]"), port))
+        return listening_socket(host, port)
     except OSError as error:
-        sock.close()
         raise RunError(
             f"the ledger cannot listen on {host}:{port}: {error.strerror}; choose another address"
         ) from error
-    sock.listen(BACKLOG)
-    return sock
-
-
-def url_of(sock: socket.socket) -> str:
-    host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def allow_many_connections() -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rollbook.concurrency.sockets import listening_socket, url_of
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.policy import Publication, PublicationId
 from rollbook.contracts.task import Task
@@ -19,7 +20,6 @@ from rollbook.run.config.run import RunConfig
 from rollbook.run.policy_clients import policy_urls
 from rollbook.run.supervision.child_main import RoleContext
 from rollbook.run.supervision.process import SupervisedProcess
-from rollbook.run.supervision.sockets import listening_socket, url_of
 from rollbook.run.worker_spec import worker_spec
 from rollbook.tasks.dataset import load_tasks
 from rollbook.trainer.model.policy_model import PolicyModel

@@ -10,12 +10,13 @@ import aiohttp
 import msgspec
 import pytest
 
+from rollbook.concurrency.sockets import listening_socket, url_of
 from rollbook.contracts.errors import RunError
 from rollbook.ledger.config import LedgerConfig, LedgerServerConfig
 from rollbook.ledger.http import wire
 from rollbook.ledger.http.auth import Keys, Role, is_loopback, require_tokens
 from rollbook.ledger.http.compression import compress
-from rollbook.ledger.serve import keys_of, listening_socket, open_ledger_service, url_of
+from rollbook.ledger.serve import keys_of, open_ledger_service
 from rollbook.ledger.stores.registry import sqlite_url
 from rollbook.telemetry.events import EventLog
 from tests.parts.ledger.groups import RUN, settings

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from rollbook.concurrency.sockets import listening_socket
 from rollbook.contracts.group import GroupState
 from rollbook.ledger.atropos.config import AtroposConfig
 from rollbook.ledger.atropos.routes import atropos_dialect
@@ -21,7 +22,7 @@ from rollbook.ledger.client.client import RETRIED
 from rollbook.ledger.config import LedgerConfig
 from rollbook.ledger.http import wire
 from rollbook.ledger.http.bodies import BodyReader
-from rollbook.ledger.serve import listening_socket, open_ledger_service
+from rollbook.ledger.serve import open_ledger_service
 from rollbook.ledger.service import Ledger
 from rollbook.ledger.stores.registry import sqlite_url
 from rollbook.telemetry.events import EventLog

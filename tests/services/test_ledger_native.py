@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from rollbook.concurrency.sockets import listening_socket, url_of
 from rollbook.contracts.admission import LedgerStatus, Receipt, RunId
 from rollbook.contracts.batch import AckReceipt, TrainingBatch
 from rollbook.contracts.errors import FencedError, RunError, TransientError
@@ -21,7 +22,7 @@ from rollbook.ledger.client.blocking import SyncLedgerClient, audit_at, explain_
 from rollbook.ledger.client.client import LedgerClient, open_ledger_client
 from rollbook.ledger.config import LedgerConfig, LedgerServerConfig
 from rollbook.ledger.http.app import LedgerService
-from rollbook.ledger.serve import allow_many_connections, listening_socket, serve_ledger, url_of
+from rollbook.ledger.serve import allow_many_connections, serve_ledger
 from rollbook.ledger.stores.registry import sqlite_url
 from rollbook.telemetry.events import EventLog
 from tests.parts.ledger.groups import RUN, big_group, draws, group_of, outcome_of, settings

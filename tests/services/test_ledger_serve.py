@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from rollbook.ledger.config import GateConfig, LedgerConfig
-from rollbook.ledger.serve import listening_socket
+from rollbook.concurrency.sockets import listening_socket
 from rollbook.run.processes import ledger_server
 from rollbook.telemetry.events import EventLog
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
+from rollbook.concurrency.sockets import BACKLOG
 from rollbook.contracts.errors import RunError
 from rollbook.envs.catalog import environment_class
 from rollbook.envs.config import EnvConfig, EnvServerConfig
@@ -20,8 +21,6 @@ from rollbook.envs.server.auth import check_exposure
 from rollbook.envs.server.openenv import OpenEnvPool
 from rollbook.telemetry.events import EventLog
 
-# Pending connections: all clients reconnect at the same time after a restart.
-BACKLOG = 4096
 # For running requests when the server stops; sessions are closed before.
 DRAIN_S = 2.0
 

@@ -10,6 +10,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from rollbook.concurrency.clock import Clock
+from rollbook.concurrency.sockets import BACKLOG
 from rollbook.ledger.config import LedgerConfig
 from rollbook.ledger.http.auth import Keys
 from rollbook.ledger.http.bodies import BodyReader
@@ -20,8 +21,6 @@ from rollbook.ledger.service import Ledger
 from rollbook.ledger.store import Store
 from rollbook.telemetry.events import EventLog
 
-BACKLOG = 4096
-"""Connections that may wait while a ledger restarts."""
 READ_BUFFER_BYTES = 1 << 20
 """Unread bytes of one connection. With aiohttp's default of 64 KB, reading would pause several times per body."""
 

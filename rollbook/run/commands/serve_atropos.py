@@ -15,12 +15,13 @@ import time
 import uvloop
 
 from rollbook.concurrency.child_process.child import die_with_parent
+from rollbook.concurrency.sockets import listening_socket
 from rollbook.contracts.errors import RollbookError
 from rollbook.ledger.atropos.config import AtroposConfig
 from rollbook.ledger.atropos.routes import atropos_dialect
 from rollbook.ledger.config import Durability, LedgerConfig, LedgerServerConfig
 from rollbook.ledger.serve import serve_ledger
-from rollbook.run.supervision.sockets import DRAIN_S, listening_socket
+from rollbook.run.supervision.sockets import DRAIN_S
 from rollbook.telemetry.events import EventLog
 
 EXIT_CANNOT_SERVE = 2

@@ -15,6 +15,7 @@ from typing import Any
 import uvloop
 from pydantic import ValidationError
 
+from rollbook.concurrency.sockets import listening_socket
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.plugin import load_on_demand
 from rollbook.contracts.policy import Publication, PublicationId
@@ -24,7 +25,7 @@ from rollbook.inference.pause import ADOPTED_EPOCH
 from rollbook.inference.server.app import SERVICE, build_app
 from rollbook.run.directory import write_json
 from rollbook.run.processes.inference_server import load_tokenizer
-from rollbook.run.supervision.sockets import listening_socket, serving
+from rollbook.run.supervision.sockets import serving
 from rollbook.trainer.config import ModelConfig
 
 DRAIN_S = 30.0

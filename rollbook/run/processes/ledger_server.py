@@ -1,5 +1,6 @@
 """The ledger process of a run. It must not import torch."""
 
+from rollbook.concurrency.sockets import url_of
 from rollbook.contracts.admission import RunId
 from rollbook.ledger.atropos.config import AtroposConfig
 from rollbook.ledger.atropos.routes import atropos_dialect
@@ -7,7 +8,7 @@ from rollbook.ledger.serve import open_ledger_service
 from rollbook.ledger.stores.registry import sqlite_url
 from rollbook.run.atropos_feed import posts_run
 from rollbook.run.supervision.child_main import RoleContext
-from rollbook.run.supervision.sockets import DRAIN_S, url_of
+from rollbook.run.supervision.sockets import DRAIN_S
 
 
 async def main(context: RoleContext) -> str:

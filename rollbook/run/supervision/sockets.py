@@ -10,24 +10,10 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
-# Connections that may wait while a server restarts: one for each of some hundred concurrent episodes, and more.
-BACKLOG = 4096
+from rollbook.concurrency.sockets import BACKLOG, url_of
+
 DRAIN_S = 2.0
 """How long running requests may take when a server stops."""
-
-
-def listening_socket(host: str, port: int) -> socket.socket:
-    """A bound, listening socket; port 0 lets the kernel choose."""
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.bind((host, port))
-    sock.listen(BACKLOG)
-    return sock
-
-
-def url_of(sock: socket.socket) -> str:
-    host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 @asynccontextmanager

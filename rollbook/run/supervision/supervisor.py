@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from rollbook.concurrency.child_process.process import exit_reason
+from rollbook.concurrency.sockets import listening_socket, url_of
 from rollbook.contracts.errors import RunError
 from rollbook.inference.config import InferenceConfig
 from rollbook.run.config.run import RunConfig
@@ -23,7 +24,6 @@ from rollbook.run.policy_clients import join_urls
 from rollbook.run.supervision.child_main import EXIT_DONE, EXIT_FENCED, EXIT_STOP_RUN
 from rollbook.run.supervision.process import STOP_GRACE_S, ProcessState, SupervisedProcess
 from rollbook.run.supervision.restarts import GiveUp, RestartRule
-from rollbook.run.supervision.sockets import listening_socket, url_of
 from rollbook.telemetry.events import EventLog
 
 WIND_DOWN_S = 10.0

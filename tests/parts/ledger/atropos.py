@@ -10,11 +10,12 @@ from typing import Any
 from aiohttp import ClientSession
 
 from rollbook.concurrency.clock import Clock
+from rollbook.concurrency.sockets import listening_socket, url_of
 from rollbook.contracts.admission import RunId
 from rollbook.ledger.atropos.config import AtroposConfig
 from rollbook.ledger.atropos.routes import atropos_dialect
 from rollbook.ledger.config import LedgerConfig
-from rollbook.ledger.serve import ledger_service_on, listening_socket, url_of
+from rollbook.ledger.serve import ledger_service_on
 from rollbook.ledger.service import Ledger
 from rollbook.ledger.store import Store
 from rollbook.ledger.stores.sqlite.store import open_sqlite_store

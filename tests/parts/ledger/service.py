@@ -11,8 +11,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from rollbook.concurrency.clock import Clock, SystemClock
+from rollbook.concurrency.sockets import listening_socket, url_of
 from rollbook.ledger.config import LedgerConfig
-from rollbook.ledger.serve import listening_socket, open_ledger_service, url_of
+from rollbook.ledger.serve import open_ledger_service
 from rollbook.ledger.service import Ledger, open_ledger
 from rollbook.ledger.stores.registry import sqlite_url
 from rollbook.ledger.stores.sqlite.store import open_memory_store
