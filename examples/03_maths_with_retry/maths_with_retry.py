@@ -1,11 +1,11 @@
-r"""Maths in several turns: a wrong answer gets one fixed message and another try. A rollout function to copy from.
+r"""Maths in several turns: after a wrong answer the policy gets a fixed message and another try. An example to copy from.
 
     user        What is 3 + 4 ?
     assistant   \boxed{8}                        sampled, trained
     user        That is not right . Try again .
     assistant   \boxed{7}                        sampled, trained: reward 1
 
-The reward is that of the last turn, 0 or 1. An answer is judged by `scoring.py`: it never raises, and never takes long.
+The reward is that of the last turn, 0 or 1. `scoring.py` scores the answers; it never raises and has a time limit.
 """
 
 import time
@@ -20,7 +20,7 @@ from rollbook.rollout.assemblers.chat import MessageTrajectoryAssembler
 from rollbook.rollout.contract import RolloutFn, RolloutSetup
 
 RETRY = "That is not right . Try again ."
-"""One message, always the same: it tells nothing about the answer."""
+"""Always the same message, so that it reveals nothing about the answer."""
 
 
 def make_rollout(setup: RolloutSetup) -> RolloutFn:
@@ -43,12 +43,11 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
                 turns=chat.num_turns, num_tokens=chat.num_tokens, seconds=time.monotonic() - began
             )
             prompt = chat.next_prompt() if limit is None else []
-            room = min(setup.sampling.max_tokens, setup.limits.tokens_left(len(prompt)))
-            if limit is not None or room == 0:
-                # Running out of turns is the usual end of a problem that is too hard; anything else was cut off.
+            max_tokens = min(setup.sampling.max_tokens, setup.limits.tokens_left(len(prompt)))
+            if limit is not None or max_tokens == 0:
                 end = limit or EndReason.MAX_TOKENS
                 break
-            reply = await setup.policy.complete(prompt, max_tokens=room)
+            reply = await setup.policy.complete(prompt, max_tokens=max_tokens)
             if reply.finish_reason is FinishReason.ABORT:
                 raise EpisodeError(f"the policy server aborted turn {chat.num_turns + 1}")
             is_right = await scorer.is_right(chat.add_completion(reply), str(row["answer"]))

@@ -1,9 +1,9 @@
-"""Data for the recipe, as JSONL. Nothing is downloaded unless a hub is named.
+"""Writes the data of this example as JSONL. Nothing is downloaded without --hub.
 
 python prepare_data.py sums --to data                                   demonstrations of one-digit sums, for sft.toml
 python prepare_data.py gsm8k --from train.jsonl --to data               rows of GSM8K from a file: question, answer with #### 72
 python prepare_data.py gsm8k --hub openai/gsm8k --split test --to data  the same from a hub (needs the package `datasets`)
-python prepare_data.py reasoning-gym --dataset chain_sum --count 500 --to data     made on the spot (needs `reasoning-gym`)
+python prepare_data.py reasoning-gym --dataset chain_sum --count 500 --to data     generated (needs `reasoning-gym`)
 """
 
 import argparse
@@ -18,17 +18,18 @@ import sums
 
 
 def gsm8k_rows(lines: Iterable[Any], *, split: str) -> Iterator[dict[str, Any]]:
-    """Rows with lasting ids; what lacks a question or a final answer is refused with its number."""
+    """Rows with stable ids. Exits with the row number if a question or a final answer is missing."""
     for number, row in enumerate(lines, start=1):
         question, answer = row.get("question"), row.get("answer")
         if not isinstance(question, str) or not isinstance(answer, str) or "####" not in answer:
-            raise SystemExit(f"row {number} is no row of GSM8K: it needs a question and an answer with '#### number'")
+            raise SystemExit(f"row {number} is not a GSM8K row: it needs a question and an answer with '#### number'")
         yield {"id": f"gsm8k-{split}-{number}", "split": split, "question": question, "answer": answer}
 
 
 def reasoning_gym_rows(dataset: str, count: int, *, seed: int, split: str) -> Iterator[dict[str, Any]]:
-    make = importlib.import_module("rollbook.envs.builtin.reasoning_gym_maths").reasoning_gym_tasks
-    for row in make(dataset, count, seed=seed):
+    # Imported here because it needs the optional package `reasoning-gym`.
+    generate = importlib.import_module("rollbook.envs.builtin.reasoning_gym_maths").reasoning_gym_tasks
+    for row in generate(dataset, count, seed=seed):
         yield {"id": row["id"], "split": split, "question": row["question"], "answer": str(row["answer"])}
 
 
@@ -45,9 +46,7 @@ def hub_rows(name: str, split: str) -> Iterable[Any]:
     try:
         load = importlib.import_module("datasets").load_dataset
     except ModuleNotFoundError:
-        raise SystemExit(
-            "the hub is read with the package `datasets`: pip install datasets, or use --from FILE"
-        ) from None
+        raise SystemExit("--hub needs the package `datasets`: pip install datasets, or use --from FILE") from None
     rows: Iterable[Any] = load(name, "main", split=split)
     return rows
 
@@ -65,30 +64,30 @@ def write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("sums", "gsm8k", "reasoning-gym"))
-    parser.add_argument("--to", type=Path, default=Path(__file__).parent / "data", help="folder to write into")
+    parser.add_argument("--to", type=Path, default=Path(__file__).parent / "data", help="output directory")
     parser.add_argument("--from", dest="source", type=Path, help="gsm8k: a JSONL file")
     parser.add_argument("--hub", help="gsm8k: a dataset on the hub")
     parser.add_argument("--split", default="train")
-    parser.add_argument("--dataset", default="chain_sum", help="reasoning-gym: which of its generators")
+    parser.add_argument("--dataset", default="chain_sum", help="reasoning-gym: name of the generator")
     parser.add_argument(
-        "--count", type=int, default=500, help="reasoning-gym: rows; sums: demonstrations, 10,000 unless told"
+        "--count", type=int, help="reasoning-gym: number of rows (default 500); sums: demonstrations (default 9,600)"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--right", type=float, default=0.4, help="sums: part of the demonstrated answers that are right"
+        "--right", type=float, default=0.4, help="sums: fraction of correct answers in the demonstrations"
     )
     args = parser.parse_args(argv)
     if args.what == "sums":
         args.to.mkdir(parents=True, exist_ok=True)
-        count = args.count if args.count != 500 else 9_600
-        sums.demonstrations(args.to / "demonstrations.jsonl", count=count, right=args.right, seed=args.seed)
+        path = args.to / "demonstrations.jsonl"
+        sums.write_demonstrations(path, count=args.count or 9_600, right=args.right, seed=args.seed)
     elif args.what == "gsm8k":
         if (args.source is None) == (args.hub is None):
-            parser.error("gsm8k: name exactly one of --from FILE and --hub NAME")
+            parser.error("gsm8k: set exactly one of --from FILE and --hub NAME")
         lines = hub_rows(args.hub, args.split) if args.hub else file_rows(args.source)
         write(args.to / f"gsm8k-{args.split}.jsonl", gsm8k_rows(lines, split=args.split))
     else:
-        rows = reasoning_gym_rows(args.dataset, args.count, seed=args.seed, split=args.split)
+        rows = reasoning_gym_rows(args.dataset, args.count or 500, seed=args.seed, split=args.split)
         write(args.to / f"{args.dataset}-{args.split}.jsonl", rows)
     return 0
 

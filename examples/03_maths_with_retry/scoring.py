@@ -1,8 +1,7 @@
-r"""Is this the right answer? Decided by numbers where both are numbers, by `math-verify` where there is more to them.
+r"""Scores answers. Never raises and has a time limit, because a policy that is still learning may write anything.
 
-It never raises and never takes long: replies are written by a policy that is still learning, so anything may stand in them. Numbers
-are compared here. What needs a computer algebra system (`\frac{\sqrt{2}}{2}`) is judged in a process of its own, which is killed
-and replaced when it does not answer in time; then, and where `math-verify` is not installed, the texts are compared.
+Numbers and equal texts are compared here. Other expressions (`\frac{\sqrt{2}}{2}`) are compared by `math-verify`, if it is
+installed, in a separate process. The process is killed and replaced if it does not respond in time; the answer is then wrong.
 """
 
 import asyncio
@@ -14,19 +13,19 @@ from multiprocessing.connection import Connection
 from rollbook.envs.builtin.maths_answers import as_number, final_answer, is_same_answer
 
 MAX_CHARS = 2_000
-"""An answer longer than this is no answer; parsing it would only take time."""
+"""A longer answer counts as wrong, so that it need not be parsed."""
 HAS_MATH_VERIFY = importlib.util.find_spec("math_verify") is not None
 
 
 class Scorer:
-    """One for each worker process. Safe for many episodes at a time: the judging process takes them one by one."""
+    """One for each worker process. Episodes may use it concurrently; the `math-verify` process handles one request at a time."""
 
     def __init__(self, *, timeout_s: float = 5.0, is_lenient: bool = False) -> None:
-        """`is_lenient`: the last number of a reply counts as its answer, also where none is boxed."""
+        """`is_lenient`: without a boxed answer, the last number of a reply counts as its answer."""
         self._timeout_s = timeout_s
         self._is_lenient = is_lenient
-        self._turn: asyncio.Lock | None = None
-        self._judge: _Judge | None = None
+        self._lock: asyncio.Lock | None = None
+        self._verifier: _Verifier | None = None
 
     async def is_right(self, reply: str, expected: str) -> bool:
         """Whether the final answer of `reply` is `expected` (which may be a GSM8K solution with `#### 72`)."""
@@ -38,50 +37,50 @@ class Scorer:
             return is_same_answer(given, wanted)
         if is_same_answer(given, wanted):
             return True
-        return HAS_MATH_VERIFY and await self._asked(given, wanted)
+        return HAS_MATH_VERIFY and await self._verify(given, wanted)
 
-    async def _asked(self, given: str, wanted: str) -> bool:
-        self._turn = self._turn or asyncio.Lock()
-        async with self._turn:
-            if self._judge is None:
-                self._judge = await asyncio.to_thread(_Judge)
-            answer = await asyncio.to_thread(self._judge.ask, given, wanted, self._timeout_s)
-            if answer is None:
-                self._judge.kill()
-                self._judge = None
-            return bool(answer)
+    async def _verify(self, given: str, wanted: str) -> bool:
+        self._lock = self._lock or asyncio.Lock()
+        async with self._lock:
+            if self._verifier is None:
+                self._verifier = await asyncio.to_thread(_Verifier)
+            is_equal = await asyncio.to_thread(self._verifier.request, given, wanted, self._timeout_s)
+            if is_equal is None:
+                self._verifier.kill()
+                self._verifier = None
+            return bool(is_equal)
 
 
-class _Judge:
-    """The process with the computer algebra system in it."""
+class _Verifier:
+    """The process that runs `math-verify`."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
-        self._ours, theirs = context.Pipe()
-        self._process = context.Process(target=judge, args=(theirs,), daemon=True)
+        self._pipe, child_end = context.Pipe()
+        self._process = context.Process(target=run_verifier, args=(child_end,), daemon=True)
         self._process.start()
-        theirs.close()
-        # Importing the algebra system takes seconds; that is not the answer's fault.
-        self._ours.poll(60.0)
-        self._ours.recv()
+        child_end.close()
+        # Importing the library takes seconds, which do not count against the time limit of an answer.
+        self._pipe.poll(60.0)
+        self._pipe.recv()
 
-    def ask(self, given: str, wanted: str, timeout_s: float) -> bool | None:
-        """None: it did not answer in time, or died."""
+    def request(self, given: str, wanted: str, timeout_s: float) -> bool | None:
+        """None: the process did not respond in time, or died."""
         try:
-            self._ours.send((given, wanted))
-            return bool(self._ours.recv()) if self._ours.poll(timeout_s) else None
+            self._pipe.send((given, wanted))
+            return bool(self._pipe.recv()) if self._pipe.poll(timeout_s) else None
         except (EOFError, OSError):
             return None
 
     def kill(self) -> None:
         self._process.kill()
         self._process.join()
-        self._ours.close()
+        self._pipe.close()
 
 
-def judge(pipe: Connection) -> None:
-    """Answer questions until the other side is gone."""
-    library = importlib.import_module("math_verify")  # only this process pays for it
+def run_verifier(pipe: Connection) -> None:
+    """Respond to requests until the other end of the pipe is closed."""
+    library = importlib.import_module("math_verify")  # optional and slow to import
     parse, verify = library.parse, library.verify
 
     pipe.send(True)
@@ -91,11 +90,11 @@ def judge(pipe: Connection) -> None:
         except EOFError:
             return
         try:
-            # No timeouts of its own: they need signals, and this process may be killed instead.
+            # Without the library's timeouts, which need signals: the parent kills this process instead.
             found = [parse(f"${text}$", parsing_timeout=None, raise_on_error=False) for text in (wanted, given)]
             is_right = all(found) and verify(found[0], found[1], timeout_seconds=None)
         except Exception:
-            # A parser that trips over a strange answer has judged it.
+            # An answer that cannot be parsed is wrong.
             is_right = False
         pipe.send(bool(is_right))
 

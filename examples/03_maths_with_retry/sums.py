@@ -1,7 +1,7 @@
-r"""Sums of one digit with a tokenizer of whole words: problems and demonstrations for a model made on the spot.
+r"""One-digit sums for a tokenizer of whole words: problems, and demonstrations for the warm start of a new model.
 
-Two hundred problems in all, `\boxed{…}` answers of one token each. The demonstrations are right as often as they are told to be:
-a model that is warm-started from them knows how an answer looks and has something left to learn.
+There are 200 problems; each `\boxed{…}` answer is one token. Only a fraction of the demonstrated answers is correct, so that a
+model trained on them knows the format of an answer and can still improve.
 """
 
 import json
@@ -22,23 +22,23 @@ CHAT_TEMPLATE = (
 
 
 def tasks(split: str | None = None) -> Iterator[dict[str, Any]]:
-    """Every problem. `split`: `train` has nine of ten, `test` the others."""
+    """All problems, or one split: `train` has 90 %, `test` 10 %."""
     numbers = list(range(200))
     random.Random(7).shuffle(numbers)
     for at, number in enumerate(numbers):
         left, other, is_sum = number // 20, number // 2 % 10, number % 2 == 0
-        own = "test" if at % 10 == 0 else "train"
-        if split in (None, own):
+        row_split = "test" if at % 10 == 0 else "train"
+        if split in (None, row_split):
             yield {
                 "id": f"sum-{number}",
-                "split": own,
+                "split": row_split,
                 "question": f"What is {left} {'+' if is_sum else '-'} {other} ?",
                 "answer": str(left + other if is_sum else left - other),
             }
 
 
-def demonstrations(path: Path, *, count: int, right: float, seed: int = 0) -> None:
-    """Chats of one or two turns, written as JSONL: a wrong first answer gets the retry message and another answer."""
+def write_demonstrations(path: Path, *, count: int, right: float, seed: int = 0) -> None:
+    """Write chats of one or two turns as JSONL. After a wrong first answer follow the retry message and another answer."""
     rng = random.Random(seed)
     problems = list(tasks())
 
@@ -49,9 +49,9 @@ def demonstrations(path: Path, *, count: int, right: float, seed: int = 0) -> No
     with path.open("w", encoding="utf-8") as file:
         for _ in range(count):
             task = rng.choice(problems)
-            said = answer(task)
-            chat = [("user", task["question"]), ("assistant", said)]
-            if said != f"\\boxed{{{task['answer']}}}":
+            first = answer(task)
+            chat = [("user", task["question"]), ("assistant", first)]
+            if first != f"\\boxed{{{task['answer']}}}":
                 chat += [("user", RETRY), ("assistant", answer(task))]
             messages = [{"role": role, "content": text} for role, text in chat]
             file.write(json.dumps({"messages": messages}) + "\n")

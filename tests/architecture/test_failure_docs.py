@@ -1,4 +1,4 @@
-"""The page about failures is the table, and the settings it names exist."""
+"""docs/failures.md is generated from the failure table, and the settings on it exist."""
 
 import re
 from pathlib import Path

@@ -22,7 +22,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "run": GROUND | ROOMS | {"dashboard"},
     "cli": {"run", "contracts"},
 }
-# Heavy libraries and the only places that may import them.
+# Heavy libraries, and the only modules that may import them.
 DOORS: dict[str, tuple[str, ...]] = {
     "torch": (
         "rollbook/trainer/",
@@ -70,7 +70,7 @@ def sources() -> list[Path]:
 
 
 def test_every_import_follows_the_floor_plan() -> None:
-    strays = []
+    violations = []
     for path in sources():
         own = path.relative_to(PACKAGE).parts[0]
         if own.endswith(".py"):
@@ -78,8 +78,8 @@ def test_every_import_follows_the_floor_plan() -> None:
         for module, line in imports_of(path):
             room = room_of(module)
             if room is not None and room != own and room not in MAY_IMPORT[own]:
-                strays.append(f"{path.relative_to(PACKAGE.parent)}:{line} imports {module}")
-    assert strays == []
+                violations.append(f"{path.relative_to(PACKAGE.parent)}:{line} imports {module}")
+    assert violations == []
 
 
 def folders() -> list[Path]:
@@ -117,16 +117,16 @@ def test_no_folder_holds_more_than_sixteen_modules() -> None:
 
 
 def test_heavy_libraries_are_imported_in_their_own_places_only() -> None:
-    strays = []
+    violations = []
     for path in sources():
-        where = path.relative_to(PACKAGE.parent).as_posix()
+        name = path.relative_to(PACKAGE.parent).as_posix()
         for module, line in imports_of(path):
             doors = DOORS.get(module.split(".")[0])
-            if doors is not None and not where.startswith(doors):
-                strays.append(f"{where}:{line} imports {module}")
+            if doors is not None and not name.startswith(doors):
+                violations.append(f"{name}:{line} imports {module}")
             if module.split(".")[0] == "torch" and "trainer" in path.parts and path.stem in TORCH_FREE:
-                strays.append(f"{where}:{line} imports torch, but it decides in pure code")
-    assert strays == []
+                violations.append(f"{name}:{line} imports torch, but must stay free of it")
+    assert violations == []
 
 
 def test_imports_are_at_the_top_of_the_file() -> None:
@@ -143,13 +143,13 @@ def test_imports_are_at_the_top_of_the_file() -> None:
 
 
 def test_contracts_import_only_the_standard_library_numpy_xxhash_and_msgspec() -> None:
-    strays = [
+    violations = [
         f"{path.name}:{line} imports {module}"
         for path in sorted((PACKAGE / "contracts").glob("*.py"))
         for module, line in imports_of(path)
         if module.split(".")[0] not in sys.stdlib_module_names | {"numpy", "xxhash", "msgspec", "rollbook"}
     ]
-    assert strays == []
+    assert violations == []
 
 
 @pytest.mark.parametrize(

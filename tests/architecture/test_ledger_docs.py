@@ -1,4 +1,4 @@
-"""docs/http-api.md and the OpenAPI document are generated from the verbs."""
+"""docs/http-api.md and the OpenAPI document are generated from the list of verbs."""
 
 from pathlib import Path
 

@@ -7,7 +7,8 @@ import asyncio
 import io
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,6 @@ from tests.parts.concurrency.until import until
 from tests.parts.inference.engines import TinyModel
 from tests.parts.rollout.dispatching import dispatching
 from tests.parts.rollout.sink import MemorySink
-from tests.parts.run.silent_server import silent_server
 from tests.parts.run.small import SmallRun
 from tests.parts.trainer.batches import quick
 from tests.parts.trainer.ledger import TinyLoop, open_trainer_ledger
@@ -40,6 +40,26 @@ from tests.parts.trainer.ledger import TinyLoop, open_trainer_ledger
 LONG_S = 300.0
 """Limit for whole runs on a busy machine."""
 QUIET = EventLog("test", echo=io.StringIO())
+
+
+@asynccontextmanager
+async def silent_server() -> AsyncIterator[str]:
+    """A server that accepts connections and never responds, like a hung process. Yields its url."""
+    writers: list[asyncio.StreamWriter] = []
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        while await reader.read(65_536):
+            pass
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+        for writer in writers:
+            writer.close()
+        await asyncio.sleep(0)
 
 
 def exit_code_after(error: BaseException) -> int:

@@ -1,7 +1,6 @@
-"""The recipes under examples/ run as they are documented, on models made on the spot."""
+"""The examples under examples/ run as documented, on small new models."""
 
 import asyncio
-import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.learning import proof
 from tests.parts.run.examples import modules_of
 from tests.parts.run.small import REPOSITORY, rollbook
 
@@ -24,12 +24,9 @@ def maths() -> Iterator[dict[str, ModuleType]]:
         yield found
 
 
-def ask(maths: dict[str, ModuleType], reply: str, expected: str, **options: Any) -> bool:
-    async def once() -> bool:
-        is_right: bool = await maths["scoring"].Scorer(**options).is_right(reply, expected)
-        return is_right
-
-    return asyncio.run(once())
+def is_scored_right(maths: dict[str, ModuleType], reply: str, expected: str, **options: Any) -> bool:
+    is_right: bool = asyncio.run(maths["scoring"].Scorer(**options).is_right(reply, expected))
+    return is_right
 
 
 @pytest.mark.parametrize(
@@ -47,11 +44,11 @@ def ask(maths: dict[str, ModuleType], reply: str, expected: str, **options: Any)
 def test_answers_are_scored_by_their_last_box(
     maths: dict[str, ModuleType], reply: str, expected: str, is_right: bool
 ) -> None:
-    assert ask(maths, reply, expected) is is_right
+    assert is_scored_right(maths, reply, expected) is is_right
 
 
 def test_a_lenient_scorer_uses_the_last_number_without_a_box(maths: dict[str, ModuleType]) -> None:
-    assert ask(maths, "3 + 4 is 7.", "7", is_lenient=True)
+    assert is_scored_right(maths, "3 + 4 is 7.", "7", is_lenient=True)
 
 
 @settings(max_examples=150, deadline=None)
@@ -59,9 +56,9 @@ def test_a_lenient_scorer_uses_the_last_number_without_a_box(maths: dict[str, Mo
     reply=st.text(max_size=80) | st.text(max_size=40).map(lambda t: f"\\boxed{{{t}}}"), expected=st.text(max_size=20)
 )
 def test_no_reply_makes_the_scorer_raise(maths: dict[str, ModuleType], reply: str, expected: str) -> None:
-    # Without the library: its own judgement of strange texts is another test's matter, and it is slow to start.
+    # Without math-verify, which is slow to start. The next test covers it.
     setattr(maths["scoring"], "HAS_MATH_VERIFY", False)  # noqa: B010 - the module is known at run time only
-    assert ask(maths, reply, expected) in (True, False)
+    assert is_scored_right(maths, reply, expected) in (True, False)
 
 
 def test_algebra_is_scored_in_a_process_that_is_replaced_when_it_hangs(
@@ -74,14 +71,14 @@ def test_algebra_is_scored_in_a_process_that_is_replaced_when_it_hangs(
         scorer = scoring.Scorer(timeout_s=20.0)
         try:
             first = await scorer.is_right(r"\boxed{\frac{\sqrt{2}}{2}}", r"\frac{1}{\sqrt{2}}")
-            # The judge dies; the next question starts another.
-            scorer._judge.kill()
+            # After the process was killed, the next request starts another one.
+            scorer._verifier.kill()
             second = await scorer.is_right(r"\boxed{x+1}", "y")
             third = await scorer.is_right(r"\boxed{x+1}", "1+x")
             return [first, second, third]
         finally:
-            if scorer._judge is not None:
-                scorer._judge.kill()
+            if scorer._verifier is not None:
+                scorer._verifier.kill()
 
     assert asyncio.run(several()) == [True, False, True]
 
@@ -93,7 +90,7 @@ def test_rows_are_prepared_from_a_file_and_a_bad_row_is_reported(maths: dict[str
     row = json.loads((tmp_path / "gsm8k-test.jsonl").read_text(encoding="utf-8"))
     assert row == {"id": "gsm8k-test-1", "split": "test", "question": "1 + 1?", "answer": "two #### 2"}
     source.write_text(json.dumps({"question": "1 + 1?", "answer": "two"}) + "\n", encoding="utf-8")
-    with pytest.raises(SystemExit, match="row 1 is no row of GSM8K"):
+    with pytest.raises(SystemExit, match="row 1 is not a GSM8K row"):
         maths["prepare_data"].main(["gsm8k", "--from", str(source), "--to", str(tmp_path)])
 
 
@@ -121,5 +118,4 @@ def test_the_single_turn_example_trains_from_tokens(tmp_path: Path) -> None:
 
 
 def test_the_proof_of_learning_holds_in_its_short_form() -> None:
-    proof = importlib.import_module("benchmarks.learning.proof")
     assert proof.main(["--device", "cpu", "--short"]) == 0

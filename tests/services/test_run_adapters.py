@@ -1,4 +1,4 @@
-"""A whole run with LoRA: adapters alone are published, the trainer is killed and resumes, and the record gives the same digests."""
+"""A whole run with LoRA: only adapters are published, the trainer is killed and resumes, and a replay gives the same digests."""
 
 from pathlib import Path
 
@@ -8,13 +8,15 @@ from rollbook.telemetry.events import read_json_lines
 from tests.parts.run.small import SmallRun, rollbook
 
 LORA = ["trainer.lora.rank=4", "trainer.lora.alpha=8", "trainer.lr=0.01", "trainer.max_steps=8"]
-MEASURED = ["evaluation.every_steps=3", "evaluation.max_tasks=4"]
+EVALUATION = ["evaluation.every_steps=3", "evaluation.max_tasks=4"]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_adapters_are_published_after_a_kill_and_the_audit_passes(tmp_path: Path) -> None:
-    run = SmallRun(tmp_path, [*LORA, "inference.transfer='directory'", "trainer.checkpoint_every=3", *MEASURED]).start()
+    run = SmallRun(
+        tmp_path, [*LORA, "inference.transfer='directory'", "trainer.checkpoint_every=3", *EVALUATION]
+    ).start()
     try:
         saved = run.directory / "checkpoints" / "step-000003" / "checkpoint.json"
         run.until(lambda: saved.exists() and run.step() >= 4, what="a checkpoint and a step after it", within_s=200.0)
@@ -27,12 +29,12 @@ def test_adapters_are_published_after_a_kill_and_the_audit_passes(tmp_path: Path
     assert summary["exit_code"] == 0, summary["stderr"]
     assert (summary["steps"], summary["audit"]) == (8, "ok")
     assert 'publish = "adapter"' in (run.directory / "config.toml").read_text()
-    assert files <= {"adapter_config.json", "adapter_model.safetensors"}, "no whole model was written"
+    assert files <= {"adapter_config.json", "adapter_model.safetensors"}, "no full model was written"
     trainer = run.directory / "logs" / "trainer.jsonl"
     rows = [row for row in read_json_lines(trainer) if row.get("event") == "trainer.restored"]
-    assert [row["step"] for row in rows][-1] >= 3, "the second trainer went on from the checkpoint of the first"
+    assert [row["step"] for row in rows][-1] >= 3, "the second trainer resumed from the checkpoint of the first"
     assert not [row for row in read_json_lines(trainer) if row.get("event") == "trainer.diverged"]
-    measured = sorted(path.name for path in (run.directory / "evaluations").iterdir())
-    assert len(measured) >= 2, "a server of its own took the merged weights of a checkpoint"
+    evaluations = sorted(path.name for path in (run.directory / "evaluations").iterdir())
+    assert len(evaluations) >= 2, "the evaluation server loaded the merged weights of a checkpoint"
     replayed = rollbook("replay", str(run.directory), "--verify")
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr

@@ -1,4 +1,4 @@
-"""Groups that Atropos environments post are trained by our own trainer: posted as atroposlib posts them, and by atroposlib."""
+"""The trainer trains groups posted by Atropos environments: by a client that imitates atroposlib, and by atroposlib itself."""
 
 import gzip
 import json
@@ -32,29 +32,29 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def ask(url: str, body: Any = None, *, method: str = "POST", is_packed: bool = False) -> Any:
+def send(url: str, body: Any = None, *, method: str = "POST", is_compressed: bool = False) -> Any:
     raw = None if body is None else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"}
-    if is_packed and raw is not None:
+    if is_compressed and raw is not None:
         raw, headers["Content-Encoding"] = gzip.compress(raw, 9), "gzip"
     request = urllib.request.Request(url, data=raw, headers=headers, method=method)
-    with urllib.request.urlopen(request, timeout=30) as answer:
-        return json.loads(answer.read())
+    with urllib.request.urlopen(request, timeout=30) as response:
+        return json.loads(response.read())
 
 
 def post_like_atroposlib(url: str, stopping: threading.Event, posted: list[Any]) -> None:
-    """The requests of a `BaseEnv`, in its order: wait for the trainer, register, steer by the queue, post packed groups."""
+    """Send the requests of a `BaseEnv` in its order: wait for the trainer, register, watch the queue, post compressed groups."""
     env_id: int | None = None
     number = 0
     while not stopping.is_set():
         try:
             if env_id is None:
-                asked = {"max_token_length": 64, "desired_name": "plain", "weight": 1.0, "group_size": 4}
-                answer = ask(f"{url}/register-env", {**asked, "min_batch_allocation": None})
-                env_id = answer.get("env_id")
+                settings = {"max_token_length": 64, "desired_name": "plain", "weight": 1.0, "group_size": 4}
+                response = send(f"{url}/register-env", {**settings, "min_batch_allocation": None})
+                env_id = response.get("env_id")
                 time.sleep(0.1)
                 continue
-            status = ask(f"{url}/status-env", {"env_id": env_id}, method="GET")
+            status = send(f"{url}/status-env", {"env_id": env_id}, method="GET")
             if status["queue_size"] > 8:
                 time.sleep(0.05)
                 continue
@@ -68,19 +68,19 @@ def post_like_atroposlib(url: str, stopping: threading.Event, posted: list[Any])
                 "messages": None,
                 "env_id": env_id,
             }
-            ask(f"{url}/scored_data", group, is_packed=True)
+            send(f"{url}/scored_data", group, is_compressed=True)
             posted.append(group)
         except (OSError, urllib.error.URLError):
             time.sleep(0.1)
 
 
-def run_on(tmp_path: Path, port: int, *more: str) -> SmallRun:
+def atropos_run(tmp_path: Path, port: int, *more: str) -> SmallRun:
     config = (EXAMPLE / "run.toml").read_text(encoding="utf-8")
     overrides = [f"tasks.atropos.port={port}", f"trainer.max_steps={STEPS}", "trainer.checkpoint_every=3", *more]
     return SmallRun(tmp_path, overrides, config=config)
 
 
-def assert_trained_from_posts(run_dir: Path, names: str) -> None:
+def assert_trained_from_posts(run_dir: Path) -> None:
     with open_run(run_dir) as run:
         report = run.audit()
         groups = run.groups(state=None, limit=1000, offset=0)
@@ -88,7 +88,7 @@ def assert_trained_from_posts(run_dir: Path, names: str) -> None:
     durable = [group for group in groups if group.state is GroupState.DURABLE]
     assert len(durable) == STEPS * 4
     assert {str(group.origin) for group in groups} == {"external"}
-    assert all(group.task_id == names for group in groups)
+    assert {group.task_id for group in groups} == {"atropos.env0"}
 
 
 @contextmanager
@@ -106,11 +106,11 @@ def posting(url: str) -> Iterator[list[Any]]:
 def test_the_trainer_trains_groups_posted_by_an_atropos_environment(tmp_path: Path) -> None:
     port = free_port()
     with posting(f"http://127.0.0.1:{port}") as posted:
-        summary = run_on(tmp_path, port, "trainer.missing_logprobs=refuse").start().wait(280)
+        summary = atropos_run(tmp_path, port, "trainer.missing_logprobs=refuse").start().wait(280)
     assert summary["exit_code"] == 0, summary["stderr"]
     assert summary["steps"] == STEPS
     assert len(posted) >= STEPS * 4
-    assert_trained_from_posts(tmp_path / "run", "atropos.env0")
+    assert_trained_from_posts(tmp_path / "run")
 
 
 @pytest.mark.slow
@@ -118,16 +118,16 @@ def test_the_trainer_trains_groups_posted_by_an_atropos_environment(tmp_path: Pa
 def test_after_a_kill_no_posted_group_is_trained_twice(tmp_path: Path) -> None:
     port = free_port()
     with posting(f"http://127.0.0.1:{port}"):
-        first = run_on(tmp_path, port).start()
+        first = atropos_run(tmp_path, port).start()
         try:
             first.until(lambda: first.step() >= 2, what="two steps", within_s=280)
             first.kill("supervisor")
             first.process.communicate(timeout=60)
         finally:
             first.stop()
-        summary = run_on(tmp_path, port).start().wait(280)
+        summary = atropos_run(tmp_path, port).start().wait(280)
     assert summary["exit_code"] == 0, summary["stderr"]
-    assert_trained_from_posts(tmp_path / "run", "atropos.env0")
+    assert_trained_from_posts(tmp_path / "run")
 
 
 @pytest.mark.slow
@@ -135,7 +135,7 @@ def test_after_a_kill_no_posted_group_is_trained_twice(tmp_path: Path) -> None:
 @pytest.mark.skipif(not PYTHON.exists(), reason="make test-atropos installs atroposlib")
 def test_an_unmodified_atropos_environment_is_a_source_of_groups(tmp_path: Path) -> None:
     port = free_port()
-    run = run_on(tmp_path, port).start()
+    run = atropos_run(tmp_path, port).start()
     run.until((run.directory / "model" / "tokenizer.json").exists, what="the tokenizer", within_s=280)
     command = [str(PYTHON), str(EXAMPLE / "echo_env.py"), f"http://127.0.0.1:{port}", str(run.directory / "model")]
     env = subprocess.Popen(command, env={**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"})
@@ -146,4 +146,4 @@ def test_an_unmodified_atropos_environment_is_a_source_of_groups(tmp_path: Path)
         env.wait()
         run.stop()
     assert summary["exit_code"] == 0, summary["stderr"]
-    assert_trained_from_posts(tmp_path / "run", "atropos.env0")
+    assert_trained_from_posts(tmp_path / "run")

@@ -1,4 +1,4 @@
-"""The AWS environment in the whole asynchronous loop, from draw to trained batch, with a policy that knows the solutions."""
+"""A whole run on the AWS environment, with a scripted policy that knows the solutions."""
 
 import json
 from pathlib import Path

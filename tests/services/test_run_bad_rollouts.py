@@ -1,4 +1,4 @@
-"""Rollout functions that misbehave, in a whole run: counted, explained, and stopped with the cause when nothing else comes."""
+"""Whole runs with faulty rollout functions: failures are counted and explained; a run with only failures stops with the cause."""
 
 import json
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ def make_rollout(setup):
                     return {"reward": 1.0}
                 case "declines":
                     return None
-        row.clear()  # a rollout that mutates its row poisons nobody: the next one gets a copy of its own
+        row.clear()  # a rollout may change its row: each episode gets a copy
         return await play(dict(SECRET))
 
     return rollout
@@ -66,22 +66,22 @@ def running(tmp_path: Path) -> Iterator[list[SmallRun]]:
 
 
 @pytest.mark.parametrize(
-    ("fault", "told"),
+    ("fault", "cause"),
     [
         ("raises", "ValueError: the grader tripped"),
         ("wrong type", "dict"),
     ],
 )
 def test_an_occasionally_failing_rollout_is_retried_and_counted(
-    tmp_path: Path, running: list[SmallRun], fault: str, told: str
+    tmp_path: Path, running: list[SmallRun], fault: str, cause: str
 ) -> None:
     run = run_with(tmp_path, fault, every=7)
     running.append(run)
     summary = run.start().wait()
     assert (summary["exit_code"], summary["steps"], summary["audit"]) == (0, 4, "ok"), summary["stderr"]
     events = read_json_lines(run.directory / "logs" / "rollout.jsonl")
-    causes = [cause for event in events if event["event"] == "rollout.samples_failed" for cause in event["causes"]]
-    assert any(told in cause for cause in causes), causes
+    causes = [text for event in events if event["event"] == "rollout.samples_failed" for text in event["causes"]]
+    assert any(cause in text for text in causes), causes
 
 
 def test_a_rollout_that_returns_none_makes_smaller_groups_and_is_counted(

@@ -1,4 +1,4 @@
-"""A whole run on a curriculum: the dispatcher is killed on the way, and nothing is drawn twice or forgotten."""
+"""A whole run on a curriculum whose dispatcher is killed: no draw is repeated or skipped."""
 
 import sqlite3
 from collections import defaultdict
@@ -38,8 +38,10 @@ def test_a_run_continues_its_curriculum_after_the_dispatcher_is_killed(tmp_path:
     numbers = defaultdict(list)
     for task, number, _ in rows:
         numbers[task].append(number)
-    assert all(drawn == list(range(len(drawn))) for drawn in numbers.values()), "after the kill it went on counting"
-    assert list(numbers) == [f"guess-{secret}-0" for secret in range(len(numbers))], "tier by tier, as they opened"
+    assert all(drawn == list(range(len(drawn))) for drawn in numbers.values()), (
+        "the draw numbers continue after the kill"
+    )
+    assert list(numbers) == [f"guess-{secret}-0" for secret in range(len(numbers))], "tiers are drawn in order"
     assert len(numbers) > 1
     tiers = read_mastery(run.directory)
     assert list(tiers) == [str(secret) for secret in range(8)]

@@ -1,4 +1,4 @@
-"""Measuring beside training, measuring a checkpoint afterwards, and training another loss on what was recorded."""
+"""Evaluation during training, evaluation of a checkpoint, and training with another loss on the recorded batches."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ from rollbook.telemetry.metrics import read_metrics
 from rollbook.trainer.config import TrainerConfig
 from tests.parts.run.small import SmallRun
 
-MEASURED = (
+EVALUATION = (
     "trainer.max_steps=14",
     "ledger.keep_payloads=true",
     "evaluation.every_steps=7",
@@ -25,26 +25,26 @@ MEASURED = (
 
 
 def test_a_run_is_evaluated_during_training_and_can_be_evaluated_and_retrained_afterwards(tmp_path: Path) -> None:
-    run = SmallRun(tmp_path, [*MEASURED, "evaluation.policy=shared"])
+    run = SmallRun(tmp_path, [*EVALUATION, "evaluation.policy=shared"])
     try:
         summary = run.start().wait()
     finally:
         run.stop()
     assert (summary["exit_code"], summary["steps"], summary["audit"]) == (0, 14, "ok"), summary["stderr"]
     rows = read_metrics(run.directory / "metrics.jsonl", process="evaluation")
-    # A slow start may miss the first versions, never the last.
+    # If the evaluation starts slowly, it may skip the first versions, but never the last one.
     assert rows[-1]["step"] == 14
     assert all(0 <= row["eval/solved_low"] <= row["eval/solved"] <= row["eval/solved_high"] <= 1 for row in rows)
     assert {row["eval/tasks"] for row in rows} == {8}
     with open_run(run.directory) as record:
-        # Evaluation groups are outside the law: the ledger has training groups alone.
+        # The ledger contains training groups only.
         assert not [group for group in record.groups(state=None, limit=1000) if group.group_id.startswith("evaluation")]
 
-    order = evaluation_request(run.directory, config=None, step=7, overrides=["evaluation.episodes=3"])
-    measured = asyncio.run(evaluate(order))
-    assert (measured.step, measured.pinned_ratio) == (7, 1.0)
-    assert (measured.overall.tasks, measured.overall.episodes) == (8, 24)
-    assert table({"results": [measured.overall.row()]})[0][:3] == ("all", "8", "24")
+    request = evaluation_request(run.directory, config=None, step=7, overrides=["evaluation.episodes=3"])
+    result = asyncio.run(evaluate(request))
+    assert (result.step, result.pinned_ratio) == (7, 1.0)
+    assert (result.overall.tasks, result.overall.episodes) == (8, 24)
+    assert table({"results": [result.overall.row()]})[0][:3] == ("all", "8", "24")
 
     report = asyncio.run(compare_losses(run.directory, None, loss="reinforce", overrides=[], out=tmp_path / "replay"))
     assert report["changed"]["loss"] == ["grpo", "reinforce"]
@@ -59,7 +59,7 @@ def test_a_run_is_evaluated_during_training_and_can_be_evaluated_and_retrained_a
 
 @pytest.mark.slow
 def test_an_evaluation_with_its_own_server_evaluates_checkpoints_at_a_fixed_version(tmp_path: Path) -> None:
-    run = SmallRun(tmp_path, MEASURED)
+    run = SmallRun(tmp_path, EVALUATION)
     try:
         summary = run.start().wait(240)
     finally:
@@ -74,7 +74,7 @@ def test_an_evaluation_with_its_own_server_evaluates_checkpoints_at_a_fixed_vers
 
 @pytest.mark.slow
 def test_a_failing_evaluation_is_reported_and_training_continues(tmp_path: Path) -> None:
-    run = SmallRun(tmp_path, [*MEASURED, "evaluation.split=nowhere"])
+    run = SmallRun(tmp_path, [*EVALUATION, "evaluation.split=nowhere"])
     try:
         summary = run.start().wait(240)
     finally:
@@ -90,8 +90,8 @@ def test_invalid_evaluation_targets_are_rejected_with_advice(tmp_path: Path) -> 
     with pytest.raises(RunError, match="--config"):
         evaluation_request(tmp_path, config=None, step=None, overrides=[])
     (tmp_path / "run.toml").write_text("", encoding="utf-8")
-    order = evaluation_request(tmp_path, config=tmp_path / "run.toml", step=None, overrides=[])
-    assert order.overrides == [f'model={{path = "{tmp_path.resolve()}"}}']
+    request = evaluation_request(tmp_path, config=tmp_path / "run.toml", step=None, overrides=[])
+    assert request.overrides == [f'model={{path = "{tmp_path.resolve()}"}}']
 
 
 def test_another_loss_starts_with_its_defaults_and_only_trainer_settings_can_change() -> None:

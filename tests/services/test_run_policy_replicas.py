@@ -1,4 +1,4 @@
-"""A whole run with several policy servers: weights reach all of them, and one that is killed is caught up."""
+"""A whole run with several policy servers: all of them get every version, also one that was killed and restarted."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`rollbook sft` as a user types it: learns, resumes to the bit, and leaves a model that others can load."""
+"""`rollbook sft`: it learns, resumes bit for bit, and writes a model that transformers can load."""
 
 import json
 import os
@@ -57,7 +57,7 @@ checkpoint_every = 10
 
 
 def demonstrations(path: Path, count: int = 100) -> None:
-    """The answer is the question's second word."""
+    """Write demonstrations whose answer is the second word of the question."""
     rng = random.Random(1)
     with path.open("w", encoding="utf-8") as file:
         for _ in range(count):
@@ -73,28 +73,28 @@ def home(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def in_process(home: Path) -> SftOutcome:
-    """The same learning without a command line around it."""
+def train_in_process(home: Path) -> SftOutcome:
+    """The same training without the command line."""
     loaded = load_sft_config(home / "sft.toml")
     model_dir = prepare_model_directory(loaded.model, home / "whole" / "model", seed=loaded.config.run.seed)
     found = read_demonstrations(
         home / "demos.jsonl", ModelTokenizer.from_directory(model_dir), max_tokens=99, is_strict=True
     )
-    train, aside = found.split(0.2)
+    train, validation = found.split(0.2)
     return SftLoop(
         config=loaded.config.sft,
         trainer=loaded.config.trainer,
         model_dir=model_dir,
         directory=home / "whole",
         demonstrations=train,
-        validation=aside,
+        validation=validation,
         metrics=MetricRecorder("sft", SFT_METRICS, home / "whole" / "metrics.jsonl"),
         log=EventLog("sft"),
     ).run()
 
 
 def test_sft_learns_and_a_killed_run_ends_with_the_same_weights(home: Path) -> None:
-    whole = in_process(home)
+    whole = train_in_process(home)
     assert whole.eval_loss is not None
     assert whole.eval_loss_before is not None
     assert whole.eval_loss < 0.6 * whole.eval_loss_before
@@ -111,7 +111,7 @@ def test_sft_learns_and_a_killed_run_ends_with_the_same_weights(home: Path) -> N
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
     while (done := rollbook("sft", str(home / "killed"))).returncode and "is in use" in done.stderr:
-        time.sleep(0.5)  # the killed command's child is just noticing that its parent is gone
+        time.sleep(0.5)  # the child of the killed command exits a moment later
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["digest"] == whole.checkpoint.weights_digest
@@ -122,13 +122,13 @@ def test_sft_learns_and_a_killed_run_ends_with_the_same_weights(home: Path) -> N
 def test_sft_ends_at_enough_loss_and_a_second_start_adds_nothing(home: Path) -> None:
     config = (home / "sft.toml").read_text(encoding="utf-8")
     (home / "sft.toml").write_text(config.replace("[trainer]", "enough_loss = 1.9\n[trainer]"), encoding="utf-8")
-    first = in_process(home)
+    first = train_in_process(home)
     assert first.is_finished
     assert first.eval_loss is not None
     assert first.eval_loss <= 1.9
     assert 0 < first.steps < 100
     assert first.steps % 20 == 0
-    again = in_process(home)
+    again = train_in_process(home)
     assert (again.is_finished, again.steps) == (True, first.steps)
     assert again.checkpoint.weights_digest == first.checkpoint.weights_digest
 

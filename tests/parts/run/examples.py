@@ -1,4 +1,4 @@
-"""The modules of an example, as a worker of a run finds them."""
+"""Imports the modules of an example the way a rollout worker does."""
 
 import importlib
 import sys

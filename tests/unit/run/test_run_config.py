@@ -1,4 +1,4 @@
-"""One TOML describes a run; every fault is told at once, with its path."""
+"""Run configs: all errors are reported at once, each with its path."""
 
 import tomllib
 from pathlib import Path
@@ -26,7 +26,7 @@ max_steps = 3
 """
 
 
-def written(tmp_path: Path, text: str) -> Path:
+def write_config(tmp_path: Path, text: str) -> Path:
     (tmp_path / "rows.jsonl").write_text('{"id": "one"}\n', encoding="utf-8")
     path = tmp_path / "run.toml"
     path.write_text(text, encoding="utf-8")
@@ -35,12 +35,12 @@ def written(tmp_path: Path, text: str) -> Path:
 
 def faults_of(tmp_path: Path, text: str, overrides: tuple[str, ...] = ()) -> dict[str, str]:
     with pytest.raises(ConfigError) as caught:
-        load_config(written(tmp_path, text), overrides)
+        load_config(write_config(tmp_path, text), overrides)
     return {fault.path: fault.message for fault in caught.value.faults}
 
 
 def test_a_small_config_is_enough(tmp_path: Path) -> None:
-    loaded = load_config(written(tmp_path, GOOD))
+    loaded = load_config(write_config(tmp_path, GOOD))
     assert loaded.config.trainer.max_steps == 3
     assert loaded.source_dir == tmp_path.resolve()
 
@@ -83,7 +83,9 @@ def test_a_missing_or_invalid_file_is_one_fault(tmp_path: Path) -> None:
 
 
 def test_an_override_replaces_a_field_and_a_bad_one_is_a_fault(tmp_path: Path) -> None:
-    loaded = load_config(written(tmp_path, GOOD), ["trainer.max_steps=9", "run.name=other", "gate.batch_policy=drop"])
+    loaded = load_config(
+        write_config(tmp_path, GOOD), ["trainer.max_steps=9", "run.name=other", "gate.batch_policy=drop"]
+    )
     assert (loaded.config.trainer.max_steps, loaded.config.run.name) == (9, "other")
     faults = faults_of(tmp_path, GOOD, ("nonsense", "trainer.max_steps.deep=1", "trainer.max_steps=-1"))
     assert len(faults) == 3
@@ -120,27 +122,28 @@ PLUGIN_SETTINGS = {
 
 @pytest.mark.parametrize("setting", PLUGIN_SETTINGS)
 def test_missing_user_code_is_reported_before_anything_starts(tmp_path: Path, setting: str) -> None:
+    # The check must not run the user's code.
     (tmp_path / "mine.py").write_text("def present(): ...\nraise SystemExit('ran')\n", encoding="utf-8")
     needs = PLUGIN_SETTINGS[setting]
     assert "no module 'no_such_module'" in faults_of(tmp_path, GOOD, (*needs, f"{setting}=no_such_module:f"))[setting]
     assert "module mine has no 'absent'" in faults_of(tmp_path, GOOD, (*needs, f"{setting}=mine:absent"))[setting]
-    load_config(written(tmp_path, GOOD), [*needs, f"{setting}=mine:present"])
+    load_config(write_config(tmp_path, GOOD), [*needs, f"{setting}=mine:present"])
 
 
 def test_a_module_without_an_attribute_must_define_make_rollout(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("", encoding="utf-8")
     assert "has no 'make_rollout'" in faults_of(tmp_path, GOOD, ("rollout.function=mine",))["rollout.function"]
     (tmp_path / "mine.py").write_text("from somewhere import make_rollout\n", encoding="utf-8")
-    load_config(written(tmp_path, GOOD), ["rollout.function=mine"])
+    load_config(write_config(tmp_path, GOOD), ["rollout.function=mine"])
 
 
 def test_sections_without_a_seed_use_the_seed_of_the_run(tmp_path: Path) -> None:
-    config = load_config(written(tmp_path, GOOD), ["tasks.seed=1"]).config
+    config = load_config(write_config(tmp_path, GOOD), ["tasks.seed=1"]).config
     assert (config.tasks.seed, config.trainer.seed, config.inference.seed) == (1, 7, 7)
 
 
 def test_the_resolved_config_reads_back_as_itself(tmp_path: Path) -> None:
-    loaded = load_config(written(tmp_path, GOOD))
+    loaded = load_config(write_config(tmp_path, GOOD))
     again = tmp_path / "resolved.toml"
     again.write_text(dump_toml(loaded.config), encoding="utf-8")
     tomllib.loads(again.read_text(encoding="utf-8"))
@@ -148,8 +151,8 @@ def test_the_resolved_config_reads_back_as_itself(tmp_path: Path) -> None:
 
 
 def test_a_resume_may_change_settings_that_do_not_affect_the_record(tmp_path: Path) -> None:
-    old = load_config(written(tmp_path, GOOD)).config
-    longer = load_config(written(tmp_path, GOOD), ["trainer.max_steps=9"]).config
+    old = load_config(write_config(tmp_path, GOOD)).config
+    longer = load_config(write_config(tmp_path, GOOD), ["trainer.max_steps=9"]).config
     assert check_resume(old, longer, source="run") == {"trainer.max_steps": (3, 9)}
 
 
@@ -157,8 +160,8 @@ def test_a_resume_may_change_settings_that_do_not_affect_the_record(tmp_path: Pa
     "override", ["run.seed=8", "model.build.layers=1", "gate.groups_per_step=5", "tasks.shuffle=false"]
 )
 def test_a_resume_may_not_change_settings_that_affect_the_record(tmp_path: Path, override: str) -> None:
-    old = load_config(written(tmp_path, GOOD)).config
-    other = load_config(written(tmp_path, GOOD), [override]).config
+    old = load_config(write_config(tmp_path, GOOD)).config
+    other = load_config(write_config(tmp_path, GOOD), [override]).config
     with pytest.raises(ConfigError, match="start a new run"):
         check_resume(old, other, source="run")
 
@@ -174,9 +177,9 @@ max_steps = 3
 
 
 def test_an_atropos_source_rejects_rollout_and_env_settings(tmp_path: Path) -> None:
-    loaded = load_config(written(tmp_path, ATROPOS))
-    again = load_config(written(tmp_path, dump_toml(loaded.config)))
-    assert again.config == loaded.config, "a resolved config, which names every field, loads again"
+    loaded = load_config(write_config(tmp_path, ATROPOS))
+    again = load_config(write_config(tmp_path, dump_toml(loaded.config)))
+    assert again.config == loaded.config, "a resolved config contains every field and loads again"
     faults = faults_of(tmp_path, ATROPOS + "[rollout]\nmax_turns = 2\n[env]\nname = 'maths'\n")
     assert set(faults) == {"rollout", "env"}
     assert "post" in faults["rollout"]
@@ -185,7 +188,7 @@ def test_an_atropos_source_rejects_rollout_and_env_settings(tmp_path: Path) -> N
 
 
 def test_a_hosted_run_rejects_trainer_settings(tmp_path: Path) -> None:
-    path = written(tmp_path, GOOD + "lr = 0.5\n")
+    path = write_config(tmp_path, GOOD + "lr = 0.5\n")
     with pytest.raises(RunError, match=r"trainer\.lr: not read by `rollbook host`"):
         host(path, run_dir=tmp_path / "run", overrides=(), parent_fd=None, console=Console(quiet=True))
 
@@ -228,7 +231,7 @@ def test_unknown_fields_of_a_recorded_run_are_reported_with_their_paths(tmp_path
     ],
 )
 def test_the_config_resolves_what_is_published(tmp_path: Path, overrides: tuple[str, ...], published: str) -> None:
-    config = load_config(written(tmp_path, GOOD), overrides).config
+    config = load_config(write_config(tmp_path, GOOD), overrides).config
     assert config.inference.publish == published
 
 

@@ -1,4 +1,4 @@
-"""Chats in a file become rows in which exactly what the assistant said is trained."""
+"""Demonstrations: chats from a file become rows in which exactly the assistant's tokens are trained."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ CHATML = (
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 NO_END = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
-FORGETS = (
+REWRITES_HISTORY = (
     "{% for m in messages %}{% if m.role != 'assistant' or loop.last %}<|{{ m.role }}|>{{ m.content }}<eos>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
@@ -28,17 +28,18 @@ FORGETS = (
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelTokenizer]:
-    made = {}
-    for name, template in (("chatml", CHATML), ("no_end", NO_END), ("forgets", FORGETS)):
+    loaded = {}
+    for name, template in (("chatml", CHATML), ("no_end", NO_END), ("rewrites_history", REWRITES_HISTORY)):
         directory = tmp_path_factory.mktemp(name)
         build = ModelBuildConfig(tokenizer="bytes", chat_template=template)
         build_tokenizer(build).save_pretrained(str(directory))
-        made[name] = ModelTokenizer.from_directory(directory)
-    return made
+        loaded[name] = ModelTokenizer.from_directory(directory)
+    return loaded
 
 
-def chat(*said: str) -> list[dict[str, str]]:
-    return [{"role": "user" if n % 2 == 0 else "assistant", "content": text} for n, text in enumerate(said)]
+def chat(*texts: str) -> list[dict[str, str]]:
+    """Messages of a user and an assistant in turn."""
+    return [{"role": "user" if n % 2 == 0 else "assistant", "content": text} for n, text in enumerate(texts)]
 
 
 def write(path: Path, *lines: object) -> Path:
@@ -58,13 +59,13 @@ def test_a_demonstration_is_what_a_rollout_would_have_recorded(
     tokenizers: dict[str, ModelTokenizer], turns: list[tuple[str, str]]
 ) -> None:
     tokenizer = tokenizers["chatml"]
-    played = MessageTrajectoryAssembler(tokenizer, SamplingParams())
-    for asked, answered in turns:
-        played.add_message("user", asked)
-        played.next_prompt()
-        ids = np.array([*tokenizer.encode(answered), *tokenizer.eos_token_ids[:1]], dtype=np.int32)
+    assembler = MessageTrajectoryAssembler(tokenizer, SamplingParams())
+    for question, answer in turns:
+        assembler.add_message("user", question)
+        assembler.next_prompt()
+        ids = np.array([*tokenizer.encode(answer), *tokenizer.eos_token_ids[:1]], dtype=np.int32)
         zeros = np.zeros(len(ids))
-        played.add_completion(
+        assembler.add_completion(
             Completion(
                 token_ids=ids,
                 logprobs=zeros.astype(np.float32),
@@ -72,10 +73,10 @@ def test_a_demonstration_is_what_a_rollout_would_have_recorded(
                 finish_reason=FinishReason.STOP,
             )
         )
-    recorded = played.build(reward=1.0).sequences[0]
-    shown = chat_row(chat(*(text for turn in turns for text in turn)), tokenizer)
-    assert shown.token_ids.tolist() == recorded.token_ids.tolist()
-    assert shown.loss_mask.tolist() == recorded.loss_mask.tolist()
+    recorded = assembler.build(reward=1.0).sequences[0]
+    demonstrated = chat_row(chat(*(text for turn in turns for text in turn)), tokenizer)
+    assert demonstrated.token_ids.tolist() == recorded.token_ids.tolist()
+    assert demonstrated.loss_mask.tolist() == recorded.loss_mask.tolist()
 
 
 def test_only_assistant_tokens_and_their_end_tokens_are_trained(tokenizers: dict[str, ModelTokenizer]) -> None:
@@ -95,7 +96,7 @@ def test_a_template_that_rewrites_the_history_is_reported_with_the_position(
     tokenizers: dict[str, ModelTokenizer],
 ) -> None:
     with pytest.raises(ChatError, match=r"rewrites the history before message 4: at character"):
-        chat_row(chat("hi", "yes", "more", "no"), tokenizers["forgets"])
+        chat_row(chat("hi", "yes", "more", "no"), tokenizers["rewrites_history"])
 
 
 def test_every_bad_line_is_reported_with_number_and_cause(
@@ -113,7 +114,7 @@ def test_every_bad_line_is_reported_with_number_and_cause(
     )
     with pytest.raises(DemonstrationError) as caught:
         read_demonstrations(path, tokenizers["chatml"], max_tokens=100, is_strict=True)
-    told = str(caught.value)
+    message = str(caught.value)
     for part in (
         "6 bad lines",
         "line 2: is not JSON",
@@ -123,7 +124,7 @@ def test_every_bad_line_is_reported_with_number_and_cause(
         'line 6: message 1 (user) has no text in "content"',
         "line 7: has 2",
     ):
-        assert part in told
+        assert part in message
     kept = read_demonstrations(path, tokenizers["chatml"], max_tokens=100, is_strict=False)
     assert len(kept.rows) == 1
     assert [line.number for line in kept.bad] == [2, 3, 4, 5, 6, 7]
@@ -139,8 +140,7 @@ def test_changes_to_other_lines_do_not_move_a_chat_across_the_split(
     fewer = read_demonstrations(
         write(tmp_path / "b.jsonl", *lines[:5:-2]), tokenizers["chatml"], max_tokens=99, is_strict=True
     )
-    train, aside = whole.split(0.3)
-    assert len(train) + len(aside) == 60
-    assert 8 <= len(aside) <= 28
-    kept = {row.token_ids.tobytes() for row in aside}
-    assert {row.token_ids.tobytes() for row in fewer.split(0.3)[1]} < kept
+    train, validation = whole.split(0.3)
+    assert len(train) + len(validation) == 60
+    assert 8 <= len(validation) <= 28
+    assert {row.token_ids.tobytes() for row in fewer.split(0.3)[1]} < {row.token_ids.tobytes() for row in validation}

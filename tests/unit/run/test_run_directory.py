@@ -1,4 +1,4 @@
-"""The run directory: proven writable before anything starts, and held by one `train` at a time."""
+"""The run directory: checked before a run starts, and locked by one `train` at a time."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ def test_a_second_train_in_the_same_directory_is_rejected_with_the_pid(tmp_path:
 
 
 def test_an_unwritable_run_directory_gives_one_clear_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way", encoding="utf-8")
+    (tmp_path / "file").write_text("not a directory", encoding="utf-8")
     with pytest.raises(RunDirectoryError, match="choose another with --run-dir"):
         RunDirectory(tmp_path / "file" / "run").prepare()
 

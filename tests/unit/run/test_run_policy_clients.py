@@ -1,4 +1,4 @@
-"""What `transfer = "auto"` means where."""
+"""The weight transport that `transfer = "auto"` chooses."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The proof's criteria can fail: each one is broken once."""
+"""Each criterion of the proof of learning can fail."""
 
 import dataclasses
 from typing import Any
@@ -20,13 +20,13 @@ def rows(**changed: Any) -> list[dict[str, Any]]:
     return [{**row, **changed} for _ in range(10)]
 
 
-def ticks(*rewards: float | None) -> list[dict[str, Any]]:
+def rollout_rows(*rewards: float | None) -> list[dict[str, Any]]:
     return [{"rollout/raw_reward": reward, "rollout/groups_finished": 4.0} for reward in rewards]
 
 
 GOOD = Phase(
     trainer=rows(),
-    rollout=ticks(0.1, 0.2, 0.3, 0.4),
+    rollout=rollout_rows(0.1, 0.2, 0.3, 0.4),
     exit_code=0,
     audit_ok=True,
     checkpoints=(5, 10),
@@ -70,7 +70,7 @@ def test_two_good_phases_pass_every_criterion() -> None:
         ({"trainer": rows(**{"train/ppo_kl": 1e-3})}, "train/ppo_kl"),
         ({"trainer": rows(**{"async/version_offset_max": 2.0})}, "async/version_offset_max"),
         ({"trainer": rows(**{"perf/sample_wait_time": None})}, "wait metrics"),
-        ({"rollout": ticks(0.4, 0.3, 0.2, 0.1)}, "reward"),
+        ({"rollout": rollout_rows(0.4, 0.3, 0.2, 0.1)}, "reward"),
         ({"exit_code": 1}, "end"),
         ({"audit_ok": False}, "end"),
         ({"checkpoint_fault": "OSError: gone"}, "final checkpoint"),
@@ -100,4 +100,4 @@ def test_a_changed_checkpoint_cadence_fails() -> None:
 
 
 def test_the_trend_compares_quarters_of_the_episodes_not_of_the_time() -> None:
-    assert reward_trend(ticks(0.0, None, 0.5, 0.5, 1.0)) == (0.0, 1.0)
+    assert reward_trend(rollout_rows(0.0, None, 0.5, 0.5, 1.0)) == (0.0, 1.0)

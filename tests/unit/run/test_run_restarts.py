@@ -1,4 +1,4 @@
-"""The restart rule: healthy processes are restarted for ever, processes that cannot start are given up."""
+"""The restart rule: long-lived processes are always restarted; processes that repeatedly die early are given up."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,9 +13,9 @@ def test_the_first_restart_is_almost_immediate_and_waits_grow() -> None:
 
 
 def test_a_process_that_repeatedly_dies_soon_after_its_start_is_given_up() -> None:
-    verdict = RestartRule(most_quick_deaths=4, healthy_s=10).decide([1.0] * 5)
-    assert isinstance(verdict, GiveUp)
-    assert "5 times in a row" in verdict.reason
+    decision = RestartRule(most_quick_deaths=4, healthy_s=10).decide([1.0] * 5)
+    assert isinstance(decision, GiveUp)
+    assert "5 times in a row" in decision.reason
 
 
 def test_a_process_that_was_never_ready_is_not_restarted_long() -> None:
