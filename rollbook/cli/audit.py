@@ -8,7 +8,7 @@ import typer
 
 from rollbook.cli.arguments import RunOrLedger, is_address
 from rollbook.cli.output import EXIT_FAILED, result, result_json, stderr_console
-from rollbook.run.commands.serve_ledger import audit_elsewhere
+from rollbook.run.commands.serve_ledger import audit_remote
 from rollbook.run.commands.train_summary import law_text
 from rollbook.run.record import AuditReport, open_run
 
@@ -18,7 +18,7 @@ def audit(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON line.")] = False,
 ) -> None:
     """Check the conservation law, every group's history, batches, steps, payloads and lag."""
-    reports = audit_elsewhere(run) if is_address(run) else [_audit_directory(Path(run))]
+    reports = audit_remote(run) if is_address(run) else [_audit_directory(Path(run))]
     for report in reports:
         _print(report, as_json=as_json)
     if not all(report.ok for report in reports):

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from rollbook.cli.output import result_json, stderr_console
-from rollbook.run.commands.serve_ledger import read_in, serve, shrink, store_of, write_out
+from rollbook.run.commands.serve_ledger import compact_store, export_run, import_run_file, serve, store_of
 
 ledger_app = typer.Typer(help="Serve a ledger without a run, and maintain its store.", no_args_is_help=True)
 
@@ -54,7 +54,7 @@ def compact_command(
     ] = None,
 ) -> None:
     """Free the disk space of deleted data. Stop all servers of the store first."""
-    result_json(shrink(store_of(store), run=run, up_to_step=up_to_step))
+    result_json(compact_store(store_of(store), run=run, up_to_step=up_to_step))
 
 
 @ledger_app.command("export")
@@ -64,7 +64,7 @@ def export_command(
     target: Annotated[Path, typer.Argument(help="A new .jsonl file, or a new directory for Parquet files.")],
 ) -> None:
     """Export a run as JSON lines, or as Parquet if the target does not end in .jsonl."""
-    result_json(write_out(store_of(store), run, target))
+    result_json(export_run(store_of(store), run, target))
 
 
 @ledger_app.command("import")
@@ -74,4 +74,4 @@ def import_command(
     as_run: Annotated[str | None, typer.Option("--as", help="Import it under another name.")] = None,
 ) -> None:
     """Import a run. It is audited before it is committed."""
-    result_json(read_in(store_of(store), source, as_run=as_run))
+    result_json(import_run_file(store_of(store), source, as_run=as_run))

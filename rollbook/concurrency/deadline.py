@@ -8,7 +8,7 @@ from rollbook.concurrency.clock import Clock, SystemClock
 
 
 class DeadlineExceededError(Exception):
-    """Names the budget that ran out. Rooms translate it into an error of their own."""
+    """Names the budget that ran out. Rooms translate it into their own errors."""
 
 
 class Deadline:

@@ -1,8 +1,8 @@
-"""The exception tree: the class of an exception tells who must act.
+"""The exception tree: the class of an exception says who must act.
 
     RollbookError
     |-- TransientError   try this call again            (connection lost, 503, request deadline)
-    |-- EpisodeError     give up this episode, go on    (environment broke, parse failed, sandbox died)
+    |-- EpisodeError     give up this episode          (environment broke, parse failed, sandbox died)
     |-- WorkerError      replace this process           (leak, lost heartbeat, broken interpreter state)
     `-- RunError         stop the run, operator needed  (bad config, corrupt checkpoint, schema mismatch)
          `-- FencedError this process was replaced by a newer one: stop without side effects

@@ -126,7 +126,7 @@ def _find_spec(module_name: str, directories: Sequence[str]) -> ModuleSpec | Non
 
 
 def _top_level_names(source: bytes) -> set[str] | None:
-    """Names that a module binds at its top level; None where only running it would tell."""
+    """Names that a module binds at its top level; None if only running it would show."""
     names: set[str] = set()
     pending: list[ast.AST] = [ast.parse(source)]
     while pending:

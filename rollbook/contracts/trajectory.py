@@ -120,7 +120,7 @@ class TurnMark:
 class RolloutSample:
     """One finished episode with one reward. It has several sequences if its history was rewritten.
 
-    `reward is None` means that it could not be scored; `invalid_cause` tells why. An infrastructure failure is never reward 0.
+    `reward is None` means that it could not be scored; `invalid_cause` says why. An infrastructure failure is never reward 0.
     """
 
     sequences: tuple[TokenRow, ...]

@@ -1,4 +1,4 @@
-"""Evaluates a policy on held-out tasks, with workers and, unless the run's server is shared, with a policy server of its own."""
+"""Evaluates a policy on held-out tasks, with workers and, unless the run's server is shared, with a separate policy server."""
 
 import asyncio
 import dataclasses

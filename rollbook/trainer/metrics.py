@@ -61,7 +61,7 @@ TRAINER_METRICS: tuple[Metric, ...] = (
         "async/unscorable_samples", "samples", "samples without a reward: advantage 0, never reward 0", Reduction.SUM
     ),
     Metric("rollout/reward", "", "mean reward of the batch's scorable samples"),
-    Metric("rollout/accuracy", "", "solved samples, as a part of those whose world says whether they are"),
+    Metric("rollout/accuracy", "", "solved fraction of the samples whose environment reports whether they are solved"),
     Metric("rollout/response_len", "tokens", "trained tokens per sample, mean"),
     Metric("rollout/truncated_ratio", "", "samples that ended by a limit"),
     Metric("rollout/turns", "turns", "turns per sample, mean"),
@@ -71,7 +71,7 @@ TRAINER_METRICS: tuple[Metric, ...] = (
 
 
 def batch_metrics(batch: TrainingBatch) -> dict[str, float | None]:
-    """What the rollouts of the batch earned. Rewards and solved rates are over scorable samples: a broken world is no failure."""
+    """Metrics of the batch's rollouts. Rewards and solved rates are over scorable samples only."""
     samples = [sample for group in batch.groups for sample in group.samples]
     scorable = [sample for sample in samples if sample.is_scorable]
     return {

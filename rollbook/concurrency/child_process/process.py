@@ -47,7 +47,7 @@ STATES = {
 
 
 class ChildEndedError(Exception):
-    """The child is gone. The text says how it ended. Rooms translate it into an error of their own."""
+    """The child is gone. The text says how it ended. Rooms translate it into their own errors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

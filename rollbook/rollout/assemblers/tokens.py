@@ -82,7 +82,7 @@ class BranchingAssembler(Assembler):
         sampling: SamplingParams | None = None,
         seconds: float = 0.0,
     ) -> TurnMark:
-        """A whole turn, sampled after exactly `prompt_ids`. The mark tells to which sequence it was added."""
+        """A whole turn, sampled after exactly `prompt_ids`. The mark says to which sequence it was added."""
         _require_prompt(prompt_ids, self.num_turns + 1)
         self._check(completion, sampling)
         prompt = list(map(int, prompt_ids))

@@ -1,4 +1,4 @@
-"""`rollbook ledger serve|compact|export|import`, and a ledger looked at from outside."""
+"""`rollbook ledger serve|compact|export|import`, and `audit` and `explain` of a remote ledger."""
 
 import asyncio
 import os
@@ -59,7 +59,7 @@ def serve(
     uvloop.run(serve_ledger(config, log=EventLog("ledger"), dialects=dialects))
 
 
-def shrink(store: str, *, run: str | None, up_to_step: int | None) -> dict[str, Any]:
+def compact_store(store: str, *, run: str | None, up_to_step: int | None) -> dict[str, Any]:
     async def delete_payloads() -> tuple[int, int]:
         async with open_store(store) as opened:
             run_id = None if run is None else RunId(run)
@@ -70,8 +70,8 @@ def shrink(store: str, *, run: str | None, up_to_step: int | None) -> dict[str, 
     return {"payloads": num_payloads, "payload_bytes": num_bytes, "bytes_before": before, "bytes_after": after}
 
 
-def write_out(store: str, run: str, target: Path) -> dict[str, Any]:
-    """A run as JSON lines, or as Parquet if the target does not end in .jsonl."""
+def export_run(store: str, run: str, target: Path) -> dict[str, Any]:
+    """Export a run as JSON lines, or as Parquet if the target does not end in .jsonl."""
     with open_reader(store) as reader:
         if target.suffix == ".jsonl":
             report = export_jsonl(reader, RunId(run), target, extensions=[AtroposExtension()])
@@ -92,7 +92,7 @@ def _export_parquet() -> Callable[[Reader, RunId, Path], ExportReport]:
     return export
 
 
-def read_in(store: str, source: Path, *, as_run: str | None) -> dict[str, Any]:
+def import_run_file(store: str, source: Path, *, as_run: str | None) -> dict[str, Any]:
     async def work() -> dict[str, Any]:
         async with open_store(store) as opened:
             run_id = None if as_run is None else RunId(as_run)
@@ -106,31 +106,29 @@ def explain_in_directory(path: Path, group_id: str) -> list[str]:
         return explain(run.reader, run.run_id, GroupId(group_id))
 
 
-def explain_elsewhere(url: str, group_id: str) -> list[str]:
+def explain_remote(url: str, group_id: str) -> list[str]:
     """`http://host:port/v1/runs/RUN`, or `http://host:port` of a ledger with one run."""
-    life = explain_at(url, GroupId(group_id), token=os.environ.get("ROLLBOOK_VIEWER_TOKENS"))
-    return list(life.sentences)
+    history = explain_at(url, GroupId(group_id), token=os.environ.get("ROLLBOOK_VIEWER_TOKENS"))
+    return list(history.sentences)
 
 
-def audit_elsewhere(url: str) -> list[AuditReport]:
-    """`http://host:port/v1/runs/RUN` for one run, `http://host:port` for all of that ledger."""
+def audit_remote(url: str) -> list[AuditReport]:
+    """`http://host:port/v1/runs/RUN` for one run, `http://host:port` for all runs of a ledger."""
     return [
         AuditReport(
-            run_id=RunId(seen.run_id),
-            opened=seen.opened,
-            law=seen.law,
-            dropped=seen.dropped,
-            steps=seen.steps,
-            max_lag=seen.max_lag,
-            max_head_offpolicy_versions=seen.max_head_offpolicy_versions,
-            violations=seen.violations,
+            run_id=RunId(view.run_id),
+            opened=view.opened,
+            law=view.law,
+            dropped=view.dropped,
+            steps=view.steps,
+            max_lag=view.max_lag,
+            max_head_offpolicy_versions=view.max_head_offpolicy_versions,
+            violations=view.violations,
         )
-        for seen in audit_at(url, token=os.environ.get("ROLLBOOK_VIEWER_TOKENS"))
+        for view in audit_at(url, token=os.environ.get("ROLLBOOK_VIEWER_TOKENS"))
     ]
 
 
-def store_of(place: str) -> str:
-    """A store's URL, or a run directory."""
-    if "://" in place:
-        return place
-    return sqlite_url(Path(place) / "ledger")
+def store_of(location: str) -> str:
+    """The URL of a store; `location` is a URL or a run directory."""
+    return location if "://" in location else sqlite_url(Path(location) / "ledger")

@@ -108,7 +108,7 @@ class Supervisor:
             )
         ]
         self.addresses = addresses
-        # Without a trainer of its own, the run is over when the dispatcher ends.
+        # Without a trainer, the run is over when the dispatcher ends.
         self._last = next(p for p in self.processes if p.role == ("trainer" if has_trainer else "rollout"))
 
     async def run(self) -> RunOutcome:
@@ -174,7 +174,7 @@ class Supervisor:
                 # A failed evaluation does not stop training: it is reported, and the run continues without it.
                 process.move(ProcessState.FAILED, process.fault or "it gave no reason")
                 self._log.error("run.evaluation_failed", cause=process.fault)
-                self._say(f"evaluation stopped: {process.fault}; training goes on")
+                self._say(f"evaluation stopped: {process.fault}; training continues")
                 return
             if code in (EXIT_STOP_RUN, EXIT_FENCED):
                 cause = process.fault or (
@@ -189,7 +189,7 @@ class Supervisor:
                 process.move(ProcessState.FAILED, verdict.reason)
                 if process.role == "evaluation":
                     self._log.error("run.evaluation_failed", cause=verdict.reason, last_output=process.last_output())
-                    self._say(f"evaluation {reason}; {verdict.reason}; training goes on")
+                    self._say(f"evaluation {reason}; {verdict.reason}; training continues")
                     return
                 self._fail(f"{process.name} {reason}; {verdict.reason}. Its last output:\n{process.last_output()}")
                 return
@@ -255,7 +255,7 @@ class Supervisor:
         rollout = next(p for p in self.processes if p.role == "rollout")
         evaluation = [p for p in self.processes if p.role == "evaluation"]
         if self._failure is None and not self._drained:
-            # The ledger tells the dispatcher that the run is over, and it ends by itself.
+            # The dispatcher ends when the ledger reports the end of the run.
             await rollout.ends_within(WIND_DOWN_S)
             # The evaluation measures the final policy.
             for process in evaluation:

@@ -277,7 +277,7 @@ class _Segment:
         """Write the pending payloads in one call."""
         bodies, at = self.pending, self.end - self.pending_bytes
         written = os.pwritev(self._handle, bodies, at)
-        if written < self.pending_bytes:  # interrupted by a signal, or the disk is full: the next call tells
+        if written < self.pending_bytes:  # interrupted by a signal, or the disk is full: the next call shows which
             rest = memoryview(b"".join(bodies))[written:]
             while rest:
                 more = os.pwrite(self._handle, rest, at + written)
