@@ -45,7 +45,7 @@ STABLE_SETTINGS = {
 }
 
 
-def table(
+def run_config(
     args: argparse.Namespace,
     *,
     model: Path,
@@ -125,11 +125,11 @@ def measure(args: argparse.Namespace, home: Path) -> int:
     shutil.copy(Path(__file__).with_name("rollout.py"), home)
     runs: list[LearningRun] = []
 
-    def one(
+    def train_once(
         name: str, *, max_head_offpolicy_versions: int, stop: Stop, seed: int = 0, base: Path = model, **harder: Any
     ) -> LearningRun | None:
         print_status(f"{name}: staleness bound {max_head_offpolicy_versions}, seed {seed} {harder or ''}")
-        settings = table(
+        settings = run_config(
             args,
             model=base,
             seed=seed,
@@ -156,19 +156,19 @@ def measure(args: argparse.Namespace, home: Path) -> int:
     for seed in range(args.seeds):
         # The first run writes a checkpoint; the harder task starts from it.
         stop = Stop(mark=args.mark, limit_s=args.limit_s, needs_checkpoint=seed == 0 and args.harder_limit_s > 0)
-        if run := one(
+        if run := train_once(
             f"async-{seed}", max_head_offpolicy_versions=args.max_head_offpolicy_versions, seed=seed, stop=stop
         ):
             asynchronous.append(run)
     synchronous = None
     if args.sync_limit_s > 0:
         stop = Stop(mark=args.mark, limit_s=args.sync_limit_s)
-        synchronous = one("sync", max_head_offpolicy_versions=0, stop=stop)
+        synchronous = train_once("sync", max_head_offpolicy_versions=0, stop=stop)
     harder = None
     if args.harder_limit_s > 0:
         base = _last_model(asynchronous[0].directory) if asynchronous else None
         stop = Stop(limit_s=args.harder_limit_s)
-        harder = one(
+        harder = train_once(
             "harder",
             max_head_offpolicy_versions=args.max_head_offpolicy_versions,
             base=base or model,

@@ -142,7 +142,7 @@ def prove(args: argparse.Namespace) -> int:
         first = proof.phase(1, model)
         second = proof.phase(2, model)
         criteria = [
-            *judge_first(first, max_head_offpolicy_versions=1, is_trend_demanded=not args.short),
+            *judge_first(first, max_head_offpolicy_versions=1, is_trend_required=not args.short),
             *judge_second(second, first, max_head_offpolicy_versions=2, minibatches=2, is_short=args.short),
         ]
         for criterion in criteria:
@@ -157,7 +157,7 @@ def prove(args: argparse.Namespace) -> int:
 def save_results(folder: Path, criteria: list[Criterion], first: Phase, second: Phase, *, home: Path) -> None:
     """Write the table, the values of the curves, and the plots of both runs."""
     folder.mkdir(parents=True, exist_ok=True)
-    lines = ["| phase | criterion | value | demanded | |", "|---|---|---|---|---|"]
+    lines = ["| phase | criterion | value | required | |", "|---|---|---|---|---|"]
     lines += [
         f"| {c.phase} | `{c.name}` | {c.value} | {c.demand} | {'pass' if c.ok else '**fail**'} |" for c in criteria
     ]

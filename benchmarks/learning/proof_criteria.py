@@ -35,7 +35,7 @@ class Criterion:
     ok: bool
 
     def line(self) -> str:
-        return f"phase {self.phase}  {'pass' if self.ok else 'FAIL'}  {self.name:<26} {self.value:<28} demanded: {self.demand}"
+        return f"phase {self.phase}  {'pass' if self.ok else 'FAIL'}  {self.name:<26} {self.value:<28} required: {self.demand}"
 
 
 def values(rows: Rows, name: str) -> list[float]:
@@ -62,7 +62,7 @@ def reward_trend(rollout: Rows) -> tuple[float, float]:
     return _weighted(first), _weighted(last)
 
 
-def judge_first(phase: Phase, *, max_head_offpolicy_versions: int, is_trend_demanded: bool) -> list[Criterion]:
+def judge_first(phase: Phase, *, max_head_offpolicy_versions: int, is_trend_required: bool) -> list[Criterion]:
     """One minibatch per batch, staleness bound 1."""
     kl = max(map(abs, values(phase.trainer, "train/ppo_kl")), default=math.nan)
     offset = max(values(phase.trainer, "async/version_offset_max"), default=math.nan)
@@ -89,8 +89,8 @@ def judge_first(phase: Phase, *, max_head_offpolicy_versions: int, is_trend_dema
             phase=1,
             name="reward",
             value=f"{before:.3f} → {after:.3f}",
-            demand="trends up" if is_trend_demanded else "(too short a run to demand one)",
-            ok=after > before or not is_trend_demanded,
+            demand="trends up" if is_trend_required else "(not required in a short run)",
+            ok=after > before or not is_trend_required,
         ),
         _clean_end(1, phase),
         _usable(1, phase),
@@ -113,7 +113,7 @@ def judge_second(
             phase=2,
             name="train/ppo_clip_frac",
             value=f"at most {clipped:.4f}",
-            demand="> 0" if not is_short else "(too short a run to demand it)",
+            demand="> 0" if not is_short else "(not required in a short run)",
             ok=clipped > 0 or is_short,
         ),
         Criterion(
@@ -127,7 +127,7 @@ def judge_second(
             phase=2,
             name="perf/wait_time_ratio",
             value=f"{wait:.3f} after {wait_first:.3f}",
-            demand="≤ phase 1's" if not is_short else "(told, not demanded)",
+            demand="≤ phase 1's" if not is_short else "(not required in a short run)",
             ok=wait <= wait_first or is_short,
         ),
         Criterion(

@@ -77,9 +77,8 @@ def config_table(*, steps: int, step_s: float, max_head_offpolicy_versions: int)
 
 
 class Bench:
-    def __init__(self, home: Path, steps: int) -> None:
+    def __init__(self, home: Path) -> None:
         self.home = home
-        self.steps = steps
         shutil.copy(Path(__file__).with_name("overlap_rollout.py"), home)
 
     def directory(self, name: str, *, steps: int, step_s: float, max_head_offpolicy_versions: int) -> RunDirectory:
@@ -180,7 +179,7 @@ def wall_seconds(directory: RunDirectory) -> float:
 
 
 async def measure(home: Path, steps: int) -> int:
-    bench = Bench(home, steps)
+    bench = Bench(home)
     print_status("calibrating the time of a training step and of an episode")
     trial, _ = await bench.whole_run("trial", steps=6, step_s=0.1, max_head_offpolicy_versions=0)
     train_s = bench.training_alone(trial, 6) / 6

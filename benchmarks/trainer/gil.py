@@ -4,7 +4,7 @@
     (b) threads         reward functions run in threads of the trainer's process and share its interpreter
     (c) workers         the same functions run in our rollout workers, which are separate processes
 
-Rewards hold the interpreter in bursts of a second, like parsers of long answers. Rounds of the three settings alternate,
+Reward functions hold the interpreter in bursts of a second, like parsers of long answers. Rounds of the three settings alternate,
 so that other load on the machine affects all of them. The workers are stopped (SIGSTOP) while the other settings are measured.
 torch uses one thread, so that a second core is free for the workers.
 
@@ -165,7 +165,7 @@ class Steps:
     """Mean seconds of the steps of one round: wall time, and wall time without waits for a core."""
 
     wall_s: float
-    own_s: float
+    running_s: float
     count: int
 
 
@@ -180,7 +180,7 @@ def run_steps(step: TrainStep, seconds: float, first: int) -> Steps:
         wall += time.perf_counter() - began
         waited += run_delay_s() - delay_before
         count += 1
-    return Steps(wall_s=wall / count, own_s=max(0.0, wall - waited) / count, count=count)
+    return Steps(wall_s=wall / count, running_s=max(0.0, wall - waited) / count, count=count)
 
 
 def slow_downs(times: dict[str, list[Steps]], which: str) -> dict[str, float]:
@@ -217,18 +217,18 @@ def main() -> int:
             print_status(
                 f"round {number + 1}: " + ", ".join(f"{k} {v[-1].wall_s * 1e3:.1f} ms" for k, v in times.items())
             )
-    wall, own = slow_downs(times, "wall_s"), slow_downs(times, "own_s")
+    wall, running = slow_downs(times, "wall_s"), slow_downs(times, "running_s")
     print_status(f"{'':<10}{'step ms':>9}{'slow-down':>11}{'wall time':>13}")
     for kind, rounds in times.items():
-        median = statistics.median(found.own_s for found in rounds) * 1e3
-        print_status(f"{kind:<10}{median:>9.1f}{own.get(kind, 1.0):>10.2f}×{wall.get(kind, 1.0):>12.2f}×")
+        median = statistics.median(found.running_s for found in rounds) * 1e3
+        print_status(f"{kind:<10}{median:>9.1f}{running.get(kind, 1.0):>10.2f}×{wall.get(kind, 1.0):>12.2f}×")
     cores = len(os.sched_getaffinity(0))
     figure = Figure(
         name="gil_slowdown",
-        ours=own["workers"],
-        peer=own["threads"],
+        ours=running["workers"],
+        peer=running["threads"],
         unit="× alone",
-        ratio=CEILING / own["workers"],
+        ratio=CEILING / running["workers"],
         floor=1.0 if cores > args.scorers else None,
         more={
             "cores": cores,

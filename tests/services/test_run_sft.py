@@ -76,7 +76,7 @@ def home(tmp_path: Path) -> Path:
 def train_in_process(home: Path) -> SftOutcome:
     """The same training without the command line."""
     loaded = load_sft_config(home / "sft.toml")
-    model_dir = prepare_model_directory(loaded.model, home / "whole" / "model", seed=loaded.config.run.seed)
+    model_dir = prepare_model_directory(loaded.model, home / "uninterrupted" / "model", seed=loaded.config.run.seed)
     found = read_demonstrations(
         home / "demos.jsonl", ModelTokenizer.from_directory(model_dir), max_tokens=99, is_strict=True
     )
@@ -85,22 +85,22 @@ def train_in_process(home: Path) -> SftOutcome:
         config=loaded.config.sft,
         trainer=loaded.config.trainer,
         model_dir=model_dir,
-        directory=home / "whole",
+        directory=home / "uninterrupted",
         demonstrations=train,
         validation=validation,
-        metrics=MetricRecorder("sft", SFT_METRICS, home / "whole" / "metrics.jsonl"),
+        metrics=MetricRecorder("sft", SFT_METRICS, home / "uninterrupted" / "metrics.jsonl"),
         log=EventLog("sft"),
     ).run()
 
 
 def test_sft_learns_and_a_killed_run_ends_with_the_same_weights(home: Path) -> None:
-    whole = train_in_process(home)
-    assert whole.eval_loss is not None
-    assert whole.eval_loss_before is not None
-    assert whole.eval_loss < 0.6 * whole.eval_loss_before
-    rows = read_metrics(home / "whole" / "metrics.jsonl", process="sft")
-    assert rows[-1]["step"] == whole.steps
-    assert [row["step"] for row in rows if row["eval/loss"] is not None][-1] == whole.steps
+    uninterrupted = train_in_process(home)
+    assert uninterrupted.eval_loss is not None
+    assert uninterrupted.eval_loss_before is not None
+    assert uninterrupted.eval_loss < 0.6 * uninterrupted.eval_loss_before
+    rows = read_metrics(home / "uninterrupted" / "metrics.jsonl", process="sft")
+    assert rows[-1]["step"] == uninterrupted.steps
+    assert [row["step"] for row in rows if row["eval/loss"] is not None][-1] == uninterrupted.steps
 
     command = [sys.executable, "-m", "rollbook", "sft", str(home / "sft.toml"), "--out", str(home / "killed")]
     child = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -114,7 +114,7 @@ def test_sft_learns_and_a_killed_run_ends_with_the_same_weights(home: Path) -> N
         time.sleep(0.5)  # the child of the killed command exits a moment later
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
-    assert report["digest"] == whole.checkpoint.weights_digest
+    assert report["digest"] == uninterrupted.checkpoint.weights_digest
     model = AutoModelForCausalLM.from_pretrained(report["model"])
     assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(report["model"]))
 

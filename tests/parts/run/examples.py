@@ -1,4 +1,4 @@
-"""Imports the modules of an example the way a rollout worker does."""
+"""Imports the modules of an example, as a rollout worker does."""
 
 import importlib
 import sys

@@ -134,13 +134,13 @@ def test_changes_to_other_lines_do_not_move_a_chat_across_the_split(
     tmp_path: Path, tokenizers: dict[str, ModelTokenizer]
 ) -> None:
     lines = [{"messages": chat(f"question {n}", "yes")} for n in range(60)]
-    whole = read_demonstrations(
+    everything = read_demonstrations(
         write(tmp_path / "a.jsonl", *lines), tokenizers["chatml"], max_tokens=99, is_strict=True
     )
     fewer = read_demonstrations(
         write(tmp_path / "b.jsonl", *lines[:5:-2]), tokenizers["chatml"], max_tokens=99, is_strict=True
     )
-    train, validation = whole.split(0.3)
+    train, validation = everything.split(0.3)
     assert len(train) + len(validation) == 60
     assert 8 <= len(validation) <= 28
     assert {row.token_ids.tobytes() for row in fewer.split(0.3)[1]} < {row.token_ids.tobytes() for row in validation}

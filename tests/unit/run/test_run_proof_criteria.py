@@ -52,7 +52,7 @@ def failed(criteria: list[Criterion]) -> list[str]:
 
 
 def first(phase: Phase) -> list[str]:
-    return failed(judge_first(phase, max_head_offpolicy_versions=1, is_trend_demanded=True))
+    return failed(judge_first(phase, max_head_offpolicy_versions=1, is_trend_required=True))
 
 
 def second(phase: Phase) -> list[str]:

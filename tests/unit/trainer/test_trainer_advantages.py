@@ -32,10 +32,10 @@ def test_truncated_samples_can_be_masked_but_still_count_in_the_baseline() -> No
 
 def test_reinforce_plus_plus_normalises_over_the_batch() -> None:
     rewards, groups = np.array([1.0, 0.0, 5.0, math.nan]), np.array([0, 0, 1, 1])
-    whole = advantages(rewards, groups, kind="reinforce_pp")
+    normalised = advantages(rewards, groups, kind="reinforce_pp")
     scored = rewards[:3]
-    np.testing.assert_allclose(whole[:3], (scored - scored.mean()) / scored.std(ddof=1), rtol=1e-6)
-    assert whole[3] == 0
+    np.testing.assert_allclose(normalised[:3], (scored - scored.mean()) / scored.std(ddof=1), rtol=1e-6)
+    assert normalised[3] == 0
     by_group = advantages(rewards, groups, kind="reinforce_pp_baseline")
     centred = np.array([0.5, -0.5, 0.0])
     np.testing.assert_allclose(by_group[:3], centred / centred.std(ddof=1), rtol=1e-6)

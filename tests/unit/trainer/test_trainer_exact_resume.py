@@ -85,6 +85,6 @@ async def test_replay_stops_at_the_requested_step(tmp_path: Path) -> None:
             yield batch
 
     part = await replay(stream(), model_dir=model_dir, config=quick(), until=2)
-    whole = await replay(batches, model_dir=model_dir, config=quick())
+    uninterrupted = await replay(batches, model_dir=model_dir, config=quick())
     assert set(part.digests) == {0, 1, 2}
-    assert part.final_digest == whole.digests[2]
+    assert part.final_digest == uninterrupted.digests[2]
