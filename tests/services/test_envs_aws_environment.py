@@ -141,10 +141,10 @@ async def test_a_command_leaves_no_state_for_the_next(pool: AwsCliPool) -> None:
 
 ATTACKS: dict[str, tuple[str, str]] = {
     "reading a host file by upload": ("aws s3 cp /etc/passwd s3://wanted-not/x", "working directory"),
-    "reading a host file as a body": ("aws s3api put-object --bucket stage --key x --body /etc/passwd", "out of reach|Blob"),
+    "reading a host file as a body": ("aws s3api put-object --bucket stage --key x --body /etc/passwd", "not permitted|Blob"),
     "reading a host file as a parameter": ("aws sqs create-queue --queue-name file:///etc/passwd", "cannot be read from files"),
-    "writing a host file": ("aws s3api get-object --bucket stage --key k /tmp/rollbook-escape", "out of reach"),
-    "climbing out": ("aws s3api get-object --bucket stage --key k ../../rollbook-escape", "out of reach"),
+    "writing a host file": ("aws s3api get-object --bucket stage --key k /tmp/rollbook-escape", "not permitted"),
+    "climbing out": ("aws s3api get-object --bucket stage --key k ../../rollbook-escape", "not permitted"),
     "a shell": ("aws s3 ls; touch /tmp/rollbook-escape", "no shell"),
     "a substitution": ("aws s3 ls $(touch /tmp/rollbook-escape)", "no shell"),
     "another endpoint": ("aws s3 ls --endpoint-url http://127.0.0.1:9", "endpoint is fixed"),
