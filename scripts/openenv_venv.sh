@@ -3,4 +3,4 @@
 set -eu
 cd "$(dirname "$0")/.."
 [ -x .venvs/openenv/bin/python ] || "${PYTHON:-python3.11}" -m venv .venvs/openenv
-.venvs/openenv/bin/python -m pip install --quiet openenv==0.10.0 aiohttp msgspec numpy
+.venvs/openenv/bin/python -m pip install --quiet openenv==0.10.0 aiohttp msgspec numpy xxhash
