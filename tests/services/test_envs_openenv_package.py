@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rollbook.contracts.errors import EpisodeError, RunError
+from rollbook.contracts.plugin import PluginError
 from rollbook.envs.client.group import GrpoPool
 from rollbook.envs.client.session import ClientOptions, GroupTooLargeError, open_session
 from tests.parts.envs.environments import served
@@ -127,7 +128,7 @@ def test_a_class_that_cannot_be_hosted_is_refused_with_a_reason() -> None:
     out = subprocess.run(
         [PYTHON, "-c", code], capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
     ).stdout.splitlines()
-    assert [line.split()[0] for line in out] == [RunError.__name__] * 3
-    assert "module:Class" in out[0]
-    assert "is the openenv package installed" in out[1]
-    assert "lacks reset, step, state" in out[2]
+    assert [line.split()[0] for line in out] == [PluginError.__name__, PluginError.__name__, RunError.__name__]
+    assert "module:" in out[0]
+    assert "no module 'no.such.module'" in out[1]
+    assert "missing: reset, step, state" in out[2]

@@ -1,9 +1,9 @@
 """The OpenEnv side of protocol tests: run with an interpreter that has the `openenv` package, never imported by tests.
 
-python envs_openenv_peer.py play URL            its client plays number guessing against our server, and prints what happened
-python envs_openenv_peer.py crowd URL COUNT     COUNT of its clients connect to a full server
-python envs_openenv_peer.py serve               its server offers `Counter`; the address is printed
-python envs_openenv_peer.py host                our server hosts `Counter`; the address is printed
+python openenv_peer.py play URL            its client plays number guessing against our server, and prints what happened
+python openenv_peer.py crowd URL COUNT     COUNT of its clients connect to a full server
+python openenv_peer.py serve               its server offers `Counter`; the address is printed
+python openenv_peer.py host                our server hosts `Counter`; the address is printed
 """
 
 # mypy: ignore-errors
@@ -117,7 +117,7 @@ async def host() -> None:
     from rollbook.envs.config import EnvConfig
     from rollbook.envs.server.run import serve_environments
 
-    async with serve_environments(EnvConfig(name="envs_openenv_peer:Counter"), size=4, is_openenv=True) as server:
+    async with serve_environments(EnvConfig(name="openenv_peer:Counter"), size=4, is_openenv=True) as server:
         tell(server.url)
         await asyncio.Event().wait()
 
