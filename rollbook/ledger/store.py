@@ -208,6 +208,12 @@ class Transaction(Protocol):
         The payloads of these groups are synced too; without a run, all payloads.
         """
 
+    def damage(self, run_id: RunId) -> Iterator[str]:
+        """Damage of the stored rows of a run, one sentence each: by checksums, and by the checks of the database itself.
+
+        Raises `StoreFaultError` if the rows cannot be read.
+        """
+
     def announce(self, run_id: RunId) -> None:
         """After the commit, notify the listeners that this run has changed."""
 

@@ -215,10 +215,10 @@ class TrainerLoop:
             acknowledged=role.last_acknowledged,
             durable=role.durable_step,
         )
-        if restored > role.last_acknowledged:
+        if learner.vocabulary_size < (role.limits.vocabulary_size or 0):
             raise RunError(
-                f"the checkpoint of step {restored} is ahead of the ledger, which has {role.last_acknowledged} acknowledged steps."
-                " They belong to different runs, or the ledger lost data: restore the ledger or remove the checkpoint."
+                f"the model has a vocabulary of {learner.vocabulary_size} tokens, but the ledger accepts token ids below"
+                f" {role.limits.vocabulary_size}: the run was created for another model. Restore that model or start a new run."
             )
         check_and_record(
             self._history_path,
@@ -278,7 +278,7 @@ class TrainerLoop:
         trained = self._clock.now() - began
         await self._wait_for_publication()
         self._step, self._weights, self._digest = learner.step, weights, digest
-        receipt = await self._source.acknowledge(batch.step, digest)
+        receipt = await self._source.acknowledge(batch.step, digest, unusable=batch.unusable)
         self._measure(batch, lags, report, receipt, waited=waited, trained=trained)
 
     async def _wait_for_publication(self) -> None:
@@ -365,6 +365,8 @@ class TrainerLoop:
         }
         for name, value in measured.items():
             self._metrics.add(name, value)
+        if batch.unusable:
+            self._log.warning("trainer.unusable_groups", step=batch.step, groups=dict(batch.unusable))
         if receipt is AckReceipt.DIVERGED:
             self._log.warning("trainer.diverged", step=batch.step, digest=self._digest)
         if report.skipped_steps:

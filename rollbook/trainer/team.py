@@ -68,6 +68,10 @@ class Team:
     def num_parameters(self) -> int:
         return self._learner.num_parameters
 
+    @property
+    def vocabulary_size(self) -> int:
+        return self._learner.vocabulary_size
+
     def run(self, batch: TrainingBatch) -> StepReport:
         self._send("run", batch)
         return self._learner.run(batch)

@@ -63,14 +63,10 @@ SCHEMA = (
         PRIMARY KEY (run_id, digest)
     )""",
 )
-RUNS = Table("atropos_runs", AtroposRecord, key=("run_id",), read={"is_started": bool}, write={"is_started": int})
-ENVS = Table(
-    "atropos_envs", EnvRecord, key=("run_id", "env_id"), read={"is_connected": bool}, write={"is_connected": int}
-)
-QUEUE = Table(
-    "atropos_queue", QueuedGroup, key=("run_id", "group_id"), read={"is_buffered": bool}, write={"is_buffered": int}
-)
-UNCONFIRMED = Table("atropos_unconfirmed", UnconfirmedPost, key=("run_id", "digest"))
+RUNS = Table("atropos_runs", AtroposRecord, key=("run_id",), has_checksum=False)
+ENVS = Table("atropos_envs", EnvRecord, key=("run_id", "env_id"), has_checksum=False)
+QUEUE = Table("atropos_queue", QueuedGroup, key=("run_id", "group_id"), has_checksum=False)
+UNCONFIRMED = Table("atropos_unconfirmed", UnconfirmedPost, key=("run_id", "digest"), has_checksum=False)
 
 
 class AtroposTables:

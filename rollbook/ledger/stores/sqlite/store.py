@@ -12,6 +12,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,7 +22,7 @@ from rollbook.ledger.store import StoreFaultError, Transaction
 from rollbook.ledger.stores.sql.committer import Committer
 from rollbook.ledger.stores.sql.transaction import SqlTransaction
 from rollbook.ledger.stores.sql.write_buffer import SqlSession
-from rollbook.ledger.stores.sqlite.file import FILE_NAME, MEMORY, connect, explained, require_tables
+from rollbook.ledger.stores.sqlite.file import FILE_NAME, MEMORY, connect, explained, find_damage, require_tables
 from rollbook.ledger.stores.sqlite.segment_compaction import close_holes, segment_bytes
 from rollbook.ledger.stores.sqlite.segment_payloads import SegmentPayloads
 from rollbook.ledger.stores.sqlite.segment_recovery import remove_unused
@@ -90,7 +91,8 @@ def _read(db: sqlite3.Connection, work: Callable[[Transaction], T], path: Path) 
     try:
         session = SqlSession(db)
         payloads = SegmentPayloads(session, path.parent)
-        return work(SqlTransaction(session, f"ledger file {path}", payloads=payloads))
+        check_file = partial(find_damage, db)
+        return work(SqlTransaction(session, f"ledger file {path}", payloads=payloads, check_file=check_file))
     finally:
         db.execute("ROLLBACK")
 
