@@ -6,8 +6,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId, PromptGroup
+from rollbook.contracts.group_checks import UnusableGroupError
 from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import RolloutSample, TokenRow
@@ -47,7 +47,9 @@ def decode_scored_data(payload: bytes, group_id: GroupId) -> PromptGroup:
         )
         return PromptGroup(id=group_id, task_id=TaskId(task), draw=int(draw), samples=samples)
     except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
-        raise RunError(f"group {group_id} was posted over the Atropos API and cannot be decoded: {error}") from error
+        raise UnusableGroupError(
+            f"group {group_id} was posted over the Atropos API and cannot be decoded: {error}"
+        ) from error
 
 
 def _row(tokens: list[int], mask: list[int], logprobs: list[float] | None) -> TokenRow:
