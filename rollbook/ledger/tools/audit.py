@@ -62,6 +62,11 @@ def audit_run(tx: Transaction, run_id: RunId) -> AuditReport:
         except StoreFaultError as error:
             # Damaged so much that it cannot be read. The other checks may still find something.
             findings.add(str(error))
+        except Exception as error:
+            # A damaged row can hold a value of any type.
+            if not findings.violations:
+                raise
+            findings.add(f"the damage hides the rest of the check: {type(error).__name__}: {error}")
     return findings.report()
 
 

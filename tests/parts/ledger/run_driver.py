@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 
 from rollbook.contracts.admission import LedgerStatus, OpenReply, OwnerId, Receipt, RunSettings
 from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainerRole
-from rollbook.contracts.group import DropReason, GroupId
+from rollbook.contracts.group import DropKind, DropReason, GroupId
 from rollbook.contracts.policy import Publication
 from rollbook.contracts.task import Draw
 from rollbook.ledger.config import Durability
@@ -19,10 +19,10 @@ from rollbook.ledger.rules.run_transaction import RunTransaction, run_transactio
 from rollbook.ledger.store import Transaction
 from rollbook.ledger.stores.postgres.writer import PostgresWriter
 from rollbook.ledger.stores.sql.committer import Operation
-from rollbook.ledger.stores.sqlite.file import MEMORY
+from rollbook.ledger.stores.sqlite.file import FILE_NAME, MEMORY
 from rollbook.ledger.stores.sqlite.writer import SqliteWriter
 from rollbook.ledger.tools.audit import AuditReport, audit_run
-from tests.parts.ledger.groups import RUN, group_of, submission_of
+from tests.parts.ledger.groups import RUN, draws, group_of, settings, submission_of
 
 T = TypeVar("T")
 
@@ -75,8 +75,8 @@ class RunDriver:
 
         return self.store.write_now(run)
 
-    def create(self, settings: RunSettings) -> "RunDriver":
-        self.store.write_now(lambda tx: runs.create_run(tx, RUN, settings, now=self.now))
+    def create(self, run_settings: RunSettings) -> "RunDriver":
+        self.store.write_now(lambda tx: runs.create_run(tx, RUN, run_settings, now=self.now))
         return self
 
     def join(self, name: str = "worker", nonce: str | None = None) -> OwnerId:
@@ -167,3 +167,25 @@ class RunDriver:
     def notes(self, task: str) -> list[str]:
         moves = self.store.read_now(lambda tx: tx.history.of_group(RUN, GroupId(f"{task}@0")))
         return [f"{move.to_state}: {move.note}" for move in moves]
+
+
+def write_a_run(directory: Path) -> None:
+    """Two steps trained, one durable; one group batched, queued, leased, dropped each. A short batch ends it."""
+    file = blocking_sqlite(directory / FILE_NAME)
+    driver = RunDriver(file).create(settings(staleness_bound=2))
+    driver.take_role()
+    live = driver.publish(0)
+    owner = driver.join()
+    for step in (1, 2, 3):
+        driver.open(owner, draws(2 * step, 2))
+        for at in (0, 1):
+            driver.submit(f"task{2 * step + at}", (live.id,))
+        driver.decide(step)
+        if step < 3:
+            driver.acknowledge(step)
+            live = driver.publish(step)
+    driver.checkpointed(1)
+    driver.open(owner, draws(8, 3))
+    driver.submit("task8", (live.id,))
+    driver.close("task9", DropReason(DropKind.FILTERED, "constant"))
+    file.close()

@@ -88,7 +88,7 @@ class Table(Generic[R]):
             for at, convert in self._read:
                 if values[at] is not None:
                     values[at] = convert(values[at])
-        except (ValueError, TypeError, AttributeError, OverflowError) as error:
+        except (msgspec.MsgspecError, ValueError, TypeError, AttributeError, OverflowError) as error:
             raise StoreFaultError(f"{self._named(row)} is damaged: {error}") from error
         return self._record(**dict(zip(self.columns, values, strict=True)))
 
