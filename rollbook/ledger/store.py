@@ -226,6 +226,10 @@ class Reader(Protocol):
 
 
 class Store(Protocol):
+    @property
+    def is_shared(self) -> bool:
+        """Whether other processes may serve from it at the same time."""
+
     async def write(self, work: Callable[[Transaction], T], *, before: Callable[[], None] | None = None) -> T:
         """Run `work` in a write transaction. It must be quick and use only the transaction; it may run in a thread.
 

@@ -10,7 +10,7 @@ from rollbook.ledger.store import Transaction
 from rollbook.ledger.stores.sql.tables import Table
 
 NAME = "atropos"
-VERSION = 1
+VERSION = 2
 # Columns follow the fields of the records.
 SCHEMA = (
     """CREATE TABLE atropos_runs (
@@ -22,7 +22,9 @@ SCHEMA = (
         served_step   INTEGER NOT NULL,
         shift         INTEGER NOT NULL,
         reset_below   INTEGER NOT NULL,
-        latest        TEXT
+        latest        TEXT,
+        server        TEXT,
+        serving_until REAL NOT NULL
     )""",
     """CREATE TABLE atropos_envs (
         run_id               TEXT NOT NULL,
@@ -151,6 +153,9 @@ class AtroposTables:
     def delete_unconfirmed(self, run_id: RunId, digests: Sequence[str]) -> None:
         keys = [(run_id, digest) for digest in digests]
         self._db.write_many("DELETE FROM atropos_unconfirmed WHERE run_id = ? AND digest = ?", keys)
+
+    def delete_unconfirmed_before(self, run_id: RunId, at: float) -> None:
+        self._db.write("DELETE FROM atropos_unconfirmed WHERE run_id = ? AND at < ?", (run_id, at))
 
     def delete_all_unconfirmed(self, run_id: RunId) -> None:
         self._db.write("DELETE FROM atropos_unconfirmed WHERE run_id = ?", (run_id,))

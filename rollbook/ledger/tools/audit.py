@@ -297,6 +297,8 @@ def _check_payload(payload: bytes, group: GroupRecord, findings: _Findings) -> N
     except (msgspec.MsgspecError, ValueError) as error:
         findings.add(f"group {group.group_id}: its outcome is damaged: {error}")
         return
+    if findings.run.settings.counts_sequences:
+        return  # groups of another dialect, for a trainer that does not report unusable groups
     facts = obstacle = None
     try:
         facts = inspect_payload(payload, group.group_id)
@@ -308,8 +310,6 @@ def _check_payload(payload: bytes, group: GroupRecord, findings: _Findings) -> N
         ):
             findings.add(f"group {group.group_id}: by its payload, {claim}")
         obstacle = find_obstacle(facts, findings.run.settings.limits)
-    if findings.run.settings.counts_sequences:
-        return  # trained by a trainer that does not report unusable groups
     if group.state in (GroupState.TRAINED, GroupState.DURABLE):
         if (group.unusable is None) is not (obstacle is None):
             findings.add(f"group {group.group_id}: recorded as unusable: {group.unusable}, by its payload: {obstacle}")

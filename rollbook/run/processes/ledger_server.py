@@ -30,7 +30,8 @@ async def main(context: RoleContext) -> str:
     )
     dialects = []
     if config.tasks.is_posted and config.tasks.atropos.url is None:
-        dialects.append(atropos_dialect(AtroposConfig(run=posts_run(config.run.name))))
+        posts = AtroposConfig(run=posts_run(config.run.name))
+        dialects.append(atropos_dialect(posts, trainable=settings.limits))
     store_url = sqlite_url(context.directory.ledger)
     async with open_ledger_service(store_url, config.ledger, log=context.log, dialects=dialects) as service:
         await service.ledger.create_run(RunId(config.run.name), settings)

@@ -38,6 +38,8 @@ READERS = 3
 class SqliteStore:
     """Satisfies `store.Store`. Opened by `open_sqlite_store` and `open_memory_store`."""
 
+    is_shared = False
+
     def __init__(self, path: Path, durability: Durability, loop: asyncio.AbstractEventLoop) -> None:
         self.path = path
         self._loop = loop
