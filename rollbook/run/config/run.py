@@ -21,6 +21,7 @@ from rollbook.ledger.config import GateConfig, LedgerConfig
 from rollbook.rollout.config import RolloutConfig
 from rollbook.run.config.checks import CROSS_CHECKS, missing_files, resolved_publish
 from rollbook.run.config.evaluation import EvaluationConfig
+from rollbook.run.directory import RunDirectory
 from rollbook.tasks.config import TasksConfig
 from rollbook.telemetry.config import TelemetryConfig
 from rollbook.trainer.config import ModelConfig, TrainerConfig
@@ -90,24 +91,42 @@ class ConfigError(RunError):
 class LoadedConfig:
     config: RunConfig
     source_dir: Path
-    """Relative paths and users' modules are looked up here."""
+    """Relative paths are looked up here."""
+    search_path: tuple[Path, ...]
+    """Users' modules are looked up here; `source_dir` is first."""
 
 
-def load_config(path: Path, overrides: Sequence[str] = (), *, source_dir: Path | None = None) -> LoadedConfig:
-    """Read, override, validate. Raises `ConfigError` with every fault."""
+def load_config(
+    path: Path, overrides: Sequence[str] = (), *, source_dir: Path | None = None, search_path: Sequence[Path] = ()
+) -> LoadedConfig:
+    """Read, override, validate. Raises `ConfigError` with every fault. `search_path`: more directories of users' modules."""
     table, faults = read_table(path, overrides)
     home = (source_dir or path.parent).resolve()
-    config, more = validate_table(table, home)
+    return checked_config(table, str(path), faults, source_dir=home, search_path=search_path)
+
+
+def checked_config(
+    table: Mapping[str, Any],
+    source: str,
+    faults: Sequence[ConfigFault] = (),
+    *,
+    source_dir: Path,
+    search_path: Sequence[Path] = (),
+) -> LoadedConfig:
+    """Validate a table. Raises `ConfigError` with the given faults and all others. `source` names the table in messages."""
+    places = tuple(dict.fromkeys([source_dir, *search_path]))
+    config, more = validate_table(table, source_dir, places)
     if config is None or faults or more:
-        raise ConfigError(str(path), [*faults, *more])
-    return LoadedConfig(config, home)
+        raise ConfigError(source, [*faults, *more])
+    return LoadedConfig(config, source_dir, places)
 
 
-def load_resolved_config(path: Path, *, source_dir: Path) -> LoadedConfig:
+def load_resolved_config(directory: RunDirectory) -> LoadedConfig:
     """Read the resolved config of a run directory. It was checked when the run was started, so it is only parsed here."""
+    path = directory.config_file
     table, _ = read_table(path, ())
     try:
-        return LoadedConfig(RunConfig.model_validate(table), source_dir)
+        return LoadedConfig(RunConfig.model_validate(table), directory.source_dir, directory.search_path)
     except ValidationError as error:
         faults = [
             ConfigFault(
@@ -130,7 +149,9 @@ def read_table(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], li
     return table, [fault for text in overrides if (fault := override_table(table, text)) is not None]
 
 
-def validate_table(table: Mapping[str, Any], source_dir: Path) -> tuple[RunConfig | None, list[ConfigFault]]:
+def validate_table(
+    table: Mapping[str, Any], source_dir: Path, search_path: Sequence[Path]
+) -> tuple[RunConfig | None, list[ConfigFault]]:
     """Validate every section separately, then check them together."""
     faults: list[ConfigFault] = []
     parts: dict[str, BaseModel] = {}
@@ -153,7 +174,7 @@ def validate_table(table: Mapping[str, Any], source_dir: Path) -> tuple[RunConfi
                 for e in error.errors()
             ]
     faults += [ConfigFault(path, message) for check in CROSS_CHECKS for path, message in check(parts)]
-    faults += [ConfigFault(path, message) for path, message in missing_files(parts, source_dir)]
+    faults += [ConfigFault(path, message) for path, message in missing_files(parts, source_dir, search_path)]
     faults.sort(
         key=lambda fault: (
             list(RunConfig.model_fields).index(s) if (s := fault.path.split(".")[0]) in RunConfig.model_fields else 99
