@@ -3,16 +3,23 @@
 import json
 import time
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId, GroupState, PromptGroup
+from rollbook.contracts.plugin import load_on_demand
 from rollbook.contracts.trajectory import RolloutSample, TokenRow
 from rollbook.dashboard.run_files import summarise
 from rollbook.ledger.records import GroupRecord
-from rollbook.rollout.chat.provenance import Span, spans_of
-from rollbook.rollout.chat.tokenizer import ModelTokenizer
+from rollbook.rollout.chat.provenance import Pieces, Span, spans_of
+from rollbook.rollout.contract import Tokenizer
 from rollbook.rollout.dispatch.selection_bias import PlayedGroup, compare
 from rollbook.run.record import RunRecordReader
+
+
+class _Tokenizer(Tokenizer, Pieces, Protocol):
+    """Implemented by `ModelTokenizer`, which needs the extra `rollout`; only the view of one group needs it."""
+
 
 BIAS_WINDOW_GROUPS = 2000
 """The newest groups that the check for selection bias covers."""
@@ -76,7 +83,8 @@ def group_lines(run: RunRecordReader, group_id: str) -> Iterator[str]:
     if group is None:
         yield "its payload was deleted" if record.payload_digest else "it was never submitted"
         return
-    yield from _samples(group, ModelTokenizer.from_directory(run.directory.initial_model))
+    tokenizers = load_on_demand("rollbook.rollout.chat.tokenizer:ModelTokenizer")
+    yield from _samples(group, tokenizers.from_directory(run.directory.initial_model))
 
 
 def _life(record: GroupRecord) -> Iterator[str]:
@@ -89,7 +97,7 @@ def _life(record: GroupRecord) -> Iterator[str]:
     )
 
 
-def _samples(group: PromptGroup, tokenizer: ModelTokenizer) -> Iterator[str]:
+def _samples(group: PromptGroup, tokenizer: _Tokenizer) -> Iterator[str]:
     for number, sample in enumerate(group.samples):
         yield ""
         yield f"sample {number}: {_result(sample)}"
@@ -113,7 +121,7 @@ def _result(sample: RolloutSample) -> str:
     return f"{scored}{solved}, ended {sample.finish_reason}, {len(sample.turns)} turns, {sample.num_trained} trained tokens"
 
 
-def _tokens(row: TokenRow, spans: Sequence[Span], tokenizer: ModelTokenizer) -> Iterator[str]:
+def _tokens(row: TokenRow, spans: Sequence[Span], tokenizer: _Tokenizer) -> Iterator[str]:
     """Token by token: its author, and for trained tokens the logprob and the version that sampled it."""
     yield f"  {'at':>4} {'id':>7}  {'token':<20} {'author':<10} {'logprob':>9} {'version':>7} trained"
     for span in spans:
