@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rollbook import __version__
-from rollbook.contracts.errors import RunError
+from rollbook.contracts.errors import UsageError
 
 MODEL_FILE = "model.json"
 CHECKPOINT = re.compile(r"step-(\d+)")
@@ -29,7 +29,7 @@ CHECKPOINT = re.compile(r"step-(\d+)")
 MIN_FREE_BYTES = 64 * 2**20
 
 
-class RunDirectoryError(RunError):
+class RunDirectoryError(UsageError):
     """The run directory cannot be used."""
 
 

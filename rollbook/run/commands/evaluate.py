@@ -5,7 +5,6 @@ The evaluation runs in a subprocess, so that this process needs no torch.
 
 import json
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,7 +13,9 @@ from typing import Any
 
 import msgspec
 
+from rollbook.concurrency.child_process.process import python_command, python_environment
 from rollbook.contracts.errors import RunError
+from rollbook.contracts.plugin import require_libraries
 from rollbook.rollout.evaluation import LabelResult
 from rollbook.run.config.evaluation import EvaluationRequest
 from rollbook.run.directory import RunDirectory, write_json
@@ -63,6 +64,7 @@ def evaluate(
     initial model, None the newest one. `split`, `episodes`, `max_tasks` and `greedy` replace settings of `[evaluation]`;
     `overrides` are like `--set`. The result is written to `out`, by default into `evaluations/`.
     """
+    require_libraries("torch", "transformers")
     target = Path(target)
     chosen = {"split": split, "episodes": episodes, "max_tasks": max_tasks, "greedy": greedy}
     request = evaluation_request(
@@ -75,7 +77,8 @@ def evaluate(
         ],
     )
     done = subprocess.run(
-        [sys.executable, "-m", "rollbook.run.processes.evaluate"],
+        python_command("rollbook.run.processes.evaluate"),
+        env=python_environment(),
         input=json.dumps(asdict(request)),
         capture_output=True,
         text=True,
@@ -102,7 +105,7 @@ def evaluation_request(
         return EvaluationRequest(
             config=str(config or directory.config_file),
             source_dir=str(config.parent.resolve() if config else directory.source_dir),
-            search_path=[str(path) for path in directory.search_path],
+            search_path=[str(path) for path in (*directory.search_path, Path.cwd())],
             model_dir=str(model_dir),
             step=found,
             overrides=list(overrides),
@@ -119,7 +122,7 @@ def evaluation_request(
     return EvaluationRequest(
         config=str(config),
         source_dir=str(config.parent.resolve()),
-        search_path=[],
+        search_path=[str(Path.cwd())],
         model_dir=path,
         step=0,
         # Replaces the model of the config, also a built one.

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from rollbook.concurrency.blocking import run_blocking
 from rollbook.contracts.errors import RunError
+from rollbook.contracts.plugin import require_libraries
 from rollbook.dashboard.run_files import RunReader, summarise
 from rollbook.dashboard.terminal import ProcessStatus, ProgressRenderer, open_view
 from rollbook.ledger.tools.audit import AuditReport
@@ -82,6 +83,7 @@ def train(
     summary are printed to `console`, by default stderr. Raises `ConfigError` before anything starts, and `RunFailedError` if the
     run fails.
     """
+    require_libraries("torch", "transformers")
     require_posix()
     console = console or Console(stderr=True, highlight=False)
     given = {

@@ -14,7 +14,7 @@ from typing import Any
 import tomli_w
 from pydantic import BaseModel, Field, ValidationError
 
-from rollbook.contracts.errors import RunError
+from rollbook.contracts.errors import UsageError
 from rollbook.envs.config import EnvConfig
 from rollbook.inference.config import InferenceConfig
 from rollbook.ledger.config import GateConfig, LedgerConfig
@@ -74,7 +74,7 @@ class ConfigFault:
         return f"{self.path}: {self.message}"
 
 
-class ConfigError(RunError):
+class ConfigError(UsageError):
     """The configuration is invalid. `faults` lists everything that was found."""
 
     def __init__(self, source: str, faults: Sequence[ConfigFault]) -> None:
