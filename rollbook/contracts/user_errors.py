@@ -64,5 +64,5 @@ def indented(text: str, by: str = "    ") -> str:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`; did you mean 'max_steps'?`, or nothing if no known name is similar."""
     by_lower = {one.lower(): one for one in known}
-    close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.75)
     return f"; did you mean {by_lower[close[0]]!r}?" if close else ""

@@ -40,8 +40,8 @@ from rollbook.rollout.rewards.main import checked as checked_reward
 from rollbook.rollout.rewards.messages import RewardCase
 from rollbook.rollout.rewards.scorer import TO_BE_SCORED, case_of
 from rollbook.run.config.run import LoadedConfig, RunConfig
+from rollbook.run.episodes import begin_episode, call_reward, open_rollout
 from rollbook.run.model_files import context_length, model_faults, tokenizer_of
-from rollbook.run.single_episode import begin_episode, call_reward, open_rollout
 from rollbook.tasks.dataset import build_source, load_tasks
 from rollbook.telemetry.events import EventLog
 

@@ -6,16 +6,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from rollbook.contracts.policy import SamplingParams
-from rollbook.contracts.ports import Policy
-from rollbook.envs.client.remote import open_environments
 from rollbook.envs.config import EnvConfig
 from rollbook.inference.config import InferenceConfig
-from rollbook.rollout.agents.server import open_proxy_sessions
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
 from rollbook.rollout.config import RolloutConfig
-from rollbook.rollout.contract import RolloutSetup, Tokenizer
-from rollbook.rollout.policy import EpisodePolicy
+from rollbook.rollout.contract import RolloutSetup
+from rollbook.run.episodes import open_setup
 from rollbook.run.policy_clients import open_policy, policy_urls
 from rollbook.telemetry.events import EventLog
 
@@ -47,34 +43,3 @@ async def build_setup(settings: Mapping[str, Any]) -> AsyncIterator[RolloutSetup
             yield setup
     finally:
         log.close()
-
-
-@asynccontextmanager
-async def open_setup(
-    policy: Policy,
-    *,
-    tokenizer: Tokenizer,
-    sampling: SamplingParams,
-    rollout: RolloutConfig,
-    env: EnvConfig,
-    log: EventLog,
-    request_s: float | None = None,
-    policy_url: str = "",
-) -> AsyncIterator[RolloutSetup]:
-    """What a rollout function gets, around any policy."""
-    episode_policy = EpisodePolicy(policy, sampling, request_s=request_s)
-    async with (
-        open_environments(env) as open_environment,
-        open_proxy_sessions(episode_policy, tokenizer, sampling, rollout.limits) as open_proxy_session,
-    ):
-        yield RolloutSetup(
-            policy=episode_policy,
-            tokenizer=tokenizer,
-            sampling=sampling,
-            limits=rollout.limits,
-            open_environment=open_environment,
-            log=log,
-            settings=rollout.settings,
-            policy_url=policy_url,
-            open_proxy_session=open_proxy_session,
-        )

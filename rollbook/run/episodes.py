@@ -1,4 +1,8 @@
-"""One episode in this process, without ledger, trainer and workers: for the pre-flight, `rollbook play` and `rollbook debug`."""
+"""What a rollout function gets, around any policy; and single episodes in this process.
+
+Workers use `open_setup`. The pre-flight, `rollbook play` and `rollbook debug` use `open_rollout`, without ledger, trainer and
+workers.
+"""
 
 import dataclasses
 import inspect
@@ -9,17 +13,52 @@ from typing import Any
 from rollbook.concurrency.clock import SystemClock
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.plugin import extend_search_path, load_plugin
+from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.ports import Policy
+from rollbook.envs.client.remote import open_environments
+from rollbook.envs.config import EnvConfig
+from rollbook.rollout.agents.server import open_proxy_sessions
+from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.contract import RolloutFn, RolloutSetup, Tokenizer, build_rollout, load_rollout
 from rollbook.rollout.episodes.env_calls import with_timeouts
-from rollbook.rollout.policy import EpisodeContext, enter_episode
+from rollbook.rollout.policy import EpisodeContext, EpisodePolicy, enter_episode
 from rollbook.rollout.rewards.messages import RewardCase
 from rollbook.rollout.stopwatch import EpisodeTime
 from rollbook.run.config.run import LoadedConfig
-from rollbook.run.processes.rollout_worker import open_setup
 from rollbook.telemetry.events import EventLog
 
 AdaptSetup = Callable[[RolloutSetup], RolloutSetup]
+
+
+@asynccontextmanager
+async def open_setup(
+    policy: Policy,
+    *,
+    tokenizer: Tokenizer,
+    sampling: SamplingParams,
+    rollout: RolloutConfig,
+    env: EnvConfig,
+    log: EventLog,
+    request_s: float | None = None,
+    policy_url: str = "",
+) -> AsyncIterator[RolloutSetup]:
+    """What a rollout function gets, around any policy."""
+    episode_policy = EpisodePolicy(policy, sampling, request_s=request_s)
+    async with (
+        open_environments(env) as open_environment,
+        open_proxy_sessions(episode_policy, tokenizer, sampling, rollout.limits) as open_proxy_session,
+    ):
+        yield RolloutSetup(
+            policy=episode_policy,
+            tokenizer=tokenizer,
+            sampling=sampling,
+            limits=rollout.limits,
+            open_environment=open_environment,
+            log=log,
+            settings=rollout.settings,
+            policy_url=policy_url,
+            open_proxy_session=open_proxy_session,
+        )
 
 
 @asynccontextmanager
