@@ -5,17 +5,12 @@ from typing import Annotated
 
 import typer
 
-from rollbook.cli.arguments import Overrides, Preflight
+from rollbook.cli.arguments import Overrides, Preflight, verb_group
 from rollbook.cli.output import result, stderr_console
 from rollbook.run.commands.preflight import check_run, print_preflight
 from rollbook.run.config.run import dump_toml, load_config
 
-config_app = typer.Typer(help="Check configurations.", no_args_is_help=True)
-
-
-@config_app.callback()
-def _root() -> None:
-    """Check configurations."""
+config_app = verb_group()
 
 
 @config_app.command()

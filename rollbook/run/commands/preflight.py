@@ -9,7 +9,6 @@ import os
 import pickle
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from rollbook.concurrency.child_process.process import python_command, python_environment
 from rollbook.contracts.user_errors import indented
 from rollbook.run.config.run import ConfigError, ConfigFault, LoadedConfig, located
 from rollbook.run.directory import RunDirectory
@@ -61,10 +61,11 @@ def print_preflight(found: Preflight, console: Console) -> None:
 def run_preflight(loaded: LoadedConfig, *, limit_s: float = LIMIT_S) -> Preflight:
     began = time.monotonic()
     process = subprocess.Popen(
-        [sys.executable, "-m", "rollbook.run.processes.preflight"],
+        python_command("rollbook.run.processes.preflight"),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        env=python_environment(),
         # The user's code may start processes: all are ended with it.
         start_new_session=True,
     )

@@ -17,7 +17,7 @@ import tomli_w
 from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import ErrorDetails
 
-from rollbook.contracts.errors import RunError
+from rollbook.contracts.errors import UsageError
 from rollbook.contracts.user_errors import did_you_mean, indented
 from rollbook.envs.config import EnvConfig
 from rollbook.inference.config import InferenceConfig
@@ -80,7 +80,7 @@ class ConfigFault:
         return f"{self.place}: {self.path}: {self.message}" if self.place else f"{self.path}: {self.message}"
 
 
-class ConfigError(RunError):
+class ConfigError(UsageError):
     """The configuration is invalid. `faults` lists everything that was found."""
 
     def __init__(self, source: str, faults: Sequence[ConfigFault]) -> None:
@@ -98,6 +98,11 @@ class LoadedConfig:
     config: RunConfig
     source_dir: Path
     """Relative paths and users' modules are looked up here."""
+
+    @property
+    def search_path(self) -> tuple[str, ...]:
+        """Where users' modules are looked up: the directory of the config file, then the working directory."""
+        return (str(self.source_dir), str(Path.cwd()))
 
 
 def load_config(path: Path, overrides: Sequence[str] = (), *, source_dir: Path | None = None) -> LoadedConfig:

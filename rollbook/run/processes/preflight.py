@@ -7,7 +7,6 @@ process depends on this one. It imports no torch.
 
 import asyncio
 import dataclasses
-import importlib.util
 import json
 import os
 import pickle
@@ -229,9 +228,6 @@ class Checks:
 
     def _model(self) -> Tokenizer | None:
         path = "model.path" if self._config.model.build is None else "model.build"
-        missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
-        if missing:
-            self._findings.fault("model", f"{' and '.join(missing)}: not installed; pip install 'rollbook[train]'")
         faults: list[str] = []
         with self._findings.checking(path, "inspecting the model"):
             faults = list(model_faults(self._config.model, self._loaded.source_dir))
