@@ -26,7 +26,7 @@ def demo(
         raise typer.Exit(EXIT_USAGE)
     chosen = run_dir or Path("runs") / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
     try:
-        report = launch(config, run_dir=chosen, overrides=override or (), console=stderr_console())
+        report = launch(config, run_dir=chosen, overrides=override or (), console=stderr_console(), preflight=False)
     except RunFailedError as error:
         report = error.report
     result_json({"demo": "number_guessing", **summary_row(report)})

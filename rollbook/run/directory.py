@@ -139,6 +139,14 @@ class RunDirectory:
     def exists(self) -> bool:
         return self.manifest_file.exists()
 
+    def fault(self) -> str | None:
+        """Why the directory cannot be created or written, or None. Creates nothing."""
+        place = next(folder for folder in (self.path, *self.path.parents) if folder.exists())
+        if place.is_dir() and os.access(place, os.W_OK | os.X_OK):
+            return None
+        reason = "is not writable" if place.is_dir() else "is not a directory"
+        return f"the run directory {self.path} cannot be created: {place} {reason}; choose another with --run-dir"
+
     def prepare(self) -> None:
         """Create the directory and check that it is writable."""
         try:

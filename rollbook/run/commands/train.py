@@ -10,7 +10,6 @@ import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,6 +22,7 @@ from rollbook.contracts.plugin import require_libraries
 from rollbook.dashboard.run_files import RunReader, summarise
 from rollbook.dashboard.terminal import ProcessStatus, ProgressRenderer, open_view
 from rollbook.ledger.tools.audit import AuditReport
+from rollbook.run.commands.preflight import check_run, print_preflight
 from rollbook.run.commands.train_summary import EXIT_FAILED, TrainReport, print_summary
 from rollbook.run.config.run import (
     LoadedConfig,
@@ -64,6 +64,7 @@ def train(
     run_dir: str | Path | None = None,
     overrides: Sequence[str] = (),
     console: Console | None = None,
+    preflight: bool = True,
 ) -> TrainReport:
     """Train to the end, or until Ctrl-C, and return the report. Works in scripts, tests and notebooks.
 
@@ -80,8 +81,8 @@ def train(
     passed by name. Others are pickled into the run directory, so that `rollbook train RUN_DIR` resumes the run without the script.
 
     `run_dir` is created; an existing one is resumed. `overrides` are like `--set`: `"trainer.max_steps=10"`. Progress and the
-    summary are printed to `console`, by default stderr. Raises `ConfigError` before anything starts, and `RunFailedError` if the
-    run fails.
+    summary are printed to `console`, by default stderr. `preflight` runs the user's code once before anything starts. Raises
+    `ConfigError` before anything starts, and `RunFailedError` if the run fails.
     """
     require_libraries("torch", "transformers")
     require_posix()
@@ -95,11 +96,13 @@ def train(
     }
     with TemporaryDirectory(prefix="rollbook-objects-") as staging:
         loaded, directory = resolve_run(config, run_dir, overrides, given=given, staging=Path(staging))
+        if preflight:
+            print_preflight(check_run(loaded, overrides, directory=directory), console)
         directory.prepare()
         with directory.locked():
             if any(Path(staging).iterdir()):
                 shutil.copytree(staging, directory.objects, dirs_exist_ok=True)
-            report = _train(loaded, directory, console)
+            report = _train(loaded.moved(staging, directory.objects), directory, console)
     print_summary(report, console)
     if report.exit_code == EXIT_FAILED:
         raise RunFailedError(report)
@@ -121,13 +124,12 @@ def resolve_run(
             place(read.table, path, value)
     faults = [fault for text in overrides if (fault := override_table(read.table, text)) is not None]
     table = read.table if staging is None else with_references(read.table, staging)
-    search_path = [*read.search_path, *user_search_path()]
-    extra = [] if staging is None else [staging]
-    loaded = checked_config(table, read.name, faults, source_dir=read.source_dir, search_path=[*search_path, *extra])
+    search_path = [*read.search_path, *user_search_path(), *([] if staging is None else [staging])]
+    loaded = checked_config(
+        table, faults, overrides, file=read.file, source_dir=read.source_dir, search_path=search_path
+    )
     chosen = run_dir or read.run_dir or Path("runs") / f"{loaded.config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    directory = RunDirectory(Path(chosen).resolve())
-    places = dict.fromkeys([read.source_dir, *search_path, directory.objects])
-    return replace(loaded, search_path=tuple(places)), directory
+    return loaded, RunDirectory(Path(chosen).resolve())
 
 
 def _named(rewards: Any) -> Iterable[tuple[str, Any]]:

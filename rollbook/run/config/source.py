@@ -18,11 +18,11 @@ TASK_SOURCES = ("tasks.source", "evaluation.source")
 class SourceTable:
     """A configuration that is not yet validated."""
 
-    name: str
-    """For error messages."""
     table: dict[str, Any]
     source_dir: Path
     search_path: tuple[Path, ...] = ()
+    file: Path | None = None
+    """The file it was read from."""
     run_dir: Path | None = None
     """The run directory that the configuration was read from."""
 
@@ -31,20 +31,20 @@ def read_source(config: ConfigSource) -> SourceTable:
     if isinstance(config, RunConfig):
         # Only what was set: the other fields get their defaults again, such as the run's seed.
         table = config.model_dump(exclude_unset=True)
-        return SourceTable(name="the RunConfig", table=table, source_dir=Path.cwd())
+        return SourceTable(table=table, source_dir=Path.cwd())
     if isinstance(config, Mapping):
-        return SourceTable(name="the config", table=_copied(config), source_dir=Path.cwd())
+        return SourceTable(table=_copied(config), source_dir=Path.cwd())
     path = Path(config)
     if path.is_dir():
         directory = RunDirectory(path.resolve())
         return SourceTable(
-            name=str(directory.config_file),
+            file=directory.config_file,
             table=read_table(directory.config_file, ())[0],
             source_dir=directory.source_dir,
             search_path=directory.search_path,
             run_dir=directory.path,
         )
-    return SourceTable(name=str(path), table=read_table(path, ())[0], source_dir=path.parent.resolve())
+    return SourceTable(file=path, table=read_table(path, ())[0], source_dir=path.parent.resolve())
 
 
 def place(table: dict[str, Any], path: str, value: Any) -> None:
