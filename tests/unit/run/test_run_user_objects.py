@@ -125,7 +125,7 @@ def test_what_cannot_be_sent_is_named_with_the_names_that_lead_to_it(tmp_path: P
 
 
 def test_tasks_are_stored_as_rows(tmp_path: Path) -> None:
-    rows = [{"word": "größer", "n": 1}, {"word": "b", "n": [1, 2]}]
+    rows: list[dict[str, Any]] = [{"word": "größer", "n": 1}, {"word": "b", "n": [1, 2]}]
     reference = reference_to_rows(rows, setting="tasks.source", directory=tmp_path)
     assert reference == reference_to_rows(rows, setting="tasks.source", directory=tmp_path)
     extend_search_path([tmp_path])
@@ -141,7 +141,7 @@ def test_objects_in_any_place_of_a_dict_become_references(tmp_path: Path) -> Non
     def tasks(count: int) -> Iterator[dict[str, int]]:
         yield from ({"n": number} for number in range(count))
 
-    given = {
+    given: dict[str, Any] = {
         "env": {"name": Arithmetic},
         "tasks": {"source": tasks, "args": {"count": 2}},
         "rollout": {"settings": {"agent": module_reward}},
