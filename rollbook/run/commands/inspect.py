@@ -45,7 +45,7 @@ def overview_lines(run: RunRecordReader) -> Iterator[str]:
 def _selection_bias(run: RunRecordReader) -> str:
     """Whether the trained groups differ from all dispatched groups, over the newest groups."""
     first = max(0, run.status().opened - BIAS_WINDOW_GROUPS)
-    rows = run.groups(state=None, limit=BIAS_WINDOW_GROUPS, offset=first)
+    rows = run.groups(state=None, start=first, limit=BIAS_WINDOW_GROUPS)
     report = compare(
         PlayedGroup.from_ledger(
             json.loads(row.outcome) if row.outcome else {}, state=row.state, drop_reason=row.drop_reason
@@ -60,12 +60,12 @@ def _selection_bias(run: RunRecordReader) -> str:
     return f"trained groups are like the dispatched ones (distance: {distances}; {report.left_out_share:.0%} left out)"
 
 
-def groups_lines(run: RunRecordReader, *, state: str | None, limit: int, offset: int) -> Iterator[str]:
+def groups_lines(run: RunRecordReader, *, state: str | None, limit: int, start: int) -> Iterator[str]:
     if state is not None and state not in list(GroupState):
         raise RunError(f"unknown state {state!r}; the states of a group are {', '.join(GroupState)}")
     wanted = None if state is None else GroupState(state)
     yield f"{'sequence':>8}  {'group':<28} {'state':<10} {'step':>5} {'tries':>5}  {'reward':>7}  note"
-    for group in run.groups(state=wanted, limit=limit, offset=offset):
+    for group in run.groups(state=wanted, start=start, limit=limit):
         outcome = json.loads(group.outcome) if group.outcome else {}
         step = "" if group.step is None else str(group.step)
         yield (
