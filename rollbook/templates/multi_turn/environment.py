@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rollbook.contracts.environment import Observation
+from rollbook import Observation
 
 LOW, HIGH = 0, 7
 

@@ -2,7 +2,7 @@
 
 import re
 
-from rollbook.rollout.rewards.scorer import RewardCase
+from rollbook import RewardCase
 
 
 def correct(case: RewardCase) -> float:

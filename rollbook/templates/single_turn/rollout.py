@@ -2,9 +2,7 @@
 
 from typing import Any
 
-from rollbook.contracts.trajectory import RolloutSample
-from rollbook.rollout.assemblers.chat import MessageTrajectoryAssembler
-from rollbook.rollout.contract import RolloutFn, RolloutSetup
+from rollbook import MessageTrajectoryAssembler, RolloutFn, RolloutSample, RolloutSetup
 from rollbook.rollout.rewards.scorer import TO_BE_SCORED
 
 

@@ -3,7 +3,7 @@
 from rewards import correct
 from tasks import tasks
 
-from rollbook.rollout.rewards.scorer import RewardCase
+from rollbook import RewardCase
 
 
 def case(response: str, answer: int = 7) -> RewardCase:

@@ -5,10 +5,8 @@ from typing import Any
 
 from tools import SYSTEM_PROMPT, call_tool
 
+from rollbook import EndReason, MessageTrajectoryAssembler, RolloutFn, RolloutSample, RolloutSetup
 from rollbook.contracts.tool_calls import parse_tool_calls
-from rollbook.contracts.trajectory import EndReason, RolloutSample
-from rollbook.rollout.assemblers.chat import MessageTrajectoryAssembler
-from rollbook.rollout.contract import RolloutFn, RolloutSetup
 from rollbook.rollout.rewards.scorer import TO_BE_SCORED
 
 

@@ -7,7 +7,7 @@ from rewards import correct, used_the_tool
 from tasks import tasks
 from tools import call_tool
 
-from rollbook.rollout.rewards.scorer import RewardCase
+from rollbook import RewardCase
 
 ROW: dict[str, Any] = {"city": "Oslo", "degrees": 4}
 
