@@ -153,6 +153,10 @@ class InferenceConfig(BaseModel, frozen=True, extra="forbid"):
     up to a length that falls with the model's size: 8,889 tokens for 135 million parameters, 800 for 1.5 billion. An estimate
     from one measurement."""
 
+    prefix_pin_s: float = Field(default=0.0, ge=0)
+    """On a GPU: how long new requests may not evict the keys and values of a finished turn, in seconds. They wait instead, so that
+    conversations whose next turn comes soon are not computed again. Requests that run already are never kept waiting. 0: off."""
+
     kv_after_update: KvAfterUpdate = KvAfterUpdate.KEEP
     """How a weight update affects the cache of running requests."""
 
