@@ -25,7 +25,7 @@ def demo(
         raise typer.Exit(EXIT_USAGE)
     console = stderr_console()
     chosen = run_dir or Path("runs") / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
-    report = launch(config, run_dir=chosen, overrides=override or (), console=console)
+    report = launch(config, run_dir=chosen, overrides=override or (), console=console, preflight=False)
     print_summary(report, console)
     result_json({"demo": "number_guessing", **summary_row(report)})
     raise typer.Exit(report.exit_code)

@@ -10,7 +10,7 @@ from rollbook.access.guard import AllowedClients
 from rollbook.access.tokens import read_or_create_token
 from rollbook.cli.arguments import AllowHost, AllowOrigin
 from rollbook.cli.output import stderr_console
-from rollbook.run.commands.serve_proxy import ProxyOptions, serve_proxy
+from rollbook.contracts.plugin import load_on_demand
 
 
 def proxy(  # noqa: PLR0917 - a command line is a list of flags
@@ -35,7 +35,9 @@ def proxy(  # noqa: PLR0917 - a command line is a list of flags
     allow_origin: AllowOrigin = None,
 ) -> None:
     """Try an agent: point it at BASE_URL/s/ANY_NAME/v1, then POST BASE_URL/s/ANY_NAME/end {"reward": 1.0}."""
-    options = ProxyOptions(
+    # Needs the extra `rollout`, which the help of this verb must not need.
+    command = load_on_demand("rollbook.run.commands.serve_proxy")
+    options = command.ProxyOptions(
         policy_url=policy,
         model_dir=model,
         record=record,
@@ -49,4 +51,6 @@ def proxy(  # noqa: PLR0917 - a command line is a list of flags
         allowed=AllowedClients.of(allow_host or (), allow_origin or ()),
     )
     console = stderr_console()
-    asyncio.run(serve_proxy(options, ready=lambda url: console.print(f"base_url: {url}/s/NAME/v1", soft_wrap=True)))
+    asyncio.run(
+        command.serve_proxy(options, ready=lambda url: console.print(f"base_url: {url}/s/NAME/v1", soft_wrap=True))
+    )

@@ -21,14 +21,14 @@ from typing import Any
 
 from rollbook import __version__
 from rollbook.access.tokens import read_or_create_token
-from rollbook.contracts.errors import RunError
+from rollbook.contracts.errors import UsageError
 
 MODEL_FILE = "model.json"
 # Refuse to start a run that could not write a checkpoint.
 MIN_FREE_BYTES = 64 * 2**20
 
 
-class RunDirectoryError(RunError):
+class RunDirectoryError(UsageError):
     """The run directory cannot be used."""
 
 
@@ -116,6 +116,14 @@ class RunDirectory:
     @property
     def exists(self) -> bool:
         return self.manifest_file.exists()
+
+    def fault(self) -> str | None:
+        """Why the directory cannot be created or written, or None. Creates nothing."""
+        place = next(folder for folder in (self.path, *self.path.parents) if folder.exists())
+        if place.is_dir() and os.access(place, os.W_OK | os.X_OK):
+            return None
+        reason = "is not writable" if place.is_dir() else "is not a directory"
+        return f"the run directory {self.path} cannot be created: {place} {reason}; choose another with --run-dir"
 
     def prepare(self) -> None:
         """Create the directory and the run's token, and check that the directory is writable.

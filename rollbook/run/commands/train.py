@@ -15,10 +15,12 @@ from pathlib import Path
 from rich.console import Console
 
 from rollbook.contracts.errors import RunError
+from rollbook.contracts.plugin import require_libraries
 from rollbook.dashboard.run_files import RunReader, summarise
 from rollbook.dashboard.run_metrics import RunSummary
 from rollbook.dashboard.terminal import ProcessStatus, ProgressRenderer, open_view
 from rollbook.ledger.tools.audit import AuditReport
+from rollbook.run.commands.preflight import check_run, print_preflight
 from rollbook.run.config.run import LoadedConfig, RunConfig, dump_toml, load_config, load_resolved_config
 from rollbook.run.directory import RunDirectory
 from rollbook.run.record import open_run
@@ -48,10 +50,16 @@ class TrainReport:
         return 0 if self.outcome.end is not RunEnd.FAILED and self.audit is not None and self.audit.ok else 1
 
 
-def train(source: Path, *, run_dir: Path | None, overrides: Sequence[str], console: Console) -> TrainReport:
-    """Train from a config file, or resume a run directory."""
+def train(
+    source: Path, *, run_dir: Path | None, overrides: Sequence[str], console: Console, preflight: bool = True
+) -> TrainReport:
+    """Train from a config file, or resume a run directory. `preflight`: run the user's code once before anything starts."""
+    require_libraries("torch", "transformers")
     require_posix()
     loaded, directory = resolve_run(source, run_dir, overrides)
+    if preflight:
+        file = directory.config_file if source.is_dir() else source
+        print_preflight(check_run(loaded, file, overrides, directory=directory), console)
     directory.prepare()
     with directory.locked():
         is_resumed = write_or_check_config(loaded, directory, console)
