@@ -77,6 +77,14 @@ class TokenChunk:
     tops: TopLogprobs | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptScores:
+    """Logprobs of the tokens of a prompt, from the second on, at temperature 1. The first token has none."""
+
+    logprobs: NDArray[np.float32]
+    tops: TopLogprobs | None = None
+
+
 OnTokens = Callable[[TokenChunk], None]
 """Called on the event loop, at most once a round, and always before the completion."""
 
@@ -120,6 +128,9 @@ class Engine(Protocol):
         """Queue a request. Raises `BadRequestError`, `QueueFullError` or `UnpublishedError` at once. Cancel the future to abort."""
 
     async def generate(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion: ...
+
+    async def score(self, prompt_ids: Sequence[int], *, top_logprobs: int = 0) -> PromptScores:
+        """Logprobs of a prompt's tokens under the weights in use. Nothing is sampled. Raises as `submit`."""
 
     async def load_weights(self, publication: Publication, path: Path, *, adapter: Adapter | None = None) -> None:
         """Check the digest of the file, then apply it between two forwards. Idempotent.

@@ -153,13 +153,20 @@ def checked_request(
     on_tokens: OnTokens | None = None,
 ) -> Request:
     """A valid request; raises `BadRequestError` otherwise. The model's length limits the completion."""
+    prompt = checked_prompt(prompt_ids, vocab_size=vocab_size, max_length=max_model_len - 1)
+    limit = min(sampling.max_tokens, max_model_len - len(prompt))
+    return Request(prompt, sampling, limit=limit, future=future, on_tokens=on_tokens)
+
+
+def checked_prompt(prompt_ids: Sequence[int], *, vocab_size: int, max_length: int) -> list[int]:
+    """The prompt as a list. Raises `BadRequestError` if it is empty, too long or outside the vocabulary."""
     prompt = prompt_ids if type(prompt_ids) is list else list(prompt_ids)
     if not prompt:
         raise BadRequestError("the prompt is empty; it needs at least one token", param="prompt")
-    if len(prompt) >= max_model_len:
+    if len(prompt) > max_length:
         raise BadRequestError(
-            f"the prompt has {len(prompt)} tokens; with at least one to sample, at most {max_model_len - 1} fit "
-            f"into max_model_len {max_model_len}",
+            f"the prompt has {len(prompt)} tokens; at most {max_length} fit into the model's length (max_model_len), "
+            "which includes the tokens to sample",
             param="prompt",
         )
     if min(prompt) < 0 or max(prompt) >= vocab_size:
@@ -168,8 +175,7 @@ def checked_request(
             f"token {prompt[position]} at position {position} of the prompt is outside the vocabulary of {vocab_size}",
             param="prompt",
         )
-    limit = min(sampling.max_tokens, max_model_len - len(prompt))
-    return Request(prompt, sampling, limit=limit, future=future, on_tokens=on_tokens)
+    return prompt
 
 
 def seeded_uniform(seed: int, index: int) -> float:

@@ -174,6 +174,38 @@ def test_alternatives_of_completions_are_dicts_that_include_the_sampled_token(cl
     assert all(1 <= len(tops) <= 2 for tops in narrow.choices[0].logprobs.top_logprobs)
 
 
+def test_echo_scores_the_tokens_of_a_prompt_as_they_were_scored_when_sampled(client: openai.OpenAI) -> None:
+    # Long enough for several forwards.
+    question, answer = (
+        "2 + 2 = " * 40,
+        client.completions.create(model="tiny", prompt="2 + 2 = " * 40, max_tokens=8, seed=3, logprobs=2),
+    )
+    sampled: Any = answer.choices[0].logprobs
+    sampled_ids: Any = client.completions.create(
+        model="tiny", prompt=question, max_tokens=8, seed=3, extra_body={"return_token_ids": True}
+    ).choices[0]
+    whole = [*sampled_ids.prompt_token_ids, *sampled_ids.token_ids]
+    body: Any = {"model": "tiny", "prompt": whole, "echo": True, "logprobs": 2}
+    scored: Any = client.completions.create(**body, max_tokens=0).choices[0]
+    assert scored.text == question + answer.choices[0].text
+    assert scored.finish_reason == "length"
+    block = scored.logprobs
+    assert len(block.tokens) == len(block.token_logprobs) == len(block.top_logprobs) == len(block.text_offset)
+    assert (block.token_logprobs[0], block.top_logprobs[0], block.text_offset[0]) == (None, None, 0)
+    assert block.token_logprobs[-8:] == pytest.approx(sampled.token_logprobs, abs=1e-4)
+    assert block.tokens[-8:] == sampled.tokens
+    # With tokens to sample the completion follows the prompt, whole and streamed.
+    longer: Any = client.completions.create(**body, max_tokens=2, n=2, seed=1)
+    assert [len(choice.logprobs.tokens) for choice in longer.choices] == [len(whole) + 2] * 2
+    assert longer.choices[0].logprobs.token_logprobs[1:-2] == pytest.approx(block.token_logprobs[1:])
+    chunks: list[Any] = list(client.completions.create(**body, max_tokens=2, n=1, seed=1, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == longer.choices[0].text
+    offsets = [
+        offset for chunk in chunks if chunk.choices[0].logprobs for offset in chunk.choices[0].logprobs.text_offset
+    ]
+    assert offsets == longer.choices[0].logprobs.text_offset
+
+
 def test_alternatives_of_a_chat_are_sorted_lists_of_the_sampling_distribution(client: openai.OpenAI) -> None:
     body: Any = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 6, "seed": 3}
     warm: Any = client.chat.completions.create(**body, logprobs=True, top_logprobs=20, temperature=0.7)
@@ -281,7 +313,8 @@ def test_tools_reach_the_prompt_through_the_template(client: openai.OpenAI, toke
         ({"temperature": -1}, openai.BadRequestError, "temperature"),
         ({"prompt": [1, 99_999]}, openai.BadRequestError, "vocabulary"),
         ({"prompt": "x" * (MAX_LEN + 1)}, openai.BadRequestError, "max_model_len"),
-        ({"echo": True}, openai.BadRequestError, "echo"),
+        ({"max_tokens": 0}, openai.BadRequestError, "max_tokens"),
+        ({"echo": True, "max_tokens": 0, "stream": True}, openai.BadRequestError, "stream"),
         ({"stop": [""]}, openai.BadRequestError, "stop"),
         ({"extra_body": {"no_such": 1}}, openai.BadRequestError, "no_such"),
     ],

@@ -19,13 +19,14 @@ from rollbook.concurrency.clock import Clock, SystemClock
 from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.plugin import load_plugin
-from rollbook.contracts.policy import Completion, FinishReason, Publication, SamplingParams
+from rollbook.contracts.policy import Completion, FinishReason, Publication, SamplingParams, TopLogprobs
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engine import (
     EngineClosedError,
     EngineStats,
     GenerationError,
     OnTokens,
+    PromptScores,
     QueueFullError,
     TensorSource,
     UnpublishedError,
@@ -33,7 +34,7 @@ from rollbook.inference.engine import (
 from rollbook.inference.engines.batching import admissible
 from rollbook.inference.engines.busy import BusyPeriods
 from rollbook.inference.pause import Gate, PauseMode, needs_loading, require_unpublished
-from rollbook.inference.request import Request, checked_request, seeded_uniform
+from rollbook.inference.request import Request, checked_prompt, checked_request, seeded_uniform
 from rollbook.inference.weights.lora import checked_settings
 from rollbook.inference.weights.safetensors import read_published_weights, require_published
 from rollbook.telemetry.spans import SpanRecorder
@@ -162,6 +163,23 @@ class ScriptedEngine:
 
     async def generate(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
         return await self.submit(prompt_ids, sampling)
+
+    async def score(self, prompt_ids: Sequence[int], *, top_logprobs: int = 0) -> PromptScores:
+        """All tokens of a prompt are equally likely."""
+        if self._publication is None:
+            raise UnpublishedError("no weights were published to this engine yet, so it does not score")
+        prompt = checked_prompt(prompt_ids, vocab_size=self.vocab_size, max_length=self.max_model_len)
+        count, logprob = min(top_logprobs, self.vocab_size), -math.log(self.vocab_size)
+        shape = (len(prompt) - 1, count)
+        return PromptScores(
+            logprobs=np.full(len(prompt) - 1, logprob, dtype=np.float32),
+            tops=TopLogprobs(
+                token_ids=np.broadcast_to(np.arange(count, dtype=np.int32), shape),
+                logprobs=np.full(shape, logprob, dtype=np.float32),
+            )
+            if count
+            else None,
+        )
 
     async def load_weights(self, publication: Publication, path: Path, *, adapter: Adapter | None = None) -> None:
         await self._load(publication, lambda: read_published_weights(path, publication), adapter)

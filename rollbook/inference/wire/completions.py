@@ -131,6 +131,11 @@ class CompletionBody(SamplingBody, forbid_unknown_fields=True, omit_defaults=Tru
     best_of: int | None = None
     suffix: str | None = None
 
+    @property
+    def is_score_only(self) -> bool:
+        """Whether the prompt is scored and nothing is sampled."""
+        return bool(self.echo) and self.max_tokens == 0
+
     def token_limit(self) -> int | None:
         return self.max_tokens
 
@@ -154,7 +159,6 @@ class CompletionBody(SamplingBody, forbid_unknown_fields=True, omit_defaults=Tru
 
     def neutral_values(self) -> dict[str, tuple[object, ...]]:
         own: dict[str, tuple[object, ...]] = {
-            "echo": (None, False),
             "best_of": (None, 1, self.count),
             "suffix": (None, ""),
         }
@@ -170,10 +174,11 @@ class VersionSpan(msgspec.Struct):
 
 
 class LogprobsBlock(msgspec.Struct, omit_defaults=True):
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]
+    """None for the first token of an echoed prompt, which has no logprob."""
     tokens: list[str] | None = None
     text_offset: list[int] | None = None
-    top_logprobs: list[dict[str, float]] | None = None
+    top_logprobs: list[dict[str, float] | None] | None = None
 
 
 class Choice(msgspec.Struct):

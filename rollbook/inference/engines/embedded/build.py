@@ -54,6 +54,8 @@ class EngineParts:
     runner: Runner
     weights: LiveWeights
     model: SlotModel
+    module: Any
+    """The Hugging Face module. It shares its weights with `model`."""
     gather: int
     choices: tuple[str, ...]
     """The chosen implementations, for people."""
@@ -96,6 +98,7 @@ def build_parts(config: InferenceConfig, model_dir: Path, *, capture: Capture | 
         runner=runner,
         weights=weights,
         model=model,
+        module=module,
         gather=GPU_GATHER if is_captured else 0,
         choices=tuple(choices),
     )
