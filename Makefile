@@ -89,9 +89,9 @@ test-openenv: $(STAMP) ## with the openenv package, in a separate virtual enviro
 	PYTHON=$(PYTHON) sh scripts/openenv_venv.sh
 	$(BIN)/python -m pytest tests/services/test_envs_openenv_package.py
 
-test-agents: $(STAMP) ## an unchanged agent framework through the proxy, in a separate virtual environment
+test-agents: $(STAMP) ## unchanged agent frameworks and lm-evaluation-harness, in a separate virtual environment
 	PYTHON=$(PYTHON) sh scripts/agents_venv.sh
-	$(BIN)/python -m pytest tests/services/test_rollout_agents_framework.py tests/services/test_rollout_agents_server.py tests/services/test_run_agent_proxy.py
+	$(BIN)/python -m pytest tests/services/test_rollout_agents_framework.py tests/services/test_rollout_agents_server.py tests/services/test_run_agent_proxy.py tests/services/test_inference_openai.py
 
 test-trl: $(STAMP) ## TRL with our workers, gate and ledger, in a separate virtual environment
 	PYTHON=$(PYTHON) sh scripts/trl_venv.sh

@@ -89,6 +89,16 @@ OnTokens = Callable[[TokenChunk], None]
 """Called on the event loop, at most once a round, and always before the completion."""
 
 
+class TokenConstraint(Protocol):
+    """Decides which token may come next in one completion. Called by the engine's thread."""
+
+    def allowed(self) -> NDArray[np.uint8]:
+        """One bit for each token of the vocabulary, lowest bit first. Raises `GenerationError`; then the request fails."""
+
+    def accept(self, token_id: int) -> None:
+        """Report the sampled token."""
+
+
 class DeviceTensor(Protocol):
     """A tensor of the engine's library (a torch tensor), on any device."""
 
@@ -123,7 +133,12 @@ class Engine(Protocol):
     def stats(self) -> EngineStats: ...
 
     def submit(
-        self, prompt_ids: Sequence[int], sampling: SamplingParams, *, on_tokens: OnTokens | None = None
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        on_tokens: OnTokens | None = None,
+        constraint: TokenConstraint | None = None,
     ) -> asyncio.Future[Completion]:
         """Queue a request. Raises `BadRequestError`, `QueueFullError` or `UnpublishedError` at once. Cancel the future to abort."""
 

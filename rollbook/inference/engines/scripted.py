@@ -29,6 +29,7 @@ from rollbook.inference.engine import (
     PromptScores,
     QueueFullError,
     TensorSource,
+    TokenConstraint,
     UnpublishedError,
 )
 from rollbook.inference.engines.batching import admissible
@@ -139,7 +140,12 @@ class ScriptedEngine:
         )
 
     def submit(
-        self, prompt_ids: Sequence[int], sampling: SamplingParams, *, on_tokens: OnTokens | None = None
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        on_tokens: OnTokens | None = None,
+        constraint: TokenConstraint | None = None,
     ) -> asyncio.Future[Completion]:
         if self._publication is None:
             raise UnpublishedError("no weights were published to this engine yet, so it does not sample")
@@ -156,6 +162,7 @@ class ScriptedEngine:
                 max_model_len=self.max_model_len,
                 future=future,
                 on_tokens=on_tokens,
+                constraint=constraint,
             )
         )
         self._woken.set()
@@ -284,7 +291,12 @@ class ScriptedEngine:
         for request, reply in self._running:
             if request.future.done():
                 continue
-            token, logprob = self._next_token(request, reply)
+            try:
+                token, logprob = self._next_token(request, reply)
+            except GenerationError as error:
+                request.future.set_exception(error)
+                continue
+            request.accept(token)
             tokens += 1
             reason = request.append(token, logprob, self._publication.id)
             if request.sampling.top_logprobs:
@@ -336,13 +348,18 @@ class ScriptedEngine:
 
     def _next_token(self, request: Request, reply: Reply | None) -> tuple[int, float]:
         index = len(request.tokens)
+        mask = request.update_mask()
+        allowed = range(self.vocab_size) if mask is None else np.flatnonzero(np.unpackbits(mask, bitorder="little"))
         if reply is not None:
+            if reply[index] not in allowed:
+                raise GenerationError(f"the script replies with token {reply[index]}, which the grammar excludes")
             return reply[index], 0.0
+        logprob = -math.log(len(allowed))
         if request.sampling.temperature == 0:
-            return 0, -math.log(self.vocab_size)
+            return int(allowed[0]), logprob
         seed = request.sampling.seed
         uniform = self._rng.random() if seed is None else seeded_uniform(seed, index)
-        return int(uniform * self.vocab_size), -math.log(self.vocab_size)
+        return int(allowed[int(uniform * len(allowed))]), logprob
 
     def _add_tops(self, request: Request, token: int, reply: Reply | None) -> None:
         """A script has one possible token; for the random policy all are equally likely."""

@@ -15,6 +15,10 @@ class Tokenizer(Protocol):
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
 
+    @property
+    def special_token_ids(self) -> Sequence[int]:
+        """Control tokens, which are no text."""
+
     def encode_prompt(self, text: str) -> list[int]:
         """A text prompt, with the special tokens that the model expects at its start."""
 

@@ -27,6 +27,7 @@ from rollbook.inference.engine import (
     PromptScores,
     QueueFullError,
     TensorSource,
+    TokenConstraint,
     UnpublishedError,
 )
 from rollbook.inference.engines.busy import BusyPeriods
@@ -137,7 +138,12 @@ class TransformersEngine:
         )
 
     def submit(
-        self, prompt_ids: Sequence[int], sampling: SamplingParams, *, on_tokens: OnTokens | None = None
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        on_tokens: OnTokens | None = None,
+        constraint: TokenConstraint | None = None,
     ) -> asyncio.Future[Completion]:
         self._require_weights()
         if self._submitted - self.thread.admitted >= self._config.max_queued:
@@ -152,6 +158,7 @@ class TransformersEngine:
             max_model_len=self.max_model_len,
             future=future,
             on_tokens=on_tokens,
+            constraint=constraint,
         )
         request.order = self._submitted
         request.seed = self._rng.getrandbits(64) if sampling.seed is None else sampling.seed

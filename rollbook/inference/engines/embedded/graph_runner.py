@@ -93,6 +93,10 @@ class GraphRunner(Runner):
         return bucket(fewer, ROW_BUCKETS) < bucket(rows, ROW_BUCKETS)
 
     def decode(self, table: RowTable, count: int, *, length: int) -> None:
+        if self.masks:
+            # Masks change with every token, so these steps are not captured.
+            super().decode(table, count, length=length)
+            return
         self._drop_stale_graphs()
         self._upload(table)
         rows = min(self._max_rows, self.slots.rows, bucket(count, ROW_BUCKETS))

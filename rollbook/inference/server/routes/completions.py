@@ -80,6 +80,7 @@ class CompletionRoutes:
         stops = body.stops()
         if stops:
             self._service.require_tokenizer("stop")
+        grammar = await self._service.compile_grammar(body.grammar())
         with self._service.generations(
             [(prompts[at // body.count], sampling) for at, sampling in enumerate(samplings)],
             min_publication=body.min_publication,
@@ -87,6 +88,7 @@ class CompletionRoutes:
             is_streamed=bool(body.stream),
             has_text=body.detokenize or bool(stops),
             request_id=body.request_id,
+            grammar=grammar,
         ) as generations:
             head = CompletionReply(
                 id=self._service.new_id("cmpl"), created=int(time.time()), model=model, choices=[], usage=None
@@ -154,11 +156,16 @@ class CompletionRoutes:
             raise BadRequestError(
                 "logprobs: only those of the sampled tokens are supported; request 0", param="logprobs"
             )
+        structured = params.structured_outputs
+        grammar = await self._service.compile_grammar(
+            None if structured is None else (structured.to_grammar(), "structured_outputs")
+        )
         with self._service.generations(
             [(body.token_ids, sampling) for sampling in params.samplings(self._service.eos_token_ids)],
             min_publication=body.min_publication,
             has_text=False,
             request_id=body.request_id,
+            grammar=grammar,
         ) as generations:
             completions = [(await generation.result()).completion for generation in generations]
         has_logprobs = params.logprobs is not None

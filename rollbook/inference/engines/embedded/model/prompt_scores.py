@@ -19,12 +19,12 @@ def score_prompt(module: Any, prompt: Sequence[int], top_logprobs: int) -> Promp
     """Scores with a cache of its own, so running requests keep theirs."""
     device = next(module.parameters()).device
     tokens_T = torch.tensor(prompt, dtype=torch.long, device=device)
-    cache: Any = DynamicCache(config=module.config)  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+    cache: Any = DynamicCache(config=module.config)
     logprobs, top_tokens, top_values = [], [], []
     with torch.inference_mode():
-        for inputs_C, targets_C in zip(
-            tokens_T[:-1].split(FORWARD_TOKENS), tokens_T[1:].split(FORWARD_TOKENS), strict=True
-        ):
+        for start in range(0, len(prompt) - 1, FORWARD_TOKENS):
+            end = min(start + FORWARD_TOKENS, len(prompt) - 1)
+            inputs_C, targets_C = tokens_T[start:end], tokens_T[start + 1 : end + 1]
             logits_CV = module(input_ids=inputs_C[None], past_key_values=cache, use_cache=True).logits[0]
             logprobs_CV = torch.log_softmax(logits_CV.float(), dim=-1)
             logprobs.append(logprobs_CV.gather(1, targets_C[:, None])[:, 0].cpu())
