@@ -12,7 +12,7 @@ SEED  ?= 0
 KILLS ?= 100
 
 .DEFAULT_GOAL := help
-.PHONY: proof-cpu proof-gpu aws-agent help install demo test test-all check format docs bench bench-overlap bench-envs bench-ledger bench-engine bench-trainer test-trl-losses test-openenv test-agents test-trl test-atropos test-crashes vllm-cpu test-vllm wheelhouse clean bench-gil chaos
+.PHONY: proof-cpu proof-gpu aws-agent help install demo test test-all check format docs bench bench-overlap bench-envs bench-ledger bench-history bench-engine bench-trainer test-trl-losses test-openenv test-agents test-trl test-atropos test-crashes vllm-cpu test-vllm wheelhouse clean bench-gil chaos
 
 help: ## show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -106,6 +106,9 @@ test-trl-losses: $(STAMP) ## the losses that TRL also has, compared by value and
 
 bench-ledger: $(STAMP) .venvs/atropos/.installed ## our ledger against the original Atropos server
 	$(BIN)/python -m benchmarks.ledger.atropos_comparison
+
+bench-history: $(STAMP) ## cost of each ledger verb after 1,000, 20,000 and 200,000 groups
+	$(BIN)/python -m benchmarks.ledger.history
 
 test-atropos: $(STAMP) .venvs/atropos/.installed ## the real atroposlib, environments and trainer, with our server
 	$(BIN)/python -m pytest tests/compatibility

@@ -3,6 +3,7 @@
 from typing import Annotated
 
 import typer
+from typer.core import TyperGroup
 
 RunOrLedger = Annotated[
     str,
@@ -14,6 +15,18 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Override a field; may be repeated."),
 ]
+
+
+def verb_group(text: str | None = None, *, cls: type[TyperGroup] | None = None) -> typer.Typer:
+    """A verb with verbs of its own. Its help is plain text: importing rich would take longer than the rest of `--help`."""
+    return typer.Typer(
+        help=text,
+        cls=cls,
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
 
 
 def is_address(run: str) -> bool:

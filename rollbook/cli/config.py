@@ -5,16 +5,11 @@ from typing import Annotated
 
 import typer
 
-from rollbook.cli.arguments import Overrides
+from rollbook.cli.arguments import Overrides, verb_group
 from rollbook.cli.output import result, stderr_console
 from rollbook.run.config.run import dump_toml, load_config
 
-config_app = typer.Typer(help="Check configurations.", no_args_is_help=True)
-
-
-@config_app.callback()
-def _root() -> None:
-    """Check configurations."""
+config_app = verb_group()
 
 
 @config_app.command()

@@ -6,11 +6,12 @@ from typing import Annotated
 
 import typer
 
+from rollbook.cli.arguments import verb_group
 from rollbook.cli.output import stderr_console
 from rollbook.contracts.errors import RunError
 from rollbook.run.commands.serve_env import EnvConfig, EnvServerConfig, serve_environment
 
-env_app = typer.Typer(help="Serve environments over OpenEnv, or play one by hand.", no_args_is_help=True)
+env_app = verb_group()
 
 EnvName = Annotated[str, typer.Option("--env", help="A built-in environment, or your own as module:Class.")]
 Arguments = Annotated[str, typer.Option("--args", help="Keyword arguments of the environment, as a JSON object.")]

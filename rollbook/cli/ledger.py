@@ -5,10 +5,11 @@ from typing import Annotated
 
 import typer
 
+from rollbook.cli.arguments import verb_group
 from rollbook.cli.output import result_json, stderr_console
 from rollbook.run.commands.serve_ledger import compact_store, export_run, import_run_file, serve, store_of
 
-ledger_app = typer.Typer(help="Serve a ledger without a run, and maintain its store.", no_args_is_help=True)
+ledger_app = verb_group()
 
 Store = Annotated[str, typer.Option("--store", help="sqlite:///DIR, postgresql://…, or a run directory.")]
 

@@ -5,15 +5,11 @@ from typing import Annotated, Any
 
 import typer
 
+from rollbook.cli.arguments import verb_group
 from rollbook.cli.output import stderr_console
 from rollbook.run.commands.serve_policy import PolicyServerOptions, serve_policy
 
-policy_app = typer.Typer(help="Serve a language model over an OpenAI-compatible API.", no_args_is_help=True)
-
-
-@policy_app.callback()
-def _policy() -> None:
-    """Serve a language model over an OpenAI-compatible API."""
+policy_app = verb_group()
 
 
 @policy_app.command()

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from rollbook.cli.output import stderr_console
-from rollbook.run.commands.serve_proxy import ProxyOptions, serve_proxy
+from rollbook.contracts.plugin import load_on_demand
 
 
 def proxy(  # noqa: PLR0917 - a command line is a list of flags
@@ -26,7 +26,9 @@ def proxy(  # noqa: PLR0917 - a command line is a list of flags
     ] = "hermes",
 ) -> None:
     """Try an agent: point it at BASE_URL/s/ANY_NAME/v1, then POST BASE_URL/s/ANY_NAME/end {"reward": 1.0}."""
-    options = ProxyOptions(
+    # Needs the extra `rollout`, which the help of this verb must not need.
+    command = load_on_demand("rollbook.run.commands.serve_proxy")
+    options = command.ProxyOptions(
         policy_url=policy,
         model_dir=model,
         record=record,
@@ -38,4 +40,6 @@ def proxy(  # noqa: PLR0917 - a command line is a list of flags
         tool_parser=tool_parser,
     )
     console = stderr_console()
-    asyncio.run(serve_proxy(options, ready=lambda url: console.print(f"base_url: {url}/s/NAME/v1", soft_wrap=True)))
+    asyncio.run(
+        command.serve_proxy(options, ready=lambda url: console.print(f"base_url: {url}/s/NAME/v1", soft_wrap=True))
+    )

@@ -5,6 +5,7 @@
     |-- EpisodeError     give up this episode          (environment broke, parse failed, sandbox died)
     |-- WorkerError      replace this process           (leak, lost heartbeat, broken interpreter state)
     `-- RunError         stop the run, operator needed  (bad config, corrupt checkpoint, schema mismatch)
+         |-- UsageError  the command, its config or its directory is wrong; nothing was started
          `-- FencedError this process was replaced by a newer one: stop without side effects
 
 Each room derives its exceptions from these. A retry loop catches `TransientError`, a supervisor `WorkerError`. All classes can be
@@ -40,6 +41,10 @@ class WorkerError(RollbookError):
 
 class RunError(RollbookError):
     """Stop the run; the operator must act."""
+
+
+class UsageError(RunError):
+    """The command, its configuration or its directory is wrong. Nothing was started."""
 
 
 class FencedError(RunError):

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import importlib.util
 import sys
 from collections.abc import Iterable, Sequence
 from importlib.machinery import ModuleSpec
@@ -14,6 +15,34 @@ from rollbook.contracts.errors import RunError
 class PluginError(RunError):
     """User code that the configuration names cannot be found, imported or used."""
 
+
+class MissingExtraError(RunError):
+    """A library is not installed. The message names the extra that installs it."""
+
+
+EXTRAS = {
+    "jinja2": "rollout",
+    "tokenizers": "rollout",
+    "torch": "train",
+    "transformers": "train",
+    "safetensors": "train",
+    "peft": "lora",
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "gguf": "models",
+    "accelerate": "models",
+    "matplotlib": "plots",
+    "ministack": "aws",
+    "awscli": "aws",
+    "botocore": "aws",
+    "yaml": "aws",
+    "jmespath": "aws",
+    "math_verify": "maths",
+    "reasoning_gym": "maths",
+    "psycopg": "postgres",
+    "pyarrow": "parquet",
+}
+"""Optional libraries, by the name under which they are imported, and the extra of this package that installs each."""
 
 _search_path: list[str] = []
 """Directories added by `extend_search_path`. Only for error messages: imports use `sys.path`."""
@@ -37,7 +66,10 @@ def load_plugin(path: str, *, setting: str, default: str | None = None) -> Any:
         missing = error.name or ""
         if module_name == missing or module_name.startswith(f"{missing}."):
             raise PluginError(_no_module(path, setting, module_name, _search_path)) from error
-        raise PluginError(f"{setting} = {path!r}: {module_name} imports {missing!r}, which is not installed") from error
+        hint = f": {_install_command(missing)}" if _extra_of(missing) else ""
+        raise PluginError(
+            f"{setting} = {path!r}: {module_name} imports {missing!r}, which is not installed{hint}"
+        ) from error
     except Exception as error:  # User code: its import can raise anything.
         raise PluginError(f"{setting} = {path!r}: importing it raised {type(error).__name__}: {error}") from error
     found = getattr(module, attribute, None)
@@ -73,13 +105,38 @@ def plugin_fault(
 
 
 def load_on_demand(path: str) -> Any:
-    """A module of our own, or `module:attribute`. Raises `ImportError` where an optional library is not installed.
+    """A module of our own, or `module:attribute`. Raises `MissingExtraError` if an optional library is not installed.
 
     For modules that import a heavy or optional library: only the process that was configured to use it imports it.
     """
     module_name, _, attribute = path.partition(":")
-    module = importlib.import_module(module_name)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        library = error.name or ""
+        if _extra_of(library) is None:
+            raise
+        raise _missing_extra(library) from error
     return getattr(module, attribute) if attribute else module
+
+
+def require_libraries(*libraries: str) -> None:
+    """Raise `MissingExtraError` if one is not installed. For commands whose child process would fail to import it."""
+    for library in libraries:
+        if importlib.util.find_spec(library) is None:
+            raise _missing_extra(library)
+
+
+def _missing_extra(library: str) -> MissingExtraError:
+    return MissingExtraError(f"the library {library!r} is not installed: {_install_command(library)}")
+
+
+def _install_command(library: str) -> str:
+    return f"pip install 'rollbook[{_extra_of(library)}]'"
+
+
+def _extra_of(library: str) -> str | None:
+    return EXTRAS.get(library.partition(".")[0])
 
 
 def _split(path: str, setting: str, default: str | None) -> tuple[str, str]:

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import msgspec
 from torch import Tensor
 
+from rollbook.concurrency.child_process.process import python_environment
 from rollbook.concurrency.clock import SystemClock
 from rollbook.contracts.admission import LedgerStatus, RunId
 from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainerRole, TrainingBatch
@@ -224,9 +225,11 @@ def open_run(
     """Start `rollbook host` and connect to it. Call it again to resume. The host ends with this process, even when it is killed."""
     directory = Path(run_dir).resolve()
     parent_read, parent_write = os.pipe()
-    command = [python, "-m", "rollbook", "host", str(config), "--run-dir", str(directory)]
+    command = [python, "-P", "-m", "rollbook", "host", str(config), "--run-dir", str(directory)]
     command += ["--parent-fd", str(parent_read), *(part for text in overrides for part in ("--set", text))]
-    process = subprocess.Popen(command, pass_fds=(parent_read,), start_new_session=True)
+    # Another interpreter finds its own installation of this package.
+    environment = python_environment() if python == sys.executable else None
+    process = subprocess.Popen(command, env=environment, pass_fds=(parent_read,), start_new_session=True)
     os.close(parent_read)
     run: RollbookRun | None = None
     try:

@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from rollbook import __version__
-from rollbook.contracts.errors import RunError
+from rollbook.contracts.errors import UsageError
 
 MODEL_FILE = "model.json"
 # Refuse to start a run that could not write a checkpoint.
 MIN_FREE_BYTES = 64 * 2**20
 
 
-class RunDirectoryError(RunError):
+class RunDirectoryError(UsageError):
     """The run directory cannot be used."""
 
 

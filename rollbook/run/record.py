@@ -39,8 +39,9 @@ class RunRecordReader:
     def status(self) -> LedgerStatus:
         return self.reader.read_now(lambda tx: status(tx, self.run_id))
 
-    def groups(self, *, state: GroupState | None, limit: int, offset: int = 0) -> list[GroupRecord]:
-        return self.reader.read_now(lambda tx: tx.groups.page(self.run_id, state, limit, offset))
+    def groups(self, *, state: GroupState | None, limit: int, start: int = 0) -> list[GroupRecord]:
+        """A page of groups, from the admission sequence number `start` on."""
+        return self.reader.read_now(lambda tx: tx.groups.page(self.run_id, start=start, limit=limit, state=state))
 
     def group(self, group_id: GroupId) -> tuple[GroupRecord, PromptGroup | None, list[MoveRecord]]:
         """The record of a group, its samples where they are still stored, and its history."""
@@ -61,7 +62,7 @@ class RunRecordReader:
         return self.reader.read_now(read)
 
     def steps(self) -> list[StepRecord]:
-        return self.reader.read_now(lambda tx: tx.steps.all(self.run_id))
+        return self.reader.read_now(lambda tx: list(tx.steps.each(self.run_id)))
 
     def batches(self, until: int) -> Iterator[TrainingBatch]:
         """Batches 1 to `until` as they were decided."""

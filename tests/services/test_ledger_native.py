@@ -275,7 +275,7 @@ async def test_audit_and_groups_over_http(url: str) -> None:
         report = await client.audit()
         assert (report.ok, report.opened, report.law["batched"], report.law["queued"]) == (True, 3, 2, 1)
         assert [group.group_id for group in await client.groups(GroupState.QUEUED)] == ["t2@0"]
-        assert len(await client.groups(limit=2, offset=1)) == 2
+        assert len(await client.groups(limit=2, start=1)) == 2
 
 
 async def test_audit_and_explain_by_url(url: str) -> None:

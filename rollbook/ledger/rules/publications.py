@@ -18,7 +18,7 @@ def register(run_tx: RunTransaction, step: int, digest: str, *, epoch: int) -> P
     """Assign an id to weights before they are pushed. The same weights of the same trainer get the same id."""
     run_tx.fence(epoch)
     # Publications whose effective step is this step; demoted ones do not count.
-    of_step = [p for p in run_tx.tx.publications.all(run_tx.run_id, effective_from=step) if p.step == step]
+    of_step = [p for p in run_tx.tx.publications.effective_from(run_tx.run_id, step) if p.step == step]
     for known in of_step:
         if known.epoch == epoch and known.digest == digest:
             return known.contract
@@ -103,7 +103,7 @@ def demote_publications(run_tx: RunTransaction, step: int, *, epoch: int) -> int
 
     Returns the number of demoted publications. Decided batches do not change.
     """
-    demoted = [p for p in run_tx.tx.publications.all(run_tx.run_id, effective_from=step) if p.epoch < epoch]
+    demoted = [p for p in run_tx.tx.publications.effective_from(run_tx.run_id, step) if p.epoch < epoch]
     for record in demoted:
         run_tx.tx.publications.put(record.changed(effective_step=step - 1))
     ids = {int(record.id) for record in demoted}

@@ -51,7 +51,7 @@ def acknowledge(run_tx: RunTransaction, step: int, digest: str, *, epoch: int) -
             f"run {run.run_id}: step {step} cannot be acknowledged; {run.last_decided} batches are decided and the trainer of "
             f"epoch {epoch} has reached step {run.epoch_acknowledged}"
         )
-    before = run_tx.tx.steps.all(run_tx.run_id, step)
+    before = run_tx.tx.steps.of_step(run_tx.run_id, step)
     own = next((known for known in before if known.epoch == epoch), None)
     if own is not None and own.digest == digest:
         # A divergence is reported again, in case the first response was lost.
@@ -71,7 +71,7 @@ def acknowledge(run_tx: RunTransaction, step: int, digest: str, *, epoch: int) -
 
 
 def _acknowledge_first(run_tx: RunTransaction, step: int, digest: str, epoch: int) -> None:
-    published = run_tx.tx.publications.all(run_tx.run_id, effective_from=step)
+    published = run_tx.tx.publications.effective_from(run_tx.run_id, step)
     if any(p.epoch < epoch and p.digest != digest for p in published):
         # An earlier trainer published this step and died before acknowledging it; its weights were not reproduced.
         demote_publications(run_tx, step, epoch=epoch)

@@ -231,7 +231,7 @@ def _check_law(tx: Transaction, findings: _Findings) -> None:
 
 def _check_steps(tx: Transaction, findings: _Findings) -> None:
     run = findings.run
-    trained = sorted({step.step for step in tx.steps.all(run.run_id)})
+    trained = sorted({step.step for step in tx.steps.each(run.run_id)})
     findings.expect("trained steps", trained, list(range(1, run.last_acknowledged + 1)))
     if not run.durable_step <= run.last_acknowledged <= run.last_decided:
         findings.add(

@@ -8,6 +8,7 @@ from rollbook.contracts.admission import RunId
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.freshness import BatchPolicy, lag
 from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupOutcome, GroupState
+from rollbook.contracts.policy import PublicationId
 from rollbook.ledger.records import GroupRecord, MoveRecord, Origin, RunRecord
 from rollbook.ledger.rules.run_transaction import find_run
 from rollbook.ledger.store import Reader, Transaction
@@ -76,7 +77,7 @@ def _versions(tx: Transaction, run: RunRecord, group: GroupRecord) -> list[str]:
         return ["The versions of its trained tokens are unknown, so its lag is not checked."]
     steps = []
     for publication_id in named:
-        found = next((p for p in tx.publications.all(run.run_id) if p.id == publication_id), None)
+        found = tx.publications.get(run.run_id, PublicationId(publication_id))
         if found is not None:
             demoted = (
                 ""

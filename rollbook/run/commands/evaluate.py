@@ -4,13 +4,14 @@ import dataclasses
 import json
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rollbook.concurrency.child_process.process import python_command, python_environment
 from rollbook.contracts.errors import RunError
+from rollbook.contracts.plugin import require_libraries
 from rollbook.run.config.evaluation import EvaluationRequest
 from rollbook.run.directory import RunDirectory, write_json
 
@@ -21,9 +22,11 @@ def evaluate(
     target: Path, *, config: Path | None, step: int | None, overrides: Sequence[str], out: Path | None
 ) -> dict[str, Any]:
     """Evaluate a checkpoint of a run, or a model with the tasks of a config file. The result is also written as JSON."""
+    require_libraries("torch", "transformers")
     request = evaluation_request(target, config=config, step=step, overrides=overrides)
     done = subprocess.run(
-        [sys.executable, "-m", "rollbook.run.processes.evaluate"],
+        python_command("rollbook.run.processes.evaluate"),
+        env=python_environment(),
         input=json.dumps(dataclasses.asdict(request)),
         stdout=subprocess.PIPE,
         text=True,

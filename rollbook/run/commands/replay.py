@@ -3,12 +3,13 @@
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rollbook.concurrency.child_process.process import python_command, python_environment
 from rollbook.contracts.errors import RunError
+from rollbook.contracts.plugin import require_libraries
 from rollbook.run.directory import RunDirectory
 
 
@@ -31,8 +32,9 @@ def retrain_run(
 
 
 def _run_replay(path: Path, arguments: Sequence[str]) -> dict[str, Any]:
-    command = [sys.executable, "-m", "rollbook.run.processes.replay", str(path), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    require_libraries("torch", "transformers")
+    command = python_command("rollbook.run.processes.replay", str(path), *arguments)
+    done = subprocess.run(command, env=python_environment(), capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RunError(f"the replay of {path} failed:\n{done.stderr.strip()[-2000:]}")
     report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -15,6 +15,7 @@ import time
 import uvloop
 
 from rollbook.concurrency.child_process.child import die_with_parent
+from rollbook.concurrency.child_process.process import python_command, python_environment
 from rollbook.concurrency.sockets import listening_socket
 from rollbook.contracts.errors import RollbookError
 from rollbook.ledger.atropos.config import AtroposConfig
@@ -49,10 +50,14 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         sys.stderr.write(f"run-api: cannot listen on {args.host}:{args.port}: {error.strerror or error}\n")
         return EXIT_CANNOT_SERVE
-    return _watch(args, listening)
+    # The child reports on `theirs` that it has started, and ends when `ours` is closed.
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    with listening, ours, theirs:
+        return _watch(args, listening, ours, theirs)
 
 
-def _watch(args: argparse.Namespace, listening: socket.socket) -> int:
+def _watch(args: argparse.Namespace, listening: socket.socket, ours: socket.socket, theirs: socket.socket) -> int:
     """Restart the server until SIGTERM or SIGINT. The socket stays open."""
     stopping: list[int] = []
     child: subprocess.Popen[bytes] | None = None
@@ -64,14 +69,20 @@ def _watch(args: argparse.Namespace, listening: socket.socket) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
-    alive_read, alive_write = os.pipe()
     quick_exits = 0
     while not stopping:
         began = time.monotonic()
-        child = subprocess.Popen(_child_command(args, listening, alive_read), pass_fds=(listening.fileno(), alive_read))
+        child = subprocess.Popen(
+            _child_command(args, listening, theirs),
+            env=python_environment(),
+            pass_fds=(listening.fileno(), theirs.fileno()),
+        )
         code = child.wait()
         if stopping or code == EXIT_CANNOT_SERVE:
             break
+        if not _has_started(ours):
+            sys.stderr.write(f"run-api: the server cannot start (exit code {code}); its error is printed above\n")
+            return 1
         quick_exits = quick_exits + 1 if time.monotonic() - began < QUICK_S else 0
         sys.stderr.write(f"run-api: the server exited with code {code}; restarting it\n")
         if quick_exits >= MAX_QUICK_EXITS:
@@ -79,11 +90,18 @@ def _watch(args: argparse.Namespace, listening: socket.socket) -> int:
                 f"run-api: the server exited {quick_exits} times in a row right after its start; giving up\n"
             )
             return 1
-    os.close(alive_write)
     return 0 if stopping else EXIT_CANNOT_SERVE
 
 
-def _child_command(args: argparse.Namespace, listening: socket.socket, alive_fd: int) -> list[str]:
+def _has_started(ours: socket.socket) -> bool:
+    """False if the child died before it had imported its modules. A restart would not help."""
+    try:
+        return bool(ours.recv(1))
+    except BlockingIOError:
+        return False
+
+
+def _child_command(args: argparse.Namespace, listening: socket.socket, parent: socket.socket) -> list[str]:
     given = {
         "--host": args.host,
         "--port": args.port,
@@ -91,18 +109,16 @@ def _child_command(args: argparse.Namespace, listening: socket.socket, alive_fd:
         "--run": args.run,
         "--durability": args.durability,
         "--socket-fd": listening.fileno(),
-        "--parent-fd": alive_fd,
+        "--parent-fd": parent.fileno(),
     }
-    return [
-        sys.executable,
-        "-m",
-        "rollbook.run.commands.serve_atropos",
-        *(str(part) for pair in given.items() for part in pair),
-    ]
+    return python_command(
+        "rollbook.run.commands.serve_atropos", *(str(part) for pair in given.items() for part in pair)
+    )
 
 
 def _serve(args: argparse.Namespace, listening: socket.socket) -> int:
     if args.parent_fd is not None:
+        os.write(args.parent_fd, b"1")
         die_with_parent(args.parent_fd)
     log = EventLog("run-api", echo=sys.stderr)
     config = LedgerServerConfig(

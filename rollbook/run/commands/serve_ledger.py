@@ -12,7 +12,6 @@ import uvloop
 from pydantic import SecretStr
 
 from rollbook.contracts.admission import RunId
-from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.plugin import load_on_demand
 from rollbook.ledger.atropos.config import AtroposConfig
@@ -76,20 +75,11 @@ def export_run(store: str, run: str, target: Path) -> dict[str, Any]:
         if target.suffix == ".jsonl":
             report = export_jsonl(reader, RunId(run), target, extensions=[AtroposExtension()])
         else:
-            report = _export_parquet()(reader, RunId(run), target)
+            export: Callable[[Reader, RunId, Path], ExportReport] = load_on_demand(
+                "rollbook.ledger.tools.parquet:export_parquet"
+            )
+            report = export(reader, RunId(run), target)
     return {**asdict(report), "files": [str(path) for path in report.files]}
-
-
-def _export_parquet() -> Callable[[Reader, RunId, Path], ExportReport]:
-    try:
-        export: Callable[[Reader, RunId, Path], ExportReport] = load_on_demand(
-            "rollbook.ledger.tools.parquet:export_parquet"
-        )
-    except ImportError as error:
-        raise RunError(
-            f"Parquet needs the extra `parquet` ({error}); install it, or export to a .jsonl file"
-        ) from error
-    return export
 
 
 def import_run_file(store: str, source: Path, *, as_run: str | None) -> dict[str, Any]:

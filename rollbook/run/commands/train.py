@@ -15,6 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from rollbook.contracts.errors import RunError
+from rollbook.contracts.plugin import require_libraries
 from rollbook.dashboard.run_files import RunReader, summarise
 from rollbook.dashboard.run_metrics import RunSummary
 from rollbook.dashboard.terminal import ProcessStatus, ProgressRenderer, open_view
@@ -50,6 +51,7 @@ class TrainReport:
 
 def train(source: Path, *, run_dir: Path | None, overrides: Sequence[str], console: Console) -> TrainReport:
     """Train from a config file, or resume a run directory."""
+    require_libraries("torch", "transformers")
     require_posix()
     loaded, directory = resolve_run(source, run_dir, overrides)
     directory.prepare()

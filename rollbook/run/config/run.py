@@ -14,7 +14,7 @@ from typing import Any
 import tomli_w
 from pydantic import BaseModel, Field, ValidationError
 
-from rollbook.contracts.errors import RunError
+from rollbook.contracts.errors import UsageError
 from rollbook.envs.config import EnvConfig
 from rollbook.inference.config import InferenceConfig
 from rollbook.ledger.config import GateConfig, LedgerConfig
@@ -73,7 +73,7 @@ class ConfigFault:
         return f"{self.path}: {self.message}"
 
 
-class ConfigError(RunError):
+class ConfigError(UsageError):
     """The configuration is invalid. `faults` lists everything that was found."""
 
     def __init__(self, source: str, faults: Sequence[ConfigFault]) -> None:
@@ -91,6 +91,11 @@ class LoadedConfig:
     config: RunConfig
     source_dir: Path
     """Relative paths and users' modules are looked up here."""
+
+    @property
+    def search_path(self) -> tuple[str, ...]:
+        """Where users' modules are looked up: the directory of the config file, then the working directory."""
+        return (str(self.source_dir), str(Path.cwd()))
 
 
 def load_config(path: Path, overrides: Sequence[str] = (), *, source_dir: Path | None = None) -> LoadedConfig:

@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 from rollbook.contracts.errors import RollbookError
+from rollbook.contracts.plugin import extend_search_path
 from rollbook.run.config.evaluation import EvaluationRequest
 from rollbook.run.config.run import LoadedConfig, dump_toml, load_config
 from rollbook.run.directory import RunDirectory
@@ -54,6 +55,7 @@ def _context(scratch: Path, loaded: LoadedConfig, model_dir: Path) -> RoleContex
 
 def main() -> int:
     request = EvaluationRequest(**json.load(sys.stdin))
+    extend_search_path([Path.cwd()])
     try:
         measured = asyncio.run(evaluate(request))
     except RollbookError as error:

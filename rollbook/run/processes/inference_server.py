@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
+from rollbook.contracts.plugin import load_on_demand
 from rollbook.inference.engine import open_engine
 from rollbook.inference.server.app import SERVICE, build_app
-from rollbook.rollout.chat.tokenizer import ModelTokenizer
+from rollbook.inference.server.text import Tokenizer
 from rollbook.run.supervision.child_main import RoleContext
 from rollbook.run.supervision.sockets import serving
 
@@ -25,8 +26,9 @@ async def main(context: RoleContext) -> str:
     return "stopped"
 
 
-def load_tokenizer(model_dir: Path | None) -> ModelTokenizer | None:
+def load_tokenizer(model_dir: Path | None) -> Tokenizer | None:
     """The model's tokenizer, as rollouts use it. Without one, the server accepts and returns token ids only."""
     if model_dir is None or not (model_dir / "tokenizer.json").exists():
         return None
-    return ModelTokenizer.from_directory(model_dir)
+    tokenizer: Tokenizer = load_on_demand("rollbook.rollout.chat.tokenizer:ModelTokenizer").from_directory(model_dir)
+    return tokenizer

@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         source_dir = Path(directory.read_manifest()["source_dir"])
         loaded = load_resolved_config(directory.config_file, source_dir=source_dir)
-        extend_search_path([loaded.source_dir])
+        extend_search_path(loaded.search_path)
         context = RoleContext(
             role=args.role,
             directory=directory,

@@ -206,10 +206,7 @@ class PolicyModel:
 
 def _adapters_module() -> Any:
     """Imported by name: PEFT is an extra that only runs with LoRA need."""
-    try:
-        return load_on_demand("rollbook.trainer.model.lora")
-    except ImportError as error:
-        raise RunError(f"trainer.lora needs PEFT ({error}): pip install 'rollbook[lora]'") from error
+    return load_on_demand("rollbook.trainer.model.lora")
 
 
 def _attention_kernel(architecture: Any, config: TrainerConfig) -> str:
