@@ -423,7 +423,9 @@ def test_chat_rejects_unsupported_features(client: openai.OpenAI) -> None:
 
 
 def test_texts_and_chats_are_tokenized_in_the_format_of_vllm(served: PolicyProcess, tokenizer: ModelTokenizer) -> None:
-    post = lambda path, body: httpx.post(f"{served.url}{path}", json=body).json()  # noqa: E731
+    def post(path: str, body: Any) -> Any:
+        return httpx.post(f"{served.url}{path}", json=body).json()
+
     plain = post("/tokenize", {"prompt": "hi", "add_special_tokens": False})
     assert plain == {"count": 2, "max_model_len": MAX_LEN, "tokens": tokenizer.encode("hi")}
     chat = post("/tokenize", {"messages": [{"role": "user", "content": "hi"}]})
@@ -436,7 +438,7 @@ def test_texts_and_chats_are_tokenized_in_the_format_of_vllm(served: PolicyProce
 def test_lm_evaluation_harness_scores_multiple_choice(
     served: PolicyProcess, client: openai.OpenAI, tmp_path: Path
 ) -> None:
-    rows = [
+    rows: list[Any] = [
         {"question": f"{a} + {b} =", "choices": [f" {a + b}", f" {a}", " unknown"], "answer": 0}
         for a, b in ((1, 2), (4, 3), (2, 6), (5, 5))
     ]

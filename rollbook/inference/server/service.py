@@ -99,16 +99,16 @@ class PolicyService:
         text, field = grammar
         tokenizer = self.require_tokenizer(field)
         async with self._compiling:
-            compiler = self._compiler
-            if compiler is None:
+            if self._compiler is None:
                 try:
                     make = load_on_demand("rollbook.inference.server.grammars:GrammarCompiler")
                 except ImportError as error:
                     raise BadRequestError(
                         f"{field}: this server cannot follow grammars; install rollbook[grammars] on it", param=field
                     ) from error
-                compiler = self._compiler = await asyncio.to_thread(make, tokenizer, vocab_size=self.engine.vocab_size)
-            return await asyncio.to_thread(compiler.compile, text, field=field)
+                self._compiler = await asyncio.to_thread(make, tokenizer, vocab_size=self.engine.vocab_size)
+            compiler: GrammarCompiler = self._compiler
+        return await asyncio.to_thread(compiler.compile, text, field=field)
 
     @contextmanager
     def generations(
