@@ -106,8 +106,9 @@ class PolicyService:
                     raise BadRequestError(
                         f"{field}: this server cannot follow grammars; install rollbook[grammars] on it", param=field
                     ) from error
-                self._compiler = await asyncio.to_thread(make, tokenizer, vocab_size=self.engine.vocab_size)
-            compiler: GrammarCompiler = self._compiler
+                made: GrammarCompiler = await asyncio.to_thread(make, tokenizer, vocab_size=self.engine.vocab_size)
+                self._compiler = made
+            compiler = self._compiler
         return await asyncio.to_thread(compiler.compile, text, field=field)
 
     @contextmanager
