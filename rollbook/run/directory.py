@@ -5,7 +5,7 @@ ledger/             the durable record                model/        initial weig
 checkpoints/        for resuming                      weights/      the newest publications
 metrics.jsonl       one row per step                  spans/ logs/  one file per process
 plots/              drawn at the end                  lock          held by the running `rollbook train`
-mastery.jsonl       a curriculum's state over time
+mastery.jsonl       a curriculum's state over time    rollouts.jsonl  a few samples of each step, with text
 """
 
 import fcntl

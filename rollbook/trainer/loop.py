@@ -9,7 +9,7 @@ batch s+1 can start without version s.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -81,8 +81,13 @@ class TrainerLoop:
         clock: Clock | None = None,
         stage: WeightStage | None = None,
         publishes_adapters: bool = False,
+        on_trained: Callable[[TrainingBatch], None] | None = None,
     ) -> None:
-        """`publishes_adapters`: with LoRA, push the adapters only; the replicas already have the base model."""
+        """`publishes_adapters`: with LoRA, push the adapters only; the replicas already have the base model.
+
+        `on_trained` is called in a thread with each acknowledged batch.
+        """
+        self._on_trained = on_trained
         self._source = source
         self._publishes_adapters = publishes_adapters
         self._adapter_kind: AdapterKind | None = None
@@ -280,6 +285,8 @@ class TrainerLoop:
         self._step, self._weights, self._digest = learner.step, weights, digest
         receipt = await self._source.acknowledge(batch.step, digest)
         self._measure(batch, lags, report, receipt, waited=waited, trained=trained)
+        if self._on_trained is not None:
+            await asyncio.to_thread(self._on_trained, batch)
 
     async def _wait_for_publication(self) -> None:
         """Wait until all replicas serve the previous version. A requested stop ends the wait."""

@@ -3,15 +3,18 @@ code."""
 
 import asyncio
 import os
+from functools import partial
 from typing import Any
 
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.errors import FencedError, RunError
 from rollbook.ledger.client.client import open_ledger_client
+from rollbook.rollout.chat.tokenizer import ModelTokenizer
 from rollbook.run.policy_clients import open_weights
+from rollbook.run.rollout_table import RolloutTable
 from rollbook.run.supervision.child_main import RoleContext
 from rollbook.telemetry.metrics import MetricRecorder
-from rollbook.telemetry.sinks.forwarder import Forwarder, open_sinks
+from rollbook.telemetry.sinks.forwarder import ROLLOUTS_FILE, Forwarder, open_sinks
 from rollbook.trainer.loop import LoopEnd, LoopOutcome, TrainerLoop
 from rollbook.trainer.metrics import TRAINER_METRICS
 
@@ -55,6 +58,7 @@ async def main(context: RoleContext) -> str:
             metrics=_ReportingRecorder(context),
             spans=context.spans,
             log=context.log,
+            on_trained=_rollout_table(context).add,
         )
         context.channel.ready(f"pid {os.getpid()}, loading")
         with _forwarder(context):
@@ -72,10 +76,23 @@ def _forwarder(context: RoleContext) -> Forwarder:
             run_name=config.run.name,
             settings=config.model_dump(mode="json"),
         )
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         raise RunError(str(error)) from error
-    position = context.directory.path / "telemetry_position"
-    return Forwarder(context.directory.metrics_file, sinks, position_file=position)
+    return Forwarder(context.directory.path, sinks)
+
+
+def _rollout_table(context: RoleContext) -> RolloutTable:
+    model, config = context.directory.initial_model, context.loaded.config
+    decode = None
+    if (model / "tokenizer.json").is_file():
+        tokenizer = ModelTokenizer.from_directory(model)
+        decode = partial(tokenizer.decode, skip_special_tokens=False)
+    return RolloutTable(
+        context.directory.path / ROLLOUTS_FILE,
+        config.trainer,
+        per_step=config.telemetry.rollouts_per_step,
+        decode=decode,
+    )
 
 
 async def _run_until_drained(loop: TrainerLoop, context: RoleContext) -> LoopOutcome:
