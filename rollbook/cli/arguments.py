@@ -15,6 +15,13 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Override a field; may be repeated."),
 ]
+Preflight = Annotated[
+    bool,
+    typer.Option(
+        "--preflight/--no-preflight",
+        help="Before the start: load the tasks, play one episode with a canned answer, and score it.",
+    ),
+]
 
 
 def verb_group(text: str | None = None, *, cls: type[TyperGroup] | None = None) -> typer.Typer:

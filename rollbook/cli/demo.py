@@ -8,8 +8,9 @@ import typer
 
 from rollbook.cli.arguments import Overrides
 from rollbook.cli.output import EXIT_USAGE, print_error, result_json, stderr_console
+from rollbook.run.commands.train import RunFailedError
 from rollbook.run.commands.train import train as launch
-from rollbook.run.commands.train_summary import print_summary, summary_row
+from rollbook.run.commands.train_summary import summary_row
 
 EXAMPLE = Path("examples/01_number_guessing/run.toml")
 
@@ -23,9 +24,10 @@ def demo(
     if not config.exists():
         print_error(f"{EXAMPLE} was not found: the demo runs from a clone of the repository")
         raise typer.Exit(EXIT_USAGE)
-    console = stderr_console()
     chosen = run_dir or Path("runs") / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
-    report = launch(config, run_dir=chosen, overrides=override or (), console=console)
-    print_summary(report, console)
+    try:
+        report = launch(config, run_dir=chosen, overrides=override or (), console=stderr_console(), preflight=False)
+    except RunFailedError as error:
+        report = error.report
     result_json({"demo": "number_guessing", **summary_row(report)})
     raise typer.Exit(report.exit_code)

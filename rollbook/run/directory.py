@@ -5,15 +5,17 @@ ledger/             the durable record                model/        initial weig
 checkpoints/        for resuming                      weights/      the newest publications
 metrics.jsonl       one row per step                  spans/ logs/  one file per process
 plots/              drawn at the end                  lock          held by the running `rollbook train`
-mastery.jsonl       a curriculum's state over time    rollouts.jsonl  a few samples of each step, with text
+mastery.jsonl       a curriculum's state over time    objects/      functions, classes and tasks of `rollbook.train`
+rollouts.jsonl      samples of each step, with text
 """
 
 import fcntl
 import json
 import os
+import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,7 @@ from rollbook import __version__
 from rollbook.contracts.errors import UsageError
 
 MODEL_FILE = "model.json"
+CHECKPOINT = re.compile(r"step-(\d+)")
 # Refuse to start a run that could not write a checkpoint.
 MIN_FREE_BYTES = 64 * 2**20
 
@@ -98,6 +101,32 @@ class RunDirectory:
         except (OSError, ValueError, KeyError) as error:
             raise RunDirectoryError(f"{self.path / MODEL_FILE} does not name the model directory: {error}") from error
 
+    @property
+    def objects(self) -> Path:
+        """Functions, classes and tasks that were passed to `rollbook.train` by value (`run.user_objects`)."""
+        return self.path / "objects"
+
+    @property
+    def source_dir(self) -> Path:
+        """The directory of the config file: relative paths of the config are looked up here."""
+        return Path(self.read_manifest()["source_dir"])
+
+    @property
+    def search_path(self) -> tuple[Path, ...]:
+        """The directories of users' modules."""
+        manifest = self.read_manifest()
+        recorded = [manifest["source_dir"], *manifest.get("search_path", [])]
+        return tuple(dict.fromkeys([*map(Path, recorded), self.objects]))
+
+    def checkpoint_models(self) -> dict[int, Path]:
+        """The model directory of each complete checkpoint by step; step 0 is the initial model."""
+        found = {
+            int(match[1]): path / "model"
+            for path in self.checkpoints.glob("step-*")
+            if (match := CHECKPOINT.fullmatch(path.name)) and (path / "checkpoint.json").is_file()
+        }
+        return {0: self.initial_model, **found}
+
     def log_file(self, process: str) -> Path:
         return self.path / "logs" / f"{process}.jsonl"
 
@@ -110,6 +139,14 @@ class RunDirectory:
     @property
     def exists(self) -> bool:
         return self.manifest_file.exists()
+
+    def fault(self) -> str | None:
+        """Why the directory cannot be created or written, or None. Creates nothing."""
+        place = next(folder for folder in (self.path, *self.path.parents) if folder.exists())
+        if place.is_dir() and os.access(place, os.W_OK | os.X_OK):
+            return None
+        reason = "is not writable" if place.is_dir() else "is not a directory"
+        return f"the run directory {self.path} cannot be created: {place} {reason}; choose another with --run-dir"
 
     def prepare(self) -> None:
         """Create the directory and check that it is writable."""
@@ -157,9 +194,18 @@ class RunDirectory:
             lock.flush()
             yield
 
-    def write_manifest(self, *, name: str, source_dir: Path) -> None:
-        manifest = {"name": name, "rollbook": __version__, "created": time.time(), "source_dir": str(source_dir)}
-        write_json(self.manifest_file, manifest)
+    def write_manifest(self, *, name: str, source_dir: Path, search_path: Sequence[Path] = ()) -> None:
+        """Write the manifest of a new run, or add directories of users' modules to that of a resumed one."""
+        manifest: dict[str, Any] = {
+            "name": name,
+            "rollbook": __version__,
+            "created": time.time(),
+            "source_dir": str(source_dir),
+        }
+        if self.exists:
+            manifest = self.read_manifest()
+        known = [*manifest.get("search_path", []), *(str(path) for path in search_path if path != self.objects)]
+        write_json(self.manifest_file, {**manifest, "search_path": list(dict.fromkeys(known))})
 
     def read_manifest(self) -> dict[str, Any]:
         try:

@@ -45,6 +45,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "tokenizers": ("rollbook/rollout/chat/tokenizer.py", "rollbook/trainer/"),
     "llguidance": ("rollbook/inference/server/grammars.py",),
     "jinja2": ("rollbook/rollout/chat/tokenizer.py",),
+    "cloudpickle": ("rollbook/run/user_objects.py",),
 }
 TORCH_FREE = ("config", "advantages", "minibatches", "staleness")
 
@@ -81,6 +82,19 @@ def test_every_import_follows_the_floor_plan() -> None:
             if room is not None and room != importer and room not in MAY_IMPORT[importer]:
                 violations.append(f"{path.relative_to(PACKAGE.parent)}:{line} imports {module}")
     assert violations == []
+
+
+def test_the_public_face_imports_nothing_until_a_name_is_used() -> None:
+    code = (
+        "import sys, rollbook; print(*sorted(m for m in sys.modules if m.split('.')[0] not in sys.stdlib_module_names))"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r}); {code}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert loaded.stdout.split() == ["__main__", "rollbook"]
 
 
 def folders() -> list[Path]:

@@ -20,6 +20,7 @@ from aiohttp import web
 from rollbook.contracts.errors import RollbookError, TransientError
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.trajectory import RolloutSample
+from rollbook.contracts.user_errors import describe_error
 from rollbook.rollout.policy import EpisodeContext, enter_episode
 from rollbook.rollout.remote.protocol import (
     TOKENIZER_MISMATCH,
@@ -118,7 +119,7 @@ class _Handlers:
         except RollbookError as error:
             return _error(422, "episode_failed", str(error))
         except Exception as error:
-            return _error(422, "episode_failed", f"the rollout raised {type(error).__name__}: {error}")
+            return _error(422, "episode_failed", f"the rollout raised {describe_error(error)}")
 
     def _is_authorized(self, request: web.Request) -> bool:
         token = request.headers.get("Authorization", "").removeprefix("Bearer ")

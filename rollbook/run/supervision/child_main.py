@@ -86,8 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     spans = SpanRecorder(args.name, directory.span_file(args.name))
     log.info("process.started", pid=os.getpid(), role=args.role)
     try:
-        source_dir = Path(directory.read_manifest()["source_dir"])
-        loaded = load_resolved_config(directory.config_file, source_dir=source_dir)
+        loaded = load_resolved_config(directory)
         extend_search_path(loaded.search_path)
         context = RoleContext(
             role=args.role,

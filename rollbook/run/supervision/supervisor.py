@@ -9,6 +9,7 @@ import contextlib
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -274,16 +275,19 @@ class Supervisor:
         self._over.set()
 
     def _catch_signals(self) -> None:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._interrupted)
+        for number in self._caught_signals:
+            asyncio.get_running_loop().add_signal_handler(number, self.interrupt)
 
     def _release_signals(self) -> None:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
+        for number in self._caught_signals:
+            asyncio.get_running_loop().remove_signal_handler(number)
 
-    def _interrupted(self) -> None:
+    @property
+    def _caught_signals(self) -> tuple[signal.Signals, ...]:
+        """Only the main thread can catch signals. In a notebook the run has another one, and its caller calls `interrupt`."""
+        return (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+
+    def interrupt(self) -> None:
         """First signal: the trainer finishes its step and writes a checkpoint. Second signal: stop at once."""
         self._interrupts += 1
         last = self._last

@@ -262,7 +262,8 @@ def test_trackio_and_mlflow_store_metrics_and_the_rollouts_of_every_step_in_one_
             check=False,
         )
         assert done.returncode == 0, done.stderr
-    stored = json.loads(done.stdout.splitlines()[-1])
+    # Trackio prints lines of its own.
+    stored = next(json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
     assert stored["runs"] == 1
     assert stored["losses"] == [[1, 3.0], [2, 2.0]]
     assert "answer 1" in stored["rollouts"]
