@@ -1,6 +1,7 @@
 """Settings of the policy server."""
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
@@ -72,6 +73,10 @@ class InferenceConfig(BaseModel, frozen=True, extra="forbid"):
 
     api_key_env: str | None = None
     """Environment variable with the API key of the servers at `urls`."""
+
+    token_file: Path | None = None
+    """File with the token for weight updates at `urls`: the one that `rollbook policy serve` names at its start. Unset: the API key
+    is sent."""
 
     watch_s: float = Field(default=1.0, gt=0)
     """Interval of a client's health checks, if there are several replicas."""
