@@ -73,6 +73,11 @@ class RowTable:
         owned: list[bool] = self._is_owned[:extent].tolist()
         return owned
 
+    def masks(self) -> dict[int, NDArray[np.uint8]]:
+        """The tokens that may come next in each constrained row, as bits."""
+        rows: list[int] = np.flatnonzero(self.is_constrained).tolist()
+        return {row: self.owners[row].mask for row in rows}
+
     def occupy(self, row: int, request: Request) -> None:
         sampling = request.sampling
         self.owners[row] = request
