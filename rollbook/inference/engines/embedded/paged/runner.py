@@ -160,7 +160,7 @@ class PackedRunner:
         has_tops: bool,
         masks: Mapping[int, NDArray[np.uint8]] | None = None,
     ) -> None:
-        """`masks`: the tokens that may come next in each constrained row. They change with every token, so such a step is not captured."""
+        """`masks`: the tokens that may come next in constrained rows. They change with every token: such a step is not captured."""
         known = self._steps.get((shape, is_truncated, has_tops))
         if known is not None and not masks:
             known.block.copy_(host_block, non_blocking=True)
