@@ -5,6 +5,7 @@ ledger/             the durable record                model/        initial weig
 checkpoints/        for resuming                      weights/      the newest publications
 metrics.jsonl       one row per step                  spans/ logs/  one file per process
 plots/              drawn at the end                  lock          held by the running `rollbook train`
+addresses.json      URLs of the run's servers         processes.json  pids
 mastery.jsonl       a curriculum's state over time    objects/      functions, classes and tasks of `rollbook.train`
 token               opens requests that steer the run  rollouts.jsonl  samples of each step, with text
 """
@@ -53,6 +54,7 @@ class RunDirectory:
 
     @property
     def addresses_file(self) -> Path:
+        """URLs of the run's servers, for programs outside of the run. Present while the run is running."""
         return self.path / "addresses.json"
 
     @property
