@@ -147,11 +147,10 @@ def test_wandb_honours_its_variables_keeps_every_step_and_continues_the_same_run
     assert kept
     assert len(kept) == len(list((tmp_path / "wandb").glob("offline-run-*")))
     # A separate process of wandb writes the files, a moment later.
-    tables = lambda: [*(tmp_path / "wandb").rglob("*.table.json")]  # noqa: E731
     until = time.monotonic() + 60
-    while len(tables()) < 2 and time.monotonic() < until:
+    while len(tables := [*(tmp_path / "wandb").rglob("*.table.json")]) < 2 and time.monotonic() < until:
         time.sleep(0.1)
-    texts = "".join(table.read_text() for table in tables())
+    texts = "".join(table.read_text() for table in tables)
     assert "answer 1" in texts
     assert "answer 2" in texts
     assert any(b"train/loss" in file.read_bytes() for file in (tmp_path / "wandb").rglob("*.wandb"))
