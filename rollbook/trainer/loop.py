@@ -4,8 +4,8 @@ The ledger is the write-ahead log of the optimizer. After a crash the next train
 recorded batches again, so the order is fixed: train s, acknowledge s, publish s, and only then acknowledge s+1.
 
 Batch s+1 is fetched while batch s trains. Step s is settled (digest, acknowledgement, publication) and its checkpoint written while
-batch s+1 trains, both from copies of the weights. Settling s begins before the loop waits for batch s+1: with a staleness bound of 0,
-no episode of batch s+1 can start without version s.
+batch s+1 trains, both from copies of the weights. Settling s begins before the loop waits for batch s+1: with a staleness bound of
+0, no episode of batch s+1 can start without version s.
 """
 
 import asyncio
