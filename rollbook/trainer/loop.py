@@ -310,7 +310,7 @@ class TrainerLoop:
         self._metrics.add("perf/step_time", self._clock.now() - trained.began)
         self._metrics.tick(step=step, replay=trained.is_repeated)
         acknowledged.set_result(digest)
-        if trained.is_published:
+        if trained.is_published and not self._stopping.is_set():
             await self._publish(step, weights, digest)
 
     async def _publish(self, step: int, weights: Mapping[str, Tensor], digest: str) -> None:
