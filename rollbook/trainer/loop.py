@@ -188,9 +188,10 @@ class TrainerLoop:
             if self._publishes_adapters:
                 self._adapter_kind = await asyncio.to_thread(learner.publish_adapters)
             self._weights = await asyncio.to_thread(learner.snapshot)
-            self._weights, self._digest = await asyncio.to_thread(_digested, self._weights)
+            self._weights, digest = await asyncio.to_thread(_digested, self._weights)
+            self._digest = digest
             self._acknowledged = asyncio.get_running_loop().create_future()
-            self._acknowledged.set_result(self._digest)
+            self._acknowledged.set_result(digest)
             fields["step"] = self._step = learner.step
         self._log.info(
             "trainer.restored",

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from safetensors.torch import save_file
@@ -55,7 +55,7 @@ def snapshot_of(tree: T) -> T:
         copies = _mapped(tree, _copy)
     except torch.OutOfMemoryError:
         return _mapped(tree, lambda tensor: gathered(tensor).to("cpu", copy=True))
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch leaves it untyped
         torch.cuda.current_stream().synchronize()
     return copies
 
@@ -67,7 +67,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 def to_host(snapshot: T) -> T:
     """A snapshot in main memory. Copies run on a stream of their own, so that they do not delay the step that trains meanwhile."""
-    if not torch.cuda.is_initialized():
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return snapshot
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     with torch.cuda.stream(stream):
@@ -82,14 +82,15 @@ def _pinned(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-def _mapped(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _mapped(tree: T, change: Callable[[Tensor], Tensor]) -> T:
+    changed: Any = tree
     if isinstance(tree, Tensor):
-        return change(tree.detach())
-    if isinstance(tree, dict):
-        return {key: _mapped(value, change) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_mapped(value, change) for value in tree)
-    return tree
+        changed = change(tree.detach())
+    elif isinstance(tree, dict):
+        changed = {key: _mapped(value, change) for key, value in tree.items()}
+    elif isinstance(tree, (list, tuple)):
+        changed = type(tree)(_mapped(value, change) for value in tree)
+    return cast(T, changed)
 
 
 def digest_of(weights: Mapping[str, Tensor]) -> str:
