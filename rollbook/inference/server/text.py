@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from rollbook.contracts.tool_calls import OPENING, ToolCall, parse_tool_calls
+from rollbook.contracts.output_formats import OPENING, ToolCall, parse_tool_calls
 
 REPLACEMENT = "\ufffd"
 """Decoders write it for bytes that do not form a complete character (yet)."""

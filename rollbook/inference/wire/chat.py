@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from rollbook.contracts.grammar import forced_tools, response_format_grammar, tool_call_grammar
+from rollbook.contracts.output_formats import forced_tools, response_format_grammar, tool_call_grammar
 from rollbook.inference.wire.completions import SamplingBody, Usage, VersionSpan, checked_top_logprobs
 
 

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rollbook.contracts.grammar import choice_grammar, json_grammar
+from rollbook.contracts.output_formats import choice_grammar, json_grammar
 from rollbook.contracts.policy import MAX_TOP_LOGPROBS, Completion, FinishReason, SamplingParams, TopLogprobs
 
 STALE_WEIGHTS = "stale_weights"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rollbook.contracts.errors import EpisodeError, RollbookError
-from rollbook.contracts.grammar import forced_tools, response_format_grammar, tool_call_grammar
+from rollbook.contracts.output_formats import forced_tools, response_format_grammar, tool_call_grammar
 from rollbook.contracts.policy import Completion, FinishReason, SamplingParams, TopLogprobs
 from rollbook.contracts.trajectory import EndReason, RolloutSample
 from rollbook.rollout.agents.history import ChatHistory, PlayedTurn

@@ -11,9 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from rollbook.contracts.grammar import choice_grammar, forced_tools, json_grammar, tool_call_grammar
+from rollbook.contracts.output_formats import (
+    choice_grammar,
+    forced_tools,
+    json_grammar,
+    parse_tool_calls,
+    tool_call_grammar,
+)
 from rollbook.contracts.policy import SamplingParams
-from rollbook.contracts.tool_calls import parse_tool_calls
 from rollbook.inference.engine import GenerationError
 from rollbook.inference.request import BadRequestError
 from rollbook.inference.server.grammars import GrammarCompiler

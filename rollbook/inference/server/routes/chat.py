@@ -8,8 +8,8 @@ import numpy as np
 from aiohttp import web
 from numpy.typing import NDArray
 
+from rollbook.contracts.output_formats import ToolCall, parse_tool_calls
 from rollbook.contracts.policy import TopLogprobs
-from rollbook.contracts.tool_calls import ToolCall, parse_tool_calls
 from rollbook.inference.request import BadRequestError
 from rollbook.inference.server.generation import Generation, GenerationResult, Piece
 from rollbook.inference.server.routes.responses import json_response
