@@ -5,7 +5,7 @@ ledger/             the durable record                model/        initial weig
 checkpoints/        for resuming                      weights/      the newest publications
 metrics.jsonl       one row per step                  spans/ logs/  one file per process
 plots/              drawn at the end                  lock          held by the running `rollbook train`
-mastery.jsonl       a curriculum's state over time
+mastery.jsonl       a curriculum's state over time    failures/     the first failed episodes
 """
 
 import fcntl
@@ -79,6 +79,11 @@ class RunDirectory:
     @property
     def mastery_file(self) -> Path:
         return self.path / "mastery.jsonl"
+
+    @property
+    def failures(self) -> Path:
+        """The first failed episodes, for `rollbook debug`."""
+        return self.path / "failures"
 
     @property
     def plots(self) -> Path:

@@ -72,7 +72,7 @@ async def open_rollout(
 ) -> AsyncIterator[RolloutFn]:
     """The run's rollout function, with this policy. `adapt` may change what the function gets."""
     config = loaded.config
-    extend_search_path([loaded.source_dir])
+    extend_search_path(loaded.search_path)
     make = load_rollout(config.rollout.function)
     async with open_setup(
         policy,

@@ -9,7 +9,7 @@ batch s+1 can start without version s.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -81,8 +81,12 @@ class TrainerLoop:
         clock: Clock | None = None,
         stage: WeightStage | None = None,
         publishes_adapters: bool = False,
+        doing: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """`publishes_adapters`: with LoRA, push the adapters only; the replicas already have the base model."""
+        """`publishes_adapters`: with LoRA, push the adapters only; the replicas already have the base model.
+        `doing` is called with what the loop does or waits for, for the live view.
+        """
+        self._doing = doing
         self._source = source
         self._publishes_adapters = publishes_adapters
         self._adapter_kind: AdapterKind | None = None
@@ -154,6 +158,7 @@ class TrainerLoop:
 
     async def _train_until_end(self) -> LoopOutcome:
         learner = await self._restore()
+        self._doing("waiting for the ledger")
         role = await self._take_role(learner)
         await self._replay(learner, role)
         if self._stopping.is_set():
@@ -162,6 +167,7 @@ class TrainerLoop:
         await self._fetching.start(self._next_batch(learner.step + 1))
         while True:
             started = self._clock.now()
+            self._doing(f"waiting for batch {learner.step + 1}")
             batch = await self._fetching.wait()
             if isinstance(batch, EndOfRun):
                 return await self._ended(learner, batch)
@@ -272,6 +278,7 @@ class TrainerLoop:
         waited = self._clock.now() - started
         lags = check_lag(batch.manifest, max_head_offpolicy_versions=self._max_head_offpolicy_versions)
         began = self._clock.now()
+        self._doing(f"training step {batch.step}")
         with self._spans.span("trainer.train", step=batch.step, groups=len(batch.groups)):
             # In a thread, so that fetching, publishing and checkpointing continue during the step.
             report, weights, digest = await asyncio.to_thread(_train_and_copy, learner, batch)
@@ -284,6 +291,7 @@ class TrainerLoop:
     async def _wait_for_publication(self) -> None:
         """Wait until all replicas serve the previous version. A requested stop ends the wait."""
         began = self._clock.now()
+        self._doing("waiting for the policy servers to load the previous weights")
         await unless(self._stopping, self._publishing.wait())
         self._metrics.add("perf/publish_wait_time", self._clock.now() - began)
 

@@ -5,6 +5,7 @@ Locks the directory, runs the supervisor under a live view, then audits the ledg
 
 import asyncio
 import contextlib
+import dataclasses
 import io
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -20,9 +21,9 @@ from rollbook.dashboard.run_files import RunReader, summarise
 from rollbook.dashboard.run_metrics import RunSummary
 from rollbook.dashboard.terminal import ProcessStatus, ProgressRenderer, open_view
 from rollbook.ledger.tools.audit import AuditReport
-from rollbook.run.commands.preflight import check_run, print_preflight
 from rollbook.run.config.run import LoadedConfig, RunConfig, dump_toml, load_config, load_resolved_config
 from rollbook.run.directory import RunDirectory
+from rollbook.run.preflight import check_run, print_preflight
 from rollbook.run.record import open_run
 from rollbook.run.supervision.resume import check_resume
 from rollbook.run.supervision.supervisor import RunEnd, RunOutcome, Supervisor, require_posix
@@ -42,6 +43,8 @@ class TrainReport:
     """None when the run failed before its ledger existed."""
     summary: RunSummary
     plots: tuple[Path, ...]
+    steps_before: int = 0
+    """Steps that earlier sessions of this run trained. The seconds of `outcome` are those of this session."""
 
     @property
     def exit_code(self) -> int:
@@ -63,13 +66,14 @@ def train(
     directory.prepare()
     with directory.locked():
         is_resumed = write_or_check_config(loaded, directory, console)
+        steps_before = summarise(directory.path).steps
         # Warnings go to the view and the log file; on stderr they would break the live view.
         log = EventLog("supervisor", directory.log_file("supervisor"), echo=io.StringIO())
         log.info("run.started", resumed=is_resumed)
         supervisor = Supervisor(loaded.config, directory, log=log, say=lambda text: console.print(f"[bold]{text}"))
         outcome = asyncio.run(_run_with_view(supervisor, loaded.config, directory, console))
         log.info("run.ended", how=outcome.end, message=outcome.message, seconds=round(outcome.seconds, 2))
-        return _report(loaded.config, directory, outcome, log)
+        return dataclasses.replace(_report(loaded.config, directory, outcome, log), steps_before=steps_before)
 
 
 def resolve_run(source: Path, run_dir: Path | None, overrides: Sequence[str]) -> tuple[LoadedConfig, RunDirectory]:
@@ -115,6 +119,7 @@ async def _view(
         title=config.run.name,
         total_steps=config.trainer.max_steps,
         max_head_offpolicy_versions=config.gate.max_head_offpolicy_versions,
+        has_evaluation=config.evaluation.every_steps is not None,
     )
     with open_view(console, renderer) as update:
         reader = RunReader(directory.path)
@@ -148,21 +153,18 @@ async def _view(
 
 
 def _report(config: RunConfig, directory: RunDirectory, outcome: RunOutcome, log: EventLog) -> TrainReport:
-    report = _audit(directory)
-    if report is None:
-        return TrainReport(
-            directory=directory, config=config, outcome=outcome, audit=None, summary=summarise(directory.path), plots=()
-        )
-    try:
-        asyncio.run(Supervisor(config, directory, log=log).run_once("report"))
-    except RunError as error:
-        log.warning("run.plots_failed", cause=str(error))
+    audit, summary = _audit(directory), summarise(directory.path)
+    if audit is not None and summary.steps:
+        try:
+            asyncio.run(Supervisor(config, directory, log=log).run_once("report"))
+        except RunError as error:
+            log.warning("run.plots_failed", cause=str(error))
     return TrainReport(
         directory=directory,
         config=config,
         outcome=outcome,
-        audit=report,
-        summary=summarise(directory.path),
+        audit=audit,
+        summary=summary,
         plots=tuple(sorted(directory.plots.glob("*.png"))),
     )
 

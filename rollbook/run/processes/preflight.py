@@ -211,7 +211,7 @@ class Checks:
         self._log = EventLog("preflight", echo=open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, PTH123
 
     async def run(self) -> None:
-        extend_search_path([self._loaded.source_dir])
+        extend_search_path(self._loaded.search_path)
         tokenizer = self._model()
         if self._config.tasks.is_posted:
             return

@@ -17,6 +17,8 @@ from pathlib import Path
 from rich.console import Console
 
 from rollbook.concurrency.child_process.process import python_command, python_environment
+from rollbook.contracts.errors import RunError
+from rollbook.contracts.plugin import require_libraries
 from rollbook.contracts.user_errors import indented
 from rollbook.run.config.run import ConfigError, ConfigFault, LoadedConfig, located
 from rollbook.run.directory import RunDirectory
@@ -60,6 +62,11 @@ def print_preflight(found: Preflight, console: Console) -> None:
 
 def run_preflight(loaded: LoadedConfig, *, limit_s: float = LIMIT_S) -> Preflight:
     began = time.monotonic()
+    try:
+        require_libraries("tokenizers", "jinja2")
+    except RunError as error:
+        skipped = ConfigFault("rollout", f"{error}; without it the pre-flight is skipped")
+        return Preflight(faults=(), warnings=(skipped,), seconds=0.0)
     process = subprocess.Popen(
         python_command("rollbook.run.processes.preflight"),
         stdin=subprocess.PIPE,
