@@ -22,6 +22,6 @@ def check(
     """Report every fault at once with its line in the file, or print the resolved configuration."""
     loaded = load_config(config, override or ())
     if preflight:
-        print_preflight(check_run(loaded, config, override or ()), stderr_console())
+        print_preflight(check_run(loaded, override or ()), stderr_console())
     stderr_console().print(f"{config}: ok", markup=False, style="green")
     result(dump_toml(loaded.config).rstrip())

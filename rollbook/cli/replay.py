@@ -8,7 +8,8 @@ from rich.table import Table
 
 from rollbook.cli.arguments import AsJson
 from rollbook.cli.output import EXIT_FAILED, result_json, stderr_console
-from rollbook.run.commands.replay import replay_run, retrain_run
+from rollbook.run.commands.replay import LossComparison
+from rollbook.run.commands.replay import replay as run_replay
 
 
 def replay(
@@ -32,21 +33,18 @@ def replay(
     as_json: AsJson = False,
 ) -> None:
     """Train the recorded batches again from the initial weights, without generation. The record is only read."""
-    if loss is not None or override:
-        if verify:
-            raise typer.BadParameter("--verify cannot be combined with --loss or --set")
-        comparison = retrain_run(run, until=until, loss=loss, overrides=override or (), out=out)
-        _print_comparison(comparison)
-        if as_json:
-            result_json(comparison)
-        return
-    report = replay_run(run, until=until)
+    if verify and (loss is not None or override):
+        raise typer.BadParameter("--verify cannot be combined with --loss or --set")
+    report = run_replay(run, until=until, loss=loss, overrides=override or (), out=out)
     if as_json:
-        result_json(report)
-    if report["diverged_at"] is None:
-        stderr_console().print(f"{report['steps']} steps reproduced bit for bit", style="green")
+        result_json(report.row())
+    if isinstance(report, LossComparison):
+        _print_comparison(report.row())
+        return
+    if report.is_exact:
+        stderr_console().print(f"{report.steps} steps reproduced bit for bit", style="green")
     else:
-        stderr_console().print(f"the weights differ from step {report['diverged_at']} on", style="red")
+        stderr_console().print(f"the weights differ from step {report.diverged_at} on", style="red")
         if verify:
             raise typer.Exit(EXIT_FAILED)
 

@@ -7,8 +7,9 @@ import typer
 
 from rollbook.cli.arguments import AsJson, Overrides, Preflight
 from rollbook.cli.output import result_json, stderr_console
+from rollbook.run.commands.train import RunFailedError
 from rollbook.run.commands.train import train as launch
-from rollbook.run.commands.train_summary import print_summary, summary_row
+from rollbook.run.commands.train_summary import summary_row
 
 
 def train(
@@ -21,9 +22,12 @@ def train(
     as_json: AsJson = False,
 ) -> None:
     """Train a policy asynchronously. The first Ctrl-C drains, the second stops at once; the same command resumes."""
-    console = stderr_console()
-    report = launch(config, run_dir=run_dir, overrides=override or (), console=console, preflight=preflight)
-    print_summary(report, console)
+    try:
+        report = launch(
+            config, run_dir=run_dir, overrides=override or (), console=stderr_console(), preflight=preflight
+        )
+    except RunFailedError as error:
+        report = error.report
     if as_json:
         result_json(summary_row(report))
     raise typer.Exit(report.exit_code)

@@ -91,7 +91,7 @@ def plugin_fault(
     except PluginError as error:
         return str(error)
     directories = [str(directory) for directory in search_path]
-    spec = _find_spec(module_name, directories)
+    spec = find_module(module_name, directories)
     if spec is None:
         return _no_module(path, setting, module_name, directories)
     if spec.origin is None or not spec.origin.endswith(".py"):
@@ -165,7 +165,7 @@ def _no_attribute(path: str, setting: str, module_name: str, attribute: str, nam
     )
 
 
-def _find_spec(module_name: str, directories: Sequence[str]) -> ModuleSpec | None:
+def find_module(module_name: str, directories: Sequence[str]) -> ModuleSpec | None:
     """As `importlib.util.find_spec`, which would import the parent packages."""
     parts = module_name.split(".")
     saved = list(sys.path)

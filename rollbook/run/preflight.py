@@ -12,7 +12,6 @@ import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Console
 
@@ -20,13 +19,12 @@ from rollbook.concurrency.child_process.process import python_command, python_en
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.plugin import require_libraries
 from rollbook.contracts.user_errors import indented
-from rollbook.run.config.run import ConfigError, ConfigFault, LoadedConfig, located
+from rollbook.run.config.run import ConfigError, ConfigFault, LoadedConfig, located, name_of
 from rollbook.run.directory import RunDirectory
 
 LIMIT_S = 20.0
 """After this time the pre-flight ends without a fault: tasks that load slowly are not wrong."""
 SHOWN_OUTPUT_LINES = 12
-SKIP_HINT = "--no-preflight starts the run without these checks"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,21 +34,16 @@ class Preflight:
     seconds: float
 
 
-def check_run(
-    loaded: LoadedConfig, source: Path, overrides: Sequence[str], *, directory: RunDirectory | None = None
-) -> Preflight:
-    """Check everything that can be known before the run. Raises `ConfigError` with all faults.
-
-    `source`: the config file, for the lines of faults.
-    """
+def check_run(loaded: LoadedConfig, overrides: Sequence[str], *, directory: RunDirectory | None = None) -> Preflight:
+    """Check everything that can be known before the run. Raises `ConfigError` with all faults."""
     found = run_preflight(loaded)
     faults = list(found.faults)
     if directory is not None and (fault := directory.fault()) is not None:
         faults.append(ConfigFault("--run-dir", fault))
     if faults:
-        raise ConfigError(str(source), located(faults, source, overrides))
+        raise ConfigError(name_of(loaded.file), located(faults, loaded.file, overrides))
     return Preflight(
-        faults=(), warnings=tuple(located(found.warnings, source, overrides)), seconds=round(found.seconds, 1)
+        faults=(), warnings=tuple(located(found.warnings, loaded.file, overrides)), seconds=round(found.seconds, 1)
     )
 
 

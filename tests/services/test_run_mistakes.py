@@ -198,7 +198,7 @@ def message_of(mistake: Mistake, directory: Path) -> str:
     config = write(mistake, directory)
     run = RunDirectory(directory / (mistake.run_dir or "run"))
     try:
-        found = check_run(load_config(config), config, (), directory=run)
+        found = check_run(load_config(config), (), directory=run)
     except ConfigError as error:
         return str(error)
     return "\n".join(f"warning: {warning}" for warning in found.warnings)

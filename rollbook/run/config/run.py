@@ -26,6 +26,7 @@ from rollbook.rollout.config import RolloutConfig
 from rollbook.run.config.checks import CROSS_CHECKS, missing_files, resolved_publish
 from rollbook.run.config.evaluation import EvaluationConfig
 from rollbook.run.config.toml_lines import key_lines, line_of
+from rollbook.run.directory import RunDirectory
 from rollbook.tasks.config import TasksConfig
 from rollbook.telemetry.config import TelemetryConfig
 from rollbook.trainer.config import ModelConfig, TrainerConfig
@@ -97,43 +98,69 @@ class ConfigError(UsageError):
 class LoadedConfig:
     config: RunConfig
     source_dir: Path
-    """Relative paths and users' modules are looked up here."""
+    """Relative paths are looked up here."""
+    search_path: tuple[Path, ...]
+    """Users' modules are looked up here; `source_dir` is first."""
+    file: Path | None = None
+    """The file it was read from, for the lines of faults. None: it was passed as an object."""
 
-    @property
-    def search_path(self) -> tuple[str, ...]:
-        """Where users' modules are looked up: the directory of the config file, then the working directory."""
-        return (str(self.source_dir), str(Path.cwd()))
+    def moved(self, old: str | Path, new: Path) -> "LoadedConfig":
+        """With `new` in place of the directory `old` of the search path."""
+        places = [new if path == Path(old) else path for path in self.search_path]
+        return dataclasses.replace(self, search_path=tuple(places))
 
 
-def load_config(path: Path, overrides: Sequence[str] = (), *, source_dir: Path | None = None) -> LoadedConfig:
-    """Read, override, validate. Raises `ConfigError` with every fault."""
+def load_config(
+    path: Path, overrides: Sequence[str] = (), *, source_dir: Path | None = None, search_path: Sequence[Path] = ()
+) -> LoadedConfig:
+    """Read, override, validate. Raises `ConfigError` with every fault. `search_path`: more directories of users' modules."""
     table, faults = read_table(path, overrides)
     home = (source_dir or path.parent).resolve()
-    config, more = validate_table(table, home)
+    return checked_config(table, faults, overrides, file=path, source_dir=home, search_path=search_path)
+
+
+def checked_config(
+    table: Mapping[str, Any],
+    faults: Sequence[ConfigFault],
+    overrides: Sequence[str],
+    *,
+    file: Path | None,
+    source_dir: Path,
+    search_path: Sequence[Path],
+) -> LoadedConfig:
+    """Validate a table to which the overrides were applied. Raises `ConfigError` with the given faults and all others."""
+    places = tuple(dict.fromkeys([source_dir, *search_path]))
+    config, more = validate_table(table, source_dir, places)
     if config is None or faults or more:
-        raise ConfigError(str(path), [*faults, *located(more, path, overrides)])
-    return LoadedConfig(config, home)
+        raise ConfigError(name_of(file), [*faults, *located(more, file, overrides)])
+    return LoadedConfig(config, source_dir, places, file)
 
 
-def located(faults: Sequence[ConfigFault], path: Path, overrides: Sequence[str]) -> list[ConfigFault]:
+def name_of(file: Path | None) -> str:
+    """Where a configuration comes from, for messages."""
+    return "the config" if file is None else str(file)
+
+
+def located(faults: Sequence[ConfigFault], file: Path | None, overrides: Sequence[str]) -> list[ConfigFault]:
     """The faults with the lines of the file that they refer to."""
-    lines = key_lines(path.read_text(encoding="utf-8"))
+    lines = {} if file is None else key_lines(file.read_text(encoding="utf-8"))
     changed = [text.partition("=")[0].strip() for text in overrides]
 
     def place(setting: str) -> str:
         if any(setting == one or setting.startswith(f"{one}.") for one in changed):
             return "--set"
         line = line_of(setting, lines)
-        return "" if line is None else f"{path}:{line}"
+        return "" if line is None else f"{file}:{line}"
 
     return [dataclasses.replace(fault, place=place(fault.path)) for fault in faults]
 
 
-def load_resolved_config(path: Path, *, source_dir: Path) -> LoadedConfig:
+def load_resolved_config(directory: RunDirectory) -> LoadedConfig:
     """Read the resolved config of a run directory. It was checked when the run was started, so it is only parsed here."""
+    path = directory.config_file
     table, _ = read_table(path, ())
     try:
-        return LoadedConfig(RunConfig.model_validate(table), source_dir)
+        return LoadedConfig(RunConfig.model_validate(table), directory.source_dir, directory.search_path)
     except ValidationError as error:
         faults = [
             ConfigFault(
@@ -156,7 +183,9 @@ def read_table(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], li
     return table, [fault for text in overrides if (fault := override_table(table, text)) is not None]
 
 
-def validate_table(table: Mapping[str, Any], source_dir: Path) -> tuple[RunConfig | None, list[ConfigFault]]:
+def validate_table(
+    table: Mapping[str, Any], source_dir: Path, search_path: Sequence[Path]
+) -> tuple[RunConfig | None, list[ConfigFault]]:
     """Validate every section separately, then check them together."""
     faults: list[ConfigFault] = []
     parts: dict[str, BaseModel] = {}
@@ -179,7 +208,7 @@ def validate_table(table: Mapping[str, Any], source_dir: Path) -> tuple[RunConfi
                 ConfigFault(".".join([name, *map(str, e["loc"])]), plain_message(e, kind)) for e in error.errors()
             ]
     faults += [ConfigFault(path, message) for check in CROSS_CHECKS for path, message in check(parts)]
-    faults += [ConfigFault(path, message) for path, message in missing_files(parts, source_dir)]
+    faults += [ConfigFault(path, message) for path, message in missing_files(parts, source_dir, search_path)]
     faults.sort(
         key=lambda fault: (
             list(RunConfig.model_fields).index(s) if (s := fault.path.split(".")[0]) in RunConfig.model_fields else 99
