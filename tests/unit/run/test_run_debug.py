@@ -11,7 +11,7 @@ from rollbook.contracts.policy import Completion, FinishReason
 from rollbook.contracts.task import TaskId
 from rollbook.rollout.groups.player import GroupOrder
 from rollbook.rollout.workers.episode_records import MAX_FAILURES, FailedEpisodes
-from rollbook.run.commands.debug import RecordingOverError, debug_run, root_cause
+from rollbook.run.commands.episodes.debug import RecordingOverError, debug_run, root_cause
 from rollbook.run.config.run import dump_toml, load_config
 from rollbook.run.directory import RunDirectory
 from rollbook.trainer.config import ModelBuildConfig
@@ -89,7 +89,7 @@ def run(tmp_path: Path) -> RunDirectory:
     directory.prepare()
     loaded = load_config(tmp_path / "run.toml")
     directory.config_file.write_text(dump_toml(loaded.config))
-    directory.write_manifest(name="run", source_dir=tmp_path)
+    directory.write_manifest(name="run", source_dir=tmp_path, search_path=[tmp_path])
     build = loaded.config.model.build
     assert isinstance(build, ModelBuildConfig)
     directory.model.mkdir()

@@ -23,7 +23,7 @@ from rollbook.inference.engine import Engine, TokenChunk, open_engine
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
 from rollbook.rollout.contract import RolloutSetup
 from rollbook.rollout.groups.player import checked_sample
-from rollbook.run.commands.debug import Say, score
+from rollbook.run.commands.episodes.debug import Say, score
 from rollbook.run.commands.evaluate import checkpoint_model
 from rollbook.run.commands.serve_policy import adopt_directory_weights
 from rollbook.run.config.run import LoadedConfig, load_config
@@ -110,8 +110,12 @@ def play_episode(
     with tempfile.TemporaryDirectory(prefix="rollbook-play-") as scratch:
         if source.is_dir():
             directory = RunDirectory(source.resolve())
-            home = Path(directory.read_manifest()["source_dir"])
-            loaded = load_config(directory.config_file, overrides, source_dir=home)
+            loaded = load_config(
+                directory.config_file,
+                overrides,
+                source_dir=directory.source_dir,
+                search_path=directory.search_path,
+            )
             model_dir, step = checkpoint_model(directory, None)
             say(f"model   step {step} of {directory.path}")
         else:

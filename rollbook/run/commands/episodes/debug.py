@@ -74,8 +74,7 @@ class RecordedPolicy:
 def debug_run(path: Path, *, group: str | None, sample: int, say: Say) -> RolloutSample | None:
     """Play the first failed episode, that of a group, or a stored sample again. Exceptions of user code are not caught."""
     directory = RunDirectory(path.resolve())
-    source_dir = Path(directory.read_manifest()["source_dir"])
-    loaded = load_resolved_config(directory.config_file, source_dir=source_dir)
+    loaded = load_resolved_config(directory)
     episode = find_episode(loaded, directory, group=group, sample=sample)
     say(f"group {episode.group_id}, task {json.dumps(dict(episode.row), ensure_ascii=False)[:200]}")
     if episode.cause is not None:
