@@ -1,8 +1,8 @@
 """Formats of sampled text that agents require: tool calls in the Hermes format, and JSON of a schema.
 
-Tool calls are parsed from text: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Text that is not a valid call stays text, so
-the agent and the reward function see what the policy wrote. Grammars restrict sampling to a format; they are text in the Lark dialect
-of llguidance. The policy server and the proxy write them; the policy server compiles them.
+Tool calls are parsed from text: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Text that is not a valid call stays
+text, so the agent and the reward function see what the policy wrote. Grammars restrict sampling to a format; they are text in the
+Lark dialect of llguidance. The policy server and the proxy write them; the policy server compiles them.
 """
 
 import json

@@ -46,7 +46,7 @@ class SamplingParams:
     top_logprobs: int = 0
     """Report this many of the likeliest tokens at each position."""
     grammar: str | None = None
-    """A grammar (`contracts/output_formats.py`) that the completion follows. Logprobs are those of the tokens it allows, renormalised."""
+    """The completion follows this grammar (`output_formats.py`). Logprobs are those of the allowed tokens, renormalised."""
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:

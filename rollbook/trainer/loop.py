@@ -81,12 +81,14 @@ class TrainerLoop:
         clock: Clock | None = None,
         stage: WeightStage | None = None,
         publishes_adapters: bool = False,
+        doing: Callable[[str], None] = lambda text: None,
         on_trained: Callable[[TrainingBatch], None] | None = None,
     ) -> None:
         """`publishes_adapters`: with LoRA, push the adapters only; the replicas already have the base model.
-
+        `doing` is called with what the loop does or waits for, for the live view.
         `on_trained` is called in a thread with each acknowledged batch.
         """
+        self._doing = doing
         self._on_trained = on_trained
         self._source = source
         self._publishes_adapters = publishes_adapters
@@ -162,6 +164,7 @@ class TrainerLoop:
 
     async def _train_until_end(self) -> LoopOutcome:
         learner = await self._restore()
+        self._doing("waiting for the ledger")
         role = await self._take_role(learner)
         await self._replay(learner, role)
         if self._stopping.is_set():
@@ -171,6 +174,7 @@ class TrainerLoop:
         await self._fetching.start(self._next_batch(learner.step + 1))
         while True:
             started = self._clock.now()
+            self._doing(f"waiting for batch {learner.step + 1}")
             batch = await self._fetching.wait()
             if isinstance(batch, EndOfRun):
                 return await self._ended(learner, batch)
@@ -283,11 +287,13 @@ class TrainerLoop:
         waited = self._clock.now() - started
         lags = check_lag(batch.manifest, max_head_offpolicy_versions=self._max_head_offpolicy_versions)
         began = self._clock.now()
+        self._doing(f"training step {batch.step}")
         with self._spans.span("trainer.train", step=batch.step, groups=len(batch.groups)):
             # In a thread, so that fetching, settling and checkpointing continue during the step.
             report, weights = await asyncio.to_thread(_train_and_copy, learner, batch)
         trained = self._clock.now() - began
         began = self._clock.now()
+        self._doing("waiting for the policy servers to load the previous weights")
         await self._settling.wait()
         self._metrics.add("perf/publish_wait_time", self._clock.now() - began)
         self._step, self._weights = learner.step, weights
