@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import final
 
 import numpy as np
@@ -42,6 +42,8 @@ class EpisodeContext:
     """End of the group's lease, on the clock of this process."""
     time: EpisodeTime | None = None
     """None: the episode may run until `until`, including waits."""
+    completions: list[Completion] = field(default_factory=list)
+    """What the policy has sampled in this episode, request by request."""
 
 
 _current: ContextVar[EpisodeContext | None] = ContextVar("rollbook_episode", default=None)
@@ -101,9 +103,11 @@ class EpisodePolicy:
         if stop_token_ids is not None:
             params = dataclasses.replace(params, stop_token_ids=tuple(stop_token_ids))
         completion = await self._request(prompt_ids, params)
-        if completion.finish_reason is not FinishReason.ABORT:
-            return completion
-        return await self._continue(list(prompt_ids), params, completion)
+        if completion.finish_reason is FinishReason.ABORT:
+            completion = await self._continue(list(prompt_ids), params, completion)
+        if (episode := _current.get()) is not None:
+            episode.completions.append(completion)
+        return completion
 
     async def _continue(self, prompt_ids: list[int], params: SamplingParams, partial: Completion) -> Completion:
         """Continue an aborted request after its partial tokens, which keep their logprobs and versions."""

@@ -5,8 +5,9 @@ ledger/             the durable record                model/        initial weig
 checkpoints/        for resuming                      weights/      the newest publications
 metrics.jsonl       one row per step                  spans/ logs/  one file per process
 plots/              drawn at the end                  lock          held by the running `rollbook train`
+addresses.json      URLs of the run's servers         processes.json  pids
 mastery.jsonl       a curriculum's state over time    objects/      functions, classes and tasks of `rollbook.train`
-token               opens requests that steer the run
+token               opens requests that steer the run  failures/    the first failed episodes
 """
 
 import fcntl
@@ -53,6 +54,7 @@ class RunDirectory:
 
     @property
     def addresses_file(self) -> Path:
+        """URLs of the run's servers, for programs outside of the run. Present while the run is running."""
         return self.path / "addresses.json"
 
     @property
@@ -88,6 +90,11 @@ class RunDirectory:
     @property
     def mastery_file(self) -> Path:
         return self.path / "mastery.jsonl"
+
+    @property
+    def failures(self) -> Path:
+        """The first failed episodes, for `rollbook debug`."""
+        return self.path / "failures"
 
     @property
     def plots(self) -> Path:

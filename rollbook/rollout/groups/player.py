@@ -18,6 +18,7 @@ from rollbook.concurrency.retry import backoff
 from rollbook.concurrency.stacks import where_cancelled
 from rollbook.contracts.errors import RollbookError, WorkerError
 from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupOutcome, PromptGroup
+from rollbook.contracts.policy import Completion
 from rollbook.contracts.task import Task, TaskId
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.contracts.user_errors import describe_error
@@ -33,7 +34,7 @@ from rollbook.rollout.groups.failures import (
     describe_causes,
 )
 from rollbook.rollout.groups.filters import FilterError, GroupFilter
-from rollbook.rollout.policy import EpisodeContext, enter_episode
+from rollbook.rollout.policy import EpisodeContext, current_episode, enter_episode
 from rollbook.rollout.stopwatch import EpisodeTime
 
 CAUSE_CHARS = 1500
@@ -44,6 +45,10 @@ _ANNOTATIONS = msgspec.msgpack.Decoder(tuple[list[dict[str, Any]] | None, dict[s
 
 Score: TypeAlias = Callable[[Mapping[str, Any], RolloutSample], Awaitable[RolloutSample]]
 """Takes the row of the task and a finished sample; returns the sample with its reward."""
+
+
+OnFailure: TypeAlias = Callable[["GroupOrder", str, Sequence[Completion]], None]
+"""Called for each failed episode with its cause and what the policy sampled in it."""
 
 
 def episode_task_name(group_id: str) -> str:
@@ -105,10 +110,12 @@ class GroupAssembler:
         *,
         filters: Sequence[GroupFilter] = (),
         score: Score | None = None,
+        on_failure: OnFailure | None = None,
         clock: Clock | None = None,
     ) -> None:
         self._rollout = rollout
         self._score = score
+        self._on_failure = on_failure
         self._config = config
         self._filters = tuple(filters)
         self._clock = clock or SystemClock()
@@ -149,7 +156,10 @@ class GroupAssembler:
                 tally.add_scored()
                 return result
             sample, error = result
-            tally.causes[(str(error) or type(error).__name__)[:CAUSE_CHARS]] += 1
+            cause = (str(error) or type(error).__name__)[:CAUSE_CHARS]
+            tally.causes[cause] += 1
+            if self._on_failure is not None and (episode := current_episode()) is not None:
+                self._on_failure(order, cause, episode.completions)
             wait_s = next(waits)
             # A result after the end of the lease would be discarded.
             is_late = self._clock.now() + wait_s >= tally.until

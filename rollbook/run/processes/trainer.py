@@ -2,8 +2,6 @@
 code."""
 
 import asyncio
-import os
-from typing import Any
 
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.errors import FencedError, RunError
@@ -14,19 +12,6 @@ from rollbook.telemetry.metrics import MetricRecorder
 from rollbook.telemetry.sinks.forwarder import Forwarder, open_sinks
 from rollbook.trainer.loop import LoopEnd, LoopOutcome, TrainerLoop
 from rollbook.trainer.metrics import TRAINER_METRICS
-
-
-class _ReportingRecorder(MetricRecorder):
-    """Also reports each recorded step to the supervisor."""
-
-    def __init__(self, context: RoleContext) -> None:
-        super().__init__("trainer", TRAINER_METRICS, context.directory.metrics_file)
-        self._channel = context.channel
-
-    def tick(self, **labels: Any) -> dict[str, Any]:
-        row = super().tick(**labels)
-        self._channel.doing(f"step {labels.get('step')} trained")
-        return row
 
 
 async def main(context: RoleContext) -> str:
@@ -57,11 +42,12 @@ async def main(context: RoleContext) -> str:
             model_dir=context.directory.initial_model,
             directory=context.directory.path,
             max_head_offpolicy_versions=config.gate.max_head_offpolicy_versions,
-            metrics=_ReportingRecorder(context),
+            metrics=MetricRecorder("trainer", TRAINER_METRICS, context.directory.metrics_file),
             spans=context.spans,
             log=context.log,
+            doing=context.channel.doing,
         )
-        context.channel.ready(f"pid {os.getpid()}, loading")
+        context.channel.ready("loading the model")
         with _forwarder(context):
             outcome = await _run_until_drained(loop, context)
     return _exit_message(outcome)
