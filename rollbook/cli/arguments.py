@@ -1,8 +1,10 @@
 """Arguments that several verbs share."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer.core import TyperGroup
 
 RunOrLedger = Annotated[
     str,
@@ -13,6 +15,45 @@ RunOrLedger = Annotated[
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Override a field; may be repeated."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON line on stdout.")]
+Preflight = Annotated[
+    bool,
+    typer.Option(
+        "--preflight/--no-preflight",
+        help="Before the start: load the tasks, play one episode with a canned answer, and score it.",
+    ),
+]
+
+
+def verb_group(text: str | None = None, *, cls: type[TyperGroup] | None = None) -> typer.Typer:
+    """A verb with verbs of its own. Its help is plain text: importing rich would take longer than the rest of `--help`."""
+    return typer.Typer(
+        help=text,
+        cls=cls,
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+
+
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--token-file",
+        help="File with the token for requests that steer the server; created if missing. Default on loopback: one file per user.",
+    ),
+]
+AllowHost = Annotated[
+    list[str] | None,
+    typer.Option("--allow-host", help="A further name under which clients reach the server; may be repeated."),
+]
+AllowOrigin = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow-origin", help="An origin whose web pages may call the server; * allows all; may be repeated."
+    ),
 ]
 
 

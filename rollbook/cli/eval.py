@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from rollbook.cli.arguments import Overrides
+from rollbook.cli.arguments import AsJson, Overrides
 from rollbook.cli.output import result_json, stderr_console
 from rollbook.run.commands.evaluate import evaluate, table
 
@@ -28,16 +28,20 @@ def eval_command(
     ] = None,
     override: Overrides = None,
     out: Annotated[Path | None, typer.Option("--out", help="File for the result; default: in the run.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Play held-out tasks with a checkpoint and print the results, overall and by label, with 95 % intervals."""
-    chosen = {
-        "split": None if tasks is None else f'"{tasks}"',
-        "episodes": episodes,
-        "max_tasks": max_tasks,
-        "greedy": None if greedy is None else str(greedy).lower(),
-    }
-    overrides = [*(override or ()), *(f"evaluation.{name}={v}" for name, v in chosen.items() if v is not None)]
-    result = evaluate(target, config=config, step=step, overrides=overrides, out=out)
+    result = evaluate(
+        target,
+        config=config,
+        step=step,
+        split=tasks,
+        episodes=episodes,
+        max_tasks=max_tasks,
+        greedy=greedy,
+        overrides=override or (),
+        out=out,
+    ).row()
     shown = Table(title=f"step {result['step']} of {target}", title_justify="left")
     for number, heading in enumerate(HEADINGS):
         shown.add_column(heading, justify="left" if number == 0 else "right", no_wrap=True)
@@ -45,4 +49,5 @@ def eval_command(
         shown.add_row(*line)
     stderr_console().print(shown)
     stderr_console().print(f"written to {result['file']}", markup=False, soft_wrap=True)
-    result_json(result)
+    if as_json:
+        result_json(result)

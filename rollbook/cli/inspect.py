@@ -16,14 +16,14 @@ def inspect(  # noqa: PLR0917 - a command line is a list of flags
     groups: Annotated[bool, typer.Option("--groups", help="List groups.")] = False,
     state: Annotated[str | None, typer.Option("--state", help="With --groups: only those in this state.")] = None,
     limit: Annotated[int, typer.Option("--limit", min=1, help="With --groups: how many.")] = 40,
-    offset: Annotated[int, typer.Option("--offset", min=0, help="With --groups: skip this many.")] = 0,
+    start: Annotated[int, typer.Option("--from", min=0, help="With --groups: the first sequence number.")] = 0,
 ) -> None:
     """Show a run, its groups, or one group with every token, logprob and version."""
     with open_run(run) as record:
         if group is not None:
             lines = group_lines(record, group)
         elif groups or state is not None:
-            lines = groups_lines(record, state=state, limit=limit, offset=offset)
+            lines = groups_lines(record, state=state, limit=limit, start=start)
         else:
             lines = overview_lines(record)
         for line in lines:

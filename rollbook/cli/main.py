@@ -1,60 +1,83 @@
 """The verbs, global flags and exit codes: 0 done, 1 failed, 2 wrong usage or config, 130 interrupted.
 
-Messages go to stderr, results to stdout; `--json` prints results as JSON.
+Messages go to stderr, results to stdout; `--json` prints results as JSON. The module of a verb is imported only when the verb is
+used, so that `rollbook --help` is quick and a verb needs only its own optional libraries.
 """
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from rollbook import __version__
-from rollbook.cli.audit import audit
-from rollbook.cli.config import config_app
-from rollbook.cli.demo import demo
-from rollbook.cli.env import env_app
-from rollbook.cli.eval import eval_command
-from rollbook.cli.explain import explain
-from rollbook.cli.host import host
-from rollbook.cli.inspect import inspect
-from rollbook.cli.ledger import ledger_app
-from rollbook.cli.models import models_app
-from rollbook.cli.output import EXIT_USAGE, print_error
-from rollbook.cli.policy import policy_app
-from rollbook.cli.proxy import proxy
-from rollbook.cli.replay import replay
-from rollbook.cli.sft import sft
-from rollbook.cli.tokens import tokens_app
-from rollbook.cli.train import train
-from rollbook.contracts.errors import RollbookError
-from rollbook.contracts.plugin import extend_search_path
-from rollbook.run.config.run import ConfigError
-from rollbook.run.directory import RunDirectoryError
+from rollbook.cli.arguments import verb_group
+from rollbook.contracts.errors import RollbookError, UsageError
+from rollbook.contracts.plugin import extend_search_path, load_on_demand
 
-app = typer.Typer(
-    name="rollbook",
-    help="Asynchronous reinforcement learning for LLM agents: no rollout is lost, trained twice, or left unexplained.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    add_completion=False,
+# Where each verb is defined, and its line in `rollbook --help`. Longer lines would be cut.
+VERBS: dict[str, tuple[str, str]] = {
+    "init": ("rollbook.cli.init:init", "Create a project that trains as it is, from a template."),
+    "demo": ("rollbook.cli.demo:demo", "Train a small policy from scratch to guess numbers."),
+    "train": ("rollbook.cli.train:train", "Train a policy asynchronously."),
+    "sft": ("rollbook.cli.sft:sft", "Train a model on chats, the assistant's tokens only."),
+    "eval": ("rollbook.cli.eval:eval_command", "Play held-out tasks with a checkpoint and print the results."),
+    "audit": (
+        "rollbook.cli.audit:audit",
+        "Check that the record of a run is complete and consistent.",
+    ),
+    "inspect": ("rollbook.cli.inspect:inspect", "Show a run, its groups, or one group token by token."),
+    "explain": ("rollbook.cli.explain:explain", "Explain the history of a group."),
+    "replay": (
+        "rollbook.cli.replay:replay",
+        "Train the recorded batches again, without generation.",
+    ),
+    "play": ("rollbook.cli.play:play", "Play one episode in this process, token by token."),
+    "debug": ("rollbook.cli.debug:debug", "Play a failed episode again, in a debugger if wanted."),
+    "host": ("rollbook.cli.host:host", "Run everything but the trainer, for a trainer such as TRL."),
+    "proxy": ("rollbook.cli.proxy:proxy", "Serve an OpenAI-compatible endpoint that records its tokens."),
+    "config": ("rollbook.cli.config:config_app", "Check configurations."),
+    "env": ("rollbook.cli.env:env_app", "Serve environments over OpenEnv, or play one by hand."),
+    "ledger": ("rollbook.cli.ledger:ledger_app", "Serve a ledger without a run, and maintain its store."),
+    "tokens": ("rollbook.cli.tokens:tokens_app", "Check token fidelity."),
+    "models": ("rollbook.cli.models:models_app", "Small real models from the package index."),
+    "policy": ("rollbook.cli.policy:policy_app", "Serve a language model over an OpenAI-compatible API."),
+}
+
+
+class Verb(TyperCommand):
+    """A line of `rollbook --help`. The real command is imported when it is used."""
+
+    def __init__(self, name: str, path: str, summary: str) -> None:
+        super().__init__(name=name, callback=None, help=summary)
+        self._path = path
+
+    def make_context(self, *args: Any, **options: Any) -> Any:
+        return self.load().make_context(*args, **options)
+
+    def load(self) -> Any:
+        found = load_on_demand(self._path)
+        if isinstance(found, typer.Typer):
+            group = typer.main.get_group(found)
+            group.help = self.help
+            return group
+        single = typer.Typer(rich_markup_mode=None, add_completion=False)
+        single.command(self.name)(found)
+        return typer.main.get_command(single)
+
+
+class Verbs(TyperGroup):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        for name, (path, summary) in VERBS.items():
+            self.add_command(Verb(name, path, summary))
+
+
+app = verb_group(
+    "Asynchronous reinforcement learning for LLM agents: no rollout is lost, trained twice, or left unexplained.",
+    cls=Verbs,
 )
-app.command()(train)
-app.command()(sft)
-app.command("eval")(eval_command)
-app.command()(audit)
-app.command()(inspect)
-app.command()(explain)
-app.command()(replay)
-app.command()(demo)
-app.command()(host)
-app.command()(proxy)
-app.add_typer(config_app, name="config")
-app.add_typer(env_app, name="env")
-app.add_typer(ledger_app, name="ledger")
-app.add_typer(tokens_app, name="tokens")
-app.add_typer(models_app, name="models")
-app.add_typer(policy_app, name="policy")
 
 
 def _version(wanted: bool) -> None:
@@ -78,11 +101,8 @@ def main() -> None:
     """Run a verb. Rollbook's own errors are printed as messages; any other exception is a bug and shows its traceback."""
     try:
         app()
-    except (ConfigError, RunDirectoryError) as error:
-        print_error(str(error))
-        sys.exit(EXIT_USAGE)
     except RollbookError as error:
-        print_error(str(error))
-        sys.exit(1)
+        load_on_demand("rollbook.cli.output").print_error(str(error))
+        sys.exit(2 if isinstance(error, UsageError) else 1)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -5,10 +5,11 @@ from typing import Annotated
 
 import typer
 
+from rollbook.cli.arguments import verb_group
 from rollbook.cli.output import result_json, stderr_console
 from rollbook.run.commands.fetch_model import CATALOG, get_model
 
-models_app = typer.Typer(help="Small real models from the package index.", no_args_is_help=True)
+models_app = verb_group()
 
 
 @models_app.command("get")

@@ -5,15 +5,12 @@ from typing import Annotated, Any
 
 import typer
 
+from rollbook.access.guard import AllowedClients
+from rollbook.cli.arguments import AllowHost, AllowOrigin, TokenFile, verb_group
 from rollbook.cli.output import stderr_console
 from rollbook.run.commands.serve_policy import PolicyServerOptions, serve_policy
 
-policy_app = typer.Typer(help="Serve a language model over an OpenAI-compatible API.", no_args_is_help=True)
-
-
-@policy_app.callback()
-def _policy() -> None:
-    """Serve a language model over an OpenAI-compatible API."""
+policy_app = verb_group()
 
 
 @policy_app.command()
@@ -43,6 +40,9 @@ def serve(  # noqa: PLR0917 - a command line is a list of flags
     api_key_env: Annotated[
         str | None, typer.Option("--api-key-env", help="Environment variable with the key that clients must send.")
     ] = None,
+    token_file: TokenFile = None,
+    allow_host: AllowHost = None,
+    allow_origin: AllowOrigin = None,
     ready_file: Annotated[
         Path | None, typer.Option("--ready-file", help="Written with the address once the server is ready.")
     ] = None,
@@ -67,6 +67,8 @@ def serve(  # noqa: PLR0917 - a command line is a list of flags
             port=port,
             served_model_name=tuple(served_model_name or ()),
             api_key_env=api_key_env,
+            token_file=token_file,
+            allowed=AllowedClients.of(allow_host or (), allow_origin or ()),
             ready_file=ready_file,
             inference=inference,
         ),

@@ -4,15 +4,11 @@ from typing import Annotated
 
 import typer
 
+from rollbook.cli.arguments import verb_group
 from rollbook.cli.output import EXIT_FAILED, result, result_json
-from rollbook.run.commands.check_tokens import check_tokens, finding_lines, finding_row, is_exact
+from rollbook.contracts.plugin import load_on_demand
 
-tokens_app = typer.Typer(help="Check token fidelity.", no_args_is_help=True)
-
-
-@tokens_app.callback()
-def tokens() -> None:
-    """Check token fidelity."""
+tokens_app = verb_group()
 
 
 @tokens_app.command()
@@ -24,11 +20,13 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as one JSON line.")] = False,
 ) -> None:
     """Render conversations with the chat template; exit code 1 if earlier turns are rewritten."""
-    findings = check_tokens(model, tool_parser=tool_parser)
+    # Needs the extra `rollout`, which the help of this verb must not need.
+    command = load_on_demand("rollbook.run.commands.check_tokens")
+    findings = command.check_tokens(model, tool_parser=tool_parser)
     if as_json:
-        result_json(finding_row(findings))
+        result_json(command.finding_row(findings))
     else:
-        for line in finding_lines(findings):
+        for line in command.finding_lines(findings):
             result(line)
-    if not is_exact(findings):
+    if not command.is_exact(findings):
         raise typer.Exit(EXIT_FAILED)

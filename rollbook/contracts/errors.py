@@ -5,6 +5,7 @@
     |-- EpisodeError     give up this episode          (environment broke, parse failed, sandbox died)
     |-- WorkerError      replace this process           (leak, lost heartbeat, broken interpreter state)
     `-- RunError         stop the run, operator needed  (bad config, corrupt checkpoint, schema mismatch)
+         |-- UsageError  the command, its config or its directory is wrong; nothing was started
          `-- FencedError this process was replaced by a newer one: stop without side effects
 
 Each room derives its exceptions from these. A retry loop catches `TransientError`, a supervisor `WorkerError`. All classes can be
@@ -13,6 +14,8 @@ pickled, because exceptions cross process boundaries.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from rollbook.contracts.user_errors import describe_error
 
 
 class RollbookError(Exception):
@@ -42,6 +45,10 @@ class RunError(RollbookError):
     """Stop the run; the operator must act."""
 
 
+class UsageError(RunError):
+    """The command, its configuration or its directory is wrong. Nothing was started."""
+
+
 class FencedError(RunError):
     """A newer process holds this role. Stop without further side effects."""
 
@@ -52,7 +59,8 @@ def _unpickle_transient(kind: type[TransientError], message: str, retry_after_s:
 
 @contextmanager
 def fenced(stage: str, error_class: type[EpisodeError] | type[WorkerError] = EpisodeError) -> Iterator[None]:
-    """Run user code: any exception becomes an `error_class` that names the stage and the original exception.
+    """Run user code: any exception becomes an `error_class` that names the stage, the original exception and the lines of
+    user code that raised it.
 
     `RollbookError`s and cancellation pass unchanged.
     """
@@ -61,4 +69,4 @@ def fenced(stage: str, error_class: type[EpisodeError] | type[WorkerError] = Epi
     except RollbookError:
         raise
     except Exception as error:
-        raise error_class(f"{stage} raised {type(error).__name__}: {error}") from error
+        raise error_class(f"{stage} raised {describe_error(error)}") from error

@@ -7,7 +7,6 @@ errors of `contracts/errors.py`: `TransientError` after their bounded retries, `
 from collections.abc import Awaitable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.admission import DrawProgress, LedgerStatus, OpenReply, OwnerId, PastDraw, Receipt
 from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainerRole, TrainingBatch
 from rollbook.contracts.environment import Observation
@@ -15,6 +14,7 @@ from rollbook.contracts.group import DropReason, GroupId, GroupOutcome
 from rollbook.contracts.group_codec import EncodedGroup
 from rollbook.contracts.policy import Completion, Publication, SamplingParams
 from rollbook.contracts.task import Draw, Task, TaskId
+from rollbook.contracts.weights import Adapter
 
 
 class TaskSource(Protocol):
@@ -48,7 +48,7 @@ class TaskSource(Protocol):
 
 
 class Environment(Protocol):
-    """The environment of one episode. Called by rollout functions, implemented by `envs`."""
+    """What an agent acts in, for one episode. The methods of your own environment may be plain or async."""
 
     async def reset(self, task: Mapping[str, Any]) -> Observation: ...
 

@@ -21,6 +21,8 @@ from typing import Any, TypeVar
 import msgspec
 from torch import Tensor
 
+from rollbook.access.tokens import read_token
+from rollbook.concurrency.child_process.process import python_environment
 from rollbook.concurrency.clock import SystemClock
 from rollbook.contracts.admission import LedgerStatus, RunId
 from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainerRole, TrainingBatch
@@ -47,6 +49,7 @@ class HostInfo:
     pid: int
     ledger_url: str
     policy_urls: list[str]
+    token_file: str
     run: str
     model_dir: str
     groups_per_step: int
@@ -188,12 +191,12 @@ class RollbookRun:
         self._wait(self._open())
 
     async def _open(self) -> None:
-        info = self.info
+        info, token = self.info, read_token(Path(self.info.token_file))
         self._ledger = await self._stack.enter_async_context(
-            open_ledger_client(info.ledger_url, RunId(info.run), request_s=info.request_s, log=self._log)
+            open_ledger_client(info.ledger_url, RunId(info.run), request_s=info.request_s, log=self._log, token=token)
         )
         receiver = await self._stack.enter_async_context(
-            WeightTransferClient(info.policy_urls, request_s=info.request_s, log=self._log)
+            WeightTransferClient(info.policy_urls, request_s=info.request_s, api_key=token, log=self._log)
         )
         self._publisher = Publisher(
             source=self._ledger,
@@ -230,9 +233,11 @@ def open_run(
     """Start `rollbook host` and connect to it. Call it again to resume. The host ends with this process, even when it is killed."""
     directory = Path(run_dir).resolve()
     parent_read, parent_write = os.pipe()
-    command = [python, "-m", "rollbook", "host", str(config), "--run-dir", str(directory)]
+    command = [python, "-P", "-m", "rollbook", "host", str(config), "--run-dir", str(directory)]
     command += ["--parent-fd", str(parent_read), *(part for text in overrides for part in ("--set", text))]
-    process = subprocess.Popen(command, pass_fds=(parent_read,), start_new_session=True)
+    # Another interpreter finds its own installation of this package.
+    environment = python_environment() if python == sys.executable else None
+    process = subprocess.Popen(command, env=environment, pass_fds=(parent_read,), start_new_session=True)
     os.close(parent_read)
     run: RollbookRun | None = None
     try:

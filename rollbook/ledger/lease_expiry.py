@@ -6,7 +6,6 @@ from typing import TypeVar
 from rollbook.concurrency.clock import Clock
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.errors import RollbookError
-from rollbook.ledger.records import RunRecord
 from rollbook.ledger.rules import gate, groups
 from rollbook.ledger.rules.run_transaction import RunTransaction, run_transaction
 from rollbook.ledger.store import Store, Transaction
@@ -29,26 +28,20 @@ class LeaseExpiry:
         for run_id in await self._store.write(lambda tx: [run for run in tx.runs.ids() if tx.payloads.lost(run)]):
             num_lost = await self._write(run_id, groups.drop_lost)
             self._log.warning("ledger.payloads_lost", run=run_id, groups=num_lost)
-        for run in await self._active_runs():
-            await self._write(run.run_id, gate.extend_leases)
+        for run_id in await self._store.read(lambda tx: tx.runs.with_leases()):
+            await self._write(run_id, gate.extend_leases)
 
     async def run(self) -> None:
         """Expire leases at every tick until cancelled. A failing store is logged and tried again."""
         while True:
             await self._clock.sleep(TICK_S)
             try:
-                for run in await self._active_runs():
-                    moved = await self._write(run.run_id, gate.expire)
+                for run_id in await self._store.read(lambda tx: tx.runs.with_leases()):
+                    moved = await self._write(run_id, gate.expire)
                     if moved:
-                        self._log.warning("ledger.leases_expired", run=run.run_id, groups=moved)
+                        self._log.warning("ledger.leases_expired", run=run_id, groups=moved)
             except RollbookError as error:
                 self._log.error("ledger.expiry_failed", error=str(error))
-
-    async def _active_runs(self) -> list[RunRecord]:
-        def active(tx: Transaction) -> list[RunRecord]:
-            return [run for run in map(tx.runs.get, tx.runs.ids()) if run is not None and run.ended is None]
-
-        return await self._store.read(active)
 
     async def _write(self, run_id: RunId, rule: Callable[[RunTransaction], T]) -> T:
         now = self._clock.wall()

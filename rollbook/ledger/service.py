@@ -246,9 +246,10 @@ class Ledger:
     # ------------------------------------------------------------------ queries
 
     async def groups(
-        self, run_id: RunId, state: GroupState | None = None, *, limit: int = 100, offset: int = 0
+        self, run_id: RunId, state: GroupState | None = None, *, start: int = 0, limit: int = 100
     ) -> list[GroupRecord]:
-        return await self._read(run_id, lambda tx: tx.groups.page(run_id, state, limit, offset))
+        """A page of groups, from the admission sequence number `start` on."""
+        return await self._read(run_id, lambda tx: tx.groups.page(run_id, start=start, limit=limit, state=state))
 
     async def group(self, run_id: RunId, group_id: GroupId) -> tuple[GroupRecord, PromptGroup | None]:
         """A group's record, and its samples unless its payload was deleted or never submitted."""
@@ -266,11 +267,13 @@ class Ledger:
         record = await self._read(run_id, lambda tx: tx.batches.get(run_id, step))
         return None if record is None else record.manifest
 
-    async def steps(self, run_id: RunId) -> list[StepRecord]:
-        return await self._read(run_id, lambda tx: tx.steps.all(run_id))
+    async def steps(self, run_id: RunId, *, start: int = 0, limit: int = 10_000) -> list[StepRecord]:
+        """A page of acknowledgements, from step `start` on."""
+        return await self._read(run_id, lambda tx: tx.steps.page(run_id, start=start, limit=limit))
 
-    async def publications(self, run_id: RunId) -> list[PublicationRecord]:
-        return await self._read(run_id, lambda tx: tx.publications.all(run_id))
+    async def publications(self, run_id: RunId, *, start: int = 0, limit: int = 10_000) -> list[PublicationRecord]:
+        """A page of publications, from id `start` on."""
+        return await self._read(run_id, lambda tx: tx.publications.page(run_id, start=start, limit=limit))
 
     async def statuses(self, run_id: RunId, *, quiet_s: float) -> AsyncIterator[LedgerStatus | None]:
         """The status now and after each change, until the service closes. None after `quiet_s` without a change.

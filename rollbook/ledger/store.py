@@ -37,6 +37,9 @@ class Runs(Protocol):
     def ids(self) -> list[RunId]:
         """All runs, oldest first."""
 
+    def with_leases(self) -> list[RunId]:
+        """Runs with a live dispatcher or a leased group. The cost does not depend on the number of other runs."""
+
     def put(self, run: RunRecord) -> None: ...
     def drops(self, run_id: RunId) -> dict[str, int]:
         """Number of dropped groups by kind, from the counters."""
@@ -85,14 +88,11 @@ class Groups(Protocol):
     def queued_below(self, run_id: RunId, version: int) -> list[GroupRecord]:
         """Queued groups whose oldest version is known and lower than `version`, lowest sequence first."""
 
-    def releasable(self, run_id: RunId, up_to_step: int, *, dropped_only: bool) -> list[GroupRecord]:
-        """Groups that still have a payload and whose `release_step` is at most `up_to_step`."""
+    def releasable(self, run_id: RunId, up_to_step: int, limit: int, *, dropped_only: bool) -> list[GroupRecord]:
+        """Up to `limit` groups that still have a payload and whose `release_step` is at most `up_to_step`, lowest first."""
 
-    def page(self, run_id: RunId, state: GroupState | None, limit: int, offset: int) -> list[GroupRecord]:
-        """By sequence."""
-
-    def after(self, run_id: RunId, sequence: int, limit: int) -> list[GroupRecord]:
-        """Groups with a higher sequence, lowest first. The cost depends on `limit`, not on the position in the run."""
+    def page(self, run_id: RunId, *, start: int = 0, limit: int, state: GroupState | None = None) -> list[GroupRecord]:
+        """Groups from sequence `start` on, lowest first. The cost depends on `limit`, not on the position in the run."""
 
     def each(self, run_id: RunId) -> Iterator[GroupRecord]:
         """All groups, by id."""
@@ -138,16 +138,26 @@ class Batches(Protocol):
 
 
 class Steps(Protocol):
-    def all(self, run_id: RunId, step: int | None = None) -> list[StepRecord]:
-        """Acknowledgements by step and epoch; those of one step if it is given."""
+    def of_step(self, run_id: RunId, step: int) -> list[StepRecord]:
+        """Acknowledgements of one step, by epoch."""
+
+    def page(self, run_id: RunId, *, start: int = 0, limit: int) -> list[StepRecord]:
+        """Acknowledgements from step `start` on, by step and epoch."""
+
+    def each(self, run_id: RunId) -> Iterator[StepRecord]: ...
 
     def put(self, step: StepRecord) -> None: ...
 
 
 class Publications(Protocol):
     def get(self, run_id: RunId, publication_id: PublicationId) -> PublicationRecord | None: ...
-    def all(self, run_id: RunId, *, effective_from: int = 0) -> list[PublicationRecord]:
-        """Publications whose effective step is at least `effective_from`, by id."""
+    def effective_from(self, run_id: RunId, step: int) -> list[PublicationRecord]:
+        """Publications whose effective step is at least `step`, by id."""
+
+    def page(self, run_id: RunId, *, start: int = 0, limit: int) -> list[PublicationRecord]:
+        """Publications from id `start` on, by id."""
+
+    def each(self, run_id: RunId) -> Iterator[PublicationRecord]: ...
 
     def put(self, publication: PublicationRecord) -> None: ...
 

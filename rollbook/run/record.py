@@ -15,11 +15,12 @@ from rollbook.ledger.rules.run_transaction import find_run
 from rollbook.ledger.rules.runs import status
 from rollbook.ledger.store import Reader, Transaction
 from rollbook.ledger.stores.sqlite.store import open_readonly
-from rollbook.ledger.tools.audit import AuditReport, audit
+from rollbook.ledger.tools.audit import AuditReport
+from rollbook.ledger.tools.audit import audit as audit_ledger
 from rollbook.run.config.run import RunConfig, load_resolved_config
 from rollbook.run.directory import RunDirectory
 
-__all__ = ["AuditReport", "RunRecordReader", "open_run"]
+__all__ = ["AuditReport", "RunRecordReader", "audit", "open_run"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +36,14 @@ class RunRecordReader:
         return RunId(self.config.run.name)
 
     def audit(self) -> AuditReport:
-        return audit(self.reader, self.run_id)
+        return audit_ledger(self.reader, self.run_id)
 
     def status(self) -> LedgerStatus:
         return self.reader.read_now(lambda tx: status(tx, self.run_id))
 
-    def groups(self, *, state: GroupState | None, limit: int, offset: int = 0) -> list[GroupRecord]:
-        return self.reader.read_now(lambda tx: tx.groups.page(self.run_id, state, limit, offset))
+    def groups(self, *, state: GroupState | None, limit: int, start: int = 0) -> list[GroupRecord]:
+        """A page of groups, from the admission sequence number `start` on."""
+        return self.reader.read_now(lambda tx: tx.groups.page(self.run_id, start=start, limit=limit, state=state))
 
     def group(self, group_id: GroupId) -> tuple[GroupRecord, PromptGroup | None, list[MoveRecord]]:
         """The record of a group, its samples where they are still stored, and its history."""
@@ -62,7 +64,7 @@ class RunRecordReader:
         return self.reader.read_now(read)
 
     def steps(self) -> list[StepRecord]:
-        return self.reader.read_now(lambda tx: tx.steps.all(self.run_id))
+        return self.reader.read_now(lambda tx: list(tx.steps.each(self.run_id)))
 
     def batches(self, until: int) -> Iterator[TrainingBatch]:
         """Batches 1 to `until` as they were decided."""
@@ -82,11 +84,19 @@ class RunRecordReader:
         return TrainingBatch.decode(record.manifest, [body for body in bodies if body is not None], limits)
 
 
+def audit(path: str | Path) -> AuditReport:
+    """Check the ledger of a run directory: the conservation law, every group's history, batches, steps, payloads and lag.
+
+    Works during a run and after it. `ok` of the report says whether everything is accounted for; `violations` lists what is not.
+    """
+    with open_run(Path(path)) as run:
+        return run.audit()
+
+
 @contextmanager
 def open_run(path: Path) -> Iterator[RunRecordReader]:
     """Open a run directory for reading."""
     directory = RunDirectory(path.resolve())
-    source_dir = Path(directory.read_manifest()["source_dir"])
-    config = load_resolved_config(directory.config_file, source_dir=source_dir).config
+    config = load_resolved_config(directory).config
     with open_readonly(directory.ledger) as reader:
         yield RunRecordReader(directory, config, reader)

@@ -20,7 +20,8 @@ def worker_spec(context: RoleContext) -> WorkerSpec:
             "rollout": config.rollout.model_dump(mode="json"),
             "log_file": str(context.directory.log_file("rollout-worker")),
         },
-        search_path=(str(context.loaded.source_dir),),
+        search_path=tuple(map(str, context.loaded.search_path)),
+        failures=str(context.directory.failures),
     )
 
 

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollbook.contracts.adapter import AdapterKind
 from rollbook.contracts.batch import TrainingBatch
 from rollbook.contracts.errors import RunError
+from rollbook.contracts.weights import AdapterKind
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.data.minibatches import Microbatch, Minibatch, TrainRow, flatten, plan, plan_minibatch
 from rollbook.trainer.distributed.ranks import Ranks
@@ -31,7 +31,7 @@ from rollbook.trainer.losses.inputs import LossInputs, LossSettings
 from rollbook.trainer.losses.registry import loss_named
 from rollbook.trainer.losses.statistics import TokenStatistics
 from rollbook.trainer.model.policy_model import PolicyModel
-from rollbook.trainer.model.weights import tree_to_host
+from rollbook.trainer.model.weights import snapshot_of
 from rollbook.trainer.optimizer import GradientGuard, learning_rate
 
 MIN_SAMPLED_LOGPROB = -20.0
@@ -56,7 +56,7 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerSnapshot:
-    """Everything a checkpoint holds, copied to main memory at one step. Training does not change it."""
+    """Copies of everything a checkpoint holds, at one step. Training does not change them."""
 
     step: int
     model: PolicyModel
@@ -141,7 +141,7 @@ class TrainStep:
     def state_snapshot(self, weights: Mapping[str, Tensor]) -> LearnerSnapshot:
         """A copy of everything the next step depends on, with the copy of the weights that `snapshot` made."""
         state = {
-            "optimizer": tree_to_host(self.optimizer.state_dict()),
+            "optimizer": snapshot_of(self.optimizer.state_dict()),
             "random": random_states(),
             "skipped_in_a_row": self.guard.skipped_in_a_row,
         }

@@ -171,9 +171,12 @@ async def test_groups_are_listed_by_sequence_and_by_id(store: Store) -> None:
     await put(store, group("b", 0), group("c", 1, GroupState.QUEUED), group("a", 2))
 
     def look(tx: Transaction) -> None:
-        assert ids(tx.groups.page(RUN, None, 10, 0)) == ["b", "c", "a"]
-        assert ids(tx.groups.page(RUN, None, 1, 1)) == ["c"]
-        assert ids(tx.groups.page(RUN, GroupState.DISPATCHED, 10, 0)) == ["b", "a"]
+        assert ids(tx.groups.page(RUN, limit=10)) == ["b", "c", "a"]
+        assert ids(tx.groups.page(RUN, limit=1, start=1)) == ["c"]
+        assert ids(tx.groups.page(RUN, limit=10, state=GroupState.DISPATCHED)) == ["b", "a"]
+        for state in GroupState:
+            listed = {GroupState.DISPATCHED: ["a"], GroupState.QUEUED: ["c"]}
+            assert ids(tx.groups.page(RUN, limit=1, start=1, state=state)) == listed.get(state, [])
         assert ids(list(tx.groups.each(RUN))) == ["a", "b", "c"]
 
     await store.read(look)
@@ -235,8 +238,8 @@ async def test_deletable_payloads_are_found_by_step(store: Store) -> None:
         group("filtered", 3, GroupState.DROPPED, has_payload=True, release_step=1),
         group("queued", 4, GroupState.QUEUED, has_payload=True, arrival=0),
     )
-    assert ids(await store.read(lambda tx: tx.groups.releasable(RUN, 1, dropped_only=False))) == ["old", "filtered"]
-    assert ids(await store.read(lambda tx: tx.groups.releasable(RUN, 2, dropped_only=True))) == ["filtered"]
+    assert ids(await store.read(lambda tx: tx.groups.releasable(RUN, 1, 10, dropped_only=False))) == ["old", "filtered"]
+    assert ids(await store.read(lambda tx: tx.groups.releasable(RUN, 2, 10, dropped_only=True))) == ["filtered"]
 
 
 async def test_owners_are_found_by_name_and_by_state(store: Store) -> None:
@@ -329,11 +332,11 @@ async def test_steps_and_publications_are_kept_for_each_epoch(store: Store) -> N
         tx.publications.put(lost)
 
     await store.write(write)
-    assert await store.read(lambda tx: tx.steps.all(RUN, 1)) == [step, again]
-    assert [s.step for s in await store.read(lambda tx: tx.steps.all(RUN))] == [1, 1, 2]
+    assert await store.read(lambda tx: tx.steps.of_step(RUN, 1)) == [step, again]
+    assert [s.step for s in await store.read(lambda tx: tx.steps.page(RUN, limit=9))] == [1, 1, 2]
     assert await store.read(lambda tx: tx.publications.get(RUN, PublicationId(1))) == lost
-    assert await store.read(lambda tx: tx.publications.all(RUN)) == [publication, lost]
-    assert await store.read(lambda tx: tx.publications.all(RUN, effective_from=2)) == [publication]
+    assert await store.read(lambda tx: tx.publications.page(RUN, limit=9)) == [publication, lost]
+    assert await store.read(lambda tx: tx.publications.effective_from(RUN, 2)) == [publication]
 
 
 async def test_drops_are_counted_by_kind(store: Store) -> None:
@@ -386,7 +389,7 @@ async def test_a_failing_write_does_not_affect_the_others(store: Store) -> None:
     good = [n for n in range(40) if n % 3]
     assert [answer for answer in answers if isinstance(answer, int)] == good
     assert [str(a) for a in answers if isinstance(a, LookupError)] == [f"{n} fails" for n in range(0, 40, 3)]
-    assert ids(await store.read(lambda tx: tx.groups.page(RUN, None, 99, 0))) == [f"g{n:02}" for n in good]
+    assert ids(await store.read(lambda tx: tx.groups.page(RUN, limit=99))) == [f"g{n:02}" for n in good]
 
 
 async def test_a_write_sees_those_before_it(store: Store) -> None:
@@ -436,9 +439,9 @@ async def test_groups_after_a_sequence_are_read_in_pages(store: Store) -> None:
     )
 
     def look(tx: Transaction) -> None:
-        assert ids(tx.groups.after(RUN, -1, 2)) == ["a", "b"]
-        assert ids(tx.groups.after(RUN, 1, 2)) == ["c"]
-        assert tx.groups.after(RUN, 2, 2) == []
+        assert ids(tx.groups.page(RUN, limit=2)) == ["a", "b"]
+        assert ids(tx.groups.page(RUN, start=2, limit=2)) == ["c"]
+        assert tx.groups.page(RUN, start=3, limit=2) == []
 
     await store.read(look)
 

@@ -44,7 +44,7 @@ def printed_by(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
 
 def groups_by_state(run_dir: Path) -> dict[str, GroupState]:
     with open_run(run_dir) as run:
-        return {group.group_id: group.state for group in run.groups(state=None, limit=1000, offset=0)}
+        return {group.group_id: group.state for group in run.groups(state=None, limit=1000)}
 
 
 def assert_all_groups_were_trained_once(run_dir: Path) -> None:

@@ -275,7 +275,7 @@ async def test_audit_and_groups_over_http(url: str) -> None:
         report = await client.audit()
         assert (report.ok, report.opened, report.law["batched"], report.law["queued"]) == (True, 3, 2, 1)
         assert [group.group_id for group in await client.groups(GroupState.QUEUED)] == ["t2@0"]
-        assert len(await client.groups(limit=2, offset=1)) == 2
+        assert len(await client.groups(limit=2, start=1)) == 2
 
 
 async def test_audit_and_explain_by_url(url: str) -> None:
@@ -336,7 +336,7 @@ async def test_a_client_that_does_not_read_its_batch_does_not_delay_others(url: 
         host, port = url.removeprefix("http://").split(":")
         body = msgspec.msgpack.encode({"step": 1, "epoch": 1})
         _, writer = await asyncio.open_connection(host, int(port), limit=1024)
-        head = f"POST /v1/runs/{RUN}/payloads HTTP/1.1\r\nHost: x\r\nContent-Type: application/msgpack\r\n"
+        head = f"POST /v1/runs/{RUN}/payloads HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/msgpack\r\n"
         writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         await writer.drain()
         for _ in range(20):

@@ -21,7 +21,7 @@ def test_an_unchanged_agent_is_trained_and_every_token_has_an_author(tmp_path: P
     summary = run.start().wait(280)
     assert summary["exit_code"] == 0, summary["stderr"]
     with open_run(run.directory) as record:
-        durable = [group.group_id for group in record.groups(state=GroupState.DURABLE, limit=100, offset=0)]
+        durable = [group.group_id for group in record.groups(state=GroupState.DURABLE, limit=100)]
         _, group, _ = record.group(durable[0])
     assert len(durable) == STEPS * 2
     assert group is not None

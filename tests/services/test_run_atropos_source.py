@@ -83,7 +83,7 @@ def atropos_run(tmp_path: Path, port: int, *more: str) -> SmallRun:
 def assert_trained_from_posts(run_dir: Path) -> None:
     with open_run(run_dir) as run:
         report = run.audit()
-        groups = run.groups(state=None, limit=1000, offset=0)
+        groups = run.groups(state=None, limit=1000)
     assert report.ok, report.violations
     durable = [group for group in groups if group.state is GroupState.DURABLE]
     assert len(durable) == STEPS * 4

@@ -56,7 +56,6 @@ class ChildSpec:
 
     module: str
     arguments: Sequence[str] = ()
-    python_options: Sequence[str] = ()
     environment: Mapping[str, str] | None = None
     """The whole environment of the child. None: ours, with this package on the Python path."""
     directory: Path | None = None
@@ -68,9 +67,19 @@ class ChildSpec:
     """Where stdout and stderr go: appended to a file, or passed to a function with pid and line. None: to ours."""
 
 
-def python_path() -> str:
-    """A `PYTHONPATH` with which a child finds this package, installed or not."""
-    return os.pathsep.join(path for path in (PACKAGE_ROOT, os.environ.get("PYTHONPATH", "")) if path)
+def python_environment() -> dict[str, str]:
+    """Our environment variables, with a `PYTHONPATH` on which a child finds this package, installed or not."""
+    path = os.pathsep.join(path for path in (PACKAGE_ROOT, os.environ.get("PYTHONPATH", "")) if path)
+    return {**os.environ, "PYTHONPATH": path}
+
+
+def python_command(module: str, *arguments: str) -> list[str]:
+    """The command that runs a module of this package in a child. It needs `python_environment`.
+
+    `-P` keeps the working directory off the import path: in the parent directory of a clone, `import rollbook` would find the
+    clone's root instead of the package. Directories of user code are added with `extend_search_path`.
+    """
+    return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def exit_reason(exit_code: int | None) -> str:
@@ -294,11 +303,11 @@ def _opened(output: Path | Callable[[int, str], None] | None) -> Iterator[IO[byt
 
 
 def _command(spec: ChildSpec, channel: socket.socket) -> list[str]:
-    return [sys.executable, *spec.python_options, "-m", spec.module, str(channel.fileno()), *spec.arguments]
+    return python_command(spec.module, str(channel.fileno()), *spec.arguments)
 
 
 def _options(spec: ChildSpec, channel: socket.socket, output: IO[bytes] | int | None) -> dict[str, Any]:
-    environment = {**os.environ, "PYTHONPATH": python_path()} if spec.environment is None else spec.environment
+    environment = python_environment() if spec.environment is None else spec.environment
     return {
         "stdout": output,
         "stderr": None if output is None else subprocess.STDOUT,

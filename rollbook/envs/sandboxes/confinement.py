@@ -7,6 +7,7 @@ a command outside the permissions raises an error. It does not stop native code 
 import os
 import resource
 import sys
+import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ CHANGE_EVENTS = {
     "shutil.rmtree": 1,
     "shutil.copyfile": 2,
     "shutil.move": 2,
+    "sqlite3.connect": 1,
 }
 LIST_EVENTS = frozenset({"os.listdir", "os.scandir"})
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
@@ -43,19 +45,24 @@ class NotPermittedError(PermissionError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Permissions:
-    """What a child may use: files below `writable` and `readable`, TCP ports of this machine, or HTTPS anywhere."""
+    """What a child may use: files below `writable` and `readable` but not below `hidden`, TCP ports of this machine, or HTTPS
+    anywhere.
+    """
 
     writable: tuple[str, ...]
     readable: tuple[str, ...]
+    hidden: tuple[str, ...] = ()
     ports: frozenset[int] = frozenset()
     is_online: bool = False
     may_fork: bool = False
 
     def allows_read(self, path: str) -> bool:
+        if _is_below(path, self.hidden):
+            return False
         return path in HARMLESS_DEVICES or _is_below(path, self.readable) or _is_below(path, self.writable)
 
     def allows_write(self, path: str) -> bool:
-        return path in HARMLESS_DEVICES or _is_below(path, self.writable)
+        return path in HARMLESS_DEVICES or (_is_below(path, self.writable) and not _is_below(path, self.hidden))
 
     def allows_connection(self, address: Any) -> bool:
         if not isinstance(address, tuple):
@@ -66,19 +73,22 @@ class Permissions:
         return self.is_online or host in LOOPBACK
 
 
+def package_root() -> str:
+    """The directory of this package."""
+    return os.path.realpath(Path(__file__).parents[2])
+
+
 def interpreter_roots() -> tuple[str, ...]:
-    """The directories of Python, its libraries and this package, which every child must read."""
-    package = Path(__file__).resolve().parents[2]
-    roots = {
-        sys.prefix,
-        sys.base_prefix,
-        sys.exec_prefix,
-        str(package),
-        "/etc/ssl",
-        "/usr/share/zoneinfo",
-        "/etc/mime.types",
+    """The directories of Python's standard library and of installed packages, which every child must read, and system data.
+
+    Not the whole prefix: it may contain the project of the user.
+    """
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    libraries = {sysconfig.get_path(name) for name in names} | {
+        path for path in sys.path if Path(path).name in {"site-packages", "dist-packages"}
     }
-    return tuple(sorted(os.path.realpath(root) for root in roots))
+    data = {"/etc/ssl", "/usr/share/zoneinfo", "/etc/mime.types"}
+    return tuple(sorted(os.path.realpath(root) for root in libraries | data))
 
 
 def limit_resources(*, memory_bytes: int, file_bytes: int) -> None:

@@ -52,8 +52,6 @@ async def start_sandbox_process(
     spec = ChildSpec(
         module=module,
         arguments=(json.dumps({**settings, "directory": str(directory)}), f"--owner={owner_mark(os.getpid())}"),
-        # Do not import modules from the private directory: an agent may be able to write there.
-        python_options=("-P",),
         environment={
             **inherited,
             "PYTHONPATH": PACKAGE_ROOT,

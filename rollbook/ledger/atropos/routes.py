@@ -11,11 +11,14 @@ from aiohttp import web
 from isal import isal_zlib
 from pydantic import BaseModel, ValidationError
 
+from rollbook.access.guard import REFUSE, Problem, is_browser
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.group_checks import TrainingLimits
 from rollbook.ledger.atropos.batches import deliver_batch
 from rollbook.ledger.atropos.bodies import (
     KNOWN_ERRORS,
+    BrowserRefusedError,
+    InvalidRunNameError,
     bytes_response,
     deliver,
     error_response,
@@ -29,14 +32,16 @@ from rollbook.ledger.atropos.models import (
     RegisterEnv,
     Registration,
     check_storable,
+    invalid_body,
 )
 from rollbook.ledger.atropos.openapi import DOCS_PAGE, OPENAPI, VERBS
 from rollbook.ledger.atropos.posts import Incoming, Post
 from rollbook.ledger.atropos.rules import NoTrainerError, UnknownEnvError
 from rollbook.ledger.atropos.scored_data import PostedGroup, invalid_fields, read_group, read_groups, read_json
 from rollbook.ledger.atropos.service import AtroposService, open_atropos_service
-from rollbook.ledger.http.app import Dialect, LedgerService
+from rollbook.ledger.http.app import Dialect, LedgerService, refuse
 from rollbook.ledger.rules.run_transaction import UnknownRunError
+from rollbook.ledger.rules.runs import RUN_ID
 
 M = TypeVar("M", bound=BaseModel)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -58,6 +63,7 @@ def atropos_dialect(config: AtroposConfig, *, trainable: TrainingLimits | None =
         routes = _Routes(config, service, trainable or TrainingLimits())
         service.app.cleanup_ctx.append(routes.opened)
         service.app.middlewares.append(_atropos_errors)
+        service.app[REFUSE] = _refuse
         for prefix in ("", PREFIX):
             for method, path, handler in routes.table():
                 service.app.router.add_route(method, f"{prefix}{path}", handler)
@@ -71,7 +77,8 @@ class _Routes:
         self._trainable = trainable
         self._service = service
         self._open: dict[RunId, AtroposService] = {}
-        """One for each run that was requested."""
+        """One for each run that exists and was requested."""
+        self._opening = asyncio.Lock()
         self._stack = AsyncExitStack()
 
     def table(self) -> list[tuple[str, str, Handler]]:
@@ -90,7 +97,7 @@ class _Routes:
 
     async def register(self, request: web.Request) -> web.Response:
         message = await self._message(request, Registration)
-        run = await self._run(request)
+        run = await self._open_run(self._run_id(request))
         return json_response(request, {"uuid": await run.register(message)})
 
     async def register_env(self, request: web.Request) -> web.Response:
@@ -119,6 +126,7 @@ class _Routes:
         return json_response(request, {"batch_size": size, "max_token_len": length})
 
     async def batch(self, request: web.Request) -> web.StreamResponse:
+        _refuse_browsers(request)
         run = await self._run(request)
         try:
             async with run.batch() as handed:
@@ -145,7 +153,11 @@ class _Routes:
         incoming = Incoming(read)
         if size > LARGE_BODY_BYTES:
             await asyncio.to_thread(incoming.parse)
-        run = await self._run(request)
+        run_id = self._run_id(request)
+        if run_id not in self._open and not await self._exists(run_id):
+            # Only a valid post creates a run.
+            await asyncio.to_thread(incoming.require_groups)
+        run = await self._open_run(run_id)
         async with run.posted(incoming) as answer:
             return await deliver(request, json_response(request, answer))
 
@@ -157,6 +169,7 @@ class _Routes:
         return json_response(request, await (await self._run(request)).status_env(message.env_id))
 
     async def reset_data(self, request: web.Request) -> web.Response:
+        _refuse_browsers(request)
         await (await self._run(request)).reset()
         return web.Response(text="Reset successful")
 
@@ -166,24 +179,41 @@ class _Routes:
     async def docs(self, request: web.Request) -> web.Response:
         return bytes_response(request, DOCS_PAGE, content_type="text/html")
 
+    def _run_id(self, request: web.Request) -> RunId:
+        run_id = RunId(request.match_info.get("run", self._config.run))
+        if not RUN_ID.fullmatch(run_id):
+            raise InvalidRunNameError("a run is named with letters, digits, '.', '_' and '-', at most 128 characters")
+        return run_id
+
     async def _run(self, request: web.Request) -> AtroposService:
-        return await self._open_run(RunId(request.match_info.get("run", self._config.run)))
+        """The run of a request. One that does not exist answers as before a trainer registers, and is not kept."""
+        run_id = self._run_id(request)
+        if run_id in self._open or await self._exists(run_id):
+            return await self._open_run(run_id)
+        return self._new_service(run_id)
+
+    async def _exists(self, run_id: RunId) -> bool:
+        return await self._service.store.read(lambda tx: tx.runs.get(run_id)) is not None
 
     async def _open_run(self, run_id: RunId) -> AtroposService:
-        run = self._open.get(run_id)
-        if run is None:
-            service = self._service
-            opening = open_atropos_service(
-                run_id,
-                store=service.store,
-                config=self._config,
-                limits=service.config,
-                trainable=self._trainable,
-                clock=service.clock,
-                log=service.log,
-            )
-            run = self._open[run_id] = await self._stack.enter_async_context(opening)
-        return run
+        async with self._opening:
+            run = self._open.get(run_id)
+            if run is None:
+                run = await self._stack.enter_async_context(open_atropos_service(self._new_service(run_id)))
+                self._open[run_id] = run
+            return run
+
+    def _new_service(self, run_id: RunId) -> AtroposService:
+        service = self._service
+        return AtroposService(
+            run_id,
+            store=service.store,
+            config=self._config,
+            limits=service.config,
+            trainable=self._trainable,
+            clock=service.clock,
+            log=service.log,
+        )
 
     async def _body(self, request: web.Request) -> bytes:
         return await read_body(request, self._service.bodies, timeout_s=self._config.body_s)
@@ -207,9 +237,26 @@ def _list_post(groups: Sequence[PostedGroup]) -> Post:
     return Post(digest=f"list {digest}", groups=tuple(groups), is_list=True)
 
 
+def _refuse_browsers(request: web.Request) -> None:
+    """For a GET that changes something: every page can make a browser send a GET, by an image or a link."""
+    if is_browser(request):
+        raise BrowserRefusedError(
+            f"GET {request.path} changes data, so it is refused to browsers; use curl or a client"
+        )
+
+
+def _refuse(request: web.Request, problem: Problem, message: str) -> web.StreamResponse:
+    """The response to a request that the guard refused. As in the original, another content type is an invalid body."""
+    if request.path.startswith(NATIVE_PATHS):
+        return refuse(request, problem, message)
+    if problem is Problem.CONTENT_TYPE:
+        return error_response(request, invalid_body("model_attributes_type", (), message))
+    return json_response(request, {"detail": message}, status=problem.status)
+
+
 @web.middleware
 async def _atropos_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Errors in the form of the original, and its CORS headers, which allow browsers from every origin."""
+    """Errors in the form of the original, and its CORS headers. Only requests of allowed origins pass the guard."""
     if request.path.startswith(NATIVE_PATHS):
         return await handler(request)
     if request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers:

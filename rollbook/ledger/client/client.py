@@ -135,9 +135,10 @@ class LedgerClient:
         return await self._call(verbs.EXPLAIN, NOTHING, group=group_id)
 
     async def groups(
-        self, state: GroupState | None = None, *, limit: int = 100, offset: int = 0
+        self, state: GroupState | None = None, *, start: int = 0, limit: int = 100
     ) -> tuple[wire.GroupView, ...]:
-        return await self._call(verbs.GROUPS, wire.GroupQuery(state=state, limit=limit, offset=offset))
+        """A page of groups, from the admission sequence number `start` on."""
+        return await self._call(verbs.GROUPS, wire.GroupQuery(state=state, start=start, limit=limit))
 
     async def register_producer(self, name: str, *, weight: float = 1.0, min_share: float = 0.0) -> wire.ProducerView:
         """Register a producer that is not dispatched. Its groups are submitted with `producer=name`."""

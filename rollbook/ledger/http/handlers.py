@@ -128,7 +128,7 @@ class LedgerHandlers:
         return await send_statuses(http, self._ledger.statuses(run, quiet_s=KEEPALIVE_S))
 
     async def groups(self, request: wire.GroupQuery, run: RunId) -> list[wire.GroupView]:
-        found = await self._ledger.groups(run, request.state, limit=request.limit, offset=request.offset)
+        found = await self._ledger.groups(run, request.state, start=request.start, limit=request.limit)
         return [_group_view(group) for group in found]
 
     async def explain(self, _: wire.Empty, run: RunId, group: GroupId) -> wire.GroupHistory:
@@ -156,8 +156,9 @@ class LedgerHandlers:
             raise NotFoundError(f"run {run}: batch {step} is not decided")
         return found
 
-    async def publications(self, _: wire.Empty, run: RunId) -> list[Publication]:
-        return [record.contract for record in await self._ledger.publications(run)]
+    async def publications(self, request: wire.PublicationQuery, run: RunId) -> list[Publication]:
+        found = await self._ledger.publications(run, start=request.start, limit=request.limit)
+        return [record.contract for record in found]
 
     async def producers(self, _: wire.Empty, run: RunId) -> list[wire.ProducerView]:
         return [_producer_view(producer) for producer in await self._ledger.producers(run)]

@@ -179,9 +179,9 @@ PUBLICATIONS = _verb(
     "publications",
     "GET /v1/runs/{run}/publications",
     ALL_ROLES,
-    wire.Empty,
+    wire.PublicationQuery,
     tuple[Publication, ...],
-    "All registered weight publications.",
+    "A page of the registered weight publications, by id.",
 )
 PRODUCERS = _verb(
     "producers",

@@ -269,7 +269,16 @@ class ProducerView(Message, frozen=True, kw_only=True):
 class GroupQuery(Message, frozen=True, kw_only=True):
     state: Annotated[GroupState | None, msgspec.Meta(description="only groups in this state")] = None
     limit: Annotated[int, msgspec.Meta(ge=0, le=MAX_LISTED, description="maximum number of groups")] = 100
-    offset: Annotated[int, msgspec.Meta(ge=0, le=LARGEST, description="number of groups to skip")] = 0
+    start: Annotated[int, msgspec.Meta(ge=0, le=LARGEST, description="the first admission sequence number")] = (
+        msgspec.field(default=0, name="from")
+    )
+
+
+class PublicationQuery(Message, frozen=True, kw_only=True):
+    start: Annotated[int, msgspec.Meta(ge=0, le=LARGEST, description="the first publication id")] = msgspec.field(
+        default=0, name="from"
+    )
+    limit: Annotated[int, msgspec.Meta(ge=0, le=MAX_LISTED, description="maximum number of publications")] = MAX_LISTED
 
 
 class OutcomeQuery(Message, frozen=True, kw_only=True):

@@ -153,9 +153,11 @@ def drop_lost(run_tx: RunTransaction) -> int:
     return num_lost
 
 
-def delete_payloads(run_tx: RunTransaction, up_to_step: int, *, dropped_only: bool) -> tuple[int, int]:
-    """Delete the payloads that no step after `up_to_step` needs. Returns their number and their bytes."""
-    groups = run_tx.tx.groups.releasable(run_tx.run_id, up_to_step, dropped_only=dropped_only)
+def delete_payloads(
+    run_tx: RunTransaction, up_to_step: int, *, dropped_only: bool, limit: int = 1 << 31
+) -> tuple[int, int]:
+    """Delete up to `limit` payloads that no step after `up_to_step` needs. Returns their number and their bytes."""
+    groups = run_tx.tx.groups.releasable(run_tx.run_id, up_to_step, limit, dropped_only=dropped_only)
     for group in groups:
         run_tx.tx.payloads.delete(run_tx.run_id, group.group_id)
         run_tx.tx.groups.put(group.changed(has_payload=False))

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId
+from rollbook.contracts.group_checks import UnusableGroupError
 from rollbook.contracts.policy import NOT_SAMPLED, Publication, PublicationId
 from rollbook.ledger.records import GroupRecord, Origin, PublicationRecord
 from rollbook.ledger.rules.run_transaction import RunTransaction
@@ -18,7 +19,7 @@ def register(run_tx: RunTransaction, step: int, digest: str, *, epoch: int) -> P
     """Assign an id to weights before they are pushed. The same weights of the same trainer get the same id."""
     run_tx.fence(epoch)
     # Publications whose effective step is this step; demoted ones do not count.
-    of_step = [p for p in run_tx.tx.publications.all(run_tx.run_id, effective_from=step) if p.step == step]
+    of_step = [p for p in run_tx.tx.publications.effective_from(run_tx.run_id, step) if p.step == step]
     for known in of_step:
         if known.epoch == epoch and known.digest == digest:
             return known.contract
@@ -99,7 +100,7 @@ def oldest_effective_version(
     for publication_id in known:
         record = run_tx.tx.publications.get(run_tx.run_id, PublicationId(publication_id))
         if record is None:
-            raise RunError(
+            raise UnusableGroupError(
                 f"run {run_tx.run_id}: group {group_id} has tokens of publication {publication_id}, which was never registered; "
                 "its policy server serves the weights of another run"
             )
@@ -117,7 +118,7 @@ def demote_publications(run_tx: RunTransaction, step: int, *, epoch: int) -> int
 
     Returns the number of demoted publications. Decided batches do not change.
     """
-    demoted = [p for p in run_tx.tx.publications.all(run_tx.run_id, effective_from=step) if p.epoch < epoch]
+    demoted = [p for p in run_tx.tx.publications.effective_from(run_tx.run_id, step) if p.epoch < epoch]
     for record in demoted:
         run_tx.tx.publications.put(record.changed(effective_step=step - 1))
     ids = {int(record.id) for record in demoted}

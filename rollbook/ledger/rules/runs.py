@@ -140,5 +140,5 @@ def outcomes(tx: Transaction, run_id: RunId, *, after: int, limit: int) -> list[
             state=group.state,
             outcome=None if group.outcome is None else msgspec.json.decode(group.outcome, type=GroupOutcome),
         )
-        for group in tx.groups.after(run_id, after, min(limit, MAX_OUTCOMES))
+        for group in tx.groups.page(run_id, start=after + 1, limit=min(limit, MAX_OUTCOMES))
     ]

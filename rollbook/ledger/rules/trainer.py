@@ -59,7 +59,7 @@ def acknowledge(
             f"run {run.run_id}: step {step} cannot be acknowledged; {run.last_decided} batches are decided and the trainer of "
             f"epoch {epoch} has reached step {run.epoch_acknowledged}"
         )
-    before = run_tx.tx.steps.all(run_tx.run_id, step)
+    before = run_tx.tx.steps.of_step(run_tx.run_id, step)
     own = next((known for known in before if known.epoch == epoch), None)
     if own is not None and own.digest == digest:
         # A divergence is reported again, in case the first response was lost.
@@ -91,7 +91,7 @@ def acknowledge(
 
 
 def _demote_unreproduced(run_tx: RunTransaction, step: int, digest: str, epoch: int) -> None:
-    published = run_tx.tx.publications.all(run_tx.run_id, effective_from=step)
+    published = run_tx.tx.publications.effective_from(run_tx.run_id, step)
     if any(p.epoch < epoch and p.digest != digest for p in published):
         # An earlier trainer published this step and died before acknowledging it; its weights were not reproduced.
         demote_publications(run_tx, step, epoch=epoch)

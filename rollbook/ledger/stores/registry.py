@@ -58,7 +58,4 @@ def _postgres(url: str) -> _PostgresModule:
         raise RunError(
             f"a store of scheme {scheme!r} is unknown: use {SQLITE}DIRECTORY or postgresql://USER@HOST/DATABASE"
         )
-    try:
-        return cast(_PostgresModule, load_on_demand(POSTGRES_MODULE))
-    except ModuleNotFoundError as error:
-        raise RunError(f"a PostgreSQL store needs {error.name}: pip install 'rollbook[postgres]'") from error
+    return cast(_PostgresModule, load_on_demand(POSTGRES_MODULE))

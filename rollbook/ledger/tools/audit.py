@@ -117,7 +117,7 @@ def _check_rows_on_disk(tx: Transaction, findings: _Findings) -> None:
 def _check_publications(tx: Transaction, findings: _Findings) -> None:
     """Ids are contiguous, and the versions of the run are those of its publications."""
     run = findings.run
-    found = tx.publications.all(run.run_id, effective_from=-1)
+    found = list(tx.publications.each(run.run_id))
     findings.publications = {int(publication.id): publication for publication in found}
     findings.expect("publications", list(findings.publications), list(range(run.next_publication)))
     for publication in found:
@@ -354,8 +354,7 @@ def _check_positions(tx: Transaction, findings: _Findings) -> None:
 
 def _check_steps(tx: Transaction, findings: _Findings) -> None:
     run = findings.run
-    steps = tx.steps.all(run.run_id)
-    trained = sorted({step.step for step in steps})
+    trained = sorted({step.step for step in tx.steps.each(run.run_id)})
     findings.expect("trained steps", trained, list(range(1, run.last_acknowledged + 1)))
     if not run.durable_step <= run.last_acknowledged <= run.last_decided:
         findings.add(

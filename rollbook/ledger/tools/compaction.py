@@ -3,13 +3,14 @@
 A group's record, history, outcome and batch are kept forever; only its tokens are deleted.
 """
 
-from functools import partial
-
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.errors import RunError
 from rollbook.ledger.rules.groups import delete_payloads
 from rollbook.ledger.rules.run_transaction import find_run, run_transaction
 from rollbook.ledger.store import Store, Transaction
+
+PAYLOADS_PER_TRANSACTION = 1_000
+"""So that no transaction grows with the length of the run."""
 
 
 async def compact(
@@ -30,7 +31,6 @@ async def compact(
 
 
 async def _compact_run(store: Store, run_id: RunId, up_to_step: int | None, now: float) -> tuple[int, int]:
-    """One transaction per step, so that none grows with the length of the run."""
     run = await store.read(lambda tx: find_run(tx, run_id))
     last = run.durable_step if up_to_step is None else up_to_step
     if last > run.durable_step:
@@ -38,12 +38,13 @@ async def _compact_run(store: Store, run_id: RunId, up_to_step: int | None, now:
             f"run {run_id}: the last durable checkpoint is of step {run.durable_step}, so payloads up to {last} are still needed"
         )
 
-    def delete(tx: Transaction, step: int) -> tuple[int, int]:
+    def delete(tx: Transaction) -> tuple[int, int]:
         with run_transaction(tx, run_id, now) as run_tx:
-            return delete_payloads(run_tx, step, dropped_only=up_to_step is None)
+            return delete_payloads(run_tx, last, dropped_only=up_to_step is None, limit=PAYLOADS_PER_TRANSACTION)
 
     num_payloads = num_bytes = 0
-    for step in range(last + 1):
-        deleted = await store.write(partial(delete, step=step))
+    while True:
+        deleted = await store.write(delete)
         num_payloads, num_bytes = num_payloads + deleted[0], num_bytes + deleted[1]
-    return num_payloads, num_bytes
+        if deleted[0] < PAYLOADS_PER_TRANSACTION:
+            return num_payloads, num_bytes

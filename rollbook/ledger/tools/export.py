@@ -102,9 +102,9 @@ def _lines(tx: Transaction, run_id: RunId, extensions: Sequence[RunExtension]) -
         )
     for batch in tx.batches.each(run_id):
         yield BatchLine(record=batch)
-    for step in tx.steps.all(run_id):
+    for step in tx.steps.each(run_id):
         yield StepLine(record=step)
-    for publication in tx.publications.all(run_id):
+    for publication in tx.publications.each(run_id):
         yield PublicationLine(record=publication)
     for extension in extensions:
         data = extension.export_run(tx, run_id)

@@ -6,12 +6,16 @@ A session is one episode. It is named in the path (`/s/SESSION/v1`, so that a `b
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Protocol
 
 import msgspec
 from aiohttp import web
 
+from rollbook.access.guard import REFUSE, AllowedClients, Problem
+from rollbook.access.server import serve_app
+from rollbook.access.tokens import bearer_token
+from rollbook.concurrency.sockets import listening_socket
 from rollbook.contracts.errors import EpisodeError, RollbookError, TransientError
 from rollbook.contracts.policy import SamplingParams
 from rollbook.rollout.agents.chat_completions import chat_chunks, chat_reply, chat_request, models
@@ -32,12 +36,20 @@ class MakeSession(Protocol):
 
 
 class ProxyServer:
-    def __init__(self, make_session: MakeSession, *, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self,
+        make_session: MakeSession,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        allowed: AllowedClients | None = None,
+    ) -> None:
         self._make_session = make_session
         self._host = host
         self._port = port
+        self._allowed = allowed
         self._sessions: dict[str, ProxySession] = {}
-        self._runner: web.AppRunner | None = None
+        self._stack = AsyncExitStack()
         self._starting = asyncio.Lock()
         self._url = ""
 
@@ -59,21 +71,19 @@ class ProxyServer:
     async def start(self) -> str:
         """Listen, if not done yet. Returns the URL."""
         async with self._starting:
-            if self._runner is None:
-                runner = web.AppRunner(self.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
-                await runner.setup()
-                await web.TCPSite(runner, self._host, self._port).start()
-                host, port = runner.addresses[0][:2]
-                self._url = f"http://{host}:{port}"
-                self._runner = runner
+            if not self._url:
+                sock = listening_socket(self._host, self._port)
+                self._url = await self._stack.enter_async_context(
+                    serve_app(self.app(), sock, allowed=self._allowed, drain_s=1.0)
+                )
             return self._url
 
     async def close(self) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
+        await self._stack.aclose()
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app[REFUSE] = _refuse
         for prefix in ("", "/s/{session}"):
             app.router.add_post(f"{prefix}/v1/chat/completions", self._chat)
             app.router.add_post(f"{prefix}/v1/responses", self._responses)
@@ -88,7 +98,7 @@ class ProxyServer:
             turn = await session.complete(chat_request(body))
             return chat_reply(body, turn), chat_chunks(body, turn)
 
-        return await self._respond(request, complete)
+        return await self.respond(request, complete)
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:
         async def complete(session: ProxySession, body: Mapping[str, Any]) -> tuple[Any, Iterable[bytes]]:
@@ -98,17 +108,18 @@ class ProxyServer:
             session.responses[reply["id"]] = turn.messages[1 if body.get("instructions") else 0 :]
             return reply, responses_events(reply)
 
-        return await self._respond(request, complete)
+        return await self.respond(request, complete)
 
-    async def _respond(self, request: web.Request, complete: Callable[..., Any]) -> web.StreamResponse:
+    async def respond(self, request: web.Request, complete: Callable[..., Any]) -> web.StreamResponse:
         try:
-            session = self._session_of(request)
+            name = self.name_of(request)
+            session = self._sessions.get(name) or self.unknown_session(name)
             body = msgspec.json.decode(await request.read())
             if not isinstance(body, dict):
                 raise BadChatError("the body must be a JSON object")
             reply, stream = await complete(session, body)
-        except msgspec.DecodeError as error:
-            return _error(400, "invalid_request_error", f"the body is not JSON: {error}")
+        except (msgspec.DecodeError, RecursionError) as error:
+            return _error(400, "invalid_request_error", f"the body is not JSON, or nested too deeply: {error}")
         except BadChatError as error:
             return _error(400, "invalid_request_error", str(error), error.param)
         except UnknownSessionError as error:
@@ -123,10 +134,10 @@ class ProxyServer:
             return _error(500, "run_failed", str(error))
         return await _stream(request, stream) if body.get("stream") else _json(reply)
 
-    def _session_of(self, request: web.Request) -> ProxySession:
-        key = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        name = request.match_info.get("session") or request.headers.get(SESSION_HEADER) or key
-        return self._sessions.get(name) or self.unknown_session(name)
+    def name_of(self, request: web.Request) -> str:
+        """The name of the session: in the path, in a header, or as the API key."""
+        key = bearer_token(request.headers.get("Authorization"))
+        return request.match_info.get("session") or request.headers.get(SESSION_HEADER) or key
 
     def unknown_session(self, name: str) -> ProxySession:
         """For a name that is not open. An error in a worker; `rollbook proxy` opens a session instead."""
@@ -178,3 +189,7 @@ def _error(status: int, kind: str, message: str, param: str | None = None) -> we
     # The policy client has retried within the episode's deadline; retries of the agent would only hide the cause.
     response.headers["x-should-retry"] = "false"
     return response
+
+
+def _refuse(_: web.Request, problem: Problem, message: str) -> web.StreamResponse:
+    return _error(problem.status, "invalid_request_error", message)

@@ -5,11 +5,10 @@ handle is opened with `async with`; the worker is ready when the block begins an
 """
 
 import asyncio
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from rollbook.concurrency.child_process.process import ChildEndedError, ChildProcess, ChildSpec, python_path
+from rollbook.concurrency.child_process.process import ChildEndedError, ChildProcess, ChildSpec, python_environment
 from rollbook.concurrency.shield import finish
 from rollbook.contracts.errors import RunError, WorkerError
 from rollbook.rollout.groups.player import GroupOrder
@@ -130,7 +129,7 @@ async def open_worker(
     pickled = spec.pickled()
     command = ChildSpec(
         module="rollbook.rollout.workers.main",
-        environment={**os.environ, "PYTHONPATH": python_path(), "PYTHONUNBUFFERED": "1"},
+        environment={**python_environment(), "PYTHONUNBUFFERED": "1"},
         output=lambda pid, line: log.info("rollout.worker_output", pid=pid, line=line),
     )
     child = await ChildProcess.start(command)

@@ -3,16 +3,23 @@
 import json
 import time
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId, GroupState, PromptGroup
+from rollbook.contracts.plugin import load_on_demand
 from rollbook.contracts.trajectory import RolloutSample, TokenRow
 from rollbook.dashboard.run_files import summarise
 from rollbook.ledger.records import GroupRecord
-from rollbook.rollout.chat.provenance import Span, spans_of
-from rollbook.rollout.chat.tokenizer import ModelTokenizer
+from rollbook.rollout.chat.provenance import Pieces, Span, spans_of
+from rollbook.rollout.contract import Tokenizer
 from rollbook.rollout.dispatch.selection_bias import PlayedGroup, compare
 from rollbook.run.record import RunRecordReader
+
+
+class _Tokenizer(Tokenizer, Pieces, Protocol):
+    """Implemented by `ModelTokenizer`, which needs the extra `rollout`; only the view of one group needs it."""
+
 
 BIAS_WINDOW_GROUPS = 2000
 """The newest groups that the check for selection bias covers."""
@@ -28,8 +35,8 @@ def overview_lines(run: RunRecordReader) -> Iterator[str]:
     if status.dropped:
         yield "dropped     " + ", ".join(f"{count} {kind}" for kind, count in status.dropped.items())
     if figures.steps:
-        yield f"reward      {_number(figures.reward_first)} → {_number(figures.reward_last)}"
-        yield f"solved      {_number(figures.solved_first)} → {_number(figures.solved_last)}"
+        yield f"reward      {_number(figures.reward.first)} → {_number(figures.reward.last)}"
+        yield f"solved      {_number(figures.solved.first)} → {_number(figures.solved.last)}"
         yield f"lag         at most {figures.max_lag} of {run.config.gate.max_head_offpolicy_versions} allowed"
     yield "bias        " + _selection_bias(run)
     yield "end         " + ("finished" if status.ended else "not finished: `rollbook train` on this directory resumes")
@@ -38,7 +45,7 @@ def overview_lines(run: RunRecordReader) -> Iterator[str]:
 def _selection_bias(run: RunRecordReader) -> str:
     """Whether the trained groups differ from all dispatched groups, over the newest groups."""
     first = max(0, run.status().opened - BIAS_WINDOW_GROUPS)
-    rows = run.groups(state=None, limit=BIAS_WINDOW_GROUPS, offset=first)
+    rows = run.groups(state=None, start=first, limit=BIAS_WINDOW_GROUPS)
     report = compare(
         PlayedGroup.from_ledger(
             json.loads(row.outcome) if row.outcome else {}, state=row.state, drop_reason=row.drop_reason
@@ -53,12 +60,12 @@ def _selection_bias(run: RunRecordReader) -> str:
     return f"trained groups are like the dispatched ones (distance: {distances}; {report.left_out_share:.0%} left out)"
 
 
-def groups_lines(run: RunRecordReader, *, state: str | None, limit: int, offset: int) -> Iterator[str]:
+def groups_lines(run: RunRecordReader, *, state: str | None, limit: int, start: int) -> Iterator[str]:
     if state is not None and state not in list(GroupState):
         raise RunError(f"unknown state {state!r}; the states of a group are {', '.join(GroupState)}")
     wanted = None if state is None else GroupState(state)
     yield f"{'sequence':>8}  {'group':<28} {'state':<10} {'step':>5} {'tries':>5}  {'reward':>7}  note"
-    for group in run.groups(state=wanted, limit=limit, offset=offset):
+    for group in run.groups(state=wanted, start=start, limit=limit):
         outcome = json.loads(group.outcome) if group.outcome else {}
         step = "" if group.step is None else str(group.step)
         yield (
@@ -76,7 +83,8 @@ def group_lines(run: RunRecordReader, group_id: str) -> Iterator[str]:
     if group is None:
         yield "its payload was deleted" if record.payload_digest else "it was never submitted"
         return
-    yield from _samples(group, ModelTokenizer.from_directory(run.directory.initial_model))
+    tokenizers = load_on_demand("rollbook.rollout.chat.tokenizer:ModelTokenizer")
+    yield from _samples(group, tokenizers.from_directory(run.directory.initial_model))
 
 
 def _life(record: GroupRecord) -> Iterator[str]:
@@ -89,7 +97,7 @@ def _life(record: GroupRecord) -> Iterator[str]:
     )
 
 
-def _samples(group: PromptGroup, tokenizer: ModelTokenizer) -> Iterator[str]:
+def _samples(group: PromptGroup, tokenizer: _Tokenizer) -> Iterator[str]:
     for number, sample in enumerate(group.samples):
         yield ""
         yield f"sample {number}: {_result(sample)}"
@@ -113,7 +121,7 @@ def _result(sample: RolloutSample) -> str:
     return f"{scored}{solved}, ended {sample.finish_reason}, {len(sample.turns)} turns, {sample.num_trained} trained tokens"
 
 
-def _tokens(row: TokenRow, spans: Sequence[Span], tokenizer: ModelTokenizer) -> Iterator[str]:
+def _tokens(row: TokenRow, spans: Sequence[Span], tokenizer: _Tokenizer) -> Iterator[str]:
     """Token by token: its author, and for trained tokens the logprob and the version that sampled it."""
     yield f"  {'at':>4} {'id':>7}  {'token':<20} {'author':<10} {'logprob':>9} {'version':>7} trained"
     for span in spans:

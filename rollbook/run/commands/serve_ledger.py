@@ -11,8 +11,9 @@ from typing import Any
 import uvloop
 from pydantic import SecretStr
 
+from rollbook.access.guard import is_loopback
+from rollbook.access.tokens import steering_token_file
 from rollbook.contracts.admission import RunId
-from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.plugin import load_on_demand
 from rollbook.ledger.atropos.config import AtroposConfig
@@ -38,7 +39,10 @@ def serve(
     host: str,
     port: int,
     durability: str,
+    token_file: Path | None,
     tokens: dict[str, Sequence[str]],
+    allowed_hosts: Sequence[str],
+    allowed_origins: Sequence[str],
     ready_file: Path | None,
     atropos_run: str | None,
     say: Callable[[str], None],
@@ -49,6 +53,9 @@ def serve(
         host=host,
         port=port,
         ready_file=ready_file,
+        token_file=steering_token_file(token_file, host=host, has_others=any(tokens.values())),
+        allowed_hosts=tuple(allowed_hosts),
+        allowed_origins=tuple(allowed_origins),
         ledger=LedgerConfig(durability=Durability(durability)),
         producer_tokens=tuple(SecretStr(token) for token in tokens.get("producer", ())),
         trainer_tokens=tuple(SecretStr(token) for token in tokens.get("trainer", ())),
@@ -56,6 +63,9 @@ def serve(
     )
     dialects = [] if atropos_run is None else [atropos_dialect(AtroposConfig(run=atropos_run))]
     say(f"opening {store} ({durability}), listening on {host}:{port}")
+    if config.token_file is not None:
+        needs_it = "requests of a trainer need" if is_loopback(host) and not any(tokens.values()) else "requests need"
+        say(f"{needs_it} the token in {config.token_file}: 'Authorization: Bearer …'")
     uvloop.run(serve_ledger(config, log=EventLog("ledger"), dialects=dialects))
 
 
@@ -76,20 +86,11 @@ def export_run(store: str, run: str, target: Path) -> dict[str, Any]:
         if target.suffix == ".jsonl":
             report = export_jsonl(reader, RunId(run), target, extensions=[AtroposExtension()])
         else:
-            report = _export_parquet()(reader, RunId(run), target)
+            export: Callable[[Reader, RunId, Path], ExportReport] = load_on_demand(
+                "rollbook.ledger.tools.parquet:export_parquet"
+            )
+            report = export(reader, RunId(run), target)
     return {**asdict(report), "files": [str(path) for path in report.files]}
-
-
-def _export_parquet() -> Callable[[Reader, RunId, Path], ExportReport]:
-    try:
-        export: Callable[[Reader, RunId, Path], ExportReport] = load_on_demand(
-            "rollbook.ledger.tools.parquet:export_parquet"
-        )
-    except ImportError as error:
-        raise RunError(
-            f"Parquet needs the extra `parquet` ({error}); install it, or export to a .jsonl file"
-        ) from error
-    return export
 
 
 def import_run_file(store: str, source: Path, *, as_run: str | None) -> dict[str, Any]:

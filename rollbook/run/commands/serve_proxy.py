@@ -6,6 +6,7 @@ token by token as one line of JSON. Sessions that are open at the end are record
 
 import asyncio
 import signal
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,10 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
+from rollbook.access.guard import AllowedClients, Handler, is_loopback
+from rollbook.access.tokens import Secret, bearer_token
 from rollbook.contracts.errors import RollbookError, RunError
 from rollbook.contracts.policy import SamplingParams
 from rollbook.inference.client.client import open_policy_client
@@ -39,6 +43,8 @@ class ProxyOptions:
     temperature: float
     assembler: str
     tool_parser: str
+    token: str | None = None
+    allowed: AllowedClients | None = None
 
 
 class RecordingProxy(ProxyServer):
@@ -47,20 +53,41 @@ class RecordingProxy(ProxyServer):
     def __init__(
         self, options: ProxyOptions, policy: EpisodePolicy, tokenizer: ModelTokenizer, sampling: SamplingParams
     ) -> None:
-        super().__init__(self._make, host=options.host, port=options.port)
+        if options.token is None and not is_loopback(options.host):
+            raise RunError(f"{options.host} can be reached from other machines: --token-file is required")
+        super().__init__(self._make, host=options.host, port=options.port, allowed=options.allowed)
+        self._secret = None if options.token is None else Secret(options.token)
         self._options = options
         self._policy = policy
         self._tokenizer = tokenizer
         self._sampling = sampling
+        self._running: Counter[str] = Counter()
+        """Requests in progress, by session."""
 
     def unknown_session(self, name: str) -> ProxySession:
         session = self._make(assembler=self._options.assembler, tool_parser=self._options.tool_parser)
         self._sessions[name] = session
         return session
 
+    async def respond(self, request: web.Request, complete: Callable[..., Any]) -> web.StreamResponse:
+        """A session whose requests all failed is removed, so that names cannot fill the memory."""
+        name = self.name_of(request)
+        self._running[name] += 1
+        try:
+            return await super().respond(request, complete)
+        finally:
+            self._running[name] -= 1
+            if self._running[name] == 0:
+                del self._running[name]
+                session = self._sessions.get(name)
+                if session is not None and session.num_turns == 0:
+                    del self._sessions[name]
+
     def app(self) -> web.Application:
         app = super().app()
         app.router.add_post("/s/{session}/end", self._end)
+        if self._secret is not None:
+            app.middlewares.append(_require_token(self._secret))
         return app
 
     def write_open_sessions(self) -> None:
@@ -100,6 +127,16 @@ class RecordingProxy(ProxyServer):
             parser=load_parser(tool_parser),
             assembler=assembler,
         )
+
+
+def _require_token(secret: Secret) -> Middleware:
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if secret.matches(bearer_token(request.headers.get("Authorization"))):
+            return await handler(request)
+        return web.json_response({"error": "a token is required: use it as the API key"}, status=401)
+
+    return check
 
 
 async def serve_proxy(options: ProxyOptions, *, ready: Callable[[str], None]) -> None:

@@ -4,14 +4,15 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rollbook.concurrency.child_process.process import python_command, python_environment
 from rollbook.contracts.errors import RunError
+from rollbook.contracts.plugin import require_libraries
 from rollbook.run.config.sft import MANIFEST, LoadedSftConfig, dump_sft_toml, load_sft_config
 from rollbook.run.directory import RunDirectory, RunDirectoryError
 
@@ -24,9 +25,10 @@ class SftReport:
 
 def run_sft(source: Path, *, out: Path | None, overrides: Sequence[str]) -> SftReport:
     """Train from a config file, or resume an output directory."""
+    require_libraries("torch", "transformers")
     loaded, directory = _resolve(source, out, overrides)
     _prepare(directory.path)
-    command = [sys.executable, "-m", "rollbook.run.processes.sft", str(directory.path), str(loaded.source_dir)]
+    command = python_command("rollbook.run.processes.sft", str(directory.path), str(loaded.source_dir))
     return _run(command, directory.path, config=dump_sft_toml(loaded), threads=loaded.config.trainer.threads)
 
 
@@ -65,7 +67,7 @@ def _run(command: list[str], path: Path, *, config: str, threads: int) -> SftRep
             stdout=subprocess.PIPE,
             text=True,
             pass_fds=(watch_read,),
-            env={**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"},
+            env={**python_environment(), "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"},
         )
         # Ctrl-C reaches the child too: it finishes its step, writes a checkpoint and prints how to resume.
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -18,6 +18,7 @@ from typing import Protocol, cast
 
 import uvloop
 
+from rollbook.access.tokens import read_token
 from rollbook.concurrency.child_process.child import connect_to_parent, die_with_parent, heartbeat
 from rollbook.concurrency.child_process.frames import BlockingFrames
 from rollbook.concurrency.exception_groups import first_error
@@ -48,6 +49,17 @@ ROLES: dict[str, str] = {
 }
 
 
+# What a role does from its start until it is ready.
+STARTS: dict[str, str] = {
+    "ledger": "opening its store",
+    "policy": "loading the model",
+    "vllm": "waiting for the vLLM server to load the model",
+    "env": "starting environments",
+    "rollout": "loading the tasks",
+    "evaluation": "starting its workers and its policy server",
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleContext:
     """What every role is given."""
@@ -64,6 +76,11 @@ class RoleContext:
     """The listening socket of a server role, opened by the supervisor."""
     draining: asyncio.Event = field(default_factory=asyncio.Event)
     """Set by SIGTERM: finish the current work and end."""
+
+    @property
+    def token(self) -> str:
+        """The token of the run. It is passed by file: arguments and environment of a process can be seen by others."""
+        return read_token(self.directory.token_file)
 
     def listening(self) -> socket.socket:
         if self.server_socket is None:
@@ -86,9 +103,8 @@ def main(argv: list[str] | None = None) -> int:
     spans = SpanRecorder(args.name, directory.span_file(args.name))
     log.info("process.started", pid=os.getpid(), role=args.role)
     try:
-        source_dir = Path(directory.read_manifest()["source_dir"])
-        loaded = load_resolved_config(directory.config_file, source_dir=source_dir)
-        extend_search_path([loaded.source_dir])
+        loaded = load_resolved_config(directory)
+        extend_search_path(loaded.search_path)
         context = RoleContext(
             role=args.role,
             directory=directory,
@@ -99,7 +115,9 @@ def main(argv: list[str] | None = None) -> int:
             addresses=json.loads(args.addresses),
             server_socket=socket.socket(fileno=args.socket_fd) if args.socket_fd is not None else None,
         )
+        channel.doing("importing its modules")
         module = cast(RoleModule, load_on_demand(ROLES[args.role]))
+        channel.doing(STARTS.get(args.role, "starting"))
         return uvloop.run(_play(module, context))
     except Exception as error:
         return exit_code_of(error, channel, log)

@@ -3,14 +3,19 @@
 import asyncio
 import contextlib
 import json
-import os
 import signal
 import socket
 import time
 from collections.abc import Callable
 from enum import StrEnum
 
-from rollbook.concurrency.child_process.process import EXIT_S, ChildEndedError, ChildProcess, ChildSpec
+from rollbook.concurrency.child_process.process import (
+    EXIT_S,
+    ChildEndedError,
+    ChildProcess,
+    ChildSpec,
+    python_environment,
+)
 from rollbook.run.directory import RunDirectory
 from rollbook.run.supervision.channel import Report, ReportKind, decode_report
 
@@ -64,7 +69,7 @@ class SupervisedProcess:
         self._spec = ChildSpec(
             module="rollbook.run.supervision.child_main",
             arguments=arguments,
-            environment={**os.environ, **(env or {})},
+            environment={**python_environment(), **(env or {})},
             inherited_fds=[listening.fileno()] if listening else [],
             # Ctrl-C in the terminal reaches only the supervisor, which decides what it means.
             has_own_group=True,

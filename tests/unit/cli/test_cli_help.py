@@ -1,27 +1,129 @@
-"""Every verb explains itself."""
+"""Every verb explains itself, quickly and without optional libraries."""
 
+import json
+import re
+import subprocess
+import sys
+import tomllib
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from rollbook.cli.main import app
+from rollbook.cli.main import VERBS, Verb, app
+from rollbook.contracts.plugin import EXTRAS
+
+ROOT = Path(__file__).parents[3]
+# Modules that a distribution with another name provides, and those that other dependencies of the extra bring.
+DISTRIBUTIONS = {"yaml": "pyyaml", "botocore": "awscli"}
 
 
-def verbs(group: typer.Typer, before: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    yield before
-    for command in group.registered_commands:
-        assert command.callback is not None
-        yield (*before, command.name or command.callback.__name__)
-    for inner in group.registered_groups:
-        assert inner.typer_instance is not None
-        assert inner.name is not None
-        yield from verbs(inner.typer_instance, (*before, str(inner.name)))
+def commands() -> Iterator[tuple[str, ...]]:
+    yield ()
+    for name, (path, summary) in VERBS.items():
+        yield (name,)
+        found = Verb(name, path, summary).load()
+        yield from ((name, inner) for inner in getattr(found, "commands", ()))
 
 
-@pytest.mark.parametrize("verb", sorted(verbs(app)), ids=" ".join)
+@pytest.mark.parametrize("verb", sorted(commands()), ids=" ".join)
 def test_help_is_shown(verb: tuple[str, ...]) -> None:
-    told = CliRunner().invoke(app, [*verb, "--help"])
-    assert told.exit_code == 0, told.exception
-    assert "Usage" in told.output
+    shown = CliRunner().invoke(app, [*verb, "--help"])
+    assert shown.exit_code == 0, shown.exception
+    assert "Usage" in shown.output
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_line_of_a_verb_fits_the_help(verb: str) -> None:
+    assert VERBS[verb][1] in CliRunner().invoke(app, ["--help"], terminal_width=80).output
+
+
+def test_an_unknown_verb_is_answered_with_similar_ones() -> None:
+    shown = CliRunner().invoke(app, ["trian"])
+    assert shown.exit_code == 2
+    assert "Did you mean 'train'?" in shown.output
+
+
+def run_without(libraries: set[str], arguments: list[list[str]]) -> list[dict[str, Any]]:
+    """Each command line in one process where these libraries cannot be imported: exit code, output, loaded modules."""
+    code = f"""
+import contextlib, io, json, sys
+
+sys.modules.update(dict.fromkeys({sorted(libraries)!r}))  # as if they were not installed
+from rollbook.cli.main import main
+
+for arguments in {arguments!r}:
+    sys.argv = ["rollbook", *arguments]
+    output, status = io.StringIO(), 0
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        try:
+            main()
+        except SystemExit as exit:
+            status = exit.code
+    print(json.dumps({{"verb": arguments, "status": status or 0, "output": output.getvalue(), "loaded": list(sys.modules)}}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_every_verb_shows_its_help_without_optional_libraries() -> None:
+    results = run_without(set(EXTRAS), [[*verb, "--help"] for verb in sorted(commands())])
+    assert [result for result in results if result["status"] != 0 or "Usage" not in result["output"]] == []
+
+
+def test_the_list_of_verbs_imports_no_verb_and_no_large_library() -> None:
+    [result] = run_without(set(EXTRAS), [["--help"]])
+    large = {"rich", "pydantic", "numpy", "aiohttp", "msgspec"}
+    assert large & set(result["loaded"]) == set()
+    assert {name for name in result["loaded"] if name.startswith("rollbook.")} <= {
+        "rollbook.cli",
+        "rollbook.cli.main",
+        "rollbook.cli.arguments",
+        "rollbook.contracts",
+        "rollbook.contracts.errors",
+        "rollbook.contracts.plugin",
+        "rollbook.contracts.user_errors",
+    }
+
+
+def test_a_verb_whose_library_is_missing_names_the_extra(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
+    results = run_without(
+        set(EXTRAS),
+        [
+            ["demo", "--run-dir", str(tmp_path / "run")],
+            ["tokens", "check", "--model", str(tmp_path)],
+            ["proxy", "--policy", "http://127.0.0.1:9", "--model", str(tmp_path)],
+            ["policy", "serve", "--model", str(tmp_path)],
+            ["env", "serve", "--env", "aws"],
+            ["ledger", "serve", "--store", "postgresql://nobody@127.0.0.1:9/none"],
+        ],
+    )
+    named = {result["verb"][0]: re.findall(r"pip install 'rollbook\[(\w+)\]'", result["output"]) for result in results}
+    assert named == {
+        "demo": ["train"],
+        "tokens": ["rollout"],
+        "proxy": ["rollout"],
+        "policy": ["train"],
+        "env": ["aws"],
+        "ledger": ["postgres"],
+    }, results
+    assert {result["status"] for result in results} == {1}
+
+
+def test_each_optional_library_belongs_to_the_extra_that_the_package_declares() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = {
+        extra: {re.split(r"[\[>=<;]", requirement)[0].replace("-", "_").lower() for requirement in requirements}
+        for extra, requirements in project["optional-dependencies"].items()
+    }
+    wrong = {
+        library: extra
+        for library, extra in EXTRAS.items()
+        if DISTRIBUTIONS.get(library, library) not in declared[extra]
+    }
+    assert wrong == {}

@@ -1,8 +1,22 @@
 """Parsing the agent's reply into a command or a refusal."""
 
-import pytest
+import shlex
 
-from rollbook.envs.builtin.awscli.commands import Command, Refusal, Verb, parse_move, split
+import pytest
+from awscli.clidriver import create_clidriver  # type: ignore[import-untyped]  # the package ships no types
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollbook.envs.builtin.awscli.commands import (
+    GLOBAL_OPTIONS,
+    REFUSED_OPTIONS,
+    Command,
+    Refusal,
+    Verb,
+    parse_move,
+    positionals,
+    split,
+)
 
 
 def parsed(action: str) -> Command:
@@ -107,6 +121,44 @@ def test_options_that_leave_the_sandbox_are_refused_also_when_abbreviated(option
     assert "not available" in refused(f"aws s3 ls {option}")
 
 
+@given(st.sampled_from(sorted(REFUSED_OPTIONS)), st.data())
+def test_every_abbreviation_of_a_refused_option_is_refused_wherever_it_is_written(
+    name: str, data: st.DataObject
+) -> None:
+    option = name[: data.draw(st.integers(3, len(name)))]
+    written = data.draw(st.sampled_from([[option], [option, "x"], [f"{option}=x"], [option, "x", option, "y"]]))
+    words = ["s3api", "list-objects", "--bucket", "b"]
+    place = data.draw(st.integers(0, len(words)))
+    assert "not available" in refused(shlex.join(["aws", *words[:place], *written, *words[place:]]))
+
+
+def test_the_end_of_options_mark_is_refused() -> None:
+    """After it, the endpoint that is added to every command would not be read as an option."""
+    assert "-- is not available" in refused("aws s3api list-buckets --")
+
+
+def test_the_list_of_global_options_is_that_of_the_installed_cli() -> None:
+    table = create_clidriver()._get_argument_table()
+    takes_value = {
+        f"--{name}": argument._action not in {"store_true", "store_false", "version"}
+        for name, argument in table.items()
+    }
+    assert takes_value == GLOBAL_OPTIONS
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--region eu-west-1 s3api list-buckets", ["s3api", "list-buckets"]),
+        ("--reg=eu-west-1 s3api --ou json list-buckets", ["s3api", "list-buckets"]),
+        ("s3api --no-paginate list-objects --bucket get-it", ["s3api", "list-objects"]),
+        ("s3 cp a s3://b/k --query x", ["s3", "cp", "a", "s3://b/k"]),
+    ],
+)
+def test_the_service_and_the_operation_are_found_between_global_options(line: str, words: list[str]) -> None:
+    assert positionals(line.split()) == words
+
+
 @pytest.mark.parametrize("word", ["file:///etc/passwd", "fileb://x.zip", "Code=fileb:///etc/shadow"])
 def test_local_files_as_parameters_are_refused(word: str) -> None:
     assert "cannot be read from files" in refused(f"aws lambda create-function --x {word}")
@@ -121,7 +173,9 @@ def test_paths_inside_the_working_directory_are_accepted() -> None:
     assert parsed("aws s3 cp site/index.html s3://b/k").argv[2] == "site/index.html"
 
 
-@pytest.mark.parametrize("service", ["configure set region x", "history list"])
+@pytest.mark.parametrize(
+    "service", ["configure set region x", "history list", "--region x configure list", "--out=json history show"]
+)
 def test_the_configuration_of_the_cli_is_not_available(service: str) -> None:
     assert "not available" in refused(f"aws {service}")
 
@@ -143,6 +197,9 @@ def test_a_very_long_line_is_refused() -> None:
         ("aws dynamodb update-table --table-name t", False),
         ("aws s3 mb s3://b", False),
         ("aws getaway", False),
+        ("aws s3api --query get-it create-bucket --bucket b", False),
+        ("aws s3api create-bucket --bucket help", False),
+        ("aws --region us-east-1 s3api list-buckets", True),
     ],
 )
 def test_only_commands_that_surely_change_nothing_are_read_only(line: str, is_read_only: bool) -> None:

@@ -21,7 +21,6 @@ from rollbook.envs.builtin.awscli.tasks.setup import kept_values
 from rollbook.envs.builtin.awscli.tasks.task_bank import (
     AwsTask,
     Check,
-    Question,
     Split,
     Step,
     Tier,
@@ -59,6 +58,22 @@ def test_goals_that_held_at_the_start_earn_nothing() -> None:
     assert potential(start, start=start) == 0.0
     assert potential(CheckResults(goals=(False, True)), start=start) == 0.0
     assert potential(CheckResults(goals=(True, True)), start=start) == 1.0
+
+
+def test_a_goal_of_absence_earns_nothing_until_all_other_goals_hold() -> None:
+    start = CheckResults(goals=(False, False, False), absences=frozenset({1, 2}))
+    deleted = CheckResults(goals=(False, True, True), absences=frozenset({1, 2}))
+    assert potential(deleted, start=start) == 0.0
+    assert potential(CheckResults(goals=(True, True, False), absences=frozenset({1, 2})), start=start) == pytest.approx(
+        2 / 3
+    )
+
+
+@pytest.mark.parametrize("expectation", [{"absent": True}, {"count": 0}])
+def test_a_task_that_an_empty_account_would_solve_is_refused(expectation: dict[str, Any]) -> None:
+    gone = {"says": "it is gone", "call": "s3.list_buckets", "query": "Buckets[?Name=='x']", **expectation}
+    with pytest.raises(RunError, match=r"'it is gone' also holds in an empty account: add `keeps`"):
+        parse_task(bucket_task(checks=[gone]), where="row")
 
 
 def test_an_unsolved_state_has_less_value_than_a_solution_with_every_hint() -> None:
@@ -139,11 +154,10 @@ def test_a_check_with_two_expectations_is_refused() -> None:
 @pytest.mark.parametrize(
     ("truth", "reply", "is_true"),
     [("media-1", "media-1", True), ("media-1", '"Media-1".', True), (3, "3", True), (80.0, "80", True), ("a", "b", False),
-     (["b", "a"], "a, b", True), (["a"], "a b", False), (None, "none", False)],
+     (["b", "a"], "a, b", True), (["a"], "a b", False)],
 )  # fmt: skip
 def test_an_answer_is_compared_with_the_truth(truth: Any, reply: str, is_true: bool) -> None:
-    question = Question.model_validate({"call": "s3.list_buckets", "query": "v"})
-    assert is_right(question, ApiAnswer(result={"v": truth}), {}, reply) is is_true
+    assert is_right(truth, reply) is is_true
 
 
 def test_an_unknown_variable_is_reported_and_a_dollar_sign_stays() -> None:

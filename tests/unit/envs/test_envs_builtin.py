@@ -1,5 +1,6 @@
 """Rewards and refusals of arithmetic, maths and the terminal."""
 
+import threading
 from contextlib import suppress
 from typing import Any
 
@@ -7,12 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollbook.contracts.environment import Observation
 from rollbook.envs.builtin.arithmetic import SIGNS, Arithmetic, arithmetic_tasks
 from rollbook.envs.builtin.maths import Maths
 from rollbook.envs.builtin.maths_answers import as_number, final_answer, is_same_answer
 from rollbook.envs.builtin.terminal.commands import run_line
 from rollbook.envs.builtin.terminal.environment import MAX_OUTPUT_CHARS, TASKS, Terminal, command_of
 from rollbook.envs.builtin.terminal.files import MAX_BYTES, CommandError, FileTree
+from rollbook.envs.environment import EnvironmentAdapter
 
 GSM8K = {"question": "How many clips?", "answer": "In May 48/2 = <<48/2=24>>24.\n#### 72"}
 
@@ -169,9 +172,60 @@ def test_the_terminal_limits_its_output_its_files_and_its_input() -> None:
     tree = FileTree()
     tree.write("a", "x" * (MAX_BYTES // 2))
     with pytest.raises(CommandError, match="No space left"):
-        run_line(tree, "cat a a a > b")
+        run_line(tree, "cat a a > b")
     with pytest.raises(CommandError, match="at most"):
         run_line(tree, "echo " + "x" * 5_000)
+
+
+BIG = "some words\n" * 40_000
+LONG_LINES = {
+    "reading one file many times": "cat " + "big " * 900,
+    "searching one file many times": "grep -c x " + "big " * 900,
+    "a long pipe": "cat big | " + "sort -n | " * 300 + "wc",
+    "a pipe whose data grows": "cat big | " + "grep -n o | " * 100 + "wc",
+    "listing one directory many times": "ls " + "many " * 700,
+}
+
+
+@pytest.mark.parametrize("case", LONG_LINES)
+def test_the_work_of_a_command_line_is_limited_and_the_next_line_works(case: str) -> None:
+    tree = FileTree()
+    run_line(tree, "mkdir many")
+    for i in range(1_000):
+        run_line(tree, f"touch many/{i}")
+    tree.write("big", BIG)
+    with pytest.raises(CommandError, match=r"reads or writes too much|the limit is 1000000"):
+        run_line(tree, LONG_LINES[case])
+    assert run_line(tree, "echo still here") == "still here\n"
+
+
+def test_a_pipe_carries_a_limited_number_of_characters() -> None:
+    tree = FileTree()
+    tree.write("big", BIG)
+    with pytest.raises(CommandError, match="the limit is 1000000"):
+        run_line(tree, "cat big big big | wc -c")
+
+
+def test_a_stopped_line_is_reported_to_the_agent_and_the_episode_continues() -> None:
+    env = Terminal()
+    env.reset({"goal": "g", "files": {"big": BIG}, "expect": {"a": "b\n"}})
+    assert "stopped: the command line reads or writes too much" in env.step("wc " + "big " * 900).text
+    assert env.step("echo b > a").solved
+
+
+async def test_terminal_commands_run_outside_the_event_loop() -> None:
+    used: list[int] = []
+
+    class Watched(Terminal):
+        def step(self, action: str) -> Observation:
+            used.append(threading.get_ident())
+            return super().step(action)
+
+    env = EnvironmentAdapter(Watched(), name="terminal")
+    await env.reset({"goal": "g", "expect": {"a": "b\n"}})
+    await env.step("ls")
+    await env.close()
+    assert used[0] != threading.get_ident()
 
 
 def test_files_are_copied_moved_and_removed_as_on_a_disk() -> None:

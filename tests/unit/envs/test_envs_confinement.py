@@ -1,6 +1,7 @@
 """The audit hook of a sandbox process, called directly: a real hook cannot be removed."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,18 @@ def test_libraries_can_be_read_and_never_written(permissions: Permissions, flags
 def test_other_files_cannot_be_read(permissions: Permissions) -> None:
     with pytest.raises(NotPermittedError, match=r"reading '/etc/passwd' is not permitted"):
         guard(permissions)("open", ("/etc/passwd", "r", os.O_RDONLY))
+
+
+def test_hidden_files_inside_a_readable_directory_cannot_be_read_or_listed(permissions: Permissions) -> None:
+    check = guard(replace(permissions, hidden=("/usr/lib/secret",)))
+    check("open", ("/usr/lib/secretly.py", "r", os.O_RDONLY))
+    for event, path in (
+        ("open", "/usr/lib/secret/bank.yaml"),
+        ("open", "/usr/lib/x/../secret/a"),
+        ("os.listdir", "/usr/lib/secret"),
+    ):
+        with pytest.raises(NotPermittedError):
+            check(event, (path, "r", os.O_RDONLY))
 
 
 def test_links_and_dot_dot_do_not_lead_out_of_the_directory(permissions: Permissions, scratch: Path) -> None:

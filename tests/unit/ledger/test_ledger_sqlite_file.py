@@ -8,7 +8,7 @@ import pytest
 
 from rollbook.contracts.admission import OwnerId
 from rollbook.contracts.errors import RunError
-from rollbook.contracts.group import GroupId
+from rollbook.contracts.group import GroupId, GroupState
 from rollbook.ledger.config import Durability
 from rollbook.ledger.records import OwnerRecord, OwnerState
 from rollbook.ledger.store import StoreFaultError, Transaction
@@ -47,21 +47,28 @@ async def test_a_file_that_is_not_a_ledger_is_a_fault_with_advice(tmp_path: Path
             pass
 
 
-async def test_a_damaged_table_is_refused_at_the_start(tmp_path: Path) -> None:
+@pytest.mark.parametrize("table", ["runs", "groups"])
+async def test_a_damaged_table_is_refused(tmp_path: Path, table: str) -> None:
+    """A small table at the start, a growing one as soon as the check in the background has reached it."""
     driver = RunDriver(blocking_sqlite(tmp_path / FILE_NAME)).create(settings())
     for number in range(200):
         driver.submit(f"task{number}", (-1,))
     driver.store.close()
     db = sqlite3.connect(tmp_path / FILE_NAME)
-    page = db.execute("SELECT rootpage FROM sqlite_master WHERE name = 'groups'").fetchone()[0]
+    page = db.execute("SELECT rootpage FROM sqlite_master WHERE name = ?", (table,)).fetchone()[0]
     size = db.execute("PRAGMA page_size").fetchone()[0]
     db.close()
     with (tmp_path / FILE_NAME).open("rb+") as file:
         file.seek((page - 1) * size + 8)
         file.write(b"\xff" * 64)
+
+    async def read_for_ever() -> None:
+        async with open_sqlite_store(tmp_path) as store:
+            while True:
+                await store.read(lambda tx: tx.runs.ids())
+
     with pytest.raises(StoreFaultError, match=r"damaged.*restore it from a copy"):
-        async with open_sqlite_store(tmp_path):
-            pass
+        await read_for_ever()
 
 
 async def test_a_directory_that_cannot_be_made_is_a_fault(tmp_path: Path) -> None:
@@ -145,7 +152,7 @@ async def test_the_durability_mode_sets_the_synchronous_level(
 
 
 async def test_queries_on_the_hot_path_use_the_partial_indexes_of_open_groups(tmp_path: Path) -> None:
-    """A search that walks all groups would grow dearer with the length of the run."""
+    """The cost of a query that scans all groups would grow with the length of the run."""
     async with open_sqlite_store(tmp_path):
         pass
     db = sqlite3.connect(tmp_path / FILE_NAME)
@@ -161,13 +168,18 @@ async def test_queries_on_the_hot_path_use_the_partial_indexes_of_open_groups(tm
     tx.groups.queued_by_sequence(RUN, 5, producer="p")
     tx.groups.queued_by_arrival(RUN, 5)
     tx.groups.queued_below(RUN, 5)
-    tx.groups.releasable(RUN, 5, dropped_only=True)
+    tx.groups.releasable(RUN, 5, 5, dropped_only=True)
+    tx.groups.releasable(RUN, 5, 5, dropped_only=False)
+    for state in GroupState:
+        tx.groups.page(RUN, limit=5, state=state)
     db.set_trace_callback(None)
     plans = [db.execute(f"EXPLAIN QUERY PLAN {sql}").fetchone()[3] for sql in queries]
     db.close()
     expected = [
         *("groups_owned", "groups_leases", "groups_waiting", "groups_dispatched", "groups_dispatched"),
         *("groups_queued_by_sequence", "groups_queued_by_sequence", "groups_queued_by_arrival"),
-        *("groups_queued_by_version", "groups_releasable"),
+        *("groups_queued_by_version", "groups_dropped_releasable", "groups_releasable"),
+        *("groups_dispatched", "groups_queued_by_sequence", "groups_batched", "groups_trained", "groups_by_sequence"),
+        "groups_dropped",
     ]
     assert [plan.split(" INDEX ")[1].split(" ")[0] for plan in plans] == expected

@@ -30,7 +30,7 @@ def trained(steps: int, *, keep_payloads: bool = True, staleness_bound: int = 2)
 
 
 def effective(driver: RunDriver) -> list[int]:
-    return [p.effective_step for p in driver.store.read_now(lambda tx: tx.publications.all(RUN))]
+    return [p.effective_step for p in driver.store.read_now(lambda tx: tx.publications.each(RUN))]
 
 
 def test_a_trainer_role_reports_the_progress_of_the_ledger() -> None:

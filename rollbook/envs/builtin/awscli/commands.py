@@ -4,7 +4,7 @@ Pure. A refusal is not an exception but a message to the agent that says how to 
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -32,7 +32,25 @@ UNQUOTED: dict[str, Callable[[str], str]] = {
     "escaped": lambda text: text[1:],
     "plain": lambda text: text,
 }
-# Options that would leave the sandbox or change the identity. argparse accepts every unambiguous prefix of a name.
+# The options of the CLI that every command takes, and whether a value follows. A test compares them with the installed CLI.
+GLOBAL_OPTIONS = {
+    "--debug": False,
+    "--endpoint-url": True,
+    "--no-verify-ssl": False,
+    "--no-paginate": False,
+    "--output": True,
+    "--query": True,
+    "--profile": True,
+    "--region": True,
+    "--version": False,
+    "--color": True,
+    "--no-sign-request": False,
+    "--ca-bundle": True,
+    "--cli-read-timeout": True,
+    "--cli-connect-timeout": True,
+    "--v2-debug": False,
+}
+# Global options that would leave the sandbox or change the identity.
 REFUSED_OPTIONS = {
     "--endpoint-url": "the endpoint is fixed",
     "--profile": "there are no profiles",
@@ -40,8 +58,8 @@ REFUSED_OPTIONS = {
     "--no-verify-ssl": "certificates are fixed",
     "--no-sign-request": "every request is signed",
     "--debug": "debug output is off",
+    "--v2-debug": "debug output is off",
 }
-SHORTEST_PREFIX = 6
 REFUSED_SERVICES = {"configure": "the configuration is fixed", "history": "there is no history"}
 LOCAL_PREFIXES = ("file://", "fileb://")
 READING = re.compile(
@@ -69,10 +87,10 @@ class Command:
     @property
     def is_read_only(self) -> bool:
         """Whether the command surely changes nothing."""
-        words = [word for word in self.argv if not word.startswith("-")]
-        if self.argv[-1:] == ("help",):
+        operation = positionals(self.argv)[1:2]
+        if is_help(self.argv):
             return True
-        return len(words) > 1 and words[1] not in CHANGING and READING.match(words[1]) is not None
+        return bool(operation) and operation[0] not in CHANGING and READING.match(operation[0]) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,24 +157,50 @@ def split(line: str) -> list[str] | Refusal:
     return words if word is None else [*words, word]
 
 
+def matching_options(word: str, names: Iterable[str]) -> list[str]:
+    """The options that a word may mean. The CLI accepts every unambiguous prefix of a name, followed by a space or by `=`."""
+    option = word.partition("=")[0]
+    return [name for name in names if name.startswith(option)] if option.startswith("--") else []
+
+
+def positionals(argv: Sequence[str]) -> list[str]:
+    """The words before the first option of an operation, without global options: the service, the operation, its arguments."""
+    found: list[str] = []
+    words = iter(argv)
+    for word in words:
+        if not word.startswith("--"):
+            found.append(word)
+            continue
+        meant = matching_options(word, GLOBAL_OPTIONS)
+        if not meant and len(found) > 1:
+            break
+        if any(GLOBAL_OPTIONS[name] for name in meant) and "=" not in word:
+            next(words, None)
+    return found
+
+
+def is_help(argv: Sequence[str]) -> bool:
+    """Whether the command prints help: `help`, `SERVICE help` or `SERVICE OPERATION help`, without options."""
+    return argv[-1:] in (["help"], ("help",)) and len(argv) <= 3 and not any(word.startswith("-") for word in argv)
+
+
 def _refused(argv: list[str]) -> Refusal | None:
     if not argv:
         return Refusal(
             text="`aws` alone does nothing: name a service and an operation, for example: aws s3api list-buckets"
         )
     for word in argv:
-        option = word.partition("=")[0]
-        if option.startswith("--") and len(option) >= SHORTEST_PREFIX:
-            for name, why in REFUSED_OPTIONS.items():
-                if name.startswith(option):
-                    return Refusal(text=f"{option} is not available: {why}")
+        if word == "--":
+            return Refusal(text="-- is not available: write the options of the command without it")
+        for name in matching_options(word, REFUSED_OPTIONS):
+            return Refusal(text=f"{word.partition('=')[0]} is not available: {REFUSED_OPTIONS[name]}")
         if word.startswith(LOCAL_PREFIXES) or word.partition("=")[2].startswith(LOCAL_PREFIXES):
             return Refusal(text=f"{word!r}: parameters cannot be read from files; give the value itself")
-    service = next((word for word in argv if not word.startswith("-")), "")
+    service = next(iter(positionals(argv)), "")
     if service in REFUSED_SERVICES:
         return Refusal(text=f"aws {service} is not available: {REFUSED_SERVICES[service]}")
     if service == "s3":
-        for word in argv[1:]:
+        for word in argv:
             if not word.startswith(("s3://", "-")) and (word.startswith(("/", "~")) or ".." in word.split("/")):
                 return Refusal(text=f"{word!r}: local paths must stay inside the working directory")
     return None

@@ -135,7 +135,7 @@ class AwsCliEnvironment:
             episode.take_hint()
             return text
         if move.verb is Verb.ANSWER:
-            return "correct" if await episode.answer(" ".join(move.argv)) else "that is not the answer"
+            return "correct" if episode.answer(" ".join(move.argv)) else "that is not the answer"
         fault = None if move.is_read_only else episode.draw_fault()
         if fault is not None and fault.kind is FaultKind.REFUSED:
             return f"{fault.text}\n(exit code 255)"

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from pathlib import PurePosixPath
 
-from rollbook.envs.builtin.terminal.files import CommandError, FileTree
+from rollbook.envs.builtin.terminal.files import MAX_BYTES, CommandError, FileTree
 
 MAX_COMMAND_CHARS = 4_000
 Command = Callable[[FileTree, list[str], str], str]
@@ -23,6 +23,7 @@ def run_line(tree: FileTree, line: str) -> str:
         words = list(lexer)
     except ValueError as error:
         raise CommandError(f"syntax error: {error}") from error
+    tree.start_line()
     output = ""
     stage: list[str] = []
     for position, word in enumerate(words):
@@ -47,9 +48,13 @@ def _run(tree: FileTree, words: Sequence[str], stdin: str) -> str:
     if command is None:
         raise CommandError(f"{words[0]}: command not found; available are {', '.join(sorted(COMMANDS))}")
     try:
-        return command(tree, list(words[1:]), stdin)
+        output = command(tree, list(words[1:]), stdin)
+        if len(output) > MAX_BYTES:
+            raise CommandError(f"the output has {len(output)} characters; the limit is {MAX_BYTES}")
+        tree.count_work(chars=len(output), lines=output.count("\n"))
     except CommandError as error:
         raise CommandError(f"{words[0]}: {error}") from error
+    return output
 
 
 def _split(args: list[str], known: str) -> tuple[set[str], list[str]]:

@@ -15,9 +15,10 @@ MAX_OUTPUT_CHARS = 4_000
 
 
 class Terminal:
-    """Commands on a file tree in memory: no shell, no program and no file of the machine."""
+    """Commands on a file tree in memory: no shell, no program and no file of the machine.
 
-    is_quick = True
+    Commands run in a thread, not in the event loop: a long one takes a second.
+    """
 
     def __init__(self, *, max_turns: int = 12) -> None:
         if max_turns < 1:

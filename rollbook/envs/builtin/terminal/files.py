@@ -8,6 +8,12 @@ from pathlib import PurePosixPath
 
 MAX_ENTRIES = 2_000
 MAX_BYTES = 1_000_000
+# The limit of one command line: characters that are read, written or passed through a pipe, and entries that are visited. It takes
+# about a second. A limit of time would depend on the load of the machine, and episodes could not be repeated.
+MAX_WORK = 16_000_000
+# Visiting an entry of the tree, or handling a line, takes as long as copying this many characters.
+ENTRY_WORK = 200
+LINE_WORK = 40
 ROOT = PurePosixPath("/")
 
 
@@ -20,6 +26,18 @@ class FileTree:
         self.cwd = PurePosixPath("/home")
         self._files: dict[PurePosixPath, str] = {}
         self._directories: set[PurePosixPath] = {ROOT, self.cwd}
+        self._used_chars = 0
+        self._work = 0
+
+    def start_line(self) -> None:
+        """Begin a new command line, with a new limit for its work."""
+        self._work = 0
+
+    def count_work(self, *, chars: int = 0, lines: int = 0, entries: int = 0) -> None:
+        """Raises `CommandError` when the command line has done too much work."""
+        self._work += chars + lines * LINE_WORK + entries * ENTRY_WORK
+        if self._work > MAX_WORK:
+            raise CommandError("stopped: the command line reads or writes too much")
 
     def path(self, name: str) -> PurePosixPath:
         """The absolute path without `.` and `..`. The parent of the root is the root."""
@@ -43,7 +61,9 @@ class FileTree:
             raise CommandError(f"{name}: Is a directory")
         if not self.is_file(path):
             raise CommandError(f"{name}: No such file or directory")
-        return self._files[path]
+        text = self._files[path]
+        self.count_work(chars=len(text), lines=text.count("\n"))
+        return text
 
     def write(self, name: str, text: str, *, append: bool = False) -> None:
         path = self.path(name)
@@ -51,10 +71,15 @@ class FileTree:
             raise CommandError(f"{name}: Is a directory")
         if not self.is_directory(path.parent):
             raise CommandError(f"{name}: No such file or directory")
-        text = self._files.get(path, "") + text if append else text
-        used = sum(len(content) for other, content in self._files.items() if other != path)
-        if used + len(text) > MAX_BYTES or len(self._files) + len(self._directories) >= MAX_ENTRIES:
+        self.count_work(chars=len(text), entries=1)
+        old = self._files.get(path, "")
+        text = old + text if append else text
+        if (
+            self._used_chars - len(old) + len(text) > MAX_BYTES
+            or len(self._files) + len(self._directories) >= MAX_ENTRIES
+        ):
             raise CommandError(f"{name}: No space left on device")
+        self._used_chars += len(text) - len(old)
         self._files[path] = text
 
     def make_directory(self, name: str, *, parents: bool = False) -> None:
@@ -72,15 +97,19 @@ class FileTree:
             self._add([path], name)
 
     def children(self, path: PurePosixPath) -> list[PurePosixPath]:
+        self.count_work(entries=len(self._files) + len(self._directories))
         return sorted(p for p in (*self._files, *self._directories) if p.parent == path and p != ROOT)
 
     def below(self, path: PurePosixPath) -> list[PurePosixPath]:
         """The path and everything below it, parents first."""
+        if self.is_file(path):
+            return [path]
+        self.count_work(entries=len(self._files) + len(self._directories))
         return sorted(p for p in (*self._files, *self._directories) if p == path or path in p.parents)
 
     def remove(self, path: PurePosixPath) -> None:
         for entry in self.below(path):
-            self._files.pop(entry, None)
+            self._used_chars -= len(self._files.pop(entry, ""))
             self._directories.discard(entry)
 
     def copy(self, source: PurePosixPath, target: PurePosixPath) -> None:

@@ -16,9 +16,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rollbook.contracts.adapter import Adapter
+from rollbook.access.private_files import make_private_directory
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.policy import Publication
+from rollbook.contracts.weights import Adapter
 from rollbook.inference.weights.lora import CONFIG_FILE, TENSOR_FILE
 from rollbook.inference.weights.transport import TransportOptions, update_message
 from rollbook.inference.weights.transports.packing import NAMES
@@ -48,8 +49,11 @@ class FileTransport:
         self._directory = directory
         self._is_temporary = is_temporary
         if is_temporary:
+            # Only what this user left there is removed: `rmtree` refuses symbolic links, and make_private_directory then does too.
             shutil.rmtree(directory, ignore_errors=True)
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_private_directory(directory)
+        else:
+            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     async def put(
         self, publication: Publication, weights: Mapping[str, Tensor], *, adapter: Adapter | None = None

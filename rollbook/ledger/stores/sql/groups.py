@@ -85,21 +85,21 @@ class SqlGroups:
             "state = 'queued' AND oldest_version IS NOT NULL AND oldest_version < ? ORDER BY +sequence", run_id, version
         )
 
-    def releasable(self, run_id: RunId, up_to_step: int, *, dropped_only: bool) -> list[GroupRecord]:
+    def releasable(self, run_id: RunId, up_to_step: int, limit: int, *, dropped_only: bool) -> list[GroupRecord]:
         only = "AND state = 'dropped'" if dropped_only else ""
         return self._where(
-            f"has_payload = 1 AND release_step IS NOT NULL AND release_step <= ? {only} ORDER BY +sequence",
+            f"has_payload = 1 AND release_step IS NOT NULL AND release_step <= ? {only} ORDER BY release_step LIMIT ?",
             run_id,
             up_to_step,
+            limit,
         )
 
-    def page(self, run_id: RunId, state: GroupState | None, limit: int, offset: int) -> list[GroupRecord]:
-        if state is None:
-            return self._where("TRUE ORDER BY sequence LIMIT ? OFFSET ?", run_id, limit, offset)
-        return self._where("state = ? ORDER BY sequence LIMIT ? OFFSET ?", run_id, state.value, limit, offset)
-
-    def after(self, run_id: RunId, sequence: int, limit: int) -> list[GroupRecord]:
-        return self._where("sequence > ? ORDER BY sequence LIMIT ?", run_id, sequence, limit)
+    def page(self, run_id: RunId, *, start: int = 0, limit: int, state: GroupState | None = None) -> list[GroupRecord]:
+        # The state is written into the statement: a parameter could not select a partial index.
+        if state is GroupState.QUEUED:
+            return self._where("state = 'queued' AND +sequence >= ? ORDER BY +sequence LIMIT ?", run_id, start, limit)
+        only = "" if state is None else f"AND state = '{state.value}'"
+        return self._where(f"sequence >= ? {only} ORDER BY sequence LIMIT ?", run_id, start, limit)
 
     def each(self, run_id: RunId) -> Iterator[GroupRecord]:
         rows = self._session.stream(GROUPS.select + "WHERE run_id = ? ORDER BY group_id", (run_id,))

@@ -19,6 +19,12 @@ class SqlRuns:
         rows = self._session.select_flushed("SELECT run_id FROM runs ORDER BY created_at, run_id")
         return [RunId(row[0]) for row in rows]
 
+    def with_leases(self) -> list[RunId]:
+        rows = self._session.select_flushed(
+            "SELECT run_id FROM owners WHERE state = 'alive' UNION SELECT run_id FROM groups WHERE lease_until IS NOT NULL"
+        )
+        return [RunId(row[0]) for row in rows]
+
     def put(self, run: RunRecord) -> None:
         self._session.pending.runs[run.run_id] = run
 

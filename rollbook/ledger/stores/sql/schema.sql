@@ -114,6 +114,12 @@ CREATE INDEX groups_queued_by_version ON groups (run_id, oldest_version)
 CREATE INDEX groups_leases ON groups (run_id, lease_until) WHERE lease_until IS NOT NULL;
 CREATE INDEX groups_owned ON groups (run_id, owner) WHERE owner IS NOT NULL;
 CREATE INDEX groups_releasable ON groups (run_id, release_step) WHERE has_payload = 1 AND release_step IS NOT NULL;
+CREATE INDEX groups_dropped_releasable ON groups (run_id, release_step)
+    WHERE has_payload = 1 AND release_step IS NOT NULL AND state = 'dropped';
+-- For listings by state. Durable groups need none: almost every settled group is durable, so a page is found in the order of sequence.
+CREATE INDEX groups_batched ON groups (run_id, sequence) WHERE state = 'batched';
+CREATE INDEX groups_trained ON groups (run_id, sequence) WHERE state = 'trained';
+CREATE INDEX groups_dropped ON groups (run_id, sequence) WHERE state = 'dropped';
 
 -- Used by stores that keep payloads in the database.
 CREATE TABLE payloads (

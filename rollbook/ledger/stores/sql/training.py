@@ -71,11 +71,17 @@ class SqlSteps:
     def __init__(self, session: SqlSession) -> None:
         self._session = session
 
-    def all(self, run_id: RunId, step: int | None = None) -> list[StepRecord]:
-        if step is None:
-            return STEPS.all(self._session.select(STEPS.select + "WHERE run_id = ? ORDER BY step, epoch", (run_id,)))
+    def of_step(self, run_id: RunId, step: int) -> list[StepRecord]:
         sql = STEPS.select + "WHERE run_id = ? AND step = ? ORDER BY epoch"
         return STEPS.all(self._session.select(sql, (run_id, step)))
+
+    def page(self, run_id: RunId, *, start: int = 0, limit: int) -> list[StepRecord]:
+        sql = STEPS.select + "WHERE run_id = ? AND step >= ? ORDER BY step, epoch LIMIT ?"
+        return STEPS.all(self._session.select(sql, (run_id, start, limit)))
+
+    def each(self, run_id: RunId) -> Iterator[StepRecord]:
+        rows = self._session.stream(STEPS.select + "WHERE run_id = ? ORDER BY step, epoch", (run_id,))
+        return (STEPS.record(row) for row in rows)
 
     def put(self, step: StepRecord) -> None:
         self._session.write(STEPS.upsert, STEPS.row(step))
@@ -91,9 +97,17 @@ class SqlPublications:
         sql = PUBLICATIONS.select + "WHERE run_id = ? AND id = ?"
         return PUBLICATIONS.one(self._session.select(sql, (run_id, publication_id)).fetchone())
 
-    def all(self, run_id: RunId, *, effective_from: int = 0) -> list[PublicationRecord]:
+    def effective_from(self, run_id: RunId, step: int) -> list[PublicationRecord]:
         sql = PUBLICATIONS.select + "WHERE run_id = ? AND effective_step >= ? ORDER BY id"
-        return PUBLICATIONS.all(self._session.select(sql, (run_id, effective_from)))
+        return PUBLICATIONS.all(self._session.select(sql, (run_id, step)))
+
+    def page(self, run_id: RunId, *, start: int = 0, limit: int) -> list[PublicationRecord]:
+        sql = PUBLICATIONS.select + "WHERE run_id = ? AND id >= ? ORDER BY id LIMIT ?"
+        return PUBLICATIONS.all(self._session.select(sql, (run_id, start, limit)))
+
+    def each(self, run_id: RunId) -> Iterator[PublicationRecord]:
+        rows = self._session.stream(PUBLICATIONS.select + "WHERE run_id = ? ORDER BY id", (run_id,))
+        return (PUBLICATIONS.record(row) for row in rows)
 
     def put(self, publication: PublicationRecord) -> None:
         self._session.write(PUBLICATIONS.upsert, PUBLICATIONS.row(publication))

@@ -15,7 +15,10 @@ MEMORY = Path(":memory:")
 BUSY_S = 10.0
 """How long to wait for another writing process. The run directory is locked, so another writer is short-lived."""
 SEGMENTS = (Path(__file__).parent / "segments.sql").read_text(encoding="utf-8")
-CHECKED_LATER = frozenset({"payloads", "history"})
+GROWING = frozenset({"groups", "batches", "batch_entries", "steps", "publications", "payload_places"})
+"""Tables that the rules read and that grow with the length of the run."""
+NOT_CHECKED = frozenset({"payloads", "history"})
+"""Payloads are compared with their digests on every read; the audit checks the history."""
 ADVICE = {
     sqlite3.SQLITE_FULL: "the disk is full: free some space and start again; no acknowledged data is lost",
     sqlite3.SQLITE_READONLY: "it cannot be written: check the permissions of the run directory",
@@ -75,15 +78,14 @@ def require_tables(db: sqlite3.Connection, path: Path) -> None:
     require_schema(SqlSession(db), f"ledger file {path}")
 
 
-def check_integrity(db: sqlite3.Connection, path: Path) -> None:
-    """Refuse a damaged file before serving from it.
+def check_integrity(db: sqlite3.Connection, path: Path, *, growing: bool) -> None:
+    """Raise `StoreFaultError` if a table that the rules read is damaged: a growing table, or any other one.
 
-    All tables that the rules read are checked. Payloads are compared with their digests on every read, and the audit checks the
-    history; checking them here would make the start-up time grow with the length of the run.
+    Small tables are checked before the store serves, growing ones meanwhile, so that the start-up time does not grow with the run.
     """
     tables = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name")]
     for table in tables:
-        if table in CHECKED_LATER:
+        if table in NOT_CHECKED or (table in GROWING) is not growing:
             continue
         found = [row[0] for row in db.execute(f"PRAGMA quick_check('{table}')")]
         if found != ["ok"]:

@@ -1,5 +1,7 @@
 """The embedded store: one SQLite file in the run directory with a write-ahead log, and payloads in segment files next to it.
 
+A file that turns out to be damaged is refused from then on: the growing tables are checked while the store already serves.
+
 One thread owns the writing connection. It runs all waiting operations in one transaction (`committer`), writes their rows together
 (`write_buffer`) and commits once. Readers have their own connections and never wait for the writer.
 
@@ -22,7 +24,15 @@ from rollbook.ledger.store import StoreFaultError, Transaction
 from rollbook.ledger.stores.sql.committer import Committer
 from rollbook.ledger.stores.sql.transaction import SqlTransaction
 from rollbook.ledger.stores.sql.write_buffer import SqlSession
-from rollbook.ledger.stores.sqlite.file import FILE_NAME, MEMORY, connect, explained, find_damage, require_tables
+from rollbook.ledger.stores.sqlite.file import (
+    FILE_NAME,
+    MEMORY,
+    check_integrity,
+    connect,
+    explained,
+    find_damage,
+    require_tables,
+)
 from rollbook.ledger.stores.sqlite.segment_compaction import close_holes, segment_bytes
 from rollbook.ledger.stores.sqlite.segment_payloads import SegmentPayloads
 from rollbook.ledger.stores.sqlite.segment_recovery import remove_unused
@@ -46,11 +56,14 @@ class SqliteStore:
         self._writer = SqliteWriter(path, durability)
         self._committer = Committer(self._writer.commit, loop)
         self._readers = None if path == MEMORY else _Readers(path)
+        self._check = None if path == MEMORY else _BackgroundCheck(path)
 
     async def write(self, work: Callable[[Transaction], T], *, before: Callable[[], None] | None = None) -> T:
+        self._refuse_if_damaged()
         return await self._committer.write(work, before=before)
 
     async def read(self, work: Callable[[Transaction], T]) -> T:
+        self._refuse_if_damaged()
         if self._readers is None:
             return await self._committer.write(work)
         return await self._loop.run_in_executor(self._readers.pool, self._readers.read, work)
@@ -59,10 +72,41 @@ class SqliteStore:
         self._committer.listen(on_change)
 
     def close(self) -> None:
+        if self._check is not None:
+            self._check.close()
         self._committer.close()
         self._writer.close()
         if self._readers is not None:
             self._readers.close()
+
+    def _refuse_if_damaged(self) -> None:
+        if self._check is not None and self._check.fault is not None:
+            raise StoreFaultError(str(self._check.fault)) from self._check.fault
+
+
+class _BackgroundCheck:
+    """Checks the growing tables once, in its own thread. `fault` is set if one is damaged."""
+
+    def __init__(self, path: Path) -> None:
+        self.fault: StoreFaultError | None = None
+        self._path = path
+        self._db = connect(path, read_only=True)
+        self._thread = threading.Thread(target=self._run, name="ledger-check", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            with explained(self._path):
+                check_integrity(self._db, self._path, growing=True)
+        except StoreFaultError as error:
+            self.fault = error
+        except sqlite3.OperationalError:
+            pass  # interrupted by `close`
+
+    def close(self) -> None:
+        self._db.interrupt()
+        self._thread.join()
+        self._db.close()
 
 
 class _Readers:
@@ -103,7 +147,7 @@ def _make_directory(directory: Path) -> None:
     """Make the directory and its parents durably: SQLite syncs only the directory of the file itself."""
     if not directory.is_dir():
         _make_directory(directory.parent)
-        directory.mkdir(exist_ok=True)
+        directory.mkdir(exist_ok=True, mode=0o700)
         sync_directory(directory.parent)
 
 

@@ -62,7 +62,7 @@ class SqliteWriter:
         self._db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute(f"PRAGMA synchronous = {'FULL' if self._syncs_every_commit else 'NORMAL'}")
-        check_integrity(self._db, self._path)
+        check_integrity(self._db, self._path, growing=False)
         create_tables(self._db, self._path)
         self._lost = find_lost(self._db, directory)
         # Sync the log first: rows that reappear after a power failure must find their files.

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import secrets
 import socket
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import aiohttp
 from rollbook.concurrency.child_process.process import ChildProcess
 from rollbook.concurrency.deadline import Deadline, DeadlineExceededError
 from rollbook.concurrency.exception_groups import first_error
+from rollbook.envs.builtin.awscli.cloud.admin_requests import HEADER, TOKEN_VARIABLE
 from rollbook.envs.sandboxes.process import private_directory, remove_directory, start_sandbox_process
 from rollbook.envs.sandboxes.sandbox import SandboxDiedError, SandboxStartError
 
@@ -47,19 +49,24 @@ class Simulator:
         with listening_socket(port) as listener:
             port = listener.getsockname()[1]
             directory = private_directory(f"ministack-{port}")
+            token = secrets.token_hex()
             try:
                 child = await start_sandbox_process(
                     MODULE,
                     settings={"socket_fd": listener.fileno()},
                     directory=directory,
-                    environment={**ENVIRONMENT, "GATEWAY_PORT": str(port)},
+                    environment={**ENVIRONMENT, "GATEWAY_PORT": str(port), TOKEN_VARIABLE: token},
                     inherited_fds=(listener.fileno(),),
                 )
             except BaseException:
                 remove_directory(directory)
                 raise
         # Our copy of the socket is closed now, so connections are refused at once if the child dies.
-        http = aiohttp.ClientSession(base_url=f"http://{HOST}:{port}", timeout=aiohttp.ClientTimeout(total=RESET_S))
+        http = aiohttp.ClientSession(
+            base_url=f"http://{HOST}:{port}",
+            headers={HEADER: token},
+            timeout=aiohttp.ClientTimeout(total=RESET_S),
+        )
         simulator = cls(child, directory, port, http)
         try:
             await simulator._wait_until_ready()

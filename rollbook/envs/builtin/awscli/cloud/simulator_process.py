@@ -6,6 +6,7 @@ outgoing connection: a subscription to `http://127.0.0.1:PORT/` of another simul
 
 import asyncio
 import json
+import os
 import sys
 
 from hypercorn.asyncio import serve
@@ -13,7 +14,8 @@ from hypercorn.config import Config
 from ministack.app import app  # type: ignore[import-untyped]  # the package ships no types
 
 from rollbook.concurrency.child_process.child import connect_to_parent, die_with_parent
-from rollbook.envs.sandboxes.confinement import Permissions, confine, interpreter_roots, limit_resources
+from rollbook.envs.builtin.awscli.cloud.admin_requests import TOKEN_VARIABLE, with_admin_token
+from rollbook.envs.sandboxes.confinement import Permissions, confine, interpreter_roots, limit_resources, package_root
 
 MEMORY_BYTES = 4 * 2**30
 FILE_BYTES = 256 * 2**20
@@ -29,10 +31,15 @@ def main() -> None:
     config.keep_alive_timeout = 3600.0
     config.loglevel = "WARNING"
     config.accesslog = None
+    token = os.environ.pop(TOKEN_VARIABLE)
     confine(
-        Permissions(writable=(settings["directory"],), readable=(*interpreter_roots(), "/proc/self", "/proc/meminfo"))
+        Permissions(
+            writable=(settings["directory"],),
+            readable=(*interpreter_roots(), "/proc/meminfo"),
+            hidden=(package_root(),),
+        )
     )
-    asyncio.run(serve(app, config))
+    asyncio.run(serve(with_admin_token(app, token), config))
 
 
 if __name__ == "__main__":

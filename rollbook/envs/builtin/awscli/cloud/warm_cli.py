@@ -21,21 +21,8 @@ from awscli.clidriver import (  # type: ignore[import-untyped]
 )
 from botocore.hooks import HierarchicalEmitter  # type: ignore[import-untyped]
 
-# Options that change the driver's session permanently. argparse accepts every unambiguous prefix of a name.
-STICKY = (
-    "--reg",
-    "--prof",
-    "--deb",
-    "--ca-b",
-    "--no-v",
-    "--cli-",
-    "--no-s",
-    "--col",
-    "--end",
-    "--out",
-    "--que",
-    "--no-p",
-)
+from rollbook.envs.builtin.awscli.commands import is_help, matching_options
+
 NOTICE = "Note: AWS CLI version 2, the latest major version of the AWS CLI, is now stable"
 
 
@@ -110,6 +97,7 @@ class WarmCli:
         self._fresh: Any = None
         self._warm = create_clidriver()
         self._commands = self._warm._get_command_table()
+        self._global_options = [f"--{name}" for name in self._warm._get_argument_table()]
         self._events = self._warm.session.get_component("event_emitter")._emitter
         self._events.__class__ = RecordingEmitter
 
@@ -138,7 +126,7 @@ class WarmCli:
 
     def run_once(self, argv: list[str]) -> dict[str, Any]:
         """Run one command with the fresh driver, in a process that ends afterwards."""
-        return self._captured(self._fresh, argv if argv[-1:] == ["help"] else [*argv, *self._appended])
+        return self._captured(self._fresh, argv if is_help(argv) else [*argv, *self._appended])
 
     def _prepare_fresh(self) -> None:
         """Create the fresh driver once, so that every fork inherits it. Many sessions never need it."""
@@ -148,7 +136,7 @@ class WarmCli:
 
     def _plain_operation(self, argv: list[str]) -> Any:
         """The API operation of a command line; None for every other kind of command."""
-        if len(argv) < 2 or "help" in argv or any(word.startswith(STICKY) for word in argv):
+        if len(argv) < 2 or "help" in argv or self._changes_session(argv):
             return None
         service = self._commands.get(argv[0])
         if type(service) is not ServiceCommand:
@@ -156,10 +144,14 @@ class WarmCli:
         operation = service._get_command_table().get(argv[1])
         return operation if type(operation) is ServiceOperation else None
 
+    def _changes_session(self, argv: list[str]) -> bool:
+        """Whether a word may be a global option, in any spelling. The driver keeps their values for all later commands."""
+        return any(matching_options(word, self._global_options) for word in argv)
+
     def _is_unknown(self, argv: list[str]) -> bool:
         """Whether the service or operation does not exist, which is common early in training. The parser refuses such a command
         before the driver's state changes, so it needs no fork, which takes four times as long as a command."""
-        if not argv or argv[0].startswith("-") or "help" in argv or any(word.startswith(STICKY) for word in argv):
+        if not argv or argv[0].startswith("-") or "help" in argv or self._changes_session(argv):
             return False
         service = self._commands.get(argv[0])
         if service is None:

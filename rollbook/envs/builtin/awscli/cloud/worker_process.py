@@ -24,7 +24,7 @@ from rollbook.concurrency.child_process.child import connect_to_parent, kill_wit
 from rollbook.concurrency.child_process.frames import BlockingFrames
 from rollbook.envs.builtin.awscli.cloud.api import Api
 from rollbook.envs.builtin.awscli.cloud.warm_cli import WarmCli
-from rollbook.envs.sandboxes.confinement import Permissions, confine, interpreter_roots, limit_resources
+from rollbook.envs.sandboxes.confinement import Permissions, confine, interpreter_roots, limit_resources, package_root
 
 MEMORY_BYTES = 4 * 2**30
 FILE_BYTES = 64 * 2**20
@@ -105,6 +105,8 @@ def main() -> None:
     permissions = Permissions(
         writable=(str(scratch),),
         readable=interpreter_roots(),
+        # The task bank of this package holds the solutions. All of its modules that this process needs are loaded.
+        hidden=(package_root(),),
         ports=frozenset() if endpoint is None else frozenset({int(endpoint.rpartition(":")[2])}),
         is_online=endpoint is None,
     )

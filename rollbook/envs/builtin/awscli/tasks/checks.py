@@ -75,11 +75,8 @@ def holds(check: Check, answer: ApiAnswer, variables: Variables) -> bool:
     return value is not None and value not in ([], {}, "", False)
 
 
-def is_right(question: Question, answer: ApiAnswer, variables: Variables, reply: str) -> bool:
+def is_right(truth: Any, reply: str) -> bool:
     """Whether the agent's reply is the true value. Case, quotes, outer whitespace and the order of a list do not matter."""
-    truth = value_of(question, answer, variables)
-    if truth is None:
-        return False
     given = reply.strip().strip("\"'`.").strip()
     if isinstance(truth, list):
         items = [item.strip().strip("\"'`[]").lower() for item in re.split(r"[,\s]+", given) if item.strip("\"'`[], ")]

@@ -1,11 +1,13 @@
 """The reward of a move: the change of the state's value. Pure.
 
-    potential(state) = share of the initially open goals that hold; 0 if something that had to stay was broken
+    potential(state) = share of the initially open goals that hold; 0 if something that had to stay was broken. Goals of absence
+                       count only if all other goals hold
     value(state)     = hint factor x (1 if everything holds, else `partial` x potential)
     reward           = value after the move - value before it
 
 Rewards telescope: their sum is the value of the final state, independent of the path. Breaking and repairing, waiting and reading
-earn nothing. The initial state has value 0, a solved one 1 (times the hint factor).
+earn nothing. The initial state has value 0, a solved one 1 (times the hint factor). A goal of absence ("the object is gone") also
+holds in an empty account, so it must not pay for deletion alone.
 """
 
 from collections.abc import Sequence
@@ -16,10 +18,13 @@ from rollbook.envs.builtin.awscli.tasks.task_bank import NUM_HINTS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckResults:
-    """Which checks hold: `goals` and `keeps`, in the order of the task's checks."""
+    """Which checks hold: `goals` and `keeps`, in the order of the task's checks. `absences` are the positions of the goals that
+    require something not to exist.
+    """
 
     goals: tuple[bool, ...]
     keeps: tuple[bool, ...] = ()
+    absences: frozenset[int] = frozenset()
 
     @property
     def is_solved(self) -> bool:
@@ -44,11 +49,13 @@ def potential(results: CheckResults, *, start: CheckResults) -> float:
         raise ValueError(f"results of different tasks: {len(results.goals)} and {len(start.goals)} goals")
     if not all(results.keeps):
         return 0.0
-    at_start = sum(start.goals)
-    open_at_start = len(start.goals) - at_start
-    if open_at_start == 0:
+    open_goals = {i for i, held in enumerate(start.goals) if not held}
+    if not open_goals:
         return 0.0
-    return max(0, sum(results.goals) - at_start) / open_at_start
+    has_the_rest = all(held for i, held in enumerate(results.goals) if i not in results.absences)
+    reached = {i for i, held in enumerate(results.goals) if held and (has_the_rest or i not in results.absences)}
+    broken = sum(was_held and not holds for was_held, holds in zip(start.goals, results.goals, strict=True))
+    return max(0, len(reached & open_goals) - broken) / len(open_goals)
 
 
 def start_problem(

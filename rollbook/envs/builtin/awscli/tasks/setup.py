@@ -15,7 +15,7 @@ from rollbook.envs.builtin.awscli.cloud.backend import Backend
 from rollbook.envs.builtin.awscli.tasks.checks import Variables, call_of, fill, holds, value_of
 from rollbook.envs.builtin.awscli.tasks.faults import chosen_drift, chosen_variant
 from rollbook.envs.builtin.awscli.tasks.grading import CheckResults, start_problem
-from rollbook.envs.builtin.awscli.tasks.task_bank import AwsTask, Check, Fault, Step
+from rollbook.envs.builtin.awscli.tasks.task_bank import AwsTask, Check, Fault, Question, Step
 
 # Stands for the id of a resource that does not exist; calls with it are refused. Long enough for the API's length checks.
 MISSING_ID = "not-there-not-there-not-there"
@@ -27,7 +27,10 @@ class SetupError(EpisodeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedTask:
-    """A task whose cloud is set up: its variables, the applied drift faults, and the check results at the start."""
+    """A task whose cloud is set up: its variables, the applied drift faults, and the check results at the start.
+
+    `truth` is the answer to the task's question, read before the agent can change anything.
+    """
 
     task: AwsTask
     seed: int
@@ -35,6 +38,7 @@ class PreparedTask:
     variables: Variables
     faults: Sequence[Fault]
     start: CheckResults
+    truth: Any = None
 
     @property
     def goals(self) -> list[Check]:
@@ -68,7 +72,18 @@ async def prepare(task: AwsTask, cloud: Backend, *, seed: int) -> PreparedTask:
         raise SetupError(
             f"task {task.id} (seed {seed}): {problem}; this episode is dropped, and the task must be fixed"
         )
-    return PreparedTask(task=task, seed=seed, cloud=cloud, variables=variables, faults=faults, start=start)
+    truth = None if task.answer is None else await _truth(task, task.answer, cloud, variables)
+    return PreparedTask(task=task, seed=seed, cloud=cloud, variables=variables, faults=faults, start=start, truth=truth)
+
+
+async def _truth(task: AwsTask, question: Question, cloud: Backend, variables: Variables) -> Any:
+    (answer,) = await cloud.call_api([call_of(question, variables)])
+    truth = value_of(question, answer, variables)
+    if truth is None or truth in ([], {}, ""):
+        raise SetupError(
+            f"task {task.id}: {question.call} returned no answer to the question: {answer.message or 'no value'}"
+        )
+    return truth
 
 
 def _write_file(path: Path, content: str | Mapping[str, str]) -> None:
@@ -91,7 +106,11 @@ async def run_checks(cloud: Backend, task: AwsTask, goals: Sequence[Check], vari
     checks = [*goals, *task.keeps]
     answers = await cloud.call_api([call_of(check, variables) for check in checks])
     results = [holds(check, answer, variables) for check, answer in zip(checks, answers, strict=True)]
-    return CheckResults(goals=tuple(results[: len(goals)]), keeps=tuple(results[len(goals) :]))
+    return CheckResults(
+        goals=tuple(results[: len(goals)]),
+        keeps=tuple(results[len(goals) :]),
+        absences=frozenset(i for i, check in enumerate(goals) if check.is_absence),
+    )
 
 
 def kept_values(step: Step, output: str, variables: Variables) -> dict[str, str]:

@@ -99,6 +99,11 @@ class Check(Question):
             raise ValueError(f"check {self.says!r} expects {' and '.join(named)}: one expectation each")
         return self
 
+    @property
+    def is_absence(self) -> bool:
+        """Whether the check also holds in an empty account."""
+        return bool(self.absent) or self.count == 0
+
 
 class Fault(_Model):
     """One drift fault: the commands that cause it, the checks that detect it, the commands that repair it."""
@@ -140,7 +145,7 @@ class AwsTask(_Model):
     """Hold at the start and must hold at the end."""
 
     answer: Question | None = None
-    """A question: the agent replies with `answer VALUE`, which is compared with the state of the cloud at that moment."""
+    """A question: the agent replies with `answer VALUE`, which is compared with the state of the cloud at the start."""
 
     drift: list[Fault] = Field(default_factory=list)
     """Faults; the seed selects which are applied."""
@@ -171,6 +176,12 @@ class AwsTask(_Model):
             raise ValueError("nothing to grade: a task needs checks, drift or an answer")
         if self.answer is not None and (self.checks or self.drift):
             raise ValueError("a task has an answer, or checks and drift, not both")
+        goals = [*self.checks, *(check for fault in self.drift for check in fault.checks)]
+        absence = next((check.says for check in goals if check.is_absence), None)
+        if absence is not None and not any(not check.is_absence for check in self.keeps):
+            raise ValueError(
+                f"the check {absence!r} also holds in an empty account: add `keeps` for what must not be deleted"
+            )
         low, high = self.drift_count
         if self.drift and not 1 <= low <= high <= len(self.drift):
             raise ValueError(f"drift_count {low} to {high} does not fit {len(self.drift)} faults")
