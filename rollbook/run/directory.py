@@ -5,7 +5,9 @@ ledger/             the durable record                model/        initial weig
 checkpoints/        for resuming                      weights/      the newest publications
 metrics.jsonl       one row per step                  spans/ logs/  one file per process
 plots/              drawn at the end                  lock          held by the running `rollbook train`
+addresses.json      URLs of the run's servers         processes.json  pids
 mastery.jsonl       a curriculum's state over time    objects/      functions, classes and tasks of `rollbook.train`
+token               opens requests that steer the run
 """
 
 import fcntl
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rollbook import __version__
+from rollbook.access.tokens import read_or_create_token
 from rollbook.contracts.errors import UsageError
 
 MODEL_FILE = "model.json"
@@ -51,12 +54,18 @@ class RunDirectory:
 
     @property
     def addresses_file(self) -> Path:
+        """URLs of the run's servers, for programs outside of the run. Present while the run is running."""
         return self.path / "addresses.json"
 
     @property
     def processes_file(self) -> Path:
         """Pids of the run's processes, for people and for tests that kill them."""
         return self.path / "processes.json"
+
+    @property
+    def token_file(self) -> Path:
+        """The token that steers the run: the trainer's requests to the ledger, and weight updates."""
+        return self.path / "token"
 
     @property
     def ledger(self) -> Path:
@@ -148,17 +157,22 @@ class RunDirectory:
         return f"the run directory {self.path} cannot be created: {place} {reason}; choose another with --run-dir"
 
     def prepare(self) -> None:
-        """Create the directory and check that it is writable."""
+        """Create the directory and the run's token, and check that the directory is writable.
+
+        Other users cannot read a new run: it holds the token, prompts and responses.
+        """
         try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            if not self.exists:
+                self.path.chmod(0o700)
             for folder in (
-                self.path,
                 self.path / "logs",
                 self.path / "spans",
                 self.ledger,
                 self.checkpoints,
                 self.weights,
             ):
-                folder.mkdir(parents=True, exist_ok=True)
+                folder.mkdir(exist_ok=True)
             probe = self.path / f".probe-{os.getpid()}"
             probe.write_bytes(b"rollbook")
             probe.unlink()
@@ -167,6 +181,7 @@ class RunDirectory:
                 f"the run directory {self.path} is not writable ({error.strerror or error}): "
                 "choose another with --run-dir, or make it writable"
             ) from error
+        read_or_create_token(self.token_file)
         free = shutil.disk_usage(self.path).free
         if free < MIN_FREE_BYTES:
             raise RunDirectoryError(

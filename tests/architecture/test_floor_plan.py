@@ -10,17 +10,18 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "rollbook"
-GROUND = {"contracts", "concurrency", "telemetry"}
+GROUND = {"contracts", "concurrency", "telemetry", "access"}
 ROOMS = {"tasks", "envs", "inference", "rollout", "ledger", "trainer"}
 MAY_IMPORT: dict[str, set[str]] = {
     "contracts": set(),
     "concurrency": set(),
     "telemetry": {"concurrency"},
+    "access": {"contracts", "concurrency"},
     **dict.fromkeys(ROOMS, GROUND),
     "dashboard": GROUND,
     "integrations": GROUND | ROOMS,
     "run": GROUND | ROOMS | {"dashboard"},
-    "cli": {"run", "contracts"},
+    "cli": {"run", "contracts", "access"},
 }
 # Heavy libraries, and the only modules that may import them.
 DOORS: dict[str, tuple[str, ...]] = {
@@ -67,7 +68,8 @@ def room_of(module: str) -> str | None:
 
 
 def sources() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
+    # `templates` holds files of users' projects, which are not modules of the package.
+    return sorted(path for path in PACKAGE.rglob("*.py") if "templates" not in path.parts)
 
 
 def test_every_import_follows_the_floor_plan() -> None:
@@ -141,6 +143,19 @@ def test_heavy_libraries_are_imported_in_their_own_places_only() -> None:
             if module.split(".")[0] == "torch" and "trainer" in path.parts and path.stem in TORCH_FREE:
                 violations.append(f"{name}:{line} imports torch, but must stay free of it")
     assert violations == []
+
+
+def test_http_servers_are_started_behind_the_guard_only() -> None:
+    """A server started elsewhere would skip the checks of `access/guard.py`."""
+    starters = ("AppRunner", "ServerRunner", "run_app", "TCPSite", "SockSite", "UnixSite", "HTTPServer", "start_server")
+    found = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in sources()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if (isinstance(node, ast.Attribute) and node.attr in starters)
+        or (isinstance(node, ast.Name) and node.id in starters)
+    }
+    assert found == {"access/server.py"}
 
 
 def test_imports_are_at_the_top_of_the_file() -> None:

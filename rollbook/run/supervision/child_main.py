@@ -18,6 +18,7 @@ from typing import Protocol, cast
 
 import uvloop
 
+from rollbook.access.tokens import read_token
 from rollbook.concurrency.child_process.child import connect_to_parent, die_with_parent, heartbeat
 from rollbook.concurrency.child_process.frames import BlockingFrames
 from rollbook.concurrency.exception_groups import first_error
@@ -64,6 +65,11 @@ class RoleContext:
     """The listening socket of a server role, opened by the supervisor."""
     draining: asyncio.Event = field(default_factory=asyncio.Event)
     """Set by SIGTERM: finish the current work and end."""
+
+    @property
+    def token(self) -> str:
+        """The token of the run. It is passed by file: arguments and environment of a process can be seen by others."""
+        return read_token(self.directory.token_file)
 
     def listening(self) -> socket.socket:
         if self.server_socket is None:

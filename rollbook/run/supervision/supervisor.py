@@ -115,6 +115,8 @@ class Supervisor:
     async def run(self) -> RunOutcome:
         """Run to the end. Cancelling it stops everything at once."""
         began = time.monotonic()
+        # For programs outside of the run, such as Atropos environments.
+        write_json(self._directory.addresses_file, self.addresses)
         self._catch_signals()
         try:
             await self.run_once("prepare")
@@ -126,6 +128,7 @@ class Supervisor:
                 process.kill()
             for sock in self._sockets.values():
                 sock.close()
+            self._directory.addresses_file.unlink(missing_ok=True)
             self._release_signals()
         return self._outcome(time.monotonic() - began)
 
