@@ -1,50 +1,46 @@
-"""Draws the pictures of the README from a run of the demo: `python scripts/readme_pictures.py RUN_DIR`.
+"""Runs the README's example and draws its live view: `python scripts/readme_pictures.py` in an empty directory."""
 
-The live view is the panel of the terminal at step `SHOWN_STEP`; the learning curve is the plot that every run draws.
-"""
-
-import shutil
-import sys
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from rollbook import train
 from rollbook.dashboard.run_metrics import RunMetrics
 from rollbook.dashboard.terminal import ProcessStatus, ProgressRenderer
-from rollbook.run.commands import train as command
+from rollbook.run.commands import train
 
 ROOT = Path(__file__).parents[1]
-SHOWN_STEP = 120
+SHOWN_STEP = 30
 
 
 @contextmanager
 def recording_view(
-    console: Console, renderer: ProgressRenderer
+    console: Console, renderer: ProgressRenderer, **options: Any
 ) -> Iterator[Callable[[RunMetrics, Sequence[ProcessStatus]], None]]:
-    """In place of the live view: keeps the panel of the first update at or after `SHOWN_STEP`."""
-    recorded = False
+    """In place of the live view: draws the panel of the first update at or after `SHOWN_STEP`."""
+    is_drawn = False
 
     def update(metrics: RunMetrics, processes: Sequence[ProcessStatus]) -> None:
-        nonlocal recorded
-        if metrics.last_step >= SHOWN_STEP and not recorded:
-            recorded = True
+        nonlocal is_drawn
+        if metrics.last_step >= SHOWN_STEP and not is_drawn:
+            is_drawn = True
             page = Console(record=True, width=110, file=StringIO(), force_terminal=True)
             page.print(renderer.panel(metrics, processes))
-            page.save_svg(str(ROOT / "docs" / "live-view.svg"), title="rollbook demo")
+            # Without the web fonts: the picture must not load anything.
+            svg = re.sub(
+                r"\s*@font-face \{.*?\n    \}\n", "\n", page.export_svg(title="rollbook train"), flags=re.DOTALL
+            )
+            (ROOT / "docs" / "live-view.svg").write_text(svg, encoding="utf-8")
 
     yield update
 
 
-def main(run_dir: str) -> None:
-    command.open_view = recording_view  # type: ignore[assignment]  # without its options
-    report = train(ROOT / "examples" / "01_number_guessing" / "run.toml", run_dir=run_dir, console=Console(stderr=True))
-    curve = next(path for path in report.plots if "reward" in path.name)
-    shutil.copy(curve, ROOT / "docs" / "learning-curve.png")
-
-
 if __name__ == "__main__":
-    main(sys.argv[1])
+    train.open_view = recording_view
+    example = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert example is not None
+    exec(compile(example[1], "README.md", "exec"))
