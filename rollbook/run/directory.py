@@ -8,6 +8,7 @@ plots/              drawn at the end                  lock          held by the 
 addresses.json      URLs of the run's servers         processes.json  pids
 mastery.jsonl       a curriculum's state over time    objects/      functions, classes and tasks of `rollbook.train`
 token               opens requests that steer the run  failures/    the first failed episodes
+rollouts.jsonl      samples of each step, with text
 """
 
 import fcntl
