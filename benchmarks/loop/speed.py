@@ -224,11 +224,13 @@ def main() -> int:
         shutil.copy(Path(__file__).with_name("token_rollout.py"), home)
         for name in names:
             try:
-                figures += measure(name, CASES[name], home, device=args.device)
+                found = measure(name, CASES[name], home, device=args.device)
             except RuntimeError as error:  # the other cases are still worth measuring
                 print_status(f"{name}: {error}")
                 continue
-            print_status(f"{name}: {figures[-1]}")
+            for figure in found:
+                print_status(str(figure))
+            figures += found
     return print_figures(figures)
 
 
