@@ -87,7 +87,7 @@ def test_a_function_in_the_directory_of_the_config_yields_rows(tmp_path: Path) -
 
 
 def test_a_source_that_is_neither_file_nor_function_is_refused() -> None:
-    with pytest.raises(ValidationError, match="no file that ends in .jsonl, .csv, .parquet"):
+    with pytest.raises(ValidationError, match="no file that ends in"):
         TasksConfig(source="tasks.xml")
     with pytest.raises(ValidationError, match="takes no args"):
         TasksConfig(source="tasks.jsonl", args={"count": 3})
