@@ -6,6 +6,7 @@ Locks the directory, runs the supervisor under a live view, then audits the ledg
 import asyncio
 import contextlib
 import io
+import resource
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -14,11 +15,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rollbook.contracts.errors import RunError
+from rollbook.contracts.errors import RunError, UsageError
 from rollbook.contracts.plugin import require_libraries
 from rollbook.dashboard.run_files import RunReader, summarise
 from rollbook.dashboard.run_metrics import RunSummary
 from rollbook.dashboard.terminal import ProcessStatus, ProgressRenderer, open_view
+from rollbook.ledger.serve import allow_many_connections
 from rollbook.ledger.tools.audit import AuditReport
 from rollbook.run.config.run import LoadedConfig, RunConfig, dump_toml, load_config, load_resolved_config
 from rollbook.run.directory import RunDirectory
@@ -28,6 +30,8 @@ from rollbook.run.supervision.supervisor import RunEnd, RunOutcome, Supervisor, 
 from rollbook.telemetry.events import EventLog
 
 VIEW_TICK_S = 0.25
+# A process of a small run opens about 60 files; connections of workers and environments come on top.
+MIN_OPEN_FILES = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +42,7 @@ class TrainReport:
     config: RunConfig
     outcome: RunOutcome
     audit: AuditReport | None
-    """None when the run failed before its ledger existed."""
+    """None when a failed run has no ledger that can be read."""
     summary: RunSummary
     plots: tuple[Path, ...]
 
@@ -53,6 +57,7 @@ def train(source: Path, *, run_dir: Path | None, overrides: Sequence[str], conso
     """Train from a config file, or resume a run directory."""
     require_libraries("torch", "transformers")
     require_posix()
+    require_open_files()
     loaded, directory = resolve_run(source, run_dir, overrides)
     directory.prepare()
     with directory.locked():
@@ -64,6 +69,15 @@ def train(source: Path, *, run_dir: Path | None, overrides: Sequence[str], conso
         outcome = asyncio.run(_run_with_view(supervisor, loaded.config, directory, console))
         log.info("run.ended", how=outcome.end, message=outcome.message, seconds=round(outcome.seconds, 2))
         return _report(loaded.config, directory, outcome, log)
+
+
+def require_open_files() -> None:
+    """Raise the limit of open files, which the processes of the run inherit. Raises `UsageError` if it is too low."""
+    limit = allow_many_connections()
+    if limit != resource.RLIM_INFINITY and limit < MIN_OPEN_FILES:
+        raise UsageError(
+            f"a process may open only {limit} files, but a run needs {MIN_OPEN_FILES}: raise the limit (ulimit -n {MIN_OPEN_FILES})"
+        )
 
 
 def resolve_run(source: Path, run_dir: Path | None, overrides: Sequence[str]) -> tuple[LoadedConfig, RunDirectory]:
@@ -142,7 +156,7 @@ async def _view(
 
 
 def _report(config: RunConfig, directory: RunDirectory, outcome: RunOutcome, log: EventLog) -> TrainReport:
-    report = _audit(directory)
+    report = _audit(directory, has_failed=outcome.end is RunEnd.FAILED)
     if report is None:
         return TrainReport(
             directory=directory, config=config, outcome=outcome, audit=None, summary=summarise(directory.path), plots=()
@@ -161,11 +175,12 @@ def _report(config: RunConfig, directory: RunDirectory, outcome: RunOutcome, log
     )
 
 
-def _audit(directory: RunDirectory) -> AuditReport | None:
+def _audit(directory: RunDirectory, *, has_failed: bool) -> AuditReport | None:
     try:
         with open_run(directory.path) as run:
             return run.audit()
     except RunError:
-        if any(directory.ledger.iterdir()):
-            raise
-        return None
+        # The ledger of a failed run may be missing or unreadable; that must not replace the cause of the failure.
+        if has_failed:
+            return None
+        raise

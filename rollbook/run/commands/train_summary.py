@@ -50,7 +50,7 @@ def print_summary(report: TrainReport, console: Console) -> None:
         )
     law = report.audit
     if law is None:
-        console.print("  audit   none: the run failed before its ledger was created")
+        console.print("  audit   none: the run failed, and there is no ledger to read")
     elif law.ok:
         console.print(f"  audit   [green]ok[/]: {escape(law_text(law))}")
     else:

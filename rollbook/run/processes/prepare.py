@@ -1,9 +1,11 @@
 """Prepares the model directory with initial weights and tokenizer, before engine and trainer start from it."""
 
 import asyncio
+from contextlib import suppress
 from pathlib import Path
 
 from rollbook.contracts.plugin import load_on_demand
+from rollbook.run.directory import RunDirectoryError
 from rollbook.run.supervision.child_main import RoleContext
 
 
@@ -17,6 +19,11 @@ async def main(context: RoleContext) -> str:
 def _model_directory(context: RoleContext) -> Path:
     """An existing directory is used as it is, without importing torch."""
     config = context.loaded.config
+    # The model of a run never changes, and it is recorded when it is complete.
+    with suppress(RunDirectoryError):
+        recorded = context.directory.initial_model
+        if (recorded / "config.json").is_file():
+            return recorded
     if config.model.path is not None:
         for directory in (context.loaded.source_dir / config.model.path, Path(config.model.path)):
             if (directory / "config.json").is_file():
