@@ -47,6 +47,7 @@ format: $(STAMP) ## format the sources
 
 docs: $(STAMP) ## write the generated references
 	$(BIN)/python -m rollbook.run.config.reference > docs/configuration.md
+	$(BIN)/python -m rollbook.run.api_reference > docs/python-api.md
 	$(BIN)/python -m rollbook.ledger.http.reference > docs/http-api.md
 	$(BIN)/python -m rollbook.rollout.dispatch.failure_reference > docs/failures.md
 	$(BIN)/python -m tests.faults.chaos_report >> docs/failures.md

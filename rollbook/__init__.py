@@ -1,3 +1,139 @@
-"""Rollbook: asynchronous reinforcement learning for LLM agents. Version only, so that importing it is free."""
+"""Rollbook: asynchronous reinforcement learning for LLM agents, in which no rollout is lost, trained twice, or left unexplained.
+
+Everything that users import is here. Other module paths may move. A name is imported when it is first used, so `import rollbook`
+loads nothing else. docs/python-api.md describes every name.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "AsyncRolloutWorker",
+    "ConfigError",
+    "Curriculum",
+    "CursorDataLoader",
+    "EndReason",
+    "Environment",
+    "EpisodeError",
+    "EvaluationReport",
+    "FinishReason",
+    "GroupAssembler",
+    "GrpoPool",
+    "LedgerClient",
+    "LossInputs",
+    "LossSettings",
+    "LossTerms",
+    "MessageTrajectoryAssembler",
+    "MiniStackPool",
+    "MultiTurnEnvPool",
+    "Observation",
+    "PromptGroup",
+    "RewardCase",
+    "RollbookError",
+    "RolloutFn",
+    "RolloutSample",
+    "RolloutService",
+    "RolloutSetup",
+    "RunConfig",
+    "RunFailedError",
+    "StalenessController",
+    "SyncLedgerClient",
+    "TrainReport",
+    "TrajectoryAssembler",
+    "WeightTransferClient",
+    "__version__",
+    "audit",
+    "evaluate",
+    "open_ledger_client",
+    "open_sync_ledger_client",
+    "replay",
+    "train",
+]
+
+if TYPE_CHECKING:
+    from rollbook.contracts.environment import Observation
+    from rollbook.contracts.errors import EpisodeError, RollbookError
+    from rollbook.contracts.group import PromptGroup
+    from rollbook.contracts.policy import FinishReason
+    from rollbook.contracts.ports import Environment
+    from rollbook.contracts.trajectory import EndReason, RolloutSample
+    from rollbook.envs.builtin.awscli.cloud.backend import MiniStackPool
+    from rollbook.envs.client.blocking import MultiTurnEnvPool
+    from rollbook.envs.client.group import GrpoPool
+    from rollbook.inference.weights.client import WeightTransferClient
+    from rollbook.ledger.client.blocking import SyncLedgerClient, open_sync_ledger_client
+    from rollbook.ledger.client.client import LedgerClient, open_ledger_client
+    from rollbook.rollout.assemblers.chat import MessageTrajectoryAssembler
+    from rollbook.rollout.assemblers.tokens import TrajectoryAssembler
+    from rollbook.rollout.contract import RolloutFn, RolloutSetup
+    from rollbook.rollout.dispatch.slots import StalenessController
+    from rollbook.rollout.groups.player import GroupAssembler
+    from rollbook.rollout.remote.protocol import RolloutService
+    from rollbook.rollout.rewards.messages import RewardCase
+    from rollbook.rollout.workers.handle import AsyncRolloutWorker
+    from rollbook.run.commands.evaluate import EvaluationReport, evaluate
+    from rollbook.run.commands.replay import replay
+    from rollbook.run.commands.train import RunFailedError, train
+    from rollbook.run.commands.train_summary import TrainReport
+    from rollbook.run.config.run import ConfigError, RunConfig
+    from rollbook.run.record import audit
+    from rollbook.tasks.curriculum import Curriculum
+    from rollbook.tasks.cursor import CursorDataLoader
+    from rollbook.trainer.losses.inputs import LossInputs, LossSettings, LossTerms
+
+# The same imports as above, for `__getattr__`.
+_MODULES = {
+    "AsyncRolloutWorker": "rollbook.rollout.workers.handle",
+    "ConfigError": "rollbook.run.config.run",
+    "CursorDataLoader": "rollbook.tasks.cursor",
+    "Curriculum": "rollbook.tasks.curriculum",
+    "EndReason": "rollbook.contracts.trajectory",
+    "Environment": "rollbook.contracts.ports",
+    "EpisodeError": "rollbook.contracts.errors",
+    "EvaluationReport": "rollbook.run.commands.evaluate",
+    "FinishReason": "rollbook.contracts.policy",
+    "GroupAssembler": "rollbook.rollout.groups.player",
+    "GrpoPool": "rollbook.envs.client.group",
+    "LedgerClient": "rollbook.ledger.client.client",
+    "LossInputs": "rollbook.trainer.losses.inputs",
+    "LossSettings": "rollbook.trainer.losses.inputs",
+    "LossTerms": "rollbook.trainer.losses.inputs",
+    "MessageTrajectoryAssembler": "rollbook.rollout.assemblers.chat",
+    "MiniStackPool": "rollbook.envs.builtin.awscli.cloud.backend",
+    "MultiTurnEnvPool": "rollbook.envs.client.blocking",
+    "Observation": "rollbook.contracts.environment",
+    "PromptGroup": "rollbook.contracts.group",
+    "RewardCase": "rollbook.rollout.rewards.messages",
+    "RollbookError": "rollbook.contracts.errors",
+    "RolloutFn": "rollbook.rollout.contract",
+    "RolloutSample": "rollbook.contracts.trajectory",
+    "RolloutService": "rollbook.rollout.remote.protocol",
+    "RolloutSetup": "rollbook.rollout.contract",
+    "RunConfig": "rollbook.run.config.run",
+    "RunFailedError": "rollbook.run.commands.train",
+    "StalenessController": "rollbook.rollout.dispatch.slots",
+    "SyncLedgerClient": "rollbook.ledger.client.blocking",
+    "TrainReport": "rollbook.run.commands.train_summary",
+    "TrajectoryAssembler": "rollbook.rollout.assemblers.tokens",
+    "WeightTransferClient": "rollbook.inference.weights.client",
+    "audit": "rollbook.run.record",
+    "evaluate": "rollbook.run.commands.evaluate",
+    "open_ledger_client": "rollbook.ledger.client.client",
+    "open_sync_ledger_client": "rollbook.ledger.client.blocking",
+    "replay": "rollbook.run.commands.replay",
+    "train": "rollbook.run.commands.train",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'rollbook' has no attribute {name!r}; it has {', '.join(sorted(_MODULES))}")
+    value = getattr(importlib.import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -33,7 +33,8 @@ def timed_ms(operation: Callable[[], None], device: str, repeats: int = 50) -> f
 def kernel_split(operation: Callable[[], None]) -> dict[str, float]:
     """Milliseconds of a step by kind of kernel, from the profiler."""
     kinds = {
-        "attention over the slots": ("_attend_one", "_join_splits"),
+        "decode attention": ("_attend_decode", "_join_splits"),
+        "prefill attention": ("_attend_tiles",),
         "norms": ("_rms_norm",),
         "rotary and cache write": ("_rotate_and_store",),
         "gates": ("_gate",),

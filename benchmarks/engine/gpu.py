@@ -1,14 +1,13 @@
-"""The policy server on a GPU: `python -m benchmarks.engine.gpu [--device cpu --small]`.
+"""The policy server on a GPU: `python -m benchmarks.engine.gpu [--only PART ...] [--device cpu --small]`.
 
-A random-weight model of SmolLM2-135M's shape in bfloat16. Compares with the Hugging Face module; then measures a closed loop of
-requests through the HTTP server in a separate process, the same loop in process, the decode step alone by kernel, and a weight
-update in flight. Capture and compile times are reported separately. If one part fails, the others still run.
+A random-weight model of SmolLM2-135M's shape in bfloat16. Compares with the Hugging Face module; then measures the decode step
+alone by kernel, episodes of agents, requests of mixed lengths, a closed loop of requests in process with a weight update in flight,
+the same loop through the HTTP server in a separate process, and closed loops of larger shapes. If one part fails, the others still
+run.
 """
 
 import argparse
 import asyncio
-import importlib
-import itertools
 import json
 import multiprocessing
 import statistics
@@ -31,13 +30,21 @@ from benchmarks.engine import logprob_fidelity
 from benchmarks.engine.device_times import copy_limit, copy_rate, kernel_split, timed_ms
 from benchmarks.engine.loop import Job, LoopResult, in_process, requests
 from benchmarks.engine.models import SMALL, SMOLLM2_135M, Shape, build, make_model_dir, opened, publish
+from benchmarks.engine.workloads import (
+    LLAMA_8B,
+    QWEN_1_5B,
+    Rates,
+    agent_turns,
+    closed_loop_of,
+    full_sizes,
+    mixed_lengths,
+    small_sizes,
+)
 from benchmarks.report import Figure, print_figures, print_status
 from rollbook.contracts.policy import Publication, SamplingParams
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engines.embedded.engine import TransformersEngine
-from rollbook.inference.engines.embedded.graph_runner import CudaCapture
-from rollbook.inference.engines.embedded.model.kernels import KernelOps, KernelStep
-from rollbook.inference.engines.embedded.model.llama import LlamaForward
+from rollbook.inference.engines.embedded.paged.runner import PackedRunner
 from rollbook.inference.engines.embedded.row_table import RowTable
 from rollbook.inference.engines.embedded.scheduler import RoundResults
 from rollbook.inference.request import checked_request
@@ -50,6 +57,7 @@ PEERS = {
     "the library's continuous batching": 2_722,
 }
 """Measured earlier on the same kind of GPU; tokens per second, decode only for the first three."""
+PARTS = ("fidelity", "steps", "agent_turns", "mixed_lengths", "closed_loop", "http", "1.5B", "8B")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -342,19 +350,25 @@ async def step_times(setup: Setup) -> list[Figure]:
     position = min(250, plan.max_model_len - 8)
     async with setup.open(plan.config(rows=rows)) as engine:
         runner = engine.parts.runner
+        assert isinstance(runner, PackedRunner), engine.parts.choices
+        blocks = (position + 1) // runner.cache.block_size + 1
         for count in plan.step_rows:
             table = decoding_rows(count, rows, position, plan)
             found: dict[str, Any] = {}
 
             def operation(count: int = count, table: RowTable = table, found: dict[str, Any] = found) -> None:
                 with torch.inference_mode():
-                    # Not on zeros: they can be faster than real data.
-                    for pair in runner.slots.pairs:
-                        for slots_SHTD in pair:
-                            slots_SHTD.normal_()
-                    found["ms"] = timed_ms(lambda: runner.decode(table, count, length=position + 1), plan.device)
+                    cache, decoding = runner.cache, np.arange(count)
+                    if cache.num_blocks <= count * blocks:
+                        cache.resize(count * blocks + 1)
+                    # Not on zeros: they can be faster than real data. In random order, as after many requests.
+                    for layer in cache.layers:
+                        layer.normal_()
+                    shuffled = np.random.default_rng(0).permutation(count * blocks) + 1
+                    cache.set_blocks(np.repeat(decoding, blocks), np.tile(np.arange(blocks), count), shuffled)
+                    found["ms"] = timed_ms(lambda: runner.run(table, decoding, []), plan.device)
                     if plan.device == "cuda" and count == plan.in_flight:
-                        found["split"] = kernel_split(lambda: runner.decode(table, count, length=position + 1))
+                        found["split"] = kernel_split(lambda: runner.run(table, decoding, []))
 
             await engine.thread.between_rounds(operation)
             limit_ms, parts = bandwidth_limit_ms(engine, count, position, plan)
@@ -411,45 +425,6 @@ def bandwidth_limit_ms(engine: TransformersEngine, count: int, position: int, pl
     return (weights + cache) / rate * 1e3, f"{weights / 1e6:.0f} + {cache / 1e6:.0f} MB at {rate / 1e12:.2f} TB/s"
 
 
-async def attention_sweep(setup: Setup) -> None:
-    """Time the attention kernel with different block sizes, warps and stages."""
-    plan = setup.plan
-    async with setup.open(plan.config()) as engine:
-        model, slots = engine.parts.model, engine.parts.runner.slots
-        if not isinstance(model, LlamaForward) or not isinstance(model.ops, KernelOps):
-            print_status("  the Triton kernels are not available")
-            return
-        kernels: Any = importlib.import_module("rollbook.inference.engines.embedded.model.triton_kernels")
-        ops: Any = model.ops
-        positions = torch.full((plan.in_flight,), 250, dtype=torch.int32, device=plan.device)
-        width = model.heads.fused * model.heads.size
-
-        def operation() -> None:
-            with torch.inference_mode():
-                for joint in slots.joint:
-                    joint.normal_()
-                fused = torch.randn((plan.in_flight, width), dtype=model.dtype, device=plan.device)
-                step = KernelStep(positions_M=positions, write_rows_M=positions, write_at_M=positions)
-                for block, warps, stages in itertools.product((32, 64, 128), (1, 2, 4, 8), (2, 3, 4)):
-                    kernels.ATTEND_BLOCK, kernels.ATTEND_WARPS, kernels.ATTEND_STAGES = block, warps, stages
-
-                    def all_layers() -> None:
-                        for joint in slots.joint:
-                            ops.attend_one(fused, step, joint)
-
-                    try:
-                        all_layers()
-                        ms = timed_ms(CudaCapture()(all_layers), plan.device, repeats=20)
-                    except Exception as error:  # The device does not support this configuration.
-                        print_status(f"      block {block} warps {warps} stages {stages}: {type(error).__name__}")
-                        continue
-                    print_status(f"      block {block:>3} warps {warps} stages {stages}: {ms:.3f} ms for all layers")
-
-        original = kernels.ATTEND_BLOCK, kernels.ATTEND_WARPS, kernels.ATTEND_STAGES
-        await engine.thread.between_rounds(operation)
-        kernels.ATTEND_BLOCK, kernels.ATTEND_WARPS, kernels.ATTEND_STAGES = original
-
-
 def guarded(name: str, operation: Callable[[], Any]) -> Any:
     """Run one part; if it fails, log the error and continue."""
     started = time.perf_counter()
@@ -467,7 +442,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true")
-    parser.add_argument("--sweep", action="store_true", help="also time configurations of the attention kernel")
+    parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS, help="the parts to run")
     options = parser.parse_args()
     plan = TINY if options.small else FULL
     if options.device != plan.device:
@@ -482,16 +457,29 @@ def main() -> int:
         model = make_model_dir(root / "model", plan.shape, dtype=getattr(torch, plan.dtype))
         setup = Setup(plan, root, (publish(root / "first.safetensors", model, 1), root / "first.safetensors"))
         del model
-        fidelity = guarded("fidelity", lambda: asyncio.run(logprob_fidelity.figures(plan.device, plan.shape)))
-        figures += fidelity or []
-        if options.sweep:
-            guarded("attention sweep", lambda: asyncio.run(attention_sweep(setup)))
-        figures += guarded("decode steps", lambda: asyncio.run(step_times(setup))) or []
-        figures += guarded("in process", lambda: _on_uvloop(in_process_loop(setup))) or []
-        http = guarded("over HTTP", lambda: http_loop(setup))
-        figures += [http] if http else []
+        is_gpu = plan.device == "cuda"
+        sizes = (full_sizes if is_gpu else small_sizes)(plan.shape.vocab)
+        rates = Rates.measured(plan.device)
+
+        def open_with(**changes: Any) -> Any:
+            return setup.open(plan.config().model_copy(update=changes))
+
+        parts: dict[str, Callable[[], Any]] = {
+            "fidelity": lambda: asyncio.run(logprob_fidelity.figures(plan.device, plan.shape)),
+            "steps": lambda: asyncio.run(step_times(setup)),
+            "agent_turns": lambda: _on_uvloop(agent_turns(open_with, plan.shape, rates, sizes, is_gpu=is_gpu)),
+            "mixed_lengths": lambda: _on_uvloop(mixed_lengths(open_with, plan.shape.vocab, sizes, is_gpu=is_gpu)),
+            "closed_loop": lambda: _on_uvloop(in_process_loop(setup)),
+            "http": lambda: [http_loop(setup)],
+        }
+        if is_gpu:
+            parts["1.5B"] = lambda: _on_uvloop(closed_loop_of("1.5B", QWEN_1_5B, rates, count=1024, in_flight=256))
+            parts["8B"] = lambda: _on_uvloop(closed_loop_of("8B", LLAMA_8B, rates, count=384, in_flight=128, rounds=1))
+        found = {name: guarded(name, part) for name, part in parts.items() if name in options.only}
+        figures += [figure for part in found.values() for figure in part or []]
     print_status(json.dumps({"peers": PEERS}))
-    return print_figures(figures, failed_parts=4 - sum(map(bool, (fidelity, figures, http))) - 1)
+    failed = [name for name, part in found.items() if part is None]
+    return print_figures(figures, failed_parts=failed) or len(failed)
 
 
 if __name__ == "__main__":

@@ -50,9 +50,19 @@ async def play(engine: TransformersEngine, episodes: Episodes, *, seed: int) -> 
     cached: list[int] = []
     sampled: list[int] = []
 
-    async def one(number: int) -> None:
+    def drawn(rng: random.Random, number: int) -> list[int]:
+        return [rng.randrange(3, episodes.vocab) for _ in range(number)]
+
+    # Drawn before the clock starts: the time of the episodes is the engine's.
+    starts: list[list[int]] = []
+    observations: list[list[list[int]]] = []
+    for number in range(episodes.count):
         rng = random.Random(seed * 10_007 + number)
-        prompt = [*system, *(rng.randrange(3, episodes.vocab) for _ in range(8))]
+        starts.append([*system, *drawn(rng, 8)])
+        observations.append([drawn(rng, episodes.observation_tokens) for _ in range(episodes.turns)])
+
+    async def one(number: int) -> None:
+        prompt = starts[number]
         async with free:
             for turn in range(episodes.turns):
                 sampling = SamplingParams(max_tokens=episodes.turn_tokens, seed=seed + number + turn)
@@ -60,8 +70,7 @@ async def play(engine: TransformersEngine, episodes: Episodes, *, seed: int) -> 
                 prompts.append(len(prompt))
                 cached.append(completion.cached_tokens)
                 sampled.append(len(completion.token_ids))
-                observed = (rng.randrange(3, episodes.vocab) for _ in range(episodes.observation_tokens))
-                prompt = [*prompt, *completion.token_ids.tolist(), *observed]
+                prompt = [*prompt, *completion.token_ids.tolist(), *observations[number][turn]]
 
     wall, cpu = time.perf_counter(), time.process_time()
     await asyncio.gather(*(one(number) for number in range(episodes.count)))

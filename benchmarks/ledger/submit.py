@@ -58,7 +58,7 @@ def requests(count: int) -> list[bytes]:
     made = []
     for number in range(count):
         body = msgspec.msgpack.encode(submission(group_of(number, sample)))
-        head = f"POST /v1/runs/{RUN}/submit HTTP/1.1\r\nHost: ledger\r\nContent-Type: {wire.CONTENT_TYPE}\r\n"
+        head = f"POST /v1/runs/{RUN}/submit HTTP/1.1\r\nHost: localhost\r\nContent-Type: {wire.CONTENT_TYPE}\r\n"
         made.append(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
     return made
 
@@ -103,7 +103,7 @@ async def drive(port: int, server: BaseProcess, *, num_groups: int, connections:
     left = requests(num_groups + WARM_UP)
     settings = RunSettings(rule=FreshnessRule(groups_per_step=64, max_in_flight=64, max_head_offpolicy_versions=1))
     body = msgspec.msgpack.encode(wire.CreateRun(settings=settings))
-    head = f"PUT /v1/runs/{RUN} HTTP/1.1\r\nHost: ledger\r\nContent-Type: {wire.CONTENT_TYPE}\r\n"
+    head = f"PUT /v1/runs/{RUN} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {wire.CONTENT_TYPE}\r\n"
     await send(port, [f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body])
     warm, measured = left[:WARM_UP], left[WARM_UP:]
     await asyncio.gather(*(send(port, warm) for _ in range(connections)))

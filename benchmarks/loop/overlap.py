@@ -21,6 +21,7 @@ from typing import Any
 import tomli_w
 
 from benchmarks.report import Figure, print_figures, print_status
+from rollbook.access.tokens import read_token
 from rollbook.concurrency.sockets import listening_socket, url_of
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.batch import EndOfRun
@@ -153,10 +154,10 @@ async def run_stand_in(directory: RunDirectory, urls: dict[str, str], steps: int
     digest = digest_of(weights)
     path = directory.weights / "initial.safetensors"
     write_weights(weights, path, digest=digest)
-    log = EventLog("stand-in")
+    log, token = EventLog("stand-in"), read_token(directory.token_file)
     async with (
-        open_ledger_client(urls["ledger"], RunId("overlap"), request_s=60, log=log) as ledger,
-        WeightTransferClient([urls["policy"]], request_s=60, log=log) as receiver,
+        open_ledger_client(urls["ledger"], RunId("overlap"), request_s=60, log=log, token=token) as ledger,
+        WeightTransferClient([urls["policy"]], request_s=60, api_key=token, log=log) as receiver,
     ):
         await ledger.take_role(restored_step=0)
         for step in range(steps + 1):

@@ -1,5 +1,6 @@
 """Arguments that several verbs share."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,6 +16,13 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Override a field; may be repeated."),
 ]
+Preflight = Annotated[
+    bool,
+    typer.Option(
+        "--preflight/--no-preflight",
+        help="Before the start: load the tasks, play one episode with a canned answer, and score it.",
+    ),
+]
 
 
 def verb_group(text: str | None = None, *, cls: type[TyperGroup] | None = None) -> typer.Typer:
@@ -27,6 +35,25 @@ def verb_group(text: str | None = None, *, cls: type[TyperGroup] | None = None) 
         add_completion=False,
         pretty_exceptions_enable=False,
     )
+
+
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--token-file",
+        help="File with the token for requests that steer the server; created if missing. Default on loopback: one file per user.",
+    ),
+]
+AllowHost = Annotated[
+    list[str] | None,
+    typer.Option("--allow-host", help="A further name under which clients reach the server; may be repeated."),
+]
+AllowOrigin = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow-origin", help="An origin whose web pages may call the server; * allows all; may be repeated."
+    ),
+]
 
 
 def is_address(run: str) -> bool:

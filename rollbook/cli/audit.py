@@ -1,7 +1,6 @@
 """`rollbook audit`: checks the ledger of a run. Exits non-zero on a violation."""
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,7 +9,8 @@ from rollbook.cli.arguments import RunOrLedger, is_address
 from rollbook.cli.output import EXIT_FAILED, result, result_json, stderr_console
 from rollbook.run.commands.serve_ledger import audit_remote
 from rollbook.run.commands.train_summary import law_text
-from rollbook.run.record import AuditReport, open_run
+from rollbook.run.record import AuditReport
+from rollbook.run.record import audit as audit_directory
 
 
 def audit(
@@ -18,7 +18,7 @@ def audit(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON line.")] = False,
 ) -> None:
     """Check the conservation law, every group's history, batches, steps, payloads and lag."""
-    reports = audit_remote(run) if is_address(run) else [_audit_directory(Path(run))]
+    reports = audit_remote(run) if is_address(run) else [audit_directory(run)]
     for report in reports:
         _print(report, as_json=as_json)
     if not all(report.ok for report in reports):
@@ -36,8 +36,3 @@ def _print(report: AuditReport, *, as_json: bool) -> None:
         result("audit: ok" if report.ok else f"audit: {len(report.violations)} violations")
     for violation in report.violations:
         stderr_console().print(f"  {violation}", markup=False, style="red", soft_wrap=True)
-
-
-def _audit_directory(path: Path) -> AuditReport:
-    with open_run(path) as record:
-        return record.audit()

@@ -1,12 +1,13 @@
-"""`rollbook config check`: validates a config file. Needs no GPU library and starts nothing."""
+"""`rollbook config check`: validates a config file and runs the user's code once. Needs no GPU library."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rollbook.cli.arguments import Overrides, verb_group
+from rollbook.cli.arguments import Overrides, Preflight, verb_group
 from rollbook.cli.output import result, stderr_console
+from rollbook.run.commands.preflight import check_run, print_preflight
 from rollbook.run.config.run import dump_toml, load_config
 
 config_app = verb_group()
@@ -16,8 +17,11 @@ config_app = verb_group()
 def check(
     config: Annotated[Path, typer.Argument(help="The run's TOML file.")],
     override: Overrides = None,
+    preflight: Preflight = True,
 ) -> None:
-    """Report every fault at once with its path in the file, or print the resolved configuration."""
+    """Report every fault at once with its line in the file, or print the resolved configuration."""
     loaded = load_config(config, override or ())
+    if preflight:
+        print_preflight(check_run(loaded, override or ()), stderr_console())
     stderr_console().print(f"{config}: ok", markup=False, style="green")
     result(dump_toml(loaded.config).rstrip())

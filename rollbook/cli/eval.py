@@ -30,14 +30,17 @@ def eval_command(
     out: Annotated[Path | None, typer.Option("--out", help="File for the result; default: in the run.")] = None,
 ) -> None:
     """Play held-out tasks with a checkpoint and print the results, overall and by label, with 95 % intervals."""
-    chosen = {
-        "split": None if tasks is None else f'"{tasks}"',
-        "episodes": episodes,
-        "max_tasks": max_tasks,
-        "greedy": None if greedy is None else str(greedy).lower(),
-    }
-    overrides = [*(override or ()), *(f"evaluation.{name}={v}" for name, v in chosen.items() if v is not None)]
-    result = evaluate(target, config=config, step=step, overrides=overrides, out=out)
+    result = evaluate(
+        target,
+        config=config,
+        step=step,
+        split=tasks,
+        episodes=episodes,
+        max_tasks=max_tasks,
+        greedy=greedy,
+        overrides=override or (),
+        out=out,
+    ).row()
     shown = Table(title=f"step {result['step']} of {target}", title_justify="left")
     for number, heading in enumerate(HEADINGS):
         shown.add_column(heading, justify="left" if number == 0 else "right", no_wrap=True)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from rollbook.cli.arguments import verb_group
+from rollbook.cli.arguments import AllowHost, AllowOrigin, TokenFile, verb_group
 from rollbook.cli.output import result_json, stderr_console
 from rollbook.run.commands.serve_ledger import compact_store, export_run, import_run_file, serve, store_of
 
@@ -18,7 +18,7 @@ Store = Annotated[str, typer.Option("--store", help="sqlite:///DIR, postgresql:/
 def serve_command(  # noqa: PLR0917 - a command line is a list of flags
     store: Store = "sqlite:///ledger",
     host: Annotated[
-        str, typer.Option("--host", help="Addresses other than loopback need a token per role.")
+        str, typer.Option("--host", help="Addresses other than loopback need --token-file or a token per role.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 lets the kernel choose a port.")] = 8000,
     durability: Annotated[str, typer.Option("--durability", help="power_loss or process_crash.")] = "power_loss",
@@ -28,6 +28,9 @@ def serve_command(  # noqa: PLR0917 - a command line is a list of flags
     atropos_run: Annotated[
         str | None, typer.Option("--atropos-run", help="Also serve the Atropos API at the root, for this run.")
     ] = None,
+    token_file: TokenFile = None,
+    allow_host: AllowHost = None,
+    allow_origin: AllowOrigin = None,
     producer_token: Annotated[list[str] | None, typer.Option(envvar="ROLLBOOK_PRODUCER_TOKENS")] = None,
     trainer_token: Annotated[list[str] | None, typer.Option(envvar="ROLLBOOK_TRAINER_TOKENS")] = None,
     viewer_token: Annotated[list[str] | None, typer.Option(envvar="ROLLBOOK_VIEWER_TOKENS")] = None,
@@ -39,6 +42,9 @@ def serve_command(  # noqa: PLR0917 - a command line is a list of flags
         host=host,
         port=port,
         durability=durability,
+        token_file=token_file,
+        allowed_hosts=allow_host or (),
+        allowed_origins=allow_origin or (),
         tokens={"producer": producer_token or (), "trainer": trainer_token or (), "viewer": viewer_token or ()},
         ready_file=ready_file,
         atropos_run=atropos_run,

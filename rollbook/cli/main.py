@@ -18,6 +18,7 @@ from rollbook.contracts.plugin import extend_search_path, load_on_demand
 
 # Where each verb is defined, and its line in `rollbook --help`. Longer lines would be cut.
 VERBS: dict[str, tuple[str, str]] = {
+    "init": ("rollbook.cli.init:init", "Create a project that trains as it is, from a template."),
     "demo": ("rollbook.cli.demo:demo", "Train a small policy from scratch to guess numbers."),
     "train": ("rollbook.cli.train:train", "Train a policy asynchronously."),
     "sft": ("rollbook.cli.sft:sft", "Train a model on chats, the assistant's tokens only."),

@@ -5,7 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
-from rollbook.cli.arguments import verb_group
+from rollbook.access.guard import AllowedClients
+from rollbook.cli.arguments import AllowHost, AllowOrigin, TokenFile, verb_group
 from rollbook.cli.output import stderr_console
 from rollbook.run.commands.serve_policy import PolicyServerOptions, serve_policy
 
@@ -39,6 +40,9 @@ def serve(  # noqa: PLR0917 - a command line is a list of flags
     api_key_env: Annotated[
         str | None, typer.Option("--api-key-env", help="Environment variable with the key that clients must send.")
     ] = None,
+    token_file: TokenFile = None,
+    allow_host: AllowHost = None,
+    allow_origin: AllowOrigin = None,
     ready_file: Annotated[
         Path | None, typer.Option("--ready-file", help="Written with the address once the server is ready.")
     ] = None,
@@ -63,6 +67,8 @@ def serve(  # noqa: PLR0917 - a command line is a list of flags
             port=port,
             served_model_name=tuple(served_model_name or ()),
             api_key_env=api_key_env,
+            token_file=token_file,
+            allowed=AllowedClients.of(allow_host or (), allow_origin or ()),
             ready_file=ready_file,
             inference=inference,
         ),

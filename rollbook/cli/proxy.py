@@ -6,6 +6,9 @@ from typing import Annotated
 
 import typer
 
+from rollbook.access.guard import AllowedClients
+from rollbook.access.tokens import read_or_create_token
+from rollbook.cli.arguments import AllowHost, AllowOrigin
 from rollbook.cli.output import stderr_console
 from rollbook.contracts.plugin import load_on_demand
 
@@ -16,7 +19,7 @@ def proxy(  # noqa: PLR0917 - a command line is a list of flags
     record: Annotated[Path, typer.Option("--record", help="File for the sessions, one JSON line each.")] = Path(
         "sessions.jsonl"
     ),
-    host: Annotated[str, typer.Option("--host")] = "127.0.0.1",
+    host: Annotated[str, typer.Option("--host", help="Addresses other than loopback need --token-file.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", help="0 lets the kernel choose a port.")] = 0,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Tokens per turn.")] = 1024,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0)] = 1.0,
@@ -24,6 +27,12 @@ def proxy(  # noqa: PLR0917 - a command line is a list of flags
     tool_parser: Annotated[
         str, typer.Option("--tool-parser", help="hermes, json, none or module:function.")
     ] = "hermes",
+    token_file: Annotated[
+        Path | None,
+        typer.Option("--token-file", help="File with the token that agents must send as API key; created if missing."),
+    ] = None,
+    allow_host: AllowHost = None,
+    allow_origin: AllowOrigin = None,
 ) -> None:
     """Try an agent: point it at BASE_URL/s/ANY_NAME/v1, then POST BASE_URL/s/ANY_NAME/end {"reward": 1.0}."""
     # Needs the extra `rollout`, which the help of this verb must not need.
@@ -38,6 +47,8 @@ def proxy(  # noqa: PLR0917 - a command line is a list of flags
         temperature=temperature,
         assembler=assembler,
         tool_parser=tool_parser,
+        token=None if token_file is None else read_or_create_token(token_file),
+        allowed=AllowedClients.of(allow_host or (), allow_origin or ()),
     )
     console = stderr_console()
     asyncio.run(

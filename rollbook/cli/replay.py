@@ -7,7 +7,8 @@ import typer
 from rich.table import Table
 
 from rollbook.cli.output import EXIT_FAILED, result_json, stderr_console
-from rollbook.run.commands.replay import replay_run, retrain_run
+from rollbook.run.commands.replay import LossComparison
+from rollbook.run.commands.replay import replay as run_replay
 
 
 def replay(
@@ -30,17 +31,17 @@ def replay(
     out: Annotated[Path | None, typer.Option("--out", help="Folder for the curves; default: in the run.")] = None,
 ) -> None:
     """Train the recorded batches again from the initial weights, without generation. The record is only read."""
-    if loss is not None or override:
-        if verify:
-            raise typer.BadParameter("--verify cannot be combined with --loss or --set")
-        _print_comparison(retrain_run(run, until=until, loss=loss, overrides=override or (), out=out))
+    if verify and (loss is not None or override):
+        raise typer.BadParameter("--verify cannot be combined with --loss or --set")
+    report = run_replay(run, until=until, loss=loss, overrides=override or (), out=out)
+    if isinstance(report, LossComparison):
+        _print_comparison(report.row())
         return
-    report = replay_run(run, until=until)
-    result_json(report)
-    if report["diverged_at"] is None:
-        stderr_console().print(f"{report['steps']} steps reproduced bit for bit", style="green")
+    result_json(report.row())
+    if report.is_exact:
+        stderr_console().print(f"{report.steps} steps reproduced bit for bit", style="green")
     else:
-        stderr_console().print(f"the weights differ from step {report['diverged_at']} on", style="red")
+        stderr_console().print(f"the weights differ from step {report.diverged_at} on", style="red")
         if verify:
             raise typer.Exit(EXIT_FAILED)
 

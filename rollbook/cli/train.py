@@ -5,10 +5,11 @@ from typing import Annotated
 
 import typer
 
-from rollbook.cli.arguments import Overrides
+from rollbook.cli.arguments import Overrides, Preflight
 from rollbook.cli.output import result_json, stderr_console
+from rollbook.run.commands.train import RunFailedError
 from rollbook.run.commands.train import train as launch
-from rollbook.run.commands.train_summary import print_summary, summary_row
+from rollbook.run.commands.train_summary import summary_row
 
 
 def train(
@@ -17,12 +18,16 @@ def train(
         Path | None, typer.Option("--run-dir", help="The run directory; an existing one is resumed.")
     ] = None,
     override: Overrides = None,
+    preflight: Preflight = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON line on stdout.")] = False,
 ) -> None:
     """Train a policy asynchronously. The first Ctrl-C drains, the second stops at once; the same command resumes."""
-    console = stderr_console()
-    report = launch(config, run_dir=run_dir, overrides=override or (), console=console)
-    print_summary(report, console)
+    try:
+        report = launch(
+            config, run_dir=run_dir, overrides=override or (), console=stderr_console(), preflight=preflight
+        )
+    except RunFailedError as error:
+        report = error.report
     if as_json:
         result_json(summary_row(report))
     raise typer.Exit(report.exit_code)

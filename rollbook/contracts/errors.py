@@ -16,6 +16,8 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from rollbook.contracts.user_errors import describe_error
+
 # Failures of the machine that an operator must fix: what is wrong, and what to do.
 MACHINE_FAULTS = {
     errno.ENOSPC: "the disk is full: free some space",
@@ -82,7 +84,8 @@ def _unpickle_transient(kind: type[TransientError], message: str, retry_after_s:
 
 @contextmanager
 def fenced(stage: str, error_class: type[EpisodeError] | type[WorkerError] = EpisodeError) -> Iterator[None]:
-    """Run user code: any exception becomes an `error_class` that names the stage and the original exception.
+    """Run user code: any exception becomes an `error_class` that names the stage, the original exception and the lines of
+    user code that raised it.
 
     `RollbookError`s and cancellation pass unchanged.
     """
@@ -91,4 +94,4 @@ def fenced(stage: str, error_class: type[EpisodeError] | type[WorkerError] = Epi
     except RollbookError:
         raise
     except Exception as error:
-        raise error_class(f"{stage} raised {type(error).__name__}: {error}") from error
+        raise error_class(f"{stage} raised {describe_error(error)}") from error

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rollbook.contracts.errors import RunError
+from rollbook.contracts.user_errors import describe_error, did_you_mean
 
 
 class PluginError(RunError):
@@ -71,7 +72,7 @@ def load_plugin(path: str, *, setting: str, default: str | None = None) -> Any:
             f"{setting} = {path!r}: {module_name} imports {missing!r}, which is not installed{hint}"
         ) from error
     except Exception as error:  # User code: its import can raise anything.
-        raise PluginError(f"{setting} = {path!r}: importing it raised {type(error).__name__}: {error}") from error
+        raise PluginError(f"{setting} = {path!r}: importing it raised {describe_error(error)}") from error
     found = getattr(module, attribute, None)
     if found is None:
         own = [name for name, value in vars(module).items() if getattr(value, "__module__", None) == module_name]
@@ -90,15 +91,15 @@ def plugin_fault(
     except PluginError as error:
         return str(error)
     directories = [str(directory) for directory in search_path]
-    spec = _find_spec(module_name, directories)
+    spec = find_module(module_name, directories)
     if spec is None:
         return _no_module(path, setting, module_name, directories)
     if spec.origin is None or not spec.origin.endswith(".py"):
         return None
     try:
-        names = _top_level_names(Path(spec.origin).read_bytes())
+        names = _top_level_names(Path(spec.origin))
     except (OSError, SyntaxError) as error:
-        return f"{setting} = {path!r}: {spec.origin} cannot be read as Python: {error}"
+        return f"{setting} = {path!r}: {spec.origin} cannot be read as Python: {describe_error(error)}"
     if names is None or attribute in names:
         return None
     return _no_attribute(path, setting, module_name, attribute, names)
@@ -150,18 +151,21 @@ def _split(path: str, setting: str, default: str | None) -> tuple[str, str]:
 
 def _no_module(path: str, setting: str, module_name: str, directories: Sequence[str]) -> str:
     places = " or ".join([*directories, "the installed packages"])
-    return f"{setting} = {path!r}: no module {module_name!r} in {places}; create it, or correct the path"
+    found = [file.stem for directory in directories for file in Path(directory).glob("*.py")]
+    advice = did_you_mean(module_name, found) or "; create it, or correct the path"
+    return f"{setting} = {path!r}: no module {module_name!r} in {places}{advice}"
 
 
 def _no_attribute(path: str, setting: str, module_name: str, attribute: str, names: Iterable[str]) -> str:
-    public = ", ".join(sorted(name for name in names if not name.startswith("_"))) or "nothing"
+    known = sorted(name for name in names if not name.startswith("_"))
+    advice = did_you_mean(attribute, known) or "; define it, or correct the path"
     return (
-        f"{setting} = {path!r}: module {module_name} has no {attribute!r} (it defines {public}); "
-        "define it, or correct the path"
+        f"{setting} = {path!r}: module {module_name} has no {attribute!r} "
+        f"(it defines {', '.join(known) or 'nothing'}){advice}"
     )
 
 
-def _find_spec(module_name: str, directories: Sequence[str]) -> ModuleSpec | None:
+def find_module(module_name: str, directories: Sequence[str]) -> ModuleSpec | None:
     """As `importlib.util.find_spec`, which would import the parent packages."""
     parts = module_name.split(".")
     saved = list(sys.path)
@@ -182,10 +186,10 @@ def _find_spec(module_name: str, directories: Sequence[str]) -> ModuleSpec | Non
         sys.path[:] = saved
 
 
-def _top_level_names(source: bytes) -> set[str] | None:
+def _top_level_names(file: Path) -> set[str] | None:
     """Names that a module binds at its top level; None if only running it would show."""
     names: set[str] = set()
-    pending: list[ast.AST] = [ast.parse(source)]
+    pending: list[ast.AST] = [ast.parse(file.read_bytes(), filename=str(file))]
     while pending:
         node = pending.pop()
         match node:

@@ -48,7 +48,7 @@ class TaskSource(Protocol):
 
 
 class Environment(Protocol):
-    """The environment of one episode. Called by rollout functions, implemented by `envs`."""
+    """What an agent acts in, for one episode. The methods of your own environment may be plain or async."""
 
     async def reset(self, task: Mapping[str, Any]) -> Observation: ...
 

@@ -1,6 +1,7 @@
 """Settings of the policy server."""
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
@@ -73,6 +74,10 @@ class InferenceConfig(BaseModel, frozen=True, extra="forbid"):
     api_key_env: str | None = None
     """Environment variable with the API key of the servers at `urls`."""
 
+    token_file: Path | None = None
+    """File with the token for weight updates at `urls`: the one that `rollbook policy serve` names at its start. Unset: the API key
+    is sent."""
+
     watch_s: float = Field(default=1.0, gt=0)
     """Interval of a client's health checks, if there are several replicas."""
 
@@ -111,7 +116,7 @@ class InferenceConfig(BaseModel, frozen=True, extra="forbid"):
     """CPU threads of torch."""
 
     max_running: int = Field(default=256, ge=1)
-    """Maximum number of requests that are decoded together: the slots of the cache."""
+    """Maximum number of requests that are decoded together."""
 
     max_queued: int = Field(default=4096, ge=1)
     """Maximum number of requests that wait for a slot. If more arrive, the server responds 503 with Retry-After."""
@@ -124,12 +129,12 @@ class InferenceConfig(BaseModel, frozen=True, extra="forbid"):
     85 % of the free memory of a GPU after the weights are loaded, half of the available memory of a host."""
 
     step_prefill_tokens: int | None = Field(default=None, ge=1)
-    """Maximum number of prompt tokens prefilled between two decode steps, so that long prompts do not delay running requests. A
-    longer prompt is prefilled in pieces. Unset: 16384 on a GPU, 4096 elsewhere."""
+    """Maximum number of prompt tokens prefilled in a step, so that long prompts do not delay running requests. A longer prompt is
+    prefilled in pieces. Unset: 4096."""
 
     forward_tokens: int | None = Field(default=None, ge=1)
-    """Maximum number of tokens in one prefill forward, padding included. Unset: 8192 on a GPU, 768 elsewhere (a size that fits the
-    caches of a CPU)."""
+    """Maximum number of tokens in one forward. On a GPU: of decoding requests and prompts together. Elsewhere: of prompts, padding
+    included. Unset: 4096 on a GPU, 768 elsewhere (a size that fits the caches of a CPU)."""
 
     forward: Literal["auto", "module"] = "auto"
     """`auto`: a fast forward for Llama-like models, if its logits agree with the Hugging Face module; `module`: always the
@@ -149,9 +154,12 @@ class InferenceConfig(BaseModel, frozen=True, extra="forbid"):
     previous turn, so only the rest is prefilled. The least recently used are evicted first, and all at a weight update. 0: off."""
 
     prefix_cache_least: int | None = Field(default=None, ge=1)
-    """Minimum length of a cached prefix, in tokens. Unset: 32 on a CPU. On a GPU a captured prefill of the whole prompt is faster
-    up to a length that falls with the model's size: 8,889 tokens for 135 million parameters, 800 for 1.5 billion. An estimate
-    from one measurement."""
+    """Minimum length of a cached prefix, in tokens, where slots are used. Unset: 32. With blocks (on a GPU) every full block of 16
+    tokens is shared."""
+
+    prefix_pin_s: float = Field(default=0.0, ge=0)
+    """On a GPU: how long new requests may not evict the keys and values of a finished turn, in seconds. They wait instead, so that
+    conversations whose next turn comes soon are not computed again. Requests that run already are never kept waiting. 0: off."""
 
     kv_after_update: KvAfterUpdate = KvAfterUpdate.KEEP
     """How a weight update affects the cache of running requests."""

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import msgspec
 from torch import Tensor
 
+from rollbook.access.tokens import read_token
 from rollbook.concurrency.child_process.process import python_environment
 from rollbook.concurrency.clock import SystemClock
 from rollbook.contracts.admission import LedgerStatus, RunId
@@ -47,6 +48,7 @@ class HostInfo:
     pid: int
     ledger_url: str
     policy_urls: list[str]
+    token_file: str
     run: str
     model_dir: str
     groups_per_step: int
@@ -183,12 +185,12 @@ class RollbookRun:
         self._wait(self._open())
 
     async def _open(self) -> None:
-        info = self.info
+        info, token = self.info, read_token(Path(self.info.token_file))
         self._ledger = await self._stack.enter_async_context(
-            open_ledger_client(info.ledger_url, RunId(info.run), request_s=info.request_s, log=self._log)
+            open_ledger_client(info.ledger_url, RunId(info.run), request_s=info.request_s, log=self._log, token=token)
         )
         receiver = await self._stack.enter_async_context(
-            WeightTransferClient(info.policy_urls, request_s=info.request_s, log=self._log)
+            WeightTransferClient(info.policy_urls, request_s=info.request_s, api_key=token, log=self._log)
         )
         self._publisher = Publisher(
             source=self._ledger,

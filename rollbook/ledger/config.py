@@ -117,6 +117,9 @@ class LedgerServerConfig(BaseModel, frozen=True, extra="forbid"):
     port: int = Field(default=8000, ge=0, le=65535)
     """0 lets the system choose; the ready file contains the choice."""
 
+    token_file: Path | None = None
+    """File with a token for all requests. Without tokens by role, a ledger on loopback requires it for those of a trainer only."""
+
     producer_tokens: tuple[SecretStr, ...] = ()
     """Tokens of clients that open and submit groups."""
 
@@ -125,6 +128,12 @@ class LedgerServerConfig(BaseModel, frozen=True, extra="forbid"):
 
     viewer_tokens: tuple[SecretStr, ...] = ()
     """Tokens of clients that only read."""
+
+    allowed_hosts: tuple[str, ...] = ()
+    """Further names under which clients reach the ledger, such as a DNS name. Requests with another `Host` header are refused."""
+
+    allowed_origins: tuple[str, ...] = ()
+    """Origins of web pages that may call the ledger, such as `https://app.example`; `*` allows all."""
 
     ready_file: Path | None = None
     """Written with the address when the ledger is ready."""

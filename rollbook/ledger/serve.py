@@ -15,12 +15,14 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
+from rollbook.access.guard import AllowedClients, is_loopback
+from rollbook.access.tokens import read_or_create_token
 from rollbook.concurrency.clock import Clock, SystemClock
 from rollbook.concurrency.sockets import listening_socket, url_of
 from rollbook.contracts.errors import RunError
 from rollbook.ledger.config import LedgerConfig, LedgerServerConfig
 from rollbook.ledger.http.app import Dialect, LedgerService, build_service
-from rollbook.ledger.http.auth import Keys, Role, require_tokens
+from rollbook.ledger.http.auth import Keys, Role, require_tokens, steering_keys
 from rollbook.ledger.service import open_ledger
 from rollbook.ledger.store import Store
 from rollbook.ledger.stores.registry import open_store
@@ -85,7 +87,7 @@ async def serve_ledger(
 
     `sock` is a listening socket of the caller. It stays open for a successor, and the caller decides who may reach it.
     """
-    keys = keys_of(config)
+    keys = keys_of(config, is_open=sock is not None or is_loopback(config.host))
     if sock is None:
         require_tokens(config.host, keys)
     own = _listening_socket(config.host, config.port) if sock is None else sock.dup()
@@ -93,7 +95,11 @@ async def serve_ledger(
         async with (
             _stop_event(stop) as stopping,
             open_ledger_service(config.store, config.ledger, log=log, keys=keys, dialects=dialects) as service,
-            service.serving(own.dup(), drain_s=config.drain_s),
+            service.serving(
+                own.dup(),
+                drain_s=config.drain_s,
+                allowed=AllowedClients.of(config.allowed_hosts, config.allowed_origins),
+            ),
         ):
             url = url_of(own)
             log.info("ledger.serving", url=url, roles=sorted(keys.roles))
@@ -102,14 +108,19 @@ async def serve_ledger(
             log.info("ledger.stopping", drain_s=config.drain_s)
 
 
-def keys_of(config: LedgerServerConfig) -> Keys:
-    return Keys(
-        {
-            Role.PRODUCER: [token.get_secret_value() for token in config.producer_tokens],
-            Role.TRAINER: [token.get_secret_value() for token in config.trainer_tokens],
-            Role.VIEWER: [token.get_secret_value() for token in config.viewer_tokens],
-        }
-    )
+def keys_of(config: LedgerServerConfig, *, is_open: bool = True) -> Keys:
+    """`is_open`: without tokens by role, producers and viewers need no token."""
+    by_role = {
+        Role.PRODUCER: [token.get_secret_value() for token in config.producer_tokens],
+        Role.TRAINER: [token.get_secret_value() for token in config.trainer_tokens],
+        Role.VIEWER: [token.get_secret_value() for token in config.viewer_tokens],
+    }
+    if config.token_file is None:
+        return Keys(by_role)
+    token = read_or_create_token(config.token_file)
+    if is_open and not any(by_role.values()):
+        return steering_keys(token)
+    return Keys({role: [token, *tokens] for role, tokens in by_role.items()})
 
 
 def _listening_socket(host: str, port: int) -> socket.socket:

@@ -18,6 +18,7 @@ from rollbook.contracts.plugin import PluginError, load_plugin
 from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.ports import Environment
 from rollbook.contracts.trajectory import EndReason, RolloutSample
+from rollbook.contracts.user_errors import describe_error
 from rollbook.rollout.policy import EpisodePolicy
 from rollbook.rollout.settings import EpisodeLimits
 from rollbook.telemetry.events import EventLog
@@ -151,9 +152,7 @@ def build_rollout(make: MakeRollout, setup: RolloutSetup, *, path: str) -> Rollo
     except PluginError:
         raise
     except Exception as error:
-        raise PluginError(
-            f"rollout.function = {path!r}: make_rollout raised {type(error).__name__}: {error}"
-        ) from error
+        raise PluginError(f"rollout.function = {path!r}: make_rollout raised {describe_error(error)}") from error
     call = getattr(rollout, "__call__", None)  # noqa: B004 - an object with an async __call__ is allowed
     if not (inspect.iscoroutinefunction(rollout) or inspect.iscoroutinefunction(call)):
         raise PluginError(

@@ -29,6 +29,10 @@ class EpisodeTimeUpError(EpisodeError):
     """The time of this episode is over. The rollout function may return the turns so far."""
 
 
+class PromptTooLongError(EpisodeError):
+    """The first prompt leaves no token to sample."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeContext:
     group_id: GroupId

@@ -5,24 +5,29 @@ ledger/             the durable record                model/        initial weig
 checkpoints/        for resuming                      weights/      the newest publications
 metrics.jsonl       one row per step                  spans/ logs/  one file per process
 plots/              drawn at the end                  lock          held by the running `rollbook train`
-mastery.jsonl       a curriculum's state over time
+addresses.json      URLs of the run's servers         processes.json  pids
+mastery.jsonl       a curriculum's state over time    objects/      functions, classes and tasks of `rollbook.train`
+token               opens requests that steer the run
 """
 
 import fcntl
 import json
 import os
+import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rollbook import __version__
+from rollbook.access.tokens import read_or_create_token
 from rollbook.contracts.errors import UsageError
 
 MODEL_FILE = "model.json"
+CHECKPOINT = re.compile(r"step-(\d+)")
 # Refuse to start a run that could not write a checkpoint.
 MIN_FREE_BYTES = 64 * 2**20
 
@@ -49,12 +54,18 @@ class RunDirectory:
 
     @property
     def addresses_file(self) -> Path:
+        """URLs of the run's servers, for programs outside of the run. Present while the run is running."""
         return self.path / "addresses.json"
 
     @property
     def processes_file(self) -> Path:
         """Pids of the run's processes, for people and for tests that kill them."""
         return self.path / "processes.json"
+
+    @property
+    def token_file(self) -> Path:
+        """The token that steers the run: the trainer's requests to the ledger, and weight updates."""
+        return self.path / "token"
 
     @property
     def ledger(self) -> Path:
@@ -98,6 +109,32 @@ class RunDirectory:
         except (OSError, ValueError, KeyError) as error:
             raise RunDirectoryError(f"{self.path / MODEL_FILE} does not name the model directory: {error}") from error
 
+    @property
+    def objects(self) -> Path:
+        """Functions, classes and tasks that were passed to `rollbook.train` by value (`run.user_objects`)."""
+        return self.path / "objects"
+
+    @property
+    def source_dir(self) -> Path:
+        """The directory of the config file: relative paths of the config are looked up here."""
+        return Path(self.read_manifest()["source_dir"])
+
+    @property
+    def search_path(self) -> tuple[Path, ...]:
+        """The directories of users' modules."""
+        manifest = self.read_manifest()
+        recorded = [manifest["source_dir"], *manifest.get("search_path", [])]
+        return tuple(dict.fromkeys([*map(Path, recorded), self.objects]))
+
+    def checkpoint_models(self) -> dict[int, Path]:
+        """The model directory of each complete checkpoint by step; step 0 is the initial model."""
+        found = {
+            int(match[1]): path / "model"
+            for path in self.checkpoints.glob("step-*")
+            if (match := CHECKPOINT.fullmatch(path.name)) and (path / "checkpoint.json").is_file()
+        }
+        return {0: self.initial_model, **found}
+
     def log_file(self, process: str) -> Path:
         return self.path / "logs" / f"{process}.jsonl"
 
@@ -119,18 +156,31 @@ class RunDirectory:
     def exists(self) -> bool:
         return self.manifest_file.exists()
 
+    def fault(self) -> str | None:
+        """Why the directory cannot be created or written, or None. Creates nothing."""
+        place = next(folder for folder in (self.path, *self.path.parents) if folder.exists())
+        if place.is_dir() and os.access(place, os.W_OK | os.X_OK):
+            return None
+        reason = "is not writable" if place.is_dir() else "is not a directory"
+        return f"the run directory {self.path} cannot be created: {place} {reason}; choose another with --run-dir"
+
     def prepare(self) -> None:
-        """Create the directory and check that it is writable."""
+        """Create the directory and the run's token, and check that the directory is writable.
+
+        Other users cannot read a new run: it holds the token, prompts and responses.
+        """
         try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            if not self.exists:
+                self.path.chmod(0o700)
             for folder in (
-                self.path,
                 self.path / "logs",
                 self.path / "spans",
                 self.ledger,
                 self.checkpoints,
                 self.weights,
             ):
-                folder.mkdir(parents=True, exist_ok=True)
+                folder.mkdir(exist_ok=True)
             probe = self.path / f".probe-{os.getpid()}"
             probe.write_bytes(b"rollbook")
             probe.unlink()
@@ -139,6 +189,7 @@ class RunDirectory:
                 f"the run directory {self.path} is not writable ({error.strerror or error}): "
                 "choose another with --run-dir, or make it writable"
             ) from error
+        read_or_create_token(self.token_file)
         free = shutil.disk_usage(self.path).free
         if free < MIN_FREE_BYTES:
             raise RunDirectoryError(
@@ -165,9 +216,18 @@ class RunDirectory:
             lock.flush()
             yield
 
-    def write_manifest(self, *, name: str, source_dir: Path) -> None:
-        manifest = {"name": name, "rollbook": __version__, "created": time.time(), "source_dir": str(source_dir)}
-        write_json(self.manifest_file, manifest)
+    def write_manifest(self, *, name: str, source_dir: Path, search_path: Sequence[Path] = ()) -> None:
+        """Write the manifest of a new run, or add directories of users' modules to that of a resumed one."""
+        manifest: dict[str, Any] = {
+            "name": name,
+            "rollbook": __version__,
+            "created": time.time(),
+            "source_dir": str(source_dir),
+        }
+        if self.exists:
+            manifest = self.read_manifest()
+        known = [*manifest.get("search_path", []), *(str(path) for path in search_path if path != self.objects)]
+        write_json(self.manifest_file, {**manifest, "search_path": list(dict.fromkeys(known))})
 
     def read_manifest(self) -> dict[str, Any]:
         try:

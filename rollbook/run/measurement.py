@@ -104,15 +104,18 @@ async def open_evaluation(
     config = context.loaded.config
     async with AsyncExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rollbook-evaluation-")))
-        addresses = dict(context.addresses)
+        addresses, token = dict(context.addresses), None
         if config.env.pool_size is not None:
             addresses["env"] = await stack.enter_async_context(_served(context, "env"))
         if policy_url is None:
-            policy_url = await stack.enter_async_context(_served(context, "policy"))
+            policy_url, token = await stack.enter_async_context(_served(context, "policy")), context.token
         addresses["policy"] = policy_url
         weights = await stack.enter_async_context(
             WeightTransferClient(
-                policy_urls(addresses["policy"]), request_s=config.inference.request_s, log=context.log
+                policy_urls(addresses["policy"]),
+                request_s=config.inference.request_s,
+                api_key=token,
+                log=context.log,
             )
         )
         evaluator = await stack.enter_async_context(_workers(dataclasses.replace(context, addresses=addresses)))

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
+from rollbook.access.tokens import read_token
 from rollbook.contracts.errors import RunError
 from rollbook.inference.client.client import PolicyClient, open_policy_client
 from rollbook.inference.client.server_protocol import RollbookProtocol, ServerProtocol
@@ -57,9 +58,15 @@ def episode_session() -> str | None:
 
 
 def open_weights(
-    config: InferenceConfig, address: str, *, directory: Path, trainer_device: str, log: EventLog | None
+    config: InferenceConfig,
+    address: str,
+    *,
+    directory: Path,
+    trainer_device: str,
+    token: str | None,
+    log: EventLog | None,
 ) -> WeightTransferClient:
-    """The publishing side, with the configured transport. `directory`: for weight files."""
+    """The publishing side, with the configured transport. `directory`: for weight files. `token`: of the servers."""
     return WeightTransferClient(
         policy_urls(address),
         request_s=config.request_s,
@@ -68,7 +75,7 @@ def open_weights(
         server_api=_server_api(config),
         sequence=config.update_sequence,
         check_digest=config.check_digest,
-        api_key=api_key(config),
+        api_key=token,
         log=log,
     )
 
@@ -80,6 +87,13 @@ def api_key(config: InferenceConfig) -> str | None:
     if not key:
         raise RunError(f"inference.api_key_env: the variable {config.api_key_env} is not set")
     return key
+
+
+def steering_token(config: InferenceConfig, *, own: str, source_dir: Path) -> str | None:
+    """The token with which weights are pushed: that of the run for its own servers, and the configured one for `urls`."""
+    if not config.urls:
+        return own
+    return api_key(config) if config.token_file is None else read_token(source_dir / config.token_file.expanduser())
 
 
 def chosen_transfer(config: InferenceConfig, trainer_device: str) -> str:

@@ -14,11 +14,12 @@ from rollbook.ledger.records import GroupRecord, MoveRecord, StepRecord
 from rollbook.ledger.rules.runs import status
 from rollbook.ledger.store import Reader, Transaction
 from rollbook.ledger.stores.sqlite.store import open_readonly
-from rollbook.ledger.tools.audit import AuditReport, audit
+from rollbook.ledger.tools.audit import AuditReport
+from rollbook.ledger.tools.audit import audit as audit_ledger
 from rollbook.run.config.run import RunConfig, load_resolved_config
 from rollbook.run.directory import RunDirectory
 
-__all__ = ["AuditReport", "RunRecordReader", "open_run"]
+__all__ = ["AuditReport", "RunRecordReader", "audit", "open_run"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class RunRecordReader:
         return RunId(self.config.run.name)
 
     def audit(self) -> AuditReport:
-        return audit(self.reader, self.run_id)
+        return audit_ledger(self.reader, self.run_id)
 
     def status(self) -> LedgerStatus:
         return self.reader.read_now(lambda tx: status(tx, self.run_id))
@@ -88,11 +89,19 @@ class RunRecordReader:
         )
 
 
+def audit(path: str | Path) -> AuditReport:
+    """Check the ledger of a run directory: the conservation law, every group's history, batches, steps, payloads and lag.
+
+    Works during a run and after it. `ok` of the report says whether everything is accounted for; `violations` lists what is not.
+    """
+    with open_run(Path(path)) as run:
+        return run.audit()
+
+
 @contextmanager
 def open_run(path: Path) -> Iterator[RunRecordReader]:
     """Open a run directory for reading."""
     directory = RunDirectory(path.resolve())
-    source_dir = Path(directory.read_manifest()["source_dir"])
-    config = load_resolved_config(directory.config_file, source_dir=source_dir).config
+    config = load_resolved_config(directory).config
     with open_readonly(directory.ledger) as reader:
         yield RunRecordReader(directory, config, reader)

@@ -20,7 +20,7 @@ def worker_spec(context: RoleContext) -> WorkerSpec:
             "rollout": config.rollout.model_dump(mode="json"),
             "log_file": str(context.directory.log_file("rollout-worker")),
         },
-        search_path=context.loaded.search_path,
+        search_path=tuple(map(str, context.loaded.search_path)),
     )
 
 

@@ -14,6 +14,7 @@ from rollbook.contracts.errors import RunError
 from rollbook.contracts.plugin import extend_search_path, load_plugin
 from rollbook.contracts.ports import TaskSource
 from rollbook.contracts.task import Task, TaskId
+from rollbook.contracts.user_errors import describe_error, did_you_mean
 from rollbook.tasks.config import TasksConfig
 from rollbook.tasks.curriculum import Curriculum
 from rollbook.tasks.cursor import CursorDataLoader
@@ -58,8 +59,10 @@ def _of_split(tasks: tuple[Task, ...], split: str, config: TasksConfig) -> tuple
         )
     chosen = tuple(task for task in tasks if task.row[field] == split)
     if not chosen:
-        known = ", ".join(sorted({str(task.row[field]) for task in tasks}))
-        raise DatasetError(f"{config.source}: no task is in split {split!r}; the splits are: {known}")
+        known = sorted({str(task.row[field]) for task in tasks})
+        raise DatasetError(
+            f"{config.source}: no task is in split {split!r}; the splits are: {', '.join(known)}{did_you_mean(split, known)}"
+        )
     return chosen
 
 
@@ -129,7 +132,7 @@ def _rows_of_function(source: str, args: Mapping[str, Any], base_dir: Path) -> I
     except DatasetError:
         raise
     except Exception as error:
-        raise DatasetError(f"tasks: {source} raised {type(error).__name__}: {error}") from error
+        raise DatasetError(f"tasks: {source} raised {describe_error(error)}") from error
 
 
 def _plain(row: object, where: str) -> dict[str, Any]:

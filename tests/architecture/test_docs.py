@@ -1,8 +1,12 @@
 """Generated and linked documentation matches the code."""
 
+import ast
 import re
 from pathlib import Path
 
+import rollbook
+from rollbook.run.api_reference import GROUPS
+from rollbook.run.api_reference import reference as api_reference
 from rollbook.run.config.reference import reference
 
 ROOT = Path(__file__).parents[2]
@@ -21,6 +25,24 @@ def test_every_test_listed_in_the_invariants_exists() -> None:
 
 def test_the_configuration_reference_is_up_to_date() -> None:
     assert (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8") == reference(), "run `make docs`"
+
+
+def test_the_python_reference_is_up_to_date_and_lists_every_public_name_once() -> None:
+    assert (ROOT / "docs" / "python-api.md").read_text(encoding="utf-8") == api_reference(), "run `make docs`"
+    listed = [name for names in GROUPS.values() for name in names]
+    assert sorted([*listed, "__version__"]) == sorted(rollbook.__all__)
+
+
+def test_the_public_names_are_the_same_for_type_checkers_and_at_run_time() -> None:
+    """`__init__` lists its imports twice: for type checkers, and for `__getattr__`."""
+    imported = {
+        alias.name: node.module
+        for node in ast.walk(ast.parse((ROOT / "rollbook" / "__init__.py").read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and node.module != "typing"
+        for alias in node.names
+    }
+    assert vars(rollbook)["_MODULES"] == imported
+    assert sorted([*imported, "__version__"]) == sorted(rollbook.__all__)
 
 
 def test_links_in_the_documentation_resolve() -> None:

@@ -10,17 +10,18 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "rollbook"
-GROUND = {"contracts", "concurrency", "telemetry"}
+GROUND = {"contracts", "concurrency", "telemetry", "access"}
 ROOMS = {"tasks", "envs", "inference", "rollout", "ledger", "trainer"}
 MAY_IMPORT: dict[str, set[str]] = {
     "contracts": set(),
     "concurrency": set(),
     "telemetry": {"concurrency"},
+    "access": {"contracts", "concurrency"},
     **dict.fromkeys(ROOMS, GROUND),
     "dashboard": GROUND,
     "integrations": GROUND | ROOMS,
     "run": GROUND | ROOMS | {"dashboard"},
-    "cli": {"run", "contracts"},
+    "cli": {"run", "contracts", "access"},
 }
 # Heavy libraries, and the only modules that may import them.
 DOORS: dict[str, tuple[str, ...]] = {
@@ -44,6 +45,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "pyarrow": ("rollbook/ledger/tools/parquet.py",),
     "tokenizers": ("rollbook/rollout/chat/tokenizer.py", "rollbook/trainer/"),
     "jinja2": ("rollbook/rollout/chat/tokenizer.py",),
+    "cloudpickle": ("rollbook/run/user_objects.py",),
 }
 TORCH_FREE = ("config", "advantages", "minibatches", "staleness")
 
@@ -66,7 +68,8 @@ def room_of(module: str) -> str | None:
 
 
 def sources() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
+    # `templates` holds files of users' projects, which are not modules of the package.
+    return sorted(path for path in PACKAGE.rglob("*.py") if "templates" not in path.parts)
 
 
 def test_every_import_follows_the_floor_plan() -> None:
@@ -80,6 +83,19 @@ def test_every_import_follows_the_floor_plan() -> None:
             if room is not None and room != importer and room not in MAY_IMPORT[importer]:
                 violations.append(f"{path.relative_to(PACKAGE.parent)}:{line} imports {module}")
     assert violations == []
+
+
+def test_the_public_face_imports_nothing_until_a_name_is_used() -> None:
+    code = (
+        "import sys, rollbook; print(*sorted(m for m in sys.modules if m.split('.')[0] not in sys.stdlib_module_names))"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r}); {code}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert loaded.stdout.split() == ["__main__", "rollbook"]
 
 
 def folders() -> list[Path]:
@@ -127,6 +143,19 @@ def test_heavy_libraries_are_imported_in_their_own_places_only() -> None:
             if module.split(".")[0] == "torch" and "trainer" in path.parts and path.stem in TORCH_FREE:
                 violations.append(f"{name}:{line} imports torch, but must stay free of it")
     assert violations == []
+
+
+def test_http_servers_are_started_behind_the_guard_only() -> None:
+    """A server started elsewhere would skip the checks of `access/guard.py`."""
+    starters = ("AppRunner", "ServerRunner", "run_app", "TCPSite", "SockSite", "UnixSite", "HTTPServer", "start_server")
+    found = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in sources()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if (isinstance(node, ast.Attribute) and node.attr in starters)
+        or (isinstance(node, ast.Name) and node.id in starters)
+    }
+    assert found == {"access/server.py"}
 
 
 def test_imports_are_at_the_top_of_the_file() -> None:

@@ -52,7 +52,7 @@ def send_raw(client: Client, request: bytes) -> socket.socket:
 
 def post_request(body: Any) -> bytes:
     text = json.dumps(body).encode()
-    head = f"POST /scored_data HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(text)}\r\n\r\n"
+    head = f"POST /scored_data HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(text)}\r\n\r\n"
     return head.encode() + text
 
 
@@ -132,7 +132,7 @@ async def test_a_batch_whose_body_was_not_read_to_its_end_is_served_again(tmp_pa
         await client.start(64)
         for name in range(32):
             await client.post("/scored_data", scored(name, 4, images=["x" * 900_000]))
-        broken = send_raw(client, b"GET /batch HTTP/1.1\r\nHost: x\r\n\r\n")
+        broken = send_raw(client, b"GET /batch HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert await asyncio.to_thread(broken.recv, 1000)
         broken.close()
         await asyncio.sleep(0.1)

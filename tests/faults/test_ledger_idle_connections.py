@@ -91,7 +91,7 @@ def test_a_second_signal_ends_the_ledger_at_once(tmp_path: Path) -> None:
             host, port = url.removeprefix("http://").split(":")
             _, writer = await asyncio.open_connection(host, int(port))
             writer.write(
-                f"POST /v1/runs/{RUN}/submit HTTP/1.1\r\nHost: x\r\nContent-Type: application/msgpack\r\n"
+                f"POST /v1/runs/{RUN}/submit HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/msgpack\r\n"
                 "Content-Length: 1000\r\n\r\n".encode()
             )
             await writer.drain()

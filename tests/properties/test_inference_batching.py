@@ -7,7 +7,6 @@ from rollbook.inference.engines.batching import (
     SlotBudget,
     compaction,
     excess,
-    is_worth_prefilling,
     joinable,
     pieces_of_round,
     prefill_forwards,
@@ -117,20 +116,3 @@ def test_compaction_leaves_the_kept_rows_at_the_front(kept: list[bool]) -> None:
     front = rows[: sum(kept)]
     assert None not in front
     assert sorted(row for row in front if row is not None) == [row for row, keep in enumerate(kept) if keep]
-
-
-@given(st.integers(0, 50), st.integers(0, 50), st.integers(0, 600), st.integers(0, 60))
-def test_new_requests_are_gathered_only_while_others_run_and_not_forever(
-    waiting: int, free: int, running: int, gather: int
-) -> None:
-    def is_worth(rounds: int) -> bool:
-        return is_worth_prefilling(
-            waiting=waiting, free_slots=free, running=running, rounds_waited=rounds, gather=gather
-        )
-
-    if not waiting or not free:
-        assert not is_worth(10_000)
-    else:
-        assert is_worth(max(1, gather))
-        if not gather or not running:
-            assert is_worth(0)

@@ -171,7 +171,9 @@ async def test_unsupported_fields_with_neutral_values_are_accepted(tiny: TinyMod
 
 async def test_invalid_json_and_unknown_paths_return_errors_in_the_same_format(tiny: TinyModel) -> None:
     async with served(tiny) as server:
-        async with server.session.post(server.url + "/v1/completions", data=b"{") as response:
+        async with server.session.post(
+            server.url + "/v1/completions", data=b"{", headers={"Content-Type": "application/json"}
+        ) as response:
             assert response.status == 400
             assert (await response.json())["error"]["code"] == 400
         status, reply = await server.get("/nowhere")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rollbook.access.guard import AllowedClients
 from tests.parts.ledger.atropos import Client, dialect, registration, scored
 
 KEYS = [
@@ -296,12 +297,38 @@ async def test_other_runs_are_served_under_a_prefix(client: Client) -> None:
     assert await client.get("/atropos/third/info") == {"batch_size": -1, "max_token_len": -1}
 
 
-async def test_cors_headers_and_documentation(client: Client) -> None:
-    request = {"Origin": "http://x", "Access-Control-Request-Method": "POST"}
-    async with client.session.options(f"{client.url}/register", headers=request) as answer:
-        assert (answer.status, answer.headers["Access-Control-Allow-Origin"]) == (200, "*")
-    async with client.session.get(f"{client.url}/info", headers={"Origin": "http://x"}) as answer:
-        assert answer.headers["Access-Control-Allow-Origin"] == "*"
+async def test_cors_headers_are_sent_to_allowed_origins_only(tmp_path: Path) -> None:
+    async with dialect(tmp_path, allowed=AllowedClients.of([], ["http://x"])) as client:
+        for origin, status, allowed in (("http://x", 200, "*"), ("http://y", 403, None)):
+            request = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+            async with client.session.options(f"{client.url}/register", headers=request) as answer:
+                assert (answer.status, answer.headers.get("Access-Control-Allow-Origin")) == (status, allowed)
+            async with client.session.get(f"{client.url}/info", headers={"Origin": origin}) as answer:
+                assert (answer.status, answer.headers.get("Access-Control-Allow-Origin")) == (status, allowed)
+
+
+@pytest.mark.parametrize(
+    "agent", ["curl/8.5.0", "python-requests/2.32.3", "Python/3.11 aiohttp/3.14.5", "python-httpx/0.28", None]
+)
+async def test_requests_that_change_data_by_get_work_for_clients_and_are_refused_to_browsers(
+    client: Client, agent: str | None
+) -> None:
+    await client.start(2)
+    await client.post("/scored_data", scored(1))
+    browser = {"User-Agent": "Mozilla/5.0 (X11; Linux x86_64) AppleWebKit/537.36"}
+    for path in ("/batch", "/reset_data"):
+        for refused in (browser, {"Sec-Fetch-Site": "none"}, {"Sec-Fetch-Site": "same-origin"}):
+            async with client.session.get(client.url + path, headers=refused) as answer:
+                assert answer.status == 403
+                assert "refused to browsers" in (await answer.json())["detail"]
+    headers = {} if agent is None else {"User-Agent": agent}
+    async with client.session.get(f"{client.url}/batch", headers=headers) as answer:
+        assert len((await answer.json())["batch"]) == 1
+    async with client.session.get(f"{client.url}/reset_data", headers=headers) as answer:
+        assert await answer.text() == "Reset successful"
+
+
+async def test_the_api_describes_itself(client: Client) -> None:
     described = await client.get("/atropos/atropos/openapi.json")
     assert set(described["paths"]) >= {"/batch", "/scored_data", "/status-env"}
     assert "AtroposLib API" in await client.get("/docs")

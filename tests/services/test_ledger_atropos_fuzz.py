@@ -118,7 +118,7 @@ async def test_idle_and_broken_connections_do_not_affect_others(client: Client) 
         elif at % 4 == 2:
             sock.sendall(b"\x16\x03\x01 not http at all\r\n\r\n")
         elif at % 4 == 3:
-            sock.sendall(b"GET /batch HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 20_000 + b"\r\n\r\n")
+            sock.sendall(b"GET /batch HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 20_000 + b"\r\n\r\n")
     await asyncio.sleep(0.1)
     await assert_healthy(client)
     for sock in idle:

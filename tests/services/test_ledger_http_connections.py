@@ -103,7 +103,7 @@ async def server(tmp_path: Path) -> AsyncIterator[Server]:
 
 def request(path: str, body: bytes, kind: str, more: str = "", *, length: int | None = None) -> bytes:
     size = len(body) if length is None else length
-    head = f"POST {path} HTTP/1.1\r\nHost: ledger\r\nContent-Type: {kind}\r\n{more}Content-Length: {size}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\n{more}Content-Length: {size}\r\n\r\n"
     return head.encode() + body
 
 
@@ -188,7 +188,7 @@ async def test_a_request_inside_a_header_value_is_not_executed(server: Server, f
 
 async def test_pipelined_requests_are_answered_in_order(server: Server) -> None:
     connection = await server.connect()
-    health = b"GET /health HTTP/1.1\r\nHost: ledger\r\n\r\n"
+    health = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     connection.writer.write(submit("a") + submit("b") + health + submit("c") + submit("d"))
     found = [await connection.response() for _ in range(5)]
     assert [status for status, _, _ in found] == [200] * 5

@@ -336,7 +336,7 @@ async def test_a_client_that_does_not_read_its_batch_does_not_delay_others(url: 
         host, port = url.removeprefix("http://").split(":")
         body = msgspec.msgpack.encode({"step": 1, "epoch": 1})
         _, writer = await asyncio.open_connection(host, int(port), limit=1024)
-        head = f"POST /v1/runs/{RUN}/payloads HTTP/1.1\r\nHost: x\r\nContent-Type: application/msgpack\r\n"
+        head = f"POST /v1/runs/{RUN}/payloads HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/msgpack\r\n"
         writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         await writer.drain()
         for _ in range(20):

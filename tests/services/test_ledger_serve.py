@@ -51,6 +51,7 @@ context = SimpleNamespace(
     channel=SimpleNamespace(ready=on_ready),
     listening=lambda: sock,
     draining=draining,
+    token="the-token-of-this-run-000",
 )
 asyncio.run(ledger_server.main(context))
 """

@@ -29,7 +29,9 @@ def start(policy: str, model: Path, record: Path) -> tuple[subprocess.Popen[str]
 
 
 def end(url: str, reward: float) -> Any:
-    request = urllib.request.Request(url, data=json.dumps({"reward": reward}).encode(), method="POST")
+    request = urllib.request.Request(
+        url, data=json.dumps({"reward": reward}).encode(), headers={"Content-Type": "application/json"}
+    )
     with urllib.request.urlopen(request, timeout=30) as response:
         return json.loads(response.read())
 

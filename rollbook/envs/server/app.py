@@ -17,12 +17,13 @@ from typing import Any
 import msgspec
 from aiohttp import WSCloseCode, WSMsgType, web
 
+from rollbook.access.guard import REFUSE
 from rollbook.concurrency.clock import Clock, SystemClock
 from rollbook.contracts.errors import RollbookError
 from rollbook.envs.config import EnvServerConfig
 from rollbook.envs.environment import EnvironmentPool
 from rollbook.envs.pools.reservations import ReservationId
-from rollbook.envs.server.auth import check_origin, error_message, report_errors, require_token
+from rollbook.envs.server.auth import error_message, refuse, report_errors, require_token
 from rollbook.envs.server.mcp import answer_mcp
 from rollbook.envs.server.playground import mount_playground
 from rollbook.envs.server.protocol import (
@@ -77,9 +78,8 @@ def build_app(
     """The application over an open pool. Raises `RunError` for settings that contradict each other."""
     sessions = SessionManager(pool, config, clock=clock or SystemClock(), log=log or EventLog("env-server"))
     server = _Server(pool, sessions, config, info=info, dialect=dialect or TextDialect())
-    app = web.Application(
-        middlewares=[check_origin, require_token(config), report_errors], client_max_size=config.max_message_bytes
-    )
+    app = web.Application(middlewares=[require_token(config), report_errors], client_max_size=config.max_message_bytes)
+    app[REFUSE] = refuse
     app.router.add_get(SOCKET_PATH, server.socket)
     app.router.add_post(RESERVATIONS_PATH, server.reserve)
     app.router.add_delete(RESERVATIONS_PATH + "/{reservation}", server.cancel_reservation)

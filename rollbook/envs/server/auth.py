@@ -1,12 +1,13 @@
-"""Middlewares of the server: token and origin checks, and errors as HTTP responses."""
+"""The token check of the server, and errors as HTTP responses."""
 
-import hmac
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
+from rollbook.access.guard import Problem, is_loopback
+from rollbook.access.tokens import Secret, bearer_token
 from rollbook.contracts.errors import RollbookError, RunError
 from rollbook.envs.config import EnvServerConfig
 from rollbook.envs.pools.reservations import CapacityReachedError, PoolTooSmallError, UnknownReservationError
@@ -15,7 +16,6 @@ from rollbook.envs.server.sessions import EnvironmentStartError, SessionEndedErr
 
 # A slot becomes free as soon as an environment is closed, so clients of a full server retry soon.
 RETRY_AFTER_S = 1
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 HTTP_STATUS: dict[type[Exception], int] = {
     CapacityReachedError: 503,
     PoolTooSmallError: 409,
@@ -27,7 +27,7 @@ Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 def check_exposure(host: str, config: EnvServerConfig) -> None:
     """Raise `RunError` for a server that other machines can reach without a token."""
-    if host not in LOOPBACK and config.token is None:
+    if not is_loopback(host) and config.token is None:
         raise RunError(
             f"the environment server on {host} can be reached from other machines; set a token, or use 127.0.0.1"
         )
@@ -64,24 +64,21 @@ async def report_errors(request: web.Request, handler: Handler) -> web.StreamRes
 
 
 def require_token(config: EnvServerConfig) -> Middleware:
-    token = None if config.token is None else config.token.get_secret_value().encode()
+    secret = None if config.token is None else Secret(config.token.get_secret_value())
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if token is not None and request.path != HEALTH_PATH:
+        if secret is not None and request.path != HEALTH_PATH:
             # A browser cannot set headers for a WebSocket, so the playground sends its token in the query.
-            given = request.headers.get("Authorization", "").removeprefix("Bearer ") or request.query.get("token", "")
-            if not hmac.compare_digest(given.encode(), token):
+            given = bearer_token(request.headers.get("Authorization")) or request.query.get("token", "")
+            if not secret.matches(given):
                 raise web.HTTPUnauthorized(text="this server requires a token: send 'Authorization: Bearer …'")
         return await handler(request)
 
     return check
 
 
-@web.middleware
-async def check_origin(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Refuse requests from pages of other sites that are open in a browser on this machine."""
-    origin = request.headers.get("Origin")
-    if origin is not None and origin.partition("://")[2] != request.host:
-        raise web.HTTPForbidden(text=f"pages of {origin} may not connect to {request.host}")
-    return await handler(request)
+def refuse(_: web.Request, problem: Problem, message: str) -> web.StreamResponse:
+    """The response to a request that the guard refused."""
+    body = encode(ReplyKind.ERROR, {"message": message, "code": ErrorCode.VALIDATION_ERROR})
+    return web.Response(text=body, status=problem.status, content_type="application/json")

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from rollbook.concurrency.sockets import BACKLOG
+from rollbook.access.guard import AllowedClients
+from rollbook.access.server import serve_app
+from rollbook.concurrency.sockets import listening_socket
 from rollbook.contracts.errors import RunError
 from rollbook.envs.catalog import environment_class
 from rollbook.envs.config import EnvConfig, EnvServerConfig
@@ -20,9 +22,6 @@ from rollbook.envs.server.app import EnvironmentInfo, build_app
 from rollbook.envs.server.auth import check_exposure
 from rollbook.envs.server.openenv import OpenEnvPool
 from rollbook.telemetry.events import EventLog
-
-# For running requests when the server stops; sessions are closed before.
-DRAIN_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,22 +64,16 @@ async def serve_environments(
     host: str = "127.0.0.1",
     port: int = 0,
     is_openenv: bool = False,
+    allowed: AllowedClients | None = None,
     log: EventLog | None = None,
 ) -> AsyncIterator[RunningServer]:
     """Serve while the block runs, from when all environments are ready. Port 0: any free port."""
     server = server or EnvServerConfig()
     check_exposure(host, server)
     async with open_app(env, server, size=size, is_openenv=is_openenv, log=log) as (app, pool):
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=DRAIN_S, handler_cancellation=True)
-        await runner.setup()
         try:
-            site = web.TCPSite(runner, host, port, backlog=BACKLOG)
-            try:
-                await site.start()
-            except OSError as error:
-                raise RunError(f"the environment server cannot listen on {host}:{port}: {error}") from error
-            bound_host, bound_port = runner.addresses[0][:2]
-            shown = f"[{bound_host}]" if ":" in bound_host else bound_host
-            yield RunningServer(url=f"http://{shown}:{bound_port}", pool=pool)
-        finally:
-            await runner.cleanup()
+            sock = listening_socket(host, port)
+        except OSError as error:
+            raise RunError(f"the environment server cannot listen on {host}:{port}: {error}") from error
+        async with serve_app(app, sock, allowed=allowed) as url:
+            yield RunningServer(url=url, pool=pool)

@@ -60,20 +60,6 @@ def excess(*, running: int, longest: int, budget: SlotBudget) -> int:
     return max(0, running - budget.rows_for(longest))
 
 
-def is_worth_prefilling(*, waiting: int, free_slots: int, running: int, rounds_waited: int, gather: int) -> bool:
-    """Whether to interrupt decoding for a prefill now, or to gather more new requests first.
-
-    A prefill costs almost the same for one row as for several. New requests wait for at most `gather` others, and for at most that
-    many rounds. With `gather` 0 they never wait.
-    """
-    if not waiting or not free_slots:
-        return False
-    if not gather or not running:
-        return True
-    enough = min(gather, max(1, running // 16))
-    return min(waiting, free_slots) >= enough or rounds_waited >= enough
-
-
 def admissible(prompt_lengths: Iterable[int], *, free_slots: int, max_tokens: int) -> int:
     """How many of the waiting requests, in order, join before the next decode step.
 

@@ -1,12 +1,16 @@
 """The HTTP application of the policy server. Routes and errors follow OpenAI and vLLM where those define them."""
 
-import hmac
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
+from rollbook.access.guard import REFUSE, Problem
+from rollbook.access.server import serve_app
+from rollbook.access.tokens import Secret, bearer_token
+from rollbook.concurrency.sockets import listening_socket
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engine import Engine
 from rollbook.inference.server.routes.chat import ChatRoutes
@@ -34,13 +38,21 @@ def build_app(
     tokenizer: Tokenizer | None = None,
     model_names: Sequence[str] = (MODEL_NAME,),
     api_key: str | None = None,
+    steering_token: str | None = None,
 ) -> web.Application:
-    """The application for an open engine. Run it with `handler_cancellation=True`, so that a disconnected client frees its slot."""
+    """The application for an open engine. Run it with `handler_cancellation=True`, so that a disconnected client frees its slot.
+
+    `api_key` is required by all requests but health checks. `steering_token` is required by requests that change the engine or its
+    weights, and opens all others; without it, the API key opens them too.
+    """
     service = PolicyService(engine, config, tokenizer=tokenizer, model_names=model_names)
     updates = WeightUpdates(engine)
-    middlewares = [error_middleware] if api_key is None else [error_middleware, _key_middleware(api_key)]
+    steering = None if steering_token is None else Secret(steering_token)
+    middlewares: list[Middleware] = [error_middleware]
+    if api_key is not None:
+        middlewares.append(_require_key([Secret(api_key), *([] if steering is None else [steering])]))
     app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=middlewares)
-    app[SERVICE] = service
+    app[SERVICE], app[REFUSE] = service, _refuse
     completions, control = CompletionRoutes(service), EngineRoutes(service)
     weights, adapters = WeightRoutes(service, updates), AdapterRoutes(service)
     app.add_routes(
@@ -54,25 +66,28 @@ def build_app(
             web.get("/ping", control.health),
             web.get("/version", control.version),
             web.get("/metrics", control.metrics),
-            web.post("/pause", control.pause),
-            web.post("/resume", control.resume),
             web.get("/is_paused", control.is_paused),
             web.post("/abort_requests", control.abort),
-            web.post("/drain", control.drain),
             web.get("/get_world_size", weights.world_size),
-            web.post("/init_weight_transfer_engine", weights.init),
-            web.post("/shutdown_weight_transfer_engine", weights.leave),
-            web.post("/start_weight_update", weights.start),
-            web.post("/update_weights", weights.update),
-            web.post("/finish_weight_update", weights.finish),
-            web.post("/update_weight_version", weights.rename),
             web.get("/weight_info", weights.info),
-            web.post("/weight_checker", weights.check),
-            web.post("/collective_rpc", weights.collective_rpc),
-            web.post("/v1/load_lora_adapter", adapters.load),
-            web.post("/v1/unload_lora_adapter", adapters.unload),
         ]
     )
+    for path, handler in (
+        ("/pause", control.pause),
+        ("/resume", control.resume),
+        ("/drain", control.drain),
+        ("/init_weight_transfer_engine", weights.init),
+        ("/shutdown_weight_transfer_engine", weights.leave),
+        ("/start_weight_update", weights.start),
+        ("/update_weights", weights.update),
+        ("/finish_weight_update", weights.finish),
+        ("/update_weight_version", weights.rename),
+        ("/weight_checker", weights.check),
+        ("/collective_rpc", weights.collective_rpc),
+        ("/v1/load_lora_adapter", adapters.load),
+        ("/v1/unload_lora_adapter", adapters.unload),
+    ):
+        app.router.add_post(path, handler if steering is None else _require_steering(handler, steering))
 
     async def leave_weight_group(_app: web.Application) -> None:
         await updates.leave()
@@ -81,15 +96,32 @@ def build_app(
     return app
 
 
-def _key_middleware(api_key: str) -> web.middleware:  # type: ignore[valid-type]  # aiohttp's decorator is not a type
+def _require_key(secrets: Sequence[Secret]) -> Middleware:
     @web.middleware
-    async def require_key(request: web.Request, handler: Handler) -> web.StreamResponse:
-        key = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if request.path in OPEN_PATHS or hmac.compare_digest(key.encode(), api_key.encode()):
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path in OPEN_PATHS or _has_token(request, secrets):
             return await handler(request)
         return error_response(401, "AuthenticationError", "a valid bearer token is required")
 
-    return require_key
+    return check
+
+
+def _require_steering(handler: Handler, secret: Secret) -> Handler:
+    async def check(request: web.Request) -> web.StreamResponse:
+        if _has_token(request, [secret]):
+            return await handler(request)
+        message = (
+            f"{request.path} changes the engine and requires the token of the run or server: send 'Authorization: Bearer …'. "
+            "It is in the file `token` of the run directory, or in the file that the server printed at its start"
+        )
+        return error_response(401, "AuthenticationError", message)
+
+    return check
+
+
+def _has_token(request: web.Request, secrets: Sequence[Secret]) -> bool:
+    token = bearer_token(request.headers.get("Authorization"))
+    return any(secret.matches(token) for secret in secrets)
 
 
 @asynccontextmanager
@@ -97,14 +129,11 @@ async def serve(
     app: web.Application, *, host: str = "127.0.0.1", port: int = 0, sock: socket.socket | None = None
 ) -> AsyncIterator[str]:
     """Serve the application and yield its URL. Pass an open `sock` to keep the address across restarts."""
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
-    await runner.setup()
-    try:
-        site: web.BaseSite = (
-            web.TCPSite(runner, host, port, reuse_address=True) if sock is None else web.SockSite(runner, sock)
-        )
-        await site.start()
-        bound_host, bound_port = runner.addresses[0][:2]
-        yield f"http://{bound_host}:{bound_port}"
-    finally:
-        await runner.cleanup()
+    async with serve_app(app, listening_socket(host, port) if sock is None else sock, drain_s=1.0) as url:
+        yield url
+
+
+def _refuse(_: web.Request, problem: Problem, message: str) -> web.StreamResponse:
+    return error_response(
+        problem.status, "BadRequestError" if problem is Problem.CONTENT_TYPE else "Forbidden", message
+    )

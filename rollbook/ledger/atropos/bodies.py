@@ -21,8 +21,14 @@ GZIP_LEVEL = 2
 MIN_COMPRESSED_BYTES = 1000
 FLUSH_POLL_S = 0.005
 
+
+class BrowserRefusedError(RunError):
+    """A browser requested a GET that changes data."""
+
+
 # The first match is used, so subclasses precede their base classes.
 STATUSES: tuple[tuple[type[Exception], HTTPStatus], ...] = (
+    (BrowserRefusedError, HTTPStatus.FORBIDDEN),
     (BodyTooLargeError, HTTPStatus.REQUEST_ENTITY_TOO_LARGE),
     (SlowBodyError, HTTPStatus.SERVICE_UNAVAILABLE),
     (UnknownEnvError, HTTPStatus.NOT_FOUND),

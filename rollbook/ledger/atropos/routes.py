@@ -11,10 +11,12 @@ from aiohttp import web
 from isal import isal_zlib
 from pydantic import BaseModel, ValidationError
 
+from rollbook.access.guard import REFUSE, Problem, is_browser
 from rollbook.contracts.admission import RunId
 from rollbook.ledger.atropos.batches import deliver_batch
 from rollbook.ledger.atropos.bodies import (
     KNOWN_ERRORS,
+    BrowserRefusedError,
     bytes_response,
     deliver,
     error_response,
@@ -28,13 +30,14 @@ from rollbook.ledger.atropos.models import (
     RegisterEnv,
     Registration,
     check_storable,
+    invalid_body,
 )
 from rollbook.ledger.atropos.openapi import DOCS_PAGE, OPENAPI, VERBS
 from rollbook.ledger.atropos.posts import Incoming, Post
 from rollbook.ledger.atropos.rules import NoTrainerError, UnknownEnvError
 from rollbook.ledger.atropos.scored_data import PostedGroup, invalid_fields, read_group, read_groups, read_json
 from rollbook.ledger.atropos.service import AtroposService, open_atropos_service
-from rollbook.ledger.http.app import Dialect, LedgerService
+from rollbook.ledger.http.app import Dialect, LedgerService, refuse
 from rollbook.ledger.rules.run_transaction import UnknownRunError
 
 M = TypeVar("M", bound=BaseModel)
@@ -57,6 +60,7 @@ def atropos_dialect(config: AtroposConfig) -> Dialect:
         routes = _Routes(config, service)
         service.app.cleanup_ctx.append(routes.opened)
         service.app.middlewares.append(_atropos_errors)
+        service.app[REFUSE] = _refuse
         for prefix in ("", PREFIX):
             for method, path, handler in routes.table():
                 service.app.router.add_route(method, f"{prefix}{path}", handler)
@@ -117,6 +121,7 @@ class _Routes:
         return json_response(request, {"batch_size": size, "max_token_len": length})
 
     async def batch(self, request: web.Request) -> web.StreamResponse:
+        _refuse_browsers(request)
         run = await self._run(request)
         try:
             async with run.batch() as handed:
@@ -155,6 +160,7 @@ class _Routes:
         return json_response(request, await (await self._run(request)).status_env(message.env_id))
 
     async def reset_data(self, request: web.Request) -> web.Response:
+        _refuse_browsers(request)
         await (await self._run(request)).reset()
         return web.Response(text="Reset successful")
 
@@ -204,9 +210,26 @@ def _list_post(groups: Sequence[PostedGroup]) -> Post:
     return Post(digest=f"list {digest}", groups=tuple(groups), is_list=True)
 
 
+def _refuse_browsers(request: web.Request) -> None:
+    """For a GET that changes something: every page can make a browser send a GET, by an image or a link."""
+    if is_browser(request):
+        raise BrowserRefusedError(
+            f"GET {request.path} changes data, so it is refused to browsers; use curl or a client"
+        )
+
+
+def _refuse(request: web.Request, problem: Problem, message: str) -> web.StreamResponse:
+    """The response to a request that the guard refused. As in the original, another content type is an invalid body."""
+    if request.path.startswith(NATIVE_PATHS):
+        return refuse(request, problem, message)
+    if problem is Problem.CONTENT_TYPE:
+        return error_response(request, invalid_body("model_attributes_type", (), message))
+    return json_response(request, {"detail": message}, status=problem.status)
+
+
 @web.middleware
 async def _atropos_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Errors in the form of the original, and its CORS headers, which allow browsers from every origin."""
+    """Errors in the form of the original, and its CORS headers. Only requests of allowed origins pass the guard."""
     if request.path.startswith(NATIVE_PATHS):
         return await handler(request)
     if request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers:

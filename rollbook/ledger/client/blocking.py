@@ -4,6 +4,7 @@ A thread with its own event loop runs the asynchronous client, so both behave al
 """
 
 import asyncio
+import functools
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, contextmanager
@@ -29,10 +30,10 @@ CONNECT_S = 3.0
 def _blocking(
     method: Callable[Concatenate[LedgerClient, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate["SyncLedgerClient", P], T]:
+    @functools.wraps(method)
     def call(self: "SyncLedgerClient", /, *args: P.args, **kwargs: P.kwargs) -> T:
         return self.wait(method(self.client, *args, **kwargs))
 
-    call.__name__, call.__doc__ = method.__name__, method.__doc__
     return call
 
 

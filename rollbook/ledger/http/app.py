@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
+from rollbook.access.guard import REFUSE, AllowedClients, Problem
+from rollbook.access.server import serve_app
 from rollbook.concurrency.clock import Clock
-from rollbook.concurrency.sockets import BACKLOG
 from rollbook.ledger.config import LedgerConfig
 from rollbook.ledger.http.auth import Keys
-from rollbook.ledger.http.bodies import BodyReader
-from rollbook.ledger.http.errors import KNOWN_ERRORS, error_response
+from rollbook.ledger.http.bodies import BodyReader, UnsupportedBodyError
+from rollbook.ledger.http.errors import KNOWN_ERRORS, RefusedClientError, error_response
 from rollbook.ledger.http.handlers import Handler, LedgerHandlers
 from rollbook.ledger.http.verbs import PRODUCER, TRAINER, VERBS
 from rollbook.ledger.service import Ledger
@@ -38,21 +39,12 @@ class LedgerService:
     log: EventLog
 
     @asynccontextmanager
-    async def serving(self, sock: socket.socket, *, drain_s: float) -> AsyncIterator[None]:
+    async def serving(
+        self, sock: socket.socket, *, drain_s: float, allowed: AllowedClients | None = None
+    ) -> AsyncIterator[None]:
         """Serve requests on a listening socket. At the end, requests in progress get `drain_s` seconds to finish."""
-        runner = web.AppRunner(
-            self.app,
-            access_log=None,
-            shutdown_timeout=drain_s,
-            handler_cancellation=True,
-            read_bufsize=READ_BUFFER_BYTES,
-        )
-        await runner.setup()
-        try:
-            await web.SockSite(runner, sock, backlog=BACKLOG).start()
+        async with serve_app(self.app, sock, allowed=allowed, drain_s=drain_s, read_buffer_bytes=READ_BUFFER_BYTES):
             yield
-        finally:
-            await runner.cleanup()
 
 
 Dialect = Callable[[LedgerService], None]
@@ -69,11 +61,12 @@ def build_service(
     keys: Keys | None = None,
     dialects: Sequence[Dialect] = (),
 ) -> LedgerService:
-    """Without `keys` no token is required."""
+    """Without `keys` no request requires a token: for tests, and for a ledger inside another service."""
     keys = keys or Keys({})
     bodies = BodyReader(config)
     # `bodies` limits the size of a body. This limit only guards against handlers that do not use it.
     app = web.Application(client_max_size=bodies.max_bytes)
+    app[REFUSE] = refuse
     handlers = LedgerHandlers(ledger, bodies)
     # aiohttp tries routes in order: `submit`, the most frequent request, goes first.
     for verb in sorted(VERBS, key=lambda verb: not verb.name.startswith("submit")):
@@ -94,9 +87,16 @@ def build_service(
     service = LedgerService(ledger=ledger, store=store, app=app, bodies=bodies, config=config, clock=clock, log=log)
     for dialect in dialects:
         dialect(service)
-    if dialects and keys.roles:
+    if dialects and keys.roles and not keys.open_roles & PRODUCER:
         app.middlewares.append(_require_token(keys))
     return service
+
+
+def refuse(_: web.Request, problem: Problem, message: str) -> web.StreamResponse:
+    """The response to a request that the guard refused."""
+    return error_response(
+        UnsupportedBodyError(message) if problem is Problem.CONTENT_TYPE else RefusedClientError(message)
+    )
 
 
 def _require_token(keys: Keys) -> Middleware:

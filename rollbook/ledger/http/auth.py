@@ -1,15 +1,11 @@
-"""Bearer tokens by role. Without keys every request is allowed, which is safe on loopback only."""
+"""Bearer tokens by role."""
 
-import hashlib
-import hmac
-import ipaddress
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 
+from rollbook.access.guard import is_loopback
+from rollbook.access.tokens import MIN_TOKEN_LENGTH, Secret, bearer_token
 from rollbook.contracts.errors import RunError
-
-MIN_TOKEN_LENGTH = 16
-"""Shorter tokens can be guessed."""
 
 
 class Role(StrEnum):
@@ -30,31 +26,31 @@ class WrongRoleError(RunError):
 
 
 class Keys:
-    """The tokens of each role. Only their digests are kept, so that no log, dump or traceback can show a token."""
+    """The tokens of each role, and the roles whose requests need none."""
 
-    def __init__(self, tokens: Mapping[Role, Iterable[str]]) -> None:
-        self._digests = [(_digest(token), role) for role, known in tokens.items() for token in known]
+    def __init__(self, tokens: Mapping[Role, Iterable[str]], *, open_roles: frozenset[Role] = frozenset()) -> None:
         short = [role for role, known in tokens.items() for token in known if len(token) < MIN_TOKEN_LENGTH]
         if short:
             raise RunError(f"a token of the role {short[0]} has fewer than {MIN_TOKEN_LENGTH} characters")
+        self._secrets = [(Secret(token), role) for role, known in tokens.items() for token in known]
+        self.open_roles = open_roles
 
     @property
     def roles(self) -> frozenset[Role]:
-        return frozenset(role for _, role in self._digests)
+        return frozenset(role for _, role in self._secrets)
 
     def roles_of(self, token: str) -> frozenset[Role]:
         """Takes the same time for every token: it is compared with all known tokens, also after a match."""
-        digest = _digest(token)
-        return frozenset(role for known, role in self._digests if hmac.compare_digest(known, digest))
+        return frozenset([role for secret, role in self._secrets if secret.matches(token)])
 
     def require(self, authorization: str | None, allowed: frozenset[Role]) -> None:
-        """Raise unless the `Authorization` header carries a token of one of the allowed roles."""
-        if not self._digests:
+        """Raise unless the `Authorization` header carries a token of one of the allowed roles, or one of them is open."""
+        if not self._secrets or allowed & self.open_roles:
             return
-        scheme, _, token = (authorization or "").partition(" ")
-        if scheme.lower() != "bearer" or not token:
-            raise UnknownTokenError("this ledger requires a token: send 'Authorization: Bearer …'")
-        roles = self.roles_of(token.strip())
+        token = bearer_token(authorization)
+        if not token:
+            raise UnknownTokenError("this request requires a token: send 'Authorization: Bearer …'")
+        roles = self.roles_of(token)
         if not roles:
             raise UnknownTokenError("the token is unknown to this ledger")
         if not roles & allowed:
@@ -63,12 +59,13 @@ class Keys:
             )
 
 
-def is_loopback(host: str) -> bool:
-    """Whether a server on this host can be reached from this machine only."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
+OPEN_WITHOUT_TOKEN = frozenset({Role.PRODUCER, Role.VIEWER})
+"""On loopback these need no token: every process of the machine may produce groups and read. Steering a run needs one."""
+
+
+def steering_keys(token: str) -> Keys:
+    """One token for all requests; only those of the trainer require it."""
+    return Keys({role: [token] for role in Role}, open_roles=OPEN_WITHOUT_TOKEN)
 
 
 def require_tokens(host: str, keys: Keys) -> None:
@@ -79,7 +76,3 @@ def require_tokens(host: str, keys: Keys) -> None:
             f"the ledger would be reachable from other machines on {host} without a token for {', '.join(missing)}; "
             "set a token for each role, or listen on 127.0.0.1"
         )
-
-
-def _digest(token: str) -> bytes:
-    return hashlib.sha256(token.encode()).digest()

@@ -15,6 +15,10 @@ from rollbook.ledger.store import StoreFaultError
 from rollbook.ledger.tools.explain import UnknownGroupError
 
 
+class RefusedClientError(RunError):
+    """The request comes from a page in a browser, or names another host."""
+
+
 class NotFoundError(RunError):
     """The requested object does not exist."""
 
@@ -24,6 +28,7 @@ STATUSES: tuple[tuple[type[Exception], HTTPStatus], ...] = (
     (FencedError, HTTPStatus.CONFLICT),
     (UnknownTokenError, HTTPStatus.UNAUTHORIZED),
     (WrongRoleError, HTTPStatus.FORBIDDEN),
+    (RefusedClientError, HTTPStatus.FORBIDDEN),
     (UnknownRunError, HTTPStatus.NOT_FOUND),
     (UnknownGroupError, HTTPStatus.NOT_FOUND),
     (NotFoundError, HTTPStatus.NOT_FOUND),

@@ -9,6 +9,7 @@ from rollbook.contracts.errors import RunError
 from rollbook.contracts.freshness import BatchPolicy, lag
 from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupOutcome, GroupState
 from rollbook.contracts.policy import PublicationId
+from rollbook.contracts.user_errors import indented
 from rollbook.ledger.records import GroupRecord, MoveRecord, Origin, RunRecord
 from rollbook.ledger.rules.run_transaction import find_run
 from rollbook.ledger.store import Reader, Transaction
@@ -96,8 +97,8 @@ def _results(group: GroupRecord) -> list[str]:
     summary = f"{outcome.num_scorable} of {outcome.num_samples} samples were scored"
     if outcome.reward_mean is not None:
         summary += f", mean reward {outcome.reward_mean:.4g}"
-    causes = ", ".join(f"{count} x {cause}" for cause, count in sorted(outcome.invalid_causes.items()))
-    return [f"{summary}{f'; failed attempts at samples: {causes}' if causes else ''}."]
+    causes = [indented(f"{count} x {cause}", "  ") for cause, count in sorted(outcome.invalid_causes.items())]
+    return ["\n".join([f"{summary}; failed attempts at samples:", *causes])] if causes else [f"{summary}."]
 
 
 def _current_state(tx: Transaction, run: RunRecord, group: GroupRecord) -> str:

@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any, TypeAlias
 
 from rollbook.contracts.errors import EpisodeError
+from rollbook.contracts.user_errors import describe_error
 from rollbook.rollout.contract import ChatSession
 
 STDERR_CHARS = 400
@@ -39,7 +40,7 @@ def function_program(function: Callable[..., Any]) -> Program:
                 return await function(row, session.base_url)
             return await run_in_thread(function, row, session.base_url)
         except Exception as error:
-            raise AgentError(f"the agent raised {type(error).__name__}: {error}") from error
+            raise AgentError(f"the agent raised {describe_error(error)}") from error
 
     return run
 

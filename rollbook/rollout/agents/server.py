@@ -6,12 +6,15 @@ A session is one episode. It is named in the path (`/s/SESSION/v1`, so that a `b
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Protocol
 
 import msgspec
 from aiohttp import web
 
+from rollbook.access.guard import REFUSE, AllowedClients, Problem
+from rollbook.access.server import serve_app
+from rollbook.concurrency.sockets import listening_socket
 from rollbook.contracts.errors import EpisodeError, RollbookError, TransientError
 from rollbook.contracts.policy import SamplingParams
 from rollbook.rollout.agents.chat_completions import chat_chunks, chat_reply, chat_request, models
@@ -32,12 +35,20 @@ class MakeSession(Protocol):
 
 
 class ProxyServer:
-    def __init__(self, make_session: MakeSession, *, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self,
+        make_session: MakeSession,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        allowed: AllowedClients | None = None,
+    ) -> None:
         self._make_session = make_session
         self._host = host
         self._port = port
+        self._allowed = allowed
         self._sessions: dict[str, ProxySession] = {}
-        self._runner: web.AppRunner | None = None
+        self._stack = AsyncExitStack()
         self._starting = asyncio.Lock()
         self._url = ""
 
@@ -59,21 +70,19 @@ class ProxyServer:
     async def start(self) -> str:
         """Listen, if not done yet. Returns the URL."""
         async with self._starting:
-            if self._runner is None:
-                runner = web.AppRunner(self.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
-                await runner.setup()
-                await web.TCPSite(runner, self._host, self._port).start()
-                host, port = runner.addresses[0][:2]
-                self._url = f"http://{host}:{port}"
-                self._runner = runner
+            if not self._url:
+                sock = listening_socket(self._host, self._port)
+                self._url = await self._stack.enter_async_context(
+                    serve_app(self.app(), sock, allowed=self._allowed, drain_s=1.0)
+                )
             return self._url
 
     async def close(self) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
+        await self._stack.aclose()
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app[REFUSE] = _refuse
         for prefix in ("", "/s/{session}"):
             app.router.add_post(f"{prefix}/v1/chat/completions", self._chat)
             app.router.add_post(f"{prefix}/v1/responses", self._responses)
@@ -178,3 +187,7 @@ def _error(status: int, kind: str, message: str, param: str | None = None) -> we
     # The policy client has retried within the episode's deadline; retries of the agent would only hide the cause.
     response.headers["x-should-retry"] = "false"
     return response
+
+
+def _refuse(_: web.Request, problem: Problem, message: str) -> web.StreamResponse:
+    return _error(problem.status, "invalid_request_error", message)

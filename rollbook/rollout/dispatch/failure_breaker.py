@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 
 from rollbook.contracts.errors import RunError
-from rollbook.rollout.groups.failures import describe_causes
+from rollbook.rollout.groups.failures import SHOWN_CAUSES, list_causes
 
 MAX_CONSECUTIVE = 5
 WINDOW = 20
@@ -53,13 +53,14 @@ class FailureBreaker:
         problem = self._problem()
         if problem is None:
             return
-        causes_text = "the rollout function returned None for every sample"
+        causes_text = "  the rollout function returned None for every sample"
         if self._causes:
-            causes_text = describe_causes(self._causes, most=5)
+            causes_text = list_causes(self._causes, most=SHOWN_CAUSES)
         if len(self._causes) > 1:
             # The first failure often causes the others.
-            causes_text += f". The first was: {next(iter(self._causes))}"
-        raise RolloutsFailingError(f"{problem}, so the run stops. Causes: {causes_text}. See {self._log_hint}")
+            first = next(iter(self._causes)).splitlines()[0]
+            causes_text += f"\nThe first was: {first}"
+        raise RolloutsFailingError(f"{problem}, so the run stops. Causes:\n{causes_text}\nSee {self._log_hint}")
 
     def _problem(self) -> str | None:
         if self._consecutive >= MAX_CONSECUTIVE:

@@ -17,7 +17,7 @@ from rollbook.contracts.trajectory import EndReason, RolloutSample
 from rollbook.rollout.assemblers.chat import MessageTrajectoryAssembler
 from rollbook.rollout.config import EpisodeSettings
 from rollbook.rollout.contract import RolloutFn, RolloutSetup
-from rollbook.rollout.policy import EpisodeTimeUpError, current_episode
+from rollbook.rollout.policy import EpisodeTimeUpError, PromptTooLongError, current_episode
 from rollbook.rollout.stopwatch import EpisodeTime
 
 
@@ -80,10 +80,13 @@ class _Episode:
 
     def _limited(self, end: EndReason) -> EndReason:
         """End the episode by a limit. Before the first turn there is nothing to reward, so that is an error."""
-        if self._chat.num_turns == 0:
-            raise EpisodeError(
-                f"no turn was played: {end} after a first prompt of {self._chat.num_tokens} tokens ({self._setup.limits})"
+        if self._chat.num_turns == 0 and end is EndReason.MAX_TOKENS:
+            raise PromptTooLongError(
+                f"no turn was played: the first prompt has {self._chat.num_tokens} tokens, and rollout.max_total_tokens = "
+                f"{self._setup.limits.max_total_tokens} leaves none to sample"
             )
+        if self._chat.num_turns == 0:
+            raise EpisodeError(f"no turn was played before the limit {end} ({self._setup.limits})")
         return end
 
     def _sample(self, end: EndReason, observation: Observation) -> RolloutSample:

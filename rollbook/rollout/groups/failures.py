@@ -3,12 +3,14 @@
 The limits of an episode are not failures: the policy reached them, so the episode has an outcome and a reward (`OUTCOMES`).
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 from rollbook.contracts.errors import EpisodeError, RunError, TransientError, WorkerError
 from rollbook.contracts.trajectory import EndReason
+from rollbook.contracts.user_errors import indented
 from rollbook.rollout.groups.filters import FilterError
 from rollbook.rollout.policy import EpisodeTimeUpError
 
@@ -93,8 +95,17 @@ def action_on(error: BaseException) -> Action:
     return next(row for row in FAILURES if isinstance(error, row.error)).action
 
 
-def describe_causes(causes: Mapping[str, int], *, most: int = SHOWN_CAUSES) -> str:
-    """`5 x rollout raised ValueError: no; 1 x env: connection lost`: the most frequent first."""
-    ranked = sorted(causes.items(), key=lambda item: -item[1])
-    shown = "; ".join(f"{count} x {cause}" for cause, count in ranked[:most])
-    return shown if len(ranked) <= most else f"{shown}; and {len(ranked) - most} further causes"
+def describe_causes(causes: Mapping[str, int]) -> str:
+    """`5 x rollout raised ValueError: no; 1 x env: connection lost`: the most frequent first, without tracebacks."""
+    merged: Counter[str] = Counter()
+    for cause, count in causes.items():
+        merged[cause.partition("\n")[0]] += count
+    shown = "; ".join(f"{count} x {cause}" for cause, count in merged.most_common(SHOWN_CAUSES))
+    return shown if len(merged) <= SHOWN_CAUSES else f"{shown}; and {len(merged) - SHOWN_CAUSES} further causes"
+
+
+def list_causes(causes: Mapping[str, int], *, most: int) -> str:
+    """One cause after the other with its traceback, the most frequent first."""
+    ranked = Counter(causes).most_common()
+    lines = [indented(f"{count} x {cause}", "  ") for cause, count in ranked[:most]]
+    return "\n".join(lines if len(ranked) <= most else [*lines, f"  and {len(ranked) - most} further causes"])

@@ -6,6 +6,7 @@ from typing import TypeAlias
 from rollbook.contracts.errors import EpisodeError, RollbookError
 from rollbook.contracts.group import PromptGroup
 from rollbook.contracts.plugin import load_plugin
+from rollbook.contracts.user_errors import describe_error
 
 GroupFilter: TypeAlias = Callable[[PromptGroup], str | None]
 
@@ -46,7 +47,7 @@ def _fenced(function: GroupFilter, path: str) -> GroupFilter:
         except RollbookError:
             raise
         except Exception as error:
-            raise FilterError(f"filter {path} raised {type(error).__name__}: {error}") from error
+            raise FilterError(f"filter {path} raised {describe_error(error)}") from error
         if reason is not None and not isinstance(reason, str):
             raise FilterError(
                 f"filter {path} returned a {type(reason).__name__}; it must return a reason (str) or None"

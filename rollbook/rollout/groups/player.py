@@ -20,6 +20,7 @@ from rollbook.contracts.errors import RollbookError, WorkerError
 from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupOutcome, PromptGroup
 from rollbook.contracts.task import Task, TaskId
 from rollbook.contracts.trajectory import RolloutSample
+from rollbook.contracts.user_errors import describe_error
 from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.contract import RolloutFn
 from rollbook.rollout.groups.failures import (
@@ -35,8 +36,8 @@ from rollbook.rollout.groups.filters import FilterError, GroupFilter
 from rollbook.rollout.policy import EpisodeContext, enter_episode
 from rollbook.rollout.stopwatch import EpisodeTime
 
-CAUSE_CHARS = 300
-"""Causes are counted by their text and stored with the group, so long ones are cut."""
+CAUSE_CHARS = 1500
+"""Causes are counted by their text and stored with the group, so long ones are cut. A traceback of user code fits."""
 
 _ANNOTATIONS = msgspec.msgpack.Decoder(tuple[list[dict[str, Any]] | None, dict[str, float | bool], dict[str, Any]])
 """Messages, metrics and facts of a sample."""
@@ -163,7 +164,7 @@ class GroupAssembler:
     ) -> RolloutSample | tuple[RolloutSample | None, Exception] | None:
         """Play one episode: a scorable sample, or the error with the unscorable sample if there is one. None: declined."""
         try:
-            sample = _checked(await self._episode(order, task, tally))
+            sample = checked_sample(await self._episode(order, task, tally))
             if sample is None:
                 return None
             if self._score is not None:
@@ -179,11 +180,11 @@ class GroupAssembler:
                 case Action.STOP_RUN | Action.REPLACE_WORKER:
                     if isinstance(error, RollbookError):
                         raise
-                    raise WorkerError(f"rollout raised {type(error).__name__}: {error}") from error
+                    raise WorkerError(f"rollout raised {describe_error(error)}") from error
                 case _ if isinstance(error, RollbookError):
                     return None, error
                 case _:
-                    return None, SampleRaisedError(f"rollout raised {type(error).__name__}: {error}")
+                    return None, SampleRaisedError(f"rollout raised {describe_error(error)}")
         if not sample.is_scorable:
             return sample, BadSampleError(sample.invalid_cause)
         return sample
@@ -272,7 +273,7 @@ async def _cancel_surplus(tally: _Tally, episodes: Sequence[asyncio.Task[Rollout
         one.cancel("surplus")
 
 
-def _checked(sample: object) -> RolloutSample | None:
+def checked_sample(sample: object) -> RolloutSample | None:
     """The return value of a rollout function if it can be stored; otherwise `BadSampleError`."""
     if sample is None:
         return None

@@ -8,7 +8,6 @@ an exception decides the HTTP status.
 """
 
 import asyncio
-import hmac
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -17,9 +16,14 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from rollbook.access.guard import AllowedClients, is_loopback
+from rollbook.access.server import serve_app
+from rollbook.access.tokens import Secret, bearer_token
+from rollbook.concurrency.sockets import listening_socket
 from rollbook.contracts.errors import RollbookError, TransientError
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.trajectory import RolloutSample
+from rollbook.contracts.user_errors import describe_error
 from rollbook.rollout.policy import EpisodeContext, enter_episode
 from rollbook.rollout.remote.protocol import (
     TOKENIZER_MISMATCH,
@@ -61,7 +65,7 @@ class FunctionService:
 class _Handlers:
     def __init__(self, service: RolloutService, token: str | None) -> None:
         self._service = service
-        self._token = token
+        self._secret = None if token is None else Secret(token)
         self._episodes: dict[str, asyncio.Task[RolloutReply | None]] = {}
         self._decode = msgspec.json.Decoder(RolloutRequest).decode
 
@@ -118,11 +122,10 @@ class _Handlers:
         except RollbookError as error:
             return _error(422, "episode_failed", str(error))
         except Exception as error:
-            return _error(422, "episode_failed", f"the rollout raised {type(error).__name__}: {error}")
+            return _error(422, "episode_failed", f"the rollout raised {describe_error(error)}")
 
     def _is_authorized(self, request: web.Request) -> bool:
-        token = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        return self._token is None or hmac.compare_digest(token.encode(), self._token.encode())
+        return self._secret is None or self._secret.matches(bearer_token(request.headers.get("Authorization")))
 
     def _forget_later(self, request_id: str) -> None:
         asyncio.get_running_loop().call_later(KEPT_S, self._episodes.pop, request_id, None)
@@ -140,19 +143,21 @@ def rollout_app(service: RolloutService, *, token: str | None = None) -> web.App
 
 @asynccontextmanager
 async def serve_rollouts(
-    service: RolloutService, *, host: str = "127.0.0.1", port: int = 0, token: str | None = None
+    service: RolloutService,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    token: str | None = None,
+    allowed: AllowedClients | None = None,
 ) -> AsyncIterator[str]:
     """Listen, and yield the URL. A token is required unless the host is loopback, because requests use sandboxes and compute."""
-    if token is None and host not in ("127.0.0.1", "localhost", "::1"):
+    if token is None and not is_loopback(host):
         raise ValueError(f"{host} can be reached from other machines: a token is required")
-    runner = web.AppRunner(rollout_app(service, token=token), access_log=None, shutdown_timeout=1.0)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, host, port).start()
-        bound_host, bound_port = runner.addresses[0][:2]
-        yield f"http://{bound_host}:{bound_port}"
-    finally:
-        await runner.cleanup()
+    app = rollout_app(service, token=token)
+    async with serve_app(
+        app, listening_socket(host, port), allowed=allowed, drain_s=1.0, is_cancelled_on_disconnect=False
+    ) as url:
+        yield url
 
 
 def _json(value: Any, *, status: int = 200) -> web.Response:

@@ -18,6 +18,7 @@ from rollbook.concurrency.child_process.child import connect_to_parent, kill_wit
 from rollbook.concurrency.child_process.frames import Frames
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.plugin import extend_search_path, load_plugin
+from rollbook.contracts.user_errors import describe_error
 from rollbook.rollout.rewards.messages import (
     Call,
     CallResult,
@@ -73,7 +74,7 @@ class RewardLoop:
         except asyncio.CancelledError:
             cause = "was cancelled"
         except Exception as error:
-            cause = f"raised {type(error).__name__}: {error}"
+            cause = f"raised {describe_error(error)}"
         seconds = time.monotonic() - started
         await self._send(CallResult(number=call.number, value=value, cause=cause, seconds=seconds))
 

@@ -1,45 +1,98 @@
-"""`rollbook eval`: finds the weights and the tasks. The evaluation runs in a subprocess, so that this process needs no torch."""
+"""`rollbook.evaluate` and `rollbook eval`: find the weights and the tasks.
 
-import dataclasses
+The evaluation runs in a subprocess, so that this process needs no torch.
+"""
+
 import json
-import re
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from rollbook.concurrency.child_process.process import python_command, python_environment
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.plugin import require_libraries
+from rollbook.rollout.evaluation import LabelResult
 from rollbook.run.config.evaluation import EvaluationRequest
 from rollbook.run.directory import RunDirectory, write_json
 
-CHECKPOINT = re.compile(r"step-(\d+)")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationReport:
+    """The result of an evaluation. It is also in `file`, as JSON."""
+
+    target: Path
+    model: Path
+    """The evaluated weights."""
+    step: int
+    seconds: float
+    pinned_ratio: float
+    """Fraction of the tasks whose tokens all came from the evaluated weights."""
+    results: tuple[LabelResult, ...]
+    """The result over all tasks, then by label."""
+    file: Path
+
+    @property
+    def overall(self) -> LabelResult:
+        return self.results[0]
+
+    def row(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        plain = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
+        return {**plain, "results": [result.row() for result in self.results]}
 
 
 def evaluate(
-    target: Path, *, config: Path | None, step: int | None, overrides: Sequence[str], out: Path | None
-) -> dict[str, Any]:
-    """Evaluate a checkpoint of a run, or a model with the tasks of a config file. The result is also written as JSON."""
+    target: str | Path,
+    *,
+    config: str | Path | None = None,
+    step: int | None = None,
+    split: str | None = None,
+    episodes: int | None = None,
+    max_tasks: int | None = None,
+    greedy: bool | None = None,
+    overrides: Sequence[str] = (),
+    out: str | Path | None = None,
+) -> EvaluationReport:
+    """Play held-out tasks with a checkpoint of a run, or with a model directory and the tasks of a config file.
+
+    `target` is a run directory or a model directory; a model directory needs `config`. `step` chooses a checkpoint: 0 is the
+    initial model, None the newest one. `split`, `episodes`, `max_tasks` and `greedy` replace settings of `[evaluation]`;
+    `overrides` are like `--set`. The result is written to `out`, by default into `evaluations/`.
+    """
     require_libraries("torch", "transformers")
-    request = evaluation_request(target, config=config, step=step, overrides=overrides)
+    target = Path(target)
+    chosen = {"split": split, "episodes": episodes, "max_tasks": max_tasks, "greedy": greedy}
+    request = evaluation_request(
+        target,
+        config=None if config is None else Path(config),
+        step=step,
+        overrides=[
+            *overrides,
+            *(f"evaluation.{name}={json.dumps(value)}" for name, value in chosen.items() if value is not None),
+        ],
+    )
     done = subprocess.run(
         python_command("rollbook.run.processes.evaluate"),
         env=python_environment(),
-        input=json.dumps(dataclasses.asdict(request)),
-        stdout=subprocess.PIPE,
+        input=json.dumps(asdict(request)),
+        capture_output=True,
         text=True,
         check=False,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode != 0 or not lines:
-        raise RunError(f"the evaluation of {target} failed with exit code {done.returncode}; see its output above")
-    result: dict[str, Any] = {"target": str(target), "model": request.model_dir, **json.loads(lines[-1])}
-    path = out or _home(target) / f"step-{request.step:06d}-{time.strftime('%Y%m%d-%H%M%S')}.json"
+        raise RunError(f"the evaluation of {target} failed:\n{done.stderr.strip()[-2000:].removeprefix('error: ')}")
+    path = Path(out or _home(target) / f"step-{request.step:06d}-{time.strftime('%Y%m%d-%H%M%S')}.json")
+    found = {"target": target, "model": Path(request.model_dir), **json.loads(lines[-1]), "file": path}
+    report = msgspec.convert(found, EvaluationReport)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, result)
-    return {**result, "file": str(path)}
+    write_json(path, report.row())
+    return report
 
 
 def evaluation_request(
@@ -51,7 +104,8 @@ def evaluation_request(
         model_dir, found = _checkpoint(directory, step)
         return EvaluationRequest(
             config=str(config or directory.config_file),
-            source_dir=str(config.parent.resolve() if config else directory.read_manifest()["source_dir"]),
+            source_dir=str(config.parent.resolve() if config else directory.source_dir),
+            search_path=[str(path) for path in (*directory.search_path, Path.cwd())],
             model_dir=str(model_dir),
             step=found,
             overrides=list(overrides),
@@ -68,6 +122,7 @@ def evaluation_request(
     return EvaluationRequest(
         config=str(config),
         source_dir=str(config.parent.resolve()),
+        search_path=[str(Path.cwd())],
         model_dir=path,
         step=0,
         # Replaces the model of the config, also a built one.
@@ -77,16 +132,10 @@ def evaluation_request(
 
 def _checkpoint(directory: RunDirectory, step: int | None) -> tuple[Path, int]:
     """The model of a step: 0 is the initial model, None the newest checkpoint."""
-    kept = {
-        int(match[1]): path / "model"
-        for path in directory.checkpoints.glob("step-*")
-        if (match := CHECKPOINT.fullmatch(path.name)) and (path / "checkpoint.json").is_file()
-    }
-    wanted = max(kept, default=0) if step is None else step
-    if wanted == 0:
-        return directory.initial_model, 0
+    kept = directory.checkpoint_models()
+    wanted = max(kept) if step is None else step
     if wanted not in kept:
-        known = ", ".join(map(str, [0, *sorted(kept)]))
+        known = ", ".join(map(str, sorted(kept)))
         raise RunError(f"{directory.path} has no checkpoint of step {wanted}; available steps: {known}")
     return kept[wanted], wanted
 

@@ -100,6 +100,7 @@ def host_info(addresses: dict[str, str], config: RunConfig, directory: RunDirect
         "pid": os.getpid(),
         "ledger_url": addresses["ledger"],
         "policy_urls": policy_urls(addresses["policy"]),
+        "token_file": str(directory.token_file),
         "run": config.run.name,
         "model_dir": str(directory.initial_model),
         "groups_per_step": config.gate.groups_per_step,

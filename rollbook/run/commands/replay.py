@@ -1,34 +1,113 @@
-"""`rollbook replay`: runs the replay in a subprocess, so that the command line does not import torch."""
+"""`rollbook.replay` and `rollbook replay`: run the replay in a subprocess, so that this process does not import torch."""
 
 import json
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
+
+import msgspec
 
 from rollbook.concurrency.child_process.process import python_command, python_environment
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.plugin import require_libraries
 from rollbook.run.directory import RunDirectory
+from rollbook.run.user_objects import reference_to
 
 
-def replay_run(path: Path, *, until: int | None) -> dict[str, Any]:
-    """Train the recorded batches again. The report has the digests and the first step where they differ."""
-    RunDirectory(path.resolve()).read_manifest()
-    return _run_replay(path, [] if until is None else ["--until", str(until)])
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayReport:
+    """The recorded batches were trained again. On a CPU every digest must be that of the run."""
+
+    run_dir: Path
+    steps: int
+    digest: str
+    """Of the weights after the last step."""
+    recorded_digest: str | None
+    diverged_at: int | None
+    """The first step whose weights differ from the recorded ones."""
+
+    @property
+    def is_exact(self) -> bool:
+        return self.diverged_at is None
+
+    def row(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {**asdict(self), "run_dir": str(self.run_dir)}
 
 
-def retrain_run(
-    path: Path, *, until: int | None, loss: str | None, overrides: Sequence[str], out: Path | None
-) -> dict[str, Any]:
-    """Train the recorded batches with the recorded and with another loss. The report compares both and names the plot."""
-    RunDirectory(path.resolve()).read_manifest()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossComparison:
+    """The recorded batches were trained with the recorded settings and with others."""
+
+    run_dir: Path
+    steps: int
+    changed: Mapping[str, tuple[Any, Any]]
+    """Settings that differ, with both values."""
+    digests: Mapping[str, str]
+    table: Sequence[Mapping[str, Any]]
+    """One row per measure; for each training the mean over the first and over the last tenth of the steps."""
+    picture: Path
+    curves: Path
+
+    def row(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
+
+
+@overload
+def replay(run: str | Path, *, until: int | None = None) -> ReplayReport: ...
+
+
+@overload
+def replay(
+    run: str | Path,
+    *,
+    until: int | None = None,
+    loss: Callable[..., Any] | str,
+    overrides: Sequence[str] = (),
+    out: str | Path | None = None,
+) -> LossComparison: ...
+
+
+@overload
+def replay(
+    run: str | Path,
+    *,
+    until: int | None = None,
+    loss: Callable[..., Any] | str | None = None,
+    overrides: Sequence[str] = (),
+    out: str | Path | None = None,
+) -> ReplayReport | LossComparison: ...
+
+
+def replay(
+    run: str | Path,
+    *,
+    until: int | None = None,
+    loss: Callable[..., Any] | str | None = None,
+    overrides: Sequence[str] = (),
+    out: str | Path | None = None,
+) -> ReplayReport | LossComparison:
+    """Train the recorded batches of a run again from the initial weights, without generation.
+
+    Without `loss` and `overrides` the digests of all steps are compared with the recorded ones. With another loss (a name or a
+    function) or other settings (`"trainer.lr=1e-4"`), both trainings are compared, and their curves are drawn into `out`.
+    """
+    path = Path(run)
+    directory = RunDirectory(path.resolve())
+    directory.read_manifest()
     arguments = [] if until is None else ["--until", str(until)]
+    if loss is None and not overrides:
+        return msgspec.convert(_run_replay(path, arguments), ReplayReport, dec_hook=_path)
+    if callable(loss):
+        loss = reference_to(loss, setting="loss", directory=directory.objects)
     arguments += [] if loss is None else ["--loss", loss]
     arguments += [part for text in overrides for part in ("--set", text)]
     folder = out or path / "replays" / re.sub(r"[^A-Za-z0-9_.-]+", "-", loss or "settings")
-    return _run_replay(path, [*arguments, "--out", str(folder)])
+    return msgspec.convert(_run_replay(path, [*arguments, "--out", str(folder)]), LossComparison, dec_hook=_path)
 
 
 def _run_replay(path: Path, arguments: Sequence[str]) -> dict[str, Any]:
@@ -39,3 +118,8 @@ def _run_replay(path: Path, arguments: Sequence[str]) -> dict[str, Any]:
         raise RunError(f"the replay of {path} failed:\n{done.stderr.strip()[-2000:]}")
     report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return report
+
+
+def _path(kind: type, value: Any) -> Any:
+    """msgspec does not know paths."""
+    return kind(value)

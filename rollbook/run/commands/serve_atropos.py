@@ -11,9 +11,13 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import uvloop
 
+from rollbook.access.guard import is_loopback
+from rollbook.access.server import DRAIN_S
+from rollbook.access.tokens import user_token_file
 from rollbook.concurrency.child_process.child import die_with_parent
 from rollbook.concurrency.child_process.process import python_command, python_environment
 from rollbook.concurrency.sockets import listening_socket
@@ -22,7 +26,6 @@ from rollbook.ledger.atropos.config import AtroposConfig
 from rollbook.ledger.atropos.routes import atropos_dialect
 from rollbook.ledger.config import Durability, LedgerConfig, LedgerServerConfig
 from rollbook.ledger.serve import serve_ledger
-from rollbook.run.supervision.sockets import DRAIN_S
 from rollbook.telemetry.events import EventLog
 
 EXIT_CANNOT_SERVE = 2
@@ -30,14 +33,13 @@ EXIT_CANNOT_SERVE = 2
 QUICK_S = 5.0
 MAX_QUICK_EXITS = 5
 """Stop after this many exits in a row, each within `QUICK_S` of its start."""
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def main(argv: list[str] | None = None) -> int:
     args = _arguments(argv)
     if args.socket_fd is not None:
         return _serve(args, socket.socket(fileno=args.socket_fd))
-    if args.host not in LOOPBACK and not args.open_to_all:
+    if not is_loopback(args.host) and not args.open_to_all:
         sys.stderr.write(
             f"run-api: {args.host} can be reached from other machines, and Atropos clients send no tokens; "
             "add --open-to-all to allow every client to read and write, or use --host 127.0.0.1\n"
@@ -108,11 +110,15 @@ def _child_command(args: argparse.Namespace, listening: socket.socket, parent: s
         "--store": args.store,
         "--run": args.run,
         "--durability": args.durability,
+        "--token-file": args.token_file,
         "--socket-fd": listening.fileno(),
         "--parent-fd": parent.fileno(),
     }
     return python_command(
-        "rollbook.run.commands.serve_atropos", *(str(part) for pair in given.items() for part in pair)
+        "rollbook.run.commands.serve_atropos",
+        *(str(part) for pair in given.items() for part in pair),
+        *(part for host in args.allow_host for part in ("--allow-host", host)),
+        *(part for origin in args.allow_origin for part in ("--allow-origin", origin)),
     )
 
 
@@ -122,7 +128,12 @@ def _serve(args: argparse.Namespace, listening: socket.socket) -> int:
         die_with_parent(args.parent_fd)
     log = EventLog("run-api", echo=sys.stderr)
     config = LedgerServerConfig(
-        store=args.store, ledger=LedgerConfig(durability=Durability(args.durability)), drain_s=DRAIN_S
+        store=args.store,
+        ledger=LedgerConfig(durability=Durability(args.durability)),
+        token_file=args.token_file,
+        allowed_hosts=args.allow_host,
+        allowed_origins=args.allow_origin,
+        drain_s=DRAIN_S,
     )
     dialect = atropos_dialect(AtroposConfig(run=args.run))
     try:
@@ -152,7 +163,27 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--open-to-all",
         action="store_true",
-        help="serve other machines without tokens: every client may read and write",
+        help="serve other machines without tokens: every client may read and post",
+    )
+    parser.add_argument(
+        "--token-file",
+        type=Path,
+        default=user_token_file(),
+        help="file with the token for trainers that use the native API; created if missing (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a further name under which clients reach the server; may be repeated",
+    )
+    parser.add_argument(
+        "--allow-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="an origin whose web pages may call the server; * allows all; may be repeated",
     )
     parser.add_argument("--reload", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--socket-fd", type=int, help=argparse.SUPPRESS)

@@ -5,6 +5,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+from rollbook.access.guard import AllowedClients
 from rollbook.envs.config import EnvConfig, EnvServerConfig
 from rollbook.envs.server.run import serve_environments
 from rollbook.run.directory import write_json
@@ -20,6 +21,7 @@ def serve_environment(
     host: str,
     port: int,
     is_openenv: bool,
+    allowed: AllowedClients,
     ready_file: Path | None,
     say: Callable[[str], None],
 ) -> None:
@@ -31,7 +33,9 @@ def serve_environment(
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stopping.set)
         say(f"preparing {size or 'any number of'} environments of {env.name}")
-        async with serve_environments(env, server, size=size, host=host, port=port, is_openenv=is_openenv) as running:
+        async with serve_environments(
+            env, server, size=size, host=host, port=port, is_openenv=is_openenv, allowed=allowed
+        ) as running:
             playground = f"; play it at {running.url}/web" if server.playground else ""
             say(f"serving {env.name} at {running.url}{playground}")
             if ready_file is not None:

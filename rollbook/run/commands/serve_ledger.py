@@ -11,6 +11,8 @@ from typing import Any
 import uvloop
 from pydantic import SecretStr
 
+from rollbook.access.guard import is_loopback
+from rollbook.access.tokens import steering_token_file
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.plugin import load_on_demand
@@ -37,7 +39,10 @@ def serve(
     host: str,
     port: int,
     durability: str,
+    token_file: Path | None,
     tokens: dict[str, Sequence[str]],
+    allowed_hosts: Sequence[str],
+    allowed_origins: Sequence[str],
     ready_file: Path | None,
     atropos_run: str | None,
     say: Callable[[str], None],
@@ -48,6 +53,9 @@ def serve(
         host=host,
         port=port,
         ready_file=ready_file,
+        token_file=steering_token_file(token_file, host=host, has_others=any(tokens.values())),
+        allowed_hosts=tuple(allowed_hosts),
+        allowed_origins=tuple(allowed_origins),
         ledger=LedgerConfig(durability=Durability(durability)),
         producer_tokens=tuple(SecretStr(token) for token in tokens.get("producer", ())),
         trainer_tokens=tuple(SecretStr(token) for token in tokens.get("trainer", ())),
@@ -55,6 +63,9 @@ def serve(
     )
     dialects = [] if atropos_run is None else [atropos_dialect(AtroposConfig(run=atropos_run))]
     say(f"opening {store} ({durability}), listening on {host}:{port}")
+    if config.token_file is not None:
+        needs_it = "requests of a trainer need" if is_loopback(host) and not any(tokens.values()) else "requests need"
+        say(f"{needs_it} the token in {config.token_file}: 'Authorization: Bearer …'")
     uvloop.run(serve_ledger(config, log=EventLog("ledger"), dialects=dialects))
 
 

@@ -4,7 +4,6 @@ A trainer may connect later and publish weights to it.
 """
 
 import asyncio
-import ipaddress
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -15,6 +14,9 @@ from typing import Any
 import uvloop
 from pydantic import ValidationError
 
+from rollbook.access.guard import AllowedClients, is_loopback
+from rollbook.access.server import serve_app
+from rollbook.access.tokens import read_or_create_token, steering_token_file
 from rollbook.concurrency.sockets import listening_socket
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.plugin import load_on_demand
@@ -25,7 +27,6 @@ from rollbook.inference.pause import ADOPTED_EPOCH
 from rollbook.inference.server.app import SERVICE, build_app
 from rollbook.run.directory import write_json
 from rollbook.run.processes.inference_server import load_tokenizer
-from rollbook.run.supervision.sockets import serving
 from rollbook.trainer.config import ModelConfig
 
 DRAIN_S = 30.0
@@ -47,6 +48,8 @@ class PolicyServerOptions:
     port: int
     served_model_name: Sequence[str]
     api_key_env: str | None
+    token_file: Path | None
+    allowed: AllowedClients
     ready_file: Path | None
     inference: dict[str, Any]
 
@@ -111,8 +114,12 @@ async def _serve(
         if tokenizer is None:
             say("no tokenizer.json: the server accepts token ids only, no text and no chat")
         names = tuple(options.served_model_name) or ((options.model,) if options.model else ("policy",))
-        app = build_app(engine, config, tokenizer=tokenizer, model_names=names, api_key=key)
-        async with serving(app, sock) as url:
+        file = steering_token_file(options.token_file, host=options.host, has_others=key is not None)
+        token = None if file is None else read_or_create_token(file)
+        app = build_app(engine, config, tokenizer=tokenizer, model_names=names, api_key=key, steering_token=token)
+        async with serve_app(app, sock, allowed=options.allowed) as url:
+            where = "as API key" if file is None else f"in {file}"
+            say(f"weight updates and other control requests need the token {where}: 'Authorization: Bearer …'")
             say(f"serving {', '.join(names)} at {url}/v1 (context of {engine.max_model_len} tokens)")
             if options.ready_file is not None:
                 write_json(options.ready_file, {"url": url})
@@ -137,16 +144,9 @@ def _api_key(options: PolicyServerOptions) -> str | None:
     key = None if options.api_key_env is None else os.environ.get(options.api_key_env)
     if options.api_key_env is not None and not key:
         raise RunError(f"--api-key-env: the variable {options.api_key_env} is not set")
-    if key is None and not _is_loopback(options.host):
+    if key is None and not is_loopback(options.host):
         raise RunError(
             f"--host {options.host}: a server outside loopback needs an API key, because clients can change its weights; "
             "set a variable and pass its name with --api-key-env"
         )
     return key
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -13,7 +13,10 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
+from rollbook.access.guard import AllowedClients, Handler, is_loopback
+from rollbook.access.tokens import Secret, bearer_token
 from rollbook.contracts.errors import RollbookError, RunError
 from rollbook.contracts.policy import SamplingParams
 from rollbook.inference.client.client import open_policy_client
@@ -39,6 +42,8 @@ class ProxyOptions:
     temperature: float
     assembler: str
     tool_parser: str
+    token: str | None = None
+    allowed: AllowedClients | None = None
 
 
 class RecordingProxy(ProxyServer):
@@ -47,7 +52,10 @@ class RecordingProxy(ProxyServer):
     def __init__(
         self, options: ProxyOptions, policy: EpisodePolicy, tokenizer: ModelTokenizer, sampling: SamplingParams
     ) -> None:
-        super().__init__(self._make, host=options.host, port=options.port)
+        if options.token is None and not is_loopback(options.host):
+            raise RunError(f"{options.host} can be reached from other machines: --token-file is required")
+        super().__init__(self._make, host=options.host, port=options.port, allowed=options.allowed)
+        self._secret = None if options.token is None else Secret(options.token)
         self._options = options
         self._policy = policy
         self._tokenizer = tokenizer
@@ -61,6 +69,8 @@ class RecordingProxy(ProxyServer):
     def app(self) -> web.Application:
         app = super().app()
         app.router.add_post("/s/{session}/end", self._end)
+        if self._secret is not None:
+            app.middlewares.append(_require_token(self._secret))
         return app
 
     def write_open_sessions(self) -> None:
@@ -100,6 +110,16 @@ class RecordingProxy(ProxyServer):
             parser=load_parser(tool_parser),
             assembler=assembler,
         )
+
+
+def _require_token(secret: Secret) -> Middleware:
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if secret.matches(bearer_token(request.headers.get("Authorization"))):
+            return await handler(request)
+        return web.json_response({"error": "a token is required: use it as the API key"}, status=401)
+
+    return check
 
 
 async def serve_proxy(options: ProxyOptions, *, ready: Callable[[str], None]) -> None:

@@ -1,4 +1,4 @@
-"""`rollbook train`: starts a run from a config file, or resumes a run directory.
+"""`rollbook.train` and `rollbook train`: start a run, or resume a run directory.
 
 Locks the directory, runs the supervisor under a live view, then audits the ledger, draws the plots and returns a report.
 """
@@ -7,26 +7,39 @@ import asyncio
 import contextlib
 import io
 import resource
+import shutil
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from rich.console import Console
 
+from rollbook.concurrency.blocking import run_blocking
 from rollbook.contracts.errors import RunError, UsageError
 from rollbook.contracts.plugin import require_libraries
 from rollbook.dashboard.run_files import RunReader, summarise
-from rollbook.dashboard.run_metrics import RunSummary
 from rollbook.dashboard.terminal import ProcessStatus, ProgressRenderer, open_view
 from rollbook.ledger.serve import allow_many_connections
 from rollbook.ledger.tools.audit import AuditReport
-from rollbook.run.config.run import LoadedConfig, RunConfig, dump_toml, load_config, load_resolved_config
+from rollbook.run.commands.preflight import check_run, print_preflight
+from rollbook.run.commands.train_summary import EXIT_FAILED, TrainReport, print_summary
+from rollbook.run.config.run import (
+    LoadedConfig,
+    RunConfig,
+    checked_config,
+    dump_toml,
+    load_resolved_config,
+    override_table,
+)
+from rollbook.run.config.source import ConfigSource, TaskRows, place, read_source, with_references
 from rollbook.run.directory import RunDirectory
-from rollbook.run.record import open_run
+from rollbook.run.record import audit
 from rollbook.run.supervision.resume import check_resume
 from rollbook.run.supervision.supervisor import RunEnd, RunOutcome, Supervisor, require_posix
+from rollbook.run.user_objects import user_search_path
 from rollbook.telemetry.events import EventLog
 
 VIEW_TICK_S = 0.25
@@ -34,41 +47,71 @@ VIEW_TICK_S = 0.25
 MIN_OPEN_FILES = 256
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainReport:
-    """How a run ended."""
+class RunFailedError(RunError):
+    """The run failed, or its audit found a violation. `report` has everything that is known about it."""
 
-    directory: RunDirectory
-    config: RunConfig
-    outcome: RunOutcome
-    audit: AuditReport | None
-    """None when a failed run has no ledger that can be read."""
-    summary: RunSummary
-    plots: tuple[Path, ...]
-
-    @property
-    def exit_code(self) -> int:
-        if self.outcome.end is RunEnd.INTERRUPTED:
-            return 130
-        return 0 if self.outcome.end is not RunEnd.FAILED and self.audit is not None and self.audit.ok else 1
+    def __init__(self, report: TrainReport) -> None:
+        self.report = report
+        super().__init__(
+            report.outcome.message if report.outcome.end is RunEnd.FAILED else "the audit found violations"
+        )
 
 
-def train(source: Path, *, run_dir: Path | None, overrides: Sequence[str], console: Console) -> TrainReport:
-    """Train from a config file, or resume a run directory."""
+def train(
+    config: ConfigSource,
+    *,
+    rollout: Callable[..., Any] | str | None = None,
+    environment: type | str | None = None,
+    tasks: TaskRows | Callable[..., Iterable[Mapping[str, Any]]] | str | Path | None = None,
+    rewards: Callable[..., Any] | Sequence[Callable[..., Any]] | Mapping[str, Callable[..., Any] | str] | None = None,
+    loss: Callable[..., Any] | str | None = None,
+    run_dir: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    console: Console | None = None,
+    preflight: bool = True,
+) -> TrainReport:
+    """Train to the end, or until Ctrl-C, and return the report. Works in scripts, tests and notebooks.
+
+    `config` is the path of a TOML file, a run directory to resume, a dict with the same sections, or a `RunConfig`. The other
+    arguments replace single settings of it, with objects instead of names:
+
+    - `rollout`: `make_rollout(setup)`, for `rollout.function`.
+    - `environment`: a class with `reset`, `step` and `close`, for `env.name`.
+    - `tasks`: rows, or a function that yields rows, for `tasks.source`.
+    - `rewards`: one reward function, several, or a dict of them by name, for `rollout.rewards.functions`.
+    - `loss`: a loss function or the name of a built-in one, for `trainer.loss`.
+
+    In a dict, functions and classes may take the place of any `module:attribute`. Objects that other processes can import are
+    passed by name. Others are pickled into the run directory, so that `rollbook train RUN_DIR` resumes the run without the script.
+
+    `run_dir` is created; an existing one is resumed. `overrides` are like `--set`: `"trainer.max_steps=10"`. Progress and the
+    summary are printed to `console`, by default stderr. `preflight` runs the user's code once before anything starts. Raises
+    `ConfigError` before anything starts, and `RunFailedError` if the run fails.
+    """
     require_libraries("torch", "transformers")
     require_posix()
     require_open_files()
-    loaded, directory = resolve_run(source, run_dir, overrides)
-    directory.prepare()
-    with directory.locked():
-        is_resumed = write_or_check_config(loaded, directory, console)
-        # Warnings go to the view and the log file; on stderr they would break the live view.
-        log = EventLog("supervisor", directory.log_file("supervisor"), echo=io.StringIO())
-        log.info("run.started", resumed=is_resumed)
-        supervisor = Supervisor(loaded.config, directory, log=log, say=lambda text: console.print(f"[bold]{text}"))
-        outcome = asyncio.run(_run_with_view(supervisor, loaded.config, directory, console))
-        log.info("run.ended", how=outcome.end, message=outcome.message, seconds=round(outcome.seconds, 2))
-        return _report(loaded.config, directory, outcome, log)
+    console = console or Console(stderr=True, highlight=False)
+    given = {
+        "rollout.function": rollout,
+        "env.name": environment,
+        "tasks.source": tasks,
+        **{f"rollout.rewards.functions.{name}.path": function for name, function in _named(rewards)},
+        "trainer.loss": loss,
+    }
+    with TemporaryDirectory(prefix="rollbook-objects-") as staging:
+        loaded, directory = resolve_run(config, run_dir, overrides, given=given, staging=Path(staging))
+        if preflight:
+            print_preflight(check_run(loaded, overrides, directory=directory), console)
+        directory.prepare()
+        with directory.locked():
+            if any(Path(staging).iterdir()):
+                shutil.copytree(staging, directory.objects, dirs_exist_ok=True)
+            report = _train(loaded.moved(staging, directory.objects), directory, console)
+    print_summary(report, console)
+    if report.exit_code == EXIT_FAILED:
+        raise RunFailedError(report)
+    return report
 
 
 def require_open_files() -> None:
@@ -80,29 +123,62 @@ def require_open_files() -> None:
         )
 
 
-def resolve_run(source: Path, run_dir: Path | None, overrides: Sequence[str]) -> tuple[LoadedConfig, RunDirectory]:
-    """The configuration and the directory of a run. `source` is a config file, or a run directory to resume."""
-    if source.is_dir():
-        directory = RunDirectory(source.resolve())
-        home = Path(directory.read_manifest()["source_dir"])
-        return load_config(directory.config_file, overrides, source_dir=home), directory
-    loaded = load_config(source, overrides)
-    chosen = run_dir or Path("runs") / f"{loaded.config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    return loaded, RunDirectory(chosen.resolve())
+def resolve_run(
+    config: ConfigSource,
+    run_dir: str | Path | None,
+    overrides: Sequence[str],
+    *,
+    given: Mapping[str, Any] | None = None,
+    staging: Path | None = None,
+) -> tuple[LoadedConfig, RunDirectory]:
+    """The configuration and the directory of a run. Objects that are passed by value are written to `staging`."""
+    read = read_source(config)
+    for path, value in (given or {}).items():
+        if value is not None:
+            place(read.table, path, value)
+    faults = [fault for text in overrides if (fault := override_table(read.table, text)) is not None]
+    table = read.table if staging is None else with_references(read.table, staging)
+    search_path = [*read.search_path, *user_search_path(), *([] if staging is None else [staging])]
+    loaded = checked_config(
+        table, faults, overrides, file=read.file, source_dir=read.source_dir, search_path=search_path
+    )
+    chosen = run_dir or read.run_dir or Path("runs") / f"{loaded.config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return loaded, RunDirectory(Path(chosen).resolve())
+
+
+def _named(rewards: Any) -> Iterable[tuple[str, Any]]:
+    if rewards is None:
+        return []
+    if isinstance(rewards, Mapping):
+        return rewards.items()
+    functions = rewards if isinstance(rewards, Sequence) else [rewards]
+    return [(getattr(function, "__name__", type(function).__name__), function) for function in functions]
+
+
+def _train(loaded: LoadedConfig, directory: RunDirectory, console: Console) -> TrainReport:
+    is_resumed = write_or_check_config(loaded, directory, console)
+    # Warnings go to the view and the log file; on stderr they would break the live view.
+    log = EventLog("supervisor", directory.log_file("supervisor"), echo=io.StringIO())
+    log.info("run.started", resumed=is_resumed)
+    supervisor = Supervisor(loaded.config, directory, log=log, say=lambda text: console.print(f"[bold]{text}"))
+    outcome = run_blocking(
+        _run_with_view(supervisor, loaded.config, directory, console), on_interrupt=supervisor.interrupt
+    )
+    log.info("run.ended", how=outcome.end, message=outcome.message, seconds=round(outcome.seconds, 2))
+    return _report(loaded.config, directory, outcome, log)
 
 
 def write_or_check_config(loaded: LoadedConfig, directory: RunDirectory, console: Console) -> bool:
     """Write config and manifest of a new run, or check that an existing run can be resumed. True: the run is resumed."""
     is_resumed = directory.exists
     if is_resumed:
-        stored = load_resolved_config(directory.config_file, source_dir=loaded.source_dir).config
-        changed = check_resume(stored, loaded.config, source=str(directory.path))
+        changed = check_resume(load_resolved_config(directory).config, loaded.config, source=str(directory.path))
         console.print(f"resuming {directory.path}")
         for path, (old, new) in changed.items():
             console.print(f"  {path}: {old!r} → {new!r}")
     directory.config_file.write_text(dump_toml(loaded.config), encoding="utf-8")
+    directory.write_manifest(name=loaded.config.run.name, source_dir=loaded.source_dir, search_path=loaded.search_path)
     if not is_resumed:
-        directory.write_manifest(name=loaded.config.run.name, source_dir=loaded.source_dir)
         console.print(f"run directory: {directory.path}")
     return is_resumed
 
@@ -162,7 +238,7 @@ def _report(config: RunConfig, directory: RunDirectory, outcome: RunOutcome, log
             directory=directory, config=config, outcome=outcome, audit=None, summary=summarise(directory.path), plots=()
         )
     try:
-        asyncio.run(Supervisor(config, directory, log=log).run_once("report"))
+        run_blocking(Supervisor(config, directory, log=log).run_once("report"))
     except RunError as error:
         log.warning("run.plots_failed", cause=str(error))
     return TrainReport(
@@ -177,8 +253,7 @@ def _report(config: RunConfig, directory: RunDirectory, outcome: RunOutcome, log
 
 def _audit(directory: RunDirectory, *, has_failed: bool) -> AuditReport | None:
     try:
-        with open_run(directory.path) as run:
-            return run.audit()
+        return audit(directory.path)
     except RunError:
         # The ledger of a failed run may be missing or unreadable; that must not replace the cause of the failure.
         if has_failed:

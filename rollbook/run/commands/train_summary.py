@@ -1,13 +1,70 @@
-"""The summary of a finished run: text for the terminal, and one JSON row."""
+"""The report of a finished run: its results, text for the terminal, and one JSON row."""
 
+import io
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
+from rollbook.dashboard.run_metrics import RunSummary
 from rollbook.ledger.tools.audit import AuditReport
-from rollbook.run.commands.train import TrainReport
-from rollbook.run.supervision.supervisor import RunEnd
+from rollbook.run.config.run import RunConfig
+from rollbook.run.directory import RunDirectory
+from rollbook.run.supervision.supervisor import RunEnd, RunOutcome
+from rollbook.telemetry.metrics import read_metrics
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainReport:
+    """How a run ended, and where its results are. Returned by `rollbook.train`."""
+
+    directory: RunDirectory
+    config: RunConfig
+    """The resolved configuration."""
+    outcome: RunOutcome
+    audit: AuditReport | None
+    """None when the run failed before its ledger existed."""
+    summary: RunSummary
+    """Reward and solve rate of the first and the last steps, the largest lag, the trainer's utilisation."""
+    plots: tuple[Path, ...]
+    """PNG files."""
+
+    @property
+    def run_dir(self) -> Path:
+        return self.directory.path
+
+    @property
+    def exit_code(self) -> int:
+        if self.outcome.end is RunEnd.INTERRUPTED:
+            return EXIT_INTERRUPTED
+        is_done = self.outcome.end is not RunEnd.FAILED and self.audit is not None and self.audit.ok
+        return EXIT_DONE if is_done else EXIT_FAILED
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """One row per trained step: `step`, `rollout/reward`, `train/loss`, … A table for pandas or matplotlib."""
+        # A step that was trained again after a crash has two rows; the last one counts.
+        rows = {row["step"]: row for row in read_metrics(self.directory.metrics_file, process="trainer")}
+        return [rows[step] for step in sorted(rows)]
+
+    @property
+    def model(self) -> Path:
+        """The directory of the newest checkpoint's model, or of the initial one. `transformers` and the policy server load it."""
+        steps = self.directory.checkpoint_models()
+        return steps[max(steps)]
+
+    @property
+    def verdict(self) -> str:
+        """The summary that is printed at the end of a run."""
+        text = io.StringIO()
+        print_summary(self, Console(file=text, width=200, color_system=None))
+        return text.getvalue().strip()
 
 
 def summary_row(report: TrainReport) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 They find settings with which a run could never proceed, settings that contradict each other, and fields that would not be read.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -199,13 +199,13 @@ AGENT_ROLLOUT = "rollbook.rollout.agents.rollout"
 AGENT_SETTINGS = ("agent", "reward", "tool_parser")
 
 
-def missing_files(parts: Parts, source_dir: Path) -> Faults:
+def missing_files(parts: Parts, source_dir: Path, search_path: Sequence[Path]) -> Faults:
     """Task files and user code that do not exist. Imports nothing: a check must not execute user code or load torch."""
     for path, source in _task_sources(parts):
         if source.endswith(".jsonl") and not (source_dir / source).exists():
             yield path, f"no such file: {source_dir / source}"
     for path, plugin, default in _plugins(parts):
-        fault = plugin_fault(plugin, setting=path, search_path=[source_dir], default=default)
+        fault = plugin_fault(plugin, setting=path, search_path=search_path, default=default)
         if fault is not None:
             yield path, fault.removeprefix(f"{path} = ")
 

@@ -68,6 +68,7 @@ class EvaluationRequest:
 
     config: str
     source_dir: str
+    search_path: list[str]
     model_dir: str
     step: int
     overrides: list[str]

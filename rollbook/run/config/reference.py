@@ -32,7 +32,7 @@ def _section(path: str, model: type[BaseModel]) -> Iterator[str]:
         yield f"{' '.join(model.__doc__.split())}\n"
     yield "| field | type | default | meaning |"
     yield "|---|---|---|---|"
-    meanings = _meanings(model)
+    meanings = field_docs(model)
     nested = []
     for name, field in model.model_fields.items():
         inner = _model_or_none(field)
@@ -46,7 +46,7 @@ def _section(path: str, model: type[BaseModel]) -> Iterator[str]:
         yield from _section(inner_path, inner)
 
 
-def _meanings(model: type[BaseModel]) -> dict[str, str]:
+def field_docs(model: type) -> dict[str, str]:
     """The docstring of each field."""
     body = ast.parse(inspect.getsource(model)).body[0]
     assert isinstance(body, ast.ClassDef)

@@ -5,6 +5,8 @@ not hide those in another; then checks across sections follow. Unknown fields ar
 settings would never read.
 """
 
+import dataclasses
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,14 +15,18 @@ from typing import Any
 
 import tomli_w
 from pydantic import BaseModel, Field, ValidationError
+from pydantic_core import ErrorDetails
 
 from rollbook.contracts.errors import UsageError
+from rollbook.contracts.user_errors import did_you_mean, indented
 from rollbook.envs.config import EnvConfig
 from rollbook.inference.config import InferenceConfig
 from rollbook.ledger.config import GateConfig, LedgerConfig
 from rollbook.rollout.config import RolloutConfig
 from rollbook.run.config.checks import CROSS_CHECKS, missing_files, resolved_publish
 from rollbook.run.config.evaluation import EvaluationConfig
+from rollbook.run.config.toml_lines import key_lines, line_of
+from rollbook.run.directory import RunDirectory
 from rollbook.tasks.config import TasksConfig
 from rollbook.telemetry.config import TelemetryConfig
 from rollbook.trainer.config import ModelConfig, TrainerConfig
@@ -68,9 +74,11 @@ SEEDED = ("tasks", "inference", "trainer")
 class ConfigFault:
     path: str
     message: str
+    place: str = ""
+    """`run.toml:12`, or `--set` for an override. Empty if the file does not contain the setting."""
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.message}"
+        return f"{self.place}: {self.path}: {self.message}" if self.place else f"{self.path}: {self.message}"
 
 
 class ConfigError(UsageError):
@@ -80,7 +88,7 @@ class ConfigError(UsageError):
         self.source = source
         self.faults = tuple(faults)
         count = f"{len(faults)} fault" + ("s" if len(faults) != 1 else "")
-        super().__init__("\n".join([f"{source}: {count}", *(f"  {fault}" for fault in faults)]))
+        super().__init__("\n".join([f"{source}: {count}", *(indented(str(fault), "  ") for fault in faults)]))
 
     def __reduce__(self) -> tuple[object, ...]:
         return (ConfigError, (self.source, self.faults))
@@ -90,34 +98,74 @@ class ConfigError(UsageError):
 class LoadedConfig:
     config: RunConfig
     source_dir: Path
-    """Relative paths and users' modules are looked up here."""
+    """Relative paths are looked up here."""
+    search_path: tuple[Path, ...]
+    """Users' modules are looked up here; `source_dir` is first."""
+    file: Path | None = None
+    """The file it was read from, for the lines of faults. None: it was passed as an object."""
 
-    @property
-    def search_path(self) -> tuple[str, ...]:
-        """Where users' modules are looked up: the directory of the config file, then the working directory."""
-        return (str(self.source_dir), str(Path.cwd()))
+    def moved(self, old: str | Path, new: Path) -> "LoadedConfig":
+        """With `new` in place of the directory `old` of the search path."""
+        places = [new if path == Path(old) else path for path in self.search_path]
+        return dataclasses.replace(self, search_path=tuple(places))
 
 
-def load_config(path: Path, overrides: Sequence[str] = (), *, source_dir: Path | None = None) -> LoadedConfig:
-    """Read, override, validate. Raises `ConfigError` with every fault."""
+def load_config(
+    path: Path, overrides: Sequence[str] = (), *, source_dir: Path | None = None, search_path: Sequence[Path] = ()
+) -> LoadedConfig:
+    """Read, override, validate. Raises `ConfigError` with every fault. `search_path`: more directories of users' modules."""
     table, faults = read_table(path, overrides)
     home = (source_dir or path.parent).resolve()
-    config, more = validate_table(table, home)
+    return checked_config(table, faults, overrides, file=path, source_dir=home, search_path=search_path)
+
+
+def checked_config(
+    table: Mapping[str, Any],
+    faults: Sequence[ConfigFault],
+    overrides: Sequence[str],
+    *,
+    file: Path | None,
+    source_dir: Path,
+    search_path: Sequence[Path],
+) -> LoadedConfig:
+    """Validate a table to which the overrides were applied. Raises `ConfigError` with the given faults and all others."""
+    places = tuple(dict.fromkeys([source_dir, *search_path]))
+    config, more = validate_table(table, source_dir, places)
     if config is None or faults or more:
-        raise ConfigError(str(path), [*faults, *more])
-    return LoadedConfig(config, home)
+        raise ConfigError(name_of(file), [*faults, *located(more, file, overrides)])
+    return LoadedConfig(config, source_dir, places, file)
 
 
-def load_resolved_config(path: Path, *, source_dir: Path) -> LoadedConfig:
+def name_of(file: Path | None) -> str:
+    """Where a configuration comes from, for messages."""
+    return "the config" if file is None else str(file)
+
+
+def located(faults: Sequence[ConfigFault], file: Path | None, overrides: Sequence[str]) -> list[ConfigFault]:
+    """The faults with the lines of the file that they refer to."""
+    lines = {} if file is None else key_lines(file.read_text(encoding="utf-8"))
+    changed = [text.partition("=")[0].strip() for text in overrides]
+
+    def place(setting: str) -> str:
+        if any(setting == one or setting.startswith(f"{one}.") for one in changed):
+            return "--set"
+        line = line_of(setting, lines)
+        return "" if line is None else f"{file}:{line}"
+
+    return [dataclasses.replace(fault, place=place(fault.path)) for fault in faults]
+
+
+def load_resolved_config(directory: RunDirectory) -> LoadedConfig:
     """Read the resolved config of a run directory. It was checked when the run was started, so it is only parsed here."""
+    path = directory.config_file
     table, _ = read_table(path, ())
     try:
-        return LoadedConfig(RunConfig.model_validate(table), source_dir)
+        return LoadedConfig(RunConfig.model_validate(table), directory.source_dir, directory.search_path)
     except ValidationError as error:
         faults = [
             ConfigFault(
                 ".".join(map(str, e["loc"])),
-                f"{plain_message(e['type'], e['msg'])} (was this run made by another version of Rollbook?)",
+                f"{plain_message(e, RunConfig)} (was this run made by another version of Rollbook?)",
             )
             for e in error.errors()
         ]
@@ -135,14 +183,17 @@ def read_table(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], li
     return table, [fault for text in overrides if (fault := override_table(table, text)) is not None]
 
 
-def validate_table(table: Mapping[str, Any], source_dir: Path) -> tuple[RunConfig | None, list[ConfigFault]]:
+def validate_table(
+    table: Mapping[str, Any], source_dir: Path, search_path: Sequence[Path]
+) -> tuple[RunConfig | None, list[ConfigFault]]:
     """Validate every section separately, then check them together."""
     faults: list[ConfigFault] = []
     parts: dict[str, BaseModel] = {}
     table = _with_seeds(table)
     for name in table.keys() - RunConfig.model_fields.keys():
-        known = ", ".join(RunConfig.model_fields)
-        faults.append(ConfigFault(name, f"unknown section; known are {known}"))
+        known = RunConfig.model_fields
+        advice = did_you_mean(name, known) or f"; known are {', '.join(known)}"
+        faults.append(ConfigFault(name, f"unknown section{advice}"))
     for name, field in RunConfig.model_fields.items():
         kind = field.annotation
         assert isinstance(kind, type)
@@ -154,11 +205,10 @@ def validate_table(table: Mapping[str, Any], source_dir: Path) -> tuple[RunConfi
             parts[name] = kind.model_validate(table.get(name, {}))
         except ValidationError as error:
             faults += [
-                ConfigFault(".".join([name, *map(str, e["loc"])]), plain_message(e["type"], e["msg"]))
-                for e in error.errors()
+                ConfigFault(".".join([name, *map(str, e["loc"])]), plain_message(e, kind)) for e in error.errors()
             ]
     faults += [ConfigFault(path, message) for check in CROSS_CHECKS for path, message in check(parts)]
-    faults += [ConfigFault(path, message) for path, message in missing_files(parts, source_dir)]
+    faults += [ConfigFault(path, message) for path, message in missing_files(parts, source_dir, search_path)]
     faults.sort(
         key=lambda fault: (
             list(RunConfig.model_fields).index(s) if (s := fault.path.split(".")[0]) in RunConfig.model_fields else 99
@@ -211,10 +261,30 @@ def _flat(value: Any, path: str = "") -> dict[str, Any]:
     return flat
 
 
-def plain_message(kind: str, message: str) -> str:
-    if kind == "extra_forbidden":
-        return "unknown field"
-    return message.removeprefix("Value error, ")
+def plain_message(error: ErrorDetails, model: type[BaseModel]) -> str:
+    """The message of a fault, with the known name or value that is most similar to a wrong one."""
+    if error["type"] == "extra_forbidden":
+        name = str(error["loc"][-1])
+        homes = [s for s, f in RunConfig.model_fields.items() if name in getattr(f.annotation, "model_fields", {})]
+        if homes:
+            return f"unknown field; did you mean '{homes[0]}.{name}'?"
+        return f"unknown field{did_you_mean(name, _fields_at(model, error['loc'][:-1]))}"
+    if error["type"] in ("literal_error", "enum"):
+        known = re.findall(r"'([^']*)'", error["ctx"]["expected"])
+        return f"{error['msg']}, not {error['input']!r}{did_you_mean(str(error['input']), known)}"
+    return error["msg"].removeprefix("Value error, ")
+
+
+def _fields_at(model: type[BaseModel], path: Sequence[int | str]) -> list[str]:
+    """The fields of the table at `path` inside a section."""
+    kind: Any = model
+    for key in path:
+        # A list, a dictionary or an optional table: its items are models.
+        inner = (
+            kind.model_fields[key].annotation if hasattr(kind, "model_fields") and key in kind.model_fields else kind
+        )
+        kind = next((a for a in (inner, *getattr(inner, "__args__", ())) if hasattr(a, "model_fields")), inner)
+    return list(getattr(kind, "model_fields", ()))
 
 
 def override_table(table: dict[str, Any], text: str) -> ConfigFault | None:

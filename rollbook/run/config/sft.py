@@ -8,7 +8,7 @@ from typing import Any
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
-from rollbook.run.config.run import ConfigError, ConfigFault, RunSection, plain_message, read_table
+from rollbook.run.config.run import ConfigError, ConfigFault, RunSection, located, plain_message, read_table
 from rollbook.trainer.config import ModelConfig, TrainerConfig
 from rollbook.trainer.sft_config import SftConfig, unread_settings
 
@@ -62,15 +62,13 @@ def load_sft_config(path: Path, overrides: Sequence[str] = (), *, source_dir: Pa
     try:
         config = SftRunConfig.model_validate(checked)
     except ValidationError as error:
-        faults += [
-            ConfigFault(".".join(map(str, e["loc"])), plain_message(e["type"], e["msg"])) for e in error.errors()
-        ]
-        raise ConfigError(str(path), faults) from error
+        faults += [ConfigFault(".".join(map(str, e["loc"])), plain_message(e, SftRunConfig)) for e in error.errors()]
+        raise ConfigError(str(path), located(faults, path, overrides)) from error
     for name, file in (("data", config.sft.data), ("validation", config.sft.validation)):
         if file is not None and not (home / file).is_file():
             faults.append(ConfigFault(f"sft.{name}", f"no such file: {home / file}"))
     if faults:
-        raise ConfigError(str(path), faults)
+        raise ConfigError(str(path), located(faults, path, overrides))
     return LoadedSftConfig(config, table, home)
 
 

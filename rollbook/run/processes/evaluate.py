@@ -22,7 +22,11 @@ from rollbook.telemetry.spans import SpanRecorder
 
 
 async def evaluate(request: EvaluationRequest) -> Measurement:
-    loaded = load_config(Path(request.config), request.overrides, source_dir=Path(request.source_dir))
+    search_path = [Path(path) for path in request.search_path]
+    loaded = load_config(
+        Path(request.config), request.overrides, source_dir=Path(request.source_dir), search_path=search_path
+    )
+    extend_search_path(loaded.search_path)
     tasks = held_out_tasks(loaded.config, loaded.source_dir)
     with tempfile.TemporaryDirectory(prefix="rollbook-eval-") as scratch:
         context = _context(Path(scratch), loaded, Path(request.model_dir))
@@ -39,7 +43,7 @@ def _context(scratch: Path, loaded: LoadedConfig, model_dir: Path) -> RoleContex
     directory = RunDirectory(scratch)
     directory.prepare()
     directory.config_file.write_text(dump_toml(loaded.config), encoding="utf-8")
-    directory.write_manifest(name=loaded.config.run.name, source_dir=loaded.source_dir)
+    directory.write_manifest(name=loaded.config.run.name, source_dir=loaded.source_dir, search_path=loaded.search_path)
     directory.record_model(model_dir)
     return RoleContext(
         role="evaluation",
@@ -55,7 +59,6 @@ def _context(scratch: Path, loaded: LoadedConfig, model_dir: Path) -> RoleContex
 
 def main() -> int:
     request = EvaluationRequest(**json.load(sys.stdin))
-    extend_search_path([Path.cwd()])
     try:
         measured = asyncio.run(evaluate(request))
     except RollbookError as error:

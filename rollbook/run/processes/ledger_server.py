@@ -1,14 +1,15 @@
 """The ledger process of a run. It must not import torch."""
 
+from rollbook.access.server import DRAIN_S
 from rollbook.concurrency.sockets import url_of
 from rollbook.contracts.admission import RunId
 from rollbook.ledger.atropos.config import AtroposConfig
 from rollbook.ledger.atropos.routes import atropos_dialect
+from rollbook.ledger.http.auth import steering_keys
 from rollbook.ledger.serve import open_ledger_service
 from rollbook.ledger.stores.registry import sqlite_url
 from rollbook.run.atropos_feed import posts_run
 from rollbook.run.supervision.child_main import RoleContext
-from rollbook.run.supervision.sockets import DRAIN_S
 
 
 async def main(context: RoleContext) -> str:
@@ -18,7 +19,9 @@ async def main(context: RoleContext) -> str:
     if config.tasks.is_posted and config.tasks.atropos.url is None:
         dialects.append(atropos_dialect(AtroposConfig(run=posts_run(config.run.name))))
     store_url = sqlite_url(context.directory.ledger)
-    async with open_ledger_service(store_url, config.ledger, log=context.log, dialects=dialects) as service:
+    async with open_ledger_service(
+        store_url, config.ledger, log=context.log, keys=steering_keys(context.token), dialects=dialects
+    ) as service:
         await service.ledger.create_run(RunId(config.run.name), settings)
         async with service.serving(sock, drain_s=DRAIN_S):
             context.log.info("ledger.serving", url=url_of(sock))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rollbook.contracts.plugin import load_on_demand
 from rollbook.run.directory import RunDirectoryError
+from rollbook.run.model_files import model_directory
 from rollbook.run.supervision.child_main import RoleContext
 
 
@@ -24,10 +25,9 @@ def _model_directory(context: RoleContext) -> Path:
         recorded = context.directory.initial_model
         if (recorded / "config.json").is_file():
             return recorded
-    if config.model.path is not None:
-        for directory in (context.loaded.source_dir / config.model.path, Path(config.model.path)):
-            if (directory / "config.json").is_file():
-                return directory.absolute()
+    found = model_directory(config.model, context.loaded.source_dir)
+    if found is not None and (found / "config.json").is_file():
+        return found
     prepare = load_on_demand("rollbook.trainer.model.model_directory:prepare_model_directory")
     made: Path = prepare(config.model, context.directory.model, seed=config.run.seed)
     return made

@@ -151,7 +151,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     try:
-        extend_search_path([RunDirectory(args.run.resolve()).read_manifest()["source_dir"], Path.cwd()])
+        extend_search_path([*RunDirectory(args.run.resolve()).search_path, Path.cwd()])
         if args.out is None:
             report = asyncio.run(compare(args.run, args.until))
         else:

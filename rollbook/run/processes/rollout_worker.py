@@ -6,14 +6,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from rollbook.envs.client.remote import open_environments
 from rollbook.envs.config import EnvConfig
 from rollbook.inference.config import InferenceConfig
-from rollbook.rollout.agents.server import open_proxy_sessions
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
 from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.contract import RolloutSetup
-from rollbook.rollout.policy import EpisodePolicy
+from rollbook.run.episodes import open_setup
 from rollbook.run.policy_clients import open_policy, policy_urls
 from rollbook.telemetry.events import EventLog
 
@@ -28,28 +26,20 @@ async def build_setup(settings: Mapping[str, Any]) -> AsyncIterator[RolloutSetup
     if settings.get("is_greedy"):
         # For evaluation only; training always samples.
         sampling = dataclasses.replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
-
     try:
         async with (
             open_policy(inference, settings["policy_url"], log=log) as policy,
-            open_environments(EnvConfig.model_validate(settings["env"])) as open_environment,
-            open_proxy_sessions(
-                episode_policy := EpisodePolicy(policy, sampling, request_s=inference.request_s),
-                tokenizer,
-                sampling,
-                rollout.limits,
-            ) as open_proxy_session,
-        ):
-            yield RolloutSetup(
-                policy=episode_policy,
+            open_setup(
+                policy,
                 tokenizer=tokenizer,
                 sampling=sampling,
-                limits=rollout.limits,
-                open_environment=open_environment,
+                rollout=rollout,
+                env=EnvConfig.model_validate(settings["env"]),
                 log=log,
-                settings=rollout.settings,
+                request_s=inference.request_s,
                 policy_url=policy_urls(settings["policy_url"])[0],
-                open_proxy_session=open_proxy_session,
-            )
+            ) as setup,
+        ):
+            yield setup
     finally:
         log.close()

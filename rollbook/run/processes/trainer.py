@@ -8,7 +8,7 @@ from typing import Any
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.errors import FencedError, RunError
 from rollbook.ledger.client.client import open_ledger_client
-from rollbook.run.policy_clients import open_weights
+from rollbook.run.policy_clients import open_weights, steering_token
 from rollbook.run.supervision.child_main import RoleContext
 from rollbook.telemetry.metrics import MetricRecorder
 from rollbook.telemetry.sinks.forwarder import Forwarder, open_sinks
@@ -33,13 +33,18 @@ async def main(context: RoleContext) -> str:
     config = context.loaded.config
     async with (
         open_ledger_client(
-            context.addresses["ledger"], RunId(config.run.name), request_s=config.ledger.request_s, log=context.log
+            context.addresses["ledger"],
+            RunId(config.run.name),
+            request_s=config.ledger.request_s,
+            log=context.log,
+            token=context.token,
         ) as ledger,
         open_weights(
             config.inference,
             context.addresses["policy"],
             directory=context.directory.weights,
             trainer_device=config.trainer.device,
+            token=steering_token(config.inference, own=context.token, source_dir=context.loaded.source_dir),
             log=context.log,
         ) as weights,
     ):

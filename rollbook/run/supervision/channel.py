@@ -6,7 +6,8 @@ import msgspec
 
 from rollbook.concurrency.child_process.frames import BlockingFrames
 
-MAX_MESSAGE_CHARS = 2000
+MAX_MESSAGE_CHARS = 16_000
+"""A fault may contain several tracebacks of user code."""
 
 
 class ReportKind(StrEnum):

@@ -18,6 +18,7 @@ from typing import Protocol, cast
 
 import uvloop
 
+from rollbook.access.tokens import read_token
 from rollbook.concurrency.child_process.child import connect_to_parent, die_with_parent, heartbeat
 from rollbook.concurrency.child_process.frames import BlockingFrames
 from rollbook.concurrency.exception_groups import first_error
@@ -65,6 +66,11 @@ class RoleContext:
     draining: asyncio.Event = field(default_factory=asyncio.Event)
     """Set by SIGTERM: finish the current work and end."""
 
+    @property
+    def token(self) -> str:
+        """The token of the run. It is passed by file: arguments and environment of a process can be seen by others."""
+        return read_token(self.directory.token_file)
+
     def listening(self) -> socket.socket:
         if self.server_socket is None:
             raise RunError(f"the role {self.role} needs a listening socket, and the supervisor passed none")
@@ -90,8 +96,7 @@ def main(argv: list[str] | None = None) -> int:
         return EXIT_STOP_RUN
     log.info("process.started", pid=os.getpid(), role=args.role)
     try:
-        source_dir = Path(directory.read_manifest()["source_dir"])
-        loaded = load_resolved_config(directory.config_file, source_dir=source_dir)
+        loaded = load_resolved_config(directory)
         extend_search_path(loaded.search_path)
         context = RoleContext(
             role=args.role,

@@ -9,6 +9,7 @@ import contextlib
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -115,6 +116,8 @@ class Supervisor:
     async def run(self) -> RunOutcome:
         """Run to the end. Cancelling it stops everything at once."""
         began = time.monotonic()
+        # For programs outside of the run, such as Atropos environments.
+        write_json(self._directory.addresses_file, self.addresses)
         self._catch_signals()
         try:
             await self.run_once("prepare")
@@ -126,6 +129,7 @@ class Supervisor:
                 process.kill()
             for sock in self._sockets.values():
                 sock.close()
+            self._directory.addresses_file.unlink(missing_ok=True)
             self._release_signals()
         return self._outcome(time.monotonic() - began)
 
@@ -310,16 +314,19 @@ class Supervisor:
         self._over.set()
 
     def _catch_signals(self) -> None:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._interrupted)
+        for number in self._caught_signals:
+            asyncio.get_running_loop().add_signal_handler(number, self.interrupt)
 
     def _release_signals(self) -> None:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
+        for number in self._caught_signals:
+            asyncio.get_running_loop().remove_signal_handler(number)
 
-    def _interrupted(self) -> None:
+    @property
+    def _caught_signals(self) -> tuple[signal.Signals, ...]:
+        """Only the main thread can catch signals. In a notebook the run has another one, and its caller calls `interrupt`."""
+        return (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+
+    def interrupt(self) -> None:
         """First signal: the trainer finishes its step and writes a checkpoint. Second signal: stop at once."""
         self._interrupts += 1
         last = self._last

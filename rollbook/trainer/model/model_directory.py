@@ -6,22 +6,18 @@ Trainer and policy server load the same directory, so that both start from the s
 import json
 import os
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from tokenizers import Tokenizer
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE, WordLevel
-from tokenizers.pre_tokenizers import ByteLevel, WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from rollbook.contracts.errors import RunError
 from rollbook.trainer.config import SPECIAL_TOKENS, ModelBuildConfig, ModelConfig
 from rollbook.trainer.files.atomic_files import sync_directory, sync_tree, writing
+from rollbook.trainer.model.built_tokenizer import fast_tokenizer
 
 BUILD_FILE = "rollbook_build.json"
 """The settings a directory was built from. It is part of the atomic write, so its presence means the directory is complete."""
@@ -65,11 +61,9 @@ def _build(build: ModelBuildConfig, directory: Path, made_from: dict[str, Any]) 
 
 
 def build_tokenizer(build: ModelBuildConfig) -> Any:
-    """One token per word, split at white space, or one per byte; special tokens first."""
     pad, bos, eos, unk = SPECIAL_TOKENS
-    core = _words(build.vocabulary) if build.tokenizer == "words" else _bytes()
     tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # transformers leaves it untyped
-        tokenizer_object=core,
+        tokenizer_object=fast_tokenizer(build),
         pad_token=pad,
         bos_token=bos,
         eos_token=eos,
@@ -79,22 +73,6 @@ def build_tokenizer(build: ModelBuildConfig) -> Any:
     if build.chat_template is not None:
         tokenizer.chat_template = build.chat_template
     return tokenizer
-
-
-def _words(vocabulary: Sequence[str]) -> Tokenizer:
-    words = (*SPECIAL_TOKENS, *vocabulary)
-    core = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token=SPECIAL_TOKENS[3]))
-    core.pre_tokenizer = WhitespaceSplit()
-    return core
-
-
-def _bytes() -> Tokenizer:
-    """A byte-level BPE without merges."""
-    symbols = (*SPECIAL_TOKENS, *sorted(ByteLevel.alphabet()))
-    core = Tokenizer(BPE({symbol: number for number, symbol in enumerate(symbols)}, [], unk_token=SPECIAL_TOKENS[3]))
-    core.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
-    core.decoder = ByteLevelDecoder()
-    return core
 
 
 def build_model(build: ModelBuildConfig, *, seed: int) -> Any:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
 
 from rollbook.contracts.policy import Publication, PublicationId
 from rollbook.contracts.weights import weights_digest
@@ -25,6 +25,7 @@ SHAPE: dict[str, Any] = {
 CONFIGS: dict[str, Any] = {
     "llama": lambda: LlamaConfig(**COMMON, **SHAPE, tie_word_embeddings=False),
     "qwen2": lambda: Qwen2Config(**COMMON, **SHAPE, tie_word_embeddings=True),
+    "qwen3": lambda: Qwen3Config(**COMMON, **SHAPE, head_dim=16, tie_word_embeddings=True),
     "gpt2": lambda: GPT2Config(**COMMON, n_embd=32, n_layer=2, n_head=4, n_positions=MAX_LEN),
 }
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from aiohttp import ClientSession
 
+from rollbook.access.guard import AllowedClients
 from rollbook.concurrency.clock import Clock
 from rollbook.concurrency.sockets import listening_socket, url_of
 from rollbook.contracts.admission import RunId
@@ -101,13 +102,18 @@ def name_of(group: dict[str, Any]) -> str:
 
 @asynccontextmanager
 async def dialect_on(
-    store: Store, *, config: AtroposConfig | None = None, limits: LedgerConfig | None = None, clock: Clock | None = None
+    store: Store,
+    *,
+    config: AtroposConfig | None = None,
+    limits: LedgerConfig | None = None,
+    clock: Clock | None = None,
+    allowed: AllowedClients | None = None,
 ) -> AsyncIterator[Client]:
     log, dialects = EventLog("atropos", echo=sys.stdout), [atropos_dialect(config or AtroposConfig())]
     with listening_socket("127.0.0.1", 0) as sock:
         async with (
             ledger_service_on(store, limits or LedgerConfig(), log=log, clock=clock, dialects=dialects) as service,
-            service.serving(sock.dup(), drain_s=5),
+            service.serving(sock.dup(), drain_s=5, allowed=allowed),
             ClientSession() as session,
         ):
             yield Client(session, url_of(sock), service.ledger)
@@ -120,9 +126,10 @@ async def dialect(
     config: AtroposConfig | None = None,
     limits: LedgerConfig | None = None,
     clock: Clock | None = None,
+    allowed: AllowedClients | None = None,
 ) -> AsyncIterator[Client]:
     async with (
         open_sqlite_store(directory) as store,
-        dialect_on(store, config=config, limits=limits, clock=clock) as client,
+        dialect_on(store, config=config, limits=limits, clock=clock, allowed=allowed) as client,
     ):
         yield client

@@ -15,7 +15,7 @@ from rollbook.inference.pause import PauseMode
 from tests.parts.inference.engines import TinyModel, next_step, until
 from tests.parts.inference.models import VOCAB, plain_logprobs, publish, write_weights
 
-KINDS = ["llama", "qwen2", "gpt2"]
+KINDS = ["llama", "qwen2", "qwen3", "gpt2"]
 
 
 @pytest.fixture(scope="module")

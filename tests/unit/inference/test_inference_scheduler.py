@@ -18,6 +18,7 @@ from rollbook.contracts.errors import RunError
 from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
 from rollbook.inference.engine import GenerationError, QueueFullError
 from rollbook.inference.engines.embedded.engine import TransformersEngine, open_engine
+from rollbook.inference.engines.embedded.runner import Runner
 from rollbook.inference.pause import PauseMode
 from tests.parts.inference.engines import TinyModel, engine_config, next_step, until
 from tests.parts.inference.models import MAX_LEN, VOCAB, plain_logprobs
@@ -33,7 +34,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @asynccontextmanager
 async def embedded(tiny: TinyModel, *, is_captured: bool = False, **settings: Any) -> AsyncIterator[TransformersEngine]:
-    """`is_captured`: as on a GPU, with bucketed shapes, but with plain calls instead of captured graphs."""
+    """`is_captured`: as on a GPU, with cache blocks and bucketed shapes, but with plain calls instead of captured graphs."""
     options: dict[str, Any] = {"capture": lambda operation: operation} if is_captured else {}
     async with open_engine(engine_config("transformers", **settings), tiny.model_dir, **options) as engine:
         await engine.load_weights(*tiny.weights(1))
@@ -108,7 +109,9 @@ async def test_the_cache_never_exceeds_its_memory(root: Path) -> None:
     tiny = TinyModel(root=root)
     memory_mb = 3 * MAX_LEN * BYTES_PER_TOKEN["llama"] / 1e6
     async with embedded(tiny, kv_memory_mb=memory_mb, max_running=64) as engine:
-        slots = engine.parts.runner.slots
+        runner = engine.parts.runner
+        assert isinstance(runner, Runner)
+        slots = runner.slots
         futures = [engine.submit(p, SamplingParams(max_tokens=90)) for p in some_prompts(20, 1, 120)]
         most = 0
         while not all(future.done() for future in futures):
@@ -269,7 +272,9 @@ async def test_a_failed_forward_fails_its_requests_and_the_engine_continues(
 ) -> None:
     tiny = TinyModel(root=root)
     async with embedded(tiny, steps_ahead=ahead, max_running=4) as engine:
-        runner, decode = engine.parts.runner, engine.parts.runner.decode
+        runner = engine.parts.runner
+        assert isinstance(runner, Runner)
+        decode = runner.decode
         calls = 0
 
         def failing_decode(*args: Any, **kwargs: Any) -> None:

@@ -84,7 +84,7 @@ async def test_the_time_limit_ends_an_episode_as_truncated() -> None:
 
 
 async def test_a_first_prompt_beyond_the_token_limit_is_an_error() -> None:
-    with pytest.raises(EpisodeError, match="no turn was played: max_tokens"):
+    with pytest.raises(EpisodeError, match="leaves none to sample"):
         await played(limits=EpisodeLimits(max_total_tokens=5))
 
 

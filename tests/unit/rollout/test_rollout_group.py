@@ -1,7 +1,8 @@
 """`GroupAssembler`: failures of user code are isolated and retried; groups with too few samples are dropped."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import pytest
@@ -77,6 +78,20 @@ async def test_a_complete_group_is_kept_with_its_outcome() -> None:
     assert (result.outcome.num_scorable, result.outcome.reward_mean, result.outcome.invalid_causes) == (4, 0.5, {})
 
 
+def first_lines(causes: Mapping[str, int]) -> Counter[str]:
+    """Causes without the tracebacks."""
+    found: Counter[str] = Counter()
+    for cause, count in causes.items():
+        found[cause.splitlines()[0]] += count
+    return found
+
+
+async def test_the_cause_of_a_failed_episode_has_the_line_of_the_users_code() -> None:
+    result = await play(scripted(sample(0.0), ValueError("no"), sample(1.0), sample(1.0)))
+    (cause,) = result.outcome.invalid_causes
+    assert f'File "{__file__}", line ' in cause
+
+
 @pytest.mark.parametrize(
     ("outcome", "cause"),
     [
@@ -94,7 +109,7 @@ async def test_a_failed_episode_is_named_and_the_group_is_kept_with_enough_sampl
     assert result.drop is None
     assert result.group is not None
     assert len(result.group.scorable) == 3
-    assert result.outcome.invalid_causes == {cause: 1}
+    assert first_lines(result.outcome.invalid_causes) == {cause: 1}
     assert result.outcome.reward_mean == pytest.approx(2 / 3), "a failure is never reward 0"
 
 
@@ -103,7 +118,7 @@ async def test_failures_are_retried_within_the_retry_budget_of_the_group() -> No
     result = await play(scripted(no, no, no, no, sample(0.0), sample(1.0), no), retry_budget=3)
     assert result.outcome.retried_samples == 3
     assert result.outcome.num_scorable == 2
-    assert result.outcome.invalid_causes == {"rollout raised ValueError: no": 5}
+    assert first_lines(result.outcome.invalid_causes) == {"rollout raised ValueError: no": 5}
     assert result.drop is None
 
 

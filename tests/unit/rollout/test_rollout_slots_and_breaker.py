@@ -31,7 +31,9 @@ def test_the_first_cause_is_reported_with_the_most_frequent_ones() -> None:
     breaker = FailureBreaker(log_hint="x")
     breaker.record(FAILED, {"the disk is full": 1})
     record(breaker, *[FAILED] * 3, cause="connection lost")
-    with pytest.raises(RolloutsFailingError, match=r"32 x connection lost; 1 x .*\. The first was: the disk is full\."):
+    with pytest.raises(
+        RolloutsFailingError, match=r"32 x connection lost\n  1 x .*\nThe first was: the disk is full\n"
+    ):
         record(breaker, FAILED, cause="connection lost")
 
 

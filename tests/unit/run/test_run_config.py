@@ -9,6 +9,7 @@ from rich.console import Console
 from rollbook.contracts.errors import RunError
 from rollbook.run.commands.host import host
 from rollbook.run.config.run import ConfigError, changed_fields, dump_toml, load_config, load_resolved_config
+from rollbook.run.directory import RunDirectory
 from rollbook.run.supervision.resume import check_resume
 
 GOOD = """
@@ -194,12 +195,13 @@ def test_a_hosted_run_rejects_trainer_settings(tmp_path: Path) -> None:
 
 
 def test_unknown_fields_of_a_recorded_run_are_reported_with_their_paths(tmp_path: Path) -> None:
-    path = tmp_path / "config.toml"
-    path.write_text(
+    directory = RunDirectory(tmp_path)
+    directory.write_manifest(name="run", source_dir=tmp_path)
+    directory.config_file.write_text(
         '[model]\npath = "gone"\n[tasks]\nsource = "gone:tasks"\n[rollout]\nledger_patience_s = 3.0\n', encoding="utf-8"
     )
     with pytest.raises(ConfigError, match=r"rollout\.ledger_patience_s: unknown field.*another version of Rollbook"):
-        load_resolved_config(path, source_dir=tmp_path)
+        load_resolved_config(directory)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ Every fast implementation has a slower fallback; `EngineParts.choices` says whic
 
 import logging
 import os
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,29 +16,30 @@ import torch
 from rollbook.contracts.errors import RunError
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engines.batching import SlotBudget
-from rollbook.inference.engines.embedded.graph_runner import Capture, CudaCapture, GraphRunner
 from rollbook.inference.engines.embedded.live_weights import LiveWeights
 from rollbook.inference.engines.embedded.model.forward import SlotModel
 from rollbook.inference.engines.embedded.model.kernels import KernelOps, kernels_missing, sample_with_kernels
 from rollbook.inference.engines.embedded.model.llama import LlamaForward, relative_error, unsupported_reason
 from rollbook.inference.engines.embedded.model.module import ModuleForward, load_module
+from rollbook.inference.engines.embedded.paged.batch import PagedBatch
+from rollbook.inference.engines.embedded.paged.block_cache import BlockCache
+from rollbook.inference.engines.embedded.paged.block_pool import BlockPool
+from rollbook.inference.engines.embedded.paged.runner import Capture, CudaCapture, PackedRunner, packed_error
 from rollbook.inference.engines.embedded.runner import Runner
 from rollbook.inference.engines.embedded.sampling import sample
-from rollbook.inference.engines.embedded.scheduler import Scheduler, StepLimits
+from rollbook.inference.engines.embedded.scheduler import Scheduler
+from rollbook.inference.engines.embedded.slot_batch import SlotBatch
 from rollbook.inference.engines.embedded.slot_cache import SlotCache
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
 """Largest accepted relative error of the Llama forward. A wrong implementation has an error above 1."""
-CPU_FORWARD_TOKENS, GPU_FORWARD_TOKENS = 768, 8192
-CPU_ROUND_TOKENS, GPU_ROUND_TOKENS = 4096, 16_384
+CPU_FORWARD_TOKENS, GPU_STEP_TOKENS = 768, 4096
+CPU_ROUND_TOKENS = 4096
 GPU_AHEAD = 2
 GPU_FIRST_LENGTH = 1024
+"""The blocks allocated at first hold this many tokens for each row."""
+BLOCK_SIZE = 16
 CPU_MIN_PREFIX = 32
-GPU_PREFIX_COST = 1.2e12
-"""Tokens times parameters that a GPU prefills in the time that reusing a prefix takes: two copies and a prefill without a captured
-graph. On an H200, 1,400 tokens of 135 million parameters were too few (0.79 of the speed without); this is six times as many."""
-GPU_GATHER = 32
-"""Maximum number of new requests that a GPU gathers for one prefill."""
 GPU_MEMORY_SHARE = 0.85
 """Of the free memory after the weights are loaded; the rest is for activations, logits and captured graphs."""
 HOST_MEMORY_SHARE = 0.5
@@ -51,16 +53,15 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineParts:
     scheduler: Scheduler
-    runner: Runner
+    runner: Runner | PackedRunner
     weights: LiveWeights
     model: SlotModel
-    gather: int
     choices: tuple[str, ...]
     """The chosen implementations, for people."""
 
 
 def build_parts(config: InferenceConfig, model_dir: Path, *, capture: Capture | None = None) -> EngineParts:
-    """`capture` replaces CUDA graphs, to run the same steps without a GPU."""
+    """`capture` replaces CUDA graphs, to run the steps of a GPU without one."""
     module, max_model_len = load_module(
         model_dir, device=config.device, dtype=config.dtype, max_model_len=config.max_model_len
     )
@@ -68,35 +69,26 @@ def build_parts(config: InferenceConfig, model_dir: Path, *, capture: Capture | 
     is_gpu = device.type == "cuda"
     with torch.cuda.device(device) if is_gpu else nullcontext():
         model, choices = _model(module, max_model_len, config)
+        is_paged = isinstance(model, LlamaForward) and (
+            _has_kernels(model, module, choices) if is_gpu else capture is not None
+        )
     weights = LiveWeights(module, device)
-    min_prefix = config.prefix_cache_least or _min_prefix(weights, is_captured=capture is not None or is_gpu)
-    budget, prefix_tokens = _budget(config, model, device, min_prefix=min_prefix)
-    slots = SlotCache(model.shapes, dtype=model.dtype, device=device)
-    if capture is None and is_gpu:
-        capture = CudaCapture()
-    runner = _runner(model, slots, budget, capture=capture if config.capture_steps else None, choices=choices)
-    is_captured = isinstance(runner, GraphRunner)
-    scheduler = Scheduler(
-        runner,
-        budget=budget,
-        limits=StepLimits(
-            round_tokens=config.step_prefill_tokens or (GPU_ROUND_TOKENS if is_gpu else CPU_ROUND_TOKENS),
-            forward_tokens=config.forward_tokens or (GPU_FORWARD_TOKENS if is_gpu else CPU_FORWARD_TOKENS),
-            ahead=config.steps_ahead if config.steps_ahead is not None else (GPU_AHEAD if is_gpu else 0),
-        ),
-        # With captured steps, logits are in the graph's memory and cannot be kept.
-        memo_rows=0 if is_captured else int(config.prompt_memo_mb * 1_000_000) // (4 * model.vocab_size),
-        prefix_tokens=prefix_tokens,
-        min_prefix=min_prefix,
-        min_rows=budget.max_rows if is_captured else 1,
-        min_length=min(GPU_FIRST_LENGTH, max_model_len) if is_captured else 1,
-    )
+    batch: SlotBatch | PagedBatch
+    runner: Runner | PackedRunner
+    if isinstance(model, LlamaForward) and is_paged:
+        if capture is None:
+            capture = CudaCapture() if config.capture_steps else _plain_call
+        batch, runner = _paged_batch(config, model, capture)
+        choices.append("cache: blocks, prompts and decoding rows in one captured forward")
+    else:
+        batch, runner = _slot_batch(config, model)
+        choices.append("cache: slots, steps called directly")
+    ahead = config.steps_ahead if config.steps_ahead is not None else (GPU_AHEAD if is_gpu else 0)
     return EngineParts(
-        scheduler=scheduler,
+        scheduler=Scheduler(batch, max_length=max_model_len, ahead=ahead),
         runner=runner,
         weights=weights,
         model=model,
-        gather=GPU_GATHER if is_captured else 0,
         choices=tuple(choices),
     )
 
@@ -108,23 +100,19 @@ def _model(module: Any, max_model_len: int, config: InferenceConfig) -> tuple[Sl
         error = relative_error(llama, module)
         # Not `>`: a comparison with NaN must not pass.
         if error <= TOLERANCE[llama.dtype]:
-            choices = [f"forward: llama (relative error {error:.1e})"]
-            return _with_kernels(llama, module, choices), choices
+            return llama, [f"forward: llama (relative error {error:.1e})"]
         reason = f"the llama forward has a relative error of {error:.2g}"
         log.warning("the model runs through its Hugging Face module: %s", reason)
     return ModuleForward(module, max_model_len=max_model_len), [f"forward: Hugging Face module, because {reason}"]
 
 
-def _with_kernels(llama: LlamaForward, module: Any, choices: list[str]) -> LlamaForward:
+def _has_kernels(llama: LlamaForward, module: Any, choices: list[str]) -> bool:
     """Use the Triton kernels if they are installed, compile, and agree with the module."""
-    if llama.device.type != "cuda":
-        return llama
     reason = kernels_missing
-    torch_ops = llama.ops
     if reason is None:
         try:
-            llama.ops = KernelOps(llama.heads, **llama.rotary_tables(module))
-            error = relative_error(llama, module)
+            llama.packed_ops = KernelOps(llama.heads, **llama.rotary_tables(module))
+            error = packed_error(llama, module, block_size=BLOCK_SIZE)
             reason = None if error <= TOLERANCE[llama.dtype] else f"their relative error is {error:.2g}"
             choices.append(f"kernels: Triton (relative error {error:.1e})")
         except (
@@ -132,34 +120,75 @@ def _with_kernels(llama: LlamaForward, module: Any, choices: list[str]) -> Llama
         ) as raised:  # Another version of the compiler may raise anything; torch's operations always work.
             reason = f"{type(raised).__name__}: {raised}"
     if reason is not None:
-        llama.ops = torch_ops
         choices.append(f"kernels: torch, because {reason}")
-        log.warning("decoding without the Triton kernels: %s", reason)
-    return llama
+        log.warning("the engine runs without the Triton kernels, several times slower: %s", reason)
+    return reason is None
 
 
-def _runner(
-    model: SlotModel, slots: SlotCache, budget: SlotBudget, *, capture: Capture | None, choices: list[str]
-) -> Runner:
-    has_kernels = isinstance(model, LlamaForward) and isinstance(model.ops, KernelOps)
-    sampler = sample_with_kernels if has_kernels else sample
-    if capture is None or not isinstance(model, LlamaForward):
-        choices.append("steps: called directly")
-        return Runner(model, slots, max_rows=budget.max_rows, sampler=sampler)
-    choices.append("steps: captured graphs")
-    return GraphRunner(
-        model,
-        slots,
-        max_rows=budget.max_rows,
-        sampler=sampler,
-        capture=capture,
-        needs_length=model.ops.needs_length,
+def _plain_call(operation: Callable[[], None]) -> Callable[[], None]:
+    return operation
+
+
+def _slot_batch(config: InferenceConfig, model: SlotModel) -> tuple[SlotBatch, Runner]:
+    min_prefix = config.prefix_cache_least or CPU_MIN_PREFIX
+    budget, prefix_tokens = _budget(config, model, model.device, min_prefix=min_prefix)
+    slots = SlotCache(model.shapes, dtype=model.dtype, device=model.device)
+    runner = Runner(model, slots, max_rows=budget.max_rows)
+    batch = SlotBatch(
+        runner,
+        budget=budget,
+        round_tokens=config.step_prefill_tokens or CPU_ROUND_TOKENS,
+        forward_tokens=config.forward_tokens or CPU_FORWARD_TOKENS,
+        memo_rows=int(config.prompt_memo_mb * 1_000_000) // (4 * model.vocab_size),
+        prefix_tokens=prefix_tokens,
+        min_prefix=min_prefix,
     )
+    return batch, runner
 
 
-def _min_prefix(weights: LiveWeights, *, is_captured: bool) -> int:
-    """Shorter prefixes are faster to compute again than to copy."""
-    return int(GPU_PREFIX_COST / weights.num_parameters) if is_captured else CPU_MIN_PREFIX
+def _paged_batch(config: InferenceConfig, model: LlamaForward, capture: Capture) -> tuple[PagedBatch, PackedRunner]:
+    shape, num_layers, max_rows = model.shapes[0], len(model.shapes), config.max_running
+    step_tokens = config.forward_tokens or GPU_STEP_TOKENS
+    per_block = BlockCache.bytes_per_block(shape, num_layers=num_layers, block_size=BLOCK_SIZE, dtype=model.dtype)
+    max_bytes = _cache_bytes(model.device, config.kv_memory_mb)
+    limit, needed = max_bytes // per_block, -(-model.max_model_len // BLOCK_SIZE) + 1
+    if limit < needed:
+        raise RunError(
+            f"the cache may use {max_bytes / 1e6:.0f} MB, but one sequence of {model.max_model_len} tokens needs "
+            f"{needed * per_block / 1e6:.0f}; raise inference.kv_memory_mb or lower inference.max_model_len"
+        )
+    cache = BlockCache(
+        shape,
+        num_layers=num_layers,
+        block_size=BLOCK_SIZE,
+        max_rows=max_rows,
+        max_length=model.max_model_len,
+        dtype=model.dtype,
+        device=model.device,
+    )
+    runner = PackedRunner(
+        model,
+        cache,
+        max_rows=max_rows,
+        max_tokens=max(step_tokens, max_rows),
+        sampler=sample_with_kernels if isinstance(model.packed_ops, KernelOps) else sample,
+        capture=capture,
+    )
+    pool = BlockPool(
+        size=BLOCK_SIZE,
+        limit=limit,
+        max_cached=int(limit * config.prefix_cache_share),
+        pin_s=config.prefix_pin_s,
+    )
+    batch = PagedBatch(
+        runner,
+        pool,
+        max_rows=max_rows,
+        first_blocks=max_rows * -(-min(model.max_model_len, GPU_FIRST_LENGTH) // BLOCK_SIZE) + 1,
+        prompt_tokens=config.step_prefill_tokens or step_tokens,
+        step_tokens=step_tokens,
+    )
+    return batch, runner
 
 
 def _budget(

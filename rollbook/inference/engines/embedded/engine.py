@@ -30,8 +30,8 @@ from rollbook.inference.engine import (
 )
 from rollbook.inference.engines.busy import BusyPeriods
 from rollbook.inference.engines.embedded.build import EngineParts, build_parts
-from rollbook.inference.engines.embedded.graph_runner import Capture
 from rollbook.inference.engines.embedded.live_weights import LoadPlan
+from rollbook.inference.engines.embedded.paged.runner import Capture
 from rollbook.inference.engines.embedded.thread import EngineThread
 from rollbook.inference.pause import PauseMode, needs_loading, require_unpublished
 from rollbook.inference.request import Request, checked_request
@@ -131,7 +131,7 @@ class TransformersEngine:
             forwards=self.parts.runner.forwards,
             busy_s=self._busy.busy_s,
             kv_after_update=self._config.kv_after_update,
-            cached_tokens=self.parts.scheduler.prefixes.cached_tokens,
+            cached_tokens=self.parts.scheduler.batch.cached_tokens,
         )
 
     def submit(

@@ -7,6 +7,7 @@ reaches its limit is freed at launch. A row that sampled a stop token is noticed
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,11 +15,8 @@ from numpy.typing import NDArray
 
 from rollbook.contracts.policy import FinishReason
 from rollbook.inference.engine import GenerationError
-from rollbook.inference.engines.batching import LENGTH_STEP, SlotBudget, compaction, excess, joinable
-from rollbook.inference.engines.embedded.prefill import Prefiller
-from rollbook.inference.engines.embedded.prefix_cache import PrefixCache
 from rollbook.inference.engines.embedded.row_table import RoundLog, RowTable
-from rollbook.inference.engines.embedded.runner import PendingResults, Runner
+from rollbook.inference.engines.embedded.runner import PendingResults
 from rollbook.inference.request import Request
 
 LOG_ROUNDS = 4096
@@ -48,55 +46,69 @@ class LaunchedRound:
     ending: list[Request]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepLimits:
-    round_tokens: int
-    """Maximum number of prompt tokens prefilled in a round."""
-    forward_tokens: int
-    """Maximum number of tokens in one forward, padding included."""
-    ahead: int
-    """Number of rounds launched before the host waits for the oldest."""
+class Batch(Protocol):
+    """The running requests with their memory: `SlotBatch` on a CPU, `PagedBatch` on a GPU. Used by one thread."""
+
+    table: RowTable
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens whose keys and values were taken from earlier requests, in all."""
+
+    def num_admissible(self, waiting: Iterable[Request]) -> int:
+        """How many of the waiting requests, in order, can join now."""
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Prefill requests in the next rounds. Each owns a row."""
+
+    def launch(self, number: int) -> tuple[NDArray[np.int64], list[int]]:
+        """Launch the forwards of round `number`. The rows that decoded, and the rows that sampled their first token."""
+
+    def collect(self) -> PendingResults:
+        """The results of the last launch."""
+
+    def retire(self, request: Request) -> None:
+        """All tokens of the request are launched: its row will be released now, before its tokens are known."""
+
+    def keep(self, request: Request) -> None:
+        """The request is complete and its tokens are known: keep its keys and values for prompts that continue it."""
+
+    def remove(self, request: Request) -> None:
+        """Free the memory of a request. Its row is released afterwards, if it still has one."""
+
+    def clean(self, row: int) -> None:
+        """A released row may hold NaN: it must not affect the row's next owner."""
+
+    def to_preempt(self) -> list[Request]:
+        """The youngest requests that must leave before all rows can continue."""
+
+    def make_space(self, number: int) -> None:
+        """Provide memory for round `number`. Called when `to_preempt` returns nothing."""
+
+    def weights_changed(self) -> None: ...
+
+    def recompute(self, decoding: Sequence[Request]) -> None:
+        """Compute the keys and values of every row again under the current weights. All tokens are known."""
+
+    def invalidate(self) -> None:
+        """A launch failed: forget everything that is shared between requests."""
 
 
 class Scheduler:
     """Requests enter by `join` and leave by `round` or `drain`."""
 
-    def __init__(
-        self,
-        runner: Runner,
-        *,
-        budget: SlotBudget,
-        limits: StepLimits,
-        memo_rows: int = 0,
-        prefix_tokens: int = 0,
-        min_prefix: int = 1,
-        min_rows: int = 1,
-        min_length: int = LENGTH_STEP,
-    ) -> None:
-        self._runner = runner
-        self._slots = runner.slots
-        self._budget = budget
-        self._limits = limits
-        self.table = RowTable(budget.max_rows)
-        self._capacity = SlotCapacity(runner, self.table, budget, min_rows=min_rows, min_length=min_length)
-        self.prefixes = PrefixCache(runner.slots, max_tokens=prefix_tokens, min_length=min_prefix)
-        self._prefiller = Prefiller(
-            runner,
-            self.table,
-            round_tokens=limits.round_tokens,
-            forward_tokens=limits.forward_tokens,
-            memo_rows=memo_rows,
-            prefixes=self.prefixes,
-        )
-        self._log = RoundLog(budget.max_rows, min(LOG_ROUNDS, 2 * budget.max_length + 2 * limits.ahead + 2))
+    def __init__(self, batch: Batch, *, max_length: int, ahead: int) -> None:
+        """`ahead`: number of rounds launched before the host waits for the oldest."""
+        self.batch = batch
+        self.table = batch.table
+        self._ahead = ahead
+        self._log = RoundLog(self.table.max_rows, min(LOG_ROUNDS, 2 * max_length + 2 * ahead + 2))
         self._launched: deque[LaunchedRound] = deque()
         self._streaming: list[Request] = []
         self._number = 0
         self._dropped_until = -1
         self.preemptions = 0
         self._preempted: list[Request] = []
-        with torch.inference_mode():
-            self._capacity.fit(1, round_number=0)
 
     @property
     def num_running(self) -> int:
@@ -107,26 +119,18 @@ class Scheduler:
         """Whether launched rounds are still to be processed."""
         return bool(self._launched)
 
-    def num_admissible(self, lengths: Iterable[int]) -> int:
+    def num_admissible(self, waiting: Iterable[Request]) -> int:
         """How many of the waiting requests, in order, can join now."""
-        return joinable(
-            lengths,
-            running=self.num_running,
-            longest=self._longest(),
-            budget=self._budget,
-            max_tokens=self._limits.round_tokens,
-            free_slots=self._budget.max_rows - self.num_running,
-        )
+        return self.batch.num_admissible(waiting)
 
     def join(self, requests: Sequence[Request]) -> None:
         """Give each request a row. Limited by `num_admissible`."""
         rows = self.table.free_rows(len(requests))
         for request, row in zip(requests, rows, strict=True):
             self.table.occupy(row, request)
-            request.weights_generation = self.prefixes.weights_generation
             if request.on_tokens is not None:
                 self._streaming.append(request)
-        self._prefiller.add(requests)
+        self.batch.add(requests)
 
     def cancel(self, requests: Sequence[Request]) -> None:
         """Free the rows of cancelled requests and drop their pending tokens."""
@@ -138,8 +142,12 @@ class Scheduler:
         """Launch one round under the weights of `publication`. Adds to `results`, also when it raises."""
         with torch.inference_mode():
             self._make_space(results)
-            self._launch(publication)
-            while len(self._launched) > self._limits.ahead or (self._launched and not self.num_running):
+            try:
+                self._launch(publication)
+            except Exception:
+                self.batch.invalidate()
+                raise
+            while len(self._launched) > self._ahead or (self._launched and not self.num_running):
                 self._process(self._launched.popleft(), results)
 
     def take_preempted(self) -> list[Request]:
@@ -166,8 +174,7 @@ class Scheduler:
         return requests
 
     def weights_changed(self) -> None:
-        self._prefiller.weights_changed()
-        self.prefixes.weights_changed()
+        self.batch.weights_changed()
 
     def recompute(self, results: RoundResults) -> None:
         """Recompute the keys and values of every row under the current weights."""
@@ -176,25 +183,13 @@ class Scheduler:
             decoding: list[Request] = self.table.owners[self.table.is_active].tolist()
             for request in decoding:
                 self._log.flush(request, self._processed_until())
-            # Without the last token: its keys are written by the decode step that consumes it.
-            self._prefiller.recompute([(r, [*r.prompt, *r.tokens[:-1]]) for r in decoding])
-            self._prefiller.restart()
-            for request in self.table.requests():
-                request.weights_generation = self.prefixes.weights_generation
+            self.batch.recompute(decoding)
 
     # --- launching a round ---
 
     def _launch(self, publication: int) -> None:
         table = self.table
-        rows: NDArray[np.int64] = np.empty(0, dtype=np.int64)
-        if table.is_active.any():
-            extent = self._capacity.compact(self._number)
-            table.prepare()
-            rows = np.flatnonzero(table.is_active)
-            self._runner.decode(table, extent, length=int(table.positions[:extent].max()) + 1)
-            table.positions[rows] += 1
-            table.counts[rows] += 1
-        started = self._prefiller.round() if self._prefiller.has_work else []
+        rows, started = self.batch.launch(self._number)
         if started:
             rows = np.concatenate([rows, np.array(started, dtype=np.int64)])
         owners = table.owners[rows]
@@ -206,7 +201,7 @@ class Scheduler:
         self._launched.append(
             LaunchedRound(
                 number=self._number,
-                results=self._runner.collect(has_tops=table.has_tops),
+                results=self.batch.collect(),
                 publication=publication,
                 rows=rows,
                 owners=owners,
@@ -225,10 +220,7 @@ class Scheduler:
             request: Request = table.owners[row]
             request.segments = [*request.segments[:-1], (*request.segments[-1][:2], self._number + 1)]
             ending.append(request)
-            # Copied now, because the row's next owner may be launched before this round is processed.
-            request.cached_kv = self.prefixes.copy_out(
-                row, int(table.positions[row]), weights_generation=request.weights_generation
-            )
+            self.batch.retire(request)
             table.release(row)
         return ending
 
@@ -267,22 +259,11 @@ class Scheduler:
 
     def _finish(self, request: Request, until: int, reason: FinishReason, results: RoundResults) -> None:
         self._log.flush(request, until)
-        self._cache_prefix(request)
+        self.batch.keep(request)
         self._release(request)
         if request.on_tokens is not None:
             results.streamed.append(request)
         results.done.append((request, reason))
-
-    def _cache_prefix(self, request: Request) -> None:
-        """Cache the request's keys and values for a prompt that continues it. The last token's keys were never written."""
-        generation = request.weights_generation
-        if request.cached_kv is None and self.table.owners[request.row] is request:
-            length = len(request.prompt) + len(request.tokens) - 1
-            request.cached_kv = self.prefixes.copy_out(request.row, length, weights_generation=generation)
-        if request.cached_kv is not None:
-            tokens = [*request.prompt, *request.tokens[:-1]]
-            self.prefixes.add(tokens, request.cached_kv, weights_generation=generation)
-            request.cached_kv = None
 
     def _fail(self, launched: LaunchedRound, is_broken: NDArray[np.bool_], results: RoundResults) -> None:
         broken = [request for request in launched.owners[is_broken] if not request.is_finished]
@@ -298,96 +279,33 @@ class Scheduler:
             results.failed.append((request, error))
             self._release(request)
             if self.table.owners[row] is None:
-                # NaN must not stay in a slot: even a masked position would spoil the row's next owner.
-                self._slots.zero_rows([row])
+                self.batch.clean(row)
 
     def _release(self, request: Request) -> None:
         """Remove a request. Frees its row, unless it has left it already."""
         request.is_finished = True
         request.segments = []
+        self.batch.remove(request)
         if request.row >= 0 and self.table.owners[request.row] is request:
             # Tokens that are already launched for it are not counted.
             self._dropped_until = self._number
             self.table.release(request.row)
-        self._prefiller.remove(request)
 
     def _processed_until(self) -> int:
         return self._launched[0].number if self._launched else self._number
 
     # --- memory ---
 
-    def _longest(self) -> int:
-        """Positions that the longest row needs in the next round."""
-        active = self.table.positions[self.table.is_active]
-        return max(self._prefiller.longest, int(active.max()) + 1 if len(active) else 1)
-
     def _make_space(self, results: RoundResults) -> None:
-        """Provide slots for all running requests. If they do not fit, preempt the youngest."""
-        if self._capacity.to_preempt(self._longest()):
+        """Provide memory for the next token of all running requests. If they do not fit, preempt the youngest."""
+        if self.batch.to_preempt():
             # A preempted request must have all its tokens.
             self._process_launched(results)
-        while youngest := self._capacity.to_preempt(self._longest()):
+        while youngest := self.batch.to_preempt():
             for request in youngest:
                 self._log.flush(request, self._processed_until())
                 self._release(request)
                 request.is_finished = False
                 self.preemptions += 1
             self._preempted.extend(youngest)
-        self._capacity.fit(self._longest(), round_number=self._number)
-
-
-class SlotCapacity:
-    """Sets the number and length of the slots: grows them on demand within the budget, and closes gaps between rows."""
-
-    def __init__(self, runner: Runner, table: RowTable, budget: SlotBudget, *, min_rows: int, min_length: int) -> None:
-        self._runner = runner
-        self._slots = runner.slots
-        self._table = table
-        self._budget = budget
-        self._min_rows, self._min_length = min_rows, min_length
-
-    def to_preempt(self, longest: int) -> list[Request]:
-        """The youngest requests that must leave before the longest row can grow to `longest` positions."""
-        over = excess(running=self._table.num_owned, longest=longest, budget=self._budget)
-        if not over:
-            return []
-        return sorted(self._table.requests(), key=lambda request: request.order)[-over:]
-
-    def fit(self, length: int, *, round_number: int) -> None:
-        """Grow the slots if they are too few or too short. If memory is short, rows take precedence over spare length."""
-        budget, slots = self._budget, self._slots
-        rows = self._table.extent
-        if rows <= slots.rows and length <= slots.length:
-            return
-        if rows > budget.rows_for(length):
-            self.compact(round_number, is_forced=True)
-            rows = self._table.num_owned
-        # In large steps: growing copies everything, and captured graphs must be captured again.
-        new_length = slots.length if length <= slots.length else max(length, self._min_length, slots.length * 5 // 4)
-        new_length = budget.length_for(new_length)
-        if budget.rows_for(new_length) < max(rows, min(self._min_rows, budget.rows_for(length))):
-            new_length = budget.length_for(length)
-        new_rows = max(rows, self._min_rows, slots.rows if rows <= slots.rows else 2 * slots.rows)
-        slots.resize(min(new_rows, budget.rows_for(new_length)), new_length)
-
-    def compact(self, round_number: int, *, is_forced: bool = False) -> int:
-        """Close gaps between rows if that makes the step smaller. Returns the number of rows a decode step must cover."""
-        table = self._table
-        extent = table.extent
-        if extent == table.num_owned or not (is_forced or self._runner.is_smaller(table.num_owned, extent)):
-            return extent
-        moves = compaction(table.is_owned(extent))
-        sources, targets = [source for source, _ in moves], [target for _, target in moves]
-        length = min(self._slots.length, int(table.positions[sources].max()) + 1)
-        self._slots.copy_rows(sources, targets, length=length)
-        self._runner.move_tokens(sources, targets)
-        for source, target in moves:
-            request: Request = table.owners[source]
-            if request.segments:
-                request.segments = [
-                    *request.segments[:-1],
-                    (*request.segments[-1][:2], round_number),
-                    (target, round_number, None),
-                ]
-            table.move(source, target)
-        return table.extent
+        self.batch.make_space(self._number)

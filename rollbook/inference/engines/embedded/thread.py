@@ -17,7 +17,6 @@ import torch
 from rollbook.contracts.policy import Completion, FinishReason, Publication
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engine import EngineClosedError, GenerationError, OnTokens, TokenChunk
-from rollbook.inference.engines.batching import is_worth_prefilling
 from rollbook.inference.engines.busy import IDLE_GAP_S, BusyPeriods
 from rollbook.inference.engines.embedded.build import EngineParts
 from rollbook.inference.engines.embedded.scheduler import RoundResults
@@ -50,7 +49,6 @@ class EngineThread:
         self._inbox: SimpleQueue[Command | list[Request]] = SimpleQueue()
         self._waiting: deque[Request] = deque()
         self._drain_waiters: list[asyncio.Future[None]] = []
-        self._rounds_waited = 0
 
     # --- for the event loop ---
 
@@ -247,21 +245,10 @@ class EngineThread:
             self.admitted += 1
         if not self._waiting:
             return
-        scheduler = self._scheduler
-        if not is_worth_prefilling(
-            waiting=len(self._waiting),
-            free_slots=self._config.max_running - scheduler.num_running,
-            running=scheduler.num_running,
-            rounds_waited=self._rounds_waited,
-            gather=self._parts.gather,
-        ):
-            self._rounds_waited += 1
-            return
-        self._rounds_waited = 0
-        count = scheduler.num_admissible(len(r.prompt) + len(r.tokens) + 1 for r in self._waiting)
+        count = self._scheduler.num_admissible(self._waiting)
         admitted = [self._waiting.popleft() for _ in range(count)]
         self.admitted += count
-        scheduler.join([request for request in admitted if not request.future.done()])
+        self._scheduler.join([request for request in admitted if not request.future.done()])
 
     def _return(self, outcomes: "list[Outcome]") -> None:
         if outcomes:

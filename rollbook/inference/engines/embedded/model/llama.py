@@ -6,6 +6,7 @@ the module's names. Before it is used, its logits are compared with those of the
 
 # M tokens of a forward, N rows, C tokens a row, T positions, V vocabulary, E hidden size, X fused projection, D head size
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rollbook.inference.engines.embedded.model.forward import PrefillInput, PrefillPositions
-from rollbook.inference.engines.embedded.model.torch_ops import HeadShape, TorchOps
+from rollbook.inference.engines.embedded.model.packed import PackedOps, PackedStep, PackedTorchOps
+from rollbook.inference.engines.embedded.model.torch_ops import HeadNorms, HeadShape, TorchOps
 from rollbook.inference.engines.embedded.slot_cache import LayerShape, SlotCache
 
-SUPPORTED_TYPES = frozenset({"llama", "mistral", "qwen2"})
+SUPPORTED_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +27,7 @@ class _Layer:
     before_attention_E: Tensor
     fused_XE: Tensor
     fused_bias_X: Tensor | None
+    head_norms: HeadNorms | None
     out_DE: Tensor
     before_mlp_E: Tensor
     gate_up_FE: Tensor
@@ -52,7 +55,7 @@ def unsupported_reason(model: Any) -> str | None:
 class LlamaForward:
     """Not thread-safe."""
 
-    def __init__(self, model: Any, *, max_model_len: int, ops: TorchOps | None = None) -> None:
+    def __init__(self, model: Any, *, max_model_len: int) -> None:
         config = model.config
         self.vocab_size: int = config.vocab_size
         self.max_model_len = max_model_len
@@ -67,7 +70,9 @@ class LlamaForward:
         self._head_VE: Tensor = model.get_output_embeddings().weight
         self._last_norm_E: Tensor = model.model.norm.weight
         self._layers = [_fused_layer(layer) for layer in model.model.layers]
-        self.ops = ops or TorchOps(self.heads, **self.rotary_tables(model))
+        tables = self.rotary_tables(model)
+        self.ops = TorchOps(self.heads, **tables)
+        self.packed_ops: PackedOps = PackedTorchOps(self.heads, **tables)
 
     def rotary_tables(self, model: Any) -> dict[str, Tensor]:
         positions_1T = torch.arange(self.max_model_len, device=self.device)[None]
@@ -82,7 +87,7 @@ class LlamaForward:
         for layer, joint in zip(self._layers, slots.joint, strict=True):
             normed_ME = self.ops.norm(hidden_ME, layer.before_attention_E, self._epsilon)
             fused_MX = F.linear(normed_ME, layer.fused_XE, layer.fused_bias_X)
-            self.ops.rotate_and_store(fused_MX, step, joint)
+            self.ops.rotate_and_store(fused_MX, step, joint, layer.head_norms)
             hidden_ME.addmm_(self.ops.attend_many(fused_MX, step, joint, positions), layer.out_DE)
             self._mlp(hidden_ME, layer)
         rows, tokens = inputs.tokens_NC.shape
@@ -95,10 +100,24 @@ class LlamaForward:
         for layer, joint in zip(self._layers, slots.joint, strict=True):
             normed_NE = self.ops.norm(hidden_NE, layer.before_attention_E, self._epsilon)
             fused_NX = F.linear(normed_NE, layer.fused_XE, layer.fused_bias_X)
-            self.ops.rotate_and_store(fused_NX, step, joint)
+            self.ops.rotate_and_store(fused_NX, step, joint, layer.head_norms)
             hidden_NE.addmm_(self.ops.attend_one(fused_NX, step, joint), layer.out_DE)
             self._mlp(hidden_NE, layer)
         return self._logits(hidden_NE)
+
+    def packed(self, step: PackedStep, layers: Sequence[Tensor]) -> Tensor:
+        """Logits (N, V) of the sampled tokens of a packed step. `layers`: the cache blocks of each layer."""
+        ops = self.packed_ops
+        hidden_ME = F.embedding(step.tokens_M, self._embedding_VE)
+        for layer, blocks in zip(self._layers, layers, strict=True):
+            normed_ME = ops.norm(hidden_ME, layer.before_attention_E, self._epsilon)
+            fused_MX = F.linear(normed_ME, layer.fused_XE, layer.fused_bias_X)
+            ops.rotate_and_store(fused_MX, step, blocks, layer.head_norms)
+            hidden_ME.addmm_(ops.attend(fused_MX, step, blocks), layer.out_DE)
+            normed_ME = ops.norm(hidden_ME, layer.before_mlp_E, self._epsilon)
+            hidden_ME.addmm_(ops.gate(F.linear(normed_ME, layer.gate_up_FE)), layer.down_FE)
+        last_NE = ops.norm(hidden_ME[step.samples_N], self._last_norm_E, self._epsilon)
+        return F.linear(last_NE, self._head_VE)
 
     def _mlp(self, hidden_ME: Tensor, layer: _Layer) -> None:
         """Adds to the residual stream in place."""
@@ -151,11 +170,19 @@ def _fused_layer(layer: Any) -> _Layer:
         before_attention_E=layer.input_layernorm.weight,
         fused_XE=fused,
         fused_bias_X=bias,
+        head_norms=_head_norms(attention),
         out_DE=attention.o_proj.weight.t(),
         before_mlp_E=layer.post_attention_layernorm.weight,
         gate_up_FE=gate_up,
         down_FE=mlp.down_proj.weight.t(),
     )
+
+
+def _head_norms(attention: Any) -> HeadNorms | None:
+    if getattr(attention, "q_norm", None) is None:
+        return None
+    queries, keys = attention.q_norm, attention.k_norm
+    return HeadNorms(queries_D=queries.weight, keys_D=keys.weight, epsilon=queries.variance_epsilon)
 
 
 def _fuse(parts: list[Any]) -> tuple[Tensor, Tensor | None]:

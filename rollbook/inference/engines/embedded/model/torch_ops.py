@@ -1,6 +1,6 @@
 """The small operations of a decoder layer over slots, in plain torch: for a CPU, and where Triton is not installed.
 
-`kernels.py` has the same operations as Triton kernels. `Step` holds the data that all layers of one forward share.
+`Step` holds the data that all layers of one forward share. `packed.py` has the operations over blocks.
 """
 
 # M tokens of a forward, N rows, C tokens a row, S slots, H key/value heads, G query heads a key/value head, Q = H x G, T positions,
@@ -32,6 +32,25 @@ class HeadShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HeadNorms:
+    """Weights of the norms over each query head and each key head (Qwen3)."""
+
+    queries_D: Tensor
+    keys_D: Tensor
+    epsilon: float
+
+
+def normed_heads(fused_MXD: Tensor, heads: HeadShape, norms: HeadNorms) -> None:
+    """Normalise every query head and every key head in place."""
+    for start, end, weight_D in (
+        (0, heads.queries, norms.queries_D),
+        (heads.queries, heads.queries + heads.keys, norms.keys_D),
+    ):
+        part_MXD = fused_MXD[:, start:end]
+        part_MXD.copy_(F.rms_norm(part_MXD, weight_D.shape, weight_D, norms.epsilon))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """Shared by all layers of one forward: rotary factors (cosines and signed sines, M x 1 x D) and target slots of its tokens."""
 
@@ -46,9 +65,6 @@ class Step:
 
 class TorchOps:
     """The only state is the tables of the rotary embedding."""
-
-    needs_length = True
-    """Whether the caller must pass the number of positions that attention reads."""
 
     def __init__(self, heads: HeadShape, *, cosines_TD: Tensor, sines_TD: Tensor) -> None:
         self._heads = heads
@@ -80,10 +96,12 @@ class TorchOps:
     def norm(self, x_ME: Tensor, weight_E: Tensor, epsilon: float) -> Tensor:
         return F.rms_norm(x_ME, weight_E.shape, weight_E, epsilon)
 
-    def rotate_and_store(self, fused_MX: Tensor, step: Step, joint: Tensor) -> None:
+    def rotate_and_store(self, fused_MX: Tensor, step: Step, joint: Tensor, norms: HeadNorms | None) -> None:
         """Rotate queries and keys in place, and write keys and values to the slots."""
         heads = self._heads
         fused_MXD = fused_MX.view(len(fused_MX), heads.fused, heads.size)
+        if norms is not None:
+            normed_heads(fused_MXD, heads, norms)
         rotated_MRD = fused_MXD[:, : heads.queries + heads.keys]
         first, second = rotated_MRD.chunk(2, dim=-1)
         swapped_MRD = torch.cat((second, first), dim=-1)

@@ -1,0 +1,218 @@
+"""Workloads of agents on a GPU, in process, with the limit that bytes and FLOPs set: used by `benchmarks.engine.gpu`.
+
+The limit is the time to read the weights once for each decode step and the keys and values of every row once for each of its
+tokens, at the rate of a copy, plus the FLOPs of the prefilled tokens at the rate of a large matrix product. Both rates are measured
+first.
+"""
+
+import random
+import statistics
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.engine.device_times import copy_rate, timed_ms
+from benchmarks.engine.loop import Job, in_process, requests
+from benchmarks.engine.models import Shape
+from benchmarks.engine.turns import Episodes, play
+from benchmarks.report import Figure, print_status
+from rollbook.contracts.policy import Publication, PublicationId
+from rollbook.inference.config import InferenceConfig
+from rollbook.inference.engines.embedded import build
+from rollbook.inference.engines.embedded.engine import TransformersEngine, open_engine
+
+EARLIER_TURNS_PER_S = 287.0
+"""The engine with slots, on the same kind of GPU."""
+QWEN_1_5B = Shape(layers=28, hidden=1536, heads=12, kv_heads=2, ffn=8960, vocab=151_936, max_len=4096)
+LLAMA_8B = Shape(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14_336, vocab=128_256, max_len=4096, tied=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    bytes_per_s: float
+    flops: float
+
+    @classmethod
+    def measured(cls, device: str) -> "Rates":
+        size = 8192 if device == "cuda" else 256
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+        product_s = timed_ms(lambda: _product(a, b), device, repeats=10) / 1e3
+        rates = cls(copy_rate(device), 2 * size**3 / product_s)
+        print_status(f"  copy {rates.bytes_per_s / 1e12:.2f} TB/s, matrix product {rates.flops / 1e12:.0f} TFLOP/s")
+        return rates
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> None:
+    torch.mm(a, b)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a workload must do at least."""
+
+    steps: float
+    positions: int
+    """Positions read by all decoded tokens together."""
+    prefilled: int
+    """Prompt tokens that no cache could provide."""
+
+    def limit_s(self, shape: Shape, rates: Rates) -> float:
+        head = shape.hidden // shape.heads
+        per_layer = (
+            shape.hidden * head * (shape.heads + 2 * shape.kv_heads) + shape.hidden**2 + 3 * shape.hidden * shape.ffn
+        )
+        weights = shape.layers * per_layer + shape.hidden * shape.vocab
+        cache = 2 * shape.layers * shape.kv_heads * head
+        read_s = 2 * (self.steps * weights + self.positions * cache) / rates.bytes_per_s
+        return read_s + 2.0 * shape.layers * per_layer * self.prefilled / rates.flops
+
+
+def work_of(jobs: Sequence[Job], in_flight: int) -> Work:
+    tokens = sum(one.max_tokens for one in jobs)
+    positions = sum(one.max_tokens * len(one.prompt) + one.max_tokens**2 // 2 for one in jobs)
+    return Work(steps=tokens / in_flight, positions=positions, prefilled=sum(len(one.prompt) for one in jobs))
+
+
+@asynccontextmanager
+async def random_engine(shape: Shape, config: InferenceConfig, **options: Any) -> AsyncIterator[TransformersEngine]:
+    """An engine whose weights are random and made on the device, so that large models need no files."""
+    with patch.object(build, "load_module", lambda *_, **__: (_module(shape, config), config.max_model_len)):
+        async with open_engine(config, Path(tempfile.gettempdir()), **options) as engine:
+            await engine.adopt(Publication(id=PublicationId(1), epoch=1, step=1, digest="0" * 32))
+            print_status(f"  {'; '.join(engine.parts.choices)}; open after {engine.opening_s:.1f} s")
+            yield engine
+
+
+def _module(shape: Shape, config: InferenceConfig) -> Any:
+    settings = LlamaConfig(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.ffn,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=shape.max_len,
+        tie_word_embeddings=shape.tied,
+    )
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, config.dtype))
+    try:
+        with torch.device(config.device):
+            model: Any = LlamaForCausalLM(settings)  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+    finally:
+        torch.set_default_dtype(default)
+    return model.eval().requires_grad_(False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """The sizes of the workloads. `small` lets the script run on a CPU."""
+
+    episodes: Episodes
+    requests: int
+    in_flight: int
+    long_prompt: int
+    long_tokens: int
+    rounds: int = 3
+
+
+def full_sizes(vocab: int) -> Sizes:
+    episodes = Episodes(
+        count=256, in_flight=256, turns=8, system=512, turn_tokens=48, observation_tokens=96, vocab=vocab
+    )
+    return Sizes(episodes=episodes, requests=4096, in_flight=512, long_prompt=1792, long_tokens=256)
+
+
+def small_sizes(vocab: int) -> Sizes:
+    episodes = Episodes(count=6, in_flight=4, turns=3, system=32, turn_tokens=5, observation_tokens=8, vocab=vocab)
+    return Sizes(episodes=episodes, requests=24, in_flight=8, long_prompt=96, long_tokens=20, rounds=1)
+
+
+async def agent_turns(
+    open_with: Callable[..., Any], shape: Shape, rates: Rates, sizes: Sizes, *, is_gpu: bool
+) -> list[Figure]:
+    """Episodes of several turns with growing contexts, with and without prefix reuse."""
+    episodes = sizes.episodes
+    turns = episodes.count * episodes.turns
+    grown = episodes.turn_tokens + episodes.observation_tokens
+    starts = [episodes.system + 8 + turn * grown for turn in range(episodes.turns)]
+    said = episodes.turn_tokens
+    work = Work(
+        steps=turns * said / episodes.in_flight,
+        positions=episodes.count * sum(said * start + said**2 // 2 for start in starts),
+        prefilled=episodes.system + episodes.count * (8 + (episodes.turns - 1) * (episodes.observation_tokens + 1)),
+    )
+    limit_s = work.limit_s(shape, rates)
+    seconds: dict[bool, list[float]] = {}
+    cached = 0.0
+    for is_reused in (True, False):
+        share = {} if is_reused else {"prefix_cache_share": 0.0}
+        async with open_with(max_running=episodes.in_flight, max_model_len=2 * starts[-1], **share) as engine:
+            await play(engine, episodes, seed=99)
+            played = [await play(engine, episodes, seed=number) for number in range(sizes.rounds)]
+            if is_reused:
+                cached = played[-1].cached_tokens / played[-1].prompt_tokens
+        seconds[is_reused] = [one.wall_s for one in played]
+        print_status(
+            f"  {'with' if is_reused else 'without'} reuse: {[f'{turns / s:,.0f}' for s in seconds[is_reused]]} turns/s"
+        )
+    ours, without = (statistics.median(seconds[is_reused]) for is_reused in (True, False))
+    print_status(
+        f"  agent turns: {turns / ours:,.0f} turns/s, {turns * said / ours:,.0f} sampled tokens/s, {cached:.0%} of the prompt "
+        f"tokens cached; the limit is {limit_s:.2f} s of {ours:.2f}; {without / ours:.2f} times the speed without reuse"
+    )
+    return [
+        _figure("agent_turns", turns / ours, EARLIER_TURNS_PER_S, "turns/s", floor=5.0 if is_gpu else None),
+        _figure("agent_turns_of_limit", turns / ours, turns / limit_s, "turns/s", floor=0.5 if is_gpu else None),
+        _figure("agent_turns_reuse", turns / ours, turns / without, "turns/s", floor=3.0 if is_gpu else None),
+    ]
+
+
+async def mixed_lengths(open_with: Callable[..., Any], vocab: int, sizes: Sizes, *, is_gpu: bool) -> list[Figure]:
+    """One request in twenty is long, compared with the same numbers of prompt and sampled tokens in equal requests."""
+    rng = random.Random(4)
+    lengths = [
+        (sizes.long_prompt, sizes.long_tokens) if index % 20 == 7 else (128, rng.randint(32, 128))
+        for index in range(sizes.requests)
+    ]
+    means = [round(statistics.mean(column)) for column in zip(*lengths, strict=True)]
+    mixed = [Job([rng.randrange(3, vocab) for _ in range(prompt)], tokens) for prompt, tokens in lengths]
+    equal = [Job([rng.randrange(3, vocab) for _ in range(means[0])], means[1]) for _ in lengths]
+    rates: dict[str, float] = {}
+    async with open_with(max_running=sizes.in_flight, max_model_len=4096 if is_gpu else 256) as engine:
+        for name, jobs in (("mixed", mixed), ("equal", equal)):
+            await in_process(engine, jobs[: 2 * sizes.in_flight], sizes.in_flight)
+            runs = [await in_process(engine, jobs, sizes.in_flight) for _ in range(sizes.rounds)]
+            rates[name] = statistics.median(run.tokens_per_s for run in runs)
+            print_status(f"  {name} lengths: {[f'{run.tokens_per_s:,.0f}' for run in runs]} tokens/s")
+    return [_figure("mixed_lengths", rates["mixed"], rates["equal"], "tokens/s", floor=0.8 if is_gpu else None)]
+
+
+async def closed_loop_of(
+    name: str, shape: Shape, rates: Rates, *, count: int, in_flight: int, rounds: int = 3
+) -> list[Figure]:
+    """Prompts of 512 tokens, 64 to 512 tokens each, random weights."""
+    jobs = requests(count, prompt=512, shortest=64, longest=512, vocab=shape.vocab)
+    config = InferenceConfig(
+        device="cuda", dtype="bfloat16", max_running=in_flight, max_model_len=1024, max_queued=100_000
+    )
+    async with random_engine(shape, config) as engine:
+        await in_process(engine, jobs[: in_flight + 16], in_flight)
+        runs = [await in_process(engine, jobs, in_flight) for _ in range(rounds)]
+    ours = statistics.median(run.tokens_per_s for run in runs)
+    tokens = runs[0].tokens
+    limit = tokens / work_of(jobs, in_flight).limit_s(shape, rates)
+    print_status(f"  {name}: {[f'{run.tokens_per_s:,.0f}' for run in runs]} tokens/s, the limit is {limit:,.0f}")
+    return [_figure(f"closed_loop_{name}", ours, limit, "tokens/s", floor=0.5)]
+
+
+def _figure(name: str, ours: float, peer: float, unit: str, *, floor: float | None) -> Figure:
+    return Figure(name=name, ours=ours, peer=peer, unit=unit, ratio=ours / peer, floor=floor)

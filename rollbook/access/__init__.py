@@ -1,0 +1,1 @@
+"""Who may call our servers, and who may read our files."""

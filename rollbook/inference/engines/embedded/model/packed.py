@@ -1,0 +1,108 @@
+"""A forward over packed tokens and cache blocks: its input, and its operations in plain torch.
+
+All tokens of a step form one sequence without padding between rows: first one token for each decoding row, then pieces of prompts.
+Keys and values are in blocks; `tables_SP` lists the blocks of every row. `PackedTorchOps` is the reference for the Triton kernels
+(`kernels.py`), and lets the same steps run without a GPU.
+"""
+
+# M tokens, N rows that sample, S rows, P blocks a row, B tokens a block, H key/value heads, G query heads a key/value head,
+# Q = H x G, T positions, D head size, X = Q + 2H heads of a fused projection, W work items of decode attention, K tiles of prefill
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from rollbook.inference.engines.embedded.model.torch_ops import HeadNorms, HeadShape, normed_heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedStep:
+    """Shared by all layers of one forward. Sizes are those of the bucket; padding has position -1."""
+
+    tokens_M: Tensor
+    rows_M: Tensor
+    positions_M: Tensor
+    tables_SP: Tensor
+    samples_N: Tensor
+    """The tokens whose logits are needed. The first N tokens include all that decode."""
+    num_decode_1: Tensor
+    """Number of decoding tokens."""
+    is_split: bool
+    """Whether long rows are split over several programs, as `items_W` says."""
+    chunk_1: Tensor
+    """Number of positions that an item covers."""
+    item_tokens_W: Tensor
+    item_starts_W: Tensor
+    first_items_N: Tensor
+    """The first item of each decoding token; its items follow each other."""
+    tile_starts_K: Tensor
+    tile_sizes_K: Tensor
+    """A tile is `size` consecutive tokens of one row, from token `start`. Prompts are attended to in tiles."""
+
+
+class PackedOps(Protocol):
+    query_tile: int
+    """Maximum number of tokens in a tile of prefill attention."""
+
+    def norm(self, x_ME: Tensor, weight_E: Tensor, epsilon: float) -> Tensor: ...
+
+    def rotate_and_store(self, fused_MX: Tensor, step: PackedStep, blocks: Tensor, norms: HeadNorms | None) -> None:
+        """Rotate queries and keys in place, and write keys and values to their blocks."""
+
+    def attend(self, fused_MX: Tensor, step: PackedStep, blocks: Tensor) -> Tensor:
+        """Attention of every token over its row, up to its own position."""
+
+    def gate(self, both_MF: Tensor) -> Tensor: ...
+
+
+class PackedTorchOps:
+    """Reads the keys of every token separately: simple and slow."""
+
+    query_tile = 16
+
+    def __init__(self, heads: HeadShape, *, cosines_TD: Tensor, sines_TD: Tensor) -> None:
+        self._heads = heads
+        self._cosines_TD, self._sines_TD = cosines_TD, sines_TD
+
+    def norm(self, x_ME: Tensor, weight_E: Tensor, epsilon: float) -> Tensor:
+        return F.rms_norm(x_ME, weight_E.shape, weight_E, epsilon)
+
+    def rotate_and_store(self, fused_MX: Tensor, step: PackedStep, blocks: Tensor, norms: HeadNorms | None) -> None:
+        heads = self._heads
+        fused_MXD = fused_MX.view(len(fused_MX), heads.fused, heads.size)
+        if norms is not None:
+            normed_heads(fused_MXD, heads, norms)
+        at_M = step.positions_M.clamp(min=0).long()
+        rotated_MRD = fused_MXD[:, : heads.queries + heads.keys]
+        first, second = rotated_MRD.chunk(2, dim=-1)
+        swapped_MRD = torch.cat((-second, first), dim=-1)
+        rotated_MRD.mul_(self._cosines_TD[at_M][:, None]).addcmul_(swapped_MRD, self._sines_TD[at_M][:, None])
+        size = blocks.shape[3]
+        is_real_M = step.positions_M >= 0
+        block_M = step.tables_SP[step.rows_M.long(), at_M // size].long()
+        keys_values_M2HD = fused_MXD[:, heads.queries :].reshape(-1, 2, heads.keys, heads.size)
+        blocks[block_M[is_real_M], :, :, (at_M % size)[is_real_M]] = keys_values_M2HD[is_real_M]
+
+    def attend(self, fused_MX: Tensor, step: PackedStep, blocks: Tensor) -> Tensor:
+        heads, count, size = self._heads, len(fused_MX), blocks.shape[3]
+        queries_MHGD = fused_MX.view(count, heads.fused, heads.size)[:, : heads.queries].view(
+            count, heads.keys, heads.group, heads.size
+        )
+        used = max(1, int(step.positions_M.max()) // size + 1)
+        tables_MP = step.tables_SP[step.rows_M.long(), :used].long()
+        # (M, P, 2, H, B, D) to (2, M, H, T, D)
+        both = blocks[tables_MP].permute(2, 0, 3, 1, 4, 5).reshape(2, count, heads.keys, used * size, heads.size)
+        is_future_MT = torch.arange(used * size, device=both.device) > step.positions_M[:, None]
+        # Zero, not only masked: a block may hold NaN of an earlier owner, and 0 x NaN is NaN.
+        both = both.masked_fill(is_future_MT[None, :, None, :, None], 0)
+        mask_MT = torch.zeros(is_future_MT.shape, dtype=both.dtype, device=both.device)
+        mask_MT.masked_fill_(is_future_MT & (step.positions_M >= 0)[:, None], float("-inf"))
+        attended = F.scaled_dot_product_attention(queries_MHGD, both[0], both[1], attn_mask=mask_MT[:, None, None])
+        return attended.reshape(count, heads.queries * heads.size)
+
+    def gate(self, both_MF: Tensor) -> Tensor:
+        gates, ups = both_MF.chunk(2, dim=-1)
+        return F.silu(gates).mul_(ups)

@@ -1,0 +1,216 @@
+"""Runs rounds over cache blocks, for a GPU: one forward decodes all running rows and prefills pieces of new prompts.
+
+A row gets blocks for its prompt when its prefill starts, and one more whenever it has filled its last. Prompts that start with the
+same tokens share blocks, also with rows of the same forward: each layer writes all keys before any token reads them.
+"""
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rollbook.inference.engines.embedded.paged.block_pool import BlockPool, RowBlocks
+from rollbook.inference.engines.embedded.paged.runner import PackedRunner
+from rollbook.inference.engines.embedded.paged.step_input import Piece
+from rollbook.inference.engines.embedded.row_table import RowTable
+from rollbook.inference.engines.embedded.runner import PendingResults
+from rollbook.inference.request import Request
+
+
+@dataclass(slots=True, eq=False)
+class _Prefill:
+    """A request that owns a row and is not decoded yet. It has blocks once its prefill has started."""
+
+    request: Request
+    tokens: NDArray[np.int32]
+    done: int = 0
+
+    @classmethod
+    def of(cls, request: Request) -> "_Prefill":
+        return cls(request, _as_array([*request.prompt, *request.tokens]))
+
+
+class PagedBatch:
+    """The requests that share the blocks. Implements `scheduler.Batch`. A request's `cached_kv` is its `RowBlocks`."""
+
+    def __init__(
+        self,
+        runner: PackedRunner,
+        pool: BlockPool,
+        *,
+        max_rows: int,
+        first_blocks: int,
+        prompt_tokens: int,
+        step_tokens: int,
+    ) -> None:
+        """`prompt_tokens`: maximum number of prompt tokens in a round. `step_tokens`: of all tokens."""
+        self.table = RowTable(max_rows)
+        self.pool = pool
+        self.cached_tokens = 0
+        self._runner = runner
+        self._cache = runner.cache
+        self._prompt_tokens, self._step_tokens = prompt_tokens, step_tokens
+        self._num_blocks = np.zeros(max_rows, dtype=np.int64)
+        """Of each row."""
+        self._prefills: list[_Prefill] = []
+        with torch.inference_mode():
+            self._grow(min(pool.limit, first_blocks))
+
+    def num_admissible(self, waiting: Iterable[Request]) -> int:
+        running = self.table.num_owned
+        free_rows = self.table.max_rows - running
+        reserved = sum(self._needed(len(p.tokens)) for p in self._prefills if p.request.cached_kv is None)
+        # One block is left for each running row, so that it is not preempted soon.
+        available = self.pool.num_available(are_pins_kept=running > 0) - reserved - running
+        admitted = 0
+        for request in waiting:
+            available -= self._needed(len(request.prompt) + len(request.tokens)) + 1
+            if admitted == free_rows or (available < 0 and running + admitted > 0):
+                break
+            admitted += 1
+        return admitted
+
+    def add(self, requests: Sequence[Request]) -> None:
+        self._prefills.extend(map(_Prefill.of, requests))
+
+    def launch(self, number: int) -> tuple[NDArray[np.int64], list[int]]:
+        table = self.table
+        decoding = np.flatnonzero(table.is_active)
+        pieces = self._pieces(len(decoding))
+        if len(decoding) or pieces:
+            self._runner.run(table, decoding, pieces)
+        table.positions[decoding] += 1
+        table.counts[decoding] += 1
+        started = [piece.row for piece in pieces if piece.is_last]
+        for piece in pieces:
+            table.positions[piece.row] = piece.start + len(piece.tokens)
+        table.counts[started] += 1
+        table.is_active[started] = True
+        if started:
+            self._prefills = [prefill for prefill in self._prefills if prefill.done < len(prefill.tokens)]
+        return decoding, started
+
+    def collect(self) -> PendingResults:
+        return self._runner.collect(has_tops=self.table.has_tops)
+
+    def retire(self, request: Request) -> None:
+        """Nothing to do: the blocks belong to the request, not to its row."""
+
+    def keep(self, request: Request) -> None:
+        if request.cached_kv is not None:
+            # Without the last token, whose keys were never written.
+            self.pool.register(request.cached_kv, _as_array([*request.prompt, *request.tokens[:-1]]))
+
+    def remove(self, request: Request) -> None:
+        if request.cached_kv is not None:
+            self.pool.release(request.cached_kv.blocks)
+            request.cached_kv = None
+        if any(prefill.request is request for prefill in self._prefills):
+            self._prefills = [prefill for prefill in self._prefills if prefill.request is not request]
+
+    def clean(self, row: int) -> None:
+        """Nothing to do: attention reads no position that the row has not written."""
+
+    def to_preempt(self) -> list[Request]:
+        if len(self._full_rows()) <= self.pool.num_available():
+            return []
+        return [max(self._with_blocks(), key=lambda request: request.order)]
+
+    def make_space(self, number: int) -> None:
+        """Give each row that has filled its blocks another one."""
+        rows = self._full_rows()
+        if not len(rows):
+            return
+        self._ensure_free(len(rows))
+        blocks = self.pool.allocate(len(rows))
+        assert blocks is not None, "`to_preempt` has made sure that there are enough"
+        self._cache.set_blocks(rows, self._num_blocks[rows], np.array(blocks))
+        self._num_blocks[rows] += 1
+        for request, block in zip(self.table.owners[rows], blocks, strict=True):
+            request.cached_kv.blocks.append(block)
+
+    def weights_changed(self) -> None:
+        self.pool.weights_changed()
+
+    def recompute(self, decoding: Sequence[Request]) -> None:
+        """Every row starts again: its tokens so far are prefilled in the next rounds, and its next token is sampled after them."""
+        running = sorted(self.table.requests(), key=lambda request: request.order)
+        for request in running:
+            if request.cached_kv is not None:
+                self.pool.release(request.cached_kv.blocks)
+                request.cached_kv = None
+            request.segments = []
+            self.table.is_active[request.row] = False
+            self.table.positions[request.row] = 0
+        self._prefills = [_Prefill.of(request) for request in running]
+
+    def invalidate(self) -> None:
+        self.pool.weights_changed()
+
+    # --- blocks ---
+
+    def _needed(self, tokens: int) -> int:
+        """Blocks for that many tokens and the one that is sampled next."""
+        return tokens // self.pool.size + 1
+
+    def _full_rows(self) -> NDArray[np.int64]:
+        """The decoding rows whose next token needs a new block."""
+        table = self.table
+        return np.flatnonzero(table.is_active & (table.positions // self.pool.size >= self._num_blocks))
+
+    def _with_blocks(self) -> list[Request]:
+        return [request for request in self.table.requests() if request.cached_kv is not None]
+
+    def _pieces(self, num_decoding: int) -> list[Piece]:
+        """The prompt tokens of this round, in order of arrival."""
+        left = max(1, min(self._prompt_tokens, self._step_tokens - num_decoding))
+        pieces: list[Piece] = []
+        for prefill in self._prefills:
+            request = prefill.request
+            if not left or (request.cached_kv is None and not self._start(prefill)):
+                break
+            end = min(len(prefill.tokens), prefill.done + left)
+            is_last = end == len(prefill.tokens)
+            pieces.append(Piece(request.row, prefill.done, prefill.tokens[prefill.done : end], is_last))
+            left -= end - prefill.done
+            prefill.done = end
+            self.pool.register(request.cached_kv, prefill.tokens[:end])
+        return pieces
+
+    def _start(self, prefill: _Prefill) -> bool:
+        """Give a row its blocks: first those that others computed, then new ones. False if there are not enough."""
+        request, pool = prefill.request, self.pool
+        row: RowBlocks = pool.match(prefill.tokens)
+        needed = self._needed(len(prefill.tokens)) - len(row.blocks)
+        self._ensure_free(needed)
+        blocks = pool.allocate(needed, are_pins_kept=bool(self.table.is_active.any()))
+        if blocks is None:
+            pool.release(row.blocks)
+            return False
+        row.blocks += blocks
+        request.cached_kv = row
+        prefill.done = row.num_known * pool.size
+        request.cached_tokens = min(prefill.done, len(request.prompt))
+        self.cached_tokens += prefill.done
+        self._num_blocks[request.row] = len(row.blocks)
+        at = np.arange(len(row.blocks))
+        self._cache.set_blocks(np.full(len(at), request.row), at, np.array(row.blocks))
+        return True
+
+    def _ensure_free(self, number: int) -> None:
+        """Grow the cache, within its limit, before cached blocks are evicted."""
+        pool = self.pool
+        if pool.num_free < number and pool.capacity < pool.limit:
+            self._grow(min(pool.limit, max(2 * pool.capacity, pool.capacity + number)))
+
+    def _grow(self, num_blocks: int) -> None:
+        self._cache.resize(num_blocks)
+        self.pool.grow(num_blocks)
+
+
+def _as_array(tokens: list[int]) -> NDArray[np.int32]:
+    # Several times faster than `np.array` of a list.
+    return np.frombuffer(array("i", tokens), dtype=np.int32)

@@ -1,0 +1,70 @@
+"""The blocks of keys and values on the device, and the table that lists the blocks of every row.
+
+The tensors grow on demand. `generation` changes whenever their memory moves, so that captured graphs are captured again.
+"""
+
+# S rows, P blocks a row, B tokens a block, H key/value heads, D head size
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rollbook.inference.engines.embedded.paged.block_pool import SCRATCH
+from rollbook.inference.engines.embedded.slot_cache import LayerShape, to_device
+
+
+class BlockCache:
+    """`layers`: one tensor (blocks, 2, H, B, D) for each layer, keys before values. The last row of the table is for padding."""
+
+    def __init__(
+        self,
+        shape: LayerShape,
+        *,
+        num_layers: int,
+        block_size: int,
+        max_rows: int,
+        max_length: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.block_size = block_size
+        self.num_blocks = 0
+        self.generation = 0
+        self._block_shape = (2, shape.heads, block_size, shape.key_size)
+        self._dtype, self._device = dtype, device
+        self.layers: list[Tensor] = [torch.empty(0, *self._block_shape, dtype=dtype, device=device)] * num_layers
+        width = -(-max_length // block_size)
+        self.tables_SP = torch.full((max_rows + 1, width), SCRATCH, dtype=torch.int32, device=device)
+        self.host_tables_SP: NDArray[np.int32] = np.full((max_rows + 1, width), SCRATCH, dtype=np.int32)
+        self._changed: list[NDArray[np.int64]] = []
+
+    @staticmethod
+    def bytes_per_block(shape: LayerShape, *, num_layers: int, block_size: int, dtype: torch.dtype) -> int:
+        return num_layers * block_size * shape.elements * dtype.itemsize
+
+    def resize(self, num_blocks: int) -> None:
+        """Grow to `num_blocks`. Layer by layer, to limit the extra memory."""
+        for index, old in enumerate(self.layers):
+            new = torch.empty(num_blocks, *self._block_shape, dtype=self._dtype, device=self._device)
+            new[: len(old)] = old
+            self.layers[index] = new
+            del old
+        self.num_blocks = num_blocks
+        self.generation += 1
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def set_blocks(self, rows: NDArray[np.int64], at: NDArray[np.int64], blocks: NDArray[np.int64]) -> None:
+        """Block `blocks[i]` becomes number `at[i]` of row `rows[i]`. Reaches the device with the next `upload_tables`."""
+        self.host_tables_SP[rows, at] = blocks
+        self._changed.append(rows * self.host_tables_SP.shape[1] + at)
+
+    def upload_tables(self) -> None:
+        if not self._changed:
+            return
+        changed = np.concatenate(self._changed)
+        self._changed.clear()
+        values = self.host_tables_SP.reshape(-1)[changed]
+        both = to_device(torch.from_numpy(np.stack([changed, values])), self._device)
+        self.tables_SP.view(-1).index_copy_(0, both[0], both[1].to(torch.int32))

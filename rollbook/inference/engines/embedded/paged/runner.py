@@ -1,0 +1,240 @@
+"""Runs packed steps: decoding rows and pieces of prompts in one forward, captured as CUDA graphs.
+
+A new shape first runs directly and is captured afterwards, so that the capture does not repeat the step's work. Graphs hold the
+addresses of the blocks: when the blocks move, everything is captured again.
+"""
+
+# S rows, N rows that sample, V vocabulary
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from rollbook.contracts.policy import MAX_TOP_LOGPROBS
+from rollbook.inference.engines.embedded.model.llama import LlamaForward
+from rollbook.inference.engines.embedded.paged.block_cache import BlockCache
+from rollbook.inference.engines.embedded.paged.step_input import (
+    FEW_ROWS,
+    ROW_BUCKETS,
+    TOKEN_BUCKETS,
+    Piece,
+    StepInput,
+    StepShape,
+    bucket,
+    chunk_length,
+)
+from rollbook.inference.engines.embedded.row_table import RowTable
+from rollbook.inference.engines.embedded.runner import PendingResults, Sampler
+from rollbook.inference.engines.embedded.sampling import most_likely
+
+Operation = Callable[[], None]
+Capture = Callable[[Operation], Operation]
+"""Returns a function that repeats the operation, faster. May be the identity."""
+
+
+class CudaCapture:
+    """Captures into one memory pool: graphs are replayed one after the other, never concurrently."""
+
+    def __init__(self) -> None:
+        self._pool: Any = torch.cuda.graph_pool_handle()
+
+    def __call__(self, operation: Operation) -> Operation:
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: another thread may stage weights at the same time, which must not break the capture.
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
+        ):
+            operation()
+        replay: Operation = graph.replay
+        return replay
+
+
+@dataclass(frozen=True, slots=True)
+class _CapturedStep:
+    replay: Operation
+    layout: StepInput
+    block: Tensor
+
+
+class PackedRunner:
+    """Owns the rows' last tokens on the device. Used by one thread."""
+
+    def __init__(
+        self,
+        model: LlamaForward,
+        cache: BlockCache,
+        *,
+        max_rows: int,
+        max_tokens: int,
+        sampler: Sampler,
+        capture: Capture,
+    ) -> None:
+        """`max_tokens`: of one step."""
+        self.model = model
+        self.cache = cache
+        self.forwards = self.captures = 0
+        self._sampler = sampler
+        self._capture = capture
+        self._device = model.device
+        self._max_rows, self._max_tokens = max_rows, max_tokens
+        # The last row takes the results of padding. One tensor, so that one transfer brings both to the host.
+        self._results_2S = torch.zeros((2, max_rows + 1), dtype=torch.int32, device=self._device)
+        self._tokens_S = self._results_2S[0]
+        self._logprobs_S = self._results_2S[1].view(torch.float32)
+        num_tops = min(MAX_TOP_LOGPROBS, model.vocab_size)
+        self._top_tokens_SK = torch.zeros(max_rows + 1, num_tops, dtype=torch.int32, device=self._device)
+        self._top_logprobs_SK = torch.zeros(max_rows + 1, num_tops, dtype=torch.float32, device=self._device)
+        self._steps: dict[tuple[StepShape, bool, bool], _CapturedStep] = {}
+        self._generation = -1
+
+    @property
+    def query_tile(self) -> int:
+        return self.model.packed_ops.query_tile
+
+    def warm_up(self) -> None:
+        """Capture the common shapes before the first request."""
+        self._drop_stale_graphs()
+        keys = self.model.heads.keys
+        shapes = [
+            StepShape.decode(rows, key_heads=keys, is_split=is_split)
+            for rows in self._buckets(ROW_BUCKETS, self._max_rows)
+            for is_split in (False, True)
+        ]
+        shapes += [
+            StepShape.mixed(tokens, rows, key_heads=keys, query_tile=self.query_tile)
+            for tokens in self._buckets(TOKEN_BUCKETS, self._max_tokens)
+            for rows in self._mixed_rows()
+        ]
+        for shape in shapes:
+            layout = StepInput(shape)
+            block = np.zeros(layout.length, dtype=np.int32)
+            layout.fill(block, RowTable(self._max_rows), np.empty(0, dtype=np.int64), [], chunk=1, query_tile=1)
+            self._run(shape, torch.from_numpy(block), is_truncated=False, has_tops=False)
+
+    def run(self, table: RowTable, decoding: NDArray[np.int64], pieces: Sequence[Piece]) -> None:
+        """Sample one token in each decoding row, and in each row whose prompt is complete after its piece."""
+        self._drop_stale_graphs()
+        self.cache.upload_tables()
+        table.prepare()
+        keys, tile = self.model.heads.keys, self.query_tile
+        lengths = table.positions[decoding] + 1
+        if pieces:
+            tokens = len(decoding) + sum(len(piece.tokens) for piece in pieces)
+            rows = next(rows for rows in self._mixed_rows() if len(decoding) + len(pieces) <= rows)
+            shape = StepShape.mixed(bucket(tokens, TOKEN_BUCKETS), rows, key_heads=keys, query_tile=tile)
+            chunk = chunk_length(lengths, rows=rows, key_heads=keys)
+        else:
+            rows = min(self._max_rows, bucket(len(decoding), ROW_BUCKETS))
+            chunk = chunk_length(lengths, rows=rows, key_heads=keys)
+            shape = StepShape.decode(rows, key_heads=keys, is_split=int(lengths.max()) > chunk)
+        layout = StepInput(shape)
+        block = torch.empty(layout.length, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        layout.fill(block.numpy(), table, decoding, pieces, chunk=chunk, query_tile=tile)
+        self._run(shape, block, is_truncated=table.is_truncated, has_tops=table.has_tops)
+        self.forwards += 1
+
+    def collect(self, *, has_tops: bool = False) -> PendingResults:
+        """Start the transfer of the rows' tokens and logprobs to the host."""
+        on_device = [self._results_2S, *([self._top_tokens_SK, self._top_logprobs_SK] if has_tops else [])]
+        arrived = None
+        if self._device.type == "cuda":
+            host = [torch.empty_like(t, device="cpu", pin_memory=True).copy_(t, non_blocking=True) for t in on_device]
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            arrived.record()
+        else:
+            host = [tensor.clone() for tensor in on_device]
+        tokens_S, logprobs_S = host[0][0, :-1], host[0][1, :-1].view(torch.float32)
+        return PendingResults(tokens_S, logprobs_S, arrived, *(tensor[:-1] for tensor in host[1:]))
+
+    def _run(self, shape: StepShape, host_block: Tensor, *, is_truncated: bool, has_tops: bool) -> None:
+        known = self._steps.get((shape, is_truncated, has_tops))
+        if known is not None:
+            known.block.copy_(host_block, non_blocking=True)
+            known.replay()
+            return
+        layout = StepInput(shape)
+        block = torch.empty(layout.length, dtype=torch.int32, device=self._device)
+        block.copy_(host_block, non_blocking=True)
+        # Scaled and greedy rows cost almost nothing on a GPU: one graph covers all of them.
+        sampling = layout.sampling(block, is_scaled=True, is_truncated=is_truncated, is_any_greedy=True)
+        rows_N = layout.sample_rows(block)
+
+        def operation() -> None:
+            step = layout.step(block, last_tokens_S=self._tokens_S, tables_SP=self.cache.tables_SP)
+            logits_NV = self.model.packed(step, self.cache.layers)
+            tokens_N, logprobs_N = self._sampler(logits_NV, sampling)
+            self._tokens_S[rows_N] = tokens_N.to(torch.int32)
+            self._logprobs_S[rows_N] = logprobs_N
+            if has_tops:
+                top_tokens_NK, top_logprobs_NK = most_likely(logits_NV, sampling, self._top_tokens_SK.shape[1])
+                self._top_tokens_SK[rows_N] = top_tokens_NK.to(torch.int32)
+                self._top_logprobs_SK[rows_N] = top_logprobs_NK
+
+        operation()
+        self._steps[shape, is_truncated, has_tops] = _CapturedStep(self._capture(operation), layout, block)
+        self.captures += 1
+
+    def _mixed_rows(self) -> list[int]:
+        return [FEW_ROWS, self._max_rows] if self._max_rows > FEW_ROWS else [self._max_rows]
+
+    @staticmethod
+    def _buckets(buckets: Sequence[int], most: int) -> list[int]:
+        return [*(size for size in buckets if size < most), bucket(most, buckets)]
+
+    def _drop_stale_graphs(self) -> None:
+        if self._generation != self.cache.generation:
+            self._steps.clear()
+            self._generation = self.cache.generation
+
+
+def packed_error(model: LlamaForward, module: nn.Module, *, block_size: int) -> float:
+    """The largest error of prefill, continued prefill and decode: root mean square difference from the module's logits, divided
+    by their standard deviation."""
+    generator = torch.Generator().manual_seed(0)
+    count = min(2 * block_size + 6, model.max_model_len - 1)
+    tokens = torch.randint(0, model.vocab_size, (count + 1,), generator=generator, dtype=torch.int32)
+    cache = BlockCache(
+        model.shapes[0],
+        num_layers=len(model.shapes),
+        block_size=block_size,
+        max_rows=1,
+        max_length=count + 1,
+        dtype=model.dtype,
+        device=model.device,
+    )
+    width = cache.tables_SP.shape[1]
+    cache.resize(width + 1)
+    # In reverse, so that a block is not found by chance.
+    cache.set_blocks(np.zeros(width, dtype=np.int64), np.arange(width), np.arange(width, 0, -1))
+    cache.upload_tables()
+    table = RowTable(1)
+    last_tokens_S = tokens[-1:].to(model.device).repeat(2)
+    first = max(1, block_size + 3 if count > block_size + 3 else count // 2)
+    errors: list[Tensor] = []
+    with torch.inference_mode():
+        expected_TV = module(input_ids=tokens[None].long().to(model.device), use_cache=False).logits[0].float()
+        deviation = float(expected_TV.std()) + 1e-6
+        for start, end in ((0, first), (first, count), (count, count + 1)):
+            table.positions[0] = start
+            is_decode = end > count
+            keys, tile = model.heads.keys, model.packed_ops.query_tile
+            pieces = [] if is_decode else [Piece(0, start, tokens[start:end].numpy(), is_last=True)]
+            for shape in (
+                [StepShape.decode(1, key_heads=keys, is_split=is_split) for is_split in (False, True)]
+                if is_decode
+                else [StepShape.mixed(end - start, 1, key_heads=keys, query_tile=tile)]
+            ):
+                layout = StepInput(shape)
+                block = torch.empty(layout.length, dtype=torch.int32)
+                decoding = np.arange(1 if is_decode else 0)
+                layout.fill(block.numpy(), table, decoding, pieces, chunk=block_size, query_tile=tile)
+                step = layout.step(block.to(model.device), last_tokens_S=last_tokens_S, tables_SP=cache.tables_SP)
+                logits_V = model.packed(step, cache.layers)[0].float()
+                errors.append((logits_V - expected_TV[end - 1]).square().mean().sqrt())
+        # torch's maximum, not Python's, because it returns NaN if any error is NaN.
+        return float(torch.stack(errors).amax()) / deviation

@@ -1,0 +1,209 @@
+"""The input of a packed step: built on the host in one block of memory, and read on the device through views.
+
+Sizes are rounded up to buckets, because each bucket is captured as one graph.
+"""
+
+# M tokens, N rows that sample, W work items of decode attention, K tiles of prefill attention
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rollbook.inference.engines.embedded.model.packed import PackedStep
+from rollbook.inference.engines.embedded.row_table import RowTable
+from rollbook.inference.engines.embedded.sampling import RowSampling
+
+ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
+TOKEN_BUCKETS = (16, 32, 64, 128, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 8192)
+FEW_ROWS = 64
+"""Steps with prompts are captured for this many rows and for all rows."""
+PROGRAMS_WANTED = 528
+"""Number of attention programs that fills a GPU of 132 multiprocessors four times."""
+FEWEST_POSITIONS, FEWEST_POSITIONS_OF_MANY = 128, 512
+"""Rows are not split into shorter chunks than this; the second is for batches that fill the GPU without splitting."""
+LAST_SAMPLED = -1
+"""In the place of a token that only the device knows: the one that its row sampled last."""
+
+
+def bucket(size: int, buckets: Sequence[int]) -> int:
+    """The smallest bucket that holds `size`; above the largest, a multiple of it."""
+    for limit in buckets:
+        if size <= limit:
+            return limit
+    return -(-size // buckets[-1]) * buckets[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens of a prompt that are prefilled in this step, from position `start` of their row."""
+
+    row: int
+    start: int
+    tokens: NDArray[np.int32]
+    is_last: bool
+    """Whether the row samples its next token after this piece."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """The sizes of a captured step."""
+
+    tokens: int
+    rows: int
+    items: int
+    """0: no row is split."""
+    tiles: int
+    """0: no prompts."""
+
+    @classmethod
+    def decode(cls, rows: int, *, key_heads: int, is_split: bool) -> "StepShape":
+        return cls(rows, rows, _items(rows, key_heads) if is_split else 0, 0)
+
+    @classmethod
+    def mixed(cls, tokens: int, rows: int, *, key_heads: int, query_tile: int) -> "StepShape":
+        return cls(tokens, rows, _items(rows, key_heads), tokens // query_tile + rows)
+
+
+def _items(rows: int, key_heads: int) -> int:
+    return max(2 * rows, -(-PROGRAMS_WANTED // key_heads))
+
+
+class StepInput:
+    """The sections of the input for one shape, as views into one block of 4-byte numbers."""
+
+    def __init__(self, shape: StepShape) -> None:
+        self.shape = shape
+        rows, tokens, items, tiles = shape.rows, shape.tokens, shape.items, shape.tiles
+        sizes = {
+            "keys": 2 * rows,  # first, because its 8-byte numbers must be aligned
+            "temperatures": rows,
+            "top_k": rows,
+            "top_p": rows,
+            "samples": rows,
+            "sample_rows": rows,
+            "first_items": rows,
+            "num_decode": 1,
+            "chunk": 1,
+            "tokens": tokens,
+            "rows": tokens,
+            "positions": tokens,
+            "item_tokens": items,
+            "item_starts": items,
+            "tile_starts": tiles,
+            "tile_sizes": tiles,
+        }
+        ends = np.cumsum(list(sizes.values())).tolist()
+        self._sections = {name: slice(end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)}
+        self.length: int = ends[-1]
+
+    def step(self, block: Tensor, *, last_tokens_S: Tensor, tables_SP: Tensor) -> PackedStep:
+        """The device's view of the input. `last_tokens_S`: the token that each row sampled last."""
+        parts = {name: block[section] for name, section in self._sections.items()}
+        tokens_M = torch.where(parts["tokens"] < 0, last_tokens_S[parts["rows"]], parts["tokens"])
+        return PackedStep(
+            tokens_M=tokens_M,
+            rows_M=parts["rows"],
+            positions_M=parts["positions"],
+            tables_SP=tables_SP,
+            samples_N=parts["samples"],
+            num_decode_1=parts["num_decode"],
+            is_split=bool(self.shape.items),
+            chunk_1=parts["chunk"],
+            item_tokens_W=parts["item_tokens"],
+            item_starts_W=parts["item_starts"],
+            first_items_N=parts["first_items"],
+            tile_starts_K=parts["tile_starts"],
+            tile_sizes_K=parts["tile_sizes"],
+        )
+
+    def sampling(self, block: Tensor, **flags: bool) -> RowSampling:
+        return RowSampling(
+            keys_N=block[self._sections["keys"]].view(torch.int64),
+            temperatures_N=block[self._sections["temperatures"]].view(torch.float32),
+            top_k_N=block[self._sections["top_k"]],
+            top_p_N=block[self._sections["top_p"]].view(torch.float32),
+            **flags,
+        )
+
+    def sample_rows(self, block: Tensor) -> Tensor:
+        return block[self._sections["sample_rows"]]
+
+    def fill(
+        self,
+        block: NDArray[np.int32],
+        table: RowTable,
+        decoding: NDArray[np.int64],
+        pieces: Sequence[Piece],
+        *,
+        chunk: int,
+        query_tile: int,
+    ) -> None:
+        """Write a step into `block`: one token for each row of `decoding`, then the pieces."""
+        shape, padding_row = self.shape, table.max_rows
+        parts = {name: block[section] for name, section in self._sections.items()}
+        count = len(decoding)
+        parts["tokens"][:count] = LAST_SAMPLED
+        parts["rows"][:count] = decoding
+        parts["positions"][:count] = table.positions[decoding]
+        parts["num_decode"][0], parts["chunk"][0] = count, chunk
+        sampled, samples = decoding, np.arange(count)
+        end = count
+        if pieces:
+            lengths = np.array([len(piece.tokens) for piece in pieces])
+            rows = np.array([piece.row for piece in pieces])
+            ends = count + np.cumsum(lengths)
+            starts, end = ends - lengths, int(ends[-1])
+            parts["tokens"][count:end] = np.concatenate([piece.tokens for piece in pieces])
+            parts["rows"][count:end] = np.repeat(rows, lengths)
+            from_start = np.arange(count, end) - np.repeat(starts, lengths)
+            parts["positions"][count:end] = from_start + np.repeat([piece.start for piece in pieces], lengths)
+            is_last = np.array([piece.is_last for piece in pieces])
+            sampled = np.concatenate([decoding, rows[is_last]])
+            samples = np.concatenate([samples, ends[is_last] - 1])
+            numbers = -(-lengths // query_tile)
+            tiles = int(numbers.sum())
+            offsets = (np.arange(tiles) - np.repeat(np.cumsum(numbers) - numbers, numbers)) * query_tile
+            parts["tile_starts"][:tiles] = np.repeat(starts, numbers) + offsets
+            parts["tile_sizes"][:tiles] = np.minimum(query_tile, np.repeat(lengths, numbers) - offsets)
+            parts["tile_sizes"][tiles:] = 0
+        parts["tokens"][end:] = 0
+        parts["rows"][end:] = padding_row
+        parts["positions"][end:] = -1
+        number = len(sampled)
+        for section, column in (
+            (parts["keys"].view(np.int64), table.keys),
+            (parts["temperatures"], table.temperatures.view(np.int32)),
+            (parts["top_k"], table.top_k),
+            (parts["top_p"], table.top_p.view(np.int32)),
+        ):
+            section[:number] = column[sampled]
+            section[number:] = 0
+        parts["samples"][:number] = samples
+        parts["samples"][number:] = 0
+        parts["sample_rows"][:number] = sampled
+        parts["sample_rows"][number:] = padding_row
+        if shape.items:
+            self._fill_items(parts, table.positions[decoding] + 1, chunk)
+
+    def _fill_items(self, parts: dict[str, NDArray[np.int32]], lengths: NDArray[np.int32], chunk: int) -> None:
+        numbers = -(-lengths // chunk)
+        items = int(numbers.sum())
+        firsts = np.cumsum(numbers) - numbers
+        parts["first_items"][: len(lengths)] = firsts
+        parts["item_tokens"][:items] = np.repeat(np.arange(len(lengths)), numbers)
+        parts["item_starts"][:items] = (np.arange(items) - np.repeat(firsts, numbers)) * chunk
+        parts["item_tokens"][items:] = -1
+
+
+def chunk_length(lengths: NDArray[np.int32], *, rows: int, key_heads: int) -> int:
+    """How many positions of a row one attention program covers: as few as fit into the number of items."""
+    items = _items(rows, key_heads)
+    is_full = len(lengths) * key_heads >= 2 * PROGRAMS_WANTED
+    chunk = FEWEST_POSITIONS_OF_MANY if is_full else FEWEST_POSITIONS
+    while len(lengths) and int((-(-lengths // chunk)).sum()) > items:
+        chunk *= 2
+    return chunk

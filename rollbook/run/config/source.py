@@ -1,0 +1,101 @@
+"""Where a configuration comes from: a TOML file, a run directory, a dict with objects, or a `RunConfig`."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from rollbook.run.config.run import ConfigError, ConfigFault, RunConfig, read_table
+from rollbook.run.directory import RunDirectory
+from rollbook.run.user_objects import UserObjectError, importable_name, reference_to, reference_to_rows
+
+ConfigSource: TypeAlias = str | Path | Mapping[str, Any] | RunConfig
+TaskRows: TypeAlias = Sequence[Mapping[str, Any]]
+TASK_SOURCES = ("tasks.source", "evaluation.source")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceTable:
+    """A configuration that is not yet validated."""
+
+    table: dict[str, Any]
+    source_dir: Path
+    search_path: tuple[Path, ...] = ()
+    file: Path | None = None
+    """The file it was read from."""
+    run_dir: Path | None = None
+    """The run directory that the configuration was read from."""
+
+
+def read_source(config: ConfigSource) -> SourceTable:
+    if isinstance(config, RunConfig):
+        # Only what was set: the other fields get their defaults again, such as the run's seed.
+        table = config.model_dump(exclude_unset=True)
+        return SourceTable(table=table, source_dir=Path.cwd())
+    if isinstance(config, Mapping):
+        return SourceTable(table=_copied(config), source_dir=Path.cwd())
+    path = Path(config)
+    if path.is_dir():
+        directory = RunDirectory(path.resolve())
+        return SourceTable(
+            file=directory.config_file,
+            table=read_table(directory.config_file, ())[0],
+            source_dir=directory.source_dir,
+            search_path=directory.search_path,
+            run_dir=directory.path,
+        )
+    return SourceTable(file=path, table=read_table(path, ())[0], source_dir=path.parent.resolve())
+
+
+def place(table: dict[str, Any], path: str, value: Any) -> None:
+    """Set `section.field` of a table. Where a section is not a table, nothing is set: the validation reports it."""
+    *sections, field = path.split(".")
+    inner: Any = table
+    for name in sections:
+        inner = inner.setdefault(name, {})
+        if not isinstance(inner, dict):
+            return
+    inner[field] = str(value.resolve()) if isinstance(value, Path) else value
+
+
+def with_references(table: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """The table with `module:attribute` in place of every function, class and list of tasks. Writes to `directory`."""
+    resolved = _copied(table)
+    for path in TASK_SOURCES:
+        section = resolved.get(path.partition(".")[0])
+        if isinstance(section, dict) and not isinstance(section.get("source"), str | None):
+            _resolve_tasks(section, path, directory)
+    return {name: _resolved(section, name, directory) for name, section in resolved.items()}
+
+
+def _copied(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _copied(value) if isinstance(value, Mapping) else value for key, value in table.items()}
+
+
+def _resolved(value: Any, path: str, directory: Path) -> Any:
+    if isinstance(value, dict):
+        return {key: _resolved(inner, f"{path}.{key}", directory) for key, inner in value.items()}
+    return reference_to(value, setting=path, directory=directory) if callable(value) else value
+
+
+def _resolve_tasks(section: dict[str, Any], path: str, directory: Path) -> None:
+    """A function that other processes cannot import is called here, and its rows are stored: they can be read in a resumed run."""
+    source: Callable[..., Iterable[Mapping[str, Any]]] | Iterable[Mapping[str, Any]] = section["source"]
+    if callable(source):
+        if (name := importable_name(source)) is not None:
+            section["source"] = name
+            return
+        arguments = section.pop("args", None) or {}
+        try:
+            rows = list(source(**arguments))
+        except Exception as error:
+            raise UserObjectError(f"{path}: the function raised {type(error).__name__}: {error}") from error
+    else:
+        try:
+            rows = list(source)
+        except TypeError as error:
+            fault = ConfigFault(
+                path, f"is a {type(source).__name__}; pass rows, a function that yields rows, or a name"
+            )
+            raise ConfigError("the config", [fault]) from error
+    section["source"] = reference_to_rows(rows, setting=path, directory=directory)

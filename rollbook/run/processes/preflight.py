@@ -1,0 +1,376 @@
+"""The process of the pre-flight: runs the user's code once, and reports every fault.
+
+It loads the tasks, inspects the model's files, plays one episode with a canned answer instead of a policy, and scores it. The
+config comes on stdin as a pickle; the findings go to stdout as JSON lines. User code may hang, exit or print here: no other
+process depends on this one. It imports no torch.
+"""
+
+import asyncio
+import dataclasses
+import json
+import os
+import pickle
+import sys
+import traceback
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, TextIO
+
+import numpy as np
+
+from rollbook.contracts.environment import Observation
+from rollbook.contracts.errors import EpisodeError, RunError, TransientError
+from rollbook.contracts.group import GroupId, PromptGroup
+from rollbook.contracts.plugin import extend_search_path
+from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
+from rollbook.contracts.ports import Environment
+from rollbook.contracts.task import Task, TaskId
+from rollbook.contracts.trajectory import RolloutSample
+from rollbook.contracts.user_errors import describe_error, is_user_file
+from rollbook.envs.catalog import environment_class
+from rollbook.envs.config import EnvConfig
+from rollbook.rollout.assemblers.assembler import AssemblyError
+from rollbook.rollout.chat.tokenizer import RenderError
+from rollbook.rollout.contract import RolloutSetup, Tokenizer, load_rollout
+from rollbook.rollout.groups.filters import load_filters
+from rollbook.rollout.groups.player import checked_sample
+from rollbook.rollout.policy import EpisodeTimeUpError, PromptTooLongError
+from rollbook.rollout.rewards.main import checked as checked_reward
+from rollbook.rollout.rewards.messages import RewardCase
+from rollbook.rollout.rewards.scorer import TO_BE_SCORED, case_of
+from rollbook.run.config.run import LoadedConfig, RunConfig
+from rollbook.run.episodes import begin_episode, call_reward, open_rollout
+from rollbook.run.model_files import context_length, model_faults, tokenizer_of
+from rollbook.tasks.dataset import build_source, load_tasks
+from rollbook.telemetry.events import EventLog
+
+CANNED_ANSWER = "42"
+MAX_TURNS = 4
+"""Turns of the episode. Enough to see a reset, steps and a chat template that rewrites earlier turns."""
+MAX_REQUESTS = 32
+"""Requests to the canned policy. A rollout function that ignores the turn limit is stopped here, without a fault."""
+REMOTE_ROLLOUT = "rollbook.rollout.remote"
+
+
+class Findings:
+    """Writes the findings, one JSON line each."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._seen: set[tuple[str, str]] = set()
+
+    def doing(self, path: str, what: str) -> None:
+        """What begins now; it is named if this process hangs or dies."""
+        self._write({"doing": [path, what]})
+
+    def fault(self, path: str, message: str) -> None:
+        self._add("fault", path, message)
+
+    def warning(self, path: str, message: str) -> None:
+        self._add("warning", path, message)
+
+    def done(self) -> None:
+        self._write({"done": True})
+
+    @contextmanager
+    def checking(self, path: str, what: str) -> Iterator[None]:
+        """Turn an error in the block into a fault of this setting."""
+        self.doing(path, what)
+        try:
+            yield
+        except RunError as error:
+            self.fault(path, str(error).removeprefix(f"{path} = "))
+        except Exception as error:
+            self.fault(path, describe_error(error))
+
+    def _add(self, kind: str, path: str, message: str) -> None:
+        if (path, message) not in self._seen:
+            self._seen.add((path, message))
+            self._write({kind: [path, message]})
+
+    def _write(self, row: Mapping[str, Any]) -> None:
+        self._out.write(json.dumps(row) + "\n")
+        self._out.flush()
+
+
+class CannedPolicy:
+    """Gives the same short answer to every request. Satisfies `Policy`."""
+
+    def __init__(self, tokenizer: Tokenizer, *, config: RunConfig, context: int | None) -> None:
+        self._answer = _answer_ids(tokenizer)
+        self._end = tokenizer.eos_token_ids[:1]
+        limits = {"rollout.max_total_tokens": config.rollout.max_total_tokens, "the model's context": context}
+        if config.inference.max_model_len is not None:
+            limits["inference.max_model_len"] = config.inference.max_model_len
+        self._limits = {name: limit for name, limit in limits.items() if limit is not None}
+        self._requests = 0
+
+    async def complete(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        min_publication: int = 0,
+        timeout_s: float | None = None,
+    ) -> Completion:
+        self._requests += 1
+        for name, limit in self._limits.items():
+            if self._requests == 1 and len(prompt_ids) >= limit:
+                raise PromptTooLongError(
+                    f"the first prompt has {len(prompt_ids)} tokens, and {name} = {limit} leaves none to sample"
+                )
+        if self._requests > MAX_REQUESTS:
+            raise EpisodeTimeUpError("the pre-flight plays no more turns")
+        ids = [*self._answer, *self._end][: sampling.max_tokens]
+        is_ended = ids[-1:] == list(self._end)
+        return Completion(
+            token_ids=np.array(ids, dtype=np.int32),
+            logprobs=np.full(len(ids), -1.0, dtype=np.float32),
+            versions=np.zeros(len(ids), dtype=np.int32),
+            finish_reason=FinishReason.STOP if is_ended else FinishReason.LENGTH,
+            generation_s=0.0,
+        )
+
+
+def _answer_ids(tokenizer: Tokenizer) -> list[int]:
+    """The tokens of the canned answer, or, if the vocabulary has no digits, of the first word that it has."""
+    ids = tokenizer.encode(CANNED_ANSWER)
+    if tokenizer.decode(ids).strip():
+        return ids
+    return next(([number] for number in range(tokenizer.vocab_size) if tokenizer.decode([number]).strip()), ids or [0])
+
+
+class _WatchedEnvironment:
+    """An environment that records its failure, so that a fault names the environment and not the rollout function."""
+
+    def __init__(self, env: Environment, watch: "EnvironmentWatch") -> None:
+        self._env = env
+        self._watch = watch
+
+    async def reset(self, task: Mapping[str, Any]) -> Observation:
+        with self._watch.call("resetting the environment"):
+            return await self._env.reset(task)
+
+    async def step(self, action: str) -> Observation:
+        with self._watch.call(f"a step of the environment with {action!r}"):
+            return await self._env.step(action)
+
+    async def close(self) -> None:
+        await self._env.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._env, name)
+
+
+class NotCheckedError(EpisodeError):
+    """The rollout function needs something that the pre-flight does not start."""
+
+
+class EnvironmentWatch:
+    def __init__(self, config: EnvConfig, findings: Findings) -> None:
+        self._config = config
+        self._findings = findings
+        self.path = "env.name" if config.url is None else "env.url"
+        self.failure: BaseException | None = None
+
+    def adapt(self, setup: RolloutSetup) -> RolloutSetup:
+        limits = dataclasses.replace(setup.limits, max_turns=min(setup.limits.max_turns, MAX_TURNS))
+        is_pooled = self._config.url is None and hasattr(environment_class(self._config.name), "open_pool")
+
+        @asynccontextmanager
+        async def opened() -> AsyncIterator[Environment]:
+            if is_pooled:
+                raise NotCheckedError(
+                    f"{self._config.name} opens a pool of its own, which a pre-flight does not start: it was not reset"
+                )
+            with self.call("opening an environment"):
+                env = setup.open_environment()
+                inner = await env.__aenter__()
+            try:
+                yield _WatchedEnvironment(inner, self)
+            finally:
+                await env.__aexit__(None, None, None)
+
+        return dataclasses.replace(setup, open_environment=opened, limits=limits)
+
+    @contextmanager
+    def call(self, what: str) -> Iterator[None]:
+        self._findings.doing(self.path, what)
+        try:
+            yield
+        except Exception as error:
+            self.failure = error
+            raise
+
+
+class Checks:
+    def __init__(self, loaded: LoadedConfig, findings: Findings) -> None:
+        self._loaded = loaded
+        self._config = loaded.config
+        self._findings = findings
+        self._log = EventLog("preflight", echo=open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, PTH123
+
+    async def run(self) -> None:
+        extend_search_path(self._loaded.search_path)
+        tokenizer = self._model()
+        if self._config.tasks.is_posted:
+            return
+        task = self._tasks()
+        sample = None
+        if task is not None and tokenizer is not None:
+            sample = await self._episode(task, tokenizer)
+        else:
+            with self._findings.checking("rollout.function", "loading the rollout function"):
+                load_rollout(self._config.rollout.function)
+        if task is not None:
+            await self._rewards(task, sample, tokenizer)
+        self._filter(sample)
+
+    def _model(self) -> Tokenizer | None:
+        path = "model.path" if self._config.model.build is None else "model.build"
+        faults: list[str] = []
+        with self._findings.checking(path, "inspecting the model"):
+            faults = list(model_faults(self._config.model, self._loaded.source_dir))
+        for fault in faults:
+            self._findings.fault(path, fault)
+        if faults:
+            return None
+        tokenizer = None
+        with self._findings.checking(path, "loading the tokenizer"):
+            tokenizer = tokenizer_of(self._config.model, self._loaded.source_dir)
+            if tokenizer is not None and not tokenizer.eos_token_ids:
+                self._findings.warning(
+                    path, "the tokenizer has no end token, so every turn has rollout.sampling.max_tokens tokens"
+                )
+        return tokenizer
+
+    def _tasks(self) -> Task | None:
+        first = None
+        with self._findings.checking("tasks.source", "loading the tasks"):
+            tasks = load_tasks(self._config.tasks, base_dir=self._loaded.source_dir)
+            first = tasks[0]
+            build_source(self._config.tasks, tasks)
+        evaluation = self._config.evaluation
+        if evaluation.every_steps is not None:
+            path = "evaluation.source" if evaluation.source is not None else "evaluation"
+            with self._findings.checking(path, "loading the held-out tasks"):
+                load_tasks(evaluation.tasks_config(self._config.tasks), base_dir=self._loaded.source_dir)
+        return first
+
+    async def _episode(self, task: Task, tokenizer: Tokenizer) -> RolloutSample | None:
+        """The sample of an episode in which the policy always gives the canned answer."""
+        findings, rollout = self._findings, self._config.rollout
+        findings.doing("rollout.function", "loading the rollout function")
+        watch = EnvironmentWatch(self._config.env, findings)
+        policy = CannedPolicy(
+            tokenizer, config=self._config, context=context_length(self._config.model, self._loaded.source_dir)
+        )
+        try:
+            opened = open_rollout(self._loaded, policy, tokenizer=tokenizer, log=self._log, adapt=watch.adapt)
+            async with opened as play:
+                if rollout.function.startswith(REMOTE_ROLLOUT):
+                    return None
+                findings.doing("rollout.function", f"playing an episode of task {task.id!r}")
+                begin_episode("preflight", max_seconds=rollout.max_seconds)
+                sample = checked_sample(await play(task.row_copy()))
+        except NotCheckedError as error:
+            findings.warning("env.name", str(error))
+        except EpisodeTimeUpError:
+            pass
+        except RunError as error:
+            path, message = _setting_of(str(error))
+            findings.fault(path, message)
+        except PromptTooLongError as error:
+            findings.fault("rollout.max_total_tokens", str(error))
+        except RenderError as error:
+            findings.fault("model", str(error))
+        except Exception as error:
+            self._add_episode_error(error, watch, task)
+        else:
+            self._check_sample(sample, task)
+            return sample
+        return None
+
+    def _add_episode_error(self, error: Exception, watch: EnvironmentWatch, task: Task) -> None:
+        is_env = error is watch.failure
+        path = watch.path if is_env else "rollout.function"
+        message = str(error) if isinstance(error, EpisodeError | TransientError) else f"raised {describe_error(error)}"
+        # Code that raises an EpisodeError itself may reject the canned answer on purpose.
+        frames = traceback.extract_tb(error.__traceback__)
+        is_deliberate = isinstance(error, EpisodeError) and (
+            is_user_file(frames[-1].filename) or not (is_env or isinstance(error, AssemblyError))
+        )
+        add = self._findings.warning if is_deliberate else self._findings.fault
+        add(path, f"{message}\n(in an episode of task {task.id!r} with the canned answer {CANNED_ANSWER!r})")
+
+    def _check_sample(self, sample: RolloutSample | None, task: Task) -> None:
+        if sample is None:
+            self._findings.warning("rollout.function", f"returned None for task {task.id!r}: the sample is dropped")
+        elif not sample.is_scorable and sample.invalid_cause != TO_BE_SCORED:
+            self._findings.warning("rollout.function", f"gives an unscorable sample: {sample.invalid_cause}")
+        elif not sample.is_scorable and not self._config.rollout.rewards.functions:
+            self._findings.fault(
+                "rollout.function", "leaves scoring to reward functions; add one under [rollout.rewards.functions.NAME]"
+            )
+
+    async def _rewards(self, task: Task, sample: RolloutSample | None, tokenizer: Tokenizer | None) -> None:
+        case = RewardCase(
+            row=task.row_copy(),
+            messages=({"role": "user", "content": ""}, {"role": "assistant", "content": CANNED_ANSWER}),
+            response=CANNED_ANSWER,
+            num_sampled=1,
+        )
+        if sample is not None and tokenizer is not None:
+            case = case_of(task.row_copy(), sample, decode=tokenizer.decode)
+        for name, function in self._config.rollout.rewards.functions.items():
+            path = f"rollout.rewards.functions.{name}.path"
+            with self._findings.checking(path, f"scoring the canned answer {case.response!r}"):
+                value = await call_reward(name, function.path, case)
+                number, fault = checked_reward(value)
+                if fault is not None:
+                    self._findings.fault(path, f"{fault} (for the canned answer {case.response!r})")
+                elif number is None:
+                    self._findings.warning(
+                        path,
+                        f"returned {value!r} for the canned answer {case.response!r}: such a sample has no reward and is not "
+                        "trained. Does a `return` statement lack its value?",
+                    )
+
+    def _filter(self, sample: RolloutSample | None) -> None:
+        if self._config.rollout.filter is None:
+            return
+        with self._findings.checking("rollout.filter", "calling the filter"):
+            *_, own = load_filters(self._config.rollout.filter, drop_constant_reward=False)
+            if sample is not None:
+                own(
+                    PromptGroup(
+                        id=GroupId("preflight@0"), task_id=TaskId("preflight"), draw=0, samples=(sample, sample)
+                    )
+                )
+
+
+def _setting_of(message: str) -> tuple[str, str]:
+    """The setting that an error message begins with, and the rest of the message."""
+    for path in ("rollout.function", "rollout.settings", "env.name", "env.args"):
+        if message.startswith(path):
+            rest = message.removeprefix(path)
+            return path, rest.removeprefix(":").removeprefix(" =").strip()
+    return "rollout.function", message
+
+
+def main() -> int:
+    loaded = pickle.load(sys.stdin.buffer)
+    assert isinstance(loaded, LoadedConfig)
+    # User code may print: results keep the original stdout, everything else goes to stderr.
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    findings = Findings(out)
+    asyncio.run(Checks(loaded, findings).run())
+    findings.done()
+    out.flush()
+    # Threads of user code must not delay the result.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

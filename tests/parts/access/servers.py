@@ -1,0 +1,149 @@
+"""Every HTTP server that this package can start, open and with its application, for tests that attack all of them."""
+
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from aiohttp import web
+
+from rollbook.access.guard import AllowedClients
+from rollbook.access.server import serve_app
+from rollbook.concurrency.sockets import listening_socket, url_of
+from rollbook.contracts.policy import SamplingParams
+from rollbook.envs.config import EnvConfig, EnvServerConfig
+from rollbook.envs.server.run import open_app
+from rollbook.inference.client.client import open_policy_client
+from rollbook.inference.config import InferenceConfig
+from rollbook.inference.engine import open_engine
+from rollbook.inference.server.app import build_app
+from rollbook.ledger.atropos.config import AtroposConfig
+from rollbook.ledger.atropos.routes import atropos_dialect
+from rollbook.ledger.config import LedgerConfig
+from rollbook.ledger.http.auth import steering_keys
+from rollbook.ledger.serve import open_ledger_service
+from rollbook.ledger.stores.registry import sqlite_url
+from rollbook.rollout.agents.server import ProxyServer
+from rollbook.rollout.policy import EpisodePolicy
+from rollbook.rollout.remote.protocol import RolloutRequest
+from rollbook.rollout.remote.server import FunctionService, rollout_app
+from rollbook.run.commands.serve_policy import adopt_directory_weights
+from rollbook.run.commands.serve_proxy import ProxyOptions, RecordingProxy
+from rollbook.telemetry.events import EventLog
+from tests.parts.rollout.agents import word_tokenizer
+
+TOKEN = "the-token-of-this-run-000"
+
+
+@dataclass(frozen=True)
+class Running:
+    url: str
+    app: web.Application
+
+    def routes(self) -> list[tuple[str, str]]:
+        """Method and path of every route, with a name for each parameter."""
+        found = []
+        for route in self.app.router.routes():
+            if route.method != "HEAD" and route.resource is not None:
+                path = route.resource.canonical
+                for name in ("run", "group", "producer", "session", "reservation", "id", "name"):
+                    path = path.replace(f"{{{name}}}", "some")
+                found.append((route.method, path.replace("{step}", "1")))
+        return found
+
+
+Open = Callable[[Path], AbstractAsyncContextManager[Running]]
+
+
+@asynccontextmanager
+async def _serve(app: web.Application, allowed: AllowedClients | None = None) -> AsyncIterator[Running]:
+    async with serve_app(app, listening_socket("127.0.0.1", 0), allowed=allowed) as url:
+        yield Running(url, app)
+
+
+@asynccontextmanager
+async def ledger(directory: Path) -> AsyncIterator[Running]:
+    """With the Atropos API, as `rollbook train` and `run-api` serve it."""
+    with listening_socket("127.0.0.1", 0) as sock:
+        async with (
+            open_ledger_service(
+                sqlite_url(directory),
+                LedgerConfig(),
+                log=EventLog("ledger", echo=sys.stdout),
+                keys=steering_keys(TOKEN),
+                dialects=[atropos_dialect(AtroposConfig())],
+            ) as service,
+            service.serving(sock.dup(), drain_s=1.0),
+        ):
+            yield Running(url_of(sock), service.app)
+
+
+@asynccontextmanager
+async def policy(_: Path) -> AsyncIterator[Running]:
+    config = InferenceConfig(engine="scripted")
+    async with open_engine(config, None) as engine:
+        await adopt_directory_weights(engine)
+        async with _serve(build_app(engine, config, steering_token=TOKEN)) as running:
+            yield running
+
+
+@asynccontextmanager
+async def environment(_: Path) -> AsyncIterator[Running]:
+    async with (
+        open_app(EnvConfig(name="arithmetic"), EnvServerConfig(playground=True), size=1) as (app, _pool),
+        _serve(app) as running,
+    ):
+        yield running
+
+
+@asynccontextmanager
+async def proxy(directory: Path) -> AsyncIterator[Running]:
+    """The endpoint for agents of `rollbook proxy`; that of a worker has fewer routes."""
+    tokenizer = word_tokenizer()
+    sampling = SamplingParams(max_tokens=4)
+    options = ProxyOptions(
+        policy_url="",
+        model_dir=directory,
+        record=directory / "sessions.jsonl",
+        host="127.0.0.1",
+        port=0,
+        max_tokens=4,
+        temperature=1.0,
+        assembler="branching",
+        tool_parser="hermes",
+    )
+    async with policy(directory) as served, open_policy_client(served.url, request_s=5) as client:
+        server: ProxyServer = RecordingProxy(options, EpisodePolicy(client, sampling), tokenizer, sampling)
+        async with _serve(server.app()) as running:
+            yield running
+
+
+@asynccontextmanager
+async def rollout_service(_: Path) -> AsyncIterator[Running]:
+    async def play(_: RolloutRequest) -> None:
+        return None
+
+    async with _serve(rollout_app(FunctionService("tokenizer", play))) as running:
+        yield running
+
+
+SERVERS: dict[str, Open] = {
+    "ledger": ledger,
+    "policy": policy,
+    "environment": environment,
+    "proxy": proxy,
+    "rollout_service": rollout_service,
+}
+STARTED_IN = {
+    "ledger/http/app.py",
+    "inference/server/app.py",
+    "envs/server/run.py",
+    "rollout/agents/server.py",
+    "rollout/remote/server.py",
+    # These serve an application of the modules above.
+    "run/processes/env_server.py",
+    "run/processes/inference_server.py",
+    "run/commands/serve_policy.py",
+}
+"""The modules that start these servers. A test compares them with the source."""

@@ -1,0 +1,261 @@
+"""The mistakes of a first hour: each is reported before the run starts, with the line of the config file and of the user's code.
+
+`python -m tests.services.test_run_mistakes` prints each message with the seconds until it appeared.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from rollbook.run.commands.preflight import check_run
+from rollbook.run.config.run import ConfigError, load_config
+from rollbook.run.directory import RunDirectory
+
+CONFIG = """\
+[run]
+name = "mine"
+
+[model.build]
+tokenizer = "bytes"
+hidden_size = 32
+layers = 1
+heads = 2
+chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\\n{% endfor %}assistant: "
+
+[tasks]
+source = "mine:tasks"
+
+[env]
+name = "mine:Coin"
+
+[rollout]
+max_total_tokens = 200
+completions_per_prompt = 4
+
+[rollout.rewards.functions.right]
+path = "mine:right"
+
+[trainer]
+max_steps = 2
+"""
+
+CODE = """\
+from rollbook.contracts.environment import Observation
+
+
+def tasks():
+    yield {"id": "one", "side": "heads"}
+
+
+class Coin:
+    is_quick = True
+
+    def reset(self, task):
+        self.side = task["side"]
+        return Observation(text="heads or tails?")
+
+    def step(self, action):
+        return Observation(text="", reward=float(action == self.side), done=True)
+
+    def close(self):
+        pass
+
+
+def right(case):
+    return float(case.response == case.row["side"])
+"""
+
+ROLLOUT = """
+
+def make_rollout(setup):
+    async def rollout(row):
+        return {"reward": 1.0}
+
+    return rollout
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mistake:
+    name: str
+    config: tuple[str, str] = ("", "")
+    """A text of the config file and its replacement."""
+    code: tuple[str, str] = ("", "")
+    expected: tuple[str, ...]
+    """Patterns of the message."""
+    is_warning: bool = False
+    run_dir: str | None = None
+
+
+MISTAKES = (
+    Mistake(
+        name="misspelt field",
+        config=("max_steps = 2", "max_stps = 2"),
+        expected=(r"run\.toml:25: trainer\.max_stps: unknown field; did you mean 'max_steps'\?",),
+    ),
+    Mistake(
+        name="wrong task function",
+        config=("mine:tasks", "mine:task"),
+        expected=(r"run\.toml:12: tasks\.source: .*module mine has no 'task'.*did you mean 'tasks'\?",),
+    ),
+    Mistake(
+        name="task function that raises",
+        code=('yield {"id": "one", "side": "heads"}', 'yield {"id": undefined}'),
+        expected=(r"tasks\.source: .*NameError", r'File ".*mine\.py", line 5, in tasks', r"undefined"),
+    ),
+    Mistake(
+        name="missing model",
+        config=("[model.build]\n", '[model]\npath = "./modell"\n[model.biuld]\n'),
+        expected=(r"run\.toml:6: model\.biuld: unknown field; did you mean 'build'\?",),
+    ),
+    Mistake(
+        name="missing model directory",
+        config=(CONFIG[CONFIG.index("[model") : CONFIG.index("[tasks")], '[model]\npath = "./modell"\n\n'),
+        expected=(r"run\.toml:5: model\.path: there is no directory .*modell",),
+    ),
+    Mistake(
+        name="missing template",
+        config=('chat_template = "{', '# chat_template = "{'),
+        expected=(r"run\.toml:4: model: this tokenizer has no chat template",),
+    ),
+    Mistake(
+        name="reward that raises",
+        code=("float(case.response ==", "float(case.respnse =="),
+        expected=(
+            r"run\.toml:22: rollout\.rewards\.functions\.right\.path: AttributeError: .*'respnse'",
+            r'File ".*mine\.py", line 23, in right',
+            r"return float\(case\.respnse",
+        ),
+    ),
+    Mistake(
+        name="reward that returns a string",
+        code=('float(case.response == case.row["side"])', '"right"'),
+        expected=(r"functions\.right\.path: returned a str; it must return a number",),
+    ),
+    Mistake(
+        name="reward that returns None",
+        code=("return float(case", "float(case"),
+        expected=(r"warning: .*functions\.right\.path: returned None .* has no reward",),
+        is_warning=True,
+    ),
+    Mistake(
+        name="reward that returns NaN",
+        code=('float(case.response == case.row["side"])', 'float("nan")'),
+        expected=(r"warning: .*functions\.right\.path: returned nan .* has no reward",),
+        is_warning=True,
+    ),
+    Mistake(
+        name="reset that raises",
+        code=('task["side"]\n', 'task["sides"]\n'),
+        expected=(
+            r"run\.toml:15: env\.name: env mine:Coin\.reset raised KeyError: 'sides'",
+            r'File ".*mine\.py", line 12, in reset',
+        ),
+    ),
+    Mistake(
+        name="step of the wrong shape",
+        code=('return Observation(text="", reward=float(action == self.side), done=True)', 'return "", 1.0, True'),
+        expected=(r"env\.name: env mine:Coin: step returned tuple instead of an Observation",),
+    ),
+    Mistake(
+        name="rollout of the wrong shape",
+        config=("[rollout]\n", '[rollout]\nfunction = "mine"\n'),
+        code=(CODE, CODE + ROLLOUT),
+        expected=(r"run\.toml:18: rollout\.function: rollout returned a dict; it must return a RolloutSample or None",),
+    ),
+    Mistake(
+        name="too small token limit",
+        config=("max_total_tokens = 200", "max_total_tokens = 20"),
+        expected=(r"run\.toml:18: rollout\.max_total_tokens: .*first prompt has \d+ tokens.*20 leaves none to sample",),
+    ),
+    Mistake(
+        name="empty tasks",
+        code=('    yield {"id": "one", "side": "heads"}', "    return []"),
+        expected=(r"run\.toml:12: tasks\.source: mine:tasks has no tasks",),
+    ),
+    Mistake(
+        name="unwritable run directory",
+        run_dir="run.toml/run",
+        expected=(r"--run-dir: the run directory .* cannot be created: .*run\.toml is not a directory",),
+    ),
+)
+
+
+def write(mistake: Mistake, directory: Path) -> Path:
+    (directory / "run.toml").write_text(CONFIG.replace(*mistake.config) if mistake.config[0] else CONFIG)
+    (directory / "mine.py").write_text(CODE.replace(*mistake.code) if mistake.code[0] else CODE)
+    return directory / "run.toml"
+
+
+def message_of(mistake: Mistake, directory: Path) -> str:
+    """The error or the warnings that `rollbook train` reports before it starts anything."""
+    config = write(mistake, directory)
+    run = RunDirectory(directory / (mistake.run_dir or "run"))
+    try:
+        found = check_run(load_config(config), (), directory=run)
+    except ConfigError as error:
+        return str(error)
+    return "\n".join(f"warning: {warning}" for warning in found.warnings)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name.replace(" ", "_"))
+def test_a_mistake_is_reported_with_its_line_before_anything_starts(mistake: Mistake, tmp_path: Path) -> None:
+    message = message_of(mistake, tmp_path)
+    for pattern in mistake.expected:
+        assert re.search(pattern, message), message
+    assert not (tmp_path / "run").exists()
+
+
+def test_all_mistakes_of_a_run_are_reported_at_once(tmp_path: Path) -> None:
+    together = Mistake(
+        name="three at once",
+        config=("max_total_tokens = 200", "max_total_tokens = 20"),
+        code=("float(case.response ==", "float(case.respnse =="),
+        run_dir="run.toml/run",
+        expected=(),
+    )
+    assert "run.toml: 3 faults" in message_of(together, tmp_path)
+
+
+def test_user_code_that_exits_or_prints_does_not_end_the_check(tmp_path: Path) -> None:
+    ends = Mistake(
+        name="", code=("self.side = task", "print('here'); import os; os._exit(7); self.side = task"), expected=()
+    )
+    message = message_of(ends, tmp_path)
+    assert "env.name: resetting the environment ended the process with exit code 7" in message
+
+
+def test_train_prints_the_faults_and_creates_no_run_directory(tmp_path: Path) -> None:
+    code, message, _ = train(MISTAKES[-2], tmp_path)
+    assert code == 2
+    assert "tasks.source" in message
+    assert not (tmp_path / "runs").exists()
+
+
+def train(mistake: Mistake, directory: Path) -> tuple[int, str, float]:
+    """The exit code, the message and the seconds of `rollbook train`, or of `config check` where a run would go on."""
+    write(mistake, directory)
+    verb = ("config", "check") if mistake.is_warning else ("train",)
+    arguments = ("--run-dir", mistake.run_dir) if mistake.run_dir else ()
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "rollbook", *verb, "run.toml", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=directory,
+    )
+    return done.returncode, done.stderr, time.monotonic() - began
+
+
+if __name__ == "__main__":
+    for one in MISTAKES:
+        with tempfile.TemporaryDirectory() as folder:
+            exit_code, text, seconds = train(one, Path(folder))
+            sys.stdout.write(f"## {one.name}: {seconds:.1f} s, exit code {exit_code}\n{text}\n")
