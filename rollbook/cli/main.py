@@ -33,6 +33,8 @@ VERBS: dict[str, tuple[str, str]] = {
         "rollbook.cli.replay:replay",
         "Train the recorded batches again, without generation.",
     ),
+    "play": ("rollbook.cli.play:play", "Play one episode in this process, token by token."),
+    "debug": ("rollbook.cli.debug:debug", "Play a failed episode again, in a debugger if wanted."),
     "host": ("rollbook.cli.host:host", "Run everything but the trainer, for a trainer such as TRL."),
     "proxy": ("rollbook.cli.proxy:proxy", "Serve an OpenAI-compatible endpoint that records its tokens."),
     "config": ("rollbook.cli.config:config_app", "Check configurations."),

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from rollbook.cli.arguments import Overrides, Preflight
+from rollbook.cli.arguments import AsJson, Overrides, Preflight
 from rollbook.cli.output import result_json, stderr_console
 from rollbook.run.commands.train import RunFailedError
 from rollbook.run.commands.train import train as launch
@@ -19,7 +19,7 @@ def train(
     ] = None,
     override: Overrides = None,
     preflight: Preflight = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON line on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train a policy asynchronously. The first Ctrl-C drains, the second stops at once; the same command resumes."""
     try:

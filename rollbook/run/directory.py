@@ -7,7 +7,8 @@ metrics.jsonl       one row per step                  spans/ logs/  one file per
 plots/              drawn at the end                  lock          held by the running `rollbook train`
 addresses.json      URLs of the run's servers         processes.json  pids
 mastery.jsonl       a curriculum's state over time    objects/      functions, classes and tasks of `rollbook.train`
-token               opens requests that steer the run
+token               opens requests that steer the run  failures/    the first failed episodes
+rollouts.jsonl      samples of each step, with text
 """
 
 import fcntl
@@ -90,6 +91,11 @@ class RunDirectory:
     @property
     def mastery_file(self) -> Path:
         return self.path / "mastery.jsonl"
+
+    @property
+    def failures(self) -> Path:
+        """The first failed episodes, for `rollbook debug`."""
+        return self.path / "failures"
 
     @property
     def plots(self) -> Path:

@@ -9,7 +9,7 @@ batch s+1 trains, both from copies of the weights. Settling s begins before the 
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -81,8 +81,15 @@ class TrainerLoop:
         clock: Clock | None = None,
         stage: WeightStage | None = None,
         publishes_adapters: bool = False,
+        doing: Callable[[str], None] = lambda text: None,
+        on_trained: Callable[[TrainingBatch], None] | None = None,
     ) -> None:
-        """`publishes_adapters`: with LoRA, push the adapters only; the replicas already have the base model."""
+        """`publishes_adapters`: with LoRA, push the adapters only; the replicas already have the base model.
+        `doing` is called with what the loop does or waits for, for the live view.
+        `on_trained` is called in a thread with each acknowledged batch.
+        """
+        self._doing = doing
+        self._on_trained = on_trained
         self._source = source
         self._publishes_adapters = publishes_adapters
         self._adapter_kind: AdapterKind | None = None
@@ -157,6 +164,7 @@ class TrainerLoop:
 
     async def _train_until_end(self) -> LoopOutcome:
         learner = await self._restore()
+        self._doing("waiting for the ledger")
         role = await self._take_role(learner)
         await self._replay(learner, role)
         if self._stopping.is_set():
@@ -166,6 +174,7 @@ class TrainerLoop:
         await self._fetching.start(self._next_batch(learner.step + 1))
         while True:
             started = self._clock.now()
+            self._doing(f"waiting for batch {learner.step + 1}")
             batch = await self._fetching.wait()
             if isinstance(batch, EndOfRun):
                 return await self._ended(learner, batch)
@@ -278,11 +287,13 @@ class TrainerLoop:
         waited = self._clock.now() - started
         lags = check_lag(batch.manifest, max_head_offpolicy_versions=self._max_head_offpolicy_versions)
         began = self._clock.now()
+        self._doing(f"training step {batch.step}")
         with self._spans.span("trainer.train", step=batch.step, groups=len(batch.groups)):
             # In a thread, so that fetching, settling and checkpointing continue during the step.
             report, weights = await asyncio.to_thread(_train_and_copy, learner, batch)
         trained = self._clock.now() - began
         began = self._clock.now()
+        self._doing("waiting for the policy servers to load the previous weights")
         await self._settling.wait()
         self._metrics.add("perf/publish_wait_time", self._clock.now() - began)
         self._step, self._weights = learner.step, weights
@@ -313,6 +324,8 @@ class TrainerLoop:
         acknowledged.set_result(digest)
         if trained.is_published and not self._stopping.is_set():
             await self._publish(step, weights, digest)
+        if self._on_trained is not None:
+            await asyncio.to_thread(self._on_trained, trained.batch)
 
     async def _publish(self, step: int, weights: Mapping[str, Tensor], digest: str) -> None:
         """Push the weights to all replicas, unless a stop is requested meanwhile."""

@@ -48,7 +48,7 @@ def require_failure(run: SmallRun, *causes: str) -> None:
     """The run ends by itself, with one of the causes in its last message and without a traceback."""
     summary = run.wait()
     assert (summary["exit_code"], summary["end"]) == (1, "failed"), summary["stderr"][-3000:]
-    message = summary["stderr"].partition("failed after")[2]
+    message = summary["stderr"].rpartition("\nfailed: ")[2]
     assert any(cause in message for cause in causes), summary["stderr"][-3000:]
     assert "Traceback" not in summary["stderr"]
 

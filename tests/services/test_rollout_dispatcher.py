@@ -33,7 +33,10 @@ async def test_every_draw_is_played_and_stored_and_exhaustion_is_reported(tmp_pa
     assert play.tasks.position == 20
     spans = play.spans()
     assert sorted(span.fields["group_id"] for span in spans) == sorted(play.sink.rows)
-    assert all(span.name == "rollout.group" and span.fields["samples"] == 4 for span in spans)
+    assert all(span.fields["samples"] == 4 for span in spans)
+    episodes = play.spans("rollout.episode")
+    assert sorted(span.fields["group_id"] for span in episodes) == sorted(list(play.sink.rows) * 4)
+    assert all(span.fields["reward"] is not None and span.start <= span.end for span in episodes)
     assert living_children() == []
 
 

@@ -5,6 +5,7 @@ Locks the directory, runs the supervisor under a live view, then audits the ledg
 
 import asyncio
 import contextlib
+import dataclasses
 import io
 import resource
 import shutil
@@ -24,7 +25,6 @@ from rollbook.dashboard.run_files import RunReader, summarise
 from rollbook.dashboard.terminal import ProcessStatus, ProgressRenderer, open_view
 from rollbook.ledger.serve import allow_many_connections
 from rollbook.ledger.tools.audit import AuditReport
-from rollbook.run.commands.preflight import check_run, print_preflight
 from rollbook.run.commands.train_summary import EXIT_FAILED, TrainReport, print_summary
 from rollbook.run.config.run import (
     LoadedConfig,
@@ -36,6 +36,7 @@ from rollbook.run.config.run import (
 )
 from rollbook.run.config.source import ConfigSource, TaskRows, place, read_source, with_references
 from rollbook.run.directory import RunDirectory
+from rollbook.run.preflight import check_run, print_preflight
 from rollbook.run.record import audit
 from rollbook.run.supervision.resume import check_resume
 from rollbook.run.supervision.supervisor import RunEnd, RunOutcome, Supervisor, require_posix
@@ -157,6 +158,7 @@ def _named(rewards: Any) -> Iterable[tuple[str, Any]]:
 
 def _train(loaded: LoadedConfig, directory: RunDirectory, console: Console) -> TrainReport:
     is_resumed = write_or_check_config(loaded, directory, console)
+    steps_before = summarise(directory.path).steps
     # Warnings go to the view and the log file; on stderr they would break the live view.
     log = EventLog("supervisor", directory.log_file("supervisor"), echo=io.StringIO())
     log.info("run.started", resumed=is_resumed)
@@ -165,7 +167,7 @@ def _train(loaded: LoadedConfig, directory: RunDirectory, console: Console) -> T
         _run_with_view(supervisor, loaded.config, directory, console), on_interrupt=supervisor.interrupt
     )
     log.info("run.ended", how=outcome.end, message=outcome.message, seconds=round(outcome.seconds, 2))
-    return _report(loaded.config, directory, outcome, log)
+    return dataclasses.replace(_report(loaded.config, directory, outcome, log), steps_before=steps_before)
 
 
 def write_or_check_config(loaded: LoadedConfig, directory: RunDirectory, console: Console) -> bool:
@@ -199,6 +201,7 @@ async def _view(
         title=config.run.name,
         total_steps=config.trainer.max_steps,
         max_head_offpolicy_versions=config.gate.max_head_offpolicy_versions,
+        has_evaluation=config.evaluation.every_steps is not None,
     )
     with open_view(console, renderer) as update:
         reader = RunReader(directory.path)
@@ -232,21 +235,18 @@ async def _view(
 
 
 def _report(config: RunConfig, directory: RunDirectory, outcome: RunOutcome, log: EventLog) -> TrainReport:
-    report = _audit(directory, has_failed=outcome.end is RunEnd.FAILED)
-    if report is None:
-        return TrainReport(
-            directory=directory, config=config, outcome=outcome, audit=None, summary=summarise(directory.path), plots=()
-        )
-    try:
-        run_blocking(Supervisor(config, directory, log=log).run_once("report"))
-    except RunError as error:
-        log.warning("run.plots_failed", cause=str(error))
+    checked, summary = _audit(directory, has_failed=outcome.end is RunEnd.FAILED), summarise(directory.path)
+    if checked is not None and summary.steps:
+        try:
+            run_blocking(Supervisor(config, directory, log=log).run_once("report"))
+        except RunError as error:
+            log.warning("run.plots_failed", cause=str(error))
     return TrainReport(
         directory=directory,
         config=config,
         outcome=outcome,
-        audit=report,
-        summary=summarise(directory.path),
+        audit=checked,
+        summary=summary,
         plots=tuple(sorted(directory.plots.glob("*.png"))),
     )
 

@@ -49,6 +49,17 @@ ROLES: dict[str, str] = {
 }
 
 
+# What a role does from its start until it is ready.
+STARTS: dict[str, str] = {
+    "ledger": "opening its store",
+    "policy": "loading the model",
+    "vllm": "waiting for the vLLM server to load the model",
+    "env": "starting environments",
+    "rollout": "loading the tasks",
+    "evaluation": "starting its workers and its policy server",
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleContext:
     """What every role is given."""
@@ -108,7 +119,9 @@ def main(argv: list[str] | None = None) -> int:
             addresses=json.loads(args.addresses),
             server_socket=socket.socket(fileno=args.socket_fd) if args.socket_fd is not None else None,
         )
+        channel.doing("importing its modules")
         module = cast(RoleModule, load_on_demand(ROLES[args.role]))
+        channel.doing(STARTS.get(args.role, "starting"))
         return uvloop.run(_play(module, context))
     except Exception as error:
         return exit_code_of(error, channel, log)

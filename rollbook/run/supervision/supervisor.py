@@ -120,6 +120,8 @@ class Supervisor:
         write_json(self._directory.addresses_file, self.addresses)
         self._catch_signals()
         try:
+            for process in self.processes:
+                process.move(ProcessState.WAITING, "for the model directory")
             await self.run_once("prepare")
             if self._failure is None and not self._over.is_set():
                 await self._run_processes()
@@ -147,6 +149,8 @@ class Supervisor:
     async def _run_processes(self) -> None:
         async with asyncio.TaskGroup() as group:
             ledger, *others = self.processes
+            for process in others:
+                process.move(ProcessState.WAITING, "for the ledger")
             keepers = [group.create_task(self._keep(ledger), name="run.keep.ledger")]
             await self._until_ready(ledger)
             keepers += [group.create_task(self._keep(p), name=f"run.keep.{p.name}") for p in others]
