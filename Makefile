@@ -12,7 +12,8 @@ SEED  ?= 0
 KILLS ?= 100
 
 .DEFAULT_GOAL := help
-.PHONY: proof-cpu proof-gpu aws-agent help install demo test test-all check format docs bench bench-overlap bench-envs bench-ledger bench-history bench-engine bench-trainer test-trl-losses test-openenv test-agents test-sinks test-trl test-atropos test-crashes vllm-cpu test-vllm wheelhouse clean bench-gil chaos bench-ettr soak
+# Every target without a dot or a slash in its name is a command, not a file.
+.PHONY: $(shell grep -oE '^[a-z-]+:' $(firstword $(MAKEFILE_LIST)) | tr -d ':')
 
 help: ## show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -56,6 +57,9 @@ bench: bench-overlap bench-envs bench-ledger bench-engine bench-trainer bench-gi
 
 bench-overlap: $(STAMP) ## the same work with staleness bound 0 and 2
 	$(BIN)/python -m benchmarks.loop.overlap
+
+bench-loop: $(STAMP) ## the whole loop against the engine alone and the trainer alone: make bench-loop DEVICE=cuda
+	$(BIN)/python -m benchmarks.loop.speed --device $(DEVICE)
 
 bench-envs: $(STAMP) ## environments: parallel against serial, AWS commands against subprocesses, 256 sessions, pools
 	$(BIN)/python -m benchmarks.envs.all
@@ -123,6 +127,7 @@ chaos: $(STAMP) ## kill random processes of a run, fill its disk, shift its cloc
 	$(BIN)/python -m tests.faults.chaos --seed $(SEED) --kills $(KILLS) --write
 	$(MAKE) docs
 
+.PHONY: bench-ettr soak
 bench-ettr: $(STAMP) ## effective training time with a kill every 30 s, by process: make bench-ettr MINUTES=10
 	$(BIN)/python -m benchmarks.loop.ettr --minutes $(or $(MINUTES),10)
 
