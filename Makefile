@@ -127,7 +127,6 @@ chaos: $(STAMP) ## kill random processes of a run, fill its disk, shift its cloc
 	$(BIN)/python -m tests.faults.chaos --seed $(SEED) --kills $(KILLS) --write
 	$(MAKE) docs
 
-.PHONY: bench-ettr soak
 bench-ettr: $(STAMP) ## effective training time with a kill every 30 s, by process: make bench-ettr MINUTES=10
 	$(BIN)/python -m benchmarks.loop.ettr --minutes $(or $(MINUTES),10)
 

@@ -18,7 +18,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,13 @@ class RunDirectory:
     def failures(self) -> Path:
         """The first failed episodes, for `rollbook debug`."""
         return self.path / "failures"
+
+    def first_failure(self) -> str | None:
+        """The cause of the first recorded failed episode."""
+        for file in sorted(self.failures.glob("*.json")):
+            with suppress(OSError, ValueError, KeyError):  # a file may be cut off by a kill
+                return str(json.loads(file.read_text(encoding="utf-8"))["cause"])
+        return None
 
     @property
     def plots(self) -> Path:
