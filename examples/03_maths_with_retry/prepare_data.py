@@ -98,8 +98,8 @@ def main(argv: list[str] | None = None) -> int:
             parser.error("gsm8k: set exactly one of --from FILE and --hub NAME")
         subset = args.subset or ("main" if args.hub == "openai/gsm8k" else None)
         lines = hub_rows(args.hub, args.split, subset=subset) if args.hub else file_rows(args.source)
-        rows = itertools.islice(gsm8k_rows(lines, split=args.split), args.count)
-        write(args.to / f"gsm8k-{args.split}.jsonl", rows)
+        chosen = itertools.islice(gsm8k_rows(lines, split=args.split), args.count)
+        write(args.to / f"gsm8k-{args.split}.jsonl", chosen)
     else:
         rows = reasoning_gym_rows(args.dataset, args.count or 500, seed=args.seed, split=args.split)
         write(args.to / f"{args.dataset}-{args.split}.jsonl", rows)
