@@ -55,7 +55,8 @@ async def test_the_notebook_trains_evaluates_inspects_and_plots(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    notebook = nbformat.read(ROOT / "examples" / "train_in_a_notebook.ipynb", as_version=4)
+    path = ROOT / "examples" / "train_in_a_notebook.ipynb"
+    notebook = nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]  # it is not typed
     client = NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": tmp_path}})
     await client.async_execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
