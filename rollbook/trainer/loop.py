@@ -196,8 +196,8 @@ class TrainerLoop:
             self._learner = learner
             if self._publishes_adapters:
                 self._adapter_kind = await asyncio.to_thread(learner.publish_adapters)
-            self._weights = await asyncio.to_thread(learner.snapshot)
-            self._weights, digest = await asyncio.to_thread(_digested, self._weights)
+            snapshot = await asyncio.to_thread(learner.snapshot)
+            self._weights, digest = await asyncio.to_thread(_digested, snapshot)
             self._digest = digest
             self._acknowledged = asyncio.get_running_loop().create_future()
             self._acknowledged.set_result(digest)

@@ -83,7 +83,8 @@ async def test_failed_groups_are_dropped_with_their_causes_and_the_run_continues
 
 async def test_a_rollout_that_always_fails_stops_the_run_with_its_cause(tmp_path: Path) -> None:
     play = dispatching(tmp_path, [{"action": "raise"}] * 50)
-    with pytest.raises(RolloutsFailingError, match=r"5 groups in a row failed.*row is malformed.*See"):
+    cause = r'(?s)5 groups in a row failed.*row is malformed.*functions\.py", line \d+, in rollout.*See'
+    with pytest.raises(RolloutsFailingError, match=cause):
         await play.run()
     assert len(play.events("rollout.group_failed")) >= 5
     assert living_children() == []
