@@ -1,7 +1,7 @@
 """The mistakes of a first hour: each is reported before the run starts, with the line of the config file and of the user's code.
 
-`python -m tests.services.test_run_mistakes` prints each message with the seconds until it appeared. On a busy machine the CPU seconds
-say how long it takes on an idle one.
+`python -m tests.services.test_run_mistakes` prints each message with the seconds until it appeared. On a busy machine, the CPU
+seconds say how long it takes on an idle one.
 """
 
 import re
@@ -209,6 +209,7 @@ def message_of(mistake: Mistake, directory: Path) -> str:
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name.replace(" ", "_"))
 def test_a_mistake_is_reported_with_its_line_before_anything_starts(mistake: Mistake, tmp_path: Path) -> None:
     message = message_of(mistake, tmp_path)
+    assert message.startswith("warning: ") == mistake.is_warning, message
     for pattern in mistake.expected:
         assert re.search(pattern, message), message
     assert not (tmp_path / "run").exists()
