@@ -51,6 +51,7 @@ docs: $(STAMP) ## write the generated references
 	$(BIN)/python -m rollbook.run.api_reference > docs/python-api.md
 	$(BIN)/python -m rollbook.ledger.http.reference > docs/http-api.md
 	$(BIN)/python -m rollbook.rollout.dispatch.failure_reference > docs/failures.md
+	$(BIN)/python -m tests.faults.chaos_report >> docs/failures.md
 
 bench: bench-overlap bench-envs bench-ledger bench-engine bench-trainer bench-gil ## every benchmark
 
@@ -122,8 +123,15 @@ bench-history: $(STAMP) ## cost of each ledger verb after 1,000, 20,000 and 200,
 test-atropos: $(STAMP) .venvs/atropos/.installed ## the real atroposlib, environments and trainer, with our server
 	$(BIN)/python -m pytest tests/compatibility
 
-chaos: $(STAMP) ## kill random processes of a run: make chaos SEED=1 KILLS=100
-	$(BIN)/python -m tests.faults.chaos --seed $(SEED) --kills $(KILLS)
+chaos: $(STAMP) ## kill random processes of a run, fill its disk, shift its clock, and record times to heal: make chaos SEED=1 KILLS=1000
+	$(BIN)/python -m tests.faults.chaos --seed $(SEED) --kills $(KILLS) --write
+	$(MAKE) docs
+
+bench-ettr: $(STAMP) ## effective training time with a kill every 30 s, by process: make bench-ettr MINUTES=10
+	$(BIN)/python -m benchmarks.loop.ettr --minutes $(or $(MINUTES),10)
+
+soak: $(STAMP) ## one hour of tiny steps: growth of memory, descriptors and files of each process: make soak MINUTES=60
+	$(BIN)/python -m benchmarks.loop.soak --minutes $(or $(MINUTES),60)
 
 test-crashes: $(STAMP) ## 200 kills of a SQLite ledger under load, 50 with restarts of PostgreSQL
 	$(BIN)/python -m tests.faults.ledger_crashes --kills 200 --store sqlite

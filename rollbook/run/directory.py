@@ -157,6 +157,14 @@ class RunDirectory:
     def span_file(self, process: str) -> Path:
         return self.path / "spans" / f"{process}.jsonl"
 
+    def file_id(self) -> tuple[int, int] | None:
+        """Identifies the directory itself, not its name. None if it does not exist."""
+        try:
+            status = self.path.stat()
+        except OSError:
+            return None
+        return status.st_dev, status.st_ino
+
     @property
     def exists(self) -> bool:
         return self.manifest_file.exists()

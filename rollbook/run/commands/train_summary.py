@@ -31,7 +31,7 @@ class TrainReport:
     """The resolved configuration."""
     outcome: RunOutcome
     audit: AuditReport | None
-    """None when the run failed before its ledger existed."""
+    """None when a failed run has no ledger that can be read."""
     summary: RunSummary
     """Means of the first and the last steps, evaluations, shares of lost episodes and groups, the largest lag."""
     plots: tuple[Path, ...]
@@ -155,7 +155,7 @@ def _lines(report: TrainReport) -> list[tuple[str, str]]:
             ("deaths", f"{totals.worker_deaths:.0f} of workers; {report.outcome.restarts} restarts of other processes")
         )
     if law is None:
-        lines.append(("audit", "none: the run failed before its ledger was created"))
+        lines.append(("audit", "none: the run failed, and there is no ledger to read"))
     else:
         verdict = f"[green]ok[/]: {escape(law_text(law))}" if law.ok else "[red]violated[/]:"
         lines.append(("audit", verdict))
