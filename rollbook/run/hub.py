@@ -1,4 +1,4 @@
-"""Uploads files to a repository of the Hugging Face Hub. The only module that imports `huggingface_hub`."""
+"""Uploads files to a repository of the Hugging Face Hub, with `huggingface_hub`."""
 
 from collections.abc import Mapping
 from pathlib import Path
