@@ -71,6 +71,7 @@ class Report:
         return {
             "date": time.strftime("%Y-%m-%d"),
             "cores": os.cpu_count(),
+            "load": round(os.getloadavg()[2], 1),
             "seed": self.seed,
             "env": self.env,
             "kills": self.kills,
@@ -117,8 +118,8 @@ def section() -> str:
             "From `make chaos`: the time from a fault until the process is ready again. Simulators, command lines and reward",
             "processes count when their replacement has started; faults of the whole run, when the next step is trained.",
             "",
-            f"{row['kills']} kills in {row['faults']} faults on {row['cores']} cores (seed {row['seed']}, {row['date']}):",
-            f"{row['losses']} lost, {row['duplicates']} trained twice, audit {'; '.join(row['violations']) or 'ok'}, replay",
+            f"{row['kills']} kills in {row['faults']} faults on {row['cores']} cores with a load average of {row['load']} (seed",
+            f"{row['seed']}, {row['date']}): {row['losses']} lost, {row['duplicates']} trained twice, audit {'; '.join(row['violations']) or 'ok'}, replay",
             f"{'gives the same bits' if row['replayed'] else 'DIFFERS'}. {row['trained_groups']} groups were trained in",
             f"{row['steps']} steps.",
             "",
