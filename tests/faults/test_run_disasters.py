@@ -167,14 +167,11 @@ def test_a_run_that_cannot_start_a_process_stops_with_the_limit_and_resumes_once
 
 
 @slow
-@pytest.mark.parametrize("role", ["ledger", "trainer"])
-def test_a_process_that_can_open_no_more_files_stops_the_run_and_the_same_command_resumes(
-    tmp_path: Path, role: str
-) -> None:
+def test_a_ledger_that_can_open_no_more_files_stops_the_run_and_the_same_command_resumes(tmp_path: Path) -> None:
     run = SmallRun(tmp_path, SHORT).start()
     try:
         run.until(lambda: run.step() >= 3, what="step 3")
-        pid = run.until(lambda: run.pid(role), what=f"{role} was up")
+        pid = run.until(lambda: run.pid("ledger"), what="the ledger was up")
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (4, 4))
         require_failure(run, "open files")
         require_resume(run)
