@@ -17,7 +17,7 @@ from rollbook.concurrency.clock import Clock, SystemClock
 from rollbook.concurrency.retry import backoff
 from rollbook.contracts.errors import EpisodeError, TransientError
 from rollbook.contracts.group import GroupId
-from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
+from rollbook.contracts.policy import Completion, FinishReason, SamplingParams, TopLogprobs
 from rollbook.contracts.ports import Policy
 from rollbook.rollout.stopwatch import EpisodeTime
 
@@ -110,11 +110,16 @@ class EpisodePolicy:
         return completion
 
     async def _continue(self, prompt_ids: list[int], params: SamplingParams, partial: Completion) -> Completion:
-        """Continue an aborted request after its partial tokens, which keep their logprobs and versions."""
+        """Continue an aborted request after its partial tokens, which keep their logprobs and versions.
+
+        A grammar applies to a whole completion, so a request with one starts again.
+        """
         waits, empty = backoff(first_s=0.05), 0
         while partial.finish_reason is FinishReason.ABORT:
             if empty > MAX_EMPTY_ABORTS:
                 raise TransientError(f"the policy server aborted a request {empty} times without sampling a token")
+            if params.grammar is not None:
+                partial = _first(partial, 0)
             left = params.max_tokens - len(partial.token_ids)
             if left <= 0:
                 return dataclasses.replace(partial, finish_reason=FinishReason.LENGTH)
@@ -160,6 +165,16 @@ class EpisodePolicy:
         return completion
 
 
+def _first(completion: Completion, count: int) -> Completion:
+    return dataclasses.replace(
+        completion,
+        token_ids=completion.token_ids[:count],
+        logprobs=completion.logprobs[:count],
+        versions=completion.versions[:count],
+        tops=None,
+    )
+
+
 def _joined(first: Completion, rest: Completion) -> Completion:
     seconds = [part.generation_s for part in (first, rest) if part.generation_s is not None]
     return Completion(
@@ -168,4 +183,14 @@ def _joined(first: Completion, rest: Completion) -> Completion:
         versions=np.concatenate([first.versions, rest.versions]),
         finish_reason=rest.finish_reason,
         generation_s=sum(seconds) if seconds else None,
+        tops=_joined_tops([part.tops for part in (first, rest) if part.tops is not None]),
+    )
+
+
+def _joined_tops(parts: Sequence[TopLogprobs]) -> TopLogprobs | None:
+    if not parts:
+        return None
+    return TopLogprobs(
+        token_ids=np.concatenate([part.token_ids for part in parts]),
+        logprobs=np.concatenate([part.logprobs for part in parts]),
     )

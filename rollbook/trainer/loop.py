@@ -82,11 +82,14 @@ class TrainerLoop:
         stage: WeightStage | None = None,
         publishes_adapters: bool = False,
         doing: Callable[[str], None] = lambda text: None,
+        on_trained: Callable[[TrainingBatch], None] | None = None,
     ) -> None:
         """`publishes_adapters`: with LoRA, push the adapters only; the replicas already have the base model.
         `doing` is called with what the loop does or waits for, for the live view.
+        `on_trained` is called in a thread with each acknowledged batch.
         """
         self._doing = doing
+        self._on_trained = on_trained
         self._source = source
         self._publishes_adapters = publishes_adapters
         self._adapter_kind: AdapterKind | None = None
@@ -193,8 +196,8 @@ class TrainerLoop:
             self._learner = learner
             if self._publishes_adapters:
                 self._adapter_kind = await asyncio.to_thread(learner.publish_adapters)
-            self._weights = await asyncio.to_thread(learner.snapshot)
-            self._weights, digest = await asyncio.to_thread(_digested, self._weights)
+            snapshot = await asyncio.to_thread(learner.snapshot)
+            self._weights, digest = await asyncio.to_thread(_digested, snapshot)
             self._digest = digest
             self._acknowledged = asyncio.get_running_loop().create_future()
             self._acknowledged.set_result(digest)
@@ -321,6 +324,8 @@ class TrainerLoop:
         acknowledged.set_result(digest)
         if trained.is_published and not self._stopping.is_set():
             await self._publish(step, weights, digest)
+        if self._on_trained is not None:
+            await asyncio.to_thread(self._on_trained, trained.batch)
 
     async def _publish(self, step: int, weights: Mapping[str, Tensor], digest: str) -> None:
         """Push the weights to all replicas, unless a stop is requested meanwhile."""

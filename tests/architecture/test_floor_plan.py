@@ -44,6 +44,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "psycopg": ("rollbook/ledger/stores/postgres/connection.py",),
     "pyarrow": ("rollbook/ledger/tools/parquet.py",),
     "tokenizers": ("rollbook/rollout/chat/tokenizer.py", "rollbook/trainer/"),
+    "llguidance": ("rollbook/inference/server/grammars.py",),
     "jinja2": ("rollbook/rollout/chat/tokenizer.py",),
     "cloudpickle": ("rollbook/run/user_objects.py",),
 }

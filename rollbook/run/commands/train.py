@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import dataclasses
 import io
+import resource
 import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
@@ -18,10 +19,11 @@ from typing import Any
 from rich.console import Console
 
 from rollbook.concurrency.blocking import run_blocking
-from rollbook.contracts.errors import RunError
+from rollbook.contracts.errors import RunError, UsageError
 from rollbook.contracts.plugin import require_libraries
 from rollbook.dashboard.run_files import RunReader, summarise
 from rollbook.dashboard.terminal import ProcessStatus, ProgressRenderer, open_view
+from rollbook.ledger.serve import allow_many_connections
 from rollbook.ledger.tools.audit import AuditReport
 from rollbook.run.commands.train_summary import EXIT_FAILED, TrainReport, print_summary
 from rollbook.run.config.run import (
@@ -42,6 +44,8 @@ from rollbook.run.user_objects import user_search_path
 from rollbook.telemetry.events import EventLog
 
 VIEW_TICK_S = 0.25
+# A process of a small run opens about 60 files; connections of workers and environments come on top.
+MIN_OPEN_FILES = 256
 
 
 class RunFailedError(RunError):
@@ -87,6 +91,7 @@ def train(
     """
     require_libraries("torch", "transformers")
     require_posix()
+    require_open_files()
     console = console or Console(stderr=True, highlight=False)
     given = {
         "rollout.function": rollout,
@@ -108,6 +113,15 @@ def train(
     if report.exit_code == EXIT_FAILED:
         raise RunFailedError(report)
     return report
+
+
+def require_open_files() -> None:
+    """Raise the limit of open files, which the processes of the run inherit. Raises `UsageError` if it is too low."""
+    limit = allow_many_connections()
+    if limit != resource.RLIM_INFINITY and limit < MIN_OPEN_FILES:
+        raise UsageError(
+            f"a process may open only {limit} files, but a run needs {MIN_OPEN_FILES}: raise the limit (ulimit -n {MIN_OPEN_FILES})"
+        )
 
 
 def resolve_run(
@@ -221,7 +235,7 @@ async def _view(
 
 
 def _report(config: RunConfig, directory: RunDirectory, outcome: RunOutcome, log: EventLog) -> TrainReport:
-    checked, summary = _audit(directory), summarise(directory.path)
+    checked, summary = _audit(directory, has_failed=outcome.end is RunEnd.FAILED), summarise(directory.path)
     if checked is not None and summary.steps:
         try:
             run_blocking(Supervisor(config, directory, log=log).run_once("report"))
@@ -237,10 +251,11 @@ def _report(config: RunConfig, directory: RunDirectory, outcome: RunOutcome, log
     )
 
 
-def _audit(directory: RunDirectory) -> AuditReport | None:
+def _audit(directory: RunDirectory, *, has_failed: bool) -> AuditReport | None:
     try:
         return audit(directory.path)
     except RunError:
-        if any(directory.ledger.iterdir()):
-            raise
-        return None
+        # The ledger of a failed run may be missing or unreadable; that must not replace the cause of the failure.
+        if has_failed:
+            return None
+        raise

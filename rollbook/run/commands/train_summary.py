@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from rollbook.contracts.user_errors import indented
 from rollbook.dashboard.run_metrics import Change, EvaluationPoint, RunSummary
 from rollbook.dashboard.terminal import duration, evaluation_text, percent, small_number
 from rollbook.ledger.tools.audit import AuditReport
@@ -30,7 +31,7 @@ class TrainReport:
     """The resolved configuration."""
     outcome: RunOutcome
     audit: AuditReport | None
-    """None when the run failed before its ledger existed."""
+    """None when a failed run has no ledger that can be read."""
     summary: RunSummary
     """Means of the first and the last steps, evaluations, shares of lost episodes and groups, the largest lag."""
     plots: tuple[Path, ...]
@@ -116,6 +117,10 @@ def print_summary(report: TrainReport, console: Console) -> None:
     if law is not None and not law.ok:
         for violation in law.violations:
             console.print(f"    {violation}", markup=False)
+    if (cause := report.directory.first_failure()) is not None:
+        if cause.splitlines()[0] not in outcome.message:
+            console.print(indented(f"first failed episode: {cause}", "  "), markup=False, soft_wrap=True)
+        console.print(f"  debug      rollbook debug {report.directory.path}", markup=False, soft_wrap=True)
     for path in report.plots:
         console.print(f"  plot       {path}", markup=False, soft_wrap=True)
     if outcome.end is RunEnd.FAILED and not figures.steps:
@@ -150,7 +155,7 @@ def _lines(report: TrainReport) -> list[tuple[str, str]]:
             ("deaths", f"{totals.worker_deaths:.0f} of workers; {report.outcome.restarts} restarts of other processes")
         )
     if law is None:
-        lines.append(("audit", "none: the run failed before its ledger was created"))
+        lines.append(("audit", "none: the run failed, and there is no ledger to read"))
     else:
         verdict = f"[green]ok[/]: {escape(law_text(law))}" if law.ok else "[red]violated[/]:"
         lines.append(("audit", verdict))

@@ -2,14 +2,17 @@
 code."""
 
 import asyncio
+from functools import partial
 
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.errors import FencedError, RunError
 from rollbook.ledger.client.client import open_ledger_client
+from rollbook.rollout.chat.tokenizer import ModelTokenizer
 from rollbook.run.policy_clients import open_weights, steering_token
+from rollbook.run.rollout_table import RolloutTable
 from rollbook.run.supervision.child_main import RoleContext
 from rollbook.telemetry.metrics import MetricRecorder
-from rollbook.telemetry.sinks.forwarder import Forwarder, open_sinks
+from rollbook.telemetry.sinks.forwarder import ROLLOUTS_FILE, Forwarder, open_sinks
 from rollbook.trainer.loop import LoopEnd, LoopOutcome, TrainerLoop
 from rollbook.trainer.metrics import TRAINER_METRICS
 
@@ -46,6 +49,7 @@ async def main(context: RoleContext) -> str:
             spans=context.spans,
             log=context.log,
             doing=context.channel.doing,
+            on_trained=_rollout_table(context).add,
         )
         context.channel.ready("loading the model")
         with _forwarder(context):
@@ -63,10 +67,23 @@ def _forwarder(context: RoleContext) -> Forwarder:
             run_name=config.run.name,
             settings=config.model_dump(mode="json"),
         )
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         raise RunError(str(error)) from error
-    position = context.directory.path / "telemetry_position"
-    return Forwarder(context.directory.metrics_file, sinks, position_file=position)
+    return Forwarder(context.directory.path, sinks)
+
+
+def _rollout_table(context: RoleContext) -> RolloutTable:
+    model, config = context.directory.initial_model, context.loaded.config
+    decode = None
+    if (model / "tokenizer.json").is_file():
+        tokenizer = ModelTokenizer.from_directory(model)
+        decode = partial(tokenizer.decode, skip_special_tokens=False)
+    return RolloutTable(
+        context.directory.path / ROLLOUTS_FILE,
+        config.trainer,
+        per_step=config.telemetry.rollouts_per_step,
+        decode=decode,
+    )
 
 
 async def _run_until_drained(loop: TrainerLoop, context: RoleContext) -> LoopOutcome:

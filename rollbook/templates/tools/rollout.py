@@ -6,7 +6,7 @@ from typing import Any
 from tools import SYSTEM_PROMPT, call_tool
 
 from rollbook import EndReason, MessageTrajectoryAssembler, RolloutFn, RolloutSample, RolloutSetup
-from rollbook.contracts.tool_calls import parse_tool_calls
+from rollbook.contracts.output_formats import parse_tool_calls
 from rollbook.rollout.rewards.scorer import TO_BE_SCORED
 
 

@@ -117,7 +117,9 @@ class Checkpoints:
         return self._directory / f"step-{step:06d}"
 
     def _write_atomically(self, path: Path, snapshot: LearnerSnapshot, weights_digest: str) -> None:
-        self._directory.mkdir(parents=True, exist_ok=True)
+        self._directory.mkdir(
+            exist_ok=True
+        )  # the run directory exists; if it was moved away, a new one would hide that
         self._sweep()
         unfinished = self._directory / f".{path.name}.{os.getpid()}.tmp"
         try:

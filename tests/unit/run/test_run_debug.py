@@ -5,15 +5,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rollbook.concurrency.clock import ManualClock
 from rollbook.contracts.errors import EpisodeError, RunError
-from rollbook.contracts.group import GroupId
-from rollbook.contracts.policy import Completion, FinishReason
+from rollbook.contracts.group import GroupId, PromptGroup
+from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
 from rollbook.contracts.task import TaskId
-from rollbook.rollout.groups.player import GroupOrder
-from rollbook.rollout.workers.episode_records import MAX_FAILURES, FailedEpisodes
+from rollbook.rollout.assemblers.tokens import TrajectoryAssembler
+from rollbook.rollout.groups.player import GroupOrder, GroupResult
+from rollbook.rollout.workers.episode_records import (
+    MAX_FAILURES,
+    TRANSCRIPT_EVERY_S,
+    FailedEpisodes,
+    TranscriptLog,
+)
 from rollbook.run.commands.episodes.debug import RecordingOverError, debug_run, root_cause
 from rollbook.run.config.run import dump_toml, load_config
 from rollbook.run.directory import RunDirectory
+from rollbook.telemetry.events import EventLog, read_json_lines
 from rollbook.trainer.config import ModelBuildConfig
 from rollbook.trainer.model.built_tokenizer import fast_tokenizer
 
@@ -138,3 +146,22 @@ def test_only_the_first_failures_are_recorded_one_for_each_group(run: RunDirecto
     for number in range(3 * MAX_FAILURES):
         failures.add(order(f"one@{number // 2}"), "x", [])
     assert len(list(run.failures.iterdir())) == MAX_FAILURES
+
+
+def test_a_transcript_is_logged_at_most_once_a_minute(tmp_path: Path) -> None:
+    assembler = TrajectoryAssembler(SamplingParams(max_tokens=1))
+    assembler.add_prompt([1])
+    assembler.add_completion(answer(5))
+    sample = assembler.build(reward=0.5)
+    group = PromptGroup(id=GroupId("one@0"), task_id=TaskId("one"), draw=0, samples=(sample, sample))
+    result = GroupResult(outcome=group.outcome(seconds=1.0), group=group)
+    clock, log = ManualClock(), EventLog("worker", tmp_path / "worker.jsonl")
+    transcripts = TranscriptLog(log, decode=lambda ids: " ".join(map(str, ids)), clock=clock)
+    transcripts.add(order("one@0"), result)
+    transcripts.add(order("one@1"), result)
+    clock.jump(TRANSCRIPT_EVERY_S)
+    transcripts.add(order("one@2"), result)
+    log.close()
+    events = read_json_lines(tmp_path / "worker.jsonl")
+    assert [(event["group_id"], event["reward"]) for event in events] == [("one@0", 0.5), ("one@2", 0.5)]
+    assert events[0]["messages"] == [{"role": "tokens", "content": "1 5"}]
