@@ -42,7 +42,11 @@ DOORS: dict[str, tuple[str, ...]] = {
     "matplotlib": ("rollbook/dashboard/plots.py",),
     "sqlite3": ("rollbook/ledger/stores/sqlite/",),
     "psycopg": ("rollbook/ledger/stores/postgres/connection.py",),
-    "pyarrow": ("rollbook/ledger/tools/parquet.py",),
+    "datasets": ("rollbook/tasks/hub.py",),
+    "pyarrow": (
+        "rollbook/tasks/parquet.py",
+        "rollbook/ledger/tools/parquet.py",
+    ),
     "tokenizers": ("rollbook/rollout/chat/tokenizer.py", "rollbook/trainer/"),
     "llguidance": ("rollbook/inference/server/grammars.py",),
     "jinja2": ("rollbook/rollout/chat/tokenizer.py",),
