@@ -12,7 +12,7 @@ from rollbook.concurrency.child_process.stopping import end_process, end_process
 
 POLITE = "print('up', flush=True); import time; time.sleep(600)"
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + POLITE
-PARENT = "import subprocess, sys; child = subprocess.Popen(['sleep', '600'], stdout=subprocess.DEVNULL); print(child.pid, flush=True)"
+PARENT = "import subprocess as s; child = s.Popen(['sleep', '600'], stdout=s.DEVNULL); print(child.pid, flush=True)"
 
 
 async def started(code: str) -> tuple[asyncio.subprocess.Process, str]:
