@@ -45,14 +45,18 @@ def scored_group(number: int, reply: dict[str, Any]) -> dict[str, Any]:
 
 
 async def post(client: aiohttp.ClientSession, url: str, body: dict[str, Any], *, method: str = "POST") -> Any:
-    async with client.request(method, url, json=body) as response:
-        return await response.json()
+    while True:
+        async with client.request(method, url, json=body) as response:
+            if response.status != 503:
+                response.raise_for_status()
+                return await response.json()
+        await asyncio.sleep(0.2)  # the policy server waits for its first weights
 
 
 async def play(addresses: dict[str, str]) -> int:
     """Play until the run ends. Returns the number of posted groups."""
     ledger, policy = addresses["ledger"], addresses["policy"]
-    async with aiohttp.ClientSession(raise_for_status=True) as client:
+    async with aiohttp.ClientSession() as client:
         environment = {"max_token_length": 64, "desired_name": "even_or_odd", "weight": 1.0, "group_size": GROUP_SIZE}
         while (env_id := (await post(client, f"{ledger}/register-env", environment)).get("env_id")) is None:
             await asyncio.sleep(0.2)  # the trainer is not ready yet
