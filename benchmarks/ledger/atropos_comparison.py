@@ -38,6 +38,8 @@ from benchmarks.ledger.bodies import SEQUENCES, json_group, native_group, packed
 from benchmarks.report import Figure, print_figures, print_status
 from rollbook.contracts.admission import RunId, RunSettings
 from rollbook.contracts.freshness import FreshnessRule
+from rollbook.contracts.group import GroupOutcome
+from rollbook.contracts.group_codec import EncodedGroup
 from rollbook.ledger.client.client import LedgerClient, open_ledger_client
 from rollbook.ledger.config import Durability
 from rollbook.ledger.http import wire
@@ -154,13 +156,13 @@ class Bench:
         wall = time.perf_counter() - began
         return Cost((self.server.cpu_s() - cpu) / len(bodies) * 1e3, len(bodies) / wall)
 
-    async def submit_all(self, client: LedgerClient, groups: Sequence[wire.Submit]) -> Cost:
+    async def submit_all(self, client: LedgerClient, groups: Sequence[tuple[EncodedGroup, GroupOutcome]]) -> Cost:
         """Submit each group once through our client, `LANES` at a time."""
         waiting = iter(groups)
 
         async def lane() -> None:
             for group in waiting:
-                await client.submit_encoded(group)
+                await client.submit(*group, attempt=1)
 
         cpu, began = self.server.cpu_s(), time.perf_counter()
         await asyncio.gather(*(lane() for _ in range(LANES)))

@@ -28,6 +28,7 @@ from rollbook.concurrency.clock import SystemClock
 from rollbook.contracts.admission import LedgerStatus, RunId
 from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainerRole, TrainingBatch
 from rollbook.contracts.errors import RunError, TransientError
+from rollbook.contracts.group import GroupId
 from rollbook.inference.weights.client import WeightTransferClient
 from rollbook.ledger.client.client import LedgerClient, open_ledger_client
 from rollbook.telemetry.events import EventLog
@@ -81,6 +82,8 @@ class RollbookRun:
         self._role: TrainerRole | None = None
         self._trained = threading.Condition()
         self._step = 0
+        self._unusable: dict[int, Mapping[GroupId, str]] = {}
+        """Of batches that are not acknowledged yet."""
         self._has_initial_weights = False
         """Whether the initial weights were published. They belong to no step."""
         self.divergences = 0
@@ -124,6 +127,9 @@ class RollbookRun:
                 found = self._wait(self._ledger.batch(step, wait_s=LONG_POLL_S))
             except CancelledError:
                 return None
+            if isinstance(found, TrainingBatch) and found.unusable:
+                self._unusable[step] = found.unusable
+                self._log.warning("trl.unusable_groups", step=step, groups=dict(found.unusable))
             if found is not None:
                 return found
         return None
@@ -142,7 +148,7 @@ class RollbookRun:
             self._trained.notify_all()
 
     def _acknowledge(self, step: int, digest: str) -> None:
-        receipt = self._wait(self._ledger.acknowledge(step, digest))
+        receipt = self._wait(self._ledger.acknowledge(step, digest, unusable=self._unusable.pop(step, None)))
         if receipt is AckReceipt.DIVERGED:
             self.divergences += 1
             self._log.warning("trl.diverged", step=step, digest=digest)
