@@ -10,6 +10,7 @@ import pytest
 
 from rollbook.concurrency.clock import ManualClock
 from rollbook.contracts.admission import RunId
+from rollbook.contracts.group_checks import TrainingLimits
 from rollbook.ledger.atropos.config import AtroposConfig
 from rollbook.ledger.atropos.models import InvalidBodyError
 from rollbook.ledger.atropos.posts import Incoming, Post
@@ -47,6 +48,7 @@ async def opened(clock: ManualClock | None = None, **limits: Any) -> AsyncIterat
                 store=store,
                 config=AtroposConfig(hold_s=HOLD_S),
                 limits=LedgerConfig(**limits),
+                trainable=TrainingLimits(),
                 clock=clock or ManualClock(),
                 log=EventLog("test"),
             )
