@@ -116,20 +116,20 @@ class BlockPool:
         return blocks
 
     def register(self, row: RowBlocks, tokens: NDArray[np.int32]) -> None:
-        """Make the full blocks of `tokens` available to others. Their keys must be computed, or be launched before any reader.
+        """Make more full blocks of a row available to others. `tokens`: those after its `num_known` blocks.
 
-        Ignored if the weights changed since the row was matched.
+        Their keys must be computed, or be launched before any reader. Ignored if the weights changed since the row was matched.
         """
         if row.weights_generation != self.weights_generation or not self._max_cached:
             return
         size = self.size * tokens.itemsize
-        raw = tokens[: len(tokens) // self.size * self.size].tobytes()
-        for index in range(row.num_known, len(raw) // size):
-            key = (row.parent, raw[index * size : (index + 1) * size])
+        raw = tokens.tobytes()
+        for start in range(0, len(tokens) // self.size * size, size):
+            key = (row.parent, raw[start : start + size])
             block = self._registered.get(key)
             if block is None:
                 # If another row registered the same tokens before, this row keeps its copy for itself.
-                block = row.blocks[index]
+                block = row.blocks[row.num_known]
                 self._registered[key] = block
                 self._keys[block] = key
                 self._identities[block] = next(self._new_identity)
