@@ -6,7 +6,7 @@ same tokens share blocks, also with rows of the same forward: each layer writes 
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -25,15 +25,11 @@ GATHER_ROUNDS, GATHER_PROMPTS = 4, 16
 
 @dataclass(slots=True, eq=False)
 class _Prefill:
-    """A request that owns a row and is not decoded yet. It has blocks once its prefill has started."""
+    """A request that owns a row and is not decoded yet. It has blocks and an array of tokens once its prefill has started."""
 
     request: Request
-    tokens: NDArray[np.int32]
+    tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     done: int = 0
-
-    @classmethod
-    def of(cls, request: Request) -> "_Prefill":
-        return cls(request, _as_array([*request.prompt, *request.tokens]))
 
 
 class PagedBatch:
@@ -66,19 +62,19 @@ class PagedBatch:
     def num_admissible(self, waiting: Iterable[Request]) -> int:
         running = self.table.num_owned
         free_rows = self.table.max_rows - running
-        reserved = sum(self._needed(len(p.tokens)) for p in self._prefills if p.request.cached_kv is None)
+        reserved = sum(self._needed(_length(p.request)) for p in self._prefills if p.request.cached_kv is None)
         # One block is left for each running row, so that it is not preempted soon.
         available = self.pool.num_available(are_pins_kept=running > 0) - reserved - running
         admitted = 0
         for request in waiting:
-            available -= self._needed(len(request.prompt) + len(request.tokens)) + 1
+            available -= self._needed(_length(request)) + 1
             if admitted == free_rows or (available < 0 and running + admitted > 0):
                 break
             admitted += 1
         return admitted
 
     def add(self, requests: Sequence[Request]) -> None:
-        self._prefills.extend(map(_Prefill.of, requests))
+        self._prefills.extend(map(_Prefill, requests))
 
     def launch(self, number: int) -> tuple[NDArray[np.int64], list[int]]:
         table = self.table
@@ -94,7 +90,7 @@ class PagedBatch:
         table.counts[started] += 1
         table.is_active[started] = True
         if started:
-            self._prefills = [prefill for prefill in self._prefills if prefill.done < len(prefill.tokens)]
+            self._prefills = [prefill for prefill in self._prefills if prefill.done < _length(prefill.request)]
         return decoding, started
 
     def collect(self) -> PendingResults:
@@ -153,7 +149,7 @@ class PagedBatch:
             request.segments = []
             self.table.is_active[request.row] = False
             self.table.positions[request.row] = 0
-        self._prefills = [_Prefill.of(request) for request in running]
+        self._prefills = [_Prefill(request) for request in running]
 
     def invalidate(self) -> None:
         self.pool.weights_changed()
@@ -201,6 +197,7 @@ class PagedBatch:
     def _start(self, prefill: _Prefill) -> bool:
         """Give a row its blocks: first those that others computed, then new ones. False if there are not enough."""
         request, pool = prefill.request, self.pool
+        prefill.tokens = _as_array([*request.prompt, *request.tokens])
         row: RowBlocks = pool.match(prefill.tokens)
         needed = self._needed(len(prefill.tokens)) - len(row.blocks)
         self._ensure_free(needed)
@@ -230,6 +227,10 @@ class PagedBatch:
     def _grow(self, num_blocks: int) -> None:
         self._cache.resize(num_blocks)
         self.pool.grow(num_blocks)
+
+
+def _length(request: Request) -> int:
+    return len(request.prompt) + len(request.tokens)
 
 
 def _as_array(tokens: list[int]) -> NDArray[np.int32]:

@@ -7,6 +7,7 @@ identity of the block before it, so a match is exact and needs no comparison. Ne
 """
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
@@ -50,7 +51,8 @@ class BlockPool:
         self._clock = clock
         self._free: list[int] = []
         self._uses: dict[int, int] = {}
-        self._cached: dict[int, float] = {}
+        # Not a dict: finding its first entry takes longer the more entries were removed before it.
+        self._cached: OrderedDict[int, float] = OrderedDict()
         """Registered blocks without a row, least recently used first, and when they were released."""
         self._registered: dict[tuple[int, bytes], int] = {}
         self._keys: dict[int, tuple[int, bytes]] = {}
@@ -163,8 +165,7 @@ class BlockPool:
         self._root = next(self._new_identity)
 
     def _evict(self) -> None:
-        block = next(iter(self._cached))
-        del self._cached[block]
+        block, _ = self._cached.popitem(last=False)
         del self._registered[self._keys.pop(block)]
         del self._identities[block]
         self._free.append(block)
