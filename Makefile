@@ -12,7 +12,8 @@ SEED  ?= 0
 KILLS ?= 100
 
 .DEFAULT_GOAL := help
-.PHONY: proof-cpu proof-gpu aws-agent help install demo test test-all check format docs bench bench-overlap bench-envs bench-ledger bench-history bench-engine bench-trainer test-trl-losses test-openenv test-agents test-trl test-atropos test-crashes vllm-cpu test-vllm wheelhouse clean bench-gil chaos
+# Every target without a dot or a slash in its name is a command, not a file.
+.PHONY: $(shell grep -oE '^[a-z-]+:' $(firstword $(MAKEFILE_LIST)) | tr -d ':')
 
 help: ## show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -50,11 +51,15 @@ docs: $(STAMP) ## write the generated references
 	$(BIN)/python -m rollbook.run.api_reference > docs/python-api.md
 	$(BIN)/python -m rollbook.ledger.http.reference > docs/http-api.md
 	$(BIN)/python -m rollbook.rollout.dispatch.failure_reference > docs/failures.md
+	$(BIN)/python -m tests.faults.chaos_report >> docs/failures.md
 
 bench: bench-overlap bench-envs bench-ledger bench-engine bench-trainer bench-gil ## every benchmark
 
 bench-overlap: $(STAMP) ## the same work with staleness bound 0 and 2
 	$(BIN)/python -m benchmarks.loop.overlap
+
+bench-loop: $(STAMP) ## the whole loop against the engine alone and the trainer alone: make bench-loop DEVICE=cuda
+	$(BIN)/python -m benchmarks.loop.speed --device $(DEVICE)
 
 bench-envs: $(STAMP) ## environments: parallel against serial, AWS commands against subprocesses, 256 sessions, pools
 	$(BIN)/python -m benchmarks.envs.all
@@ -90,9 +95,13 @@ test-openenv: $(STAMP) ## with the openenv package, in a separate virtual enviro
 	PYTHON=$(PYTHON) sh scripts/openenv_venv.sh
 	$(BIN)/python -m pytest tests/services/test_envs_openenv_package.py
 
-test-agents: $(STAMP) ## an unchanged agent framework through the proxy, in a separate virtual environment
+test-agents: $(STAMP) ## unchanged agent frameworks and lm-evaluation-harness, in a separate virtual environment
 	PYTHON=$(PYTHON) sh scripts/agents_venv.sh
-	$(BIN)/python -m pytest tests/services/test_rollout_agents_framework.py tests/services/test_rollout_agents_server.py tests/services/test_run_agent_proxy.py
+	$(BIN)/python -m pytest tests/services/test_rollout_agents_framework.py tests/services/test_rollout_agents_server.py tests/services/test_run_agent_proxy.py tests/services/test_inference_openai.py
+
+test-sinks: $(STAMP) ## Trackio and MLflow, in a separate virtual environment
+	PYTHON=$(PYTHON) sh scripts/sinks_venv.sh
+	$(BIN)/python -m pytest tests/unit/telemetry/test_telemetry_sinks.py
 
 test-trl: $(STAMP) ## TRL with our workers, gate and ledger, in a separate virtual environment
 	PYTHON=$(PYTHON) sh scripts/trl_venv.sh
@@ -114,8 +123,15 @@ bench-history: $(STAMP) ## cost of each ledger verb after 1,000, 20,000 and 200,
 test-atropos: $(STAMP) .venvs/atropos/.installed ## the real atroposlib, environments and trainer, with our server
 	$(BIN)/python -m pytest tests/compatibility
 
-chaos: $(STAMP) ## kill random processes of a run: make chaos SEED=1 KILLS=100
-	$(BIN)/python -m tests.faults.chaos --seed $(SEED) --kills $(KILLS)
+chaos: $(STAMP) ## kill random processes of a run, fill its disk, shift its clock, and record times to heal: make chaos SEED=1 KILLS=1000
+	$(BIN)/python -m tests.faults.chaos --seed $(SEED) --kills $(KILLS) --write
+	$(MAKE) docs
+
+bench-ettr: $(STAMP) ## effective training time with a kill every 30 s, by process: make bench-ettr MINUTES=10
+	$(BIN)/python -m benchmarks.loop.ettr --minutes $(or $(MINUTES),10)
+
+soak: $(STAMP) ## one hour of tiny steps: growth of memory, descriptors and files of each process: make soak MINUTES=60
+	$(BIN)/python -m benchmarks.loop.soak --minutes $(or $(MINUTES),60)
 
 test-crashes: $(STAMP) ## 200 kills of a SQLite ledger under load, 50 with restarts of PostgreSQL
 	$(BIN)/python -m tests.faults.ledger_crashes --kills 200 --store sqlite

@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AsyncRolloutWorker",
+    "Completion",
     "ConfigError",
     "Curriculum",
     "CursorDataLoader",
@@ -19,6 +20,7 @@ __all__ = [
     "EpisodeError",
     "EvaluationReport",
     "FinishReason",
+    "FreshnessRule",
     "GroupAssembler",
     "GrpoPool",
     "LedgerClient",
@@ -38,8 +40,12 @@ __all__ = [
     "RolloutSetup",
     "RunConfig",
     "RunFailedError",
+    "RunSettings",
+    "SamplingParams",
     "StalenessController",
     "SyncLedgerClient",
+    "Task",
+    "TokenRow",
     "TrainReport",
     "TrajectoryAssembler",
     "WeightTransferClient",
@@ -53,12 +59,15 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from rollbook.contracts.admission import RunSettings
     from rollbook.contracts.environment import Observation
     from rollbook.contracts.errors import EpisodeError, RollbookError
+    from rollbook.contracts.freshness import FreshnessRule
     from rollbook.contracts.group import PromptGroup
-    from rollbook.contracts.policy import FinishReason
+    from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
     from rollbook.contracts.ports import Environment
-    from rollbook.contracts.trajectory import EndReason, RolloutSample
+    from rollbook.contracts.task import Task
+    from rollbook.contracts.trajectory import EndReason, RolloutSample, TokenRow
     from rollbook.envs.builtin.awscli.cloud.backend import MiniStackPool
     from rollbook.envs.client.blocking import MultiTurnEnvPool
     from rollbook.envs.client.group import GrpoPool
@@ -86,6 +95,7 @@ if TYPE_CHECKING:
 # The same imports as above, for `__getattr__`.
 _MODULES = {
     "AsyncRolloutWorker": "rollbook.rollout.workers.handle",
+    "Completion": "rollbook.contracts.policy",
     "ConfigError": "rollbook.run.config.run",
     "CursorDataLoader": "rollbook.tasks.cursor",
     "Curriculum": "rollbook.tasks.curriculum",
@@ -94,6 +104,7 @@ _MODULES = {
     "EpisodeError": "rollbook.contracts.errors",
     "EvaluationReport": "rollbook.run.commands.evaluate",
     "FinishReason": "rollbook.contracts.policy",
+    "FreshnessRule": "rollbook.contracts.freshness",
     "GroupAssembler": "rollbook.rollout.groups.player",
     "GrpoPool": "rollbook.envs.client.group",
     "LedgerClient": "rollbook.ledger.client.client",
@@ -113,8 +124,12 @@ _MODULES = {
     "RolloutSetup": "rollbook.rollout.contract",
     "RunConfig": "rollbook.run.config.run",
     "RunFailedError": "rollbook.run.commands.train",
+    "RunSettings": "rollbook.contracts.admission",
+    "SamplingParams": "rollbook.contracts.policy",
     "StalenessController": "rollbook.rollout.dispatch.slots",
     "SyncLedgerClient": "rollbook.ledger.client.blocking",
+    "Task": "rollbook.contracts.task",
+    "TokenRow": "rollbook.contracts.trajectory",
     "TrainReport": "rollbook.run.commands.train_summary",
     "TrajectoryAssembler": "rollbook.rollout.assemblers.tokens",
     "WeightTransferClient": "rollbook.inference.weights.client",

@@ -2,12 +2,13 @@
 
 python prepare_data.py sums --to data                                   demonstrations of one-digit sums, for sft.toml
 python prepare_data.py gsm8k --from train.jsonl --to data               rows of GSM8K from a file: question, answer with #### 72
-python prepare_data.py gsm8k --hub openai/gsm8k --split test --to data  the same from a hub (needs the package `datasets`)
+python prepare_data.py gsm8k --hub openai/gsm8k --split test --to data  from the hub or a dataset directory (needs `datasets`)
 python prepare_data.py reasoning-gym --dataset chain_sum --count 500 --to data     generated (needs `reasoning-gym`)
 """
 
 import argparse
 import importlib
+import itertools
 import json
 import sys
 from collections.abc import Iterable, Iterator
@@ -15,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import sums
+
+from rollbook.tasks.config import HubConfig, TasksConfig
+from rollbook.tasks.dataset import DatasetError, load_tasks
 
 
 def gsm8k_rows(lines: Iterable[Any], *, split: str) -> Iterator[dict[str, Any]]:
@@ -42,13 +46,12 @@ def file_rows(path: Path) -> Iterator[Any]:
                 raise SystemExit(f"{path}, line {number}: not JSON ({error})") from None
 
 
-def hub_rows(name: str, split: str) -> Iterable[Any]:
+def hub_rows(name: str, split: str, *, subset: str | None) -> Iterator[Any]:
+    config = TasksConfig(source=f"hf:{name}", split=split, hub=HubConfig(subset=subset))
     try:
-        load = importlib.import_module("datasets").load_dataset
-    except ModuleNotFoundError:
-        raise SystemExit("--hub needs the package `datasets`: pip install datasets, or use --from FILE") from None
-    rows: Iterable[Any] = load(name, "main", split=split)
-    return rows
+        yield from (task.row for task in load_tasks(config, base_dir=Path.cwd()))
+    except DatasetError as error:
+        raise SystemExit(f"{error}. Or use --from FILE") from None
 
 
 def write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
@@ -61,16 +64,25 @@ def write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     print(f"{path}: {count} rows", file=sys.stderr)
 
 
+def positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("sums", "gsm8k", "reasoning-gym"))
     parser.add_argument("--to", type=Path, default=Path(__file__).parent / "data", help="output directory")
     parser.add_argument("--from", dest="source", type=Path, help="gsm8k: a JSONL file")
-    parser.add_argument("--hub", help="gsm8k: a dataset on the hub")
+    parser.add_argument("--hub", help="gsm8k: a dataset on the hub, or a local dataset directory")
+    parser.add_argument("--subset", help="gsm8k: subset of the dataset on the hub (openai/gsm8k: main)")
     parser.add_argument("--split", default="train")
     parser.add_argument("--dataset", default="chain_sum", help="reasoning-gym: name of the generator")
     parser.add_argument(
-        "--count", type=int, help="reasoning-gym: number of rows (default 500); sums: demonstrations (default 9,600)"
+        "--count",
+        type=positive,
+        help="number of rows to write. Default: sums 9,600, reasoning-gym 500, gsm8k all",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -84,8 +96,10 @@ def main(argv: list[str] | None = None) -> int:
     elif args.what == "gsm8k":
         if (args.source is None) == (args.hub is None):
             parser.error("gsm8k: set exactly one of --from FILE and --hub NAME")
-        lines = hub_rows(args.hub, args.split) if args.hub else file_rows(args.source)
-        write(args.to / f"gsm8k-{args.split}.jsonl", gsm8k_rows(lines, split=args.split))
+        subset = args.subset or ("main" if args.hub == "openai/gsm8k" else None)
+        lines = hub_rows(args.hub, args.split, subset=subset) if args.hub else file_rows(args.source)
+        chosen = itertools.islice(gsm8k_rows(lines, split=args.split), args.count)
+        write(args.to / f"gsm8k-{args.split}.jsonl", chosen)
     else:
         rows = reasoning_gym_rows(args.dataset, args.count or 500, seed=args.seed, split=args.split)
         write(args.to / f"{args.dataset}-{args.split}.jsonl", rows)

@@ -16,6 +16,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Override a field; may be repeated."),
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON line on stdout.")]
 Preflight = Annotated[
     bool,
     typer.Option(

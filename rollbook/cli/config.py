@@ -7,8 +7,8 @@ import typer
 
 from rollbook.cli.arguments import Overrides, Preflight, verb_group
 from rollbook.cli.output import result, stderr_console
-from rollbook.run.commands.preflight import check_run, print_preflight
 from rollbook.run.config.run import dump_toml, load_config
+from rollbook.run.preflight import check_run, print_preflight
 
 config_app = verb_group()
 

@@ -7,26 +7,23 @@ from typing import Annotated
 import typer
 
 from rollbook.cli.arguments import Overrides
-from rollbook.cli.output import EXIT_USAGE, print_error, result_json, stderr_console
+from rollbook.cli.output import result_json, stderr_console
+from rollbook.run.commands.init import RUN_FILE, TEMPLATES_DIR
 from rollbook.run.commands.train import RunFailedError
 from rollbook.run.commands.train import train as launch
 from rollbook.run.commands.train_summary import summary_row
-
-EXAMPLE = Path("examples/01_number_guessing/run.toml")
 
 
 def demo(
     run_dir: Annotated[Path | None, typer.Option("--run-dir", help="The run directory.")] = None,
     override: Overrides = None,
 ) -> None:
-    """Train a small policy from scratch to guess numbers, while rollouts and training overlap."""
-    config = Path(__file__).parents[2] / EXAMPLE
-    if not config.exists():
-        print_error(f"{EXAMPLE} was not found: the demo runs from a clone of the repository")
-        raise typer.Exit(EXIT_USAGE)
+    """Train a small policy from scratch to guess numbers. `rollbook init NAME --template multi_turn` gives you its files."""
+    config = TEMPLATES_DIR / "multi_turn" / RUN_FILE
     chosen = run_dir or Path("runs") / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
+    overrides = ["run.name=number_guessing", *(override or ())]
     try:
-        report = launch(config, run_dir=chosen, overrides=override or (), console=stderr_console(), preflight=False)
+        report = launch(config, run_dir=chosen, overrides=overrides, console=stderr_console(), preflight=False)
     except RunFailedError as error:
         report = error.report
     result_json({"demo": "number_guessing", **summary_row(report)})

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from rollbook.cli.arguments import Overrides
+from rollbook.cli.arguments import AsJson, Overrides
 from rollbook.cli.output import result_json, stderr_console
 from rollbook.run.commands.evaluate import evaluate, table
 
@@ -28,6 +28,7 @@ def eval_command(
     ] = None,
     override: Overrides = None,
     out: Annotated[Path | None, typer.Option("--out", help="File for the result; default: in the run.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Play held-out tasks with a checkpoint and print the results, overall and by label, with 95 % intervals."""
     result = evaluate(
@@ -48,4 +49,5 @@ def eval_command(
         shown.add_row(*line)
     stderr_console().print(shown)
     stderr_console().print(f"written to {result['file']}", markup=False, soft_wrap=True)
-    result_json(result)
+    if as_json:
+        result_json(result)

@@ -18,6 +18,7 @@ from rollbook.contracts.plugin import extend_search_path, load_on_demand
 
 # Where each verb is defined, and its line in `rollbook --help`. Longer lines would be cut.
 VERBS: dict[str, tuple[str, str]] = {
+    "init": ("rollbook.cli.init:init", "Create a project that trains as it is, from a template."),
     "demo": ("rollbook.cli.demo:demo", "Train a small policy from scratch to guess numbers."),
     "train": ("rollbook.cli.train:train", "Train a policy asynchronously."),
     "sft": ("rollbook.cli.sft:sft", "Train a model on chats, the assistant's tokens only."),
@@ -32,6 +33,8 @@ VERBS: dict[str, tuple[str, str]] = {
         "rollbook.cli.replay:replay",
         "Train the recorded batches again, without generation.",
     ),
+    "play": ("rollbook.cli.play:play", "Play one episode in this process, token by token."),
+    "debug": ("rollbook.cli.debug:debug", "Play a failed episode again, in a debugger if wanted."),
     "host": ("rollbook.cli.host:host", "Run everything but the trainer, for a trainer such as TRL."),
     "proxy": ("rollbook.cli.proxy:proxy", "Serve an OpenAI-compatible endpoint that records its tokens."),
     "config": ("rollbook.cli.config:config_app", "Check configurations."),

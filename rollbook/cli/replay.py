@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from rollbook.cli.arguments import AsJson
 from rollbook.cli.output import EXIT_FAILED, result_json, stderr_console
 from rollbook.run.commands.replay import LossComparison
 from rollbook.run.commands.replay import replay as run_replay
@@ -29,15 +30,17 @@ def replay(
         typer.Option("--set", metavar="trainer.FIELD=VALUE", help="Override a trainer setting; may be repeated."),
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Folder for the curves; default: in the run.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Train the recorded batches again from the initial weights, without generation. The record is only read."""
     if verify and (loss is not None or override):
         raise typer.BadParameter("--verify cannot be combined with --loss or --set")
     report = run_replay(run, until=until, loss=loss, overrides=override or (), out=out)
+    if as_json:
+        result_json(report.row())
     if isinstance(report, LossComparison):
         _print_comparison(report.row())
         return
-    result_json(report.row())
     if report.is_exact:
         stderr_console().print(f"{report.steps} steps reproduced bit for bit", style="green")
     else:
@@ -58,7 +61,6 @@ def _print_comparison(report: dict[str, Any]) -> None:
     for name, (before, after) in report["changed"].items():
         stderr_console().print(f"  {name}: {before!r} → {after!r}", markup=False)
     stderr_console().print(f"plot: {report['picture']}", markup=False, soft_wrap=True)
-    result_json(report)
 
 
 def _arrow(first: float | None, last: float | None) -> str:

@@ -5,26 +5,33 @@ from typing import Annotated
 
 import typer
 
-from rollbook.cli.arguments import Overrides, Preflight
+from rollbook.cli.arguments import AsJson, Overrides, Preflight
 from rollbook.cli.output import result_json, stderr_console
 from rollbook.run.commands.train import RunFailedError
 from rollbook.run.commands.train import train as launch
 from rollbook.run.commands.train_summary import summary_row
 
 
-def train(
+def train(  # noqa: PLR0917 - a command line is a list of flags
     config: Annotated[Path, typer.Argument(help="The run's TOML file, or a run directory to resume.")],
     run_dir: Annotated[
         Path | None, typer.Option("--run-dir", help="The run directory; an existing one is resumed.")
     ] = None,
     override: Overrides = None,
+    max_rows: Annotated[
+        int | None, typer.Option("--max-rows", min=1, help="Use only the first rows of the task source (tasks.limit).")
+    ] = None,
     preflight: Preflight = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON line on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train a policy asynchronously. The first Ctrl-C drains, the second stops at once; the same command resumes."""
     try:
         report = launch(
-            config, run_dir=run_dir, overrides=override or (), console=stderr_console(), preflight=preflight
+            config,
+            run_dir=run_dir,
+            overrides=[*(override or ()), *([] if max_rows is None else [f"tasks.limit={max_rows}"])],
+            console=stderr_console(),
+            preflight=preflight,
         )
     except RunFailedError as error:
         report = error.report

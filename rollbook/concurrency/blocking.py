@@ -1,8 +1,11 @@
 """Runs a coroutine from plain code."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+import signal
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
@@ -17,11 +20,27 @@ def run_blocking(main: Coroutine[Any, Any, Result], *, on_interrupt: Callable[[]
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(main)
-    with asyncio.Runner() as runner, ThreadPoolExecutor(1, thread_name_prefix="run_blocking") as pool:
-        loop = runner.get_loop()
-        running = pool.submit(runner.run, main)
-        while True:
-            try:
-                return running.result()
-            except KeyboardInterrupt:
-                loop.call_soon_threadsafe(on_interrupt)
+    started: Future[asyncio.AbstractEventLoop] = Future()
+
+    async def run() -> Result:
+        started.set_result(asyncio.get_running_loop())
+        return await main
+
+    with (
+        ThreadPoolExecutor(1, thread_name_prefix="run_blocking") as pool,
+        _on_sigint(lambda: started.result().call_soon_threadsafe(on_interrupt)),
+    ):
+        return pool.submit(asyncio.run, run()).result()
+
+
+@contextmanager
+def _on_sigint(call: Callable[[], object]) -> Iterator[None]:
+    """Only the main thread receives signals; elsewhere this does nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, lambda *_: call())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -12,17 +12,24 @@ class Clock(Protocol):
         """Monotonic seconds: for durations, not comparable between processes."""
 
     def wall(self) -> float:
-        """Seconds since 1970: comparable between processes, but may jump."""
+        """Seconds since 1970: comparable between processes, up to a change of the system's clock after one of them started."""
 
     async def sleep(self, seconds: float) -> None: ...
 
 
 class SystemClock:
+    """`wall` reads the system's clock once and then advances steadily: leases must not end, or last for a day, when somebody sets
+    the clock of the machine.
+    """
+
+    def __init__(self) -> None:
+        self._started = time.time() - time.monotonic()
+
     def now(self) -> float:
         return time.monotonic()
 
     def wall(self) -> float:
-        return time.time()
+        return self._started + time.monotonic()
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)

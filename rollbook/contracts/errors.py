@@ -12,10 +12,24 @@ Each room derives its exceptions from these. A retry loop catches `TransientErro
 pickled, because exceptions cross process boundaries.
 """
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rollbook.contracts.user_errors import describe_error
+
+# Failures of the machine that an operator must fix: what is wrong, and what to do.
+MACHINE_FAULTS = {
+    errno.ENOSPC: "the disk is full: free some space",
+    errno.EDQUOT: "the disk quota is used up: free some space",
+    errno.EROFS: "the file system is read-only: make it writable",
+    errno.EIO: "the disk reports an error: check it",
+    errno.ESTALE: "the file system is no longer mounted: mount it",
+    errno.EMFILE: "the limit of open files of a process is reached: raise it (ulimit -n)",
+    errno.ENFILE: "the limit of open files of this machine is reached: close some, or raise it (fs.file-max)",
+    errno.ENOMEM: "there is no free memory: free some",
+    errno.EAGAIN: "no more processes can be started: raise the limit (ulimit -u, or pids.max of the cgroup), or end some",
+}
 
 
 class RollbookError(Exception):
@@ -51,6 +65,17 @@ class UsageError(RunError):
 
 class FencedError(RunError):
     """A newer process holds this role. Stop without further side effects."""
+
+
+def machine_fault(error: BaseException | None) -> str | None:
+    """What is wrong with the machine and what to do, if that is the cause of an error. A restart of the process would not help."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in MACHINE_FAULTS:
+            return f"{MACHINE_FAULTS[error.errno]} ({error})"
+        if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+            return f"{MACHINE_FAULTS[errno.EAGAIN]} ({error})"
+        error = error.__cause__
+    return None
 
 
 def _unpickle_transient(kind: type[TransientError], message: str, retry_after_s: float | None) -> TransientError:

@@ -45,6 +45,8 @@ class SamplingParams:
     seed: int | None = None
     top_logprobs: int = 0
     """Report this many of the likeliest tokens at each position."""
+    grammar: str | None = None
+    """The completion follows this grammar (`output_formats.py`). Logprobs are those of the allowed tokens, renormalised."""
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:

@@ -1,4 +1,4 @@
-"""Plots of a run: reward and solve rate, lag, timeline, mastery. The only module that imports matplotlib."""
+"""Plots of a run: reward and solve rate, policy, lag, timeline, mastery. The only module that imports matplotlib."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from rollbook.dashboard.intervals import Intervals, read_intervals
-from rollbook.dashboard.run_files import MasteryPoint, read_mastery, read_steps
-from rollbook.dashboard.run_metrics import StepMetrics, moving_average, trainer_utilisation
+from rollbook.dashboard.run_files import MasteryPoint, read_evaluations, read_mastery, read_steps
+from rollbook.dashboard.run_metrics import EvaluationPoint, StepMetrics, moving_average, trainer_utilisation
 
 INK, GRID = "#2b2b2b", "#dddddd"
 REWARD, SOLVED, LIMIT = "#3b6ea8", "#2f8f5b", "#b3382c"
@@ -40,7 +40,8 @@ def draw_plots(run_dir: Path, out: Path, *, max_head_offpolicy_versions: int) ->
     steps = read_steps(run_dir)
     mastery = read_mastery(run_dir)
     return [
-        _save(_reward_and_solved(steps), out / "reward_and_solved.png"),
+        _save(_reward_and_solved(steps, read_evaluations(run_dir)), out / "reward_and_solved.png"),
+        _save(_policy(steps), out / "policy.png"),
         _save(_lag(steps, max_head_offpolicy_versions), out / "lag.png"),
         _save(_timeline(run_dir, steps), out / "timeline.png"),
         *([_save(_mastery(mastery), out / "mastery.png")] if mastery else []),
@@ -60,7 +61,7 @@ def draw_comparison(path: Path, title: str, panels: Mapping[str, Mapping[str, Se
     return _save(figure, path)
 
 
-def _reward_and_solved(steps: Sequence[StepMetrics]) -> Figure:
+def _reward_and_solved(steps: Sequence[StepMetrics], evaluations: Sequence[EvaluationPoint]) -> Figure:
     figure, (axes,) = _canvas("Reward and solve rate", heights=(1.0,))
     width = max(1, len(steps) // 25)
     for name, colour, values in (
@@ -71,10 +72,52 @@ def _reward_and_solved(steps: Sequence[StepMetrics]) -> Figure:
         axes.plot(numbers, _nan(values), color=colour, alpha=0.25, linewidth=1)
         label = name if width == 1 else f"{name}, mean of {width} steps"
         axes.plot(numbers, _nan(moving_average(values, width)), color=colour, linewidth=2, label=label)
+    measured = [(p.step, p.solved, p.low, p.high) for p in evaluations if p.solved is not None]
+    if measured:
+        at = [step for step, *_ in measured]
+        rates = [rate for _, rate, *_ in measured]
+        below = [rate - (rate if low is None else low) for _, rate, low, _ in measured]
+        above = [(rate if high is None else high) - rate for _, rate, _, high in measured]
+        axes.errorbar(
+            at,
+            rates,
+            [below, above],
+            color=INK,
+            marker="o",
+            markersize=4,
+            linewidth=1.2,
+            label="solve rate, held-out tasks",
+        )
     axes.set_xlabel("step")
     known = [v for step in steps for v in (step.reward, step.solved) if v is not None]
     axes.set_ylim(min(0.0, *known) if len(known) > 1 else 0.0, max(1.02, *known) if len(known) > 1 else 1.02)
-    axes.legend(loc="lower right", frameon=False)
+    axes.legend(loc="best", frameon=False)
+    return figure
+
+
+def _policy(steps: Sequence[StepMetrics]) -> Figure:
+    figure, (length, spread, shares) = _canvas(
+        "Policy: length, entropy, divergence, lost samples", heights=(1.2, 1.2, 1.2)
+    )
+    numbers = [step.step for step in steps]
+    length.plot(numbers, _nan([step.response_tokens for step in steps]), color=REWARD, linewidth=1.6)
+    length.set_title("response, tokens", loc="left", fontsize=9, color=INK)
+    spread.plot(numbers, _nan([step.entropy for step in steps]), color=SOLVED, linewidth=1.6, label="entropy, nats")
+    divergence = spread.twinx()
+    is_reference = any(step.reference_kl is not None for step in steps)
+    divergence.plot(numbers, _nan([step.kl for step in steps]), color=LIMIT, linewidth=1.2)
+    label = "KL to the initial policy, right axis" if is_reference else "KL within a step, right axis"
+    spread.plot([], [], color=LIMIT, linewidth=1.2, label=label)
+    spread.legend(loc="best", frameon=False, ncols=2)
+    for name, colour, values in (
+        ("truncated samples", REWARD, [step.truncated for step in steps]),
+        ("unscorable episodes", LIMIT, [step.unscorable for step in steps]),
+        ("filtered groups", SOLVED, [step.filtered for step in steps]),
+    ):
+        shares.plot(numbers, _nan(values), color=colour, linewidth=1.4, label=name)
+    shares.set_ylim(-0.02, 1.04)
+    shares.set_xlabel("step")
+    shares.legend(loc="best", frameon=False, ncols=3)
     return figure
 
 

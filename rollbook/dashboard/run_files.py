@@ -1,4 +1,4 @@
-"""Reads `metrics.jsonl` and `mastery.jsonl` of a run directory.
+"""Reads `metrics.jsonl`, `mastery.jsonl` and the transcripts of a run directory.
 
 `RunReader` serves live views: each poll reads only new lines, and memory stays bounded. `summarise`, `read_steps` and
 `read_mastery` read a finished run once. Missing files and lines torn by a kill are skipped.
@@ -14,10 +14,21 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from rollbook.dashboard.json_tail import JsonTail
-from rollbook.dashboard.run_metrics import RunMetrics, RunSummary, StepMetrics, tenth_means, trainer_utilisation
+from rollbook.dashboard.run_metrics import (
+    EvaluationPoint,
+    RolloutTotals,
+    RunMetrics,
+    RunSummary,
+    StepMetrics,
+    Transcript,
+    tenth_means,
+    trainer_utilisation,
+)
 
 METRICS_FILE = "metrics.jsonl"
 MASTERY_FILE = "mastery.jsonl"
+WORKER_LOG = Path("logs") / "rollout-worker.jsonl"
+TRANSCRIPT_EVENT = "rollout.transcript"
 KEPT_STEPS = 512
 """Enough for a sparkline and a pace. Plots read the whole file."""
 
@@ -27,6 +38,9 @@ class RunReader:
 
     def __init__(self, run_dir: Path, *, kept_steps: int = KEPT_STEPS) -> None:
         self._rows = JsonTail(run_dir / METRICS_FILE)
+        self._worker_events = JsonTail(run_dir / WORKER_LOG)
+        self._history = _History()
+        self._transcript: Transcript | None = None
         self._kept: deque[StepMetrics] = deque(maxlen=kept_steps)
         self._gauges: dict[str, float] = {}
         self._last_step = 0
@@ -38,9 +52,11 @@ class RunReader:
         """Read new rows and return the current state."""
         for row in self._rows.poll():
             self._gauges.update(_measured(row))
-            step = _step_metrics(row)
+            step = self._history.take(row)
             if step is not None:
                 self._add(step)
+        for event in self._worker_events.poll():
+            self._transcript = _transcript(event) or self._transcript
         return RunMetrics(
             steps=tuple(self._kept),
             last_step=self._last_step,
@@ -48,6 +64,9 @@ class RunReader:
             wait_s=self._wait_s,
             train_s=self._train_s,
             gauges=dict(self._gauges),
+            totals=self._history.totals,
+            evaluation=self._history.evaluations[-1] if self._history.evaluations else None,
+            transcript=self._transcript,
         )
 
     def _add(self, step: StepMetrics) -> None:
@@ -64,23 +83,58 @@ class RunReader:
         self._train_s += sign * step.train_s
 
 
+class _History:
+    """Collects the rows of all processes in the order of the file."""
+
+    def __init__(self) -> None:
+        self.totals = RolloutTotals()
+        self.evaluations: list[EvaluationPoint] = []
+        self._since_step = RolloutTotals()
+
+    def take(self, row: Mapping[str, Any]) -> StepMetrics | None:
+        """Add a row. Returns the step that a row of the trainer reports."""
+        match row.get("process"):
+            case "rollout":
+                measured = _measured(row)
+                self.totals, self._since_step = self.totals.plus(measured), self._since_step.plus(measured)
+            case "evaluation" if (point := _evaluation_point(row)) is not None:
+                # A resumed run may evaluate a step again.
+                self.evaluations = [*(one for one in self.evaluations if one.step < point.step), point]
+            case "trainer" if (step := _step_metrics(row, self._since_step)) is not None:
+                self._since_step = RolloutTotals()
+                return step
+        return None
+
+
 def read_steps(run_dir: Path) -> list[StepMetrics]:
     """Every step of the run, in order."""
-    found = (_step_metrics(row) for row in JsonTail(run_dir / METRICS_FILE).poll())
+    return _read(run_dir)[0]
+
+
+def read_evaluations(run_dir: Path) -> list[EvaluationPoint]:
+    return _read(run_dir)[1].evaluations
+
+
+def _read(run_dir: Path) -> tuple[list[StepMetrics], _History]:
+    history = _History()
+    found = (history.take(row) for row in JsonTail(run_dir / METRICS_FILE).poll())
     by_step = {step.step: step for step in found if step is not None}
-    return [by_step[step] for step in sorted(by_step)]
+    return [by_step[step] for step in sorted(by_step)], history
 
 
 def summarise(run_dir: Path) -> RunSummary:
-    steps = read_steps(run_dir)
-    reward_first, reward_last = tenth_means([step.reward for step in steps])
-    solved_first, solved_last = tenth_means([step.solved for step in steps])
+    steps, history = _read(run_dir)
     return RunSummary(
         steps=len(steps),
-        reward_first=reward_first,
-        reward_last=reward_last,
-        solved_first=solved_first,
-        solved_last=solved_last,
+        reward=tenth_means([step.reward for step in steps]),
+        solved=tenth_means([step.solved for step in steps]),
+        response_tokens=tenth_means([step.response_tokens for step in steps]),
+        truncated=tenth_means([step.truncated for step in steps]),
+        entropy=tenth_means([step.entropy for step in steps]),
+        kl=tenth_means([step.kl for step in steps]),
+        has_reference_kl=any(step.reference_kl is not None for step in steps),
+        totals=history.totals,
+        evaluations=tuple(history.evaluations),
         max_lag=max((round(step.lag_max) for step in steps if step.lag_max is not None), default=0),
         trainer_utilisation=trainer_utilisation(sum(s.wait_s for s in steps), sum(s.train_s for s in steps)),
     )
@@ -119,10 +173,10 @@ def _measured(row: Mapping[str, Any]) -> dict[str, float]:
     return {key: float(value) for key, value in row.items() if "/" in key and is_number(value)}
 
 
-def _step_metrics(row: Mapping[str, Any]) -> StepMetrics | None:
-    """None for rows of other processes than the trainer."""
+def _step_metrics(row: Mapping[str, Any], played: RolloutTotals) -> StepMetrics | None:
+    """A step from the trainer's row. `played`: since the previous step."""
     step, time = row.get("step"), row.get("time")
-    if row.get("process") != "trainer" or not isinstance(step, int) or step < 1 or not is_number(time):
+    if not isinstance(step, int) or step < 1 or not is_number(time):
         return None
     measured = _measured(row)
     return StepMetrics(
@@ -135,6 +189,43 @@ def _step_metrics(row: Mapping[str, Any]) -> StepMetrics | None:
         wait_s=measured.get("perf/sample_wait_time", 0.0),
         train_s=measured.get("perf/train_time", 0.0),
         tokens=measured.get("train/tokens", 0.0),
+        response_tokens=measured.get("rollout/response_len"),
+        truncated=measured.get("rollout/truncated_ratio"),
+        entropy=measured.get("train/entropy"),
+        reference_kl=measured.get("train/reference_kl"),
+        step_kl=measured.get("train/ppo_kl"),
+        unscorable=played.unscorable_share,
+        filtered=played.filtered_share,
+    )
+
+
+def _evaluation_point(row: Mapping[str, Any]) -> EvaluationPoint | None:
+    step, measured = row.get("step"), _measured(row)
+    if not isinstance(step, int) or step < 0:
+        return None
+    return EvaluationPoint(
+        step=step,
+        tasks=round(measured.get("eval/tasks", 0.0)),
+        reward=measured.get("eval/reward"),
+        solved=measured.get("eval/solved"),
+        low=measured.get("eval/solved_low"),
+        high=measured.get("eval/solved_high"),
+    )
+
+
+def _transcript(event: Mapping[str, Any]) -> Transcript | None:
+    messages, time, reward = event.get("messages"), event.get("time"), event.get("reward")
+    if event.get("event") != TRANSCRIPT_EVENT or not isinstance(messages, list) or not is_number(time):
+        return None
+    return Transcript(
+        time=float(time),
+        group_id=str(event.get("group_id")),
+        reward=float(reward) if is_number(reward) else None,
+        messages=tuple(
+            (str(message.get("role")), str(message.get("content")))
+            for message in messages
+            if isinstance(message, Mapping)
+        ),
     )
 
 

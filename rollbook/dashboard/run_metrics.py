@@ -23,6 +23,83 @@ class StepMetrics:
     train_s: float = 0.0
     """Seconds it trained on it."""
     tokens: float = 0.0
+    response_tokens: float | None = None
+    """Trained tokens per sample."""
+    truncated: float | None = None
+    """Share of the samples that ended by a limit."""
+    entropy: float | None = None
+    reference_kl: float | None = None
+    """Divergence from the initial policy; measured only if the run uses it."""
+    step_kl: float | None = None
+    """Divergence from the policy at the start of the step."""
+    unscorable: float | None = None
+    """Share of the episodes since the previous step that have no reward."""
+    filtered: float | None = None
+    """Share of the groups since the previous step that a filter dropped."""
+
+    @property
+    def kl(self) -> float | None:
+        return self.step_kl if self.reference_kl is None else self.reference_kl
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutTotals:
+    """What was played so far."""
+
+    episodes: float = 0.0
+    unscorable: float = 0.0
+    groups: float = 0.0
+    filtered: float = 0.0
+    failed: float = 0.0
+    """Groups with too few scorable samples."""
+    worker_deaths: float = 0.0
+
+    def plus(self, row: Mapping[str, float]) -> "RolloutTotals":
+        """These totals and the values of one row of the dispatcher."""
+        return RolloutTotals(
+            episodes=self.episodes + row.get("rollout/episodes", 0.0),
+            unscorable=self.unscorable + row.get("async/invalid_samples", 0.0),
+            groups=self.groups + row.get("rollout/groups_finished", 0.0),
+            filtered=self.filtered + row.get("async/filter_drops", 0.0),
+            failed=self.failed + row.get("rollout/groups_failed", 0.0),
+            worker_deaths=self.worker_deaths + row.get("rollout/worker_deaths", 0.0),
+        )
+
+    @property
+    def unscorable_share(self) -> float | None:
+        return self.unscorable / self.episodes if self.episodes else None
+
+    @property
+    def filtered_share(self) -> float | None:
+        return self.filtered / self.groups if self.groups else None
+
+    @property
+    def failed_share(self) -> float | None:
+        return self.failed / self.groups if self.groups else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationPoint:
+    """One evaluation on held-out tasks."""
+
+    step: int
+    tasks: int
+    reward: float | None = None
+    solved: float | None = None
+    low: float | None = None
+    high: float | None = None
+    """The 95 % interval of `solved`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transcript:
+    """One played episode, as text."""
+
+    time: float
+    group_id: str
+    reward: float | None
+    messages: tuple[tuple[str, str], ...]
+    """Role and text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +114,11 @@ class RunMetrics:
     train_s: float = 0.0
     gauges: Mapping[str, float] = field(default_factory=dict)
     """The last value of every metric of any process."""
+    totals: RolloutTotals = RolloutTotals()
+    evaluation: EvaluationPoint | None = None
+    """The last one."""
+    transcript: Transcript | None = None
+    """The last one."""
 
     @property
     def latest(self) -> StepMetrics:
@@ -67,17 +149,31 @@ class RunMetrics:
         return None if pace is None else pace * max(0, total_steps - self.last_step)
 
 
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Means over the first and the last tenth of the steps."""
+
+    first: float | None = None
+    last: float | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """A finished run. First and last are means over the first and the last tenth of the steps."""
+    """A finished run."""
 
     steps: int
-    reward_first: float | None
-    reward_last: float | None
-    solved_first: float | None
-    solved_last: float | None
-    max_lag: int
-    trainer_utilisation: float | None
+    reward: Change = Change()
+    solved: Change = Change()
+    response_tokens: Change = Change()
+    truncated: Change = Change()
+    entropy: Change = Change()
+    kl: Change = Change()
+    has_reference_kl: bool = False
+    """`kl` is the divergence from the initial policy; otherwise that within a step."""
+    max_lag: int = 0
+    trainer_utilisation: float | None = None
+    totals: RolloutTotals = RolloutTotals()
+    evaluations: tuple[EvaluationPoint, ...] = ()
 
 
 def trainer_utilisation(wait_s: float, train_s: float) -> float | None:
@@ -86,10 +182,10 @@ def trainer_utilisation(wait_s: float, train_s: float) -> float | None:
     return 1.0 - wait_s / total_s if total_s > 0 else None
 
 
-def tenth_means(values: Sequence[float | None]) -> tuple[float | None, float | None]:
+def tenth_means(values: Sequence[float | None]) -> Change:
     """Means over the first and the last tenth, at least one step each, ignoring missing values."""
     tenth = max(1, round(len(values) / 10))
-    return _mean(values[:tenth]), _mean(values[-tenth:])
+    return Change(_mean(values[:tenth]), _mean(values[-tenth:]))
 
 
 def moving_average(values: Sequence[float | None], width: int) -> list[float | None]:

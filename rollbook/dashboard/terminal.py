@@ -14,12 +14,15 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rollbook.dashboard.run_metrics import RunMetrics
+from rollbook.dashboard.run_metrics import EvaluationPoint, RunMetrics, Transcript
 
 STATE_STYLES = {"running": "green", "starting": "cyan", "restarting": "yellow", "failed": "bold red"}
 PLAIN_INTERVAL_S = 5.0
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 32
+SHOWN_MESSAGES = 2
+"""Last messages of a transcript in the panel."""
+TRANSCRIPT_CHARS = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,20 +47,31 @@ class ProgressRenderer:
     total_steps: int | None
     """None: the run ends with its tasks, and its progress is unknown."""
     max_head_offpolicy_versions: int
+    has_evaluation: bool = True
+    """Whether the run evaluates held-out tasks during training."""
 
     def panel(self, metrics: RunMetrics, processes: Sequence[ProcessStatus]) -> RenderableType:
-        parts: list[RenderableType] = [self._progress(metrics), self._metrics(metrics)]
+        restarts = sum(process.restarts for process in processes)
+        parts: list[RenderableType] = [self._progress(metrics), self._metrics(metrics, restarts)]
+        if metrics.transcript is not None:
+            parts += [Text(), _transcript(metrics.transcript)]
         if processes:
             parts += [Text(), _process_table(processes)]
         return Panel(Group(*parts), title=Text(self.title, "bold"), title_align="left", border_style="dim")
 
     def line(self, metrics: RunMetrics, processes: Sequence[ProcessStatus]) -> str:
         last = metrics.latest
+        if metrics.last_step == 0 and processes:
+            return f"{self.title}: {self._step(metrics)}  {startup(processes)}"
         line = (
             f"{self.title}: {self._step(metrics)}  reward {number(last.reward)}  solved {percent(last.solved)}"
             f"  lag {number(last.lag_max, 0)}/{self.max_head_offpolicy_versions}"
             f"  trainer busy {percent(metrics.trainer_utilisation)}  {self._time_left(metrics)}"
         )
+        if metrics.evaluation is not None:
+            line += f"  held out {percent(metrics.evaluation.solved)} at step {metrics.evaluation.step}"
+        if metrics.totals.worker_deaths:
+            line += f"  worker deaths {metrics.totals.worker_deaths:.0f}"
         unusual = [f"{p.name} {p.state}" for p in processes if p.state != "running"]
         return line + (f"  [{', '.join(unusual)}]" if unusual else "")
 
@@ -70,15 +84,34 @@ class ProgressRenderer:
         grid.add_row(self._step(metrics), bar, self._time_left(metrics))
         return grid
 
-    def _metrics(self, metrics: RunMetrics) -> RenderableType:
-        last, bound = metrics.latest, self.max_head_offpolicy_versions
+    def _metrics(self, metrics: RunMetrics, restarts: int) -> RenderableType:
+        last, bound, totals = metrics.latest, self.max_head_offpolicy_versions, metrics.totals
         grid = Table.grid(padding=(0, 2))
         grid.add_row("reward", number(last.reward), Text(sparkline([s.reward for s in metrics.steps]), "blue"))
         grid.add_row("solved", percent(last.solved), Text(sparkline([s.solved for s in metrics.steps]), "green"))
+        held_out = metrics.evaluation
+        if not self.has_evaluation:
+            grid.add_row("held out", "-", "not evaluated: evaluation.every_steps is not set")
+        else:
+            grid.add_row("held out", percent(None if held_out is None else held_out.solved), evaluation_text(held_out))
+        grid.add_row(
+            "response",
+            number(last.response_tokens, 0),
+            f"tokens; {percent(last.truncated)} truncated, {percent(totals.unscorable_share)} unscorable",
+        )
+        divergence = "the initial policy" if last.reference_kl is not None else "the start of the step"
+        grid.add_row("entropy", number(last.entropy, 2), f"KL to {divergence} {small_number(last.kl)}")
+        grid.add_row(
+            "groups",
+            number(totals.groups, 0),
+            f"played; {percent(totals.filtered_share)} filtered, {percent(totals.failed_share)} failed",
+        )
         style = "bold red" if metrics.max_lag > bound else ""
         grid.add_row("lag", Text(number(last.lag_max, 0), style), f"max {metrics.max_lag}, bound {bound}")
         grid.add_row("trainer busy", percent(metrics.trainer_utilisation), "of the time; otherwise waiting for groups")
         grid.add_row("in flight", number(metrics.gauges.get("async/in_flight"), 0), flow(metrics))
+        if restarts or totals.worker_deaths:
+            grid.add_row("deaths", number(totals.worker_deaths, 0), f"of workers; {restarts} restarts of processes")
         return grid
 
     def _step(self, metrics: RunMetrics) -> str:
@@ -108,17 +141,23 @@ def open_view(
         with Live(console=console, auto_refresh=False) as live:
             yield lambda metrics, processes: live.update(renderer.panel(metrics, processes), refresh=True)
         return
-    latest, printed, printed_at = "", "", -math.inf
+    latest, printed, printed_at, transcript_at = "", "", -math.inf, 0.0
 
     def print_latest() -> None:
         nonlocal printed, printed_at
         printed, printed_at = latest, now()
+        write(latest)
+
+    def write(line: str) -> None:
         # Write to the file directly: `Console.print` would wrap the line.
-        console.file.write(latest + "\n")
+        console.file.write(line + "\n")
         console.file.flush()
 
     def update(metrics: RunMetrics, processes: Sequence[ProcessStatus]) -> None:
-        nonlocal latest
+        nonlocal latest, transcript_at
+        if metrics.transcript is not None and metrics.transcript.time > transcript_at:
+            transcript_at = metrics.transcript.time
+            write("\n".join(transcript_lines(metrics.transcript)))
         latest = renderer.line(metrics, processes)
         if now() - printed_at >= interval_s:
             print_latest()
@@ -150,6 +189,38 @@ def _process_table(processes: Sequence[ProcessStatus]) -> Table:
     return table
 
 
+def startup(processes: Sequence[ProcessStatus]) -> str:
+    """What each process does or waits for: `policy, trainer: loading the model; rollout: starting workers`."""
+    by_text: dict[str, list[str]] = {}
+    for process in processes:
+        waits = f"waiting {process.doing}" if process.state == "waiting" else process.doing or process.state
+        by_text.setdefault(waits, []).append(process.name)
+    return "; ".join(f"{', '.join(names)}: {text}" for text, names in by_text.items())
+
+
+def evaluation_text(point: EvaluationPoint | None) -> str:
+    """What an evaluation measured, besides its solve rate."""
+    if point is None:
+        return "not evaluated yet"
+    interval = "" if point.low is None or point.high is None else f" [{point.low:.0%}–{point.high:.0%}]"
+    return f"solved at step {point.step}{interval}, reward {number(point.reward)}, {point.tasks} tasks"
+
+
+def transcript_lines(transcript: Transcript) -> list[str]:
+    """The end of an episode, one line for each message."""
+    reward = "unscorable" if transcript.reward is None else f"reward {transcript.reward:.3g}"
+    lines = [f"sample of {transcript.group_id}: {reward}"]
+    for role, text in transcript.messages[-SHOWN_MESSAGES:]:
+        flat = " ".join(text.split())
+        cut = flat if len(flat) <= TRANSCRIPT_CHARS else f"{flat[:TRANSCRIPT_CHARS]}…"
+        lines.append(f"  {role}: {cut}")
+    return lines
+
+
+def _transcript(transcript: Transcript) -> RenderableType:
+    return Group(*(Text(line, no_wrap=True, overflow="ellipsis") for line in transcript_lines(transcript)))
+
+
 def flow(metrics: RunMetrics) -> str:
     """Queued groups, free capacity, selection bias and token rate, as far as they are known."""
     parts = []
@@ -179,6 +250,10 @@ def sparkline(values: Sequence[float | None], width: int = SPARK_WIDTH) -> str:
 
 def number(value: float | None, digits: int = 3) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
+
+
+def small_number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2g}"
 
 
 def percent(value: float | None) -> str:

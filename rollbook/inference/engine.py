@@ -77,8 +77,26 @@ class TokenChunk:
     tops: TopLogprobs | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptScores:
+    """Logprobs of the tokens of a prompt, from the second on, at temperature 1. The first token has none."""
+
+    logprobs: NDArray[np.float32]
+    tops: TopLogprobs | None = None
+
+
 OnTokens = Callable[[TokenChunk], None]
 """Called on the event loop, at most once a round, and always before the completion."""
+
+
+class TokenConstraint(Protocol):
+    """Decides which token may come next in one completion. Called by the engine's thread."""
+
+    def allowed(self) -> NDArray[np.uint8]:
+        """One bit for each token of the vocabulary, lowest bit first. Raises `GenerationError`; then the request fails."""
+
+    def accept(self, token_id: int) -> None:
+        """Report the sampled token."""
 
 
 class DeviceTensor(Protocol):
@@ -115,11 +133,19 @@ class Engine(Protocol):
     def stats(self) -> EngineStats: ...
 
     def submit(
-        self, prompt_ids: Sequence[int], sampling: SamplingParams, *, on_tokens: OnTokens | None = None
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        on_tokens: OnTokens | None = None,
+        constraint: TokenConstraint | None = None,
     ) -> asyncio.Future[Completion]:
         """Queue a request. Raises `BadRequestError`, `QueueFullError` or `UnpublishedError` at once. Cancel the future to abort."""
 
     async def generate(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion: ...
+
+    async def score(self, prompt_ids: Sequence[int], *, top_logprobs: int = 0) -> PromptScores:
+        """Logprobs of a prompt's tokens under the weights in use. Nothing is sampled. Raises as `submit`."""
 
     async def load_weights(self, publication: Publication, path: Path, *, adapter: Adapter | None = None) -> None:
         """Check the digest of the file, then apply it between two forwards. Idempotent.

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from rollbook.contracts.errors import EpisodeError
 from rollbook.contracts.policy import Completion, FinishReason, SamplingParams, TopLogprobs
-from rollbook.inference.engine import OnTokens, TokenChunk
+from rollbook.inference.engine import OnTokens, TokenChunk, TokenConstraint
 
 _MASK_64 = (1 << 64) - 1
 
@@ -41,10 +41,12 @@ class Request:
     __slots__ = (
         "cached_kv",
         "cached_tokens",
+        "constraint",
         "future",
         "is_finished",
         "limit",
         "logprobs",
+        "mask",
         "num_reported",
         "on_tokens",
         "order",
@@ -69,6 +71,7 @@ class Request:
         limit: int,
         future: asyncio.Future[Completion],
         on_tokens: OnTokens | None = None,
+        constraint: TokenConstraint | None = None,
     ) -> None:
         self.prompt = prompt
         self.sampling = sampling
@@ -76,6 +79,9 @@ class Request:
         self.future = future
         self.started_at = 0.0
         self.on_tokens = on_tokens
+        self.constraint = constraint
+        self.mask: NDArray[np.uint8] | None = None
+        """The tokens that the constraint allows next; None: not computed yet."""
         self.num_reported = 0
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
@@ -111,6 +117,18 @@ class Request:
         if token in self.sampling.stop_token_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.tokens) >= self.limit else None
+
+    def update_mask(self) -> NDArray[np.uint8] | None:
+        """The tokens that may come next; None if all may. Raises `GenerationError`."""
+        if self.constraint is not None and self.mask is None:
+            self.mask = self.constraint.allowed()
+        return self.mask
+
+    def accept(self, token: int) -> None:
+        """Report a sampled token to the constraint."""
+        if self.constraint is not None:
+            self.constraint.accept(token)
+            self.mask = None
 
     def take_chunk(self) -> TokenChunk | None:
         """The tokens sampled since the last call, or None."""
@@ -151,15 +169,23 @@ def checked_request(
     max_model_len: int,
     future: asyncio.Future[Completion],
     on_tokens: OnTokens | None = None,
+    constraint: TokenConstraint | None = None,
 ) -> Request:
     """A valid request; raises `BadRequestError` otherwise. The model's length limits the completion."""
+    prompt = checked_prompt(prompt_ids, vocab_size=vocab_size, max_length=max_model_len - 1)
+    limit = min(sampling.max_tokens, max_model_len - len(prompt))
+    return Request(prompt, sampling, limit=limit, future=future, on_tokens=on_tokens, constraint=constraint)
+
+
+def checked_prompt(prompt_ids: Sequence[int], *, vocab_size: int, max_length: int) -> list[int]:
+    """The prompt as a list. Raises `BadRequestError` if it is empty, too long or outside the vocabulary."""
     prompt = prompt_ids if type(prompt_ids) is list else list(prompt_ids)
     if not prompt:
         raise BadRequestError("the prompt is empty; it needs at least one token", param="prompt")
-    if len(prompt) >= max_model_len:
+    if len(prompt) > max_length:
         raise BadRequestError(
-            f"the prompt has {len(prompt)} tokens; with at least one to sample, at most {max_model_len - 1} fit "
-            f"into max_model_len {max_model_len}",
+            f"the prompt has {len(prompt)} tokens; at most {max_length} fit into the model's length (max_model_len), "
+            "which includes the tokens to sample",
             param="prompt",
         )
     if min(prompt) < 0 or max(prompt) >= vocab_size:
@@ -168,8 +194,7 @@ def checked_request(
             f"token {prompt[position]} at position {position} of the prompt is outside the vocabulary of {vocab_size}",
             param="prompt",
         )
-    limit = min(sampling.max_tokens, max_model_len - len(prompt))
-    return Request(prompt, sampling, limit=limit, future=future, on_tokens=on_tokens)
+    return prompt
 
 
 def seeded_uniform(seed: int, index: int) -> float:

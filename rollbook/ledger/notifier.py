@@ -1,6 +1,7 @@
 """Wakes calls that wait for a run to change, without polling."""
 
 import asyncio
+from weakref import WeakValueDictionary
 
 from rollbook.concurrency.clock import Clock
 from rollbook.contracts.admission import RunId
@@ -10,11 +11,15 @@ class RunNotifier:
     """Call `next_change` *before* reading the state, so that a change between reading and waiting is not missed."""
 
     def __init__(self) -> None:
-        self._changes: dict[RunId, asyncio.Event] = {}
+        # An event lives while a call waits for it. Requests for runs that do not exist leave nothing behind.
+        self._changes: WeakValueDictionary[RunId, asyncio.Event] = WeakValueDictionary()
 
     def next_change(self, run_id: RunId) -> asyncio.Event:
         """An event that is set when the run changes."""
-        return self._changes.setdefault(run_id, asyncio.Event())
+        change = self._changes.get(run_id)
+        if change is None:
+            change = self._changes[run_id] = asyncio.Event()
+        return change
 
     def notify(self, run_id: RunId) -> None:
         change = self._changes.pop(run_id, None)

@@ -37,6 +37,9 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token, which may be an incomplete character."""
+
     def render(
         self,
         messages: Sequence[Message],

@@ -18,6 +18,7 @@ ROLLOUT_METRICS: tuple[Metric, ...] = (
     Metric("rollout/group_seconds", "s", "from the grant to the last sample", Reduction.MEAN),
     Metric("rollout/group_seconds_max", "s", "the slowest group of the tick", Reduction.MAX),
     Metric("rollout/groups_finished", "groups", "finished groups", Reduction.SUM),
+    Metric("rollout/episodes", "episodes", "finished episodes, including unscorable and retried ones", Reduction.SUM),
     Metric("rollout/groups_failed", "groups", "groups without enough scorable samples", Reduction.SUM),
     Metric("rollout/groups_released", "groups", "groups returned for another attempt", Reduction.SUM),
     Metric("rollout/samples_retried", "samples", "unscorable samples that were played again", Reduction.SUM),
@@ -104,7 +105,9 @@ def record_group(metrics: MetricRecorder, outcome: GroupOutcome, drop: DropReaso
     metrics.add("rollout/samples_retried", outcome.retried_samples)
     metrics.add("rollout/samples_declined", outcome.declined_samples)
     metrics.add("rollout/samples_surplus", outcome.surplus_samples)
-    metrics.add("async/invalid_samples", sum(outcome.invalid_causes.values()))
+    unscorable = sum(outcome.invalid_causes.values())
+    metrics.add("async/invalid_samples", unscorable)
+    metrics.add("rollout/episodes", outcome.num_scorable + unscorable + outcome.declined_samples)
     if drop is not None:
         metrics.add("rollout/groups_failed", drop.kind is DropKind.INVALID)
         metrics.add("async/filter_drops", drop.kind is DropKind.FILTERED)

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import final
 
 import numpy as np
@@ -17,7 +17,7 @@ from rollbook.concurrency.clock import Clock, SystemClock
 from rollbook.concurrency.retry import backoff
 from rollbook.contracts.errors import EpisodeError, TransientError
 from rollbook.contracts.group import GroupId
-from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
+from rollbook.contracts.policy import Completion, FinishReason, SamplingParams, TopLogprobs
 from rollbook.contracts.ports import Policy
 from rollbook.rollout.stopwatch import EpisodeTime
 
@@ -42,6 +42,8 @@ class EpisodeContext:
     """End of the group's lease, on the clock of this process."""
     time: EpisodeTime | None = None
     """None: the episode may run until `until`, including waits."""
+    completions: list[Completion] = field(default_factory=list)
+    """What the policy has sampled in this episode, request by request."""
 
 
 _current: ContextVar[EpisodeContext | None] = ContextVar("rollbook_episode", default=None)
@@ -101,16 +103,23 @@ class EpisodePolicy:
         if stop_token_ids is not None:
             params = dataclasses.replace(params, stop_token_ids=tuple(stop_token_ids))
         completion = await self._request(prompt_ids, params)
-        if completion.finish_reason is not FinishReason.ABORT:
-            return completion
-        return await self._continue(list(prompt_ids), params, completion)
+        if completion.finish_reason is FinishReason.ABORT:
+            completion = await self._continue(list(prompt_ids), params, completion)
+        if (episode := _current.get()) is not None:
+            episode.completions.append(completion)
+        return completion
 
     async def _continue(self, prompt_ids: list[int], params: SamplingParams, partial: Completion) -> Completion:
-        """Continue an aborted request after its partial tokens, which keep their logprobs and versions."""
+        """Continue an aborted request after its partial tokens, which keep their logprobs and versions.
+
+        A grammar applies to a whole completion, so a request with one starts again.
+        """
         waits, empty = backoff(first_s=0.05), 0
         while partial.finish_reason is FinishReason.ABORT:
             if empty > MAX_EMPTY_ABORTS:
                 raise TransientError(f"the policy server aborted a request {empty} times without sampling a token")
+            if params.grammar is not None:
+                partial = _first(partial, 0)
             left = params.max_tokens - len(partial.token_ids)
             if left <= 0:
                 return dataclasses.replace(partial, finish_reason=FinishReason.LENGTH)
@@ -156,6 +165,16 @@ class EpisodePolicy:
         return completion
 
 
+def _first(completion: Completion, count: int) -> Completion:
+    return dataclasses.replace(
+        completion,
+        token_ids=completion.token_ids[:count],
+        logprobs=completion.logprobs[:count],
+        versions=completion.versions[:count],
+        tops=None,
+    )
+
+
 def _joined(first: Completion, rest: Completion) -> Completion:
     seconds = [part.generation_s for part in (first, rest) if part.generation_s is not None]
     return Completion(
@@ -164,4 +183,14 @@ def _joined(first: Completion, rest: Completion) -> Completion:
         versions=np.concatenate([first.versions, rest.versions]),
         finish_reason=rest.finish_reason,
         generation_s=sum(seconds) if seconds else None,
+        tops=_joined_tops([part.tops for part in (first, rest) if part.tops is not None]),
+    )
+
+
+def _joined_tops(parts: Sequence[TopLogprobs]) -> TopLogprobs | None:
+    if not parts:
+        return None
+    return TopLogprobs(
+        token_ids=np.concatenate([part.token_ids for part in parts]),
+        logprobs=np.concatenate([part.logprobs for part in parts]),
     )

@@ -5,8 +5,10 @@ ledger/             the durable record                model/        initial weig
 checkpoints/        for resuming                      weights/      the newest publications
 metrics.jsonl       one row per step                  spans/ logs/  one file per process
 plots/              drawn at the end                  lock          held by the running `rollbook train`
+addresses.json      URLs of the run's servers         processes.json  pids
 mastery.jsonl       a curriculum's state over time    objects/      functions, classes and tasks of `rollbook.train`
-token               opens requests that steer the run
+token               opens requests that steer the run  failures/    the first failed episodes
+rollouts.jsonl      samples of each step, with text
 """
 
 import fcntl
@@ -16,7 +18,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,7 @@ class RunDirectory:
 
     @property
     def addresses_file(self) -> Path:
+        """URLs of the run's servers, for programs outside of the run. Present while the run is running."""
         return self.path / "addresses.json"
 
     @property
@@ -88,6 +91,18 @@ class RunDirectory:
     @property
     def mastery_file(self) -> Path:
         return self.path / "mastery.jsonl"
+
+    @property
+    def failures(self) -> Path:
+        """The first failed episodes, for `rollbook debug`."""
+        return self.path / "failures"
+
+    def first_failure(self) -> str | None:
+        """The cause of the first recorded failed episode."""
+        for file in sorted(self.failures.glob("*.json")):
+            with suppress(OSError, ValueError, KeyError):  # a file may be cut off by a kill
+                return str(json.loads(file.read_text(encoding="utf-8"))["cause"])
+        return None
 
     @property
     def plots(self) -> Path:
@@ -141,6 +156,14 @@ class RunDirectory:
 
     def span_file(self, process: str) -> Path:
         return self.path / "spans" / f"{process}.jsonl"
+
+    def file_id(self) -> tuple[int, int] | None:
+        """Identifies the directory itself, not its name. None if it does not exist."""
+        try:
+            status = self.path.stat()
+        except OSError:
+            return None
+        return status.st_dev, status.st_ino
 
     @property
     def exists(self) -> bool:

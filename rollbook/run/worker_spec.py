@@ -21,6 +21,7 @@ def worker_spec(context: RoleContext) -> WorkerSpec:
             "log_file": str(context.directory.log_file("rollout-worker")),
         },
         search_path=tuple(map(str, context.loaded.search_path)),
+        failures=str(context.directory.failures),
     )
 
 

@@ -8,6 +8,18 @@ ATROPOS = "atropos"
 """As a source: Atropos environments post groups, and nothing is drawn here."""
 
 
+FILE_ENDINGS = (".jsonl", ".csv", ".parquet")
+HUB_PREFIX = "hf:"
+
+
+def is_file(source: str) -> bool:
+    return source.endswith(FILE_ENDINGS) and not is_hub(source)
+
+
+def is_hub(source: str) -> bool:
+    return source.startswith(HUB_PREFIX)
+
+
 class AtroposSourceConfig(BaseModel, frozen=True, extra="forbid"):
     """Atropos environments as the source of groups. Read with `tasks.source = "atropos"`."""
 
@@ -130,10 +142,32 @@ class CurriculumConfig(BaseModel, frozen=True, extra="forbid"):
         return self
 
 
+class HubConfig(BaseModel, frozen=True, extra="forbid"):
+    """A dataset of the Hugging Face Hub as the source. Read with `tasks.source = "hf:NAME"`."""
+
+    subset: str | None = Field(default=None, min_length=1)
+    """Name of the subset (`main` of openai/gsm8k)."""
+
+    revision: str | None = Field(default=None, min_length=1)
+    """Branch, tag or commit. Set a commit for a run that can be repeated."""
+
+    streaming: bool = False
+    """Read rows over the network instead of downloading the dataset. Useful with `tasks.limit`."""
+
+
 class TasksConfig(BaseModel, frozen=True, extra="forbid"):
     source: str = Field(min_length=1)
-    """A JSONL file (`tasks.jsonl`, relative to the config file), a Python function (`module:function`) that yields rows, or
-    `atropos`: Atropos environments post whole groups, see `[tasks.atropos]`."""
+    """A file (`tasks.jsonl`, `.csv` or `.parquet`, relative to the config file), a Python function (`module:function`) that yields
+    rows, a dataset of the Hugging Face Hub or a local dataset directory (`hf:openai/gsm8k`, see `[tasks.hub]`), or `atropos`:
+    Atropos environments post whole groups, see `[tasks.atropos]`."""
+
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Fields of a row, each with its column in the source: `{ question = "problem" }`. Others are left out. Unset: all columns."""
+
+    limit: int | None = Field(default=None, ge=1)
+    """Only the first this many rows of the source. `rollbook train --max-rows` sets it."""
+
+    hub: HubConfig = HubConfig()
 
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function."""
@@ -142,7 +176,8 @@ class TasksConfig(BaseModel, frozen=True, extra="forbid"):
     """Field of a row with its permanent id. A row without it gets a digest of its content as id."""
 
     split: str | None = Field(default=None, min_length=1)
-    """Only rows of this split are drawn (`train`); then every row must name its split. Unset: all rows are drawn."""
+    """Only rows of this split are drawn (`train`); then every row must name its split. Unset: all rows are drawn. With a dataset of
+    the hub, one of its splits; unset: `train`."""
 
     split_field: str = Field(default="split", min_length=1)
     """Field of a row with its split."""
@@ -171,7 +206,7 @@ class TasksConfig(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def is_function(self) -> bool:
-        return not self.source.endswith(".jsonl")
+        return not is_file(self.source) and not is_hub(self.source)
 
     @property
     def is_endless(self) -> bool:
@@ -184,13 +219,18 @@ class TasksConfig(BaseModel, frozen=True, extra="forbid"):
             raise ValueError(
                 f"split_field = {self.split_field!r} is read only when split is set; set it or remove this"
             )
+        if not is_hub(self.source) and self.hub != HubConfig():
+            raise ValueError('hub is read only with source = "hf:NAME"; set that or remove the table')
         if not self.is_posted and self.atropos != AtroposSourceConfig():
             raise ValueError('atropos is read only with source = "atropos"; set that or remove the table')
         if self.is_posted and (
-            self.args or self.order != "cursor" or self.epochs is not None or self.split is not None
+            self.args
+            or self.columns
+            or self.order != "cursor"
+            or any(value is not None for value in (self.epochs, self.split, self.limit))
         ):
             raise ValueError(
-                'with source = "atropos" no tasks are drawn here: args, order, epochs and split are not read'
+                'with source = "atropos" no tasks are drawn here: args, columns, order, epochs, split and limit are not read'
             )
         if self.order == "cursor" and self.curriculum != CurriculumConfig():
             raise ValueError('curriculum is read only with order = "curriculum"; set that or remove the table')
@@ -203,17 +243,18 @@ class TasksConfig(BaseModel, frozen=True, extra="forbid"):
         return self
 
     @model_validator(mode="after")
-    def _source_is_one_of_two_kinds(self) -> "TasksConfig":
+    def _source_has_a_known_form(self) -> "TasksConfig":
         if self.is_posted:
             return self
         if self.is_function:
             module, colon, function = self.source.partition(":")
             if not (module and colon and function.isidentifier()):
                 raise ValueError(
-                    f"source {self.source!r} is neither a file that ends in .jsonl nor a function written as module:function"
+                    f"source {self.source!r} is no file that ends in {', '.join(FILE_ENDINGS)}, no dataset (hf:NAME) and no "
+                    f"function (module:function)"
                 )
         elif self.args:
             raise ValueError(
-                f"source {self.source!r} is a file and takes no args; remove {', '.join(sorted(self.args))}"
+                f"source {self.source!r} is no function and takes no args; remove {', '.join(sorted(self.args))}"
             )
         return self

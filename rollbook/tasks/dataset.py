@@ -1,9 +1,11 @@
-"""Loads tasks from a JSONL file or a Python function, with ids that survive edits of the source, and builds the `TaskSource`.
+"""Loads tasks from a file, a dataset or a Python function, with ids that survive edits of the source, and builds the `TaskSource`.
 
 Loaded rows are plain JSON values, because they are sent to other processes and their digests must be the same everywhere.
 """
 
+import csv
 import hashlib
+import io
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -11,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from rollbook.contracts.errors import RunError
-from rollbook.contracts.plugin import extend_search_path, load_plugin
+from rollbook.contracts.plugin import extend_search_path, load_on_demand, load_plugin
 from rollbook.contracts.ports import TaskSource
 from rollbook.contracts.task import Task, TaskId
 from rollbook.contracts.user_errors import describe_error, did_you_mean
-from rollbook.tasks.config import TasksConfig
+from rollbook.tasks.config import HUB_PREFIX, TasksConfig, is_hub
 from rollbook.tasks.curriculum import Curriculum
 from rollbook.tasks.cursor import CursorDataLoader
 from rollbook.tasks.mastery_log import MasteryLog
@@ -32,13 +34,17 @@ def load_tasks(config: TasksConfig, *, base_dir: Path) -> tuple[Task, ...]:
     """All tasks, in the order of the source. `base_dir` is the directory of the config file."""
     if config.is_function:
         rows = _rows_of_function(config.source, config.args, base_dir)
+    elif is_hub(config.source):
+        rows = _rows_of_hub(config, base_dir)
     else:
         rows = _rows_of_file(base_dir / config.source)
-    tasks = tuple(_with_ids(rows, id_field=config.id_field))
+    chosen = ((where, _with_columns(row, config.columns, where)) for where, row in islice(rows, config.limit))
+    tasks = tuple(_with_ids(chosen, id_field=config.id_field))
     if not tasks:
         raise DatasetError(f"{config.source} has no tasks; at least one row is needed")
     # The split is applied after ids are assigned, so that ids do not depend on it.
-    return tasks if config.split is None else _of_split(tasks, config.split, config)
+    is_chosen = config.split is None or is_hub(config.source)
+    return tasks if is_chosen else _of_split(tasks, str(config.split), config)
 
 
 def build_source(config: TasksConfig, tasks: Sequence[Task], *, mastery_file: Path | None = None) -> TaskSource:
@@ -102,13 +108,85 @@ def _id_of(row: Mapping[str, Any], id_field: str, where: str) -> str:
     return str(value)
 
 
-def _rows_of_file(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _with_columns(row: dict[str, Any], columns: Mapping[str, str], where: str) -> dict[str, Any]:
+    if not columns:
+        return row
+    missing = [column for column in columns.values() if column not in row]
+    if missing:
+        raise DatasetError(
+            f"{where}: there is no column {missing[0]!r} (tasks.columns); the columns are: {', '.join(row)}"
+            f"{did_you_mean(missing[0], list(row))}"
+        )
+    return {field: row[column] for field, column in columns.items()}
+
+
+def _rows_of_hub(config: TasksConfig, base_dir: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    name = config.source.removeprefix(HUB_PREFIX)
     try:
-        text = path.read_text(encoding="utf-8")
+        hub = load_on_demand("rollbook.tasks.hub")
+    except ImportError as error:
+        raise DatasetError(
+            f"tasks.source = {config.source!r} needs the library `datasets` ({error}): pip install 'rollbook[datasets]'"
+        ) from error
+    split = config.split or "train"
+    try:
+        for number, row in enumerate(hub.rows(name, split=split, hub=config.hub, base_dir=base_dir)):
+            where = f"{config.source}, split {split}, row {number}"
+            yield where, _plain(row, where)
+    except DatasetError:
+        raise
+    except Exception as error:  # The library raises errors of the network, of files and of formats.
+        raise DatasetError(f"tasks: {config.source} (split {split}) cannot be read: {describe_error(error)}") from error
+
+
+def _rows_of_file(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    match path.suffix:
+        case ".csv":
+            return _rows_of_csv(path)
+        case ".parquet":
+            return _rows_of_parquet(path)
+    return _rows_of_jsonl(path)
+
+
+def _rows_of_csv(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The first line names the columns. All values are texts."""
+    reader = csv.DictReader(io.StringIO(_text_of(path), newline=""), strict=True)
+    try:
+        for number, row in enumerate(reader, start=1):
+            where = f"{path}, row {number}"
+            if None in row or None in row.values():
+                raise DatasetError(f"{where}: it does not have one value for each of the columns of the first line")
+            yield where, dict(row)
+    except csv.Error as error:
+        raise DatasetError(f"{path}, line {reader.line_num}: not CSV ({error})") from error
+
+
+def _rows_of_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        parquet = load_on_demand("rollbook.tasks.parquet")
+    except ImportError as error:
+        raise DatasetError(f"{path} needs the library `pyarrow` ({error}): pip install 'rollbook[parquet]'") from error
+    try:
+        for number, row in enumerate(parquet.rows(path)):
+            where = f"{path}, row {number}"
+            yield where, _plain(row, where)
+    except DatasetError:
+        raise
+    except (OSError, ValueError) as error:
+        raise DatasetError(f"tasks: cannot read {path}: {error}") from error
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise DatasetError(
             f"tasks: cannot read {path}: {error}. A relative path is relative to the directory of the config file"
         ) from error
+
+
+def _rows_of_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    text = _text_of(path)
     # Split at newlines only: JSON strings may contain other line separators.
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
@@ -137,7 +215,7 @@ def _rows_of_function(source: str, args: Mapping[str, Any], base_dir: Path) -> I
 
 def _plain(row: object, where: str) -> dict[str, Any]:
     if not isinstance(row, Mapping):
-        raise DatasetError(f"{where}: a {type(row).__name__}; the function must yield mappings")
+        raise DatasetError(f"{where}: a {type(row).__name__}; each row must be a mapping")
     try:
         plain = json.loads(json.dumps(dict(row), allow_nan=False))
     except (TypeError, ValueError) as error:

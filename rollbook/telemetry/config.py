@@ -8,12 +8,31 @@ from pydantic import BaseModel, Field
 class TelemetryConfig(BaseModel, frozen=True, extra="forbid"):
     """Further destinations of metrics. `metrics.jsonl` in the run directory is always written."""
 
-    sinks: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """`tensorboard`: event files in `tensorboard/` of the run directory. `wandb`: Weights & Biases. Each needs the extra of the
-    same name."""
+    sinks: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow", "prometheus", "opentelemetry"], ...] = ()
+    """`tensorboard`: event files in `tensorboard/` of the run directory. `wandb`: Weights & Biases. `trackio`: Trackio. `mlflow`:
+    an MLflow server, or `mlruns/` of the run directory. `prometheus`: an endpoint with the latest values. `opentelemetry`: traces
+    over OTLP. Each needs the extra of the same name; `prometheus` needs none. See docs/training.md."""
 
-    wandb_project: str = Field(default="rollbook", min_length=1)
-    """W&B project of the run."""
+    rollouts_per_step: int = Field(default=4, ge=0)
+    """Samples of each step that are written to `rollouts.jsonl` with text, reward and advantage. Sinks show them as tables."""
 
-    wandb_mode: Literal["online", "offline"] = "online"
-    """`offline` writes to `wandb/` of the run directory; upload it later with `wandb sync`."""
+    wandb_project: str | None = None
+    """W&B project of the run. Default: `WANDB_PROJECT`, or `rollbook`."""
+
+    wandb_entity: str | None = None
+    """W&B user or team. Default: `WANDB_ENTITY`."""
+
+    wandb_group: str | None = None
+    """W&B group. Default: `WANDB_RUN_GROUP`."""
+
+    wandb_tags: tuple[str, ...] = ()
+    """W&B tags. Default: `WANDB_TAGS`."""
+
+    wandb_mode: Literal["online", "offline"] | None = None
+    """`offline` writes to `wandb/` of the run directory; upload it later with `wandb sync`. Default: `WANDB_MODE`, or `online`."""
+
+    prometheus_host: str = "127.0.0.1"
+    """Address that the `prometheus` sink listens on."""
+
+    prometheus_port: int = Field(default=9464, ge=0, le=65535)
+    """Port that the `prometheus` sink listens on. 0 chooses a free one."""

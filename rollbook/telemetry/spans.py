@@ -96,16 +96,19 @@ class SpanRecorder:
 
 def read_spans(path: Path) -> list[Span]:
     """Every complete span. Ignores other lines."""
-    return [
-        Span(
-            process=row["process"],
-            name=row["name"],
-            start=row["start"],
-            end=row["end"],
-            id=row["id"],
-            parent=row["parent"],
-            fields=row.get("fields", {}),
-        )
-        for row in read_json_lines(path)
-        if row.keys() >= {"process", "name", "start", "end", "id", "parent"}
-    ]
+    return [span for row in read_json_lines(path) if (span := span_of(row)) is not None]
+
+
+def span_of(row: dict[str, Any]) -> Span | None:
+    """The span of a line; None for another line."""
+    if not row.keys() >= {"process", "name", "start", "end", "id", "parent"}:
+        return None
+    return Span(
+        process=row["process"],
+        name=row["name"],
+        start=row["start"],
+        end=row["end"],
+        id=row["id"],
+        parent=row["parent"],
+        fields=row.get("fields", {}),
+    )

@@ -3,13 +3,13 @@
 The ledger is the write-ahead log of the optimizer. After a crash the next trainer restores the last checkpoint and trains the
 recorded batches again, so the order is fixed: train s, acknowledge s, publish s, and only then acknowledge s+1.
 
-Batch s+1 is fetched while batch s trains. Version s is pushed, and its checkpoint written, while batch s+1 trains, both from copies
-of the weights. The loop never waits for batch s+1 before the publication of s has begun: with a staleness bound of 0, no episode of
-batch s+1 can start without version s.
+Batch s+1 is fetched while batch s trains. Step s is settled (digest, acknowledgement, publication) and its checkpoint written while
+batch s+1 trains, both from copies of the weights. Settling s begins before the loop waits for batch s+1: with a staleness bound of
+0, no episode of batch s+1 can start without version s.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -32,7 +32,7 @@ from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.flops import devices_peak_flops, peak_memory_gb
 from rollbook.trainer.interruption import unless
 from rollbook.trainer.metrics import batch_metrics, time_metrics
-from rollbook.trainer.model.weights import digest_of
+from rollbook.trainer.model.weights import digest_of, to_host
 from rollbook.trainer.publish import Publisher
 from rollbook.trainer.staleness import LagReport, check_lag
 from rollbook.trainer.step import LearnerSnapshot, StepReport, TrainStep
@@ -81,8 +81,15 @@ class TrainerLoop:
         clock: Clock | None = None,
         stage: WeightStage | None = None,
         publishes_adapters: bool = False,
+        doing: Callable[[str], None] = lambda text: None,
+        on_trained: Callable[[TrainingBatch], None] | None = None,
     ) -> None:
-        """`publishes_adapters`: with LoRA, push the adapters only; the replicas already have the base model."""
+        """`publishes_adapters`: with LoRA, push the adapters only; the replicas already have the base model.
+        `doing` is called with what the loop does or waits for, for the live view.
+        `on_trained` is called in a thread with each acknowledged batch.
+        """
+        self._doing = doing
+        self._on_trained = on_trained
         self._source = source
         self._publishes_adapters = publishes_adapters
         self._adapter_kind: AdapterKind | None = None
@@ -106,13 +113,16 @@ class TrainerLoop:
         )
         self._stopping = asyncio.Event()
         self._step = 0
+        self._last_trained_at: float | None = None
         self._durable_step = 0
         self._digest: str | None = None
         self._learner: Learner | None = None
         self._weights: Mapping[str, Tensor] = {}
         """A copy of the last step's weights: published and saved while the next step trains."""
+        self._acknowledged: asyncio.Future[str]
+        """The digest of the last trained step, once the ledger has it."""
         self._fetching: Background
-        self._publishing: Background
+        self._settling: Background
         self._checkpointing: Background
 
     @property
@@ -136,7 +146,7 @@ class TrainerLoop:
             async with asyncio.TaskGroup() as group:
                 watch = group.create_task(self._publisher.run(), name="trainer.watch_replicas")
                 self._fetching = Background(group, "trainer.fetch_batch")
-                self._publishing = Background(group, "trainer.publish")
+                self._settling = Background(group, "trainer.settle")
                 self._checkpointing = Background(group, "trainer.checkpoint")
                 outcome = await self._train_until_end()
                 watch.cancel()
@@ -154,14 +164,17 @@ class TrainerLoop:
 
     async def _train_until_end(self) -> LoopOutcome:
         learner = await self._restore()
+        self._doing("waiting for the ledger")
         role = await self._take_role(learner)
         await self._replay(learner, role)
         if self._stopping.is_set():
             return await self._stopped(learner)
-        await self._publishing.start(self._publish(learner.step, self._weights))
+        digest = await self._acknowledged
+        await self._settling.start(self._publish(learner.step, to_host(self._weights), digest))
         await self._fetching.start(self._next_batch(learner.step + 1))
         while True:
             started = self._clock.now()
+            self._doing(f"waiting for batch {learner.step + 1}")
             batch = await self._fetching.wait()
             if isinstance(batch, EndOfRun):
                 return await self._ended(learner, batch)
@@ -170,12 +183,9 @@ class TrainerLoop:
             await self._fetching.start(self._next_batch(batch.step + 1))
             await self._train(learner, batch, started=started)
             if self._stopping.is_set():
-                self._tick(learner.step, started)
                 return await self._stopped(learner)
-            await self._publishing.start(self._publish(learner.step, self._weights))
             if learner.step % self._config.checkpoint_every == 0:
                 await self._checkpoint(learner)
-            self._tick(learner.step, started)
 
     # Start -------------------------------------------------------------------------------------------------------------------
 
@@ -186,7 +196,11 @@ class TrainerLoop:
             self._learner = learner
             if self._publishes_adapters:
                 self._adapter_kind = await asyncio.to_thread(learner.publish_adapters)
-            self._weights, self._digest = await asyncio.to_thread(_copied_weights, learner)
+            snapshot = await asyncio.to_thread(learner.snapshot)
+            self._weights, digest = await asyncio.to_thread(_digested, snapshot)
+            self._digest = digest
+            self._acknowledged = asyncio.get_running_loop().create_future()
+            self._acknowledged.set_result(digest)
             fields["step"] = self._step = learner.step
         self._log.info(
             "trainer.restored",
@@ -247,10 +261,9 @@ class TrainerLoop:
                 return
             if step < role.last_decided:
                 await self._fetching.start(self._next_batch(step + 1))
-            await self._train(learner, batch, started=started)
+            await self._train(learner, batch, started=started, replays=role)
             if step % self._config.checkpoint_every == 0 and step > role.durable_step:
                 await self._checkpoint(learner)
-            self._tick(step, started, is_replay=step <= role.last_acknowledged)
 
     # One step ----------------------------------------------------------------------------------------------------------------
 
@@ -267,30 +280,59 @@ class TrainerLoop:
             if batch is not None:
                 return batch
 
-    async def _train(self, learner: Learner, batch: TrainingBatch, *, started: float) -> None:
-        """Train and acknowledge."""
+    async def _train(
+        self, learner: Learner, batch: TrainingBatch, *, started: float, replays: TrainerRole | None = None
+    ) -> None:
+        """Train, and begin to settle the step. `replays`: the role under which a decided batch is trained again."""
         waited = self._clock.now() - started
         lags = check_lag(batch.manifest, max_head_offpolicy_versions=self._max_head_offpolicy_versions)
         began = self._clock.now()
+        self._doing(f"training step {batch.step}")
         with self._spans.span("trainer.train", step=batch.step, groups=len(batch.groups)):
-            # In a thread, so that fetching, publishing and checkpointing continue during the step.
-            report, weights, digest = await asyncio.to_thread(_train_and_copy, learner, batch)
+            # In a thread, so that fetching, settling and checkpointing continue during the step.
+            report, weights = await asyncio.to_thread(_train_and_copy, learner, batch)
         trained = self._clock.now() - began
-        await self._wait_for_publication()
-        self._step, self._weights, self._digest = learner.step, weights, digest
-        receipt = await self._source.acknowledge(batch.step, digest)
-        self._measure(batch, lags, report, receipt, waited=waited, trained=trained)
-
-    async def _wait_for_publication(self) -> None:
-        """Wait until all replicas serve the previous version. A requested stop ends the wait."""
         began = self._clock.now()
-        await unless(self._stopping, self._publishing.wait())
+        self._doing("waiting for the policy servers to load the previous weights")
+        await self._settling.wait()
         self._metrics.add("perf/publish_wait_time", self._clock.now() - began)
+        self._step, self._weights = learner.step, weights
+        self._acknowledged = asyncio.get_running_loop().create_future()
+        trained_step = _TrainedStep(
+            batch=batch,
+            lags=lags,
+            report=report,
+            weights=weights,
+            wait_s=waited,
+            train_s=trained,
+            began=self._last_trained_at or started,
+            is_published=replays is None,
+            is_repeated=replays is not None and batch.step <= replays.last_acknowledged,
+        )
+        self._last_trained_at = self._clock.now()
+        await self._settling.start(self._settle(trained_step, self._acknowledged))
 
-    async def _publish(self, step: int, weights: Mapping[str, Tensor]) -> None:
-        """Push the copied weights to all replicas."""
+    async def _settle(self, trained: "_TrainedStep", acknowledged: asyncio.Future[str]) -> None:
+        """Acknowledge a step and publish its weights."""
+        weights, digest = await asyncio.to_thread(_digested, trained.weights)
+        self._digest = digest
+        step = trained.batch.step
+        receipt = await self._source.acknowledge(step, digest)
+        self._measure(trained, receipt)
+        self._metrics.add("perf/step_time", self._clock.now() - trained.began)
+        self._metrics.tick(step=step, replay=trained.is_repeated)
+        acknowledged.set_result(digest)
+        if trained.is_published and not self._stopping.is_set():
+            await self._publish(step, weights, digest)
+        if self._on_trained is not None:
+            await asyncio.to_thread(self._on_trained, trained.batch)
+
+    async def _publish(self, step: int, weights: Mapping[str, Tensor], digest: str) -> None:
+        """Push the weights to all replicas, unless a stop is requested meanwhile."""
         began = self._clock.now()
-        await self._publisher.publish(weights, step=step, digest=str(self._digest), kind=self._adapter_kind)
+        await unless(
+            self._stopping, self._publisher.publish(weights, step=step, digest=digest, kind=self._adapter_kind)
+        )
         self._metrics.add("perf/weight_sync_time", self._clock.now() - began)
 
     async def _checkpoint(self, learner: Learner) -> None:
@@ -299,9 +341,11 @@ class TrainerLoop:
         await self._checkpointing.wait()
         snapshot = await asyncio.to_thread(learner.state_snapshot, self._weights)
         self._metrics.add("perf/checkpoint_wait_time", self._clock.now() - began)
-        await self._checkpointing.start(self._write_checkpoint(snapshot, str(self._digest)))
+        await self._checkpointing.start(self._write_checkpoint(snapshot, self._acknowledged))
 
-    async def _write_checkpoint(self, snapshot: LearnerSnapshot, digest: str) -> None:
+    async def _write_checkpoint(self, snapshot: LearnerSnapshot, acknowledged: asyncio.Future[str]) -> None:
+        """The ledger must have acknowledged the step before it learns of its checkpoint."""
+        digest = await acknowledged
         began = self._clock.now()
         with self._spans.span("trainer.checkpoint", step=snapshot.step):
             saved = await asyncio.to_thread(self._checkpoints.write, snapshot, weights_digest=digest)
@@ -322,14 +366,14 @@ class TrainerLoop:
     # End ---------------------------------------------------------------------------------------------------------------------
 
     async def _ended(self, learner: Learner, reason: EndOfRun) -> LoopOutcome:
-        await self._wait_for_publication()
+        await self._settling.wait()
         await self._last_checkpoint(learner)
         await self._source.finish(reason)
         return LoopOutcome(end=LoopEnd.ENDED, step=learner.step, digest=self._digest, reason=reason)
 
     async def _stopped(self, learner: Learner) -> LoopOutcome:
         await self._fetching.cancel()
-        await self._publishing.cancel()
+        await self._settling.wait()
         await self._last_checkpoint(learner)
         return LoopOutcome(end=LoopEnd.STOPPED, step=learner.step, digest=self._digest)
 
@@ -339,23 +383,15 @@ class TrainerLoop:
 
     # Metrics -----------------------------------------------------------------------------------------------------------------
 
-    def _measure(
-        self,
-        batch: TrainingBatch,
-        lags: LagReport,
-        report: StepReport,
-        receipt: AckReceipt,
-        *,
-        waited: float,
-        trained: float,
-    ) -> None:
+    def _measure(self, trained: "_TrainedStep", receipt: AckReceipt) -> None:
+        batch, report = trained.batch, trained.report
         measured = {
             **report.metrics,
-            **lags.metrics(),
+            **trained.lags.metrics(),
             **batch_metrics(batch),
             **time_metrics(
-                wait_s=waited,
-                train_s=trained,
+                wait_s=trained.wait_s,
+                train_s=trained.train_s,
                 num_tokens=report.num_tokens,
                 flops=report.flops,
                 peak_flops=devices_peak_flops(self._config),
@@ -375,17 +411,31 @@ class TrainerLoop:
                 taken=report.optimizer_steps,
             )
 
-    def _tick(self, step: int, started: float, *, is_replay: bool = False) -> None:
-        self._metrics.add("perf/step_time", self._clock.now() - started)
-        self._metrics.tick(step=step, replay=is_replay)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TrainedStep:
+    """A step that is trained and not settled yet."""
+
+    batch: TrainingBatch
+    lags: LagReport
+    report: StepReport
+    weights: Mapping[str, Tensor]
+    wait_s: float
+    train_s: float
+    began: float
+    """When the step before it was trained."""
+    is_published: bool
+    """False in a replay: replicas may have newer weights."""
+    is_repeated: bool
+    """An earlier trainer acknowledged it already."""
 
 
-def _train_and_copy(learner: Learner, batch: TrainingBatch) -> tuple[StepReport, dict[str, Tensor], str]:
-    report = learner.run(batch)
-    return (report, *_copied_weights(learner))
-
-
-def _copied_weights(learner: Learner) -> tuple[dict[str, Tensor], str]:
+def _train_and_copy(learner: Learner, batch: TrainingBatch) -> tuple[StepReport, dict[str, Tensor]]:
     """One copy per step, used for the digest, the publication and the checkpoint."""
-    weights = learner.snapshot()
-    return weights, digest_of(weights)
+    return learner.run(batch), learner.snapshot()
+
+
+def _digested(weights: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], str]:
+    """The weights in main memory, and their digest."""
+    copies = to_host(weights)
+    return copies, digest_of(copies)

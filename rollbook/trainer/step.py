@@ -31,7 +31,7 @@ from rollbook.trainer.losses.inputs import LossInputs, LossSettings
 from rollbook.trainer.losses.registry import loss_named
 from rollbook.trainer.losses.statistics import TokenStatistics
 from rollbook.trainer.model.policy_model import PolicyModel
-from rollbook.trainer.model.weights import tree_to_host
+from rollbook.trainer.model.weights import snapshot_of
 from rollbook.trainer.optimizer import GradientGuard, learning_rate
 
 OPTIMIZER_SETTINGS = ("lr", "betas", "eps", "weight_decay")
@@ -54,7 +54,7 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerSnapshot:
-    """Everything a checkpoint holds, copied to main memory at one step. Training does not change it."""
+    """Copies of everything a checkpoint holds, at one step. Training does not change them."""
 
     step: int
     model: PolicyModel
@@ -135,7 +135,7 @@ class TrainStep:
     def state_snapshot(self, weights: Mapping[str, Tensor]) -> LearnerSnapshot:
         """A copy of everything the next step depends on, with the copy of the weights that `snapshot` made."""
         state = {
-            "optimizer": tree_to_host(self.optimizer.state_dict()),
+            "optimizer": snapshot_of(self.optimizer.state_dict()),
             "random": random_states(),
             "skipped_in_a_row": self.guard.skipped_in_a_row,
         }

@@ -7,12 +7,13 @@ from pydantic import BaseModel
 
 from rollbook.rollout.dispatch.failure_reference import DEADLINES, page
 from rollbook.run.config.run import RunConfig
+from tests.faults.chaos_report import section
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_the_failures_page_matches_the_table() -> None:
-    assert (ROOT / "docs" / "failures.md").read_text(encoding="utf-8") == page(), "run `make docs`"
+    assert (ROOT / "docs" / "failures.md").read_text(encoding="utf-8") == page() + section(), "run `make docs`"
 
 
 def test_every_deadline_on_the_failures_page_is_a_setting() -> None:

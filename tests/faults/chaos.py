@@ -1,21 +1,22 @@
-"""Kill random processes of a run and check that no group is lost: `make chaos SEED=1 KILLS=100`.
+"""Kill random processes of a run and check that nothing is lost: `make chaos SEED=1 KILLS=100`.
 
-The run has every kind of process: ledger, policy server, environment server with simulators, trainer, dispatcher, worker. A seed
-determines the moments and the victims, one to three at a time, also while others restart. Then the run is drained, resumed,
-finished, audited and replayed. The report lists kills, recovery times by role, trained groups, duplicates and losses.
+The run has every kind of process: ledger, policy server, environment server with simulators and command lines, trainer, dispatcher,
+worker, reward process. A seed decides the faults (`Kind`), their moments and victims: kills, single, several at once, or again
+while the replacement starts; processes stopped for longer than every lease; kills while the run starts or drains; a full disk; a
+clock that jumps. Then the run is drained, resumed, finished, audited and replayed. The last line of the output is JSON.
 """
 
 import argparse
+import errno
 import json
 import os
 import random
+import shutil
 import signal
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,194 +24,269 @@ from typing import Any
 import psutil
 
 from rollbook.run.record import open_run
-from rollbook.telemetry.events import read_json_lines
+from tests.faults.chaos_report import RESULTS, Fault, Kind, Report
+from tests.parts.run.machine import Machine
 from tests.parts.run.small import CONFIG, REPOSITORY, SmallRun, rollbook
 
 AWS = REPOSITORY / "examples" / "02_aws_cli_agent"
+REWARDS = """
+[rollout.rewards]
+environment_weight = 1.0
+
+[rollout.rewards.functions.brief]
+path = "chaos_rewards:brief"
+weight = 0.01
+"""
+REWARD_MODULE = "def brief(case):\n    return -float(case.num_sampled)\n"
 SETTINGS = [
     "run.most_quick_deaths=1000",
+    "run.silence_s=12.0",
     "trainer.max_steps=1000000",
     "trainer.checkpoint_every=5",
     "gate.max_attempts=1000",
     "rollout.retry_budget=32",
     "rollout.max_seconds=60.0",
+    "rollout.worker_silence_s=15.0",
     "gate.group_deadline_s=120.0",
 ]
 ENVIRONMENTS: dict[str, list[str]] = {
     "guessing": [*SETTINGS, "env.pool_size=32", "env.args.step_s=0.05", "inference.max_queued=64"],
     "aws": [*SETTINGS, "env.pool_size=4", "rollout.completions_per_prompt=2", "rollout.max_turns=6"],
 }
-ROLES = ("trainer", "worker", "policy", "ledger", "env", "rollout")
-RECOVERY_S = 240.0
-"""Limit from a kill to the recovery of the role, on a busy machine."""
+ROLES = ("trainer", "worker", "policy", "ledger", "env", "rollout", "reward")
+# Processes that a role starts itself, by their module.
+MODULES = {
+    "simulator": "rollbook.envs.builtin.awscli.cloud.simulator_process",
+    "command line": "rollbook.envs.builtin.awscli.cloud.worker_process",
+    "reward": "rollbook.rollout.rewards.main",
+}
+WEIGHTS = {
+    Kind.KILL: 50,
+    Kind.SEVERAL: 20,
+    Kind.TWICE: 12,
+    Kind.STOP: 6,
+    Kind.START: 3,
+    Kind.DRAIN: 3,
+    Kind.DISK: 3,
+    Kind.CLOCK: 3,
+}
+QUICK = (Kind.KILL, Kind.SEVERAL, Kind.TWICE, Kind.CLOCK)
+"""Faults without a restart of the whole run and without long waits."""
+JUMPS_S = (86_400, -86_400, 3_600, -3_600, 0)
+STOP_S = 45.0
+"""Longer than the leases of groups' owners (30 s) and every silence limit above."""
+HEAL_S = 300.0
+"""Limit of the time to heal, on a busy machine."""
 AFTER_STEPS = 3
 
 
-@dataclass
-class Kill:
-    role: str
-    pid: int
-    at: float
-    recovery_s: float | None = None
-    simulators: int = 0
-    """Number of simulators before the kill."""
-
-
-@dataclass
-class Report:
-    kills: list[Kill] = field(default_factory=list)
-    steps: int = 0
-    trained: int = 0
-    duplicates: int = 0
-    losses: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)
-    violations: list[str] = field(default_factory=list)
-    is_replayed: bool = False
-
-    @property
-    def ok(self) -> bool:
-        return not (self.duplicates or self.losses or self.violations) and self.is_replayed
-
-    def row(self) -> dict[str, Any]:
-        return {
-            "kills": len(self.kills),
-            "steps": self.steps,
-            "trained_groups": self.trained,
-            "duplicates": self.duplicates,
-            "losses": self.losses,
-            "dropped": self.dropped,
-            "violations": self.violations,
-            "replayed": self.is_replayed,
-            "recovery_s": {role: round(statistics.median(found), 2) for role, found in self._recovery_times().items()},
-            "ok": self.ok,
-        }
-
-    def table(self) -> str:
-        lines = [f"{'role':<12}{'kills':>7}{'median s':>10}{'slowest s':>11}"]
-        for role, found in sorted(self._recovery_times().items()):
-            lines.append(f"{role:<12}{len(found):>7}{statistics.median(found):>10.2f}{max(found):>11.2f}")
-        lines.append(
-            f"steps {self.steps}, trained groups {self.trained}, duplicates {self.duplicates}, losses {self.losses}"
-        )
-        lines.append(f"dropped by reason: {self.dropped}")
-        audit = "; ".join(self.violations) or "ok"
-        lines.append(f"audit: {audit}; replay: {'same bits' if self.is_replayed else 'DIFFERS'}")
-        return "\n".join(lines)
-
-    def _recovery_times(self) -> dict[str, list[float]]:
-        found: dict[str, list[float]] = {}
-        for kill in self.kills:
-            if kill.recovery_s is not None:
-                found.setdefault(kill.role, []).append(kill.recovery_s)
-        return found
-
-
 class Chaos:
-    def __init__(self, directory: Path, *, seed: int, kills: int, env: str, log: Any = lambda text: None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        seed: int,
+        kills: int,
+        env: str,
+        kinds: Sequence[Kind] = tuple(Kind),
+        log: Callable[[str], None] = lambda text: None,
+    ) -> None:
         self._rng = random.Random(seed)
         self._kills = kills
-        self._roles = (*ROLES, "simulator") if env == "aws" else ROLES
+        self._roles = (*ROLES, "simulator", "command line") if env == "aws" else ROLES
         self._pool_size = 4
+        self._kinds = list(kinds)
         self._log = log
-        self.report = Report()
+        self.report = Report(seed=seed, env=env)
         config = (AWS / "run.toml").read_text(encoding="utf-8") if env == "aws" else CONFIG
-        self.run = SmallRun(directory, ENVIRONMENTS[env], config=config)
+        self.run = SmallRun(directory, ENVIRONMENTS[env], config=config + REWARDS)
+        (directory / "chaos_rewards.py").write_text(REWARD_MODULE, encoding="utf-8")
         if env == "aws":
-            (directory / "aws_reference.py").write_text(
-                (AWS / "aws_reference.py").read_text(encoding="utf-8"), encoding="utf-8"
-            )
+            shutil.copy(AWS / "aws_reference.py", directory)
+        self._machine = Machine(directory, watched=self.run.directory)
+        self.run.environment = self._machine.environment
 
     def run_all(self) -> Report:
+        began = time.monotonic()
         self.run.start()
         try:
-            self.run.until(lambda: self.run.step() >= 2, what="step 2", within_s=RECOVERY_S)
-            while len(self.report.kills) < self._kills:
-                self._kill_some()
-            self.run.until(self._has_trained_since, what="a step after the last kill", within_s=RECOVERY_S)
+            self.run.until(lambda: self.run.step() >= 2, what="step 2", within_s=HEAL_S)
+            while self.report.kills < self._kills:
+                self._one_fault()
+            self.run.until(self._next_step(), what="a step after the last fault", within_s=HEAL_S)
             self._finish()
         finally:
             self.run.stop()
+        self.report.seconds = time.monotonic() - began
         self._check()
         return self.report
 
-    def _kill_some(self) -> None:
-        """Kill one to three processes and wait until all have recovered; sometimes pause before the next kill."""
-        wanted = min(self._rng.choice((1, 1, 2, 3)), self._kills - len(self.report.kills))
-        killed: list[Kill] = []
-        for role in self._rng.sample(self._roles, wanted):
-            pid = self.run.until(partial(self._pid, role), what=f"{role} was up", within_s=RECOVERY_S)
-            simulators = len(self._simulators()) if role == "simulator" else 0
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue  # it ended with an earlier victim
-            killed.append(Kill(role, pid, time.time(), simulators=simulators))
-        self.report.kills += killed
-        waiting = list(killed)
-        while waiting:
-            self.run.until(
-                lambda: any(self._has_recovered(kill) for kill in waiting),
-                what=f"{waiting} recovered",
-                within_s=RECOVERY_S,
-            )
-            for kill in [kill for kill in waiting if self._has_recovered(kill)]:
-                kill.recovery_s = time.time() - kill.at
-                self._log(f"{kill.role:<10} recovered after {kill.recovery_s:6.2f} s, at step {self.run.step()}")
-                waiting.remove(kill)
+    # ------------------------------------------------------------------ faults
+
+    def _one_fault(self) -> None:
+        kind = self._rng.choices(self._kinds, [WEIGHTS[kind] for kind in self._kinds])[0]
+        match kind:
+            case Kind.KILL | Kind.TWICE | Kind.STOP:
+                self._hit([self._rng.choice(self._roles)], kind)
+            case Kind.SEVERAL:
+                left = max(1, self._kills - self.report.kills)
+                self._hit(self._rng.sample(self._roles, min(left, self._rng.choice((2, 3)))), kind)
+            case Kind.START:
+                self._kill_supervisor()
+            case Kind.DRAIN:
+                self._kill_while_draining()
+            case Kind.DISK:
+                self._fill_disk()
+            case Kind.CLOCK:
+                self._machine.set_clock(self._rng.choice(JUMPS_S))
+                self._heals(Fault(kind, "run"), self._next_step())
         if self._rng.random() < 0.7:
             time.sleep(self._rng.uniform(0, 1.5))
 
+    def _hit(self, roles: Sequence[str], kind: Kind) -> None:
+        """Kill or stop processes, and wait until all have healed."""
+        waiting: list[tuple[Fault, Callable[[], bool], float]] = []
+        for role in roles:
+            pid = self.run.until(partial(self._pid, role), what=f"{role} was up", within_s=HEAL_S)
+            healed = self._replaced(role, pid)
+            if not self._send(pid, signal.SIGSTOP if kind is Kind.STOP else signal.SIGKILL):
+                continue  # it ended with an earlier victim
+            fault = Fault(kind, role, kills=1)
+            self.report.faults.append(fault)
+            waiting.append((fault, healed, time.monotonic()))
+            if kind is Kind.STOP:
+                self._continue_late(pid, healed)
+            if kind is Kind.TWICE and role not in MODULES and role != "worker":
+                again = self.run.until(partial(self._starting, role, pid), what=f"{role} starts again", within_s=HEAL_S)
+                fault.kills += self._send(again, signal.SIGKILL)
+        while waiting:
+            self.run.until(lambda: any(healed() for _, healed, _ in waiting), what=f"{waiting} healed", within_s=HEAL_S)
+            for one in [one for one in waiting if one[1]()]:
+                self._note(one[0], one[2])
+                waiting.remove(one)
+
+    def _continue_late(self, pid: int, healed: Callable[[], bool]) -> None:
+        """A stopped process that is not replaced continues after `STOP_S`, as after the sleep of a laptop."""
+        until = time.monotonic() + STOP_S
+        while time.monotonic() < until and psutil.pid_exists(pid) and not healed():
+            time.sleep(0.05)
+        self._send(pid, signal.SIGCONT)
+
+    def _kill_supervisor(self) -> None:
+        """Kill the supervisor, start the same command, and kill one of its processes while it starts."""
+        fault, began = Fault(Kind.START, "supervisor", kills=1), time.monotonic()
+        self.report.faults.append(fault)
+        self.run.stop()
+        self.run.start()
+        role = self._rng.choice(("ledger", "policy", "env", "rollout", "trainer"))
+        pid = self.run.until(lambda: self._starting(role, -1), what=f"{role} starts", within_s=HEAL_S)
+        fault.kills += self._send(pid, signal.SIGKILL)
+        self._await(fault, self._next_step(), began)
+
+    def _kill_while_draining(self) -> None:
+        role = self._rng.choice(("ledger", "policy", "env", "rollout", "trainer"))
+        pid = self.run.until(partial(self._pid, role), what=f"{role} was up", within_s=HEAL_S)
+        fault, began = Fault(Kind.DRAIN, role), time.monotonic()
+        self.report.faults.append(fault)
+        self.run.process.send_signal(signal.SIGINT)
+        time.sleep(self._rng.uniform(0, 0.3))
+        fault.kills = self._send(pid, signal.SIGKILL)
+        ended = self.run.wait(HEAL_S)
+        assert ended["exit_code"] in (0, 130), ended["stderr"][-3000:]
+        self.run.start()
+        self._await(fault, self._next_step(), began)
+
+    def _fill_disk(self) -> None:
+        fault, began = Fault(Kind.DISK, "run"), time.monotonic()
+        self.report.faults.append(fault)
+        self._machine.set_write_error(errno.ENOSPC)
+        ended = self.run.wait(HEAL_S)
+        self._machine.set_write_error(0)
+        assert ended["exit_code"] == 1, ended["stderr"][-3000:]
+        assert "Traceback" not in ended["stderr"], ended["stderr"][-3000:]
+        self.run.start()
+        self._await(fault, self._next_step(), began)
+
+    # ------------------------------------------------------------------ healing
+
+    def _heals(self, fault: Fault, healed: Callable[[], bool]) -> None:
+        self.report.faults.append(fault)
+        self._await(fault, healed, time.monotonic())
+
+    def _await(self, fault: Fault, healed: Callable[[], bool], began: float) -> None:
+        self.run.until(healed, what=f"{fault} healed", within_s=HEAL_S)
+        self._note(fault, began)
+
+    def _note(self, fault: Fault, began: float) -> None:
+        fault.heal_s = time.monotonic() - began
+        done = f"{self.report.kills}/{self._kills}"
+        self._log(f"{done:>9} {fault.kind}: {fault.role} healed after {fault.heal_s:.2f} s, at step {self.run.step()}")
+
+    def _next_step(self) -> Callable[[], bool]:
+        """Whether the trainer has trained a step since now. Sizes of files, not times: the clock may jump."""
+        file = self.run.directory / "metrics.jsonl"
+        size = file.stat().st_size if file.exists() else 0
+        return lambda: any(row.get("process") == "trainer" for row in _rows_after(file, size))
+
+    def _replaced(self, role: str, pid: int) -> Callable[[], bool]:
+        """Whether a new process has replaced this one and is ready."""
+        if role in MODULES:
+            before = len(self._running(MODULES[role]))
+            needed = before if role == "reward" else min(before, self._pool_size)
+
+            def is_back() -> bool:
+                alive = self._running(MODULES[role])
+                return pid not in alive and len(alive) >= needed
+
+            return is_back
+        if role == "worker":
+            file = self.run.directory / "logs" / "rollout.jsonl"
+            size = file.stat().st_size
+            return lambda: any(row["event"] == "rollout.worker_ready" for row in _rows_after(file, size))
+        return lambda: self.run.pid(role) not in (None, pid)
+
     def _pid(self, role: str) -> int | None:
-        if role == "simulator":
-            found = [p.pid for p in self._simulators()]
+        if role in MODULES:
+            found = self._running(MODULES[role])
             return self._rng.choice(found) if found else None
         return self.run.pid(role)
 
-    def _has_recovered(self, kill: Kill) -> bool:
-        """A new process has replaced it and reported that it is ready."""
-        if kill.role == "simulator":
-            alive = {process.pid for process in self._simulators()}
-            return kill.pid not in alive and len(alive) >= min(kill.simulators, self._pool_size)
-        if kill.role == "worker":
-            log = read_json_lines(self.run.directory / "logs" / "rollout.jsonl")
-            return any(event["event"] == "rollout.worker_ready" and event["time"] > kill.at for event in log[-400:])
-        pid = self.run.pid(kill.role)
-        return pid is not None and pid != kill.pid
-
-    def _simulators(self) -> list[psutil.Process]:
-        env = self.run.pid("env")
-        found = []
+    def _starting(self, role: str, before: int) -> int | None:
+        """The new process of a role, ready or not."""
         try:
-            family = psutil.Process(env).children(recursive=True) if env else []
-        except psutil.NoSuchProcess:
-            return []
-        for process in family:
+            rows = json.loads((self.run.directory / "processes.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        pid = rows["processes"].get(role, {}).get("pid")
+        return pid if pid != before and pid is not None and psutil.pid_exists(pid) else None
+
+    def _running(self, module: str) -> list[int]:
+        found = []
+        for process in self.run.descendants():
             try:
-                if "rollbook.envs.builtin.awscli.cloud.simulator_process" in process.cmdline():
-                    found.append(process)
-            except psutil.NoSuchProcess:
+                if module in process.cmdline():
+                    found.append(process.pid)
+            except psutil.Error:
                 continue
-        return found
+        return sorted(found)
 
-    def _has_trained_since(self) -> bool:
-        return self._last_step_time() > self.report.kills[-1].at
+    def _send(self, pid: int, number: signal.Signals) -> int:
+        """1 if the process existed."""
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            return 0
+        return 1
 
-    def _last_step_time(self) -> float:
-        rows = [json.loads(line) for line in self._tail(self.run.directory / "metrics.jsonl")]
-        return max((row["time"] for row in rows if row.get("process") == "trainer"), default=0.0)
-
-    def _tail(self, path: Path, size: int = 65_536) -> list[str]:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - size))
-            return [line for line in file.read().decode(errors="replace").splitlines()[1:] if line.endswith("}")]
+    # ------------------------------------------------------------------ the end
 
     def _finish(self) -> None:
         """Drain, then resume and run to a regular end."""
         self.run.process.send_signal(signal.SIGINT)
-        drained = self.run.wait(RECOVERY_S)
+        drained = self.run.wait(HEAL_S)
         assert drained["exit_code"] == 0, drained["stderr"][-3000:]
         self.run.overrides.append(f"trainer.max_steps={drained['steps'] + AFTER_STEPS}")
-        ended = self.run.start().wait(RECOVERY_S)
+        ended = self.run.start().wait(HEAL_S)
         assert (ended["exit_code"], ended["end"]) == (0, "finished"), ended["stderr"][-3000:]
         self.report.steps = ended["steps"]
 
@@ -232,11 +308,23 @@ class Chaos:
         report.is_replayed = replayed.returncode == 0
 
 
+def _rows_after(path: Path, size: int) -> list[dict[str, Any]]:
+    """The complete JSON lines that were appended after the file had this size."""
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        file.seek(size)
+        lines = file.read().decode(errors="replace").splitlines()
+    return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="chaos")
+    parser = argparse.ArgumentParser(prog="chaos", description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--env", choices=sorted(ENVIRONMENTS), default="aws")
+    parser.add_argument("--kinds", nargs="+", type=Kind, default=list(Kind), help="only these kinds of faults")
+    parser.add_argument("--write", action="store_true", help="record the result for docs/failures.md (then: make docs)")
     args = parser.parse_args(argv)
 
     def write_line(text: str) -> None:
@@ -244,9 +332,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
 
     with tempfile.TemporaryDirectory(prefix="rollbook-chaos-") as directory:
-        report = Chaos(Path(directory), seed=args.seed, kills=args.kills, env=args.env, log=write_line).run_all()
+        chaos = Chaos(Path(directory), seed=args.seed, kills=args.kills, env=args.env, kinds=args.kinds, log=write_line)
+        report = chaos.run_all()
     write_line(report.table())
-    write_line(json.dumps(report.row()))
+    row = report.row()
+    if args.write:
+        RESULTS.write_text(json.dumps(row, indent=2) + "\n", encoding="utf-8")
+    write_line(json.dumps(row))
     return 0 if report.ok else 1
 
 

@@ -30,7 +30,7 @@ def require_complete(run: SmallRun, *, steps: int = STEPS) -> None:
         batched = [group.id for batch in record.batches(steps) for group in batch.groups]
     assert trained == list(range(1, steps + 1))
     assert len(batched) == len(set(batched))
-    replayed = rollbook("replay", str(run.directory), "--verify")
+    replayed = rollbook("replay", str(run.directory), "--verify", "--json")
     assert replayed.returncode == 0, replayed.stderr
     assert json.loads(replayed.stdout)["steps"] == steps
 

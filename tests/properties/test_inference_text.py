@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.contracts.tool_calls import parse_tool_calls
+from rollbook.contracts.output_formats import parse_tool_calls
 from rollbook.inference.server.text import REPLACEMENT, IncrementalDecoder, StopStrings, ToolCallStream
 
 TEXT = st.text(alphabet="abc ", max_size=40)

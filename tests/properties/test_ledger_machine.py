@@ -338,5 +338,6 @@ def test_the_same_holds_on_a_file_that_is_closed_and_opened() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_the_same_holds_for_many_more_orders() -> None:
     run_state_machine_as_test(LedgerMachine, settings=LONG)

@@ -49,6 +49,7 @@ def test_the_rules_hold_on_a_database_that_crashes() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_the_rules_hold_on_a_database_that_crashes_in_many_more_orders() -> None:
     shared_server()
     run_state_machine_as_test(PostgresLedgerMachine, settings=settings(QUICK, max_examples=60, stateful_step_count=40))

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.learning import proof
+from rollbook.run.config.run import load_config
 from tests.parts.run.examples import modules_of
 from tests.parts.run.small import REPOSITORY, rollbook
 
@@ -92,6 +93,28 @@ def test_rows_are_prepared_from_a_file_and_a_bad_row_is_reported(maths: dict[str
     source.write_text(json.dumps({"question": "1 + 1?", "answer": "two"}) + "\n", encoding="utf-8")
     with pytest.raises(SystemExit, match="row 1 is not a GSM8K row"):
         maths["prepare_data"].main(["gsm8k", "--from", str(source), "--to", str(tmp_path)])
+
+
+def test_gsm8k_is_prepared_from_a_dataset_directory_and_count_limits_its_rows(
+    maths: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "gsm8k").mkdir()
+    lines = [json.dumps({"question": f"{n} + 1?", "answer": f"so #### {n + 1}"}) + "\n" for n in range(5)]
+    (tmp_path / "gsm8k" / "test.jsonl").write_text("".join(lines), encoding="utf-8")
+    arguments = ["gsm8k", "--hub", str(tmp_path / "gsm8k"), "--split", "test", "--to", str(tmp_path)]
+    for more, expected in ((["--count", "2"], 2), ([], 5)):
+        maths["prepare_data"].main([*arguments, *more])
+        rows = [json.loads(line) for line in (tmp_path / "gsm8k-test.jsonl").read_text(encoding="utf-8").splitlines()]
+        assert [row["id"] for row in rows] == [f"gsm8k-test-{n + 1}" for n in range(expected)]
+    with pytest.raises(SystemExit):
+        maths["prepare_data"].main([*arguments, "--count", "0"])
+
+
+def test_the_gsm8k_recipe_is_a_valid_config_with_a_retry_prompt() -> None:
+    config = load_config(MATHS / "gsm8k.toml").config
+    assert config.tasks.source == "hf:openai/gsm8k"
+    assert "\\boxed" in config.rollout.settings["retry_message"]
 
 
 def test_there_are_two_hundred_sums_and_the_vocabulary_covers_them(maths: dict[str, ModuleType]) -> None:

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import httpx
 import openai
+import pydantic
 import pytest
 
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
@@ -22,6 +24,7 @@ from tests.parts.inference.chat_model import MAX_LEN, chat_model
 
 ROOT = Path(__file__).parents[2]
 START_S = 120.0
+AGENTS_PYTHON = ROOT / ".venvs" / "agents" / "bin" / "python"
 
 
 TOOL: Any = {
@@ -174,6 +177,38 @@ def test_alternatives_of_completions_are_dicts_that_include_the_sampled_token(cl
     assert all(1 <= len(tops) <= 2 for tops in narrow.choices[0].logprobs.top_logprobs)
 
 
+def test_echo_scores_the_tokens_of_a_prompt_as_they_were_scored_when_sampled(client: openai.OpenAI) -> None:
+    # Long enough for several forwards.
+    question, answer = (
+        "2 + 2 = " * 40,
+        client.completions.create(model="tiny", prompt="2 + 2 = " * 40, max_tokens=8, seed=3, logprobs=2),
+    )
+    sampled: Any = answer.choices[0].logprobs
+    sampled_ids: Any = client.completions.create(
+        model="tiny", prompt=question, max_tokens=8, seed=3, extra_body={"return_token_ids": True}
+    ).choices[0]
+    whole = [*sampled_ids.prompt_token_ids, *sampled_ids.token_ids]
+    body: Any = {"model": "tiny", "prompt": whole, "echo": True, "logprobs": 2}
+    scored: Any = client.completions.create(**body, max_tokens=0).choices[0]
+    assert scored.text == question + answer.choices[0].text
+    assert scored.finish_reason == "length"
+    block = scored.logprobs
+    assert len(block.tokens) == len(block.token_logprobs) == len(block.top_logprobs) == len(block.text_offset)
+    assert (block.token_logprobs[0], block.top_logprobs[0], block.text_offset[0]) == (None, None, 0)
+    assert block.token_logprobs[-8:] == pytest.approx(sampled.token_logprobs, abs=1e-4)
+    assert block.tokens[-8:] == sampled.tokens
+    # With tokens to sample the completion follows the prompt, whole and streamed.
+    longer: Any = client.completions.create(**body, max_tokens=2, n=2, seed=1)
+    assert [len(choice.logprobs.tokens) for choice in longer.choices] == [len(whole) + 2] * 2
+    assert longer.choices[0].logprobs.token_logprobs[1:-2] == pytest.approx(block.token_logprobs[1:])
+    chunks: list[Any] = list(client.completions.create(**body, max_tokens=2, n=1, seed=1, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == longer.choices[0].text
+    offsets = [
+        offset for chunk in chunks if chunk.choices[0].logprobs for offset in chunk.choices[0].logprobs.text_offset
+    ]
+    assert offsets == longer.choices[0].logprobs.text_offset
+
+
 def test_alternatives_of_a_chat_are_sorted_lists_of_the_sampling_distribution(client: openai.OpenAI) -> None:
     body: Any = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 6, "seed": 3}
     warm: Any = client.chat.completions.create(**body, logprobs=True, top_logprobs=20, temperature=0.7)
@@ -219,6 +254,78 @@ def test_a_stream_has_the_same_content_as_the_whole_response(client: openai.Open
     assert usage == whole.usage
     if stop:
         assert not any(word in text for word in stop for text in texts)
+
+
+ANSWER: Any = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Oslo"]}, "is_warm": {"type": "boolean"}},
+    "required": ["city", "is_warm"],
+    "additionalProperties": False,
+}
+PICK: Any = {"type": "function", "function": {"name": "pick", "parameters": ANSWER}}
+
+
+def test_a_response_format_forces_json_of_its_schema(client: openai.OpenAI) -> None:
+    body: Any = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "where?"}],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": ANSWER}},
+        "logprobs": True,
+        "n": 4,
+        "seed": 2,
+    }
+    whole = client.chat.completions.create(**body)
+    for choice in whole.choices:
+        assert choice.message.content is not None
+        assert choice.logprobs is not None
+        assert choice.logprobs.content is not None
+        answer = json.loads(choice.message.content)
+        assert answer["city"] in ("Paris", "Oslo")
+        assert isinstance(answer["is_warm"], bool)
+        assert choice.finish_reason == "stop"
+        # The only allowed token has probability 1.
+        assert choice.logprobs.content[0].logprob == pytest.approx(0.0, abs=1e-6)
+    streamed = "".join(
+        chunk.choices[0].delta.content or ""
+        for chunk in client.chat.completions.create(**{**body, "n": 1}, stream=True)
+    )
+    assert streamed == whole.choices[0].message.content
+
+
+@pytest.mark.parametrize("tool_choice", ["required", {"type": "function", "function": {"name": "pick"}}])
+def test_a_forced_tool_choice_gives_a_call_with_valid_arguments(client: openai.OpenAI, tool_choice: Any) -> None:
+    body: Any = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "where?"}],
+        "tools": [PICK] if tool_choice == "required" else [TOOL, PICK],
+        "tool_choice": tool_choice,
+        "parallel_tool_calls": False,
+    }
+    choice = client.chat.completions.create(**body, max_tokens=200).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    (call,) = choice.message.tool_calls or [None]
+    assert call is not None
+    assert call.type == "function"
+    assert call.function.name == "pick"
+    assert json.loads(call.function.arguments)["city"] in ("Paris", "Oslo")
+
+
+def test_the_openai_client_parses_structured_output_into_a_model(client: openai.OpenAI) -> None:
+    class Answer(pydantic.BaseModel):
+        is_warm: bool
+
+    parsed = client.chat.completions.parse(
+        model="tiny", messages=[{"role": "user", "content": "?"}], response_format=Answer, max_tokens=64
+    )
+    assert isinstance(parsed.choices[0].message.parsed, Answer)
+
+
+@pytest.mark.parametrize("form", [{"choice": ["red", "green"]}, {"regex": "(red|green)"}])
+def test_structured_outputs_of_completions_have_the_names_of_vllm(client: openai.OpenAI, form: Any) -> None:
+    reply = client.completions.create(
+        model="tiny", prompt="a colour: ", max_tokens=20, n=4, extra_body={"structured_outputs": form}
+    )
+    assert {choice.text for choice in reply.choices} <= {"red", "green"}
 
 
 def test_a_chat_stream_has_the_same_content_as_the_whole_response(client: openai.OpenAI) -> None:
@@ -281,7 +388,8 @@ def test_tools_reach_the_prompt_through_the_template(client: openai.OpenAI, toke
         ({"temperature": -1}, openai.BadRequestError, "temperature"),
         ({"prompt": [1, 99_999]}, openai.BadRequestError, "vocabulary"),
         ({"prompt": "x" * (MAX_LEN + 1)}, openai.BadRequestError, "max_model_len"),
-        ({"echo": True}, openai.BadRequestError, "echo"),
+        ({"max_tokens": 0}, openai.BadRequestError, "max_tokens"),
+        ({"echo": True, "max_tokens": 0, "stream": True}, openai.BadRequestError, "stream"),
         ({"stop": [""]}, openai.BadRequestError, "stop"),
         ({"extra_body": {"no_such": 1}}, openai.BadRequestError, "no_such"),
     ],
@@ -301,14 +409,84 @@ def test_chat_rejects_unsupported_features(client: openai.OpenAI) -> None:
     refused: list[Any] = [
         {"messages": []},
         {"messages": picture},
-        {"messages": hello, "tool_choice": "required", "tools": [TOOL]},
-        {"messages": hello, "response_format": {"type": "json_object"}},
+        {"messages": hello, "tool_choice": "required"},
+        {"messages": hello, "tool_choice": {"type": "function", "function": {"name": "other"}}, "tools": [TOOL]},
+        {"messages": hello, "response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+        {"messages": hello, "extra_body": {"structured_outputs": {"regex": "(", "choice": ["a"]}}},
+        {"messages": hello, "extra_body": {"structured_outputs": {"regex": "("}}},
         {"messages": hello, "logprobs": True, "top_logprobs": 21},
         {"messages": hello, "top_logprobs": 3},
     ]
     for body in refused:
         with pytest.raises(openai.BadRequestError):
             client.chat.completions.create(model="tiny", **body)
+
+
+def test_texts_and_chats_are_tokenized_in_the_format_of_vllm(served: PolicyProcess, tokenizer: ModelTokenizer) -> None:
+    def post(path: str, body: Any) -> Any:
+        return httpx.post(f"{served.url}{path}", json=body).json()
+
+    plain = post("/tokenize", {"prompt": "hi", "add_special_tokens": False})
+    assert plain == {"count": 2, "max_model_len": MAX_LEN, "tokens": tokenizer.encode("hi")}
+    chat = post("/tokenize", {"messages": [{"role": "user", "content": "hi"}]})
+    assert post("/detokenize", {"tokens": chat["tokens"]}) == {"prompt": "<user>hi\n<assistant>"}
+    assert post("/tokenize", {})["error"]["param"] == "prompt"
+    assert httpx.get(f"{served.url}/tokenizer_info").json()["eos_token"] in SPECIAL_TOKENS
+
+
+@pytest.mark.skipif(not AGENTS_PYTHON.exists(), reason="make test-agents installs the harness")
+def test_lm_evaluation_harness_scores_multiple_choice(
+    served: PolicyProcess, client: openai.OpenAI, tmp_path: Path
+) -> None:
+    rows: list[Any] = [
+        {"question": f"{a} + {b} =", "choices": [f" {a + b}", f" {a}", " unknown"], "answer": 0}
+        for a, b in ((1, 2), (4, 3), (2, 6), (5, 5))
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "sums.yaml").write_text(
+        f"""
+task: sums
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {tmp_path}/rows.jsonl}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: answer
+target_delimiter: ""
+metric_list: [{{metric: acc}}]
+"""
+    )
+    arguments = ["--model", "local-completions", "--tasks", "sums", "--include_path", str(tmp_path)]
+    model = f"base_url={served.url}/v1/completions,model=tiny,tokenizer_backend=remote,num_concurrent=1"
+    subprocess.run(
+        [
+            str(AGENTS_PYTHON),
+            "-m",
+            "lm_eval",
+            *arguments,
+            "--model_args",
+            model,
+            "--output_path",
+            str(tmp_path / "out"),
+        ],
+        env={**os.environ, "OPENAI_API_KEY": "x", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")},
+        check=True,
+        capture_output=True,
+        timeout=250,
+    )
+    (results,) = (tmp_path / "out").rglob("results_*.json")
+
+    def score(question: str, choice: str) -> float:
+        block: Any = (
+            client.completions.create(model="tiny", prompt=question + choice, echo=True, max_tokens=0, logprobs=0)
+            .choices[0]
+            .logprobs
+        )
+        return float(sum(block.token_logprobs[-len(choice) :]))
+
+    expected = [max(range(3), key=lambda at: score(row["question"], row["choices"][at])) == 0 for row in rows]
+    assert json.loads(results.read_text())["results"]["sums"]["acc,none"] == pytest.approx(sum(expected) / 4)
 
 
 def test_the_model_is_listed(client: openai.OpenAI) -> None:

@@ -234,8 +234,9 @@ async def test_a_session_is_named_by_url_header_or_api_key_and_an_unknown_one_is
     ("more", "message"),
     [
         ({"n": 2}, "n: 2 is not supported"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "required"}, "requires tools"),
+        ({"response_format": {"type": "yaml"}}, "response_format: the type must be"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs: 21 is not a number from 0 to 20"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"max_tokens": -1}, "max_tokens: -1 is not a positive number"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, r"messages\[0\]: .* one of system"),
@@ -266,6 +267,59 @@ async def test_the_run_overrides_sampling_fields_and_the_sample_lists_them(tmp_p
         sample = session.build(reward=1.0)
     assert sample.sampling.temperature == 1.0
     assert sample.facts["overridden_sampling"] == ["seed", "temperature"]
+
+
+FORCED_CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call><|im_end|>'
+
+
+async def test_a_forced_call_and_a_response_format_follow_their_grammar_and_are_marked(tmp_path: Path) -> None:
+    replies = in_order("well<|im_end|>", FORCED_CALL, '{"is_warm": true}<|im_end|>')
+    schema: Any = {"type": "object", "properties": {"is_warm": {"type": "boolean"}}, "required": ["is_warm"]}
+    async with agent_setup(tmp_path, replies) as (setup, record):
+        async with setup.open_proxy_session() as session, client_of(session) as client:
+            history: list[Any] = [{"role": "user", "content": "hi"}]
+            await ask(client, history)
+            forced = await ask(client, history, tools=[WEATHER], tool_choice="required")
+            (call,) = forced.message.tool_calls
+            assert json.loads(call.function.arguments) == {"city": "Paris"}
+            form: Any = {"format": {"type": "json_schema", "name": "answer", "schema": schema}}
+            response = await client.responses.create(model="policy", input="warm?", text=form)
+            assert json.loads(response.output_text) == {"is_warm": True}
+        sample = session.build(reward=1.0)
+        assert_matches_engine(sample, record)
+    assert sample.facts["constrained_turns"] == [2, 3]
+
+
+async def test_a_policy_that_leaves_the_grammar_fails_the_request(tmp_path: Path) -> None:
+    """The scripted engine cannot choose another token, so it refuses. A real engine samples among the allowed ones."""
+    async with (
+        agent_setup(tmp_path, lambda _: "no<|im_end|>") as (setup, _),
+        setup.open_proxy_session() as session,
+        client_of(session) as client,
+    ):
+        with pytest.raises(openai.APIStatusError, match="which the grammar excludes"):
+            await ask(client, [{"role": "user", "content": "hi"}], tools=[WEATHER], tool_choice="required")
+
+
+async def test_logprobs_have_text_bytes_and_alternatives_whole_and_streamed(tmp_path: Path) -> None:
+    async with (
+        agent_setup(tmp_path, lambda _: "yes<|im_end|>") as (setup, _),
+        setup.open_proxy_session() as session,
+        client_of(session) as client,
+    ):
+        body: Any = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 2}
+        entries = (await ask(client, **body)).logprobs.content
+        assert [entry.token for entry in entries] == ["y", "e", "s", "<|im_end|>"]
+        assert bytes(entries[0].bytes) == b"y"
+        # A script has one possible token, so the other of the two likeliest is left out.
+        assert [[top.token for top in entry.top_logprobs] for entry in entries] == [[e.token] for e in entries]
+        streamed = [
+            entry
+            async for chunk in await client.chat.completions.create(model="policy", stream=True, **body)
+            if chunk.choices and chunk.choices[0].logprobs
+            for entry in chunk.choices[0].logprobs.content or ()
+        ]
+        assert streamed == entries
 
 
 async def test_a_stop_text_ends_the_turn_at_the_token_that_completes_it(tmp_path: Path) -> None:

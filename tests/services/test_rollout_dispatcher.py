@@ -33,7 +33,10 @@ async def test_every_draw_is_played_and_stored_and_exhaustion_is_reported(tmp_pa
     assert play.tasks.position == 20
     spans = play.spans()
     assert sorted(span.fields["group_id"] for span in spans) == sorted(play.sink.rows)
-    assert all(span.name == "rollout.group" and span.fields["samples"] == 4 for span in spans)
+    assert all(span.fields["samples"] == 4 for span in spans)
+    episodes = play.spans("rollout.episode")
+    assert sorted(span.fields["group_id"] for span in episodes) == sorted(list(play.sink.rows) * 4)
+    assert all(span.fields["reward"] is not None and span.start <= span.end for span in episodes)
     assert living_children() == []
 
 
@@ -80,7 +83,8 @@ async def test_failed_groups_are_dropped_with_their_causes_and_the_run_continues
 
 async def test_a_rollout_that_always_fails_stops_the_run_with_its_cause(tmp_path: Path) -> None:
     play = dispatching(tmp_path, [{"action": "raise"}] * 50)
-    with pytest.raises(RolloutsFailingError, match=r"5 groups in a row failed.*row is malformed.*See"):
+    cause = r'(?s)5 groups in a row failed.*row is malformed.*functions\.py", line \d+, in rollout.*See'
+    with pytest.raises(RolloutsFailingError, match=cause):
         await play.run()
     assert len(play.events("rollout.group_failed")) >= 5
     assert living_children() == []

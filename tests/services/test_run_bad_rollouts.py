@@ -102,6 +102,13 @@ def test_a_rollout_that_always_fails_stops_the_run_with_the_cause(tmp_path: Path
     assert (summary["exit_code"], summary["end"], summary["steps"]) == (1, "failed", 0)
     assert "the grader tripped" in summary["stderr"]
     assert "rollout stopped the run" in summary["stderr"]
+    raising = MISBEHAVING.splitlines().index('                    raise ValueError("the grader tripped")') + 1
+    assert f'misbehaving.py", line {raising}, in rollout' in summary["stderr"]
+    assert not (run.directory / "plots").exists()
+    assert "resume " not in summary["stderr"]
+    debugged = rollbook("debug", str(run.directory))
+    assert debugged.returncode == 1
+    assert f'misbehaving.py", line {raising}, in rollout' in debugged.stderr
     audit = json.loads(rollbook("audit", str(run.directory), "--json").stdout)
     assert audit["ok"]
     assert audit["dropped"]["invalid"] >= 5

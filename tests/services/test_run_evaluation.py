@@ -11,6 +11,7 @@ from rollbook.run.commands.evaluate import evaluation_request, table
 from rollbook.run.processes.evaluate import evaluate
 from rollbook.run.processes.replay import changed_settings, compare_losses
 from rollbook.run.record import open_run
+from rollbook.telemetry.events import read_json_lines
 from rollbook.telemetry.metrics import read_metrics
 from rollbook.trainer.config import TrainerConfig
 from tests.parts.run.small import SmallRun
@@ -36,6 +37,9 @@ def test_a_run_is_evaluated_during_training_and_can_be_evaluated_and_retrained_a
     assert rows[-1]["step"] == 14
     assert all(0 <= row["eval/solved_low"] <= row["eval/solved"] <= row["eval/solved_high"] <= 1 for row in rows)
     assert {row["eval/tasks"] for row in rows} == {8}
+    rollouts = list(read_json_lines(run.directory / "rollouts.jsonl"))
+    assert [row["step"] for row in rollouts] == [step for step in range(1, 15) for _ in range(4)]
+    assert all(row["text"] for row in rollouts)
     with open_run(run.directory) as record:
         # The ledger contains training groups only.
         assert not [group for group in record.groups(state=None, limit=1000) if group.group_id.startswith("evaluation")]

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from rollbook.run.commands.preflight import check_run
 from rollbook.run.config.run import ConfigError, load_config
 from rollbook.run.directory import RunDirectory
+from rollbook.run.preflight import check_run
 
 CONFIG = """\
 [run]

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import stat
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +57,12 @@ def orphaned_processes(proc: Path = Path("/proc")) -> list[int]:
     return sorted(found)
 
 
+def _is_ours(path: Path) -> bool:
+    """Other users can create such a name in the temporary directory too."""
+    status = path.lstat()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+
+
 def sweep_orphans() -> Sweep:
     """Kill orphaned sandbox processes and remove orphaned directories. Does not touch those of other living pools."""
     processes = orphaned_processes()
@@ -65,7 +72,7 @@ def sweep_orphans() -> Sweep:
     directories = [
         path
         for path in Path(tempfile.gettempdir()).glob(f"{DIRECTORY_PREFIX}*")
-        if (mark := DIRECTORY.match(path.name)) and not is_owner_alive(mark[1])
+        if (mark := DIRECTORY.match(path.name)) and not is_owner_alive(mark[1]) and _is_ours(path)
     ]
     for path in directories:
         shutil.rmtree(path, ignore_errors=True)

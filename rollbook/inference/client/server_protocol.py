@@ -9,7 +9,7 @@ import msgspec
 from rollbook.contracts.errors import TransientError
 from rollbook.contracts.policy import Completion, SamplingParams
 from rollbook.inference.connection import PolicyConnection
-from rollbook.inference.wire.completions import MSGPACK, CompletionBody, Health, TokenReply
+from rollbook.inference.wire.completions import MSGPACK, CompletionBody, Health, StructuredOutputs, TokenReply
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +83,8 @@ def _body(requests: Sequence[CompletionRequest]) -> CompletionBody:
         # The caller alone decides what ends a turn, and reads tokens instead of text.
         ignore_eos=True,
         detokenize=False,
+        logprobs=sampling.top_logprobs or None,
+        structured_outputs=None if sampling.grammar is None else StructuredOutputs(grammar=sampling.grammar),
         # The newest minimum satisfies all requests of the bundle.
         min_publication=max(request.min_publication for request in requests),
     )

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from rollbook.contracts.errors import TransientError
+from rollbook.contracts.errors import EpisodeError, TransientError
 from rollbook.contracts.policy import Completion, Publication, PublicationId
 from rollbook.inference.client.server_protocol import CompletionRequest, ReplicaStatus
 from rollbook.inference.connection import PolicyConnection, ReplicaBusyError
@@ -64,6 +64,8 @@ class VllmProtocol:
         return await self.generate(connection, request, model=self._model)
 
     async def generate(self, connection: PolicyConnection, request: CompletionRequest, *, model: str) -> Completion:
+        if request.sampling.top_logprobs:
+            raise EpisodeError("top_logprobs: not available from vLLM; leave it out")
         params = GenerateParams.of(request.sampling)
         body = GenerateBody(model=model, token_ids=request.prompt, sampling_params=params)
         reply = await connection.post("/inference/v1/generate", msgspec.json.encode(body), self._reply)

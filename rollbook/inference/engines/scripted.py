@@ -19,21 +19,23 @@ from rollbook.concurrency.clock import Clock, SystemClock
 from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.plugin import load_plugin
-from rollbook.contracts.policy import Completion, FinishReason, Publication, SamplingParams
+from rollbook.contracts.policy import Completion, FinishReason, Publication, SamplingParams, TopLogprobs
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engine import (
     EngineClosedError,
     EngineStats,
     GenerationError,
     OnTokens,
+    PromptScores,
     QueueFullError,
     TensorSource,
+    TokenConstraint,
     UnpublishedError,
 )
 from rollbook.inference.engines.batching import admissible
 from rollbook.inference.engines.busy import BusyPeriods
 from rollbook.inference.pause import Gate, PauseMode, needs_loading, require_unpublished
-from rollbook.inference.request import Request, checked_request, seeded_uniform
+from rollbook.inference.request import Request, checked_prompt, checked_request, seeded_uniform
 from rollbook.inference.weights.lora import checked_settings
 from rollbook.inference.weights.safetensors import read_published_weights, require_published
 from rollbook.telemetry.spans import SpanRecorder
@@ -138,7 +140,12 @@ class ScriptedEngine:
         )
 
     def submit(
-        self, prompt_ids: Sequence[int], sampling: SamplingParams, *, on_tokens: OnTokens | None = None
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        on_tokens: OnTokens | None = None,
+        constraint: TokenConstraint | None = None,
     ) -> asyncio.Future[Completion]:
         if self._publication is None:
             raise UnpublishedError("no weights were published to this engine yet, so it does not sample")
@@ -155,6 +162,7 @@ class ScriptedEngine:
                 max_model_len=self.max_model_len,
                 future=future,
                 on_tokens=on_tokens,
+                constraint=constraint,
             )
         )
         self._woken.set()
@@ -162,6 +170,23 @@ class ScriptedEngine:
 
     async def generate(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
         return await self.submit(prompt_ids, sampling)
+
+    async def score(self, prompt_ids: Sequence[int], *, top_logprobs: int = 0) -> PromptScores:
+        """All tokens of a prompt are equally likely."""
+        if self._publication is None:
+            raise UnpublishedError("no weights were published to this engine yet, so it does not score")
+        prompt = checked_prompt(prompt_ids, vocab_size=self.vocab_size, max_length=self.max_model_len)
+        count, logprob = min(top_logprobs, self.vocab_size), -math.log(self.vocab_size)
+        shape = (len(prompt) - 1, count)
+        return PromptScores(
+            logprobs=np.full(len(prompt) - 1, logprob, dtype=np.float32),
+            tops=TopLogprobs(
+                token_ids=np.broadcast_to(np.arange(count, dtype=np.int32), shape),
+                logprobs=np.full(shape, logprob, dtype=np.float32),
+            )
+            if count
+            else None,
+        )
 
     async def load_weights(self, publication: Publication, path: Path, *, adapter: Adapter | None = None) -> None:
         await self._load(publication, lambda: read_published_weights(path, publication), adapter)
@@ -266,7 +291,12 @@ class ScriptedEngine:
         for request, reply in self._running:
             if request.future.done():
                 continue
-            token, logprob = self._next_token(request, reply)
+            try:
+                token, logprob = self._next_token(request, reply)
+            except GenerationError as error:
+                request.future.set_exception(error)
+                continue
+            request.accept(token)
             tokens += 1
             reason = request.append(token, logprob, self._publication.id)
             if request.sampling.top_logprobs:
@@ -318,13 +348,18 @@ class ScriptedEngine:
 
     def _next_token(self, request: Request, reply: Reply | None) -> tuple[int, float]:
         index = len(request.tokens)
+        mask = request.update_mask()
+        allowed = range(self.vocab_size) if mask is None else np.flatnonzero(np.unpackbits(mask, bitorder="little"))
         if reply is not None:
+            if reply[index] not in allowed:
+                raise GenerationError(f"the script replies with token {reply[index]}, which the grammar excludes")
             return reply[index], 0.0
+        logprob = -math.log(len(allowed))
         if request.sampling.temperature == 0:
-            return 0, -math.log(self.vocab_size)
+            return int(allowed[0]), logprob
         seed = request.sampling.seed
         uniform = self._rng.random() if seed is None else seeded_uniform(seed, index)
-        return int(uniform * self.vocab_size), -math.log(self.vocab_size)
+        return int(allowed[int(uniform * len(allowed))]), logprob
 
     def _add_tops(self, request: Request, token: int, reply: Reply | None) -> None:
         """A script has one possible token; for the random policy all are equally likely."""

@@ -17,6 +17,7 @@ from rollbook.inference.server.routes.chat import ChatRoutes
 from rollbook.inference.server.routes.completions import CompletionRoutes
 from rollbook.inference.server.routes.engine import EngineRoutes
 from rollbook.inference.server.routes.responses import Handler, error_middleware, error_response
+from rollbook.inference.server.routes.tokens import TokenRoutes
 from rollbook.inference.server.routes.weights import AdapterRoutes, WeightRoutes
 from rollbook.inference.server.service import MODEL_NAME, PolicyService
 from rollbook.inference.server.text import Tokenizer
@@ -53,13 +54,16 @@ def build_app(
         middlewares.append(_require_key([Secret(api_key), *([] if steering is None else [steering])]))
     app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=middlewares)
     app[SERVICE], app[REFUSE] = service, _refuse
-    completions, control = CompletionRoutes(service), EngineRoutes(service)
+    completions, control, tokens = CompletionRoutes(service), EngineRoutes(service), TokenRoutes(service)
     weights, adapters = WeightRoutes(service, updates), AdapterRoutes(service)
     app.add_routes(
         [
             web.post("/v1/completions", completions.complete),
             web.post("/v1/chat/completions", ChatRoutes(service).complete),
             web.post("/inference/v1/generate", completions.generate),
+            web.post("/tokenize", tokens.tokenize),
+            web.post("/detokenize", tokens.detokenize),
+            web.get("/tokenizer_info", tokens.info),
             web.get("/v1/models", control.models),
             web.get("/v1/models/{name:.+}", control.model),
             web.get("/health", control.health),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rollbook.contracts.policy import Completion, FinishReason, SamplingParams, TopLogprobs
-from rollbook.inference.engine import Engine, TokenChunk
+from rollbook.inference.engine import Engine, TokenChunk, TokenConstraint
 from rollbook.inference.server.text import IncrementalDecoder, StopStrings, Tokenizer
 
 
@@ -45,6 +45,7 @@ class Generation:
         tokenizer: Tokenizer | None = None,
         stops: Sequence[str] = (),
         is_streamed: bool = False,
+        constraint: TokenConstraint | None = None,
     ) -> None:
         self._stop_token_ids = sampling.stop_token_ids
         self._tokenizer = tokenizer
@@ -57,10 +58,10 @@ class Generation:
         # Unbounded, but never longer than the completion, whose length the engine limits.
         self._chunks: asyncio.Queue[TokenChunk | None] = asyncio.Queue()
         if self._is_streamed:
-            self._completion = engine.submit(prompt, sampling, on_tokens=self._chunks.put_nowait)
+            self._completion = engine.submit(prompt, sampling, on_tokens=self._chunks.put_nowait, constraint=constraint)
             self._completion.add_done_callback(lambda _: self._chunks.put_nowait(None))
         else:
-            self._completion = engine.submit(prompt, sampling)
+            self._completion = engine.submit(prompt, sampling, constraint=constraint)
 
     async def result(self) -> GenerationResult:
         if self._is_streamed:

@@ -1,15 +1,18 @@
 """The policy server without HTTP: admits requests, starts generations, aborts them by request id."""
 
+import asyncio
 import itertools
 import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 from rollbook.contracts.errors import RollbookError, TransientError
+from rollbook.contracts.plugin import load_on_demand
 from rollbook.contracts.policy import SamplingParams
 from rollbook.inference.config import InferenceConfig
-from rollbook.inference.engine import Engine, QueueFullError
+from rollbook.inference.engine import Engine, QueueFullError, TokenConstraint
 from rollbook.inference.request import BadRequestError
 from rollbook.inference.server.generation import Generation
 from rollbook.inference.server.text import Tokenizer
@@ -17,6 +20,15 @@ from rollbook.inference.server.text import Tokenizer
 MODEL_NAME = "policy"
 RETRY_AFTER_S = 0.1
 """New weights arrive within a training step; earlier retries only add load."""
+
+
+class CompiledGrammar(TokenConstraint, Protocol):
+    def copy(self) -> TokenConstraint:
+        """A constraint for one completion, at its start."""
+
+
+class GrammarCompiler(Protocol):
+    def compile(self, grammar: str, *, field: str) -> CompiledGrammar: ...
 
 
 class UnknownModelError(RollbookError):
@@ -51,6 +63,8 @@ class PolicyService:
         self._boot_id = uuid.uuid4().hex[:12]
         self._count = itertools.count(1)
         self._by_request_id: dict[str, list[Generation]] = {}
+        self._compiler: GrammarCompiler | None = None
+        self._compiling = asyncio.Lock()
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -78,6 +92,25 @@ class PolicyService:
             raise BadRequestError(f"{field}: this server has no tokenizer; send and request token ids", param=field)
         return self.tokenizer
 
+    async def compile_grammar(self, grammar: tuple[str, str] | None) -> CompiledGrammar | None:
+        """`grammar`: its text, and the field that requires it. Raises `BadRequestError`."""
+        if grammar is None:
+            return None
+        text, field = grammar
+        tokenizer = self.require_tokenizer(field)
+        async with self._compiling:
+            if self._compiler is None:
+                try:
+                    make = load_on_demand("rollbook.inference.server.grammars:GrammarCompiler")
+                except ImportError as error:
+                    raise BadRequestError(
+                        f"{field}: this server cannot follow grammars; install rollbook[grammars] on it", param=field
+                    ) from error
+                made: GrammarCompiler = await asyncio.to_thread(make, tokenizer, vocab_size=self.engine.vocab_size)
+                self._compiler = made
+            compiler = self._compiler
+        return await asyncio.to_thread(compiler.compile, text, field=field)
+
     @contextmanager
     def generations(
         self,
@@ -88,6 +121,7 @@ class PolicyService:
         is_streamed: bool = False,
         has_text: bool = True,
         request_id: str | None = None,
+        grammar: CompiledGrammar | None = None,
     ) -> Iterator[list[Generation]]:
         """Start a generation for each prompt, or none of them. Leaving the block frees their slots."""
         self._admit(len(requests), min_publication)
@@ -103,6 +137,7 @@ class PolicyService:
                         tokenizer=self.tokenizer if has_text else None,
                         stops=stops,
                         is_streamed=is_streamed or request_id is not None,
+                        constraint=None if grammar is None else grammar.copy(),
                     )
                 )
             if request_id is not None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from rollbook.contracts.tool_calls import OPENING, ToolCall, parse_tool_calls
+from rollbook.contracts.output_formats import OPENING, ToolCall, parse_tool_calls
 
 REPLACEMENT = "\ufffd"
 """Decoders write it for bytes that do not form a complete character (yet)."""
@@ -14,6 +14,10 @@ class Tokenizer(Protocol):
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def special_token_ids(self) -> Sequence[int]:
+        """Control tokens, which are no text."""
 
     def encode_prompt(self, text: str) -> list[int]:
         """A text prompt, with the special tokens that the model expects at its start."""

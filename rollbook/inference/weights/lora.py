@@ -106,10 +106,12 @@ def low_rank_pairs(settings: AdapterSettings, names: Iterable[str]) -> list[LowR
 def read_adapter(directory: Path) -> tuple[dict[str, Any], Mapping[str, FileTensor]]:
     """Settings and tensors of a PEFT directory. Raises `FileNotFoundError` if there is none, `WeightsError` if it is invalid."""
     config = directory / CONFIG_FILE
-    if not config.is_file() or not (directory / TENSOR_FILE).is_file():
-        raise FileNotFoundError(f"{directory} does not hold {CONFIG_FILE} and {TENSOR_FILE}")
     try:
+        if not config.is_file() or not (directory / TENSOR_FILE).is_file():
+            raise FileNotFoundError(f"{directory} does not hold {CONFIG_FILE} and {TENSOR_FILE}")
         settings = msgspec.json.decode(config.read_bytes(), type=dict[str, Any])
+    except FileNotFoundError:
+        raise
     except (OSError, msgspec.MsgspecError) as error:
         raise WeightsError(f"{config} cannot be read: {error}; nothing was loaded") from error
     return settings, read_weights(directory / TENSOR_FILE)

@@ -66,9 +66,12 @@ def _tensor(name: str, entry: _Entry, body: memoryview) -> FileTensor:
 
 def read_weight_directory(directory: Path) -> Mapping[str, FileTensor]:
     """Every tensor of a Hugging Face directory, from all its safetensors files, or of a single file."""
-    if directory.is_file():
-        return read_weights(directory)
-    files = sorted(directory.glob("*.safetensors")) if directory.is_dir() else []
+    try:
+        if directory.is_file():
+            return read_weights(directory)
+        files = sorted(directory.glob("*.safetensors")) if directory.is_dir() else []
+    except OSError as error:
+        raise WeightsError(f"weights at {directory} cannot be read: {error.strerror or error}") from error
     if not files:
         raise WeightsError(f"{directory} holds no safetensors file")
     tensors: dict[str, FileTensor] = {}

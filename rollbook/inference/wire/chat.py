@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from rollbook.contracts.output_formats import forced_tools, response_format_grammar, tool_call_grammar
 from rollbook.inference.wire.completions import SamplingBody, Usage, VersionSpan, checked_top_logprobs
 
 
@@ -33,10 +34,17 @@ class ChatBody(SamplingBody, forbid_unknown_fields=True, omit_defaults=True, kw_
     def rendered_tools(self) -> list[dict[str, Any]] | None:
         return None if self.tool_choice == "none" else self.tools
 
+    def grammar(self) -> tuple[str, str] | None:
+        """`tool_choice` decides before `response_format`: a forced call has no content."""
+        if forced := forced_tools(self.tools, self.tool_choice):
+            is_single = self.parallel_tool_calls is False or self.tool_choice != "required"
+            return tool_call_grammar(forced, is_single=is_single), "tool_choice"
+        if (grammar := response_format_grammar(self.response_format)) is not None:
+            return grammar, "response_format"
+        return super().grammar()
+
     def neutral_values(self) -> dict[str, tuple[object, ...]]:
         own: dict[str, tuple[object, ...]] = {
-            "tool_choice": (None, "auto", "none"),
-            "response_format": (None, {"type": "text"}),
             "store": (None, False),
         }
         return {**super().neutral_values(), **own}

@@ -12,7 +12,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rollbook.contracts.policy import MAX_TOP_LOGPROBS, Completion, FinishReason, SamplingParams
+from rollbook.contracts.output_formats import choice_grammar, json_grammar
+from rollbook.contracts.policy import MAX_TOP_LOGPROBS, Completion, FinishReason, SamplingParams, TopLogprobs
 
 STALE_WEIGHTS = "stale_weights"
 QUEUE_FULL = "queue_full"
@@ -28,6 +29,32 @@ _MASK_63 = (1 << 63) - 1
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool = False
     continuous_usage_stats: bool = False
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """The required form of a completion, with the names of vLLM. Exactly one field is set."""
+
+    json: dict[str, Any] | str | None = None
+    """A JSON schema."""
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    """Lark, in the dialect of llguidance."""
+
+    def to_grammar(self) -> str:
+        """Raises `ValueError`."""
+        if sum(getattr(self, name) not in (None, False) for name in self.__struct_fields__) != 1:
+            raise ValueError(f"structured_outputs: set exactly one of {', '.join(self.__struct_fields__)}")
+        if self.json is not None:
+            schema = msgspec.json.decode(self.json) if isinstance(self.json, str) else self.json
+            return json_grammar(schema)
+        if self.regex is not None:
+            escaped = self.regex.replace("/", r"\/")
+            return f"start: /{escaped}/\n"
+        if self.choice is not None:
+            return choice_grammar(self.choice)
+        return self.grammar or json_grammar()
 
 
 class SamplingBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
@@ -54,6 +81,13 @@ class SamplingBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     min_p: float | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    def grammar(self) -> tuple[str, str] | None:
+        """The grammar of the completions, and the field that requires it. Raises `ValueError`."""
+        if self.structured_outputs is None:
+            return None
+        return self.structured_outputs.to_grammar(), "structured_outputs"
 
     @property
     def count(self) -> int:
@@ -83,7 +117,9 @@ class SamplingBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
                 raise ValueError(f"{name}: not supported by this server; remove it")
         limit = self.token_limit()
         all_seeds = derived_seeds(seeds, self.count)
-        stop_ids = dict.fromkeys([*(self.stop_token_ids or ()), *(() if self.ignore_eos else eos_token_ids)])
+        # A completion that follows a grammar ends with an end token.
+        has_eos = not self.ignore_eos or self.grammar() is not None
+        stop_ids = dict.fromkeys([*(self.stop_token_ids or ()), *(eos_token_ids if has_eos else ())])
         by_seed = {
             seed: SamplingParams(
                 max_tokens=max_model_len if limit is None else limit,
@@ -131,6 +167,11 @@ class CompletionBody(SamplingBody, forbid_unknown_fields=True, omit_defaults=Tru
     best_of: int | None = None
     suffix: str | None = None
 
+    @property
+    def is_score_only(self) -> bool:
+        """Whether the prompt is scored and nothing is sampled."""
+        return bool(self.echo) and self.max_tokens == 0
+
     def token_limit(self) -> int | None:
         return self.max_tokens
 
@@ -154,7 +195,6 @@ class CompletionBody(SamplingBody, forbid_unknown_fields=True, omit_defaults=Tru
 
     def neutral_values(self) -> dict[str, tuple[object, ...]]:
         own: dict[str, tuple[object, ...]] = {
-            "echo": (None, False),
             "best_of": (None, 1, self.count),
             "suffix": (None, ""),
         }
@@ -170,10 +210,11 @@ class VersionSpan(msgspec.Struct):
 
 
 class LogprobsBlock(msgspec.Struct, omit_defaults=True):
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]
+    """None for the first token of an echoed prompt, which has no logprob."""
     tokens: list[str] | None = None
     text_offset: list[int] | None = None
-    top_logprobs: list[dict[str, float]] | None = None
+    top_logprobs: list[dict[str, float] | None] | None = None
 
 
 class Choice(msgspec.Struct):
@@ -227,26 +268,45 @@ class TokenCompletion(msgspec.Struct, array_like=True):
     versions: memoryview
     finish_reason: FinishReason
     generation_s: float | None = None
+    top_tokens: memoryview | None = None
+    """The likeliest tokens, one row per position, and their logprobs, if they were requested."""
+    top_logprobs: memoryview | None = None
 
     @classmethod
     def of(cls, completion: Completion) -> "TokenCompletion":
+        tops = completion.tops
         return cls(
-            np.ascontiguousarray(completion.token_ids, dtype=np.int32).data,
-            np.ascontiguousarray(completion.logprobs, dtype=np.float32).data,
-            np.ascontiguousarray(completion.versions, dtype=np.int32).data,
+            _bytes(completion.token_ids, np.int32),
+            _bytes(completion.logprobs, np.float32),
+            _bytes(completion.versions, np.int32),
             completion.finish_reason,
             completion.generation_s,
+            None if tops is None else _bytes(tops.token_ids, np.int32),
+            None if tops is None else _bytes(tops.logprobs, np.float32),
         )
 
     def to_contract(self) -> Completion:
         """The arrays are read-only views of the response. Raises `ValueError` when their lengths differ."""
+        token_ids = np.frombuffer(self.token_ids, dtype=np.int32)
+        tops = None
+        if self.top_tokens is not None and self.top_logprobs is not None and len(token_ids):
+            shape = (len(token_ids), -1)
+            tops = TopLogprobs(
+                token_ids=np.frombuffer(self.top_tokens, dtype=np.int32).reshape(shape),
+                logprobs=np.frombuffer(self.top_logprobs, dtype=np.float32).reshape(shape),
+            )
         return Completion(
-            token_ids=np.frombuffer(self.token_ids, dtype=np.int32),
+            token_ids=token_ids,
             logprobs=np.frombuffer(self.logprobs, dtype=np.float32),
             versions=np.frombuffer(self.versions, dtype=np.int32),
             finish_reason=self.finish_reason,
             generation_s=self.generation_s,
+            tops=tops,
         )
+
+
+def _bytes(values: NDArray[Any], dtype: type) -> memoryview:
+    return np.ascontiguousarray(values, dtype=dtype).reshape(-1).data
 
 
 class TokenReply(msgspec.Struct):

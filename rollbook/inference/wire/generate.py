@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 
 from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
-from rollbook.inference.wire.completions import VersionSpan, derived_seeds, token_versions
+from rollbook.inference.wire.completions import StructuredOutputs, VersionSpan, derived_seeds, token_versions
 
 
 class GenerateParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
@@ -19,6 +19,7 @@ class GenerateParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
     logprobs: int | None = None
     detokenize: bool | None = None
     skip_special_tokens: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     @classmethod
     def of(cls, sampling: SamplingParams) -> "GenerateParams":
@@ -33,11 +34,13 @@ class GenerateParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
             ignore_eos=True,
             logprobs=0,
             detokenize=False,
+            structured_outputs=None if sampling.grammar is None else StructuredOutputs(grammar=sampling.grammar),
         )
 
     def samplings(self, eos_token_ids: tuple[int, ...]) -> list[SamplingParams]:
         """The parameters of `n` completions. Raises `ValueError` naming the invalid field."""
-        stop_ids = dict.fromkeys([*self.stop_token_ids, *(() if self.ignore_eos else eos_token_ids)])
+        has_eos = not self.ignore_eos or self.structured_outputs is not None
+        stop_ids = dict.fromkeys([*self.stop_token_ids, *(eos_token_ids if has_eos else ())])
         return [
             SamplingParams(
                 max_tokens=self.max_tokens,

@@ -26,9 +26,14 @@ class BrowserRefusedError(RunError):
     """A browser requested a GET that changes data."""
 
 
+class InvalidRunNameError(RunError):
+    """The run in the path cannot exist."""
+
+
 # The first match is used, so subclasses precede their base classes.
 STATUSES: tuple[tuple[type[Exception], HTTPStatus], ...] = (
     (BrowserRefusedError, HTTPStatus.FORBIDDEN),
+    (InvalidRunNameError, HTTPStatus.NOT_FOUND),
     (BodyTooLargeError, HTTPStatus.REQUEST_ENTITY_TOO_LARGE),
     (SlowBodyError, HTTPStatus.SERVICE_UNAVAILABLE),
     (UnknownEnvError, HTTPStatus.NOT_FOUND),

@@ -59,6 +59,14 @@ class Incoming:
             except Exception as error:
                 self._parsed = error
 
+    def require_groups(self) -> None:
+        """Raise the parser's error. Also refuses a list without groups, which would create a run without data."""
+        self.parse()
+        if isinstance(self._parsed, Exception):
+            raise self._parsed
+        if self._parsed is not None and not self._parsed.groups:
+            raise invalid_body("too_short", (), "List should have at least 1 item for a run that does not exist yet")
+
     def take(self) -> Post:
         """Return the parsed post and release it. Raises the parser's error."""
         self.parse()

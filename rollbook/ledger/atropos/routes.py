@@ -17,6 +17,7 @@ from rollbook.ledger.atropos.batches import deliver_batch
 from rollbook.ledger.atropos.bodies import (
     KNOWN_ERRORS,
     BrowserRefusedError,
+    InvalidRunNameError,
     bytes_response,
     deliver,
     error_response,
@@ -39,6 +40,7 @@ from rollbook.ledger.atropos.scored_data import PostedGroup, invalid_fields, rea
 from rollbook.ledger.atropos.service import AtroposService, open_atropos_service
 from rollbook.ledger.http.app import Dialect, LedgerService, refuse
 from rollbook.ledger.rules.run_transaction import UnknownRunError
+from rollbook.ledger.rules.runs import RUN_ID
 
 M = TypeVar("M", bound=BaseModel)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -73,7 +75,8 @@ class _Routes:
         self._config = config
         self._service = service
         self._open: dict[RunId, AtroposService] = {}
-        """One for each run that was requested."""
+        """One for each run that exists and was requested."""
+        self._opening = asyncio.Lock()
         self._stack = AsyncExitStack()
 
     def table(self) -> list[tuple[str, str, Handler]]:
@@ -92,7 +95,7 @@ class _Routes:
 
     async def register(self, request: web.Request) -> web.Response:
         message = await self._message(request, Registration)
-        run = await self._run(request)
+        run = await self._open_run(self._run_id(request))
         return json_response(request, {"uuid": await run.register(message)})
 
     async def register_env(self, request: web.Request) -> web.Response:
@@ -148,7 +151,11 @@ class _Routes:
         incoming = Incoming(read)
         if size > LARGE_BODY_BYTES:
             await asyncio.to_thread(incoming.parse)
-        run = await self._run(request)
+        run_id = self._run_id(request)
+        if run_id not in self._open and not await self._exists(run_id):
+            # Only a valid post creates a run.
+            await asyncio.to_thread(incoming.require_groups)
+        run = await self._open_run(run_id)
         async with run.posted(incoming) as answer:
             return await deliver(request, json_response(request, answer))
 
@@ -170,23 +177,40 @@ class _Routes:
     async def docs(self, request: web.Request) -> web.Response:
         return bytes_response(request, DOCS_PAGE, content_type="text/html")
 
+    def _run_id(self, request: web.Request) -> RunId:
+        run_id = RunId(request.match_info.get("run", self._config.run))
+        if not RUN_ID.fullmatch(run_id):
+            raise InvalidRunNameError("a run is named with letters, digits, '.', '_' and '-', at most 128 characters")
+        return run_id
+
     async def _run(self, request: web.Request) -> AtroposService:
-        return await self._open_run(RunId(request.match_info.get("run", self._config.run)))
+        """The run of a request. One that does not exist answers as before a trainer registers, and is not kept."""
+        run_id = self._run_id(request)
+        if run_id in self._open or await self._exists(run_id):
+            return await self._open_run(run_id)
+        return self._new_service(run_id)
+
+    async def _exists(self, run_id: RunId) -> bool:
+        return await self._service.store.read(lambda tx: tx.runs.get(run_id)) is not None
 
     async def _open_run(self, run_id: RunId) -> AtroposService:
-        run = self._open.get(run_id)
-        if run is None:
-            service = self._service
-            opening = open_atropos_service(
-                run_id,
-                store=service.store,
-                config=self._config,
-                limits=service.config,
-                clock=service.clock,
-                log=service.log,
-            )
-            run = self._open[run_id] = await self._stack.enter_async_context(opening)
-        return run
+        async with self._opening:
+            run = self._open.get(run_id)
+            if run is None:
+                run = await self._stack.enter_async_context(open_atropos_service(self._new_service(run_id)))
+                self._open[run_id] = run
+            return run
+
+    def _new_service(self, run_id: RunId) -> AtroposService:
+        service = self._service
+        return AtroposService(
+            run_id,
+            store=service.store,
+            config=self._config,
+            limits=service.config,
+            clock=service.clock,
+            log=service.log,
+        )
 
     async def _body(self, request: web.Request) -> bytes:
         return await read_body(request, self._service.bodies, timeout_s=self._config.body_s)

@@ -36,7 +36,8 @@ MEGABYTE = 1_000_000
 
 
 class AtroposService:
-    """Several services of one run on a shared store are replicas of each other. Opened by `open_atropos_service`."""
+    """Several services of one run on a shared store are replicas of each other. Opened by
+    `open_atropos_service`; before that, it only answers requests that read."""
 
     def __init__(
         self, run_id: RunId, *, store: Store, config: AtroposConfig, limits: LedgerConfig, clock: Clock, log: EventLog
@@ -62,10 +63,10 @@ class AtroposService:
         self._storing: asyncio.Task[None] | None = None
         self._polled: dict[int, float] = {}
         self._serving = asyncio.Lock()
-        store.listen(self._notifier.notify)
 
     async def prepare(self) -> None:
         """Create the dialect's tables if necessary, and remove groups that a power failure took."""
+        self._store.listen(self._notifier.notify)
         await self._store.write(lambda tx: AtroposTables(tx).create())
         if await self._store.write(lambda tx: tx.payloads.lost(self.run_id)):
             await self._write(rules.forget_lost)
@@ -288,12 +289,9 @@ class AtroposService:
 
 
 @asynccontextmanager
-async def open_atropos_service(
-    run_id: RunId, *, store: Store, config: AtroposConfig, limits: LedgerConfig, clock: Clock, log: EventLog
-) -> AsyncIterator[AtroposService]:
-    service = AtroposService(run_id, store=store, config=config, limits=limits, clock=clock, log=log)
+async def open_atropos_service(service: AtroposService) -> AsyncIterator[AtroposService]:
     await service.prepare()
-    confirming = asyncio.create_task(service.run(), name=f"atropos.confirm.{run_id}")
+    confirming = asyncio.create_task(service.run(), name=f"atropos.confirm.{service.run_id}")
     try:
         yield service
     finally:

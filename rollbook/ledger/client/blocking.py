@@ -93,13 +93,14 @@ class SyncLedgerClient:
 @contextmanager
 def open_sync_ledger_client(
     url: str,
-    run_id: RunId,
+    run_id: str,
     *,
     request_s: float = 60.0,
     log: EventLog | None = None,
     token: str | None = None,
     is_compressed: bool = False,
 ) -> Iterator[SyncLedgerClient]:
+    """As `open_ledger_client`, for code without `await`: `with open_sync_ledger_client(url, "my-run") as ledger`."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="ledger-client", daemon=True)
     thread.start()
@@ -108,7 +109,7 @@ def open_sync_ledger_client(
         url,
         run_id,
         request_s=request_s,
-        log=log or EventLog("ledger-client"),
+        log=log,
         token=token,
         is_compressed=is_compressed,
     )

@@ -368,19 +368,24 @@ def _error_of(error: wire.SubmitError, name: str) -> RollbookError:
 @asynccontextmanager
 async def open_ledger_client(
     url: str,
-    run_id: RunId,
+    run_id: str,
     *,
-    request_s: float,
-    log: EventLog,
+    request_s: float = 60.0,
+    log: EventLog | None = None,
     token: str | None = None,
     is_compressed: bool = False,
 ) -> AsyncIterator[LedgerClient]:
-    """A client of one run. `is_compressed` compresses requests and responses with zstd: for networks slower than a disk."""
+    """A client of one run of a ledger service: `async with open_ledger_client(url, "my-run") as ledger`.
+
+    Requests are repeated until `request_s`. `is_compressed` compresses requests and responses with zstd: for networks slower than a
+    disk.
+    """
+    log = log or EventLog("ledger-client")
     # No limit on connections: long polls hold theirs, and callers limit their concurrent requests.
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, read_bufsize=1 << 20) as session:
         client = LedgerClient(
-            session, url, run_id, request_s=request_s, log=log, token=token, is_compressed=is_compressed
+            session, url, RunId(run_id), request_s=request_s, log=log, token=token, is_compressed=is_compressed
         )
         try:
             yield client

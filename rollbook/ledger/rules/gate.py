@@ -1,5 +1,6 @@
 """The gate: dispatchers join, get groups to play, and lose them when they stop sending heartbeats. Rules 4, 7 and 8."""
 
+import math
 from collections.abc import Sequence
 from typing import TypedDict
 
@@ -102,12 +103,20 @@ def expire(run_tx: RunTransaction) -> int:
 
 
 def extend_leases(run_tx: RunTransaction) -> None:
-    """After a restart: heartbeats could not arrive meanwhile, so owners and leases get at least one time-to-live from now."""
-    ttl = run_tx.run.settings.owner_ttl_s
+    """After a restart: heartbeats could not arrive meanwhile, so owners and leases get at least one time-to-live from now.
+
+    A lease that ends later than a new one would was written before the clock was set back: it gets the length of a new one.
+    """
+    settings = run_tx.run.settings
+    shortest = run_tx.now + settings.owner_ttl_s
+    longest = max(shortest, run_tx.now + settings.group_deadline_s)
     for owner in run_tx.tx.owners.alive(run_tx.run_id):
         run_tx.tx.owners.put(owner.changed(last_seen=run_tx.now))
-    for group in run_tx.tx.groups.leases_ending_by(run_tx.run_id, run_tx.now + ttl):
-        run_tx.tx.groups.put(group.changed(lease_until=run_tx.now + ttl))
+    for group in run_tx.tx.groups.leases_ending_by(run_tx.run_id, math.inf):
+        assert group.lease_until is not None  # only leased groups are listed
+        lease_until = min(max(group.lease_until, shortest), longest)
+        if lease_until != group.lease_until:
+            run_tx.tx.groups.put(group.changed(lease_until=lease_until))
 
 
 def fail_attempt(run_tx: RunTransaction, group: GroupRecord, reason: DropReason, *, by: str) -> GroupRecord:

@@ -4,6 +4,7 @@ An unsupported field that would change sampling is refused, never ignored. Field
 overridden and listed in the sample's facts.
 """
 
+import math
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from rollbook.contracts.policy import MAX_TOP_LOGPROBS
 from rollbook.rollout.agents.messages import BadChatError
 from rollbook.rollout.agents.session import ChatRequest, ChatTurn
 
@@ -25,13 +27,9 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
     "logit_bias": (None, {}),
-    "response_format": (None, {"type": "text"}),
-    "tool_choice": (None, "auto", "none"),
-    "parallel_tool_calls": (None, True),
     "functions": (None, []),
     "audio": (None,),
     "modalities": (None, ["text"]),
-    "top_logprobs": (None, 0),
 }
 """Unsupported fields, and the values that have no effect."""
 
@@ -57,7 +55,18 @@ def chat_request(body: Mapping[str, Any]) -> ChatRequest:
         max_tokens=checked_max_tokens(body.get("max_completion_tokens") or body.get("max_tokens"), "max_tokens"),
         stop=_stops(body.get("stop")),
         overridden=tuple(name for name in SET_BY_THE_RUN if body.get(name) is not None),
+        tool_choice=body.get("tool_choice"),
+        is_single_call=body.get("parallel_tool_calls") is False,
+        response_format=body.get("response_format"),
+        top_logprobs=checked_top_logprobs(body) if body.get("logprobs") else 0,
     )
+
+
+def checked_top_logprobs(body: Mapping[str, Any]) -> int:
+    count = body.get("top_logprobs") or 0
+    if not isinstance(count, int) or not 0 <= count <= MAX_TOP_LOGPROBS:
+        raise BadChatError(f"top_logprobs: {count!r} is not a number from 0 to {MAX_TOP_LOGPROBS}", "top_logprobs")
+    return count
 
 
 def checked_max_tokens(value: Any, name: str) -> int | None:
@@ -108,15 +117,19 @@ def chat_chunks(body: Mapping[str, Any], turn: ChatTurn) -> Iterator[bytes]:
     """The same response as a stream. The turn is sampled whole before, so that a broken stream never leaves half a turn."""
     head = _head(body, "chat.completion.chunk")
 
-    def chunk(delta: Mapping[str, Any], finish: str | None = None) -> bytes:
-        return event({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}]})
+    def chunk(delta: Mapping[str, Any], finish: str | None = None, logprobs: Any = None) -> bytes:
+        choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
+        return event({**head, "choices": [choice]})
 
     yield chunk({"role": "assistant", "content": "" if not turn.parsed.calls else None})
+    logprobs = _logprobs(turn) if body.get("logprobs") else None
     if turn.parsed.content:
-        yield chunk({"content": turn.parsed.content})
+        yield chunk({"content": turn.parsed.content}, logprobs=logprobs)
+        logprobs = None
     for number, call in enumerate(turn.parsed.calls):
         yield chunk({"tool_calls": [{"index": number, **call.to_openai()}]})
-    yield chunk({}, turn.finish_reason)
+    # Those of a turn without content, which has no earlier chunk for them.
+    yield chunk({}, turn.finish_reason, logprobs)
     options = body.get("stream_options")
     if isinstance(options, Mapping) and options.get("include_usage"):
         yield event({**head, "choices": [], "usage": _usage(turn)})
@@ -143,10 +156,19 @@ def _head(body: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
 
 def _logprobs(turn: ChatTurn) -> dict[str, Sequence[Any]]:
-    pairs = zip(turn.completion.token_ids.tolist(), turn.completion.logprobs.tolist(), strict=True)
-    return {
-        "content": [
-            {"token": f"token_id:{token}", "logprob": value, "bytes": None, "top_logprobs": []}
-            for token, value in pairs
-        ]
-    }
+    """Of all sampled tokens, tool calls and end token included."""
+    completion = turn.completion
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        raw = turn.token_bytes(token)
+        return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
+
+    entries: list[dict[str, Any]] = []
+    for at, (token, logprob) in enumerate(
+        zip(completion.token_ids.tolist(), completion.logprobs.tolist(), strict=True)
+    ):
+        tops = completion.tops
+        likeliest = [] if tops is None else zip(tops.token_ids[at].tolist(), tops.logprobs[at].tolist(), strict=True)
+        others = [entry(other, value) for other, value in likeliest if not math.isinf(value)]
+        entries.append({**entry(token, logprob), "top_logprobs": others})
+    return {"content": entries}

@@ -17,11 +17,8 @@ from rollbook.rollout.agents.session import ChatRequest, ChatTurn
 from rollbook.rollout.contract import Message
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
-    "tool_choice": (None, "auto", "none"),
-    "parallel_tool_calls": (None, True),
     "background": (None, False),
     "truncation": (None, "disabled"),
-    "text": (None, {}, {"format": {"type": "text"}}),
     "top_logprobs": (None, 0),
 }
 
@@ -46,6 +43,9 @@ def responses_request(body: Mapping[str, Any], known: Mapping[str, Sequence[Mess
         tools=None if tools is None else [_tool(tool, number) for number, tool in enumerate(tools)],
         max_tokens=checked_max_tokens(body.get("max_output_tokens"), "max_output_tokens"),
         overridden=tuple(name for name in SET_BY_THE_RUN if body.get(name) is not None),
+        tool_choice=body.get("tool_choice"),
+        is_single_call=body.get("parallel_tool_calls") is False,
+        response_format=(body.get("text") or {}).get("format"),
     )
 
 
@@ -105,7 +105,7 @@ def responses_reply(body: Mapping[str, Any], turn: ChatTurn) -> dict[str, Any]:
         "instructions": body.get("instructions"),
         "metadata": {},
         "output": _items(turn),
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
         "temperature": None,
         "top_p": None,
         "tool_choice": body.get("tool_choice") or "auto",

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from rollbook.access.guard import REFUSE, AllowedClients, Problem
 from rollbook.access.server import serve_app
+from rollbook.access.tokens import bearer_token
 from rollbook.concurrency.sockets import listening_socket
 from rollbook.contracts.errors import EpisodeError, RollbookError, TransientError
 from rollbook.contracts.policy import SamplingParams
@@ -97,7 +98,7 @@ class ProxyServer:
             turn = await session.complete(chat_request(body))
             return chat_reply(body, turn), chat_chunks(body, turn)
 
-        return await self._respond(request, complete)
+        return await self.respond(request, complete)
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:
         async def complete(session: ProxySession, body: Mapping[str, Any]) -> tuple[Any, Iterable[bytes]]:
@@ -107,17 +108,18 @@ class ProxyServer:
             session.responses[reply["id"]] = turn.messages[1 if body.get("instructions") else 0 :]
             return reply, responses_events(reply)
 
-        return await self._respond(request, complete)
+        return await self.respond(request, complete)
 
-    async def _respond(self, request: web.Request, complete: Callable[..., Any]) -> web.StreamResponse:
+    async def respond(self, request: web.Request, complete: Callable[..., Any]) -> web.StreamResponse:
         try:
-            session = self._session_of(request)
+            name = self.name_of(request)
+            session = self._sessions.get(name) or self.unknown_session(name)
             body = msgspec.json.decode(await request.read())
             if not isinstance(body, dict):
                 raise BadChatError("the body must be a JSON object")
             reply, stream = await complete(session, body)
-        except msgspec.DecodeError as error:
-            return _error(400, "invalid_request_error", f"the body is not JSON: {error}")
+        except (msgspec.DecodeError, RecursionError) as error:
+            return _error(400, "invalid_request_error", f"the body is not JSON, or nested too deeply: {error}")
         except BadChatError as error:
             return _error(400, "invalid_request_error", str(error), error.param)
         except UnknownSessionError as error:
@@ -132,10 +134,10 @@ class ProxyServer:
             return _error(500, "run_failed", str(error))
         return await _stream(request, stream) if body.get("stream") else _json(reply)
 
-    def _session_of(self, request: web.Request) -> ProxySession:
-        key = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        name = request.match_info.get("session") or request.headers.get(SESSION_HEADER) or key
-        return self._sessions.get(name) or self.unknown_session(name)
+    def name_of(self, request: web.Request) -> str:
+        """The name of the session: in the path, in a header, or as the API key."""
+        key = bearer_token(request.headers.get("Authorization"))
+        return request.match_info.get("session") or request.headers.get(SESSION_HEADER) or key
 
     def unknown_session(self, name: str) -> ProxySession:
         """For a name that is not open. An error in a worker; `rollbook proxy` opens a session instead."""

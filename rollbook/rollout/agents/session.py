@@ -6,16 +6,17 @@ A session is opened inside its episode, so it knows the group's minimum publicat
 import asyncio
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rollbook.contracts.errors import EpisodeError, RollbookError
-from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
+from rollbook.contracts.output_formats import forced_tools, response_format_grammar, tool_call_grammar
+from rollbook.contracts.policy import Completion, FinishReason, SamplingParams, TopLogprobs
 from rollbook.contracts.trajectory import EndReason, RolloutSample
 from rollbook.rollout.agents.history import ChatHistory, PlayedTurn
-from rollbook.rollout.agents.messages import normalised
-from rollbook.rollout.agents.tool_calls import ParsedText, ToolParser
+from rollbook.rollout.agents.messages import BadChatError, normalised
+from rollbook.rollout.agents.tool_calls import PARSERS, ParsedText, ToolParser
 from rollbook.rollout.assemblers.tokens import TrajectoryAssembler, build_assembler
 from rollbook.rollout.contract import Message, Tokenizer
 from rollbook.rollout.policy import EpisodePolicy, EpisodeTimeUpError, current_episode, enter_episode
@@ -36,6 +37,11 @@ class ChatRequest:
     stop: tuple[str, ...] = ()
     overridden: tuple[str, ...] = ()
     """Sampling fields that the agent set and the run overrides."""
+    tool_choice: Any = None
+    """As in OpenAI's API: auto, none, required, or one function."""
+    is_single_call: bool = False
+    response_format: Any = None
+    top_logprobs: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +53,7 @@ class ChatTurn:
     completion: Completion
     messages: Sequence[Message]
     """Those of the request, and the reply."""
+    token_bytes: Callable[[int], bytes]
 
 
 class ProxySession:
@@ -82,6 +89,7 @@ class ProxySession:
         self._rewrites: list[str] = []
         self._overridden: set[str] = set()
         self._cut_turns = 0
+        self._constrained_turns: list[int] = []
         self._in_progress = 0
         """Requests in progress. Limits count them as turns."""
 
@@ -120,10 +128,10 @@ class ProxySession:
             raise EpisodeOverError(f"this episode is over: {self._end}")
         if self._episode is not None:
             enter_episode(self._episode)
-        messages = normalised(request.messages)
+        messages, grammar = normalised(request.messages), self._grammar(request)
         self._in_progress += 1
         try:
-            return await self._turn(request, messages)
+            return await self._turn(request, messages, grammar)
         except (EpisodeOverError, asyncio.CancelledError):
             raise
         except RollbookError as error:
@@ -132,7 +140,7 @@ class ProxySession:
         finally:
             self._in_progress -= 1
 
-    async def _turn(self, request: ChatRequest, messages: Sequence[Message]) -> ChatTurn:
+    async def _turn(self, request: ChatRequest, messages: Sequence[Message], grammar: str | None) -> ChatTurn:
         began = time.monotonic()
         prompt = self._history.prompt(messages, request.tools)
         num_prompt = len(prompt.token_ids)
@@ -141,7 +149,13 @@ class ProxySession:
         self._check_limits(num_prompt)
         max_tokens = min(self._sampling.max_tokens, self._limits.tokens_left(num_prompt), request.max_tokens or 2**31)
         try:
-            sampled = await self._policy.complete(prompt.token_ids, max_tokens=max_tokens)
+            sampled = await self._policy.complete(
+                prompt.token_ids,
+                max_tokens=max_tokens,
+                sampling=replace(self._sampling, grammar=grammar, top_logprobs=request.top_logprobs)
+                if grammar is not None or request.top_logprobs
+                else None,
+            )
         except EpisodeTimeUpError as error:
             if self.num_turns == 0:
                 raise EpisodeError(f"no turn was played: {error}") from error
@@ -153,6 +167,8 @@ class ProxySession:
             raise EpisodeOverError("this episode was closed during the policy request")
         text, completion, end_text = self._apply_stop(sampled, request.stop)
         self._assembler.add_turn(prompt.token_ids, completion, seconds=time.monotonic() - began)
+        if grammar is not None:
+            self._constrained_turns.append(self.num_turns)
         if prompt.rewrite is not None:
             self._rewrites.append(f"before turn {self.num_turns}: {prompt.rewrite}")
         self._overridden.update(request.overridden)
@@ -176,7 +192,20 @@ class ProxySession:
             num_prompt_tokens=num_prompt,
             completion=completion,
             messages=self._messages,
+            token_bytes=self._tokenizer.token_bytes,
         )
+
+    def _grammar(self, request: ChatRequest) -> str | None:
+        """The grammar of a required tool call or response format."""
+        form = next((name for name, parser in PARSERS.items() if parser is self._parser), "of a plug-in")
+        try:
+            if forced := forced_tools(request.tools, request.tool_choice):
+                is_single = request.is_single_call or request.tool_choice != "required"
+                return tool_call_grammar(forced, form=form, is_single=is_single)
+            return response_format_grammar(request.response_format)
+        except ValueError as error:
+            field = str(error).partition(":")[0]
+            raise BadChatError(str(error), field if field in ("tool_choice", "response_format") else None) from error
 
     def _check_limits(self, num_prompt: int) -> None:
         # The stopwatch of the episode excludes waits for a queue or a sandbox.
@@ -210,6 +239,9 @@ class ProxySession:
             logprobs=sampled.logprobs[:kept],
             versions=sampled.versions[:kept],
             finish_reason=FinishReason.STOP,
+            tops=None
+            if sampled.tops is None
+            else TopLogprobs(token_ids=sampled.tops.token_ids[:kept], logprobs=sampled.tops.logprobs[:kept]),
         )
         return text[: min(found)], cut, ""
 
@@ -228,6 +260,9 @@ class ProxySession:
             all_facts["rewrites"] = list(self._rewrites)
         if self._overridden:
             all_facts["overridden_sampling"] = sorted(self._overridden)
+        if self._constrained_turns:
+            # Their logprobs are those of the tokens that the grammar allowed, renormalised.
+            all_facts["constrained_turns"] = list(self._constrained_turns)
         return self._assembler.build(
             reward=reward,
             finish_reason=self._end or EndReason.DONE,

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from rollbook.contracts.output_formats import ToolCall, parse_call, parse_tool_calls
 from rollbook.contracts.plugin import load_plugin
-from rollbook.contracts.tool_calls import ToolCall, parse_call, parse_tool_calls
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,10 @@ class ModelTokenizer:
         self._eos_token_ids = tuple(eos_token_ids)
         # The rendering of a template that reads the date does not depend on the messages alone.
         self._may_cache = chat_template is not None and "strftime_now" not in chat_template
-        self._added = frozenset(fast.get_added_tokens_decoder())
+        added = fast.get_added_tokens_decoder()
+        self._added = frozenset(added)
+        self.special_token_ids = tuple(sorted(token_id for token_id, token in added.items() if token.special))
+        """Control tokens, which are no text."""
         self._is_byte_level = "ByteLevel" in repr(fast.decoder)
         self._encode_short = lru_cache(CACHED_TEXTS)(self._encode)
         self._render_short = lru_cache(CACHED_TEXTS)(self._render_plain)

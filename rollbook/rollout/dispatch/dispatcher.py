@@ -110,6 +110,15 @@ class Dispatcher:
         self._failed_attempts: Counter[GroupId] = Counter()
         self._is_run_over = False
 
+    @property
+    def doing(self) -> str:
+        """What it does or waits for, in words."""
+        if not self._pool.ready.is_set():
+            return "starting workers"
+        if self._attempts:
+            return f"playing {len(self._attempts)} groups"
+        return "waiting for the ledger to admit groups (the first weights, or free capacity)"
+
     async def run(self) -> None:
         """Play until the ledger reports the end of the run. Raises `RunError` where a person must act."""
         owner = await self._sink.join(self._name)

@@ -1,5 +1,6 @@
 """Reports finished groups: metrics, spans, failures as events, and an alert when nearly all groups are filtered."""
 
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 from rollbook.contracts.admission import Grant
 from rollbook.contracts.group import DropKind, GroupId
 from rollbook.rollout.dispatch.failure_breaker import FailureBreaker, GroupEnd
+from rollbook.rollout.groups.player import EpisodeTimes
 from rollbook.rollout.metrics import record_group, record_rewards
 from rollbook.rollout.workers.messages import Finished
 from rollbook.telemetry.events import EventLog
@@ -100,6 +102,18 @@ class GroupReporter:
             reward=outcome.reward_mean,
             drop=None if drop is None else str(drop.kind),
         )
+        for number, episode in enumerate(result.episodes):
+            self._spans.record(
+                "rollout.episode",
+                episode.start,
+                episode.end,
+                group_id=grant.group_id,
+                attempt=grant.attempt,
+                episode=number,
+                reward=episode.reward,
+                cause=episode.cause,
+                turns=_turn_times(episode),
+            )
         if outcome.invalid_causes or outcome.declined_samples:
             self._log_failures(grant.group_id, result)
         is_filtered = drop is not None and drop.kind is DropKind.FILTERED
@@ -122,6 +136,12 @@ class GroupReporter:
             declined=outcome.declined_samples,
             drop=None if result.drop is None else str(result.drop),
         )
+
+
+def _turn_times(episode: EpisodeTimes) -> list[tuple[float, float]]:
+    """Start and end of each turn. Only durations are recorded, so the turns are placed one after the other."""
+    ends = [round(end, 5) for end in itertools.accumulate(episode.turn_seconds, initial=episode.start)]
+    return list(itertools.pairwise(ends))
 
 
 def _end_of(result: Finished) -> GroupEnd:

@@ -5,6 +5,7 @@ means.
 """
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from rollbook.concurrency.retry import backoff
 from rollbook.concurrency.stacks import where_cancelled
 from rollbook.contracts.errors import RollbookError, WorkerError
 from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupOutcome, PromptGroup
+from rollbook.contracts.policy import Completion
 from rollbook.contracts.task import Task, TaskId
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.contracts.user_errors import describe_error
@@ -33,7 +35,7 @@ from rollbook.rollout.groups.failures import (
     describe_causes,
 )
 from rollbook.rollout.groups.filters import FilterError, GroupFilter
-from rollbook.rollout.policy import EpisodeContext, enter_episode
+from rollbook.rollout.policy import EpisodeContext, current_episode, enter_episode
 from rollbook.rollout.stopwatch import EpisodeTime
 
 CAUSE_CHARS = 1500
@@ -44,6 +46,10 @@ _ANNOTATIONS = msgspec.msgpack.Decoder(tuple[list[dict[str, Any]] | None, dict[s
 
 Score: TypeAlias = Callable[[Mapping[str, Any], RolloutSample], Awaitable[RolloutSample]]
 """Takes the row of the task and a finished sample; returns the sample with its reward."""
+
+
+OnFailure: TypeAlias = Callable[["GroupOrder", str, Sequence[Completion]], None]
+"""Called for each failed episode with its cause and what the policy sampled in it."""
 
 
 def episode_task_name(group_id: str) -> str:
@@ -65,12 +71,27 @@ class GroupOrder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeTimes:
+    """When an episode was played, and what came of it. For traces."""
+
+    start: float
+    """Wall clock."""
+    end: float
+    reward: float | None = None
+    cause: str | None = None
+    """Why it could not be scored."""
+    turn_seconds: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupResult:
     """`group` is None if there is no sample at all. With `drop`, the group is stored as dropped."""
 
     outcome: GroupOutcome
     group: PromptGroup | None = None
     drop: DropReason | None = None
+    episodes: tuple[EpisodeTimes, ...] = ()
+    """Every episode that was played, retried ones included."""
 
     def __post_init__(self) -> None:
         if self.group is None and self.drop is None:
@@ -88,6 +109,7 @@ class _Tally:
     retried: int = 0
     declined: int = 0
     scored: int = 0
+    episodes: list[EpisodeTimes] = field(default_factory=list)
     has_enough: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the group has all its scorable samples. Episodes still run then only with over-sampling."""
 
@@ -105,10 +127,12 @@ class GroupAssembler:
         *,
         filters: Sequence[GroupFilter] = (),
         score: Score | None = None,
+        on_failure: OnFailure | None = None,
         clock: Clock | None = None,
     ) -> None:
         self._rollout = rollout
         self._score = score
+        self._on_failure = on_failure
         self._config = config
         self._filters = tuple(filters)
         self._clock = clock or SystemClock()
@@ -141,7 +165,9 @@ class GroupAssembler:
         """One scorable sample if the retry budget allows, otherwise the unscorable one or None."""
         waits = backoff(first_s=0.1)
         while True:
+            began = time.time()
             result = await self._attempt(order, task, tally)
+            tally.episodes.append(_times(began, result))
             if result is None:
                 tally.declined += 1
                 return None
@@ -149,7 +175,10 @@ class GroupAssembler:
                 tally.add_scored()
                 return result
             sample, error = result
-            tally.causes[(str(error) or type(error).__name__)[:CAUSE_CHARS]] += 1
+            cause = (str(error) or type(error).__name__)[:CAUSE_CHARS]
+            tally.causes[cause] += 1
+            if self._on_failure is not None and (episode := current_episode()) is not None:
+                self._on_failure(order, cause, episode.completions)
             wait_s = next(waits)
             # A result after the end of the lease would be discarded.
             is_late = self._clock.now() + wait_s >= tally.until
@@ -192,31 +221,34 @@ class GroupAssembler:
     async def _episode(self, order: GroupOrder, task: Task, tally: _Tally) -> object:
         """Call the rollout function once, within the time of the episode and of the lease."""
         loop = asyncio.get_running_loop()
-        time = EpisodeTime(min(self._config.max_seconds, tally.until - self._clock.now()), clock=self._clock)
+        stopwatch = EpisodeTime(min(self._config.max_seconds, tally.until - self._clock.now()), clock=self._clock)
         enter_episode(
-            EpisodeContext(group_id=order.group_id, min_publication=order.min_publication, until=tally.until, time=time)
+            EpisodeContext(
+                group_id=order.group_id, min_publication=order.min_publication, until=tally.until, time=stopwatch
+            )
         )
         try:
             async with asyncio.timeout(None) as limit:
 
                 def reschedule() -> None:
                     lease_s = tally.until - self._clock.now()
-                    left_s = lease_s if time.is_stopped else min(lease_s, time.left_s)
+                    left_s = lease_s if stopwatch.is_stopped else min(lease_s, stopwatch.left_s)
                     if not limit.expired():
                         limit.reschedule(loop.time() + max(0.0, left_s) + self._config.grace_s)
 
-                time.changed = reschedule
+                stopwatch.changed = reschedule
                 reschedule()
                 return await self._rollout(task.row_copy())
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            waited = f" and {time.waited_s:.3g} s of waiting" if time.waited_s > 0.05 else ""
+            waited = f" and {stopwatch.waited_s:.3g} s of waiting" if stopwatch.waited_s > 0.05 else ""
             raise RolloutHangsError(
-                f"rollout did not end within {time.seconds:g} s (max_seconds){waited} and was cancelled{where_cancelled(error)}"
+                f"rollout did not end within {stopwatch.seconds:g} s (max_seconds){waited} and was cancelled"
+                f"{where_cancelled(error)}"
             ) from error
         finally:
-            time.changed = lambda: None
+            stopwatch.changed = lambda: None
 
     def _join(
         self, order: GroupOrder, samples: tuple[RolloutSample, ...], tally: _Tally, *, seconds: float, surplus: int
@@ -224,7 +256,7 @@ class GroupAssembler:
         drop = self._too_few(sum(sample.is_scorable for sample in samples), tally)
         if not samples:
             assert drop is not None
-            return GroupResult(outcome=_empty_outcome(tally, seconds), drop=drop)
+            return GroupResult(outcome=_empty_outcome(tally, seconds), drop=drop, episodes=tuple(tally.episodes))
         group = PromptGroup(id=order.group_id, task_id=order.task_id, draw=order.draw, samples=samples)
         if drop is None:
             drop = self._filtered(group, tally)
@@ -235,7 +267,7 @@ class GroupAssembler:
             declined_samples=tally.declined,
             surplus_samples=surplus,
         )
-        return GroupResult(group=group, outcome=outcome, drop=drop)
+        return GroupResult(group=group, outcome=outcome, drop=drop, episodes=tuple(tally.episodes))
 
     def _too_few(self, scorable: int, tally: _Tally) -> DropReason | None:
         """A group with too few samples is invalid, but only filtered if the rollout function declined all the missing ones."""
@@ -256,6 +288,17 @@ class GroupAssembler:
             tally.causes[str(error)[:CAUSE_CHARS]] += 1
             return DropReason(DropKind.INVALID, str(error))
         return None if reason is None else DropReason(DropKind.FILTERED, reason)
+
+
+def _times(began: float, result: RolloutSample | tuple[RolloutSample | None, Exception] | None) -> EpisodeTimes:
+    sample, cause = result if isinstance(result, tuple) else (result, None)
+    return EpisodeTimes(
+        start=began,
+        end=time.time(),
+        reward=None if sample is None else sample.reward,
+        cause=None if cause is None else str(cause)[:CAUSE_CHARS],
+        turn_seconds=() if sample is None else tuple(turn.seconds for turn in sample.turns),
+    )
 
 
 def _select(samples: Sequence[RolloutSample], size: int) -> tuple[RolloutSample, ...]:

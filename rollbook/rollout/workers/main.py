@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import uvloop
@@ -27,8 +28,9 @@ from rollbook.contracts.plugin import extend_search_path, load_plugin
 from rollbook.rollout.contract import RolloutSetup, build_rollout, load_rollout
 from rollbook.rollout.episodes.env_calls import with_timeouts
 from rollbook.rollout.groups.filters import load_filters
-from rollbook.rollout.groups.player import GroupAssembler, GroupOrder, episode_task_name
+from rollbook.rollout.groups.player import GroupAssembler, GroupOrder, GroupResult, episode_task_name
 from rollbook.rollout.rewards.scorer import open_scorer
+from rollbook.rollout.workers.episode_records import FailedEpisodes, TranscriptLog
 from rollbook.rollout.workers.messages import (
     Beat,
     Cancel,
@@ -53,7 +55,15 @@ Builder = Callable[[dict[str, Any]], AbstractAsyncContextManager[RolloutSetup]]
 class WorkerLoop:
     """Plays groups concurrently until the parent sends a stop or is gone."""
 
-    def __init__(self, assembler: GroupAssembler, parent: Frames, *, continued: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        assembler: GroupAssembler,
+        parent: Frames,
+        *,
+        continued: Callable[[], int],
+        on_finished: Callable[[GroupOrder, GroupResult], None],
+    ) -> None:
+        self._on_finished = on_finished
         self._assembler = assembler
         self._parent = parent
         self._continued = continued
@@ -91,6 +101,7 @@ class WorkerLoop:
     async def _play(self, order: GroupOrder) -> None:
         result = await self._assembler.play(order)
         await self._send(Finished.of(order, result))
+        self._on_finished(order, result)
 
     def _stalled(self, group_id: str, attempt: int) -> Stalled:
         episodes = [
@@ -153,8 +164,10 @@ async def _serve(spec: WorkerSpec, parent: Frames) -> None:
             scorer = open_scorer(rewards, decode=setup.tokenizer.decode, search_path=spec.search_path, log=setup.log)
             score = (await stack.enter_async_context(scorer)).score
         parent.send(encode(Ready(pid=os.getpid())))
-        assembler = GroupAssembler(rollout, config, filters=filters, score=score)
-        await WorkerLoop(assembler, parent, continued=lambda: setup.policy.continued).run()
+        on_failure = None if spec.failures is None else FailedEpisodes(Path(spec.failures)).add
+        assembler = GroupAssembler(rollout, config, filters=filters, score=score, on_failure=on_failure)
+        transcripts = TranscriptLog(setup.log, decode=setup.tokenizer.decode)
+        await WorkerLoop(assembler, parent, continued=lambda: setup.policy.continued, on_finished=transcripts.add).run()
 
 
 def _unpickled(payload: bytes) -> WorkerSpec:

@@ -9,7 +9,7 @@ import msgspec
 
 from rollbook.contracts.group import DropReason, GroupOutcome
 from rollbook.contracts.group_codec import EncodedGroup, encode_group
-from rollbook.rollout.groups.player import GroupOrder, GroupResult
+from rollbook.rollout.groups.player import EpisodeTimes, GroupOrder, GroupResult
 from rollbook.rollout.metrics import reported_scores
 
 
@@ -68,6 +68,7 @@ class Finished(msgspec.Struct, tag="finished", array_like=True, frozen=True):
     drop: DropReason | None = None
     scores: tuple[dict[str, float], ...] = ()
     """What the reward functions reported, for each sample that they scored."""
+    episodes: tuple[EpisodeTimes, ...] = ()
 
     @classmethod
     def of(cls, order: GroupOrder, result: GroupResult) -> Self:
@@ -78,6 +79,7 @@ class Finished(msgspec.Struct, tag="finished", array_like=True, frozen=True):
             group=None if result.group is None else encode_group(result.group),
             drop=result.drop,
             scores=() if result.group is None else reported_scores(result.group),
+            episodes=result.episodes,
         )
 
 

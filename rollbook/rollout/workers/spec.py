@@ -18,6 +18,8 @@ class WorkerSpec:
     settings: Mapping[str, Any] = field(default_factory=dict)
     search_path: tuple[str, ...] = ()
     """Directories of user modules; the directory of the config file is first."""
+    failures: str | None = None
+    """Directory for failed episodes; None: they are not recorded."""
 
     def pickled(self) -> bytes:
         """The spec for the child process. Raises `RunError` that names a value which cannot be pickled."""

@@ -101,7 +101,7 @@ def evaluation_request(
     """Find the weights and the configuration."""
     if (target / "run.json").is_file():
         directory = RunDirectory(target.resolve())
-        model_dir, found = _checkpoint(directory, step)
+        model_dir, found = checkpoint_model(directory, step)
         return EvaluationRequest(
             config=str(config or directory.config_file),
             source_dir=str(config.parent.resolve() if config else directory.source_dir),
@@ -130,7 +130,7 @@ def evaluation_request(
     )
 
 
-def _checkpoint(directory: RunDirectory, step: int | None) -> tuple[Path, int]:
+def checkpoint_model(directory: RunDirectory, step: int | None) -> tuple[Path, int]:
     """The model of a step: 0 is the initial model, None the newest checkpoint."""
     kept = directory.checkpoint_models()
     wanted = max(kept) if step is None else step

@@ -35,8 +35,8 @@ def overview_lines(run: RunRecordReader) -> Iterator[str]:
     if status.dropped:
         yield "dropped     " + ", ".join(f"{count} {kind}" for kind, count in status.dropped.items())
     if figures.steps:
-        yield f"reward      {_number(figures.reward_first)} → {_number(figures.reward_last)}"
-        yield f"solved      {_number(figures.solved_first)} → {_number(figures.solved_last)}"
+        yield f"reward      {_number(figures.reward.first)} → {_number(figures.reward.last)}"
+        yield f"solved      {_number(figures.solved.first)} → {_number(figures.solved.last)}"
         yield f"lag         at most {figures.max_lag} of {run.config.gate.max_head_offpolicy_versions} allowed"
     yield "bias        " + _selection_bias(run)
     yield "end         " + ("finished" if status.ended else "not finished: `rollbook train` on this directory resumes")

@@ -6,6 +6,7 @@ token by token as one line of JSON. Sessions that are open at the end are record
 
 import asyncio
 import signal
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,11 +61,27 @@ class RecordingProxy(ProxyServer):
         self._policy = policy
         self._tokenizer = tokenizer
         self._sampling = sampling
+        self._running: Counter[str] = Counter()
+        """Requests in progress, by session."""
 
     def unknown_session(self, name: str) -> ProxySession:
         session = self._make(assembler=self._options.assembler, tool_parser=self._options.tool_parser)
         self._sessions[name] = session
         return session
+
+    async def respond(self, request: web.Request, complete: Callable[..., Any]) -> web.StreamResponse:
+        """A session whose requests all failed is removed, so that names cannot fill the memory."""
+        name = self.name_of(request)
+        self._running[name] += 1
+        try:
+            return await super().respond(request, complete)
+        finally:
+            self._running[name] -= 1
+            if self._running[name] == 0:
+                del self._running[name]
+                session = self._sessions.get(name)
+                if session is not None and session.num_turns == 0:
+                    del self._sessions[name]
 
     def app(self) -> web.Application:
         app = super().app()

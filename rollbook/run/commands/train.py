@@ -5,7 +5,9 @@ Locks the directory, runs the supervisor under a live view, then audits the ledg
 
 import asyncio
 import contextlib
+import dataclasses
 import io
+import resource
 import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
@@ -17,12 +19,12 @@ from typing import Any
 from rich.console import Console
 
 from rollbook.concurrency.blocking import run_blocking
-from rollbook.contracts.errors import RunError
+from rollbook.contracts.errors import RunError, UsageError
 from rollbook.contracts.plugin import require_libraries
 from rollbook.dashboard.run_files import RunReader, summarise
 from rollbook.dashboard.terminal import ProcessStatus, ProgressRenderer, open_view
+from rollbook.ledger.serve import allow_many_connections
 from rollbook.ledger.tools.audit import AuditReport
-from rollbook.run.commands.preflight import check_run, print_preflight
 from rollbook.run.commands.train_summary import EXIT_FAILED, TrainReport, print_summary
 from rollbook.run.config.run import (
     LoadedConfig,
@@ -34,6 +36,7 @@ from rollbook.run.config.run import (
 )
 from rollbook.run.config.source import ConfigSource, TaskRows, place, read_source, with_references
 from rollbook.run.directory import RunDirectory
+from rollbook.run.preflight import check_run, print_preflight
 from rollbook.run.record import audit
 from rollbook.run.supervision.resume import check_resume
 from rollbook.run.supervision.supervisor import RunEnd, RunOutcome, Supervisor, require_posix
@@ -41,6 +44,8 @@ from rollbook.run.user_objects import user_search_path
 from rollbook.telemetry.events import EventLog
 
 VIEW_TICK_S = 0.25
+# A process of a small run opens about 60 files; connections of workers and environments come on top.
+MIN_OPEN_FILES = 256
 
 
 class RunFailedError(RunError):
@@ -86,6 +91,7 @@ def train(
     """
     require_libraries("torch", "transformers")
     require_posix()
+    require_open_files()
     console = console or Console(stderr=True, highlight=False)
     given = {
         "rollout.function": rollout,
@@ -107,6 +113,15 @@ def train(
     if report.exit_code == EXIT_FAILED:
         raise RunFailedError(report)
     return report
+
+
+def require_open_files() -> None:
+    """Raise the limit of open files, which the processes of the run inherit. Raises `UsageError` if it is too low."""
+    limit = allow_many_connections()
+    if limit != resource.RLIM_INFINITY and limit < MIN_OPEN_FILES:
+        raise UsageError(
+            f"a process may open only {limit} files, but a run needs {MIN_OPEN_FILES}: raise the limit (ulimit -n {MIN_OPEN_FILES})"
+        )
 
 
 def resolve_run(
@@ -143,6 +158,7 @@ def _named(rewards: Any) -> Iterable[tuple[str, Any]]:
 
 def _train(loaded: LoadedConfig, directory: RunDirectory, console: Console) -> TrainReport:
     is_resumed = write_or_check_config(loaded, directory, console)
+    steps_before = summarise(directory.path).steps
     # Warnings go to the view and the log file; on stderr they would break the live view.
     log = EventLog("supervisor", directory.log_file("supervisor"), echo=io.StringIO())
     log.info("run.started", resumed=is_resumed)
@@ -151,7 +167,7 @@ def _train(loaded: LoadedConfig, directory: RunDirectory, console: Console) -> T
         _run_with_view(supervisor, loaded.config, directory, console), on_interrupt=supervisor.interrupt
     )
     log.info("run.ended", how=outcome.end, message=outcome.message, seconds=round(outcome.seconds, 2))
-    return _report(loaded.config, directory, outcome, log)
+    return dataclasses.replace(_report(loaded.config, directory, outcome, log), steps_before=steps_before)
 
 
 def write_or_check_config(loaded: LoadedConfig, directory: RunDirectory, console: Console) -> bool:
@@ -185,6 +201,7 @@ async def _view(
         title=config.run.name,
         total_steps=config.trainer.max_steps,
         max_head_offpolicy_versions=config.gate.max_head_offpolicy_versions,
+        has_evaluation=config.evaluation.every_steps is not None,
     )
     with open_view(console, renderer) as update:
         reader = RunReader(directory.path)
@@ -218,29 +235,27 @@ async def _view(
 
 
 def _report(config: RunConfig, directory: RunDirectory, outcome: RunOutcome, log: EventLog) -> TrainReport:
-    report = _audit(directory)
-    if report is None:
-        return TrainReport(
-            directory=directory, config=config, outcome=outcome, audit=None, summary=summarise(directory.path), plots=()
-        )
-    try:
-        run_blocking(Supervisor(config, directory, log=log).run_once("report"))
-    except RunError as error:
-        log.warning("run.plots_failed", cause=str(error))
+    checked, summary = _audit(directory, has_failed=outcome.end is RunEnd.FAILED), summarise(directory.path)
+    if checked is not None and summary.steps:
+        try:
+            run_blocking(Supervisor(config, directory, log=log).run_once("report"))
+        except RunError as error:
+            log.warning("run.plots_failed", cause=str(error))
     return TrainReport(
         directory=directory,
         config=config,
         outcome=outcome,
-        audit=report,
-        summary=summarise(directory.path),
+        audit=checked,
+        summary=summary,
         plots=tuple(sorted(directory.plots.glob("*.png"))),
     )
 
 
-def _audit(directory: RunDirectory) -> AuditReport | None:
+def _audit(directory: RunDirectory, *, has_failed: bool) -> AuditReport | None:
     try:
         return audit(directory.path)
     except RunError:
-        if any(directory.ledger.iterdir()):
-            raise
-        return None
+        # The ledger of a failed run may be missing or unreadable; that must not replace the cause of the failure.
+        if has_failed:
+            return None
+        raise

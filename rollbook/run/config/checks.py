@@ -14,7 +14,7 @@ from rollbook.inference.config import InferenceConfig, ScriptedConfig, VllmConfi
 from rollbook.ledger.config import GateConfig
 from rollbook.rollout.config import RolloutConfig
 from rollbook.run.config.evaluation import EvaluationConfig
-from rollbook.tasks.config import TasksConfig
+from rollbook.tasks.config import TasksConfig, is_file, is_hub
 from rollbook.trainer.config import LoraSettings, TrainerConfig
 
 Parts = Mapping[str, BaseModel]
@@ -202,7 +202,7 @@ AGENT_SETTINGS = ("agent", "reward", "tool_parser")
 def missing_files(parts: Parts, source_dir: Path, search_path: Sequence[Path]) -> Faults:
     """Task files and user code that do not exist. Imports nothing: a check must not execute user code or load torch."""
     for path, source in _task_sources(parts):
-        if source.endswith(".jsonl") and not (source_dir / source).exists():
+        if is_file(source) and not (source_dir / source).exists():
             yield path, f"no such file: {source_dir / source}"
     for path, plugin, default in _plugins(parts):
         fault = plugin_fault(plugin, setting=path, search_path=search_path, default=default)
@@ -221,7 +221,9 @@ def _task_sources(parts: Parts) -> Faults:
 
 def _plugins(parts: Parts) -> Iterator[tuple[str, str, str | None]]:
     """Path in the file, `module:attribute`, attribute where the value names a module only."""
-    yield from ((path, source, None) for path, source in _task_sources(parts) if not source.endswith(".jsonl"))
+    yield from (
+        (path, source, None) for path, source in _task_sources(parts) if not (is_file(source) or is_hub(source))
+    )
     match parts.get("rollout"):
         case RolloutConfig() as rollout:
             yield "rollout.function", rollout.function, "make_rollout"

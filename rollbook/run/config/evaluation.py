@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from rollbook.tasks.config import TasksConfig
+from rollbook.tasks.config import HubConfig, TasksConfig
 
 
 class EvaluationConfig(BaseModel, frozen=True, extra="forbid"):
@@ -59,6 +59,8 @@ class EvaluationConfig(BaseModel, frozen=True, extra="forbid"):
             id_field=tasks.id_field,
             split=self.split,
             split_field=tasks.split_field if self.split is not None else "split",
+            columns=tasks.columns if is_same else {},
+            hub=tasks.hub if is_same else HubConfig(),
         )
 
 

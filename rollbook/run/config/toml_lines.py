@@ -3,6 +3,7 @@
 import re
 import tomllib
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 _KEY = r"""(?:[A-Za-z0-9_-]+|"(?:[^"\\]|\\.)*"|'[^']*')"""
@@ -27,8 +28,10 @@ def key_lines(text: str) -> dict[str, int]:
         elif assignment := _ASSIGNMENT.match(statement):
             path = (*table, *_parts(assignment[1]))
             _add(lines, path, number)
-            for inline in _INLINE.finditer(assignment[2]):
-                _add(lines, (*path, *_parts(inline[1])), number)
+            if assignment[2].lstrip().startswith("{"):
+                for inline in _INLINE.finditer(assignment[2]):
+                    with suppress(tomllib.TOMLDecodeError):  # a text that looks like a key
+                        _add(lines, (*path, *_parts(inline[1])), number)
     return lines
 
 

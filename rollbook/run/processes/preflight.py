@@ -301,7 +301,8 @@ class Checks:
             is_user_file(frames[-1].filename) or not (is_env or isinstance(error, AssemblyError))
         )
         add = self._findings.warning if is_deliberate else self._findings.fault
-        add(path, f"{message}\n(in an episode of task {task.id!r} with the canned answer {CANNED_ANSWER!r})")
+        where = f"in an episode of task {task.id!r} with the canned answer {CANNED_ANSWER!r}"
+        add(path, f"{message}\n({where}; --no-preflight skips this check)")
 
     def _check_sample(self, sample: RolloutSample | None, task: Task) -> None:
         if sample is None:

@@ -14,6 +14,8 @@ from rollbook.run.worker_spec import worker_spec
 from rollbook.tasks.dataset import build_source, load_tasks
 from rollbook.telemetry.metrics import MetricRecorder
 
+REPORT_S = 0.5
+
 
 async def main(context: RoleContext) -> str:
     config = context.loaded.config
@@ -39,8 +41,22 @@ async def main(context: RoleContext) -> str:
             max_attempts=config.gate.max_attempts,
             log_hint=f"the events rollout.group_failed in {context.directory.log_file(context.role)}",
         )
-        context.channel.ready("playing")
-        return await _run_until_drained(dispatcher.run(), context)
+        context.channel.ready("starting workers")
+        reporting = asyncio.create_task(_report(dispatcher, context), name="rollout.report")
+        try:
+            return await _run_until_drained(dispatcher.run(), context)
+        finally:
+            reporting.cancel()
+
+
+async def _report(dispatcher: Dispatcher, context: RoleContext) -> None:
+    """Report what the dispatcher does or waits for. Ends: on cancellation."""
+    reported = ""
+    while True:
+        if (doing := dispatcher.doing) != reported:
+            context.channel.doing(doing)
+            reported = doing
+        await asyncio.sleep(REPORT_S)
 
 
 async def _fetch_posts(context: RoleContext) -> str:

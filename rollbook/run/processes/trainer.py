@@ -2,31 +2,19 @@
 code."""
 
 import asyncio
-import os
-from typing import Any
+from functools import partial
 
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.errors import FencedError, RunError
 from rollbook.ledger.client.client import open_ledger_client
+from rollbook.rollout.chat.tokenizer import ModelTokenizer
 from rollbook.run.policy_clients import open_weights, steering_token
+from rollbook.run.rollout_table import RolloutTable
 from rollbook.run.supervision.child_main import RoleContext
 from rollbook.telemetry.metrics import MetricRecorder
-from rollbook.telemetry.sinks.forwarder import Forwarder, open_sinks
+from rollbook.telemetry.sinks.forwarder import ROLLOUTS_FILE, Forwarder, open_sinks
 from rollbook.trainer.loop import LoopEnd, LoopOutcome, TrainerLoop
 from rollbook.trainer.metrics import TRAINER_METRICS
-
-
-class _ReportingRecorder(MetricRecorder):
-    """Also reports each recorded step to the supervisor."""
-
-    def __init__(self, context: RoleContext) -> None:
-        super().__init__("trainer", TRAINER_METRICS, context.directory.metrics_file)
-        self._channel = context.channel
-
-    def tick(self, **labels: Any) -> dict[str, Any]:
-        row = super().tick(**labels)
-        self._channel.doing(f"step {labels.get('step')} trained")
-        return row
 
 
 async def main(context: RoleContext) -> str:
@@ -57,11 +45,13 @@ async def main(context: RoleContext) -> str:
             model_dir=context.directory.initial_model,
             directory=context.directory.path,
             max_head_offpolicy_versions=config.gate.max_head_offpolicy_versions,
-            metrics=_ReportingRecorder(context),
+            metrics=MetricRecorder("trainer", TRAINER_METRICS, context.directory.metrics_file),
             spans=context.spans,
             log=context.log,
+            doing=context.channel.doing,
+            on_trained=_rollout_table(context).add,
         )
-        context.channel.ready(f"pid {os.getpid()}, loading")
+        context.channel.ready("loading the model")
         with _forwarder(context):
             outcome = await _run_until_drained(loop, context)
     return _exit_message(outcome)
@@ -77,10 +67,23 @@ def _forwarder(context: RoleContext) -> Forwarder:
             run_name=config.run.name,
             settings=config.model_dump(mode="json"),
         )
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         raise RunError(str(error)) from error
-    position = context.directory.path / "telemetry_position"
-    return Forwarder(context.directory.metrics_file, sinks, position_file=position)
+    return Forwarder(context.directory.path, sinks)
+
+
+def _rollout_table(context: RoleContext) -> RolloutTable:
+    model, config = context.directory.initial_model, context.loaded.config
+    decode = None
+    if (model / "tokenizer.json").is_file():
+        tokenizer = ModelTokenizer.from_directory(model)
+        decode = partial(tokenizer.decode, skip_special_tokens=False)
+    return RolloutTable(
+        context.directory.path / ROLLOUTS_FILE,
+        config.trainer,
+        per_step=config.telemetry.rollouts_per_step,
+        decode=decode,
+    )
 
 
 async def _run_until_drained(loop: TrainerLoop, context: RoleContext) -> LoopOutcome:

@@ -22,7 +22,7 @@ from rollbook.access.tokens import read_token
 from rollbook.concurrency.child_process.child import connect_to_parent, die_with_parent, heartbeat
 from rollbook.concurrency.child_process.frames import BlockingFrames
 from rollbook.concurrency.exception_groups import first_error
-from rollbook.contracts.errors import FencedError, RunError
+from rollbook.contracts.errors import FencedError, RunError, machine_fault
 from rollbook.contracts.plugin import extend_search_path, load_on_demand
 from rollbook.run.config.run import LoadedConfig, load_resolved_config
 from rollbook.run.directory import RunDirectory
@@ -46,6 +46,17 @@ ROLES: dict[str, str] = {
     "trainer": "rollbook.run.processes.trainer",
     "evaluation": "rollbook.run.processes.evaluation",
     "report": "rollbook.run.processes.report",
+}
+
+
+# What a role does from its start until it is ready.
+STARTS: dict[str, str] = {
+    "ledger": "opening its store",
+    "policy": "loading the model",
+    "vllm": "waiting for the vLLM server to load the model",
+    "env": "starting environments",
+    "rollout": "loading the tasks",
+    "evaluation": "starting its workers and its policy server",
 }
 
 
@@ -88,8 +99,12 @@ def main(argv: list[str] | None = None) -> int:
     die_with_parent(parent.fileno())
     directory = RunDirectory(Path(args.run_dir))
     channel = Channel(BlockingFrames(parent))
-    log = EventLog(args.name, directory.log_file(args.name))
-    spans = SpanRecorder(args.name, directory.span_file(args.name))
+    try:
+        log = EventLog(args.name, directory.log_file(args.name))
+        spans = SpanRecorder(args.name, directory.span_file(args.name))
+    except OSError as error:
+        channel.fault(f"its log in {directory.path} cannot be written: {machine_fault(error) or error}")
+        return EXIT_STOP_RUN
     log.info("process.started", pid=os.getpid(), role=args.role)
     try:
         loaded = load_resolved_config(directory)
@@ -104,7 +119,9 @@ def main(argv: list[str] | None = None) -> int:
             addresses=json.loads(args.addresses),
             server_socket=socket.socket(fileno=args.socket_fd) if args.socket_fd is not None else None,
         )
+        channel.doing("importing its modules")
         module = cast(RoleModule, load_on_demand(ROLES[args.role]))
+        channel.doing(STARTS.get(args.role, "starting"))
         return uvloop.run(_play(module, context))
     except Exception as error:
         return exit_code_of(error, channel, log)
@@ -134,6 +151,10 @@ def exit_code_of(error: BaseException, channel: Channel, log: EventLog) -> int:
     if isinstance(cause, RunError):
         log.error("process.stop_run", cause=str(cause))
         channel.fault(str(cause))
+        return EXIT_STOP_RUN
+    if (fault := machine_fault(cause)) is not None:
+        log.error("process.stop_run", cause=fault)
+        channel.fault(f"{fault}. Then start the run again: it resumes")
         return EXIT_STOP_RUN
     log.error("process.crashed", cause=f"{type(cause).__name__}: {cause}")
     traceback.print_exception(error, file=sys.stderr)

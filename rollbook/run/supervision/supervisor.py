@@ -17,7 +17,7 @@ from enum import StrEnum
 
 from rollbook.concurrency.child_process.process import exit_reason
 from rollbook.concurrency.sockets import listening_socket, url_of
-from rollbook.contracts.errors import RunError
+from rollbook.contracts.errors import RunError, machine_fault
 from rollbook.inference.config import InferenceConfig
 from rollbook.run.config.run import RunConfig
 from rollbook.run.directory import RunDirectory, write_json
@@ -63,6 +63,7 @@ class Supervisor:
     ) -> None:
         """`until_over` is called with the addresses and awaited when the last process has ended, before the servers stop."""
         self._directory = directory
+        self._directory_id = directory.file_id()
         self._log = log
         self._settings = config.run
         self._rule = rule or RestartRule(most_quick_deaths=config.run.most_quick_deaths)
@@ -115,8 +116,12 @@ class Supervisor:
     async def run(self) -> RunOutcome:
         """Run to the end. Cancelling it stops everything at once."""
         began = time.monotonic()
+        # For programs outside of the run, such as Atropos environments.
+        write_json(self._directory.addresses_file, self.addresses)
         self._catch_signals()
         try:
+            for process in self.processes:
+                process.move(ProcessState.WAITING, "for the model directory")
             await self.run_once("prepare")
             if self._failure is None and not self._over.is_set():
                 await self._run_processes()
@@ -126,19 +131,26 @@ class Supervisor:
                 process.kill()
             for sock in self._sockets.values():
                 sock.close()
+            self._directory.addresses_file.unlink(missing_ok=True)
             self._release_signals()
         return self._outcome(time.monotonic() - began)
 
     async def run_once(self, role: str) -> None:
         """Run a role that does one thing and ends. If it fails, the run fails."""
         process = SupervisedProcess(role, role, self._directory, addresses={})
-        code = await process.run()
+        try:
+            code = await process.run()
+        except OSError as error:
+            self._fail(self._start_failure(role, error))
+            return
         if code != EXIT_DONE:
             self._fail(process.fault or f"{role} failed with exit code {code}:\n{process.last_output()}")
 
     async def _run_processes(self) -> None:
         async with asyncio.TaskGroup() as group:
             ledger, *others = self.processes
+            for process in others:
+                process.move(ProcessState.WAITING, "for the ledger")
             keepers = [group.create_task(self._keep(ledger), name="run.keep.ledger")]
             await self._until_ready(ledger)
             keepers += [group.create_task(self._keep(p), name=f"run.keep.{p.name}") for p in others]
@@ -160,7 +172,12 @@ class Supervisor:
         Ends:   when the process ended as it should, or the run stops.
         """
         while not self._stopping.is_set():
-            code = await process.run()
+            try:
+                code = await process.run()
+            except OSError as error:
+                process.move(ProcessState.FAILED, str(error))
+                self._fail(self._start_failure(process.name, error))
+                return
             if self._stopping.is_set():
                 break
             if code == EXIT_DONE:
@@ -170,6 +187,12 @@ class Supervisor:
                     if self._until_over is not None:
                         await self._until_over(self.addresses)
                     self._over.set()
+                return
+            if process is self._last and self._drained:
+                # Its successor would not know that the run drains. The same command resumes from the last checkpoint.
+                process.move(ProcessState.STOPPED)
+                self._log.warning("run.drain_aborted", process=process.name, code=code)
+                self._over.set()
                 return
             if process.role == "evaluation" and code == EXIT_STOP_RUN:
                 # A failed evaluation does not stop training: it is reported, and the run continues without it.
@@ -223,7 +246,7 @@ class Supervisor:
             await self._until_ready(process)
 
     async def _watch(self) -> None:
-        """Kill processes that hang; `_keep` restarts them.
+        """Kill processes that hang; `_keep` restarts them. Stop the run if its directory has disappeared.
 
         Takes:  heartbeats of every process, from its event loop.
         Waits:  `WATCH_INTERVAL_S` between checks.
@@ -231,6 +254,14 @@ class Supervisor:
         """
         while True:
             await asyncio.sleep(WATCH_INTERVAL_S)
+            if self._directory.file_id() != self._directory_id:
+                # Open files of a deleted directory can still be written: the run would go on, and everything would be lost. The
+                # processes get no time to drain: a last checkpoint would create a second directory under the same name.
+                self._fail(self._directory_gone())
+                self._stopping.set()
+                for process in self.processes:
+                    process.kill()
+                return
             for process in self.processes:
                 limit_s = self._settings.silence_s if process.ready.is_set() else self._settings.ready_s
                 # A process that was never ready is handled by `_until_ready`: it stops the run.
@@ -267,6 +298,18 @@ class Supervisor:
         for process in (*evaluation, rollout, *trainers, *reversed(servers)):
             if process.pid is not None and not await process.stop():
                 self._log.warning("run.process_killed", process=process.name, after_s=STOP_GRACE_S)
+
+    def _start_failure(self, name: str, error: OSError) -> str:
+        if self._directory.file_id() != self._directory_id:
+            return self._directory_gone()
+        fault = machine_fault(error)
+        return f"{name} could not be started: {error if fault is None else f'{fault}. Then start the run again: it resumes'}"
+
+    def _directory_gone(self) -> str:
+        return (
+            f"the run directory {self._directory.path} was moved, deleted or unmounted while the run used it. Put it back and "
+            "start the run again: it resumes"
+        )
 
     def _fail(self, message: str) -> None:
         if self._failure is None:

@@ -1,6 +1,6 @@
-"""Forwards rows of `metrics.jsonl`, written by any process, to TensorBoard and Weights & Biases.
+"""Forwards metrics, rollouts and spans of a run, written to files by any process, to TensorBoard and other sinks.
 
-One process forwards for the whole run. The position reached is stored in a file, so a restart forwards nothing twice.
+One process forwards for the whole run. The position reached in each file is stored, so a restart forwards nothing twice.
 """
 
 import importlib
@@ -9,28 +9,25 @@ import math
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from rollbook.telemetry.config import TelemetryConfig
 from rollbook.telemetry.events import FailureReport
+from rollbook.telemetry.sinks.sink import Sink
+from rollbook.telemetry.spans import span_of
 
 POLL_S = 2.0
 LABELS = frozenset({"time", "step", "replay", "process"})
 """Keys of a row that are not metrics."""
-
-
-class Sink(Protocol):
-    def write(self, values: dict[str, float], *, process: str, step: int, at: float) -> None:
-        """Show metrics of one process, at trainer step `step`."""
-
-    def close(self) -> None: ...
-
+METRICS_FILE, ROLLOUTS_FILE, SPANS_FOLDER = "metrics.jsonl", "rollouts.jsonl", "spans"
+POSITION_FILE = "telemetry_position"
 
 SINKS: dict[str, str] = {
-    "tensorboard": "rollbook.telemetry.sinks.tensorboard",
-    "wandb": "rollbook.telemetry.sinks.wandb",
+    name: f"rollbook.telemetry.sinks.{name}"
+    for name in ("tensorboard", "wandb", "trackio", "mlflow", "prometheus", "opentelemetry")
 }
 
 
@@ -51,14 +48,14 @@ def open_sinks(config: TelemetryConfig, *, directory: Path, run_name: str, setti
 
 
 class Forwarder:
-    """A thread that follows the file during the `with` block, and reads it to its end on exit."""
+    """A thread that follows the files of a run directory during the `with` block, and reads them to their end on exit."""
 
-    def __init__(self, metrics_file: Path, sinks: Mapping[str, Sink], *, position_file: Path) -> None:
-        self._metrics_file = metrics_file
+    def __init__(self, directory: Path, sinks: Mapping[str, Sink]) -> None:
+        self._directory = directory
         self._sinks = dict(sinks)
-        self._position_file = position_file
+        self._positions = _Positions(directory / POSITION_FILE)
         self._failures = {
-            name: FailureReport(f"metrics are not shown in {name}") for name in (*self._sinks, metrics_file.name)
+            name: FailureReport(f"metrics are not shown in {name}") for name in (*self._sinks, "files of the run")
         }
         self._step = 0
         self._ending = threading.Event()
@@ -80,25 +77,41 @@ class Forwarder:
         is_ending = False
         while not is_ending:
             is_ending = self._ending.wait(POLL_S)
-            self._guard(self._metrics_file.name, self._forward_new_rows)
+            self._guard("files of the run", self._forward_new_rows)
         for name, sink in self._sinks.items():
             self._guard(name, sink.close)
 
     def _forward_new_rows(self) -> None:
-        if not self._metrics_file.exists():
-            return
-        position = int(self._position_file.read_text(encoding="utf-8")) if self._position_file.exists() else 0
-        with self._metrics_file.open("rb") as file:
-            file.seek(position)
-            text = file.read()
+        for row in self._new_rows(METRICS_FILE):
+            self._forward_metrics(row)
+        for step, rows in groupby(self._new_rows(ROLLOUTS_FILE), key=lambda row: int(row.get("step", 0))):
+            together = list(rows)
+            for name, sink in self._sinks.items():
+                self._guard(name, partial(sink.write_rollouts, together, step=step))
+        span_sinks = {name: sink for name, sink in self._sinks.items() if sink.shows_spans}
+        for file in sorted((self._directory / SPANS_FOLDER).glob("*.jsonl")) if span_sinks else ():
+            spans = [
+                span for row in self._new_rows(f"{SPANS_FOLDER}/{file.name}") if (span := span_of(row)) is not None
+            ]
+            for name, sink in span_sinks.items():
+                self._guard(name, partial(sink.write_spans, spans))
+        self._positions.save()
+
+    def _new_rows(self, name: str) -> list[dict[str, Any]]:
+        file = self._directory / name
+        if not file.exists():
+            return []
+        position = self._positions.of(name)
+        with file.open("rb") as lines:
+            lines.seek(position)
+            text = lines.read()
         # The last line may be incomplete: another process is writing it.
         whole, newline, _ = text.rpartition(b"\n")
-        for line in whole.splitlines():
-            self._forward(json.loads(line))
         if newline:
-            self._position_file.write_text(str(position + len(whole) + 1), encoding="utf-8")
+            self._positions.advance(name, position + len(whole) + 1)
+        return [json.loads(line) for line in whole.splitlines()]
 
-    def _forward(self, row: dict[str, Any]) -> None:
+    def _forward_metrics(self, row: dict[str, Any]) -> None:
         process = str(row.get("process", ""))
         if process == "trainer":
             self._step = int(row.get("step", self._step))
@@ -116,3 +129,24 @@ class Forwarder:
             work()
         except Exception as error:  # A sink's library may raise anything; training must continue.
             self._failures[name].report(error)
+
+
+class _Positions:
+    """How far each file was forwarded, in bytes. One JSON file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._by_file: dict[str, int] = {}
+        if path.exists():
+            stored = json.loads(path.read_text(encoding="utf-8"))
+            # Runs of version 0.1 stored the position in the metrics only.
+            self._by_file = {METRICS_FILE: stored} if isinstance(stored, int) else stored
+
+    def of(self, name: str) -> int:
+        return self._by_file.get(name, 0)
+
+    def advance(self, name: str, position: int) -> None:
+        self._by_file[name] = position
+
+    def save(self) -> None:
+        self._path.write_text(json.dumps(self._by_file), encoding="utf-8")

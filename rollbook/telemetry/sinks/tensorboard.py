@@ -1,17 +1,20 @@
 """Writes TensorBoard event files, without torch."""
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from rollbook.telemetry.config import TelemetryConfig
+from rollbook.telemetry.sinks.sink import Row, Sink
 
 
-class TensorBoardSink:
+class TensorBoardSink(Sink):
     """Writes one event file per process start; TensorBoard joins them."""
 
     def __init__(self, directory: Path) -> None:
@@ -20,6 +23,17 @@ class TensorBoardSink:
     def write(self, values: dict[str, float], *, process: str, step: int, at: float) -> None:
         summary = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._writer.add_event(Event(wall_time=at or time.time(), step=step, summary=Summary(value=summary)))
+        self._writer.flush()
+
+    def write_rollouts(self, rows: Sequence[Row], *, step: int) -> None:
+        """As Markdown: a line of facts, then the text as it is."""
+        texts = []
+        for row in rows:
+            facts = ", ".join(f"{name} {row.get(name)}" for name in ("group", "sample", "reward", "advantage", "end"))
+            indented = "\n".join(f"    {line}" for line in str(row.get("text", "")).splitlines())
+            texts.append(f"**{facts}**\n\n{indented}")
+        summary = text_pb("rollouts", "\n\n".join(texts))
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
         self._writer.flush()
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.files.atomic_files import file_digest, sync_directory, sync_tree, writing
 from rollbook.trainer.files.random_states import seed_everything, set_random_states
 from rollbook.trainer.model.policy_model import PolicyModel
+from rollbook.trainer.model.weights import to_host
 from rollbook.trainer.step import LearnerSnapshot, TrainStep
 
 MANIFEST = "checkpoint.json"
@@ -116,7 +117,9 @@ class Checkpoints:
         return self._directory / f"step-{step:06d}"
 
     def _write_atomically(self, path: Path, snapshot: LearnerSnapshot, weights_digest: str) -> None:
-        self._directory.mkdir(parents=True, exist_ok=True)
+        self._directory.mkdir(
+            exist_ok=True
+        )  # the run directory exists; if it was moved away, a new one would hide that
         self._sweep()
         unfinished = self._directory / f".{path.name}.{os.getpid()}.tmp"
         try:
@@ -124,7 +127,7 @@ class Checkpoints:
             for name in TOKENIZER_FILES:
                 if (self._model_dir / name).is_file():
                     shutil.copyfile(self._model_dir / name, unfinished / MODEL / name)
-            torch.save(snapshot.state, unfinished / STATE)
+            torch.save(to_host(snapshot.state), unfinished / STATE)
             self._write_manifest(unfinished, snapshot.step, weights_digest)
             sync_tree(unfinished)
             unfinished.rename(path)

@@ -26,7 +26,7 @@ from rollbook.trainer.distributed.sharding import shard
 from rollbook.trainer.flops import ModelShape
 from rollbook.trainer.model.network import PolicyNetwork, fuse_norms, has_plain_head, make_packable
 from rollbook.trainer.model.packed_attention import Packing, fastest_kernel
-from rollbook.trainer.model.weights import digest_of, host_copy, named_weights
+from rollbook.trainer.model.weights import digest_of, named_weights, snapshot_of, to_host
 
 ADAPTER_FILE = "adapter_config.json"
 """Its presence marks a PEFT directory."""
@@ -159,7 +159,8 @@ class PolicyModel:
         """The weights for a checkpoint: the copy made for publication, or with merged LoRA a copy of the adapters."""
         if self._adapters is None or self.publishes_adapters:
             return published
-        return host_copy(self._adapters.adapter_weights(self.module))
+        adapters: dict[str, Tensor] = snapshot_of(self._adapters.adapter_weights(self.module))
+        return adapters
 
     def publish_adapters(self) -> AdapterKind:
         """From now on, publications and digests cover the adapters only. Returns their settings and base."""
@@ -183,8 +184,8 @@ class PolicyModel:
         )
 
     def snapshot(self) -> dict[str, Tensor]:
-        """A copy of the weights in main memory. Training does not change it."""
-        return host_copy(self.weights())
+        """A copy of the weights, on their device if there is room. Training does not change it."""
+        return snapshot_of(self.weights())
 
     def digest(self) -> str:
         return digest_of(self.weights())
@@ -197,7 +198,7 @@ class PolicyModel:
 
     def save(self, directory: Path, weights: Mapping[str, Tensor] | None = None) -> None:
         """Write config and weights (its own, or a snapshot) as a Hugging Face directory, without the tokenizer."""
-        plain = dict(self.checkpoint_weights(self.snapshot()) if weights is None else weights)
+        plain = to_host(dict(self.checkpoint_weights(self.snapshot()) if weights is None else weights))
         if self._adapters is not None:
             self._adapters.save_adapters(self._module, directory, plain)
         else:

@@ -1,10 +1,10 @@
 """A model's weights as named tensors: their names, their digest, and atomic weight files."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from safetensors.torch import save_file
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from rollbook.contracts.weights import weights_digest
 from rollbook.trainer.distributed.sharding import gathered
 from rollbook.trainer.files.atomic_files import sync_directory, sync_file, writing
+
+T = TypeVar("T")
 
 # As safetensors spells them.
 DTYPE_NAMES = {
@@ -43,26 +45,52 @@ def named_weights(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in module.state_dict().items() if name in first_names}
 
 
-def host_copy(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies in main memory. From a GPU, all transfers into pinned memory run concurrently."""
-    copies = {}
-    for name, tensor in weights.items():
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        copies[name] = copy.copy_(gathered(tensor.detach()), non_blocking=True)
-    if any(tensor.is_cuda for tensor in weights.values()):
-        torch.cuda.synchronize()
+def snapshot_of(tree: T) -> T:
+    """Nested containers with a copy of every tensor, which later steps do not change.
+
+    The copies stay on their GPU if it has room for them: that takes milliseconds, and `to_host` can copy them to main memory while
+    the next step trains. Tensors that are sharded over ranks are gathered in main memory.
+    """
+    try:
+        copies = _mapped(tree, _copy)
+    except torch.OutOfMemoryError:
+        return _mapped(tree, lambda tensor: gathered(tensor).to("cpu", copy=True))
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        torch.cuda.current_stream().synchronize()
     return copies
 
 
-def tree_to_host(tree: Any) -> Any:
-    """Nested containers with every tensor copied to main memory."""
+def _copy(tensor: Tensor) -> Tensor:
+    full = gathered(tensor)
+    return full.clone() if full is tensor else full.to("cpu", copy=True)
+
+
+def to_host(snapshot: T) -> T:
+    """A snapshot in main memory. Copies run on a stream of their own, so that they do not delay the step that trains meanwhile."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return snapshot
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    with torch.cuda.stream(stream):
+        copies = _mapped(snapshot, _pinned)
+    stream.synchronize()
+    return copies
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def _mapped(tree: T, change: Callable[[Tensor], Tensor]) -> T:
+    changed: Any = tree
     if isinstance(tree, Tensor):
-        return gathered(tree.detach()).to("cpu", copy=True)
-    if isinstance(tree, dict):
-        return {key: tree_to_host(value) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(tree_to_host(value) for value in tree)
-    return tree
+        changed = change(tree.detach())
+    elif isinstance(tree, dict):
+        changed = {key: _mapped(value, change) for key, value in tree.items()}
+    elif isinstance(tree, (list, tuple)):
+        changed = type(tree)(_mapped(value, change) for value in tree)
+    return cast(T, changed)
 
 
 def digest_of(weights: Mapping[str, Tensor]) -> str:

@@ -25,6 +25,10 @@ def trainer_row(step: int, **values: Any) -> dict[str, Any]:
         "perf/step_time": 1.0,
         "train/tokens": 100.0,
         "train/grad_norm": None,
+        "train/entropy": 2.0 - step / 100,
+        "train/ppo_kl": 0.001,
+        "rollout/response_len": 10.0 + step,
+        "rollout/truncated_ratio": 0.1,
         **values,
     }
 

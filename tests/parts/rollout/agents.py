@@ -100,6 +100,8 @@ class EngineRecord:
     tokenizer: ModelTokenizer
     reply: Reply
     turns: list[tuple[list[int], list[int]]] = field(default_factory=list)
+    url: str = ""
+    """Of the policy server."""
 
     def __call__(self, prompt: Sequence[int]) -> list[int]:
         text = self.tokenizer.decode(list(prompt), skip_special_tokens=False)
@@ -136,7 +138,11 @@ async def agent_setup(
     async with open_engine(config, script=record) as engine:
         weights = tmp_path / "weights.safetensors"
         await engine.load_weights(publish(weights, torch.nn.Linear(1, 1), publication), weights)
-        async with serve(build_app(engine, config)) as url, open_policy_client(url, request_s=30) as client:
+        async with (
+            serve(build_app(engine, config, tokenizer=tokenizer)) as url,
+            open_policy_client(url, request_s=30) as client,
+        ):
+            record.url = url
             policy = EpisodePolicy(client, sampling)
             async with open_proxy_sessions(policy, tokenizer, sampling, allowed) as open_proxy_session:
                 yield (

@@ -66,8 +66,8 @@ class Dispatching:
     def events(self, name: str) -> list[dict[str, Any]]:
         return [event for event in read_json_lines(self.directory / "events.jsonl") if event["event"] == name]
 
-    def spans(self) -> list[Span]:
-        return read_spans(self.directory / "spans.jsonl")
+    def spans(self, name: str = "rollout.group") -> list[Span]:
+        return [span for span in read_spans(self.directory / "spans.jsonl") if span.name == name]
 
 
 def dispatching(

@@ -70,6 +70,8 @@ class SmallRun:
     def __init__(self, directory: Path, overrides: Sequence[str] = (), *, config: str = CONFIG) -> None:
         self.directory = directory / "run"
         self.overrides = list(overrides)
+        self.environment: dict[str, str] = {}
+        """Additional environment variables of the run's processes."""
         self._config = directory / "run.toml"
         self._config.write_text(config, encoding="utf-8")
         for module in EXAMPLE.glob("*.py"):
@@ -91,9 +93,17 @@ class SmallRun:
         ]
         for override in self.overrides:
             command += ["--set", override]
-        self._process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY, start_new_session=True
-        )
+        # Files, not pipes: a long run would block when a pipe is full.
+        with self._output("stdout").open("w") as out, self._output("stderr").open("w") as err:
+            self._process = subprocess.Popen(
+                command,
+                stdout=out,
+                stderr=err,
+                text=True,
+                cwd=REPOSITORY,
+                env={**os.environ, **self.environment},
+                start_new_session=True,
+            )
         return self
 
     @property
@@ -101,9 +111,10 @@ class SmallRun:
         assert self._process is not None
         return self._process
 
-    def wait(self, timeout_s: float = 150.0) -> dict[str, Any]:
+    def wait(self, timeout_s: float = 240.0) -> dict[str, Any]:
         """Wait for the end; the summary that it printed, with its exit code and stderr."""
-        out, err = self.process.communicate(timeout=timeout_s)
+        self.process.wait(timeout_s)
+        out, err = (self._output(name).read_text(encoding="utf-8") for name in ("stdout", "stderr"))
         lines = [line for line in out.splitlines() if line.startswith("{")]
         assert lines, f"exit code {self.process.returncode}\n{err[-4000:]}"
         summary: dict[str, Any] = json.loads(lines[-1])
@@ -129,14 +140,14 @@ class SmallRun:
         rows = read_metrics(self.directory / "metrics.jsonl", process="trainer")
         return max((int(row["step"]) for row in rows), default=0)
 
-    def until(self, is_reached: Callable[[], Any], *, what: str, within_s: float = 90.0) -> Any:
+    def until(self, is_reached: Callable[[], Any], *, what: str, within_s: float = 240.0) -> Any:
         """Wait for a state seen from outside. Fails with the output of the run if the run ends first."""
         until = time.monotonic() + within_s
         while time.monotonic() < until:
             if found := is_reached():
                 return found
             if self.process.poll() is not None:
-                out, err = self.process.communicate()
+                out, err = (self._output(name).read_text(encoding="utf-8") for name in ("stdout", "stderr"))
                 raise AssertionError(
                     f"the run ended with {self.process.returncode} before {what}\n{out}\n{err[-4000:]}"
                 )
@@ -155,7 +166,10 @@ class SmallRun:
     def stop(self) -> None:
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
-            self._process.communicate()
+            self._process.wait()
+
+    def _output(self, name: str) -> Path:
+        return self._config.with_name(name)
 
 
 def rollbook(*arguments: str) -> subprocess.CompletedProcess[str]:

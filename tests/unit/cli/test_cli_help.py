@@ -86,6 +86,7 @@ def test_the_list_of_verbs_imports_no_verb_and_no_large_library() -> None:
         "rollbook.contracts",
         "rollbook.contracts.errors",
         "rollbook.contracts.plugin",
+        "rollbook.contracts.user_errors",
     }
 
 

@@ -1,6 +1,9 @@
 """The manual clock: sleepers wake in order, and only when the time reaches them."""
 
 import asyncio
+import time
+
+import pytest
 
 from rollbook.concurrency.clock import ManualClock, SystemClock
 
@@ -69,3 +72,13 @@ async def test_the_system_clock_moves_forward_over_a_sleep() -> None:
     await clock.sleep(0.001)
     assert clock.now() > before
     assert clock.wall() > 1_600_000_000
+
+
+@pytest.mark.parametrize("jump_s", [86_400.0, -86_400.0])
+def test_the_wall_time_of_a_process_does_not_follow_a_jump_of_the_systems_clock(
+    monkeypatch: pytest.MonkeyPatch, jump_s: float
+) -> None:
+    clock = SystemClock()
+    before, system = clock.wall(), time.time
+    monkeypatch.setattr(time, "time", lambda: system() + jump_s)
+    assert 0 <= clock.wall() - before < 3600

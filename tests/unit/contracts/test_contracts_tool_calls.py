@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rollbook.contracts.tool_calls import ToolCall, parse_tool_calls
+from rollbook.contracts.output_formats import ToolCall, parse_tool_calls
 
 
 def block(call: object) -> str:

@@ -9,7 +9,7 @@ from rollbook.dashboard.plots import draw_plots
 from rollbook.dashboard.run_files import read_mastery
 from tests.parts.dashboard.run_dir import append_rows, trainer_row, write_run
 
-NAMES = ["reward_and_solved.png", "lag.png", "timeline.png"]
+NAMES = ["reward_and_solved.png", "policy.png", "lag.png", "timeline.png"]
 
 
 def colours(path: Path) -> int:
@@ -18,7 +18,7 @@ def colours(path: Path) -> int:
     return len({tuple(pixel) for pixel in (pixels[::3, ::3, :3] * 15).round().astype(int).reshape(-1, 3).tolist()})
 
 
-def test_a_run_gives_three_plots_that_are_not_empty(tmp_path: Path) -> None:
+def test_a_run_gives_plots_that_are_not_empty(tmp_path: Path) -> None:
     empty = draw_plots(tmp_path / "empty", tmp_path / "empty" / "plots", max_head_offpolicy_versions=2)
     drawn = draw_plots(write_run(tmp_path / "run", steps=40), tmp_path / "run" / "plots", max_head_offpolicy_versions=2)
     assert [path.name for path in drawn] == NAMES == [path.name for path in empty]
@@ -36,7 +36,7 @@ def test_a_run_of_one_or_two_steps_can_be_plotted(tmp_path: Path, steps: int) ->
 def test_steps_without_measurements_can_be_plotted(tmp_path: Path) -> None:
     nothing = {"rollout/reward": None, "rollout/accuracy": None, "async/version_offset_max": None}
     append_rows(tmp_path / "metrics.jsonl", *(trainer_row(step, **nothing) for step in range(1, 4)), trainer_row(4))
-    assert len(draw_plots(tmp_path, tmp_path / "plots", max_head_offpolicy_versions=1)) == 3
+    assert len(draw_plots(tmp_path, tmp_path / "plots", max_head_offpolicy_versions=1)) == len(NAMES)
 
 
 def test_drawing_again_replaces_the_plots(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_drawing_again_replaces_the_plots(tmp_path: Path) -> None:
 
 def test_mastery_is_plotted_only_for_a_run_with_a_curriculum(tmp_path: Path) -> None:
     write_run(tmp_path, steps=3)
-    assert len(draw_plots(tmp_path, tmp_path / "plots", max_head_offpolicy_versions=1)) == 3
+    assert len(draw_plots(tmp_path, tmp_path / "plots", max_head_offpolicy_versions=1)) == len(NAMES)
     append_rows(tmp_path / "mastery.jsonl", *(mastery_row(draws) for draws in range(1, 200, 5)))
     with (tmp_path / "mastery.jsonl").open("a") as file:
         file.write('{"draws": 300, "tiers": [{"na')

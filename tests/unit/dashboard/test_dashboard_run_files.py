@@ -15,16 +15,16 @@ from tests.parts.dashboard.run_dir import append_rows, trainer_row, write_run
 def test_a_summary_compares_the_first_and_last_tenth_of_a_run(tmp_path: Path) -> None:
     result = summarise(write_run(tmp_path, steps=100))
     assert (result.steps, result.max_lag) == (100, 2)
-    assert result.reward_first == pytest.approx(0.055)  # steps 1 to 10
-    assert result.reward_last == pytest.approx(0.955)  # steps 91 to 100
-    assert result.solved_first == pytest.approx(0.255)
-    assert result.solved_last == pytest.approx(1.0)
+    assert result.reward.first == pytest.approx(0.055)  # steps 1 to 10
+    assert result.reward.last == pytest.approx(0.955)  # steps 91 to 100
+    assert result.solved.first == pytest.approx(0.255)
+    assert result.solved.last == pytest.approx(1.0)
     assert result.trainer_utilisation == pytest.approx(0.75)
 
 
 def test_an_empty_run_has_a_summary(tmp_path: Path) -> None:
     result = summarise(tmp_path / "nothing")
-    assert (result.steps, result.reward_last, result.trainer_utilisation) == (0, None, None)
+    assert (result.steps, result.reward.last, result.trainer_utilisation) == (0, None, None)
 
 
 def test_each_poll_adds_new_rows(tmp_path: Path) -> None:
@@ -39,6 +39,56 @@ def test_each_poll_adds_new_rows(tmp_path: Path) -> None:
     assert metrics.trainer_utilisation == pytest.approx(0.75)
     assert metrics.tokens_per_s == pytest.approx(100.0)
     assert metrics.eta_s(13) == pytest.approx(10.0)
+
+
+def test_evaluations_shares_and_deaths_are_read(tmp_path: Path) -> None:
+    played = {
+        "process": "rollout",
+        "time": 1.0,
+        "rollout/episodes": 8.0,
+        "async/invalid_samples": 2.0,
+        "rollout/groups_finished": 4.0,
+        "async/filter_drops": 1.0,
+        "rollout/groups_failed": 1.0,
+        "rollout/worker_deaths": 1.0,
+    }
+    evaluated = {"process": "evaluation", "time": 1.5, "eval/tasks": 40.0, "eval/solved": 0.5, "eval/reward": 0.4}
+    append_rows(
+        tmp_path / "metrics.jsonl",
+        {**evaluated, "step": 0},
+        played,
+        trainer_row(1, **{"train/entropy": 1.5, "train/ppo_kl": 0.1, "rollout/truncated_ratio": 0.25}),
+        played,
+        played,
+        {**evaluated, "step": 2, "eval/solved": 0.7, "eval/solved_low": 0.6, "eval/solved_high": 0.8},
+        trainer_row(2, **{"train/ppo_kl": 0.1, "train/reference_kl": 0.3}),
+        trainer_row(3),
+    )
+    metrics, summary = RunReader(tmp_path).poll(), summarise(tmp_path)
+    assert metrics.totals == summary.totals
+    assert (metrics.totals.groups, metrics.totals.worker_deaths) == (12.0, 3.0)
+    assert (metrics.totals.unscorable_share, metrics.totals.filtered_share, metrics.totals.failed_share) == (
+        0.25,
+        0.25,
+        0.25,
+    )
+    assert [(step.unscorable, step.filtered) for step in metrics.steps] == [(0.25, 0.25), (0.25, 0.25), (None, None)]
+    assert [step.kl for step in metrics.steps] == [0.1, 0.3, 0.001]
+    assert summary.has_reference_kl
+    assert [point.step for point in summary.evaluations] == [0, 2]
+    assert metrics.evaluation == summary.evaluations[-1]
+    assert metrics.evaluation is not None
+    assert (metrics.evaluation.solved, metrics.evaluation.low, metrics.evaluation.tasks) == (0.7, 0.6, 40)
+
+
+def test_the_last_transcript_is_read_from_the_workers_log(tmp_path: Path) -> None:
+    event = {"event": "rollout.transcript", "time": 5.0, "group_id": "a@0", "reward": 1.0}
+    messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    append_rows(tmp_path / "logs" / "rollout-worker.jsonl", {"event": "other"}, {**event, "messages": messages})
+    transcript = RunReader(tmp_path).poll().transcript
+    assert transcript is not None
+    assert (transcript.group_id, transcript.reward) == ("a@0", 1.0)
+    assert transcript.messages == (("user", "2+2?"), ("assistant", "4"))
 
 
 def test_a_poll_reads_only_appended_lines(tmp_path: Path) -> None:
@@ -169,10 +219,11 @@ def test_the_maximum_lag_is_kept_after_its_step_is_evicted(tmp_path: Path) -> No
 @given(values=st.lists(st.none() | st.floats(-100, 100), min_size=1, max_size=200))
 def test_tenth_means_are_within_the_measured_range(values: list[float | None]) -> None:
     known = [value for value in values if value is not None]
-    for mean in tenth_means(values):
+    means = tenth_means(values)
+    for mean in (means.first, means.last):
         assert mean is None or min(known) - 1e-9 <= mean <= max(known) + 1e-9
     if len(known) == len(values):
-        assert None not in tenth_means(values)
+        assert None not in (means.first, means.last)
 
 
 def test_a_moving_average_uses_earlier_values_and_ignores_missing_ones() -> None:

@@ -1,5 +1,6 @@
 """The live panel and the plain lines, as text."""
 
+import dataclasses
 import io
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from rollbook.dashboard.run_files import RunReader
-from rollbook.dashboard.run_metrics import RunMetrics
+from rollbook.dashboard.run_metrics import EvaluationPoint, RunMetrics, Transcript
 from rollbook.dashboard.terminal import SPARKS, ProcessStatus, ProgressRenderer, duration, flow, open_view, sparkline
 from tests.parts.dashboard.run_dir import append_rows, trainer_row
 
@@ -24,7 +25,17 @@ def metrics(tmp_path: Path) -> RunMetrics:
     append_rows(tmp_path / "metrics.jsonl", *(trainer_row(step) for step in range(1, 33)))
     append_rows(
         tmp_path / "metrics.jsonl",
-        {"process": "rollout", "time": 1.0, "async/in_flight": 12.0, "async/staleness_capacity": 4.0},
+        {
+            "process": "rollout",
+            "time": 1.0,
+            "async/in_flight": 12.0,
+            "async/staleness_capacity": 4.0,
+            "rollout/episodes": 32.0,
+            "async/invalid_samples": 8.0,
+            "rollout/groups_finished": 8.0,
+            "async/filter_drops": 4.0,
+            "rollout/worker_deaths": 1.0,
+        },
     )
     return RunReader(tmp_path).poll()
 
@@ -52,14 +63,45 @@ def test_the_live_panel_shows_progress_metrics_and_processes(metrics: RunMetrics
     assert shown[2:-1] == [
         "reward        0.320  ▁▁▁▂▂▂▂▃▃▃▃▃▄▄▄▄▅▅▅▅▆▆▆▆▆▇▇▇▇███",
         "solved        52%    ▁▁▁▂▂▂▂▃▃▃▃▃▄▄▄▄▅▅▅▅▆▆▆▆▆▇▇▇▇███",
+        "held out      -      not evaluated yet",
+        "response      42     tokens; 10% truncated, 25% unscorable",
+        "entropy       1.68   KL to the start of the step 0.001",
+        "groups        8      played; 50% filtered, 0% failed",
         "lag           2      max 2, bound 2",
         "trainer busy  75%    of the time; otherwise waiting for groups",
         "in flight     12     capacity 4, 100 tokens/s trained",
+        "deaths        1      of workers; 2 restarts of processes",
         "",
         "process            pid  state         for  restarts  doing",
         "trainer           4101  running     1m35s            step 32: waiting for its batch",
         "rollout-worker-0     -  restarting     1s         2  in [2] s",
     ]
+
+
+def test_the_view_says_whether_and_when_held_out_tasks_were_evaluated(metrics: RunMetrics) -> None:
+    point = EvaluationPoint(step=30, tasks=40, reward=0.61, solved=0.64, low=0.58, high=0.7)
+    evaluated = dataclasses.replace(metrics, evaluation=point)
+    assert "held out      64%    solved at step 30 [58%–70%], reward 0.610, 40 tasks" in panel_text(evaluated)
+    assert "held out 64% at step 30" in renderer().line(evaluated, ())
+    without = dataclasses.replace(renderer(), has_evaluation=False)
+    console = Console(file=io.StringIO(), width=100)
+    with console.capture() as captured:
+        console.print(without.panel(metrics, ()))
+    assert "not evaluated: evaluation.every_steps is not set" in captured.get()
+
+
+def test_the_last_transcript_is_shown_and_printed_once_in_plain_lines(metrics: RunMetrics) -> None:
+    spoken = Transcript(time=7.0, group_id="a@0", reward=1.0, messages=(("user", "2+2?\nSay it."), ("assistant", "4")))
+    shown = dataclasses.replace(metrics, transcript=spoken)
+    lines = ["sample of a@0: reward 1", "  user: 2+2? Say it.", "  assistant: 4"]
+    text = panel_text(shown)
+    assert all(line.strip() in [one.strip() for one in text] for line in lines)
+    file = io.StringIO()
+    with open_view(Console(file=file), renderer()) as update:
+        update(shown, ())
+        update(shown, ())
+    assert file.getvalue().splitlines()[:3] == lines
+    assert file.getvalue().count("sample of") == 1
 
 
 def test_a_run_that_has_not_started_shows_dashes() -> None:
@@ -94,7 +136,19 @@ def test_without_a_terminal_the_view_prints_plain_lines_without_control_codes(me
         update(metrics, PROCESSES)
     assert file.getvalue() == (
         "demo [1]: step 32/200  reward 0.320  solved 52%  lag 2/2  trainer busy 75%  2m48s left"
-        "  [rollout-worker-0 restarting]\n"
+        "  worker deaths 1  [rollout-worker-0 restarting]\n"
+    )
+
+
+def test_before_the_first_step_the_plain_line_says_what_each_process_waits_for() -> None:
+    processes = (
+        ProcessStatus(name="ledger", pid=1, state="running", doing="serving"),
+        ProcessStatus(name="policy", pid=2, state="starting", doing="loading the model"),
+        ProcessStatus(name="trainer", pid=3, state="starting", doing="loading the model"),
+        ProcessStatus(name="rollout", pid=None, state="waiting", doing="for the ledger"),
+    )
+    assert renderer().line(RunMetrics(), processes) == (
+        "demo [1]: step 0/200  ledger: serving; policy, trainer: loading the model; rollout: waiting for the ledger"
     )
 
 

@@ -31,6 +31,9 @@ class WordTokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return " ".join(WORDS[token] for token in token_ids if token or not skip_special_tokens)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return WORDS[token_id].encode()
+
     def render(
         self,
         messages: Sequence[Message],

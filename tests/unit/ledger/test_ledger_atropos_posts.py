@@ -42,12 +42,14 @@ async def opened(clock: ManualClock | None = None, **limits: Any) -> AsyncIterat
     async with (
         open_memory_store() as store,
         open_atropos_service(
-            RUN,
-            store=store,
-            config=AtroposConfig(hold_s=HOLD_S),
-            limits=LedgerConfig(**limits),
-            clock=clock or ManualClock(),
-            log=EventLog("test"),
+            AtroposService(
+                RUN,
+                store=store,
+                config=AtroposConfig(hold_s=HOLD_S),
+                limits=LedgerConfig(**limits),
+                clock=clock or ManualClock(),
+                log=EventLog("test"),
+            )
         ) as service,
     ):
         yield service, store

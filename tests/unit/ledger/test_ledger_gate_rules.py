@@ -190,6 +190,14 @@ def test_after_a_restart_owners_and_leases_are_extended(driver: RunDriver) -> No
     assert driver.expire() == 2
 
 
+def test_after_a_restart_with_an_earlier_clock_leases_end_as_new_ones_would(driver: RunDriver) -> None:
+    driver.open(driver.join(), draws(0, 2))
+    driver.now -= 86_400
+    driver.rule(gate.extend_leases)
+    driver.now += 60.5
+    assert driver.expire() == 2
+
+
 def test_progress_reports_the_opened_and_the_settled_prefix(driver: RunDriver) -> None:
     owner = driver.join()
     driver.open(owner, [draws(0, 1)[0], *draws(2, 2)])

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import stat
 from collections import namedtuple
 from pathlib import Path
 
@@ -34,3 +35,18 @@ def test_a_full_disk_is_reported_before_the_run_starts(tmp_path: Path, monkeypat
 def test_a_directory_without_a_run_is_reported(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match="is not a run directory"):
         RunDirectory(tmp_path).read_manifest()
+
+
+def test_a_new_run_is_readable_by_its_owner_only(tmp_path: Path) -> None:
+    """Also in a directory that existed before. The owner may open it to others afterwards."""
+    (tmp_path / "made").mkdir(mode=0o755)
+    for directory in (RunDirectory(tmp_path / "made"), RunDirectory(tmp_path / "new" / "run")):
+        directory.prepare()
+        assert stat.S_IMODE(directory.path.stat().st_mode) == 0o700
+        assert stat.S_IMODE(directory.token_file.stat().st_mode) == 0o600
+        token = directory.token_file.read_text(encoding="ascii")
+        directory.write_manifest(name="run", source_dir=tmp_path)
+        directory.path.chmod(0o750)
+        directory.prepare()
+        assert stat.S_IMODE(directory.path.stat().st_mode) == 0o750
+        assert directory.token_file.read_text(encoding="ascii") == token

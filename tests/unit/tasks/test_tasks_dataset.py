@@ -1,13 +1,17 @@
 """Loading of tasks: permanent ids, and errors that name the row."""
 
+import csv
 import json
 from pathlib import Path
 
+import datasets
+import pyarrow
+import pyarrow.parquet
 import pytest
 from pydantic import ValidationError
 
 from rollbook.contracts.errors import RunError
-from rollbook.tasks.config import TasksConfig
+from rollbook.tasks.config import HubConfig, TasksConfig
 from rollbook.tasks.dataset import content_digest, load_tasks
 
 
@@ -83,7 +87,95 @@ def test_a_function_in_the_directory_of_the_config_yields_rows(tmp_path: Path) -
 
 
 def test_a_source_that_is_neither_file_nor_function_is_refused() -> None:
-    with pytest.raises(ValidationError, match="neither"):
-        TasksConfig(source="tasks.csv")
+    with pytest.raises(ValidationError, match="no file that ends in"):
+        TasksConfig(source="tasks.xml")
     with pytest.raises(ValidationError, match="takes no args"):
         TasksConfig(source="tasks.jsonl", args={"count": 3})
+
+
+ROWS = [{"problem": f"{n} + {n}?", "solution": str(2 * n), "level": n} for n in range(5)]
+
+
+def test_csv_and_parquet_have_the_rows_of_jsonl(tmp_path: Path) -> None:
+    write_rows(tmp_path / "t.jsonl", list(ROWS))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "t.parquet")
+    with (tmp_path / "t.csv").open("w", encoding="utf-8-sig", newline="") as file:
+        writer = csv.DictWriter(file, ["problem", "solution", "level"])
+        writer.writeheader()
+        writer.writerows(ROWS)
+    expected = [task.row for task in load_tasks(TasksConfig(source="t.jsonl"), base_dir=tmp_path)]
+    assert [task.row for task in load_tasks(TasksConfig(source="t.parquet"), base_dir=tmp_path)] == expected
+    # Every value of a CSV file is a text.
+    texts = [{name: str(value) for name, value in row.items()} for row in expected]
+    assert [task.row for task in load_tasks(TasksConfig(source="t.csv"), base_dir=tmp_path)] == texts
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("t.csv", "a,b\n1,2\n1\n", r"t\.csv, row 2: it does not have one value for each"),
+        ("t.csv", 'a,b\n1,"2\n', r"t\.csv, line \d+: not CSV"),
+        ("t.parquet", "no parquet", r"cannot read .*t\.parquet"),
+    ],
+)
+def test_a_damaged_file_is_named_with_its_row(tmp_path: Path, name: str, content: str, message: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(RunError, match=message):
+        load_tasks(TasksConfig(source=name), base_dir=tmp_path)
+
+
+def test_columns_choose_and_rename_and_the_limit_takes_the_first_rows(tmp_path: Path) -> None:
+    write_rows(tmp_path / "t.jsonl", list(ROWS))
+    config = TasksConfig(source="t.jsonl", columns={"question": "problem", "id": "level"}, limit=2)
+    tasks = load_tasks(config, base_dir=tmp_path)
+    assert [(task.id, task.row) for task in tasks] == [
+        ("0", {"question": "0 + 0?", "id": 0}),
+        ("1", {"question": "1 + 1?", "id": 1}),
+    ]
+    with pytest.raises(RunError, match=r"no column 'problems' .* did you mean 'problem'"):
+        load_tasks(TasksConfig(source="t.jsonl", columns={"question": "problems"}), base_dir=tmp_path)
+
+
+def dataset_directory(path: Path) -> None:
+    """A dataset as on the hub: one folder for each subset, one file for each split."""
+    for subset, count in (("main", 5), ("small", 1)):
+        (path / subset).mkdir(parents=True)
+        for split in ("train", "test"):
+            rows = [{**row, "split_is": split} for row in ROWS[:count]]
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path / subset / f"{split}.parquet")
+    (path / "README.md").write_text(
+        "---\nconfigs:\n"
+        + "".join(
+            f"- config_name: {subset}\n  data_files:\n"
+            + "".join(f"  - split: {split}\n    path: {subset}/{split}.parquet\n" for split in ("train", "test"))
+            for subset in ("main", "small")
+        )
+        + "---\n"
+    )
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+def test_a_dataset_directory_is_read_by_subset_and_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_streaming: bool
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    dataset_directory(tmp_path / "maths")
+    hub = HubConfig(subset="main", streaming=is_streaming)
+    tasks = load_tasks(TasksConfig(source="hf:maths", split="test", hub=hub, limit=3), base_dir=tmp_path)
+    assert [task.row for task in tasks] == [{**row, "split_is": "test"} for row in ROWS[:3]]
+    small = TasksConfig(source="hf:maths", hub=HubConfig(subset="small", streaming=is_streaming))
+    assert [task.row["split_is"] for task in load_tasks(small, base_dir=tmp_path)] == ["train"]
+    with pytest.raises(RunError, match=r"hf:maths .split validation. cannot be read"):
+        load_tasks(TasksConfig(source="hf:maths", split="validation", hub=hub), base_dir=tmp_path)
+
+
+def test_a_dataset_saved_to_disk_is_read_by_split(tmp_path: Path) -> None:
+    parts = {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[:2])}
+    datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "saved"))
+    tasks = load_tasks(TasksConfig(source="hf:saved", split="test"), base_dir=tmp_path)
+    assert [task.row for task in tasks] == ROWS[:2]
+
+
+def test_hub_settings_need_a_dataset_as_the_source() -> None:
+    with pytest.raises(ValidationError, match="hub is read only with source"):
+        TasksConfig(source="t.jsonl", hub=HubConfig(subset="main"))

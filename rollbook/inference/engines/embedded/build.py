@@ -56,6 +56,8 @@ class EngineParts:
     runner: Runner | PackedRunner
     weights: LiveWeights
     model: SlotModel
+    module: Any
+    """The Hugging Face module. It shares its weights with `model`."""
     choices: tuple[str, ...]
     """The chosen implementations, for people."""
 
@@ -89,6 +91,7 @@ def build_parts(config: InferenceConfig, model_dir: Path, *, capture: Capture | 
         runner=runner,
         weights=weights,
         model=model,
+        module=module,
         choices=tuple(choices),
     )
 

@@ -24,17 +24,20 @@ from rollbook.inference.engine import (
     EngineClosedError,
     EngineStats,
     OnTokens,
+    PromptScores,
     QueueFullError,
     TensorSource,
+    TokenConstraint,
     UnpublishedError,
 )
 from rollbook.inference.engines.busy import BusyPeriods
 from rollbook.inference.engines.embedded.build import EngineParts, build_parts
 from rollbook.inference.engines.embedded.live_weights import LoadPlan
+from rollbook.inference.engines.embedded.model.prompt_scores import score_prompt
 from rollbook.inference.engines.embedded.paged.runner import Capture
 from rollbook.inference.engines.embedded.thread import EngineThread
 from rollbook.inference.pause import PauseMode, needs_loading, require_unpublished
-from rollbook.inference.request import Request, checked_request
+from rollbook.inference.request import Request, checked_prompt, checked_request
 from rollbook.inference.weights.safetensors import read_published_weights, require_published
 from rollbook.telemetry.spans import SpanRecorder
 
@@ -137,12 +140,14 @@ class TransformersEngine:
         )
 
     def submit(
-        self, prompt_ids: Sequence[int], sampling: SamplingParams, *, on_tokens: OnTokens | None = None
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        on_tokens: OnTokens | None = None,
+        constraint: TokenConstraint | None = None,
     ) -> asyncio.Future[Completion]:
-        if self.thread.is_closed:
-            raise EngineClosedError("the engine is closed")
-        if self.thread.publication is None:
-            raise UnpublishedError("no weights were published to this engine yet, so it does not sample")
+        self._require_weights()
         if self._submitted - self.thread.admitted >= self._config.max_queued:
             raise QueueFullError(
                 f"the queue is full ({self._config.max_queued} requests); try again later", retry_after_s=RETRY_FULL_S
@@ -155,6 +160,7 @@ class TransformersEngine:
             max_model_len=self.max_model_len,
             future=future,
             on_tokens=on_tokens,
+            constraint=constraint,
         )
         request.order = self._submitted
         request.seed = self._rng.getrandbits(64) if sampling.seed is None else sampling.seed
@@ -179,6 +185,19 @@ class TransformersEngine:
 
     async def generate(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
         return await self.submit(prompt_ids, sampling)
+
+    async def score(self, prompt_ids: Sequence[int], *, top_logprobs: int = 0) -> PromptScores:
+        self._require_weights()
+        prompt = checked_prompt(prompt_ids, vocab_size=self.vocab_size, max_length=self.max_model_len)
+        scores: list[PromptScores] = []
+        await self.thread.between_rounds(lambda: scores.append(score_prompt(self.parts.module, prompt, top_logprobs)))
+        return scores[0]
+
+    def _require_weights(self) -> None:
+        if self.thread.is_closed:
+            raise EngineClosedError("the engine is closed")
+        if self.thread.publication is None:
+            raise UnpublishedError("no weights were published to this engine yet, so it does not sample")
 
     async def load_weights(self, publication: Publication, path: Path, *, adapter: Adapter | None = None) -> None:
         await self._load(publication, lambda: self._plan(read_published_weights(path, publication), adapter))

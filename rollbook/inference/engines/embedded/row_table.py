@@ -43,6 +43,8 @@ class RowTable:
         self.limits = np.zeros(max_rows, dtype=np.int64)
         self.tops = np.zeros(max_rows, dtype=np.int64)
         """Number of most likely tokens to report for each token."""
+        self.is_constrained = np.zeros(max_rows, dtype=np.bool_)
+        """Whether the owner has a constraint."""
         self.stops = np.full((max_rows, 1), NO_STOP, dtype=np.int32)
         self._seeds = np.zeros(max_rows, dtype=np.uint64)
         self._is_owned = np.zeros(max_rows, dtype=np.bool_)
@@ -71,6 +73,11 @@ class RowTable:
         owned: list[bool] = self._is_owned[:extent].tolist()
         return owned
 
+    def masks(self) -> dict[int, NDArray[np.uint8]]:
+        """The tokens that may come next in each constrained row, as bits."""
+        rows: list[int] = np.flatnonzero(self.is_constrained).tolist()
+        return {row: self.owners[row].mask for row in rows}
+
     def occupy(self, row: int, request: Request) -> None:
         sampling = request.sampling
         self.owners[row] = request
@@ -85,6 +92,7 @@ class RowTable:
         self.top_k[row] = min(sampling.top_k, 2**31 - 1)
         self.top_p[row] = sampling.top_p
         self.tops[row] = sampling.top_logprobs
+        self.is_constrained[row] = request.constraint is not None
         stops = sampling.stop_token_ids
         if len(stops) > self.stops.shape[1]:
             wider = np.full((self.max_rows, len(stops)), NO_STOP, dtype=np.int32)
@@ -104,6 +112,7 @@ class RowTable:
         self.top_k[row] = 0
         self.top_p[row] = 1.0
         self.tops[row] = 0
+        self.is_constrained[row] = False
         self.stops[row] = NO_STOP
         self._has_current_flags = False
 
@@ -118,6 +127,7 @@ class RowTable:
             self.counts,
             self.limits,
             self.tops,
+            self.is_constrained,
             self._seeds,
         ):
             column[target] = column[source]

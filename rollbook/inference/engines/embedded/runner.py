@@ -7,7 +7,7 @@ in `PendingResults.wait`.
 
 # S slots, N rows, C tokens a row, V vocabulary
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,7 @@ from torch import Tensor
 from rollbook.contracts.policy import MAX_TOP_LOGPROBS
 from rollbook.inference.engines.embedded.model.forward import PrefillInput, SlotModel
 from rollbook.inference.engines.embedded.row_table import RowTable, Tops
-from rollbook.inference.engines.embedded.sampling import RowSampling, most_likely, sample
+from rollbook.inference.engines.embedded.sampling import RowSampling, constrained, most_likely, sample
 from rollbook.inference.engines.embedded.slot_cache import SlotCache, to_device
 
 Sampler = Callable[[Tensor, RowSampling], tuple[Tensor, Tensor]]
@@ -55,6 +55,8 @@ class Runner:
         self.model = model
         self.slots = slots
         self.forwards = 0
+        self.masks: Mapping[int, NDArray[np.uint8]] = {}
+        """The tokens that may come next in each constrained row, as bits. Set before each round."""
         self._sampler = sampler
         self._device = model.device
         # Exact sampling needs float64, which Apple GPUs do not support: there, tokens are sampled on the CPU.
@@ -78,6 +80,7 @@ class Runner:
         state = self._state(table)
         positions_N = state.positions_S[:count].long()
         logits_NV = self.model.decode(self._tokens_S[:count], positions_N, self.slots, length=length)
+        logits_NV = constrained(logits_NV, {row: mask for row, mask in self.masks.items() if row < count})
         sampling = state.sampling(table, slice(0, count))
         tokens_N, logprobs_N = self._sampled(logits_NV, sampling)
         self._tokens_S[:count] = tokens_N
@@ -103,6 +106,7 @@ class Runner:
         if list(sources) != list(range(len(logits_MV))):
             logits_MV = logits_MV[to_device(torch.tensor(sources), self._device)]
         sampling = state.sampling(table, rows_N)
+        logits_MV = constrained(logits_MV, {i: self.masks[row] for i, row in enumerate(rows) if row in self.masks})
         tokens_N, logprobs_N = self._sampled(logits_MV, sampling)
         self._tokens_S[rows_N] = tokens_N
         self._logprobs_S[rows_N] = logprobs_N

@@ -6,11 +6,14 @@ request draws the same tokens in any batch. Here the key gives one uniform numbe
 `kernels.py` has the GPU version.
 """
 
-# N rows, V vocabulary
+# N rows, R constrained rows, V vocabulary, B bytes of a mask
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 _MASK_53 = (1 << 53) - 1
@@ -51,6 +54,17 @@ def sample(logits_NV: Tensor, rows: RowSampling) -> tuple[Tensor, Tensor]:
         is_greedy_N1 = rows.temperatures_N[:, None] == 0
         tokens_N1 = torch.where(is_greedy_N1, logprobs_NV.argmax(dim=-1, keepdim=True), tokens_N1)
     return tokens_N1[:, 0], logprobs_NV.gather(1, tokens_N1)[:, 0]
+
+
+def constrained(logits_NV: Tensor, masks: Mapping[int, NDArray[np.uint8]]) -> Tensor:
+    """Logits that are -inf for the tokens that a row's mask excludes. `masks`: by row, one bit per token, lowest bit first."""
+    if not masks:
+        return logits_NV
+    bits_RB = torch.from_numpy(np.stack(list(masks.values()))).to(logits_NV.device)
+    shifts_8 = torch.arange(8, dtype=torch.uint8, device=logits_NV.device)
+    is_allowed_RV = ((bits_RB[:, :, None] >> shifts_8) & 1).flatten(1)[:, : logits_NV.shape[1]].bool()
+    rows_R = torch.tensor(list(masks), device=logits_NV.device)
+    return logits_NV.index_copy(0, rows_R, logits_NV[rows_R].masked_fill(~is_allowed_RV, float("-inf")))
 
 
 def most_likely(logits_NV: Tensor, rows: RowSampling, count: int) -> tuple[Tensor, Tensor]:

@@ -43,6 +43,7 @@ class LaunchedRound:
     rows: NDArray[np.int64]
     owners: NDArray[np.object_]
     stops: NDArray[np.int32] | None
+    is_constrained: NDArray[np.bool_]
     ending: list[Request]
 
 
@@ -142,6 +143,8 @@ class Scheduler:
         """Launch one round under the weights of `publication`. Adds to `results`, also when it raises."""
         with torch.inference_mode():
             self._make_space(results)
+            if self.table.is_constrained.any():
+                self._update_masks(results)
             try:
                 self._launch(publication)
             except Exception:
@@ -194,6 +197,7 @@ class Scheduler:
             rows = np.concatenate([rows, np.array(started, dtype=np.int64)])
         owners = table.owners[rows]
         stops = table.stops[rows] if table.has_stops else None
+        is_constrained = table.is_constrained[rows]
         for row in started:
             table.owners[row].start()
             table.owners[row].segments.append((row, self._number, None))
@@ -206,10 +210,21 @@ class Scheduler:
                 rows=rows,
                 owners=owners,
                 stops=stops,
+                is_constrained=is_constrained,
                 ending=ending,
             )
         )
         self._number += 1
+
+    def _update_masks(self, results: RoundResults) -> None:
+        """A mask depends on all tokens before it, so rounds are not launched ahead of a constrained row."""
+        self._process_launched(results)
+        for request in self.table.owners[self.table.is_constrained].tolist():
+            try:
+                request.update_mask()
+            except GenerationError as error:
+                results.failed.append((request, error))
+                self._release(request)
 
     def _retire(self, rows: NDArray[np.int64]) -> list[Request]:
         """Free the rows that have launched all their tokens."""
@@ -240,6 +255,12 @@ class Scheduler:
         is_broken = np.isnan(logprobs_S[launched.rows])
         if is_broken.any():
             self._fail(launched, is_broken, results)
+        for request, token in zip(
+            launched.owners[launched.is_constrained],
+            tokens_S[launched.rows[launched.is_constrained]].tolist(),
+            strict=True,
+        ):
+            request.accept(token)
         if launched.stops is not None:
             is_stopped = (tokens_S[launched.rows, None] == launched.stops).any(axis=1)
             for request in launched.owners[is_stopped]:

@@ -71,8 +71,10 @@ class SlotBatch:
     def launch(self, number: int) -> tuple[NDArray[np.int64], list[int]]:
         table = self.table
         rows: NDArray[np.int64] = np.empty(0, dtype=np.int64)
-        if table.is_active.any():
-            extent = self._capacity.compact(number)
+        is_decoding = table.is_active.any()
+        extent = self._capacity.compact(number) if is_decoding else 0
+        self._runner.masks = table.masks()
+        if is_decoding:
             table.prepare()
             rows = np.flatnonzero(table.is_active)
             self._runner.decode(table, extent, length=int(table.positions[:extent].max()) + 1)

@@ -8,8 +8,8 @@ import numpy as np
 from aiohttp import web
 from numpy.typing import NDArray
 
+from rollbook.contracts.output_formats import ToolCall, parse_tool_calls
 from rollbook.contracts.policy import TopLogprobs
-from rollbook.contracts.tool_calls import ToolCall, parse_tool_calls
 from rollbook.inference.request import BadRequestError
 from rollbook.inference.server.generation import Generation, GenerationResult, Piece
 from rollbook.inference.server.routes.responses import json_response
@@ -48,12 +48,14 @@ class ChatRoutes:
             max_model_len=self._service.engine.max_model_len,
             eos_token_ids=self._service.eos_token_ids,
         )
+        grammar = await self._service.compile_grammar(body.grammar())
         with self._service.generations(
             [(prompt, sampling) for sampling in samplings],
             min_publication=body.min_publication,
             stops=body.stops(),
             is_streamed=bool(body.stream),
             request_id=body.request_id,
+            grammar=grammar,
         ) as generations:
             reply_id, created = self._service.new_id("chatcmpl"), int(time.time())
             if body.stream:
@@ -74,11 +76,15 @@ class ChatRoutes:
 
 
 def _prompt(body: ChatBody, tokenizer: Tokenizer) -> list[int]:
-    if not body.messages:
-        raise BadRequestError("messages: is empty; at least one message is required", param="messages")
-    messages = [_template_message(message, at) for at, message in enumerate(body.messages)]
-    tools = body.rendered_tools() or None
+    messages, tools = template_messages(body.messages), body.rendered_tools() or None
     return tokenizer.encode(tokenizer.render(messages, add_generation_prompt=body.add_generation_prompt, tools=tools))
+
+
+def template_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as templates expect them. Raises `BadRequestError`."""
+    if not messages:
+        raise BadRequestError("messages: is empty; at least one message is required", param="messages")
+    return [_template_message(message, at) for at, message in enumerate(messages)]
 
 
 def _template_message(message: dict[str, Any], at: int) -> dict[str, Any]:

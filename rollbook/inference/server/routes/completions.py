@@ -2,15 +2,17 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 from aiohttp import web
 from numpy.typing import NDArray
 
-from rollbook.contracts.policy import Completion, TopLogprobs
+from rollbook.contracts.policy import Completion, FinishReason, TopLogprobs
+from rollbook.inference.engine import PromptScores
 from rollbook.inference.request import BadRequestError
-from rollbook.inference.server.generation import GenerationResult, Piece
+from rollbook.inference.server.generation import Generation, GenerationResult, Piece
 from rollbook.inference.server.routes.responses import json_response
 from rollbook.inference.server.routes.streaming import EventStream, possible_tokens, stream_completions
 from rollbook.inference.server.service import PolicyService
@@ -24,6 +26,7 @@ from rollbook.inference.wire.completions import (
     TokenCompletion,
     TokenReply,
     Usage,
+    derived_seeds,
     version_spans,
 )
 from rollbook.inference.wire.generate import (
@@ -33,6 +36,15 @@ from rollbook.inference.wire.generate import (
     GenerateReply,
     TokenScore,
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EchoedPrompt:
+    """A prompt that its completion starts with."""
+
+    token_ids: list[int]
+    text: str
+    scores: PromptScores | None
 
 
 class CompletionRoutes:
@@ -50,14 +62,25 @@ class CompletionRoutes:
         ]
         if body.seeds is not None and len(body.seeds) != len(prompts):
             raise BadRequestError(f"seeds: {len(body.seeds)} for {len(prompts)} prompts", param="seeds")
-        samplings = body.samplings(
-            body.seeds or [body.seed] * len(prompts),
-            max_model_len=self._service.engine.max_model_len,
-            eos_token_ids=self._service.eos_token_ids,
+        is_msgpack = request.headers.get("Accept") == MSGPACK
+        if body.echo and is_msgpack:
+            raise BadRequestError("echo: not available as msgpack; request JSON", param="echo")
+        if body.is_score_only and body.stream:
+            raise BadRequestError("stream: max_tokens 0 has no tokens to stream", param="stream")
+        seeds = body.seeds or [body.seed] * len(prompts)
+        samplings = (
+            []
+            if body.is_score_only
+            else body.samplings(
+                seeds,
+                max_model_len=self._service.engine.max_model_len,
+                eos_token_ids=self._service.eos_token_ids,
+            )
         )
         stops = body.stops()
         if stops:
             self._service.require_tokenizer("stop")
+        grammar = await self._service.compile_grammar(body.grammar())
         with self._service.generations(
             [(prompts[at // body.count], sampling) for at, sampling in enumerate(samplings)],
             min_publication=body.min_publication,
@@ -65,16 +88,25 @@ class CompletionRoutes:
             is_streamed=bool(body.stream),
             has_text=body.detokenize or bool(stops),
             request_id=body.request_id,
+            grammar=grammar,
         ) as generations:
             head = CompletionReply(
                 id=self._service.new_id("cmpl"), created=int(time.time()), model=model, choices=[], usage=None
             )
+            echoes = await self._echoes(body, prompts)
             if body.stream:
-                choices = [_StreamedChoice(self._service.tokenizer, body) for _ in generations]
+                choices = [
+                    _StreamedChoice(
+                        self._service.tokenizer,
+                        body,
+                        prompt=prompts[at // body.count],
+                        echo=echoes[at // body.count] if echoes else None,
+                    )
+                    for at in range(len(generations))
+                ]
 
                 def chunk(index: int, piece: Piece) -> CompletionReply:
-                    choice = choices[index].chunk(index, piece, prompts[index // body.count])
-                    return msgspec.structs.replace(head, choices=[choice])
+                    return msgspec.structs.replace(head, choices=[choices[index].chunk(index, piece)])
 
                 return await stream_completions(
                     EventStream(request),
@@ -84,11 +116,35 @@ class CompletionRoutes:
                     chunk=chunk,
                     usage_chunk=lambda usage: msgspec.structs.replace(head, usage=usage),
                 )
-            results = [await generation.result() for generation in generations]
-        if request.headers.get("Accept") == MSGPACK:
+            results = await self._results(generations, num_empty=len(derived_seeds(seeds, body.count)))
+        if is_msgpack:
             arrays = TokenReply(completions=[TokenCompletion.of(result.completion) for result in results])
             return web.Response(body=msgspec.msgpack.encode(arrays), content_type=MSGPACK)
-        return json_response(self._reply(head, body, prompts, results))
+        return json_response(self._reply(head, body, prompts, echoes, results))
+
+    async def _echoes(self, body: CompletionBody, prompts: list[list[int]]) -> list[EchoedPrompt]:
+        """One for each prompt, or none if the prompt is not requested."""
+        if not body.echo:
+            return []
+        tokenizer = self._service.tokenizer if body.detokenize else None
+        echoes: list[EchoedPrompt] = []
+        for source, prompt in zip(body.prompts(), prompts, strict=True):
+            scores = None
+            if body.logprobs is not None:
+                scores = await self._service.engine.score(prompt, top_logprobs=body.num_top_logprobs())
+            text = "" if tokenizer is None else source if isinstance(source, str) else tokenizer.decode(prompt)
+            echoes.append(EchoedPrompt(token_ids=prompt, text=text, scores=scores))
+        return echoes
+
+    async def _results(self, generations: Sequence[Generation], *, num_empty: int) -> list[GenerationResult]:
+        """Of the generations; empty ones if the request only scores its prompts."""
+        if generations:
+            return [await generation.result() for generation in generations]
+        none = np.empty(0, dtype=np.int32)
+        empty = Completion(
+            token_ids=none, logprobs=none.astype(np.float32), versions=none, finish_reason=FinishReason.LENGTH
+        )
+        return [GenerationResult(completion=empty, text="")] * num_empty
 
     async def generate(self, request: web.Request) -> web.Response:
         body = self._decode_generate(await request.read())
@@ -100,11 +156,16 @@ class CompletionRoutes:
             raise BadRequestError(
                 "logprobs: only those of the sampled tokens are supported; request 0", param="logprobs"
             )
+        structured = params.structured_outputs
+        grammar = await self._service.compile_grammar(
+            None if structured is None else (structured.to_grammar(), "structured_outputs")
+        )
         with self._service.generations(
             [(body.token_ids, sampling) for sampling in params.samplings(self._service.eos_token_ids)],
             min_publication=body.min_publication,
             has_text=False,
             request_id=body.request_id,
+            grammar=grammar,
         ) as generations:
             completions = [(await generation.result()).completion for generation in generations]
         has_logprobs = params.logprobs is not None
@@ -118,10 +179,18 @@ class CompletionRoutes:
         )
 
     def _reply(
-        self, head: CompletionReply, body: CompletionBody, prompts: list[list[int]], results: Sequence[GenerationResult]
+        self,
+        head: CompletionReply,
+        body: CompletionBody,
+        prompts: list[list[int]],
+        echoes: Sequence[EchoedPrompt],
+        results: Sequence[GenerationResult],
     ) -> CompletionReply:
         tokenizer = self._service.tokenizer if body.detokenize else None
-        choices = [completion_choice(result, index, body, tokenizer) for index, result in enumerate(results)]
+        choices = [
+            completion_choice(result, index, body, tokenizer, echoes[index // body.count] if echoes else None)
+            for index, result in enumerate(results)
+        ]
         if body.return_token_ids and body.detokenize:
             for index, choice in enumerate(choices):
                 choice.prompt_token_ids = prompts[index // body.count]
@@ -133,37 +202,55 @@ class CompletionRoutes:
 
 
 def completion_choice(
-    result: GenerationResult, index: int, body: CompletionBody, tokenizer: Tokenizer | None
+    result: GenerationResult,
+    index: int,
+    body: CompletionBody,
+    tokenizer: Tokenizer | None,
+    echo: EchoedPrompt | None = None,
 ) -> Choice:
     completion = result.completion
+    block = None
+    if body.logprobs is not None:
+        block = _block_after(
+            echo, completion.token_ids, completion.logprobs, completion.tops, tokenizer, has_tops=bool(body.logprobs)
+        )
     return Choice(
         index=index,
         finish_reason=completion.finish_reason.value,
         weight_versions=version_spans(completion.versions),
         token_ids=completion.token_ids.tolist() if body.return_token_ids else None,
-        logprobs=None
-        if body.logprobs is None
-        else _logprobs_block(completion.token_ids, completion.logprobs, completion.tops, tokenizer, text_offset=0),
-        text=result.text,
+        logprobs=block,
+        text=result.text if echo is None else echo.text + result.text,
         stop_reason=result.stop_reason,
         generation_s=None if completion.generation_s is None else round(completion.generation_s, 4),
     )
 
 
 class _StreamedChoice:
-    def __init__(self, tokenizer: Tokenizer | None, body: CompletionBody) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, body: CompletionBody, *, prompt: list[int], echo: EchoedPrompt | None
+    ) -> None:
         self._tokenizer = tokenizer if body.detokenize else None
+        self._prompt = prompt
+        self._echo = echo
         self._body = body
         self._num_tokens = 0
         self._text_offset = 0
         self._is_first = True
 
-    def chunk(self, index: int, piece: Piece, prompt: list[int]) -> Choice:
+    def chunk(self, index: int, piece: Piece) -> Choice:
         tokens, result = piece.tokens, piece.result
+        echo = self._echo if self._is_first else None
         block = None
         if self._body.logprobs is not None:
-            block = _logprobs_block(
-                tokens.token_ids, tokens.logprobs, tokens.tops, self._tokenizer, text_offset=self._text_offset
+            block = _block_after(
+                echo,
+                tokens.token_ids,
+                tokens.logprobs,
+                tokens.tops,
+                self._tokenizer,
+                text_offset=self._text_offset,
+                has_tops=bool(self._body.logprobs),
             )
             self._text_offset += sum(map(len, block.tokens or ()))
         choice = Choice(
@@ -172,13 +259,41 @@ class _StreamedChoice:
             weight_versions=version_spans(tokens.versions, offset=self._num_tokens),
             token_ids=tokens.token_ids.tolist() if self._body.return_token_ids else None,
             logprobs=block,
-            text=piece.text,
+            text=piece.text if echo is None else echo.text + piece.text,
             stop_reason=None if result is None else result.stop_reason,
-            prompt_token_ids=prompt if self._body.return_token_ids and self._is_first else None,
+            prompt_token_ids=self._prompt if self._body.return_token_ids and self._is_first else None,
         )
         self._num_tokens += len(tokens.token_ids)
         self._is_first = False
         return choice
+
+
+def _block_after(
+    echo: EchoedPrompt | None,
+    token_ids: NDArray[np.int32],
+    logprobs: NDArray[np.float32],
+    tops: TopLogprobs | None,
+    tokenizer: Tokenizer | None,
+    *,
+    text_offset: int = 0,
+    has_tops: bool,
+) -> LogprobsBlock:
+    """The block of sampled tokens, after that of an echoed prompt. The first token of a prompt has no logprob."""
+    if echo is None or echo.scores is None:
+        return _logprobs_block(token_ids, logprobs, tops, tokenizer, text_offset=text_offset)
+    first, scores = _token_text(echo.token_ids[0], tokenizer), echo.scores
+    start, text_offset = text_offset, text_offset + len(first)
+    rest = np.array(echo.token_ids[1:], dtype=np.int32)
+    prompt = _logprobs_block(rest, scores.logprobs, scores.tops, tokenizer, text_offset=text_offset)
+    text_offset += sum(map(len, prompt.tokens or ()))
+    sampled = _logprobs_block(token_ids, logprobs, tops, tokenizer, text_offset=text_offset)
+    is_text = tokenizer is not None
+    return LogprobsBlock(
+        token_logprobs=[None, *prompt.token_logprobs, *sampled.token_logprobs],
+        tokens=[first, *(prompt.tokens or ()), *(sampled.tokens or ())] if is_text else None,
+        text_offset=[start, *(prompt.text_offset or ()), *(sampled.text_offset or ())] if is_text else None,
+        top_logprobs=[None, *(prompt.top_logprobs or ()), *(sampled.top_logprobs or ())] if has_tops else None,
+    )
 
 
 def _logprobs_block(
@@ -190,10 +305,10 @@ def _logprobs_block(
     text_offset: int,
 ) -> LogprobsBlock:
     """`text_offset`: where the first of these tokens starts in the text."""
-    values = logprobs.tolist()
-    alternatives = None
+    values: list[float | None] = logprobs.tolist()
+    alternatives: list[dict[str, float] | None] | None = None
     if tops is not None:
-        sampled = enumerate(zip(token_ids.tolist(), values, strict=True))
+        sampled = enumerate(zip(token_ids.tolist(), logprobs.tolist(), strict=True))
         alternatives = [_alternatives(tops, at, token, value, tokenizer) for at, (token, value) in sampled]
     if tokenizer is None:
         return LogprobsBlock(token_logprobs=values, top_logprobs=alternatives)

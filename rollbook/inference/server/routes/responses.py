@@ -61,6 +61,8 @@ def response_to(error: Exception) -> web.Response | None:
             return error_response(503, kind, message, retry_after_s=error.retry_after_s or RETRY_AFTER_S)
         case EpisodeError():
             return error_response(400, "BadRequestError", message, param="messages")
+        case RecursionError():
+            return error_response(400, "BadRequestError", "the body is nested too deeply")
         case msgspec.MsgspecError() | ValueError():
             found = FIELD_IN_MESSAGE.search(message)
             param = next((name for name in found.groups() if name), None) if found else None

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from rollbook.access.private_files import make_private_directory
 from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.policy import Publication
@@ -48,8 +49,11 @@ class FileTransport:
         self._directory = directory
         self._is_temporary = is_temporary
         if is_temporary:
+            # Only what this user left there is removed: `rmtree` refuses symbolic links, and make_private_directory then does too.
             shutil.rmtree(directory, ignore_errors=True)
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_private_directory(directory)
+        else:
+            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     async def put(
         self, publication: Publication, weights: Mapping[str, Tensor], *, adapter: Adapter | None = None

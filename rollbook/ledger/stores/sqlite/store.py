@@ -142,7 +142,7 @@ def _make_directory(directory: Path) -> None:
     """Make the directory and its parents durably: SQLite syncs only the directory of the file itself."""
     if not directory.is_dir():
         _make_directory(directory.parent)
-        directory.mkdir(exist_ok=True)
+        directory.mkdir(exist_ok=True, mode=0o700)
         sync_directory(directory.parent)
 
 

@@ -6,7 +6,7 @@ addresses of the blocks: when the blocks move, everything is captured again.
 
 # S rows, N rows that sample, V vocabulary
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ from rollbook.inference.engines.embedded.paged.step_input import (
 )
 from rollbook.inference.engines.embedded.row_table import RowTable
 from rollbook.inference.engines.embedded.runner import PendingResults, Sampler
-from rollbook.inference.engines.embedded.sampling import most_likely
+from rollbook.inference.engines.embedded.sampling import constrained, most_likely
 
 Operation = Callable[[], None]
 Capture = Callable[[Operation], Operation]
@@ -141,7 +141,7 @@ class PackedRunner:
         layout = layout_of(shape)
         block = torch.empty(layout.length, dtype=torch.int32, pin_memory=self._device.type == "cuda")
         layout.fill(block.numpy(), table, decoding, pieces, changes=changes, chunk=chunk, query_tile=tile)
-        self._run(shape, block, is_truncated=table.is_truncated, has_tops=table.has_tops)
+        self._run(shape, block, is_truncated=table.is_truncated, has_tops=table.has_tops, masks=table.masks())
         self.forwards += 1
 
     def collect(self, *, has_tops: bool = False) -> PendingResults:
@@ -157,9 +157,18 @@ class PackedRunner:
         tokens_S, logprobs_S = host[0][0, :-1], host[0][1, :-1].view(torch.float32)
         return PendingResults(tokens_S, logprobs_S, arrived, *(tensor[:-1] for tensor in host[1:]))
 
-    def _run(self, shape: StepShape, host_block: Tensor, *, is_truncated: bool, has_tops: bool) -> None:
+    def _run(
+        self,
+        shape: StepShape,
+        host_block: Tensor,
+        *,
+        is_truncated: bool,
+        has_tops: bool,
+        masks: Mapping[int, NDArray[np.uint8]] | None = None,
+    ) -> None:
+        """`masks`: the tokens that may come next in constrained rows. They change with every token: such a step is not captured."""
         known = self._steps.get((shape, is_truncated, has_tops))
-        if known is not None:
+        if known is not None and not masks:
             known.block.copy_(host_block, non_blocking=True)
             known.replay()
             return
@@ -169,10 +178,12 @@ class PackedRunner:
         # Scaled and greedy rows cost almost nothing on a GPU: one graph covers all of them.
         sampling = layout.sampling(block, is_scaled=True, is_truncated=is_truncated, is_any_greedy=True)
         rows_N = layout.sample_rows(block)
+        sampling_rows = layout.sample_rows(host_block).tolist() if masks else []
+        line_masks = {line: masks[row] for line, row in enumerate(sampling_rows) if masks and row in masks}
 
         def operation() -> None:
             step = layout.step(block, last_tokens_S=self._tokens_S, tables_SP=self.cache.tables_SP)
-            logits_NV = self.model.packed(step, self.cache.layers)
+            logits_NV = constrained(self.model.packed(step, self.cache.layers), line_masks)
             tokens_N, logprobs_N = self._sampler(logits_NV, sampling)
             self._tokens_S[rows_N] = tokens_N.to(torch.int32)
             self._logprobs_S[rows_N] = logprobs_N
@@ -182,6 +193,8 @@ class PackedRunner:
                 self._top_logprobs_SK[rows_N] = top_logprobs_NK
 
         operation()
+        if masks:
+            return
         self._steps[shape, is_truncated, has_tops] = _CapturedStep(self._capture(operation), block)
         self.captures += 1
 

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from rollbook.concurrency.child_process.process import python_command, python_environment
+from rollbook.contracts.errors import RunError
+from rollbook.contracts.plugin import require_libraries
 from rollbook.contracts.user_errors import indented
 from rollbook.run.config.run import ConfigError, ConfigFault, LoadedConfig, located, name_of
 from rollbook.run.directory import RunDirectory
@@ -23,7 +25,6 @@ from rollbook.run.directory import RunDirectory
 LIMIT_S = 20.0
 """After this time the pre-flight ends without a fault: tasks that load slowly are not wrong."""
 SHOWN_OUTPUT_LINES = 12
-SKIP_HINT = "--no-preflight starts the run without these checks"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +55,11 @@ def print_preflight(found: Preflight, console: Console) -> None:
 
 def run_preflight(loaded: LoadedConfig, *, limit_s: float = LIMIT_S) -> Preflight:
     began = time.monotonic()
+    try:
+        require_libraries("tokenizers", "jinja2")
+    except RunError as error:
+        skipped = ConfigFault("rollout", f"{error}; without it the pre-flight is skipped")
+        return Preflight(faults=(), warnings=(skipped,), seconds=0.0)
     process = subprocess.Popen(
         python_command("rollbook.run.processes.preflight"),
         stdin=subprocess.PIPE,

@@ -1,0 +1,238 @@
+"""The whole loop against its parts: how much of the engine's speed and of the trainer's speed does `rollbook train` keep?
+
+    python -m benchmarks.loop.speed --device cuda            135M and 1.5B models with random weights, engine and trainer on one GPU
+    python -m benchmarks.loop.speed --cases cpu              the same script with a small model
+
+`loop_share_of_engine`: tokens sampled a second by `rollbook train` over those of the engine in this process, which plays the same
+episodes in a closed loop. `step_to_step_mfu`: model FLOPs of a step over the time from one step to the next, everything included.
+"""
+
+import argparse
+import asyncio
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.engine.models import SMALL, SMOLLM2_135M, Shape, build, opened, publish
+from benchmarks.learning.runs import Stop, train
+from benchmarks.loop.token_rollout import tasks
+from benchmarks.report import Figure, print_figures, print_status
+from rollbook.contracts.policy import SamplingParams
+from rollbook.inference.config import InferenceConfig
+from rollbook.inference.engines.embedded.engine import TransformersEngine
+from rollbook.trainer.model.model_directory import build_tokenizer
+from rollbook.trainer.model_config import ModelBuildConfig
+
+FLOOR_SHARE = 0.5
+FLOOR_MFU = 0.33
+WARM_UP_STEPS = 4
+QWEN2_1_5B = Shape(layers=28, hidden=1536, heads=12, kv_heads=2, ffn=8960, vocab=151_936, max_len=4096)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    shape: Shape
+    groups: int
+    """Groups of 8 episodes a step."""
+    steps: int
+    turns: int = 1
+    prompt: int = 64
+    shortest: int = 16
+    longest: int = 48
+    observation: int = 0
+    checkpoint_every: int = 10
+    trainer: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def max_len(self) -> int:
+        return self.prompt + self.turns * (self.longest + self.observation)
+
+    @property
+    def workload(self) -> dict[str, int]:
+        return {
+            "vocabulary": self.shape.vocab,
+            "prompt": self.prompt,
+            "turns": self.turns,
+            "shortest": self.shortest,
+            "longest": self.longest,
+            "observation": self.observation,
+        }
+
+
+CASES = {
+    "cpu": Case(shape=SMALL, groups=4, steps=8),
+    "135m-single": Case(shape=SMOLLM2_135M, groups=64, steps=30),
+    "135m-turns": Case(shape=SMOLLM2_135M, groups=64, steps=10, turns=6, prompt=200, observation=60),
+    "1.5b-single": Case(shape=QWEN2_1_5B, groups=64, steps=14, checkpoint_every=100),
+    "1.5b-long": Case(shape=QWEN2_1_5B, groups=16, steps=14, prompt=128, shortest=60, longest=300, checkpoint_every=10),
+}
+
+
+def config_table(case: Case, model: Path, *, device: str) -> dict[str, Any]:
+    is_gpu = device == "cuda"
+    return {
+        "run": {"name": "loop", "seed": 0},
+        "model": {"path": str(model)},
+        "tasks": {"source": "token_rollout:tasks", "args": {"count": 4096, **case.workload}},
+        "rollout": {
+            "function": "token_rollout",
+            "completions_per_prompt": 8,
+            "drop_constant_reward": False,
+            "max_total_tokens": case.max_len + 8,
+            "max_seconds": 120.0,
+            "workers": 8 if is_gpu else 1,
+            "groups_per_worker": case.groups,
+            "sampling": {"max_tokens": case.longest},
+        },
+        "gate": {
+            "groups_per_step": case.groups,
+            "max_groups_in_flight": 2 * case.groups,
+            "max_head_offpolicy_versions": 1,
+        },
+        "ledger": {"durability": "process_crash"},
+        "inference": inference_settings(case, device=device),
+        "trainer": {
+            "max_steps": case.steps,
+            "lr": 1e-7,
+            "device": device,
+            "compute_dtype": "bfloat16" if is_gpu else "float32",
+            "threads": 4 if is_gpu else 1,
+            "max_tokens_per_microbatch": 16_384,
+            "pass_cost_tokens": 8192 if is_gpu else 192,
+            "checkpoint_every": case.checkpoint_every,
+            "keep_checkpoints": 1,
+            **case.trainer,
+        },
+    }
+
+
+def inference_settings(case: Case, *, device: str) -> dict[str, Any]:
+    is_gpu = device == "cuda"
+    return {
+        "device": device,
+        "dtype": "bfloat16" if is_gpu else "float32",
+        "max_running": 1024 if is_gpu else 64,
+        "max_model_len": case.max_len + 8,
+        **({"kv_memory_mb": 24_000, "max_connections": 512} if is_gpu else {}),
+    }
+
+
+async def engine_alone(case: Case, model_dir: Path, weights: Any, *, device: str) -> float:
+    """Sampled tokens a second of the engine in this process, with as many episodes in flight as the run has."""
+    config = InferenceConfig(**inference_settings(case, device=device))
+    rows = list(tasks(4 * case.groups, **case.workload))
+    episodes = [row for row in rows for _ in range(8)]
+    async with opened(config, model_dir, weights) as engine:
+        await _play(engine, episodes[: 8 * case.groups], in_flight=16 * case.groups)  # captures and compiles
+        started = time.perf_counter()
+        tokens = await _play(engine, episodes, in_flight=16 * case.groups)
+        return tokens / (time.perf_counter() - started)
+
+
+async def _play(engine: TransformersEngine, episodes: Sequence[Mapping[str, Any]], *, in_flight: int) -> int:
+    todo = iter(episodes)
+    sampled = 0
+
+    async def player() -> None:
+        nonlocal sampled
+        for row in todo:
+            ids: list[int] = list(row["prompt"])
+            for turn, (length, observation) in enumerate(zip(row["lengths"], row["observations"], strict=True)):
+                ids += observation if turn else []
+                reply = await engine.submit(ids, SamplingParams(max_tokens=length))
+                ids += reply.token_ids.tolist()
+                sampled += len(reply.token_ids)
+
+    await asyncio.gather(*(player() for _ in range(in_flight)))
+    return sampled
+
+
+def measure(name: str, case: Case, home: Path, *, device: str) -> list[Figure]:
+    model_dir = home / f"model-{name}"
+    model = build(case.shape, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
+    model.save_pretrained(model_dir)
+    build_tokenizer(ModelBuildConfig(tokenizer="bytes", max_position_embeddings=case.shape.max_len)).save_pretrained(
+        str(model_dir)
+    )
+    publication = publish(home / "weights.safetensors", model, 1)
+    del model
+    run = train(name, config_table(case, model_dir, device=device), home, Stop())
+    steady = run.steps[WARM_UP_STEPS:]
+    periods = [after["time"] - before["time"] for before, after in pairwise(run.steps[WARM_UP_STEPS - 1 :])]
+    step_s = statistics.median(periods)
+    tokens = statistics.fmean(row["rollout/response_len"] * row["rollout/samples"] for row in steady)
+    waited = statistics.median(row["perf/sample_wait_time"] for row in steady)
+    alone = asyncio.run(engine_alone(case, model_dir, (publication, home / "weights.safetensors"), device=device))
+    shutil.rmtree(model_dir)
+    more = {
+        "step_s": round(step_s, 3),
+        "step_s_all": [round(period, 3) for period in periods],
+        "train_s": round(run.mean_of("perf/train_time"), 3),
+        "publish_wait_s": round(run.mean_of("perf/publish_wait_time"), 3),
+        "weight_sync_s": round(run.mean_of("perf/weight_sync_time"), 3),
+        "trainer_idle": round(waited / step_s, 3),
+        "start_s": round(run.start_s, 1),
+        "audit_ok": run.audit_ok,
+        "max_lag": run.max_lag,
+    }
+    figures = [
+        Figure(
+            name=f"loop_share_of_engine_{name}",
+            ours=tokens / step_s,
+            peer=alone,
+            unit="tokens/s",
+            ratio=tokens / step_s / alone,
+            floor=FLOOR_SHARE,
+            more=more,
+        )
+    ]
+    mfu = [row["perf/mfu"] for row in steady if row["perf/mfu"] is not None]
+    if mfu:
+        in_step = statistics.median(mfu)
+        achieved = in_step * statistics.median(row["perf/train_time"] for row in steady) / step_s
+        figures.append(
+            Figure(
+                name=f"step_to_step_mfu_{name}",
+                ours=achieved,
+                peer=in_step,
+                unit="of peak",
+                ratio=achieved,
+                floor=FLOOR_MFU if name == "1.5b-long" else None,
+            )
+        )
+    return figures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--cases", nargs="+", default=None, choices=list(CASES))
+    args = parser.parse_args()
+    names = args.cases or (["cpu"] if args.device == "cpu" else [name for name in CASES if name != "cpu"])
+    figures: list[Figure] = []
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        shutil.copy(Path(__file__).with_name("token_rollout.py"), home)
+        for name in names:
+            try:
+                found = measure(name, CASES[name], home, device=args.device)
+            except RuntimeError as error:  # the other cases are still worth measuring
+                print_status(f"{name}: {error}")
+                continue
+            for figure in found:
+                print_status(str(figure))
+            figures += found
+    return print_figures(figures)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

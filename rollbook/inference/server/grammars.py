@@ -1,0 +1,72 @@
+"""Compiles grammars with llguidance and follows them token by token. Imported on the first request that has a grammar."""
+
+from functools import lru_cache
+
+import llguidance
+import numpy as np
+from numpy.typing import NDArray
+
+from rollbook.inference.engine import GenerationError
+from rollbook.inference.request import BadRequestError
+from rollbook.inference.server.text import Tokenizer
+
+CACHED_GRAMMARS = 256
+NO_FORCING = '%llguidance {"no_forcing": true}\n'
+"""The policy chooses the tokens of a text that the grammar fixes. Otherwise llguidance would force the tokenizer's choice."""
+
+
+class GrammarCompiler:
+    """For one tokenizer. `vocab_size` is the model's; models may have more tokens than their tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int) -> None:
+        if not tokenizer.eos_token_ids:
+            raise BadRequestError("this tokenizer has no end token, which a grammar needs")
+        self._tokenizer = llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(_Vocabulary(tokenizer, vocab_size)), eos_token=list(tokenizer.eos_token_ids)
+        )
+        self._start = lru_cache(CACHED_GRAMMARS)(self._compiled)
+
+    def compile(self, grammar: str, *, field: str) -> "GrammarConstraint":
+        """Raises `BadRequestError` that names `field`."""
+        matcher = self._start(grammar)
+        if matcher.is_error():
+            raise BadRequestError(f"{field}: the grammar is not supported: {matcher.get_error()}", param=field)
+        return GrammarConstraint(matcher)
+
+    def _compiled(self, grammar: str) -> llguidance.LLMatcher:
+        lark = llguidance.LLMatcher.grammar_from_lark(grammar if "%llguidance" in grammar else NO_FORCING + grammar)
+        return llguidance.LLMatcher(self._tokenizer, lark, log_level=0)
+
+
+class GrammarConstraint:
+    """Satisfies `engine.TokenConstraint`."""
+
+    def __init__(self, matcher: llguidance.LLMatcher) -> None:
+        self._matcher = matcher
+
+    def allowed(self) -> NDArray[np.uint8]:
+        if self._matcher.is_error():
+            raise GenerationError(f"the grammar cannot be followed: {self._matcher.get_error()}")
+        return np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+
+    def accept(self, token_id: int) -> None:
+        self._matcher.consume_token(token_id)
+
+    def copy(self) -> "GrammarConstraint":
+        return GrammarConstraint(self._matcher.deep_copy())
+
+
+class _Vocabulary:
+    """What llguidance needs of a tokenizer."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self.tokens = [tokenizer.token_bytes(token) for token in range(vocab_size)]
+        self.eos_token_id = tokenizer.eos_token_ids[0]
+        unnamed = (token for token, raw in enumerate(self.tokens) if not raw)
+        self.special_token_ids = sorted({*tokenizer.special_token_ids, *unnamed})
+        self._encode = tokenizer.encode
+
+    def __call__(self, text: str) -> list[int]:
+        return self._encode(text)

@@ -1,0 +1,70 @@
+"""POST /tokenize and /detokenize, GET /tokenizer_info, in the format of vLLM. Evaluation harnesses use the server's tokenizer."""
+
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from rollbook.inference.server.routes.chat import template_messages
+from rollbook.inference.server.routes.responses import json_response
+from rollbook.inference.server.service import PolicyService
+
+
+class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Either a prompt or messages."""
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    """Default: true for a prompt. A rendered chat contains its own."""
+    add_generation_prompt: bool = True
+    tools: list[dict[str, Any]] | None = None
+
+
+class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True):
+    tokens: list[int]
+    model: str | None = None
+
+
+class TokenRoutes:
+    def __init__(self, service: PolicyService) -> None:
+        self._service = service
+        self._decode_text = msgspec.json.Decoder(TokenizeBody).decode
+        self._decode_tokens = msgspec.json.Decoder(DetokenizeBody).decode
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        body = self._decode_text(await request.read())
+        self._service.resolve_model(body.model)
+        tokenizer = self._service.require_tokenizer("prompt")
+        if (body.prompt is None) == (body.messages is None):
+            raise ValueError("prompt: send either prompt or messages")
+        if body.messages is not None:
+            text = tokenizer.render(
+                template_messages(body.messages), add_generation_prompt=body.add_generation_prompt, tools=body.tools
+            )
+            tokens = tokenizer.encode(text)
+        else:
+            encode = tokenizer.encode if body.add_special_tokens is False else tokenizer.encode_prompt
+            tokens = encode(body.prompt or "")
+        return json_response(
+            {"count": len(tokens), "max_model_len": self._service.engine.max_model_len, "tokens": tokens}
+        )
+
+    async def detokenize(self, request: web.Request) -> web.Response:
+        body = self._decode_tokens(await request.read())
+        self._service.resolve_model(body.model)
+        tokenizer = self._service.require_tokenizer("tokens")
+        return json_response({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+    async def info(self, _request: web.Request) -> web.Response:
+        tokenizer = self._service.require_tokenizer("tokenizer_info")
+        ends = [tokenizer.decode([token], skip_special_tokens=False) for token in tokenizer.eos_token_ids]
+        starts = tokenizer.encode_prompt("")
+        return json_response(
+            {
+                "eos_token": ends[0] if ends else None,
+                "bos_token": tokenizer.decode(starts[:1], skip_special_tokens=False) if starts else None,
+                "model_max_length": self._service.engine.max_model_len,
+            }
+        )

@@ -1,0 +1,27 @@
+"""Rows of a dataset on the Hugging Face Hub, or of a local dataset directory, with the library `datasets`."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from rollbook.tasks.config import HubConfig
+
+
+def rows(name: str, *, split: str, hub: HubConfig, base_dir: Path) -> Iterator[dict[str, Any]]:
+    """`name` is a dataset of the hub, or a directory (relative to `base_dir`)."""
+    local = base_dir / name
+    if (local / "dataset_info.json").is_file() or (local / "dataset_dict.json").is_file():
+        # Written by `save_to_disk`.
+        saved = datasets.load_from_disk(str(local))
+        yield from saved[split] if isinstance(saved, datasets.DatasetDict) else saved
+        return
+    datasets.disable_progress_bars()
+    yield from datasets.load_dataset(
+        str(local) if local.is_dir() else name,
+        hub.subset,
+        split=split,
+        revision=hub.revision,
+        streaming=hub.streaming,
+    )

@@ -1,0 +1,149 @@
+"""The result of a chaos run: faults with their times to heal, what was trained, and the section of docs/failures.md.
+
+`make chaos` with `--write` records a result in docs/results/chaos.json; `python -m tests.faults.chaos_report` prints the section.
+"""
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results" / "chaos.json"
+
+
+class Kind(StrEnum):
+    KILL = "kill"
+    SEVERAL = "several at once"
+    TWICE = "killed again while it starts"
+    STOP = "stopped for longer than every lease"
+    START = "killed while the run starts"
+    DRAIN = "killed while the run drains"
+    DISK = "full disk"
+    CLOCK = "clock jump"
+
+
+@dataclass
+class Fault:
+    kind: Kind
+    role: str
+    kills: int = 0
+    heal_s: float | None = None
+
+
+@dataclass
+class Report:
+    seed: int
+    env: str
+    faults: list[Fault] = field(default_factory=list)
+    steps: int = 0
+    trained: int = 0
+    duplicates: int = 0
+    losses: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    violations: list[str] = field(default_factory=list)
+    is_replayed: bool = False
+    seconds: float = 0.0
+
+    @property
+    def kills(self) -> int:
+        """Processes that were killed or stopped."""
+        return sum(fault.kills for fault in self.faults)
+
+    @property
+    def ok(self) -> bool:
+        return not (self.duplicates or self.losses or self.violations) and self.is_replayed
+
+    def heal_times(self, name: str) -> dict[str, list[float]]:
+        """Times to heal by `kind` or `role`."""
+        found: dict[str, list[float]] = {}
+        for fault in self.faults:
+            if fault.heal_s is not None:
+                found.setdefault(str(getattr(fault, name)), []).append(fault.heal_s)
+        return found
+
+    def row(self) -> dict[str, Any]:
+        return {
+            "date": time.strftime("%Y-%m-%d"),
+            "cores": os.cpu_count(),
+            "seed": self.seed,
+            "env": self.env,
+            "kills": self.kills,
+            "faults": len(self.faults),
+            "seconds": round(self.seconds),
+            "steps": self.steps,
+            "trained_groups": self.trained,
+            "duplicates": self.duplicates,
+            "losses": self.losses,
+            "dropped": self.dropped,
+            "violations": self.violations,
+            "replayed": self.is_replayed,
+            "heal_s_by_kind": _summary(self.heal_times("kind")),
+            "heal_s_by_role": _summary(self.heal_times("role")),
+            "ok": self.ok,
+        }
+
+    def table(self) -> str:
+        lines = []
+        for name in ("kind", "role"):
+            lines.append(f"{name:<40}{'faults':>7}{'median s':>10}{'worst s':>10}")
+            for key, found in sorted(self.heal_times(name).items()):
+                lines.append(f"{key:<40}{len(found):>7}{statistics.median(found):>10.2f}{max(found):>10.2f}")
+        lines.append(
+            f"{self.kills} kills in {self.seconds:.0f} s, steps {self.steps}, trained groups {self.trained}, duplicates "
+            f"{self.duplicates}, losses {self.losses}"
+        )
+        lines.append(f"dropped by reason: {self.dropped}")
+        audit = "; ".join(self.violations) or "ok"
+        lines.append(f"audit: {audit}; replay: {'same bits' if self.is_replayed else 'DIFFERS'}")
+        return "\n".join(lines)
+
+
+def section() -> str:
+    """The section of docs/failures.md with the last recorded chaos run; empty if there is none."""
+    if not RESULTS.exists():
+        return ""
+    row = json.loads(RESULTS.read_text(encoding="utf-8"))
+    return "\n".join(
+        [
+            "",
+            "## Times to heal",
+            "",
+            "From `make chaos`: the time from a fault until the process is ready again or, for faults of the whole run, until the",
+            "next step is trained.",
+            "",
+            f"{row['kills']} kills in {row['faults']} faults on {row['cores']} cores (seed {row['seed']}, {row['date']}):",
+            f"{row['losses']} lost, {row['duplicates']} trained twice, audit {'; '.join(row['violations']) or 'ok'}, replay",
+            f"{'gives the same bits' if row['replayed'] else 'DIFFERS'}. {row['trained_groups']} groups were trained in",
+            f"{row['steps']} steps.",
+            "",
+            *_rows("fault", row["heal_s_by_kind"]),
+            "",
+            *_rows("process", row["heal_s_by_role"]),
+            "",
+        ]
+    )
+
+
+def _rows(title: str, summary: Mapping[str, Mapping[str, float]]) -> Sequence[str]:
+    lines = [f"| {title} | times | median s | worst s |", "|---|---|---|---|"]
+    lines += [
+        f"| {name} | {one['times']} | {one['median']:.1f} | {one['worst']:.1f} |" for name, one in summary.items()
+    ]
+    return lines
+
+
+def _summary(times: Mapping[str, list[float]]) -> dict[str, dict[str, float]]:
+    return {
+        name: {"times": len(found), "median": round(statistics.median(found), 2), "worst": round(max(found), 2)}
+        for name, found in sorted(times.items())
+    }
+
+
+if __name__ == "__main__":
+    sys.stdout.write(section())

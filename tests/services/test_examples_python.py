@@ -1,0 +1,73 @@
+"""The README's example and the notebook, executed as users do it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from rollbook import audit
+from rollbook.run.directory import RunDirectory
+
+ROOT = Path(__file__).parents[2]
+
+
+def readme_example() -> str:
+    found = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+@pytest.mark.timeout(900)
+def test_the_readme_example_trains_as_a_script_and_the_command_line_resumes_it(tmp_path: Path) -> None:
+    assert len(readme_example().splitlines()) <= 30
+    script = tmp_path / "opposites.py"
+    script.write_text(readme_example(), encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, script.name], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    solved = re.search(r"solved: (\d+)% → (\d+)%", done.stdout)
+    assert solved is not None, done.stdout
+    assert int(solved[2]) >= int(solved[1]) + 30
+
+    run = tmp_path / "runs" / "opposites"
+    assert {path.suffix for path in (run / "objects").iterdir()} >= {".py", ".pkl", ".jsonl"}
+    script.unlink()  # the run directory has everything
+    command = [sys.executable, "-m", "rollbook", "train", str(run), "--set", "trainer.max_steps=42", "--json"]
+    resumed = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert resumed.returncode == 0, resumed.stderr[-3000:]
+    assert json.loads(resumed.stdout.splitlines()[-1])["steps"] == 42
+    assert audit(run).ok
+    assert max(RunDirectory(run).checkpoint_models()) == 42
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the notebook's client
+async def test_the_notebook_trains_evaluates_inspects_and_plots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    path = ROOT / "examples" / "train_in_a_notebook.ipynb"
+    notebook = nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]  # it is not typed
+    client = NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": tmp_path}})
+    await client.async_execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    printed = "".join(output.get("text", "") for output in outputs)
+    assert "audit ok: True" in printed
+    assert "replayed bit for bit: True" in printed
+    assert _solved(printed, "step 20") >= _solved(printed, "step 0") + 20
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+
+
+def _solved(printed: str, step: str) -> int:
+    found = re.search(rf"{step}: (\d+)% of", printed)
+    assert found is not None, printed
+    return int(found[1])

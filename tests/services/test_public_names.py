@@ -1,0 +1,240 @@
+"""Every name of `rollbook` does one real thing outside of a run. The notebook example uses `train` and its companions."""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import rollbook
+from rollbook.envs.config import EnvConfig
+from rollbook.envs.server.run import serve_environments
+from rollbook.inference.config import InferenceConfig
+from rollbook.inference.engine import open_engine
+from rollbook.inference.server.app import build_app, serve
+from rollbook.rollout.config import RolloutConfig
+from rollbook.rollout.contract import load_rollout
+from rollbook.rollout.remote.protocol import RolloutReply, RolloutRequest, reply_of
+from rollbook.rollout.remote.server import serve_rollouts
+from rollbook.rollout.rewards.pool import open_reward_pool
+from rollbook.telemetry.events import EventLog
+from tests.parts.ledger.service import serving
+from tests.parts.rollout.dispatching import REPOSITORY
+from tests.parts.rollout.guessing import letter_tokenizer, setup_of
+from tests.services.test_rollout_worker import order, results_of, worker_of
+
+SAMPLING = rollbook.SamplingParams(max_tokens=4)
+ELSEWHERE = {"train", "evaluate", "replay", "audit", "TrainReport", "EvaluationReport", "RunFailedError", "__version__"}
+
+
+def completion(*token_ids: int) -> rollbook.Completion:
+    size = len(token_ids)
+    return rollbook.Completion(
+        token_ids=np.array(token_ids, dtype=np.int32),
+        logprobs=np.full(size, -0.5, dtype=np.float32),
+        versions=np.zeros(size, dtype=np.int32),
+        finish_reason=rollbook.FinishReason.STOP,
+    )
+
+
+def sample(reward: float = 1.0) -> rollbook.RolloutSample:
+    trajectory = rollbook.TrajectoryAssembler(SAMPLING)
+    trajectory.add_prompt([5, 6])
+    trajectory.add_completion(completion(7, 8))
+    return trajectory.build(reward=reward, solved=reward > 0)
+
+
+def group(task: str = "t1") -> rollbook.PromptGroup:
+    return rollbook.PromptGroup(id=f"{task}@0", task_id=task, draw=0, samples=(sample(1.0), sample(0.0)))  # type: ignore[arg-type]  # ids are texts
+
+
+@pytest.fixture
+async def policy_server() -> AsyncIterator[str]:
+    config = InferenceConfig(engine="scripted")
+    async with open_engine(config, Path()) as engine, serve(build_app(engine, config)) as url:
+        yield url
+
+
+@pytest.fixture
+async def env_server() -> AsyncIterator[str]:
+    async with serve_environments(EnvConfig(name="arithmetic"), size=2) as server:
+        yield server.url
+
+
+def test_every_public_name_is_used_in_a_test() -> None:
+    used = Path(__file__).read_text(encoding="utf-8")
+    unused = [name for name in rollbook.__all__ if name not in ELSEWHERE and f"rollbook.{name}" not in used]
+    assert unused == []
+
+
+def test_an_unknown_name_is_an_attribute_error_with_the_known_names() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'trane'.*train"):
+        rollbook.trane  # noqa: B018
+    assert set(rollbook.__all__) == set(dir(rollbook))
+
+
+def test_a_run_config_reports_what_is_wrong() -> None:
+    config = rollbook.RunConfig.model_validate({"model": {"path": "m"}, "tasks": {"source": "t.jsonl"}})
+    assert config.gate.max_head_offpolicy_versions == 1
+    with pytest.raises(rollbook.ConfigError, match=r"trainer\.stepz: unknown field") as raised:
+        rollbook.train({"model": {"path": "m"}, "tasks": {"source": "t.jsonl"}, "trainer": {"stepz": 1}})
+    assert isinstance(raised.value, rollbook.RollbookError)
+
+
+def test_an_assembler_builds_a_sample_of_exact_tokens() -> None:
+    built = sample()
+    (row,) = built.sequences
+    assert isinstance(row, rollbook.TokenRow)
+    assert row.token_ids.tolist() == [5, 6, 7, 8]
+    assert row.loss_mask.tolist() == [False, False, True, True]
+    assert built.finish_reason is rollbook.EndReason.DONE
+    assert group().outcome(seconds=1.0).reward_mean == 0.5
+
+
+def test_a_message_assembler_renders_only_what_is_new() -> None:
+    tokenizer = letter_tokenizer()
+    chat = rollbook.MessageTrajectoryAssembler(tokenizer, SAMPLING)
+    chat.add_message("user", "hi")
+    first = chat.next_prompt()
+    assert chat.add_completion(completion(*tokenizer.encode("yes<|im_end|>"))) == "yes"
+    chat.add_message("user", "why?")
+    assert chat.next_prompt()[: len(first)] == first
+    assert [message["role"] for message in chat.messages] == ["user", "assistant", "user"]
+
+
+async def test_a_setup_plays_an_episode_and_an_assembler_joins_a_group() -> None:
+    setup, _ = setup_of()
+    assert isinstance(setup, rollbook.RolloutSetup)
+    play: rollbook.RolloutFn = load_rollout("rollbook.rollout.episodes.chat")(setup)
+    assert isinstance(await play({"secret": 3}), rollbook.RolloutSample)
+
+    async def broken(row: dict[str, Any]) -> rollbook.RolloutSample:
+        raise rollbook.EpisodeError("the simulator is gone")
+
+    config = RolloutConfig(completions_per_prompt=2, retry_budget=0, drop_constant_reward=False)
+    good = await rollbook.GroupAssembler(play, config).play(order(1))
+    bad = await rollbook.GroupAssembler(broken, config).play(order(2))
+    assert good.group is not None
+    assert len(good.group.samples) == 2
+    assert "the simulator is gone" in str(bad)
+
+
+async def test_a_worker_process_plays_a_group() -> None:
+    async with worker_of() as worker:
+        assert isinstance(worker, rollbook.AsyncRolloutWorker)
+        worker.play(order(1))
+        assert list(await results_of(worker, 1)) == ["t1@0"]
+
+
+def test_a_controller_requests_no_more_groups_than_it_can_play() -> None:
+    rule = rollbook.FreshnessRule(groups_per_step=2, max_in_flight=8, max_head_offpolicy_versions=1)
+    controller = rollbook.StalenessController(rule, slots=3)
+    assert controller.to_propose == 3
+
+
+def test_task_sources_draw_every_task() -> None:
+    tasks = [rollbook.Task(id=name, row={"n": number}) for number, name in enumerate("abc")]  # type: ignore[arg-type]  # ids are texts
+    for source in (rollbook.CursorDataLoader(tasks, epochs=1), rollbook.Curriculum(tasks)):
+        assert {draw.task_id for draw in source.propose(3)} == {"a", "b", "c"}
+
+
+async def test_a_reward_function_scores_a_case_in_another_process() -> None:
+    case = rollbook.RewardCase(row={"answer": "4"}, response="4")
+    config = RolloutConfig.model_validate(
+        {"rewards": {"functions": {"right": {"path": "tests.parts.rollout.rewards:right"}}, "processes": 1}}
+    )
+    assert config.rewards.rules is not None
+    async with open_reward_pool(config.rewards.rules, search_path=(REPOSITORY,), log=EventLog("test")) as pool:
+        scored = await pool.score("right", case)
+    assert scored.value == 1.0
+
+
+async def test_a_rollout_service_plays_an_episode_behind_http() -> None:
+    setup, _ = setup_of()
+
+    class Service:
+        tokenizer_id = setup.tokenizer.identity
+
+        async def play(self, request: RolloutRequest) -> RolloutReply | None:
+            return reply_of(sample(), tokenizer_id=self.tokenizer_id)
+
+    service: rollbook.RolloutService = Service()
+    async with serve_rollouts(service) as url:
+        play = load_rollout("rollbook.rollout.remote.client")(dataclasses.replace(setup, settings={"url": url}))
+        played = await play({"secret": 3})
+    assert played is not None
+    assert played.sequences[0].token_ids.tolist() == [5, 6, 7, 8]
+
+
+async def test_the_ledger_stores_a_group_and_hands_out_its_batch(tmp_path: Path) -> None:
+    rule = rollbook.FreshnessRule(groups_per_step=1, max_in_flight=4, max_head_offpolicy_versions=1)
+    async with serving(tmp_path) as (url, _), rollbook.open_ledger_client(url, "mine") as ledger:
+        assert isinstance(ledger, rollbook.LedgerClient)
+        await ledger.create_run(rollbook.RunSettings(rule=rule))
+        await ledger.take_role(restored_step=0)
+        await ledger.confirm(await ledger.register(0, "w0"))
+
+        def produce() -> tuple[int, bool]:
+            with rollbook.open_sync_ledger_client(url, "mine") as client:
+                assert isinstance(client, rollbook.SyncLedgerClient)
+                client.register_producer("script")
+                client.submit(group(), group().outcome(seconds=1.0), producer="script")
+                return client.status().counts.queued, client.audit().ok
+
+        assert await asyncio.to_thread(produce) == (1, True)
+        batch = await ledger.batch(1, wait_s=5.0)
+        assert [found.task_id for found in batch.groups] == ["t1"]  # type: ignore[union-attr]  # a batch is queued
+
+
+async def test_environments_are_played_in_groups(env_server: str) -> None:
+    task = {"left": 2, "sign": "+", "right": 3}
+
+    async def play(session: rollbook.Environment) -> rollbook.Observation:
+        return await session.step("5")
+
+    async with rollbook.GrpoPool(env_server, size=2) as pool:
+        await pool.reset_group(task)
+        assert all(isinstance(seen, rollbook.Observation) for seen in await pool.run_group(play))
+
+    def play_blocking() -> list[float]:
+        with rollbook.MultiTurnEnvPool(env_server, size=2) as blocking:
+            return blocking.run_group(task, lambda session, first: session.step("5").reward)
+
+    assert len(await asyncio.to_thread(play_blocking)) == 2
+
+
+async def test_a_weight_client_talks_to_a_policy_server(policy_server: str) -> None:
+    async with rollbook.WeightTransferClient([policy_server], request_s=10.0) as weights:
+        assert list(await weights.reported()) == [None]
+        await weights.pause()
+        await weights.resume()
+
+
+async def test_a_simulated_cloud_is_lent_and_returned() -> None:
+    pytest.importorskip("ministack")
+    pytest.importorskip("awscli")
+    from tests.parts.envs.aws import ministack_pool
+
+    async with ministack_pool(pool_size=1) as pool:
+        assert isinstance(pool, rollbook.MiniStackPool)
+
+
+def test_a_loss_is_one_function() -> None:
+    def plain(inputs: rollbook.LossInputs, settings: rollbook.LossSettings) -> rollbook.LossTerms:
+        loss_N = -inputs.advantages_N * inputs.current_N
+        return rollbook.LossTerms(loss_N=loss_N, is_clipped_N=torch.zeros_like(loss_N, dtype=torch.bool))
+
+    ones_N = torch.ones(3)
+    inputs = rollbook.LossInputs(
+        current_N=-ones_N,
+        old_N=-ones_N,
+        sampled_N=-ones_N,
+        advantages_N=ones_N,
+        row_of_N=torch.tensor([0, 0, 1]),
+        num_rows=2,
+    )
+    assert plain(inputs, rollbook.LossSettings()).loss_N.tolist() == [1.0, 1.0, 1.0]

@@ -1,0 +1,97 @@
+"""The summary at the end of a run says what happened, and offers only what can work."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rollbook.dashboard.run_files import summarise
+from rollbook.run.commands.train_summary import TrainReport, summary_row
+from rollbook.run.config.run import RunConfig
+from rollbook.run.directory import RunDirectory
+from rollbook.run.supervision.supervisor import RunEnd, RunOutcome
+from tests.parts.dashboard.run_dir import append_rows, write_run
+
+
+def report(
+    directory: Path, end: RunEnd = RunEnd.FINISHED, *, every_steps: int | None = None, steps_before: int = 0
+) -> TrainReport:
+    config = RunConfig.model_validate(
+        {
+            "model": {"build": {"vocabulary": ["a"]}},
+            "tasks": {"source": "tasks.jsonl"},
+            "trainer": {"max_steps": 9},
+            "evaluation": {} if every_steps is None else {"every_steps": every_steps},
+        }
+    )
+    return TrainReport(
+        directory=RunDirectory(directory),
+        config=config,
+        outcome=RunOutcome(end=end, message="reset raised KeyError: 'x'", seconds=42.0, restarts=0),
+        audit=None,
+        summary=summarise(directory),
+        plots=(),
+        steps_before=steps_before,
+    )
+
+
+def evaluation_row(step: int, solved: float) -> dict[str, object]:
+    return {"process": "evaluation", "time": 1.0, "step": step, "eval/solved": solved, "eval/tasks": 40.0}
+
+
+def test_a_run_that_failed_before_its_first_step_offers_no_resume(tmp_path: Path) -> None:
+    text = report(tmp_path, RunEnd.FAILED).verdict
+    assert "rollbook train" not in text
+    assert "trained no step" in text
+
+
+@pytest.mark.parametrize("end", [RunEnd.FAILED, RunEnd.DRAINED, RunEnd.INTERRUPTED])
+def test_a_run_that_trained_steps_offers_to_resume(tmp_path: Path, end: RunEnd) -> None:
+    write_run(tmp_path, steps=3)
+    assert f"rollbook train {tmp_path}" in report(tmp_path, end).verdict
+
+
+def test_seconds_and_steps_are_those_of_the_same_session(tmp_path: Path) -> None:
+    write_run(tmp_path, steps=30)
+    assert "30 steps in 42s. " in report(tmp_path).verdict
+    resumed = report(tmp_path, steps_before=20)
+    assert "10 steps in 42s, 30 steps in all. " in resumed.verdict
+    row = summary_row(resumed)
+    assert (row["steps"], row["steps_in_these_seconds"], row["seconds"]) == (30, 10, 42.0)
+
+
+def test_evaluations_are_reported_and_missing_ones_are_explained(tmp_path: Path) -> None:
+    write_run(tmp_path, steps=9)
+    assert "not evaluated: evaluation.every_steps is not set" in report(tmp_path).verdict
+    assert "no evaluation finished" in report(tmp_path, every_steps=4).verdict
+    append_rows(tmp_path / "metrics.jsonl", evaluation_row(0, 0.1), evaluation_row(8, 0.5))
+    text = report(tmp_path, every_steps=4).verdict
+    assert "10% at step 0 → 50% solved at step 8" in text
+    assert "the evaluation of step 9 was skipped: it did not finish within evaluation.final_wait_s = 120 s" in text
+    append_rows(tmp_path / "metrics.jsonl", evaluation_row(9, 0.6))
+    assert "skipped" not in report(tmp_path, every_steps=4).verdict
+    assert summary_row(report(tmp_path, every_steps=4))["held_out_solved"] == 0.6
+
+
+def test_the_first_failed_episode_is_shown_with_its_traceback_unless_it_is_the_message(tmp_path: Path) -> None:
+    write_run(tmp_path, steps=3)
+    (tmp_path / "failures").mkdir()
+    (tmp_path / "failures" / "1-1.json").write_text('{"cause": cut off')
+    (tmp_path / "failures" / "2-1.json").write_text(
+        json.dumps({"cause": 'reset raised ValueError\n  File "env.py", line 3'})
+    )
+    text = report(tmp_path).verdict
+    assert 'first failed episode: reset raised ValueError\n    File "env.py", line 3' in text
+    assert f"rollbook debug {tmp_path}" in text
+    (tmp_path / "failures" / "2-1.json").write_text(json.dumps({"cause": "reset raised KeyError: 'x'"}))
+    assert "first failed episode" not in report(tmp_path, RunEnd.FAILED).verdict
+
+
+def test_shares_and_deaths_are_part_of_the_summary(tmp_path: Path) -> None:
+    write_run(tmp_path, steps=3)
+    played = {"process": "rollout", "time": 1.0, "rollout/episodes": 8.0, "async/invalid_samples": 2.0}
+    append_rows(tmp_path / "metrics.jsonl", {**played, "rollout/worker_deaths": 3.0})
+    text = report(tmp_path).verdict
+    assert "truncated 10% at the end; unscorable 25% of 8 episodes" in text
+    assert "entropy    1.99 → 1.97    KL to the start of each step 0.001" in text
+    assert "3 of workers" in text
