@@ -131,7 +131,7 @@ class PagedBatch:
         self._ensure_free(len(rows))
         blocks = self.pool.allocate(len(rows))
         assert blocks is not None, "`to_preempt` has made sure that there are enough"
-        self._cache.set_blocks(rows, self._room[rows] // self.pool.size, np.array(blocks))
+        self._cache.set_blocks(rows, self._room[rows].astype(np.int64) // self.pool.size, np.array(blocks))
         self._room[rows] += self.pool.size
         for request, block in zip(self.table.owners[rows], blocks, strict=True):
             request.cached_kv.blocks.append(block)
