@@ -27,9 +27,8 @@ from benchmarks.engine.loop import in_process, requests
 from benchmarks.engine.models import SMALL, SMOLLM2_135M, Shape, build, make_model_dir, opened, publish
 from benchmarks.engine.turns import Episodes, prefix_reuse
 from benchmarks.report import Figure, machine, print_status
-from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.policy import Completion, Publication, PublicationId, SamplingParams
-from rollbook.contracts.weights import weights_digest
+from rollbook.contracts.weights import Adapter, weights_digest
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engines.embedded.engine import TransformersEngine
 from rollbook.inference.engines.embedded.scheduler import RoundResults

@@ -38,6 +38,8 @@ from benchmarks.ledger.bodies import SEQUENCES, json_group, native_group, packed
 from benchmarks.report import Figure, print_figures, print_status
 from rollbook.contracts.admission import RunId, RunSettings
 from rollbook.contracts.freshness import FreshnessRule
+from rollbook.contracts.group import GroupOutcome
+from rollbook.contracts.group_codec import EncodedGroup
 from rollbook.ledger.client.client import LedgerClient, open_ledger_client
 from rollbook.ledger.config import Durability
 from rollbook.ledger.http import wire
@@ -91,11 +93,23 @@ def started(command: Sequence[str | Path], port: int, *, has_child: bool) -> Ite
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         wait_until_listening(port, process)
-        own = psutil.Process(process.pid)
-        yield Server(f"http://127.0.0.1:{port}", own.children()[0] if has_child else own)
+        yield Server(f"http://127.0.0.1:{port}", serving_process(process, has_child=has_child))
     finally:
         process.terminate()
         process.wait(TIMEOUT_S)
+
+
+def serving_process(process: subprocess.Popen[bytes], *, has_child: bool) -> psutil.Process:
+    """`run-api` listens before it has started the child that serves."""
+    own = psutil.Process(process.pid)
+    until = time.monotonic() + TIMEOUT_S
+    while has_child:
+        if children := own.children():
+            return children[0]
+        if process.poll() is not None or time.monotonic() > until:
+            raise SystemExit(f"{process.args!r} started no server")
+        time.sleep(0.05)
+    return own
 
 
 def wait_until_listening(port: int, process: subprocess.Popen[bytes]) -> None:
@@ -142,13 +156,13 @@ class Bench:
         wall = time.perf_counter() - began
         return Cost((self.server.cpu_s() - cpu) / len(bodies) * 1e3, len(bodies) / wall)
 
-    async def submit_all(self, client: LedgerClient, groups: Sequence[wire.Submit]) -> Cost:
+    async def submit_all(self, client: LedgerClient, groups: Sequence[tuple[EncodedGroup, GroupOutcome]]) -> Cost:
         """Submit each group once through our client, `LANES` at a time."""
         waiting = iter(groups)
 
         async def lane() -> None:
             for group in waiting:
-                await client.submit_encoded(group)
+                await client.submit(*group, attempt=1)
 
         cpu, began = self.server.cpu_s(), time.perf_counter()
         await asyncio.gather(*(lane() for _ in range(LANES)))

@@ -6,8 +6,8 @@ import random
 
 import numpy as np
 
-from rollbook.contracts.group import PromptGroup, group_id
-from rollbook.contracts.group_codec import encode_group
+from rollbook.contracts.group import GroupOutcome, PromptGroup, group_id
+from rollbook.contracts.group_codec import EncodedGroup, encode_group
 from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import RolloutSample, TokenRow
@@ -38,7 +38,7 @@ def packed(body: bytes) -> bytes:
     return gzip.compress(body)
 
 
-def native_group(number: int) -> wire.Submit:
+def native_group(number: int) -> tuple[EncodedGroup, GroupOutcome]:
     """A group of the same size for the native API."""
     rng = np.random.default_rng(number)
     is_trained = np.arange(TOKENS) >= PROMPT
@@ -58,7 +58,8 @@ def native_group(number: int) -> wire.Submit:
         for _ in range(SEQUENCES)
     )
     task = TaskId(f"bench-{number}")
-    return submission(PromptGroup(id=group_id(task, 0), task_id=task, draw=0, samples=samples))
+    group = PromptGroup(id=group_id(task, 0), task_id=task, draw=0, samples=samples)
+    return encode_group(group), group.outcome(seconds=1.0)
 
 
 def submission(group: PromptGroup) -> wire.Submit:
@@ -68,7 +69,7 @@ def submission(group: PromptGroup) -> wire.Submit:
         task_id=group.task_id,
         draw=0,
         attempt=1,
-        publications=(-1,),
+        publications=encoded.publications,
         outcome=group.outcome(seconds=1.0),
         payload=encoded.payload,
         payload_digest=encoded.digest,

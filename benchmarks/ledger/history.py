@@ -109,17 +109,8 @@ class History:
 
     def submission(self, task: TaskId, draw: int, *, is_filtered: bool) -> Submission:
         encoded, group = self._encoded(task, draw)
-        return Submission(
-            group_id=group.id,
-            task_id=task,
-            draw=draw,
-            attempt=1,
-            publications=encoded.publications,
-            outcome=group.outcome(seconds=1.0),
-            payload=encoded.payload,
-            payload_digest=encoded.digest,
-            drop=DropReason(DropKind.FILTERED, "constant reward") if is_filtered else None,
-        )
+        drop = DropReason(DropKind.FILTERED, "constant reward") if is_filtered else None
+        return Submission.of(encoded, group.outcome(seconds=1.0), attempt=1, drop=drop)
 
     def _encoded(self, task: TaskId, draw: int) -> tuple[EncodedGroup, PromptGroup]:
         # Sampled by the newest publication, whose id is the step while no trainer was replaced.

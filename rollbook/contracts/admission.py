@@ -7,6 +7,7 @@ from typing import NewType
 
 from rollbook.contracts.freshness import FreshnessRule, GateCounts
 from rollbook.contracts.group import GroupId, GroupOutcome, GroupState
+from rollbook.contracts.group_checks import TrainingLimits
 from rollbook.contracts.policy import PublicationId
 from rollbook.contracts.task import TaskId
 
@@ -21,9 +22,12 @@ class EndOfDataRule(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """Settings of a run in the ledger. Groups per step, batch policy and staleness bound never change; the rest may, on resume."""
+    """Settings of a run in the ledger. Groups per step, batch policy, staleness bound and limits never change; the rest may, on
+    resume."""
 
     rule: FreshnessRule
+    limits: TrainingLimits = field(default_factory=TrainingLimits)
+    """Groups outside of them are refused. A run that was created without limits may get them on resume."""
     group_deadline_s: float = 600.0
     """The lease on a group expires after this time; then the group gets another attempt."""
     max_attempts: int = 3
@@ -132,5 +136,7 @@ class LedgerStatus:
     epoch: int = 0
     acknowledged_step: int = 0
     durable_step: int = 0
+    unusable: int = 0
+    """Number of batched groups that the trainer could not train. They count as trained, with weight 0."""
     exhausted: bool = False
     ended: bool = False

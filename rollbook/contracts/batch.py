@@ -1,9 +1,11 @@
 """Values exchanged between trainer and ledger: role, batches, acknowledgements."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from rollbook.contracts.group import GroupId, PromptGroup
+from rollbook.contracts.group_checks import TrainingLimits, read_usable
 from rollbook.contracts.policy import Publication
 
 
@@ -19,6 +21,8 @@ class TrainerRole:
     durable_step: int
     last_confirmed: Publication | None
     """The newest publication that any trainer confirmed. During replay nothing below its step is published."""
+    limits: TrainingLimits = field(default_factory=TrainingLimits)
+    """Groups outside of them are unusable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +47,28 @@ class BatchManifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingBatch:
-    """A manifest with its decoded groups, in the same order."""
+    """A manifest with its decoded usable groups, in the same order.
+
+    Which groups are usable depends only on their payloads and the run's limits, so a replay trains the same ones.
+    """
 
     manifest: BatchManifest
     groups: tuple[PromptGroup, ...]
+    unusable: Mapping[GroupId, str] = field(default_factory=dict)
+    """Groups that cannot be trained, with the reason. They have weight 0."""
+
+    @classmethod
+    def decode(cls, manifest: BatchManifest, payloads: Iterable[bytes], limits: TrainingLimits) -> "TrainingBatch":
+        """`payloads` are in the order of the manifest."""
+        usable: list[PromptGroup] = []
+        unusable: dict[GroupId, str] = {}
+        for entry, payload in zip(manifest.entries, payloads, strict=True):
+            found = read_usable(payload, entry.group_id, limits)
+            if isinstance(found, str):
+                unusable[entry.group_id] = found
+            else:
+                usable.append(found)
+        return cls(manifest=manifest, groups=tuple(usable), unusable=unusable)
 
     @property
     def step(self) -> int:

@@ -4,10 +4,8 @@ The rollout worker encodes a finished group once. Dispatcher, ledger client, ser
 trainer decodes it once. The digest covers exactly these bytes.
 """
 
-import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, TypeAlias
 
 import msgspec
@@ -126,19 +124,6 @@ class GroupFrame(msgspec.Struct, forbid_unknown_fields=True):
     samples: tuple[SampleFrame, ...]
 
 
-RowView: TypeAlias = tuple[memoryview, memoryview, memoryview]
-"""A `RowFrame` as views into the payload, for `check_frame`."""
-
-
-class SampleView(SampleFrame):
-    sequences: tuple[RowView, ...]  # type: ignore[assignment]
-    sampling: msgspec.Raw  # type: ignore[assignment]  # nearly always the same bytes in all samples of a run
-
-
-class GroupView(GroupFrame):
-    samples: tuple[SampleView, ...]
-
-
 def encode_group(group: PromptGroup) -> EncodedGroup:
     frame = GroupFrame(
         format=FORMAT,
@@ -173,7 +158,7 @@ def decode_group(payload: bytes) -> PromptGroup:
             draw=frame.draw,
             samples=tuple(sample.to_contract() for sample in frame.samples),
         )
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise RunError(f"a stored group of {len(payload)} bytes cannot be decoded: {error}") from error
 
 
@@ -182,56 +167,20 @@ def register_payload_decoder(first_byte: bytes, decode: PayloadDecoder) -> None:
     _FOREIGN_DECODERS[first_byte] = decode
 
 
+def is_frame(payload: bytes) -> bool:
+    """Whether the payload is a frame and not in the form of a dialect."""
+    return payload[:1] not in _FOREIGN_DECODERS
+
+
 def decode_payload(payload: bytes, group_id: GroupId) -> PromptGroup:
     """Decode a stored payload: a frame, or the form of a registered dialect, which does not contain the group's id."""
     decode = _FOREIGN_DECODERS.get(payload[:1])
     return decode_group(payload) if decode is None else decode(payload, group_id)
 
 
-def check_frame(payload: bytes | memoryview, *, group_id: str) -> None:
-    """Raise `RunError` for a payload that a trainer could not decode: wrong structure, wrong id, arrays of unequal length.
-
-    Token arrays are not copied: the cost is microseconds, independent of the length of the sequences.
-    """
-    try:
-        frame = _CHECKER.decode(payload)
-        for sampling in {bytes(sample.sampling) for sample in frame.samples}:
-            _check_sampling(sampling)
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise RunError(f"group {group_id}: its payload is not a group: {error}") from error
-    if frame.format != FORMAT:
-        raise RunError(f"group {group_id}: its payload has format {frame.format}; supported is {FORMAT}")
-    if frame.group_id != group_id:
-        raise RunError(f"group {group_id}: its payload is that of group {frame.group_id}")
-    if not frame.samples:
-        raise RunError(f"group {group_id}: its payload has no samples")
-    for at, sample in enumerate(frame.samples):
-        for token_ids, logprobs, runs in sample.sequences:
-            size = len(token_ids)
-            lengths = _RUN_LENGTH_READERS.get(len(runs), _run_lengths)(runs)
-            if not size or len(logprobs) != size or 4 * sum(lengths) != size or min(lengths) < 1:
-                raise RunError(f"group {group_id}: the arrays of sample {at} are empty or of unequal length")
-
-
 def payload_digest(payload: bytes | memoryview) -> str:
     """XXH3 with 128 bits. Detects damage at a twentieth of the cost of a cryptographic digest; does not prevent forgery."""
     return xxhash.xxh3_128_hexdigest(payload)
-
-
-@lru_cache(maxsize=1024)
-def _check_sampling(encoded: bytes) -> None:
-    """Cached, because decoding the parameters of every sample would be most of the cost of `check_frame`."""
-    msgspec.msgpack.decode(encoded, type=SamplingParams)
-
-
-_RUN_LENGTH_READERS: dict[int, Callable[[memoryview], Sequence[int]]] = {
-    RUN_BYTES * num: struct.Struct("<" + "i8x" * num).unpack for num in range(1, 33)
-}
-"""By size in bytes: reads only the lengths of up to 32 runs."""
-
-
-def _run_lengths(runs: memoryview) -> Sequence[int]:
-    return [0] if not runs or len(runs) % RUN_BYTES else runs.cast("i")[::RUN_FIELDS].tolist()
 
 
 def _raw(array: NDArray[Any], dtype: str) -> bytes:
@@ -261,5 +210,4 @@ def _plain(value: object) -> object:
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
 _DECODER = msgspec.msgpack.Decoder(GroupFrame)
-_CHECKER = msgspec.msgpack.Decoder(GroupView)
 _FOREIGN_DECODERS: dict[bytes, PayloadDecoder] = {}

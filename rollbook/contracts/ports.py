@@ -7,7 +7,6 @@ errors of `contracts/errors.py`: `TransientError` after their bounded retries, `
 from collections.abc import Awaitable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.admission import DrawProgress, LedgerStatus, OpenReply, OwnerId, PastDraw, Receipt
 from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainerRole, TrainingBatch
 from rollbook.contracts.environment import Observation
@@ -15,6 +14,7 @@ from rollbook.contracts.group import DropReason, GroupId, GroupOutcome
 from rollbook.contracts.group_codec import EncodedGroup
 from rollbook.contracts.policy import Completion, Publication, SamplingParams
 from rollbook.contracts.task import Draw, Task, TaskId
+from rollbook.contracts.weights import Adapter
 
 
 class TaskSource(Protocol):
@@ -88,7 +88,10 @@ class GroupSink(Protocol):
     async def submit(
         self, group: EncodedGroup, outcome: GroupOutcome, *, attempt: int, drop: DropReason | None = None
     ) -> Receipt:
-        """Store a finished group; idempotent by group id. With `drop` it is stored as dropped."""
+        """Store a finished group; idempotent by group id. With `drop` it is stored as dropped.
+
+        Raises `UnusableGroupError` for a group that the run could not train. Nothing is stored then.
+        """
 
     async def close(self, group_id: GroupId, reason: DropReason, *, outcome: GroupOutcome | None = None) -> Receipt:
         """Settle a group that will not be submitted."""
@@ -116,8 +119,10 @@ class BatchSource(Protocol):
     async def batch(self, step: int, *, wait_s: float) -> TrainingBatch | EndOfRun | None:
         """The batch of `step`, which never changes. None: not enough groups yet; call again."""
 
-    async def acknowledge(self, step: int, weights_digest: str) -> AckReceipt:
-        """Batch `step` was trained. Called in order; idempotent."""
+    async def acknowledge(
+        self, step: int, weights_digest: str, *, unusable: Mapping[GroupId, str] | None = None
+    ) -> AckReceipt:
+        """Batch `step` was trained, without the groups in `unusable` (with the reason). Called in order; idempotent."""
 
     async def register(self, step: int, weights_digest: str) -> Publication:
         """Get a publication id for weights that will be pushed."""

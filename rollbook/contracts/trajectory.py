@@ -17,6 +17,10 @@ from rollbook.contracts.policy import NOT_SAMPLED, SamplingParams
 
 LOGPROB_SLACK = 1e-3
 """Rounding in engines can make the logprob of a certain token slightly positive."""
+MIN_LOGPROB = -1e4
+"""Some engines report -9999 for a token that they excluded. Lower values are not logprobs."""
+MAX_REWARD = 1e6
+"""With larger rewards, gradients overflow."""
 
 
 class EndReason(StrEnum):
@@ -82,7 +86,7 @@ class TokenRow:
             raise ValueError(f"token row: version below {NOT_SAMPLED} at position {int(self.versions.argmin())}")
         if self.loss_mask[0]:
             raise ValueError("token row: the first token cannot be trained, because nothing predicts it")
-        bad = np.isinf(self.logprobs) | (self.logprobs > LOGPROB_SLACK)
+        bad = (self.logprobs < MIN_LOGPROB) | (self.logprobs > LOGPROB_SLACK)
         if bad.any():
             at = int(bad.argmax())
             raise ValueError(
@@ -143,6 +147,8 @@ class RolloutSample:
             raise ValueError(
                 f"reward is {self.reward}; use None and an invalid_cause for a sample that could not be scored"
             )
+        if self.reward is not None and abs(self.reward) > MAX_REWARD:
+            raise ValueError(f"reward is {self.reward}; it must be between -{MAX_REWARD:g} and {MAX_REWARD:g}")
         if self.reward is None and not self.invalid_cause:
             raise ValueError("a sample without reward needs an invalid_cause")
         if self.reward is not None and self.invalid_cause:

@@ -15,11 +15,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.errors import EpisodeError, RunError, TransientError
 from rollbook.contracts.plugin import load_on_demand
 from rollbook.contracts.policy import Completion, Publication, SamplingParams, TopLogprobs
-from rollbook.contracts.weights import RawTensor
+from rollbook.contracts.weights import Adapter, RawTensor
 from rollbook.inference.config import InferenceConfig, KvAfterUpdate
 from rollbook.inference.pause import PauseMode
 from rollbook.telemetry.spans import SpanRecorder

@@ -41,7 +41,8 @@ class TrlRow:
 def batch_rows(batch: TrainingBatch, *, rows_per_step: int, restored_step: int) -> list[TrlRow]:
     """TRL counts versions from 1, beginning with its initial weights, which are those of step `restored_step`."""
     rows: list[TrlRow] = []
-    for entry, group in zip(batch.manifest.entries, batch.groups, strict=True):
+    usable = [entry for entry in batch.manifest.entries if entry.group_id not in batch.unusable]
+    for entry, group in zip(usable, batch.groups, strict=True):
         rows += _group_rows(entry, group, batch.step, restored_step)
     if len(rows) > rows_per_step:
         forked = [group.id for group in batch.groups if any(len(sample.sequences) > 1 for sample in group.samples)]
@@ -50,7 +51,8 @@ def batch_rows(batch: TrainingBatch, *, rows_per_step: int, restored_step: int) 
             f"{', '.join(forked[:3]) or 'some groups'} forked. Use a rollout function whose samples have one sequence"
         )
     fillers = rows_per_step - len(rows)
-    return rows + [_filler(rows[number % len(rows)]) for number in range(fillers)]
+    sources = [_filler(row) for row in rows] or [_empty_row(batch.step - restored_step)]
+    return rows + [sources[number % len(sources)] for number in range(fillers)]
 
 
 def _group_rows(entry: BatchEntry, group: PromptGroup, step: int, restored_step: int) -> list[TrlRow]:
@@ -95,6 +97,21 @@ def _split(sample: RolloutSample) -> tuple[list[dict[str, Any]], list[dict[str, 
     messages: Sequence[Mapping[str, Any]] = sample.messages or ()
     first = next((at for at, message in enumerate(messages) if message.get("role") == "assistant"), len(messages))
     return [dict(m) for m in messages[:first]], [dict(m) for m in messages[first:]]
+
+
+def _empty_row(model_version: int) -> TrlRow:
+    """For a batch without a usable group: two tokens without a gradient."""
+    return TrlRow(
+        prompt=[],
+        completion=[],
+        input_ids=np.zeros(2, dtype=np.int64),
+        completion_mask=np.array([0, 1], dtype=np.int64),
+        old_log_probs=np.zeros(2, dtype=np.float32),
+        advantage=0.0,
+        model_version=model_version,
+        group_id=0,
+        metrics={FILLER: 1.0},
+    )
 
 
 def _filler(row: TrlRow) -> TrlRow:

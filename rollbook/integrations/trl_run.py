@@ -23,10 +23,12 @@ from torch import Tensor
 
 from rollbook.access.tokens import read_token
 from rollbook.concurrency.child_process.process import python_environment
+from rollbook.concurrency.child_process.stopping import end_process_blocking
 from rollbook.concurrency.clock import SystemClock
 from rollbook.contracts.admission import LedgerStatus, RunId
 from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainerRole, TrainingBatch
 from rollbook.contracts.errors import RunError, TransientError
+from rollbook.contracts.group import GroupId
 from rollbook.inference.weights.client import WeightTransferClient
 from rollbook.ledger.client.client import LedgerClient, open_ledger_client
 from rollbook.telemetry.events import EventLog
@@ -80,6 +82,8 @@ class RollbookRun:
         self._role: TrainerRole | None = None
         self._trained = threading.Condition()
         self._step = 0
+        self._unusable: dict[int, Mapping[GroupId, str]] = {}
+        """Of batches that are not acknowledged yet."""
         self._has_initial_weights = False
         """Whether the initial weights were published. They belong to no step."""
         self.divergences = 0
@@ -123,6 +127,9 @@ class RollbookRun:
                 found = self._wait(self._ledger.batch(step, wait_s=LONG_POLL_S))
             except CancelledError:
                 return None
+            if isinstance(found, TrainingBatch) and found.unusable:
+                self._unusable[step] = found.unusable
+                self._log.warning("trl.unusable_groups", step=step, groups=dict(found.unusable))
             if found is not None:
                 return found
         return None
@@ -141,7 +148,7 @@ class RollbookRun:
             self._trained.notify_all()
 
     def _acknowledge(self, step: int, digest: str) -> None:
-        receipt = self._wait(self._ledger.acknowledge(step, digest))
+        receipt = self._wait(self._ledger.acknowledge(step, digest, unusable=self._unusable.pop(step, None)))
         if receipt is AckReceipt.DIVERGED:
             self.divergences += 1
             self._log.warning("trl.diverged", step=step, digest=digest)
@@ -211,7 +218,7 @@ class RollbookRun:
         self._loop.close()
         self._log.close()
         if self._process is not None:
-            _stop(self._process)
+            end_process_blocking(self._process, grace_s=STOP_S)
 
     async def _close(self) -> None:
         if self._watch is not None:
@@ -242,7 +249,7 @@ def open_run(
         if run is not None:
             run.close()
         else:
-            _stop(process)
+            end_process_blocking(process, grace_s=STOP_S)
         os.close(parent_write)
 
 
@@ -257,12 +264,3 @@ def _host_info(directory: Path, process: subprocess.Popen[bytes]) -> HostInfo:
                 return info
         time.sleep(0.05)
     raise RunError(f"`rollbook host` was not ready within {READY_S:g} s; see {directory / 'logs'}")
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """The host ends by itself with the run. Otherwise terminate it, then kill it."""
-    for stop in (process.terminate, process.kill):
-        if process.poll() is None:
-            stop()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(STOP_S)

@@ -8,6 +8,7 @@ from pydantic import BaseModel, Field, SecretStr, model_validator
 
 from rollbook.contracts.admission import EndOfDataRule, RunSettings
 from rollbook.contracts.freshness import BatchPolicy, FreshnessRule
+from rollbook.contracts.group_checks import TrainingLimits
 
 
 class Durability(StrEnum):
@@ -46,7 +47,9 @@ class GateConfig(BaseModel, frozen=True, extra="forbid"):
     end_of_data: EndOfDataRule = EndOfDataRule.SHORT_BATCH
     """Whether the last groups, if they do not fill a step, become a short batch or are dropped."""
 
-    def settings(self, *, max_steps: int | None = None, keep_payloads: bool = True) -> RunSettings:
+    def settings(
+        self, *, max_steps: int | None = None, keep_payloads: bool = True, limits: TrainingLimits | None = None
+    ) -> RunSettings:
         """The settings with which the run is created in the ledger."""
         return RunSettings(
             rule=FreshnessRule(
@@ -59,6 +62,7 @@ class GateConfig(BaseModel, frozen=True, extra="forbid"):
             group_deadline_s=self.group_deadline_s,
             max_attempts=self.max_attempts,
             owner_ttl_s=self.owner_ttl_s,
+            limits=limits or TrainingLimits(),
             end_of_data=self.end_of_data,
             keep_payloads=keep_payloads,
         )

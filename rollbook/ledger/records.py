@@ -81,6 +81,8 @@ class RunRecord(Record, frozen=True, kw_only=True):
     num_batched: int = 0
     num_trained: int = 0
     num_durable: int = 0
+    num_unusable: int = 0
+    """Batched groups that the trainer could not train; they are counted as trained or durable too."""
 
     @property
     def counts(self) -> GateCounts:
@@ -133,11 +135,13 @@ class GroupRecord(Record, frozen=True, kw_only=True):
     admission_publication: PublicationId | None = None
     arrival: int | None = None
     publications: tuple[int, ...] = ()
-    """Publications that sampled its trained tokens, as reported by the producer."""
+    """Publications that sampled its trained tokens, read from its payload."""
     oldest_version: int | None = None
     """Effective version of its oldest trained token, updated while queued; None if the producer did not report it."""
     step: int | None = None
     drop_reason: str | None = None
+    unusable: str | None = None
+    """Why the trainer could not train it. It counts as trained, with weight 0."""
     outcome: bytes | None = None
     payload_digest: str | None = None
     payload_bytes: int = 0

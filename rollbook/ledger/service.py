@@ -6,7 +6,7 @@ Time-driven changes are in `lease_expiry`.
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import TypeVar
 
@@ -25,7 +25,7 @@ from rollbook.contracts.admission import (
 from rollbook.contracts.batch import AckReceipt, BatchManifest, EndOfRun, TrainerRole, TrainingBatch
 from rollbook.contracts.errors import RollbookError, RunError
 from rollbook.contracts.group import DropReason, GroupId, GroupOutcome, GroupState, PromptGroup
-from rollbook.contracts.group_codec import EncodedGroup, decode_payload
+from rollbook.contracts.group_codec import decode_payload
 from rollbook.contracts.policy import Publication
 from rollbook.contracts.task import Draw
 from rollbook.ledger.config import LedgerConfig
@@ -120,38 +120,14 @@ class Ledger:
     async def heartbeat(self, run_id: RunId, owner: OwnerId) -> None:
         await self._write(run_id, lambda run_tx: gate.heartbeat(run_tx, owner))
 
-    async def submit(
-        self,
-        run_id: RunId,
-        group: EncodedGroup,
-        outcome: GroupOutcome,
-        *,
-        attempt: int,
-        drop: DropReason | None = None,
-    ) -> Receipt:
-        submission = Submission(
-            group_id=group.id,
-            task_id=group.task_id,
-            draw=group.draw,
-            attempt=attempt,
-            publications=group.publications,
-            outcome=outcome,
-            payload=group.payload,
-            payload_digest=group.digest,
-            drop=drop,
-        )
-        return await self.submit_encoded(run_id, submission)
-
-    async def submit_encoded(self, run_id: RunId, submission: Submission) -> Receipt:
-        """Store a group as its producer encoded it."""
+    async def submit(self, run_id: RunId, submission: Submission) -> Receipt:
+        """Store a group. Raises `UnusableGroupError` for one that the run could not train."""
         most, most_bytes = self._config.max_queued_groups, int(self._config.max_queued_mb * 1_000_000)
         return await self._write(
             run_id, lambda run_tx: groups.submit(run_tx, submission, max_queued=most, max_queued_bytes=most_bytes)
         )
 
-    async def submit_many_encoded(
-        self, run_id: RunId, submissions: Sequence[Submission]
-    ) -> list[Receipt | RollbookError]:
+    async def submit_many(self, run_id: RunId, submissions: Sequence[Submission]) -> list[Receipt | RollbookError]:
         """Store several groups in one transaction. A refused group does not affect the others."""
         most, most_bytes = self._config.max_queued_groups, int(self._config.max_queued_mb * 1_000_000)
         return await self._write(
@@ -222,13 +198,24 @@ class Ledger:
         if not isinstance(decided, BatchManifest):
             return decided
         payloads = [payload async for payload in self.payloads(run_id, decided)]
-        stored = (decode_payload(body, entry.group_id) for entry, body in zip(decided.entries, payloads, strict=True))
-        return TrainingBatch(manifest=decided, groups=tuple(stored))
+        run = await self._store.read(lambda tx: find_run(tx, run_id))
+        return TrainingBatch.decode(decided, payloads, run.settings.limits)
 
-    async def acknowledge(self, run_id: RunId, step: int, weights_digest: str, *, epoch: int) -> AckReceipt:
+    async def acknowledge(
+        self,
+        run_id: RunId,
+        step: int,
+        weights_digest: str,
+        *,
+        epoch: int,
+        unusable: Mapping[GroupId, str] | None = None,
+    ) -> AckReceipt:
         receipt = await self._write(
-            run_id, lambda run_tx: trainer.acknowledge(run_tx, step, weights_digest, epoch=epoch)
+            run_id,
+            lambda run_tx: trainer.acknowledge(run_tx, step, weights_digest, epoch=epoch, unusable=unusable),
         )
+        if unusable:
+            self._log.warning("ledger.unusable_groups", run=run_id, step=step, epoch=epoch, groups=dict(unusable))
         if receipt is AckReceipt.DIVERGED:
             self._log.warning("ledger.diverged", run=run_id, step=step, epoch=epoch, digest=weights_digest)
         else:

@@ -218,6 +218,12 @@ class Transaction(Protocol):
         The payloads of these groups are synced too; without a run, all payloads.
         """
 
+    def damage(self, run_id: RunId) -> Iterator[str]:
+        """Damage of the stored rows of a run, one sentence each: by checksums, and by the checks of the database itself.
+
+        Raises `StoreFaultError` if the rows cannot be read.
+        """
+
     def announce(self, run_id: RunId) -> None:
         """After the commit, notify the listeners that this run has changed."""
 
@@ -230,6 +236,10 @@ class Reader(Protocol):
 
 
 class Store(Protocol):
+    @property
+    def is_shared(self) -> bool:
+        """Whether other processes may serve from it at the same time."""
+
     async def write(self, work: Callable[[Transaction], T], *, before: Callable[[], None] | None = None) -> T:
         """Run `work` in a write transaction. It must be quick and use only the transaction; it may run in a thread.
 

@@ -15,6 +15,7 @@ from rollbook.concurrency.deadline import Deadline
 from rollbook.concurrency.retry import retry
 from rollbook.contracts.errors import RunError, TransientError
 from rollbook.contracts.group import group_id
+from rollbook.contracts.group_checks import UnusableGroupError
 from rollbook.contracts.group_codec import encode_group
 from rollbook.contracts.task import TaskId
 from rollbook.ledger.atropos.codec import decode_scored_data
@@ -120,11 +121,11 @@ class AtroposFeed:
             id_ = group_id(task_id, number * MAX_BATCH_GROUPS + position)
             try:
                 group = decode_scored_data(msgspec.json.encode(posted), id_)
-            except RunError as error:
+                receipt = await self._ledger.submit(encode_group(group), group.outcome(seconds=0.0), attempt=1)
+            except UnusableGroupError as error:
                 # A fault of one environment. The group stays readable in the run it was posted to.
                 self._log.warning("atropos.group_rejected", group=id_, cause=str(error))
                 continue
-            receipt = await self._ledger.submit(encode_group(group), group.outcome(seconds=0.0), attempt=1)
             self._log.debug("atropos.group_submitted", group=id_, receipt=receipt)
 
     async def _request(

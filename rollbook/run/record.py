@@ -11,6 +11,7 @@ from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId, GroupState, PromptGroup
 from rollbook.contracts.group_codec import decode_payload
 from rollbook.ledger.records import GroupRecord, MoveRecord, StepRecord
+from rollbook.ledger.rules.run_transaction import find_run
 from rollbook.ledger.rules.runs import status
 from rollbook.ledger.store import Reader, Transaction
 from rollbook.ledger.stores.sqlite.store import open_readonly
@@ -79,14 +80,8 @@ class RunRecordReader:
             raise RunError(
                 f"run {self.run_id}: the payloads of batch {step} were deleted; set ledger.keep_payloads = true to replay a run"
             )
-        return TrainingBatch(
-            manifest=record.manifest,
-            groups=tuple(
-                decode_payload(body, entry.group_id)
-                for entry, body in zip(record.manifest.entries, bodies, strict=True)
-                if body is not None
-            ),
-        )
+        limits = find_run(tx, self.run_id).settings.limits
+        return TrainingBatch.decode(record.manifest, [body for body in bodies if body is not None], limits)
 
 
 def audit(path: str | Path) -> AuditReport:

@@ -19,10 +19,10 @@ from torch import Tensor
 from rollbook.concurrency.background import Background
 from rollbook.concurrency.clock import Clock, SystemClock
 from rollbook.concurrency.exception_groups import first_error
-from rollbook.contracts.adapter import AdapterKind
 from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainerRole, TrainingBatch
 from rollbook.contracts.errors import FencedError, RunError
 from rollbook.contracts.ports import BatchSource, WeightReceiver, WeightStage
+from rollbook.contracts.weights import AdapterKind
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.metrics import MetricRecorder
 from rollbook.telemetry.spans import SpanRecorder
@@ -229,10 +229,10 @@ class TrainerLoop:
             acknowledged=role.last_acknowledged,
             durable=role.durable_step,
         )
-        if restored > role.last_acknowledged:
+        if learner.vocabulary_size < (role.limits.vocabulary_size or 0):
             raise RunError(
-                f"the checkpoint of step {restored} is ahead of the ledger, which has {role.last_acknowledged} acknowledged steps."
-                " They belong to different runs, or the ledger lost data: restore the ledger or remove the checkpoint."
+                f"the model has a vocabulary of {learner.vocabulary_size} tokens, but the ledger accepts token ids below"
+                f" {role.limits.vocabulary_size}: the run was created for another model. Restore that model or start a new run."
             )
         check_and_record(
             self._history_path,
@@ -317,7 +317,7 @@ class TrainerLoop:
         weights, digest = await asyncio.to_thread(_digested, trained.weights)
         self._digest = digest
         step = trained.batch.step
-        receipt = await self._source.acknowledge(step, digest)
+        receipt = await self._source.acknowledge(step, digest, unusable=trained.batch.unusable)
         self._measure(trained, receipt)
         self._metrics.add("perf/step_time", self._clock.now() - trained.began)
         self._metrics.tick(step=step, replay=trained.is_repeated)
@@ -401,6 +401,8 @@ class TrainerLoop:
         }
         for name, value in measured.items():
             self._metrics.add(name, value)
+        if batch.unusable:
+            self._log.warning("trainer.unusable_groups", step=batch.step, groups=dict(batch.unusable))
         if receipt is AckReceipt.DIVERGED:
             self._log.warning("trainer.diverged", step=batch.step, digest=self._digest)
         if report.skipped_steps:

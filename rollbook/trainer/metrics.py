@@ -60,6 +60,12 @@ TRAINER_METRICS: tuple[Metric, ...] = (
     Metric(
         "async/unscorable_samples", "samples", "samples without a reward: advantage 0, never reward 0", Reduction.SUM
     ),
+    Metric(
+        "async/unusable_groups",
+        "groups",
+        "groups of the batch that could not be trained; they have weight 0",
+        Reduction.SUM,
+    ),
     Metric("rollout/reward", "", "mean reward of the batch's scorable samples"),
     Metric("rollout/accuracy", "", "solved fraction of the samples whose environment reports whether they are solved"),
     Metric("rollout/response_len", "tokens", "trained tokens per sample, mean"),
@@ -83,6 +89,7 @@ def batch_metrics(batch: TrainingBatch) -> dict[str, float | None]:
         "rollout/groups": len(batch.groups),
         "rollout/samples": len(samples),
         "async/unscorable_samples": len(samples) - len(scorable),
+        "async/unusable_groups": len(batch.unusable),
     }
 
 

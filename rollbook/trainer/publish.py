@@ -8,10 +8,10 @@ from pathlib import Path
 from torch import Tensor
 
 from rollbook.concurrency.clock import Clock
-from rollbook.contracts.adapter import Adapter, AdapterKind
 from rollbook.contracts.errors import RunError, TransientError
 from rollbook.contracts.policy import Publication
 from rollbook.contracts.ports import BatchSource, WeightReceiver, WeightStage
+from rollbook.contracts.weights import Adapter, AdapterKind
 from rollbook.telemetry.events import EventLog
 from rollbook.telemetry.spans import SpanRecorder
 from rollbook.trainer.config import TrainerConfig

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollbook.contracts.adapter import AdapterKind
 from rollbook.contracts.batch import TrainingBatch
 from rollbook.contracts.errors import RunError
+from rollbook.contracts.weights import AdapterKind
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.data.minibatches import Microbatch, Minibatch, TrainRow, flatten, plan, plan_minibatch
 from rollbook.trainer.distributed.ranks import Ranks
@@ -34,6 +34,8 @@ from rollbook.trainer.model.policy_model import PolicyModel
 from rollbook.trainer.model.weights import snapshot_of
 from rollbook.trainer.optimizer import GradientGuard, learning_rate
 
+MIN_SAMPLED_LOGPROB = -20.0
+"""Less likely tokens are sampled about once in 500 million."""
 OPTIMIZER_SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
 
@@ -121,6 +123,10 @@ class TrainStep:
     def num_parameters(self) -> int:
         return self.model.num_parameters
 
+    @property
+    def vocabulary_size(self) -> int:
+        return self.model.vocabulary_size
+
     def snapshot(self) -> dict[str, Tensor]:
         """A copy of the weights. Training does not change it."""
         return self.model.snapshot()
@@ -153,7 +159,7 @@ class TrainStep:
             raise RunError(f"the model is at step {self.step} and received batch {step}; batches are trained in order")
         # Set in the computing thread: other threads do not inherit it, and it decides the last bits of sums.
         torch.set_num_threads(self._config.threads)
-        self._check_rows(rows, step)
+        self._check_vocabulary(rows, step)
         rate = learning_rate(self._config, step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -269,7 +275,8 @@ class TrainStep:
 
     def _loss_inputs(self, micro: Microbatch, current: Tensor, starting: Tensor) -> tuple[LossInputs, Tensor]:
         tensor = self.model.tensor
-        recorded = tensor(micro.sampled_logprobs_N)
+        # A recorded logprob far below those of sampled tokens would make ratios infinite, and gradients NaN.
+        recorded = tensor(micro.sampled_logprobs_N).clamp(min=MIN_SAMPLED_LOGPROB)
         is_known = ~torch.isnan(recorded)
         sampled = torch.where(is_known, recorded, starting)
         inputs = LossInputs(
@@ -282,25 +289,14 @@ class TrainStep:
         )
         return inputs, is_known
 
-    def _check_rows(self, rows: Sequence[TrainRow], step: int) -> None:
-        """Raise `RunError` for rows that cannot be trained, before the step changes anything."""
-        vocabulary = self.model.vocabulary_size
+    def _check_vocabulary(self, rows: Sequence[TrainRow], step: int) -> None:
+        """Before the step changes anything. The ledger refuses such groups if it knows the vocabulary of the run's model."""
         for row in rows:
-            if row.temperature <= 0:
-                raise RunError(
-                    f"batch {step}: group {row.group_id} was sampled greedily (temperature 0), so there is no sampling distribution"
-                    " to learn from. Set a temperature above 0 for training rollouts."
-                )
             highest = max(int(row.inputs.max(initial=0)), int(row.targets.max(initial=0)))
-            if highest >= vocabulary:
+            if highest >= self.vocabulary_size:
                 raise RunError(
-                    f"batch {step}: group {row.group_id} has token id {highest}, but the vocabulary has {vocabulary} tokens."
-                    " Rollout and trainer must use the same model and tokenizer."
-                )
-            if self._config.missing_logprobs == "refuse" and np.isnan(row.sampled_logprobs).any():
-                raise RunError(
-                    f"batch {step}: group {row.group_id} has trained tokens without sampling logprobs."
-                    " Have the producer record them, or set trainer.missing_logprobs = 'recompute'."
+                    f"batch {step}: {row.group_id} has token id {highest}, but the vocabulary has {self.vocabulary_size} tokens."
+                    " Data and trainer must use the same model and tokenizer."
                 )
 
     def _report(self, step: int, rate: float, minibatches: Sequence[Minibatch], tally: _Tally) -> StepReport:

@@ -21,9 +21,9 @@ from torch import Tensor
 from rollbook.concurrency.child_process.child import connect_to_parent, die_with_parent
 from rollbook.concurrency.child_process.frames import BlockingFrames
 from rollbook.concurrency.child_process.process import BlockingChild, ChildEndedError, ChildSpec
-from rollbook.contracts.adapter import AdapterKind
 from rollbook.contracts.batch import TrainingBatch
 from rollbook.contracts.errors import RunError
+from rollbook.contracts.weights import AdapterKind
 from rollbook.trainer.checkpoints.checkpoints import Checkpoint, Checkpoints
 from rollbook.trainer.step import LearnerSnapshot, StepReport, TrainStep
 
@@ -67,6 +67,10 @@ class Team:
     @property
     def num_parameters(self) -> int:
         return self._learner.num_parameters
+
+    @property
+    def vocabulary_size(self) -> int:
+        return self._learner.vocabulary_size
 
     def run(self, batch: TrainingBatch) -> StepReport:
         self._send("run", batch)

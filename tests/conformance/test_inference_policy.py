@@ -11,9 +11,9 @@ import pytest
 import pytest_asyncio
 import torch
 
-from rollbook.contracts.adapter import AdapterKind
 from rollbook.contracts.errors import EpisodeError
 from rollbook.contracts.policy import Completion, FinishReason, Publication, SamplingParams
+from rollbook.contracts.weights import AdapterKind
 from rollbook.inference.client.client import PolicyClient, open_policy_client
 from rollbook.inference.client.server_protocol import RollbookProtocol, ServerProtocol
 from rollbook.inference.client.vllm import VllmProtocol, VllmServerApi

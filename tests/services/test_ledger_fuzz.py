@@ -140,7 +140,15 @@ async def test_an_invalid_value_in_any_field_never_causes_a_server_error(target:
         "min_share": 0.0,
         "wait_s": 0.0,
     }
-    base |= {"owner": "w#0", "owner_name": "w", "epoch": 0, "step": 1, "settings": {}, "publication": {}}
+    base |= {
+        "owner": "w#0",
+        "owner_name": "w",
+        "epoch": 0,
+        "step": 1,
+        "settings": {},
+        "publication": {},
+        "unusable": {},
+    }
     for method, path, schema in target.operations():
         if schema is None:
             continue

@@ -17,7 +17,6 @@ from rollbook.contracts.admission import Receipt
 from rollbook.contracts.batch import BatchManifest
 from rollbook.contracts.errors import RunError, TransientError
 from rollbook.contracts.group import GroupId
-from rollbook.contracts.group_codec import encode_group
 from rollbook.ledger.config import LedgerConfig
 from rollbook.ledger.service import Ledger, open_ledger
 from rollbook.ledger.store import StoreFaultError, Transaction
@@ -27,7 +26,7 @@ from rollbook.ledger.stores.registry import open_reader, open_store
 from rollbook.ledger.tools.audit import audit, audit_run
 from rollbook.telemetry.events import EventLog
 from tests.parts.ledger.atropos import dialect_on, scored
-from tests.parts.ledger.groups import RUN, draws, group_of, outcome_of, settings
+from tests.parts.ledger.groups import RUN, draws, group_of, settings, submission_of
 from tests.parts.ledger.postgres import PostgresServer, own_server, shared_server
 
 LOG = EventLog("test", echo=sys.stdout)
@@ -62,7 +61,7 @@ async def started(ledger: Ledger, *, per_step: int = 2, in_flight: int = 4) -> i
 
 async def submit(ledger: Ledger, name: str) -> Receipt:
     group = group_of(name, (-1,))
-    return await ledger.submit(RUN, encode_group(group), outcome_of(group), attempt=1)
+    return await ledger.submit(RUN, submission_of(group))
 
 
 async def test_a_trainer_at_one_replica_is_woken_by_groups_submitted_at_another(url: str) -> None:
@@ -272,7 +271,7 @@ async def test_a_database_of_a_newer_release_is_refused(url: str) -> None:
         pass
     with psycopg.connect(url, autocommit=True) as db:
         db.execute("UPDATE schema_versions SET version = 999")
-    with pytest.raises(RunError, match="have schema 999, this release needs 1"):
+    with pytest.raises(RunError, match="have schema 999, this release needs 2"):
         async with open_postgres_store(url):
             pass
     with pytest.raises(RunError, match="have schema 999"), open_reader(url):
@@ -306,7 +305,7 @@ async def test_a_value_that_the_database_cannot_keep_is_refused_and_harms_nobody
         huge = replace(group_of("huge", (-1,)), draw=2**63)
         no_text, too_large, good = await asyncio.gather(
             submit(ledger, "a\0b"),
-            ledger.submit(RUN, encode_group(huge), outcome_of(huge), attempt=1),
+            ledger.submit(RUN, submission_of(huge)),
             submit(ledger, "ab"),
             return_exceptions=True,
         )

@@ -59,7 +59,7 @@ async def test_each_group_has_its_own_result_and_a_rejected_one_does_not_affect_
     errors = {at: result["error"] for at, result in enumerate(results) if result["error"] is not None}
     assert {at: error["status"] for at, error in errors.items()} == dict.fromkeys((1, 2, 4, 5, 6), 422)
     assert "damaged" in errors[1]["message"]
-    assert "publication 77" in errors[2]["message"]
+    assert "publications of the trained tokens are (-1,), not (77,)" in errors[2]["message"]
     assert (await ledger.status(RUN)).by_state[GroupState.QUEUED] == 2
     assert (await ledger.read(lambda tx: audit_run(tx, RUN))).violations == ()
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import msgspec
 
-from rollbook.contracts.adapter import adapter_name, named_publication
 from rollbook.contracts.errors import TransientError
 from rollbook.contracts.policy import Completion, Publication, PublicationId
+from rollbook.contracts.weights import adapter_name, named_publication
 from rollbook.inference.client.server_protocol import CompletionRequest, ReplicaStatus
 from rollbook.inference.client.vllm import RETRY_AFTER_S, UNKNOWN, VllmProtocol, VllmServerApi
 from rollbook.inference.connection import NotFoundError, PolicyConnection, ReplicaBusyError

@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 
 from rollbook.concurrency.clock import Clock, SystemClock
-from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.plugin import load_plugin
 from rollbook.contracts.policy import Completion, FinishReason, Publication, SamplingParams, TopLogprobs
+from rollbook.contracts.weights import Adapter
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engine import (
     EngineClosedError,

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 from rollbook.concurrency.deadline import Deadline, DeadlineExceededError
 from rollbook.concurrency.retry import retry
-from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.errors import EpisodeError, RunError, TransientError
 from rollbook.contracts.policy import Publication
 from rollbook.contracts.ports import Fence
+from rollbook.contracts.weights import Adapter
 from rollbook.inference.config import UpdateSequence
 from rollbook.inference.connection import PolicyConnection, open_connection
 from rollbook.inference.weights.process_group import WeightGroup

@@ -8,9 +8,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.plugin import load_on_demand
 from rollbook.contracts.policy import Publication
+from rollbook.contracts.weights import Adapter
 from rollbook.inference.wire.weights import Backend, InitInfo, UpdateInfo
 
 

@@ -4,8 +4,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.policy import Publication, PublicationId
+from rollbook.contracts.weights import Adapter
 
 UNPUBLISHED = "default"
 """vLLM's version of weights that were never published."""

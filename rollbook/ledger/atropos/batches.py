@@ -18,6 +18,7 @@ from isal import isal_zlib
 
 from rollbook.contracts.group import GroupId
 from rollbook.ledger.atropos.bodies import accepts_gzip, flushed
+from rollbook.ledger.atropos.rules import Handed
 from rollbook.ledger.atropos.service import AtroposService
 
 GROUPS_PER_PIECE = 8
@@ -45,8 +46,9 @@ Payloads = Sequence[bytes | memoryview]
 Encode = Callable[[Payloads], Piece]
 
 
-async def deliver_batch(request: web.Request, service: AtroposService, ids: Sequence[GroupId]) -> web.StreamResponse:
+async def deliver_batch(request: web.Request, service: AtroposService, handed: Handed) -> web.StreamResponse:
     """Raises if the batch could not be sent completely."""
+    ids = [entry.group_id for entry in handed.manifest.entries]
     answer = web.StreamResponse(headers={"Content-Type": "application/json", "Vary": "Accept-Encoding"})
     is_compressed = accepts_gzip(request)
     if is_compressed:
@@ -55,7 +57,10 @@ async def deliver_batch(request: web.Request, service: AtroposService, ids: Sequ
         async with asyncio.timeout(service.config.serve_s):
             await answer.prepare(request)
             async with aclosing(_pieces(service, ids, is_compressed=is_compressed)) as pieces:
-                await _send(answer, request, pieces, is_compressed=is_compressed)
+                last = await _send(answer, request, pieces, is_compressed=is_compressed)
+            # Without its end the body is not complete: no other front end may have sent the batch meanwhile.
+            await service.renew_serving(handed)
+            await answer.write(last)
             await answer.write_eof()
             await flushed(request)
     except asyncio.CancelledError:
@@ -70,7 +75,8 @@ async def deliver_batch(request: web.Request, service: AtroposService, ids: Sequ
 
 async def _send(
     answer: web.StreamResponse, request: web.Request, pieces: AsyncIterator[Piece], *, is_compressed: bool
-) -> None:
+) -> bytes:
+    """Everything but the last bytes of the body, which are returned."""
     crc, size = 0, 0
     await answer.write(GZIP_HEADER if is_compressed else OPENING)
     async for piece in pieces:
@@ -79,7 +85,7 @@ async def _send(
         if is_compressed:
             crc = isal_zlib.crc32_combine(crc, piece.crc, piece.size)
             size += piece.size
-    await answer.write(struct.pack("<II", crc, size & 0xFFFFFFFF) if is_compressed else CLOSING)
+    return struct.pack("<II", crc, size & 0xFFFFFFFF) if is_compressed else CLOSING
 
 
 async def _write(answer: web.StreamResponse, request: web.Request, part: bytes | memoryview) -> None:

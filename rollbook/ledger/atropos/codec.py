@@ -6,8 +6,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId, PromptGroup
+from rollbook.contracts.group_checks import UnusableGroupError
 from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import RolloutSample, TokenRow
@@ -38,7 +38,9 @@ def decode_scored_data(payload: bytes, group_id: GroupId) -> PromptGroup:
             RolloutSample(
                 sequences=(_row(tokens, mask, row_logprobs),),
                 sampling=SamplingParams(),
-                reward=score,
+                # Environments mask all tokens of a sequence that must not be trained.
+                reward=score if has_trained(mask) else None,
+                invalid_cause=None if has_trained(mask) else "no token is trained",
                 messages=None if row_messages is None else tuple(row_messages),
             )
             for tokens, mask, row_logprobs, row_messages, score in zip(
@@ -47,14 +49,29 @@ def decode_scored_data(payload: bytes, group_id: GroupId) -> PromptGroup:
         )
         return PromptGroup(id=group_id, task_id=TaskId(task), draw=int(draw), samples=samples)
     except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
-        raise RunError(f"group {group_id} was posted over the Atropos API and cannot be decoded: {error}") from error
+        raise UnusableGroupError(
+            f"group {group_id} was posted over the Atropos API and cannot be decoded: {error}"
+        ) from error
+
+
+def has_trained(mask: list[int]) -> bool:
+    """Whether a token of the sequence is trained."""
+    # Nearly always the last one is, which both forms of a mask show.
+    return len(mask) > 1 and (mask[-1] not in (0, NOT_TRAINED) or bool(_trained_tokens(mask).any()))
+
+
+def _trained_tokens(mask: list[int]) -> NDArray[np.bool_]:
+    marks: NDArray[np.int64] = np.asarray(mask, np.int64)
+    # Some environments write the token id or -100 into the mask, others 1 or 0.
+    is_trained: NDArray[np.bool_] = (
+        marks == 1 if set(mask) <= {0, 1, NOT_TRAINED} and 1 in mask else marks != NOT_TRAINED
+    )
+    is_trained[:1] = False  # no token predicts the first one
+    return is_trained
 
 
 def _row(tokens: list[int], mask: list[int], logprobs: list[float] | None) -> TokenRow:
-    marks: NDArray[np.int64] = np.asarray(mask, np.int64)
-    # Some environments write the token id or -100 into the mask, others 1 or 0.
-    is_trained = marks == 1 if set(mask) <= {0, 1, NOT_TRAINED} and 1 in mask else marks != NOT_TRAINED
-    is_trained[:1] = False  # no token predicts the first one
+    is_trained = _trained_tokens(mask)
     values = np.full(len(tokens), np.nan) if logprobs is None else np.asarray(logprobs, np.float64)
     # A positive logprob means that the token was not sampled. On a trained token the logprob is then unknown.
     known = np.where(values > 0, np.nan, values)

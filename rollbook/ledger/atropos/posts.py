@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from rollbook.contracts.group import DropKind, DropReason, GroupState, group_id
+from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupState, group_id
+from rollbook.contracts.group_checks import TrainingLimits, UnusableGroupError, find_obstacle, inspect_payload
 from rollbook.contracts.task import TaskId
 from rollbook.ledger.atropos.batch_forming import find_sum
 from rollbook.ledger.atropos.models import InvalidBodyError, Registration, invalid_body
@@ -178,6 +179,7 @@ def _store_post(batch: _PostBatch, post: Post) -> Stored:
         batch.count(post.digest, -1, known.answer)
         return Stored(digest=post.digest, answer=json.loads(known.answer))
     _refuse_oversized(batch.registration, post)
+    _refuse_untrainable(batch.run_tx, post)
     _refuse_when_full(batch.run_tx, post, batch.bounds)
     answers = [_store(batch, group) for group in post.groups]
     answer = _summary(answers) if post.is_list else answers[0]
@@ -189,6 +191,11 @@ def confirm(run_tx: RunTransaction, answered: Sequence[str]) -> None:
     """The responses of these posts were delivered: the same bytes again are another group."""
     if answered:
         AtroposTables(run_tx.tx).confirm(run_tx.run_id, answered)
+
+
+def forget_unconfirmed(run_tx: RunTransaction, before: float) -> None:
+    """Posts that were stored before this wall time are no longer recognised as repetitions."""
+    AtroposTables(run_tx.tx).delete_unconfirmed_before(run_tx.run_id, before)
 
 
 def _summary(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -207,6 +214,24 @@ def _refuse_oversized(registration: Registration | None, post: Post) -> None:
         if group.size > registration.batch_size:
             message = f"the group has {group.size} sequences, a batch has {registration.batch_size}: it cannot be in any batch"
             raise invalid_body("group_too_large", (at, "tokens") if post.is_list else ("tokens",), message, group.size)
+
+
+def _refuse_untrainable(run_tx: RunTransaction, post: Post) -> None:
+    """Only a run that a native trainer trains has limits; then the group is decoded as that trainer will decode it.
+
+    Other trainers have their own rules, so their groups are accepted like by the original server.
+    """
+    limits: TrainingLimits = run_tx.field("settings").limits
+    if limits == TrainingLimits():
+        return
+    for at, group in enumerate(post.groups):
+        if group.size:
+            try:
+                obstacle = find_obstacle(inspect_payload(group.payload, GroupId("post@0")), limits)
+            except UnusableGroupError as error:
+                obstacle = str(error)
+            if obstacle is not None:
+                raise invalid_body("untrainable", (at,) if post.is_list else (), f"it cannot be trained: {obstacle}")
 
 
 def _refuse_when_full(run_tx: RunTransaction, post: Post, bounds: Bounds) -> None:

@@ -26,6 +26,10 @@ class AtroposRecord(Record, frozen=True, kw_only=True):
     reset_below: int = 0
     """A reset drops groups with a lower sequence."""
     latest: GroupId | None = None
+    server: str | None = None
+    """The front end that is sending a batch, so that no other one sends it too."""
+    serving_until: float = 0.0
+    """Wall time. A front end that stopped sending without a word loses the batch then."""
 
     @property
     def current_step(self) -> int:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from rollbook.access.guard import REFUSE, Problem, is_browser
 from rollbook.contracts.admission import RunId
+from rollbook.contracts.group_checks import TrainingLimits
 from rollbook.ledger.atropos.batches import deliver_batch
 from rollbook.ledger.atropos.bodies import (
     KNOWN_ERRORS,
@@ -54,12 +55,12 @@ LARGE_BODY_BYTES = 1 << 20
 """A larger body is parsed in its own thread, so that other posts do not wait for it."""
 
 
-def atropos_dialect(config: AtroposConfig) -> Dialect:
-    """Adds the Atropos API to a ledger service."""
+def atropos_dialect(config: AtroposConfig, *, trainable: TrainingLimits | None = None) -> Dialect:
+    """Adds the Atropos API to a ledger service. `trainable` are the limits of the native trainer that trains the groups."""
 
     def add(service: LedgerService) -> None:
         aiohttp.set_zlib_backend(isal_zlib)  # decompresses gzip at a third of the cost
-        routes = _Routes(config, service)
+        routes = _Routes(config, service, trainable or TrainingLimits())
         service.app.cleanup_ctx.append(routes.opened)
         service.app.middlewares.append(_atropos_errors)
         service.app[REFUSE] = _refuse
@@ -71,8 +72,9 @@ def atropos_dialect(config: AtroposConfig) -> Dialect:
 
 
 class _Routes:
-    def __init__(self, config: AtroposConfig, service: LedgerService) -> None:
+    def __init__(self, config: AtroposConfig, service: LedgerService, trainable: TrainingLimits) -> None:
         self._config = config
+        self._trainable = trainable
         self._service = service
         self._open: dict[RunId, AtroposService] = {}
         """One for each run that exists and was requested."""
@@ -130,7 +132,7 @@ class _Routes:
             async with run.batch() as handed:
                 if handed is None:
                     return json_response(request, {"batch": None})
-                return await deliver_batch(request, run, [entry.group_id for entry in handed.manifest.entries])
+                return await deliver_batch(request, run, handed)
         except (UnknownRunError, NoTrainerError):
             return json_response(request, NOT_REGISTERED)
 
@@ -208,6 +210,7 @@ class _Routes:
             store=service.store,
             config=self._config,
             limits=service.config,
+            trainable=self._trainable,
             clock=service.clock,
             log=service.log,
         )

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rollbook.contracts.admission import RunId, RunSettings
@@ -10,6 +10,7 @@ from rollbook.contracts.batch import BatchManifest
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.freshness import BatchPolicy, FreshnessRule
 from rollbook.contracts.group import DropKind, DropReason, GroupState
+from rollbook.contracts.group_checks import TrainingLimits
 from rollbook.ledger.atropos.batch_forming import form_batch
 from rollbook.ledger.atropos.models import RegisterEnv, Registration
 from rollbook.ledger.atropos.records import AtroposRecord, EnvRecord
@@ -20,6 +21,8 @@ from rollbook.ledger.rules.run_transaction import RunTransaction
 from rollbook.ledger.store import Transaction
 
 MIN_ENV_WEIGHT = 0.01
+SERVING_LEASE_S = 10.0
+"""Renewed while a batch is sent. A front end that is killed delays the next batch by at most this time."""
 SWEEP_SIZE = 500
 """Groups dropped in one transaction after a reset; bounds how long other writes wait."""
 
@@ -51,10 +54,10 @@ class Handed:
     epoch: int
 
 
-def ensure_run(tx: Transaction, run_id: RunId, *, now: float) -> None:
+def ensure_run(tx: Transaction, run_id: RunId, limits: TrainingLimits, *, now: float) -> None:
     run = tx.runs.get(run_id)
     if run is None:
-        runs.create_run(tx, run_id, SETTINGS, now=now)
+        runs.create_run(tx, run_id, replace(SETTINGS, limits=limits), now=now)
     elif not run.settings.counts_sequences:
         raise RunError(f"run {run_id} is a native run, it cannot be served in the Atropos dialect; choose another run")
 
@@ -79,6 +82,7 @@ def register(run_tx: RunTransaction, registration: Registration) -> None:
             handed_step=restored,
             served_step=restored,
             shift=shift,
+            server=None,
         )
     )
     _drop_oversized(run_tx, registration.batch_size)
@@ -100,30 +104,57 @@ def _resume_position(run_tx: RunTransaction, record: AtroposRecord, starting_ste
     return wanted, record.shift
 
 
-def take_batch(run_tx: RunTransaction, *, env_silence_s: float, keep: int) -> Handed | None:
-    """The batch to send now: the last one again unless its body was sent completely, else the next one."""
+def take_batch(run_tx: RunTransaction, *, server: str, env_silence_s: float, keep: int) -> Handed | None:
+    """The batch to send now: the last one again unless its body was sent completely, else the next one.
+
+    None also while another front end is sending a batch. `server` is the front end that asks.
+    """
     tables = AtroposTables(run_tx.tx)
     record = tables.record(run_tx.run_id)
     registration = registration_of(record)
     if registration is None:
         raise NoTrainerError(f"run {run_tx.run_id}: no trainer is registered")
+    if record.server not in (None, server) and record.serving_until > run_tx.now:
+        return None
     _acknowledge_served(run_tx, record)
     step = run_tx.run.epoch_acknowledged + 1
     known = run_tx.tx.batches.get(run_tx.run_id, step)
     manifest = known.manifest if known is not None else _decide(run_tx, step, registration, env_silence_s)
-    if manifest is not None or not record.is_started:
-        handed = record.handed_step if manifest is None else step
-        tables.put_record(record.changed(is_started=True, handed_step=handed))
+    if manifest is not None:
+        until = run_tx.now + SERVING_LEASE_S
+        tables.put_record(record.changed(is_started=True, handed_step=step, server=server, serving_until=until))
+    elif not record.is_started:
+        tables.put_record(record.changed(is_started=True))
     _delete_old_batches(run_tx, keep)
     return None if manifest is None else Handed(manifest=manifest, epoch=run_tx.run.epoch)
 
 
-def mark_served(run_tx: RunTransaction, step: int, *, epoch: int) -> None:
-    """The body of a batch was sent completely. Ignored if another trainer has registered meanwhile."""
+def renew_serving(run_tx: RunTransaction, handed: Handed, *, server: str) -> bool:
+    """The front end is still sending. False: another one, or another trainer, has taken over."""
     tables = AtroposTables(run_tx.tx)
     record = tables.record(run_tx.run_id)
-    if epoch == run_tx.run.epoch and step > record.served_step:
-        tables.put_record(record.changed(served_step=step))
+    if record.server != server or handed.epoch != run_tx.run.epoch:
+        return False
+    tables.put_record(record.changed(serving_until=run_tx.now + SERVING_LEASE_S))
+    return True
+
+
+def end_serving(run_tx: RunTransaction, handed: Handed, *, server: str, is_sent: bool) -> None:
+    """The body was sent completely or not. Ignored if another front end or trainer has taken over meanwhile."""
+    tables = AtroposTables(run_tx.tx)
+    record = tables.record(run_tx.run_id)
+    if record.server == server and handed.epoch == run_tx.run.epoch:
+        served = max(record.served_step, handed.manifest.step) if is_sent else record.served_step
+        tables.put_record(record.changed(served_step=served, server=None))
+        run_tx.tx.announce(run_tx.run_id)
+
+
+def free_serving(run_tx: RunTransaction) -> None:
+    """After a start on a store of its own: a former front end has ended and sends nothing."""
+    tables = AtroposTables(run_tx.tx)
+    record = tables.stored_record(run_tx.run_id)
+    if record is not None and record.server is not None:
+        tables.put_record(record.changed(server=None))
 
 
 def reset(run_tx: RunTransaction) -> None:

@@ -9,12 +9,13 @@ from typing import Any, TypeVar
 
 from rollbook.concurrency.clock import Clock
 from rollbook.contracts.admission import RunId
-from rollbook.contracts.errors import RollbookError
+from rollbook.contracts.errors import RollbookError, TransientError
 from rollbook.contracts.group import GroupId
+from rollbook.contracts.group_checks import TrainingLimits
 from rollbook.ledger.atropos import rules
 from rollbook.ledger.atropos.config import AtroposConfig
 from rollbook.ledger.atropos.models import RegisterEnv, Registration
-from rollbook.ledger.atropos.posts import Bounds, Incoming, Outcome, Stored, confirm, store_posts
+from rollbook.ledger.atropos.posts import Bounds, Incoming, Outcome, Stored, confirm, forget_unconfirmed, store_posts
 from rollbook.ledger.atropos.rules import Handed
 from rollbook.ledger.atropos.tables import AtroposTables
 from rollbook.ledger.config import LedgerConfig
@@ -40,9 +41,21 @@ class AtroposService:
     `open_atropos_service`; before that, it only answers requests that read."""
 
     def __init__(
-        self, run_id: RunId, *, store: Store, config: AtroposConfig, limits: LedgerConfig, clock: Clock, log: EventLog
+        self,
+        run_id: RunId,
+        *,
+        store: Store,
+        config: AtroposConfig,
+        limits: LedgerConfig,
+        trainable: TrainingLimits,
+        clock: Clock,
+        log: EventLog,
     ) -> None:
+        """Groups outside of the limits in `trainable` are refused, if the run is created here."""
         self.run_id = run_id
+        self._trainable = trainable
+        self._server = uuid.uuid4().hex
+        """Names this front end in the store."""
         self.config = config
         self._store = store
         self._clock = clock
@@ -68,6 +81,8 @@ class AtroposService:
         """Create the dialect's tables if necessary, and remove groups that a power failure took."""
         self._store.listen(self._notifier.notify)
         await self._store.write(lambda tx: AtroposTables(tx).create())
+        if not self._store.is_shared and await self._store.read(lambda tx: tx.runs.get(self.run_id)) is not None:
+            await self._write(rules.free_serving)
         if await self._store.write(lambda tx: tx.payloads.lost(self.run_id)):
             await self._write(rules.forget_lost)
 
@@ -90,18 +105,40 @@ class AtroposService:
     async def batch(self) -> AsyncIterator[Handed | None]:
         """The batch to send. Concurrent requests wait and get the next one, or this one if sending fails.
 
-        The block sends it; if it ends without an error, the batch counts as delivered.
+        The block sends it; if it ends without an error, the batch counts as delivered. At other front ends there is no batch
+        meanwhile.
         """
         async with self._serving:
             handed = await self._write(
                 lambda run_tx: rules.take_batch(
-                    run_tx, env_silence_s=self.config.env_silence_s, keep=self.config.keep_batches
+                    run_tx, server=self._server, env_silence_s=self.config.env_silence_s, keep=self.config.keep_batches
                 )
             )
-            yield handed
-            if handed is not None:
-                step = handed.manifest.step
-                await asyncio.shield(self._write(lambda run_tx: rules.mark_served(run_tx, step, epoch=handed.epoch)))
+            if handed is None:
+                yield None
+                return
+            is_sent = False
+            renewing = asyncio.create_task(self._keep_serving(handed), name=f"atropos.serving.{self.run_id}")
+            try:
+                yield handed
+                is_sent = True
+            finally:
+                renewing.cancel()
+                await asyncio.shield(
+                    self._write(lambda run_tx: rules.end_serving(run_tx, handed, server=self._server, is_sent=is_sent))
+                )
+
+    async def renew_serving(self, handed: Handed) -> None:
+        """Raises `TransientError` if another front end, or another trainer, has taken over the batch."""
+        if not await self._write(lambda run_tx: rules.renew_serving(run_tx, handed, server=self._server)):
+            raise TransientError(f"run {self.run_id}: batch {handed.manifest.step} was taken over while it was sent")
+
+    async def _keep_serving(self, handed: Handed) -> None:
+        """Renew the lease until cancelled. After a failure the lease ends, and the sender notices before its last byte."""
+        with suppress(RollbookError):
+            while True:
+                await self._clock.sleep(rules.SERVING_LEASE_S / 3)
+                await self.renew_serving(handed)
 
     async def payloads(self, ids: Sequence[GroupId], encode: Callable[[Sequence[bytes | memoryview]], T]) -> T:
         """The result of `encode` on the stored payloads; it runs in a reader thread of the store."""
@@ -239,10 +276,18 @@ class AtroposService:
     # ------------------------------------------------------------------ internal
 
     async def run(self) -> None:
-        """Record delivered responses and finish an interrupted reset, until cancelled. Errors of the store are logged."""
+        """Record delivered responses, delete those that were never confirmed, and finish an interrupted reset, until cancelled.
+
+        Errors of the store are logged.
+        """
         is_swept = False
+        forget_at = 0.0
         while True:
             try:
+                if is_swept and self._clock.now() >= forget_at:
+                    oldest = self._clock.wall() - self.config.retry_window_s
+                    await self._write(lambda run_tx, oldest=oldest: forget_unconfirmed(run_tx, oldest))  # type: ignore[misc]
+                    forget_at = self._clock.now() + self.config.retry_window_s / 4
                 if not is_swept and await self._store.read(lambda tx: tx.runs.get(self.run_id)) is not None:
                     await self._extend_envs()
                     await self.sweep()
@@ -281,7 +326,7 @@ class AtroposService:
 
         def work(tx: Transaction) -> T:
             if creates:
-                rules.ensure_run(tx, self.run_id, now=now)
+                rules.ensure_run(tx, self.run_id, self._trainable, now=now)
             with run_transaction(tx, self.run_id, now) as run_tx:
                 return rule(run_tx)
 

@@ -10,7 +10,7 @@ from rollbook.ledger.store import Transaction
 from rollbook.ledger.stores.sql.tables import Table
 
 NAME = "atropos"
-VERSION = 1
+VERSION = 2
 # Columns follow the fields of the records.
 SCHEMA = (
     """CREATE TABLE atropos_runs (
@@ -22,7 +22,9 @@ SCHEMA = (
         served_step   INTEGER NOT NULL,
         shift         INTEGER NOT NULL,
         reset_below   INTEGER NOT NULL,
-        latest        TEXT
+        latest        TEXT,
+        server        TEXT,
+        serving_until REAL NOT NULL
     )""",
     """CREATE TABLE atropos_envs (
         run_id               TEXT NOT NULL,
@@ -63,14 +65,10 @@ SCHEMA = (
         PRIMARY KEY (run_id, digest)
     )""",
 )
-RUNS = Table("atropos_runs", AtroposRecord, key=("run_id",), read={"is_started": bool}, write={"is_started": int})
-ENVS = Table(
-    "atropos_envs", EnvRecord, key=("run_id", "env_id"), read={"is_connected": bool}, write={"is_connected": int}
-)
-QUEUE = Table(
-    "atropos_queue", QueuedGroup, key=("run_id", "group_id"), read={"is_buffered": bool}, write={"is_buffered": int}
-)
-UNCONFIRMED = Table("atropos_unconfirmed", UnconfirmedPost, key=("run_id", "digest"))
+RUNS = Table("atropos_runs", AtroposRecord, key=("run_id",), has_checksum=False)
+ENVS = Table("atropos_envs", EnvRecord, key=("run_id", "env_id"), has_checksum=False)
+QUEUE = Table("atropos_queue", QueuedGroup, key=("run_id", "group_id"), has_checksum=False)
+UNCONFIRMED = Table("atropos_unconfirmed", UnconfirmedPost, key=("run_id", "digest"), has_checksum=False)
 
 
 class AtroposTables:
@@ -155,6 +153,9 @@ class AtroposTables:
     def delete_unconfirmed(self, run_id: RunId, digests: Sequence[str]) -> None:
         keys = [(run_id, digest) for digest in digests]
         self._db.write_many("DELETE FROM atropos_unconfirmed WHERE run_id = ? AND digest = ?", keys)
+
+    def delete_unconfirmed_before(self, run_id: RunId, at: float) -> None:
+        self._db.write("DELETE FROM atropos_unconfirmed WHERE run_id = ? AND at < ?", (run_id, at))
 
     def delete_all_unconfirmed(self, run_id: RunId) -> None:
         self._db.write("DELETE FROM atropos_unconfirmed WHERE run_id = ?", (run_id,))

@@ -32,8 +32,9 @@ from rollbook.contracts.admission import (
 )
 from rollbook.contracts.batch import AckReceipt, BatchManifest, EndOfRun, TrainerRole, TrainingBatch
 from rollbook.contracts.errors import FencedError, RollbookError, RunError, TransientError
-from rollbook.contracts.group import DropReason, GroupId, GroupOutcome, GroupState, PromptGroup
-from rollbook.contracts.group_codec import EncodedGroup, decode_payload, payload_digest
+from rollbook.contracts.group import DropReason, GroupId, GroupOutcome, GroupState
+from rollbook.contracts.group_checks import TrainingLimits, UnusableGroupError
+from rollbook.contracts.group_codec import EncodedGroup, payload_digest
 from rollbook.contracts.policy import Publication
 from rollbook.contracts.task import Draw
 from rollbook.ledger.client.bundles import Bundles
@@ -96,6 +97,7 @@ class LedgerClient:
         self._request_s = request_s
         self._log = log
         self._epoch: int | None = None
+        self._limits = TrainingLimits()
         self._is_compressed = is_compressed
         # Explicit, because aiohttp would offer every encoding it knows. On one machine compression costs more than it saves.
         self._headers = {"Accept": wire.CONTENT_TYPE, "Accept-Encoding": "zstd" if is_compressed else "identity"}
@@ -171,6 +173,7 @@ class LedgerClient:
         drop: DropReason | None = None,
         producer: str | None = None,
     ) -> Receipt:
+        """Groups submitted at the same time share a request."""
         request = wire.Submit(
             group_id=group.id,
             task_id=group.task_id,
@@ -183,13 +186,9 @@ class LedgerClient:
             payload_digest=group.digest,
             producer=producer,
         )
-        return await self.submit_encoded(request)
-
-    async def submit_encoded(self, request: wire.Submit) -> Receipt:
-        """Submit an encoded group. Groups submitted at the same time share a request."""
         deadline = Deadline(self._request_s, "ledger POST /submit")
 
-        async def attempt() -> Receipt:
+        async def send() -> Receipt:
             left = max(deadline.remaining_s(), 0.1)
             try:
                 async with asyncio.timeout(left):
@@ -199,7 +198,7 @@ class LedgerClient:
                     f"ledger at {self._url}: no response to group {request.group_id} in {left:g} s"
                 ) from error
 
-        return await retry(attempt, on=TransientError, deadline=deadline, on_retry=self._log_retry("POST /submit"))
+        return await retry(send, on=TransientError, deadline=deadline, on_retry=self._log_retry("POST /submit"))
 
     async def _submit_bundle(self, groups: Sequence[wire.Submit]) -> list[Receipt | RollbookError]:
         """One attempt to submit several groups. Raises if the request failed; a rejected group has its error in the result."""
@@ -228,7 +227,7 @@ class LedgerClient:
 
     async def take_role(self, *, restored_step: int) -> TrainerRole:
         role = await self._call(verbs.TAKE_ROLE, wire.TakeRole(restored_step=restored_step))
-        self._epoch = role.epoch
+        self._epoch, self._limits = role.epoch, role.limits
         return role
 
     async def batch(self, step: int, *, wait_s: float) -> TrainingBatch | EndOfRun | None:
@@ -236,10 +235,17 @@ class LedgerClient:
         reply = await self._call(verbs.BATCH, request, wait_s=wait_s)
         if reply.manifest is None:
             return reply.end
-        return TrainingBatch(manifest=reply.manifest, groups=await self._groups_of(reply.manifest))
+        return TrainingBatch.decode(reply.manifest, await self._payloads_of(reply.manifest), self._limits)
 
-    async def acknowledge(self, step: int, weights_digest: str) -> AckReceipt:
-        request = wire.Acknowledge(step=step, epoch=self._require_epoch(), weights_digest=weights_digest)
+    async def acknowledge(
+        self, step: int, weights_digest: str, *, unusable: Mapping[GroupId, str] | None = None
+    ) -> AckReceipt:
+        request = wire.Acknowledge(
+            step=step,
+            epoch=self._require_epoch(),
+            weights_digest=weights_digest,
+            unusable={str(group): reason for group, reason in (unusable or {}).items()},
+        )
         return (await self._call(verbs.ACKNOWLEDGE, request)).receipt
 
     async def register(self, step: int, weights_digest: str) -> Publication:
@@ -263,9 +269,9 @@ class LedgerClient:
             raise RunError(f"run {self._run_id}: this client is not the trainer; call take_role first")
         return self._epoch
 
-    async def _groups_of(self, manifest: BatchManifest) -> tuple[PromptGroup, ...]:
-        async def read(response: aiohttp.ClientResponse) -> tuple[PromptGroup, ...]:
-            groups = []
+    async def _payloads_of(self, manifest: BatchManifest) -> list[bytes]:
+        async def read(response: aiohttp.ClientResponse) -> list[bytes]:
+            payloads = []
             for entry in manifest.entries:
                 header = await response.content.readexactly(wire.FRAME_HEADER_BYTES)
                 payload = await response.content.readexactly(struct.unpack(">Q", header)[0])
@@ -274,8 +280,8 @@ class LedgerClient:
                         f"run {self._run_id}: the payload of group {entry.group_id} in batch {manifest.step} does not "
                         "match its digest: the ledger's file is damaged"
                     )
-                groups.append(decode_payload(payload, entry.group_id))
-            return tuple(groups)
+                payloads.append(payload)
+            return payloads
 
         request = wire.Payloads(step=manifest.step, epoch=self._require_epoch())
         return await self._request(verbs.PAYLOADS, request, read)
@@ -343,15 +349,16 @@ def _decode(verb: Verb[Q, R]) -> Read[R]:
 async def _response_error(response: aiohttp.ClientResponse, name: str) -> RollbookError:
     raw = await response.read()
     try:
-        message = msgspec.json.decode(raw, type=wire.ErrorReply).message
+        reply = msgspec.json.decode(raw, type=wire.ErrorReply)
     except msgspec.MsgspecError:
-        message = raw[:500].decode(errors="replace")
+        reply = wire.ErrorReply(kind="", message=raw[:500].decode(errors="replace"))
     try:
         retry_after_s = float(response.headers["Retry-After"])
     except (KeyError, ValueError):
         retry_after_s = None
     return _error_of(
-        wire.SubmitError(status=response.status, kind="", message=message, retry_after_s=retry_after_s), name
+        wire.SubmitError(status=response.status, kind=reply.kind, message=reply.message, retry_after_s=retry_after_s),
+        name,
     )
 
 
@@ -359,6 +366,8 @@ def _error_of(error: wire.SubmitError, name: str) -> RollbookError:
     """The class of the result says whether to retry."""
     if error.status == HTTPStatus.CONFLICT:
         return FencedError(error.message)
+    if error.kind == UnusableGroupError.__name__:
+        return UnusableGroupError(error.message)
     message = f"the ledger rejected {name} ({error.status}): {error.message}"
     if error.status in RETRIED:
         return TransientError(message, retry_after_s=error.retry_after_s)

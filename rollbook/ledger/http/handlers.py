@@ -16,7 +16,7 @@ from rollbook.contracts.admission import DrawProgress, LedgerStatus, OpenReply, 
 from rollbook.contracts.batch import BatchManifest, TrainerRole
 from rollbook.contracts.errors import RollbookError, RunError
 from rollbook.contracts.group import DropReason, GroupId, GroupOutcome
-from rollbook.contracts.group_codec import check_frame, payload_digest
+from rollbook.contracts.group_codec import EncodedGroup
 from rollbook.contracts.policy import Publication
 from rollbook.contracts.task import TaskId
 from rollbook.ledger.http import wire
@@ -191,7 +191,7 @@ class LedgerHandlers:
         return wire.Empty()
 
     async def submit(self, request: wire.Submit, run: RunId) -> wire.ReceiptReply:
-        return wire.ReceiptReply(receipt=await self._ledger.submit_encoded(run, _submission(request)))
+        return wire.ReceiptReply(receipt=await self._ledger.submit(run, _submission(request)))
 
     async def submit_many(self, request: wire.SubmitMany, run: RunId) -> wire.SubmitManyReply:
         """One result per group, in the order of the request. A rejected group does not affect the others."""
@@ -202,7 +202,7 @@ class LedgerHandlers:
                 valid[at] = _submission(group)
             except RunError as error:
                 results[at] = _submit_error(error)
-        outcomes = await self._ledger.submit_many_encoded(run, list(valid.values()))
+        outcomes = await self._ledger.submit_many(run, list(valid.values()))
         for at, outcome in zip(valid, outcomes, strict=True):
             if isinstance(outcome, RollbookError):
                 results[at] = _submit_error(outcome)
@@ -243,7 +243,10 @@ class LedgerHandlers:
         return await send_frames(http, self._ledger.payloads(run, decided), is_compressed=wants_zstd(http))
 
     async def acknowledge(self, request: wire.Acknowledge, run: RunId) -> wire.AcknowledgeReply:
-        receipt = await self._ledger.acknowledge(run, request.step, request.weights_digest, epoch=request.epoch)
+        unusable = {GroupId(group): reason for group, reason in request.unusable.items()}
+        receipt = await self._ledger.acknowledge(
+            run, request.step, request.weights_digest, epoch=request.epoch, unusable=unusable
+        )
         return wire.AcknowledgeReply(receipt=receipt)
 
     async def register(self, request: wire.Register, run: RunId) -> Publication:
@@ -277,25 +280,16 @@ def _read_query(request: web.Request, expected: type[M]) -> M:
 
 
 def _submission(request: wire.Submit) -> Submission:
-    """Raises `RunError` if the payload is damaged or is not a group."""
-    digest = payload_digest(request.payload)
-    if digest != request.payload_digest:
-        raise RunError(
-            f"group {request.group_id}: the payload is damaged: its digest is {digest}, not {request.payload_digest}"
-        )
-    check_frame(request.payload, group_id=request.group_id)
-    return Submission(
-        group_id=GroupId(request.group_id),
+    group = EncodedGroup(
+        id=GroupId(request.group_id),
         task_id=TaskId(request.task_id),
         draw=request.draw,
-        attempt=request.attempt,
         publications=request.publications,
-        outcome=request.outcome,
         payload=request.payload,
-        payload_digest=request.payload_digest,
-        drop=None if request.drop is None else _drop_reason(request.drop),
-        producer=request.producer,
+        digest=request.payload_digest,
     )
+    drop = None if request.drop is None else _drop_reason(request.drop)
+    return Submission.of(group, request.outcome, attempt=request.attempt, drop=drop, producer=request.producer)
 
 
 def _drop_reason(text: str) -> DropReason:

@@ -66,6 +66,7 @@ def _runs(statuses: Sequence[LedgerStatus]) -> Iterable[Family]:
         [Sample(n, {"run": s.run_id, "reason": kind}) for s in statuses for kind, n in sorted(s.dropped.items())],
     )
     yield per_run("opened_groups_total", "opened groups", "opened", Kind.COUNTER)
+    yield per_run("unusable_groups_total", "batched groups that the trainer could not train", "unusable", Kind.COUNTER)
     yield per_run("queued_bytes", "payload bytes of the queued groups", "queued_bytes")
     yield per_run("gate_capacity", "groups that may start now", "capacity")
     yield per_run("policy_version", "step of the last confirmed publication", "version")

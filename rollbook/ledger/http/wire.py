@@ -1,8 +1,8 @@
 """Messages between the ledger's server and its clients: one struct per request and response, MessagePack or JSON.
 
-Types of `contracts` are sent as they are. A group travels as an encoded frame, which the ledger does not decode, next to the fields
-that the ledger needs. Values that no store can keep (integers beyond 53 bits, NaN and infinity, texts with zero bytes) are rejected
-here.
+Types of `contracts` are sent as they are. A group travels as an encoded frame, which the ledger checks and stores as it is, next to
+the fields that the ledger needs. Values that no store can keep (integers beyond 53 bits, NaN and infinity, texts with zero bytes)
+are rejected here.
 """
 
 import math
@@ -82,6 +82,7 @@ class CreateRun(Message, frozen=True, kw_only=True):
         )
         if min(spans) <= 0 or settings.max_attempts < 1:
             raise ValueError("settings: group_deadline_s and owner_ttl_s must be > 0, max_attempts must be >= 1")
+        _reject_unstorable("settings", settings.limits.vocabulary_size, settings.limits.max_tokens)
         if rule.max_steps is not None and rule.max_steps < 0:
             raise ValueError(f"settings: max_steps is {rule.max_steps}; it must be >= 0")
 
@@ -208,6 +209,11 @@ class Acknowledge(Message, frozen=True, kw_only=True):
     step: Count
     epoch: Count
     weights_digest: Name
+    unusable: dict[Name, Annotated[str, msgspec.Meta(min_length=1, max_length=10_000)]] = {}
+    """The groups of the batch that could not be trained, with the reason."""
+
+    def __post_init__(self) -> None:
+        _reject_unstorable("unusable", *self.unusable, *self.unusable.values())
 
 
 class AcknowledgeReply(Message, frozen=True, kw_only=True):
@@ -300,6 +306,7 @@ class GroupView(Message, frozen=True, kw_only=True):
     oldest_version: int | None
     step: int | None
     drop_reason: str | None
+    unusable: str | None
     payload_bytes: int
     has_payload: bool
     outcome: GroupOutcome | None

@@ -9,10 +9,12 @@ import msgspec
 from rollbook.contracts.admission import Receipt
 from rollbook.contracts.errors import RollbookError, RunError, TransientError
 from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupOutcome, GroupState
+from rollbook.contracts.group_checks import GroupFacts, UnusableGroupError, false_claims, find_obstacle, inspect_frame
+from rollbook.contracts.group_codec import EncodedGroup, payload_digest
 from rollbook.contracts.task import TaskId
 from rollbook.ledger.records import GroupRecord, Origin, ProducerRecord
 from rollbook.ledger.rules.gate import fail_attempt
-from rollbook.ledger.rules.publications import oldest_effective_version
+from rollbook.ledger.rules.publications import admission_of, oldest_effective_version
 from rollbook.ledger.rules.run_transaction import RunTransaction
 from rollbook.ledger.store import StoreFaultError
 
@@ -27,20 +29,54 @@ class QueueFullError(TransientError):
 
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A finished group. The ledger does not decode the payload; it reads only the other fields."""
+    """A finished group with a checked payload. Made by `of`."""
 
     group_id: GroupId
     task_id: TaskId
     draw: int
     attempt: int
-    publications: tuple[int, ...]
-    """Publications that sampled the trained tokens; -1 means unknown."""
+    facts: GroupFacts
     outcome: GroupOutcome
     payload: bytes | memoryview
     payload_digest: str
     drop: DropReason | None = None
     producer: str | None = None
     """The registered producer, for a group without a grant."""
+
+    @classmethod
+    def of(
+        cls,
+        group: EncodedGroup,
+        outcome: GroupOutcome,
+        *,
+        attempt: int,
+        drop: DropReason | None = None,
+        producer: str | None = None,
+    ) -> "Submission":
+        """Raises `UnusableGroupError` if the payload is damaged, is not a group, or differs from what the producer declares."""
+        digest = payload_digest(group.payload)
+        if digest != group.digest:
+            raise UnusableGroupError(
+                f"group {group.id}: the payload is damaged: its digest is {digest}, not {group.digest}"
+            )
+        facts = inspect_frame(group.payload, group.id)
+        wrong = false_claims(
+            facts, task_id=group.task_id, draw=group.draw, publications=group.publications, outcome=outcome
+        )
+        if wrong:
+            raise UnusableGroupError(f"group {group.id}: its payload contradicts its producer: {'; '.join(wrong)}")
+        return cls(
+            group_id=group.id,
+            task_id=group.task_id,
+            draw=group.draw,
+            attempt=attempt,
+            facts=facts,
+            outcome=outcome,
+            payload=group.payload,
+            payload_digest=digest,
+            drop=drop,
+            producer=producer,
+        )
 
 
 def submit(
@@ -170,7 +206,13 @@ def _submit(
         return Receipt.ALREADY_SETTLED
     if group is not None and group.state is not GroupState.DISPATCHED:
         return Receipt.ALREADY_STORED
-    oldest = oldest_effective_version(run_tx, submission.publications, group_id=submission.group_id)
+    if submission.drop is None:
+        obstacle = find_obstacle(submission.facts, run_tx.field("settings").limits)
+        if obstacle is not None:
+            raise UnusableGroupError(f"run {run_tx.run_id}: group {submission.group_id} cannot be trained: {obstacle}")
+    oldest = oldest_effective_version(
+        run_tx, submission.facts.publications, group_id=submission.group_id, admitted_at=admission_of(group)
+    )
     if group is None:
         _refuse_when_full(run_tx, submission, max_queued, max_queued_bytes)
         if submission.producer is not None:
@@ -205,7 +247,7 @@ class _SubmittedFields(TypedDict):
 
 def _submitted_fields(run_tx: RunTransaction, submission: Submission, oldest: int | None) -> _SubmittedFields:
     return _SubmittedFields(
-        publications=submission.publications,
+        publications=submission.facts.publications,
         oldest_version=oldest,
         outcome=msgspec.json.encode(submission.outcome),
         payload_digest=submission.payload_digest,

@@ -9,8 +9,9 @@ from collections.abc import Iterable
 
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId
+from rollbook.contracts.group_checks import UnusableGroupError
 from rollbook.contracts.policy import NOT_SAMPLED, Publication, PublicationId
-from rollbook.ledger.records import PublicationRecord
+from rollbook.ledger.records import GroupRecord, Origin, PublicationRecord
 from rollbook.ledger.rules.run_transaction import RunTransaction
 
 
@@ -83,19 +84,33 @@ def find_publication(run_tx: RunTransaction, publication_id: PublicationId) -> P
     return record
 
 
-def oldest_effective_version(run_tx: RunTransaction, publications: Iterable[int], *, group_id: GroupId) -> int | None:
-    """The effective version of a group's oldest trained token, as far as its publications are known."""
-    known = sorted({p for p in publications if p != NOT_SAMPLED})
+def oldest_effective_version(
+    run_tx: RunTransaction, publications: Iterable[int], *, group_id: GroupId, admitted_at: PublicationId | None
+) -> int | None:
+    """The effective version of a group's oldest trained token, as far as its publications are known.
+
+    `admitted_at` is the admission publication of a granted group. No older one may sample for it, so a token of an unknown
+    publication counts as sampled by that one: a producer cannot evade the staleness bound by leaving versions out.
+    """
+    publications = set(publications)
+    if NOT_SAMPLED in publications and admitted_at is not None:
+        publications.add(admitted_at)
+    known = sorted(publications - {NOT_SAMPLED})
     oldest: int | None = None
     for publication_id in known:
         record = run_tx.tx.publications.get(run_tx.run_id, PublicationId(publication_id))
         if record is None:
-            raise RunError(
+            raise UnusableGroupError(
                 f"run {run_tx.run_id}: group {group_id} has tokens of publication {publication_id}, which was never registered; "
                 "its policy server serves the weights of another run"
             )
         oldest = record.effective_step if oldest is None else min(oldest, record.effective_step)
     return oldest
+
+
+def admission_of(group: GroupRecord | None) -> PublicationId | None:
+    """The admission publication of a granted group; None for an external one, which the gate did not admit."""
+    return group.admission_publication if group is not None and group.origin is Origin.DRAWN else None
 
 
 def demote_publications(run_tx: RunTransaction, step: int, *, epoch: int) -> int:
@@ -110,7 +125,9 @@ def demote_publications(run_tx: RunTransaction, step: int, *, epoch: int) -> int
     if ids:
         # Reads the whole queue, but demotions are rare.
         for group in run_tx.tx.groups.queued(run_tx.run_id):
-            if ids.intersection(group.publications):
-                oldest = oldest_effective_version(run_tx, group.publications, group_id=group.group_id)
+            if ids.intersection((*group.publications, admission_of(group))):
+                oldest = oldest_effective_version(
+                    run_tx, group.publications, group_id=group.group_id, admitted_at=admission_of(group)
+                )
                 run_tx.tx.groups.put(group.changed(oldest_version=oldest))
     return len(demoted)

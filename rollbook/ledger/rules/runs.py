@@ -8,6 +8,7 @@ from rollbook.contracts.admission import DrawProgress, GateState, LedgerStatus, 
 from rollbook.contracts.batch import EndOfRun
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupOutcome, GroupState
+from rollbook.contracts.group_checks import TrainingLimits
 from rollbook.ledger.records import RunRecord
 from rollbook.ledger.rules.run_transaction import find_run
 from rollbook.ledger.store import Transaction
@@ -34,12 +35,21 @@ def create_run(tx: Transaction, run_id: RunId, settings: RunSettings, *, now: fl
 
 def _refuse_changes(run: RunRecord, settings: RunSettings) -> None:
     old, new = run.settings.rule, settings.rule
+    limits: tuple[tuple[str, object, object], ...] = ()
+    if run.last_decided and run.settings.limits != TrainingLimits():
+        # Recorded batches were trained without the groups outside of the limits.
+        before_limits, after_limits = run.settings.limits, settings.limits
+        limits = tuple(
+            (name, getattr(before_limits, name), getattr(after_limits, name))
+            for name in TrainingLimits.__dataclass_fields__
+        )
     changed = [
         f"{name} was {before} and would be {after}"
         for name, before, after in (
             ("groups per step", old.groups_per_step, new.groups_per_step),
             ("batch policy", old.policy.value, new.policy.value),
             ("staleness bound", old.max_head_offpolicy_versions, new.max_head_offpolicy_versions),
+            *limits,
         )
         if before != after
     ]
@@ -96,6 +106,7 @@ def status(tx: Transaction, run_id: RunId) -> LedgerStatus:
         epoch=run.epoch,
         acknowledged_step=run.last_acknowledged,
         durable_step=run.durable_step,
+        unusable=run.num_unusable,
         exhausted=run.exhausted,
         ended=run.ended is not None,
     )

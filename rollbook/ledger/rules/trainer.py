@@ -1,9 +1,11 @@
 """The trainer role: taking it, acknowledging steps, recording checkpoints, finishing the run. Rules 13 to 15."""
 
+from collections.abc import Mapping
+
 from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainerRole
 from rollbook.contracts.errors import RunError
-from rollbook.contracts.group import DropKind, DropReason, GroupState
-from rollbook.ledger.records import StepRecord
+from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupState
+from rollbook.ledger.records import GroupRecord, StepRecord
 from rollbook.ledger.rules.groups import delete_payloads
 from rollbook.ledger.rules.publications import demote_publications, find_publication
 from rollbook.ledger.rules.run_transaction import RunTransaction
@@ -39,11 +41,17 @@ def take_role(run_tx: RunTransaction, *, restored_step: int) -> TrainerRole:
         last_acknowledged=run.last_acknowledged,
         durable_step=run.durable_step,
         last_confirmed=None if run.last_confirmed is None else find_publication(run_tx, run.last_confirmed).contract,
+        limits=run.settings.limits,
     )
 
 
-def acknowledge(run_tx: RunTransaction, step: int, digest: str, *, epoch: int) -> AckReceipt:
-    """Record that batch `step` was trained and gave weights of this digest. In order and idempotent; a replay is compared."""
+def acknowledge(
+    run_tx: RunTransaction, step: int, digest: str, *, epoch: int, unusable: Mapping[GroupId, str] | None = None
+) -> AckReceipt:
+    """Record that batch `step` was trained and gave weights of this digest. In order and idempotent; a replay is compared.
+
+    `unusable` are the groups of the batch that could not be trained, with the reason. Rule 18.
+    """
     run_tx.fence(epoch)
     run = run_tx.run
     if step < 1 or step > min(run.last_decided, run.epoch_acknowledged + 1):
@@ -56,13 +64,25 @@ def acknowledge(run_tx: RunTransaction, step: int, digest: str, *, epoch: int) -
     if own is not None and own.digest == digest:
         # A divergence is reported again, in case the first response was lost.
         return AckReceipt.DIVERGED if own.receipt is AckReceipt.DIVERGED else AckReceipt.REPEATED
+    groups = _groups_of_step(run_tx, step)
+    unusable = dict(unusable or {})
+    strangers = unusable.keys() - {group.group_id for group in groups}
+    if strangers:
+        raise RunError(f"run {run.run_id}: batch {step} does not contain {min(strangers)}, reported as unusable")
     receipt = AckReceipt.ACKNOWLEDGED
     if before:
-        receipt = AckReceipt.REPEATED if before[-1].digest == digest else AckReceipt.DIVERGED
+        # Which groups are usable is a function of their payloads, so another set is a divergence too.
+        is_same = before[-1].digest == digest and unusable.keys() == {g.group_id for g in groups if g.unusable}
+        receipt = AckReceipt.REPEATED if is_same else AckReceipt.DIVERGED
     if receipt is AckReceipt.DIVERGED:
         demote_publications(run_tx, step, epoch=epoch)
     elif receipt is AckReceipt.ACKNOWLEDGED:
-        _acknowledge_first(run_tx, step, digest, epoch)
+        _demote_unreproduced(run_tx, step, digest, epoch)
+        for group in groups:
+            reason = unusable.get(group.group_id)
+            note = f"step {step}" if reason is None else f"step {step}, unusable: {reason}"
+            run_tx.move(group, GroupState.TRAINED, note=note, by=f"epoch {epoch}", unusable=reason)
+        run_tx.change(last_acknowledged=step, num_unusable=run.num_unusable + len(unusable))
     run_tx.tx.steps.put(
         StepRecord(run_id=run_tx.run_id, step=step, epoch=epoch, digest=digest, receipt=receipt, at=run_tx.now)
     )
@@ -70,13 +90,11 @@ def acknowledge(run_tx: RunTransaction, step: int, digest: str, *, epoch: int) -
     return receipt
 
 
-def _acknowledge_first(run_tx: RunTransaction, step: int, digest: str, epoch: int) -> None:
+def _demote_unreproduced(run_tx: RunTransaction, step: int, digest: str, epoch: int) -> None:
     published = run_tx.tx.publications.effective_from(run_tx.run_id, step)
     if any(p.epoch < epoch and p.digest != digest for p in published):
         # An earlier trainer published this step and died before acknowledging it; its weights were not reproduced.
         demote_publications(run_tx, step, epoch=epoch)
-    _move_step(run_tx, step, GroupState.TRAINED, note=f"step {step}", by=f"epoch {epoch}")
-    run_tx.change(last_acknowledged=step)
 
 
 def checkpointed(run_tx: RunTransaction, step: int, *, oldest_kept: int, epoch: int) -> int:
@@ -91,7 +109,8 @@ def checkpointed(run_tx: RunTransaction, step: int, *, oldest_kept: int, epoch: 
     if oldest_kept > step:
         raise RunError(f"run {run.run_id}: the oldest kept checkpoint {oldest_kept} is newer than checkpoint {step}")
     for durable in range(run.durable_step + 1, step + 1):
-        _move_step(run_tx, durable, GroupState.DURABLE, note=f"checkpoint {step}", by=f"epoch {epoch}")
+        for group in _groups_of_step(run_tx, durable):
+            run_tx.move(group, GroupState.DURABLE, note=f"checkpoint {step}", by=f"epoch {epoch}")
     run_tx.change(durable_step=max(run.durable_step, step))
     num_deleted, _ = delete_payloads(run_tx, oldest_kept, dropped_only=run.settings.keep_payloads)
     return num_deleted
@@ -108,9 +127,8 @@ def finish(run_tx: RunTransaction, reason: EndOfRun, *, epoch: int) -> None:
     run_tx.tx.announce(run_tx.run_id)
 
 
-def _move_step(run_tx: RunTransaction, step: int, to: GroupState, *, note: str, by: str) -> None:
+def _groups_of_step(run_tx: RunTransaction, step: int) -> list[GroupRecord]:
     batch = run_tx.tx.batches.get(run_tx.run_id, step)
     if batch is None:
-        raise RunError(f"run {run_tx.run_id}: batch {step} is not recorded, so its groups cannot become {to}")
-    for group in run_tx.groups([entry.group_id for entry in batch.manifest.entries]):
-        run_tx.move(group, to, note=note, by=by)
+        raise RunError(f"run {run_tx.run_id}: batch {step} is not recorded")
+    return run_tx.groups([entry.group_id for entry in batch.manifest.entries])

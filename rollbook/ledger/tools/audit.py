@@ -1,7 +1,8 @@
 """The audit checks a run's records for consistency. Read-only, on a live or a finished run.
 
 The law: opened = dispatched + queued + batched + trained + durable + dropped. It is counted three times, from the run's counters,
-from the groups' rows and from their histories, and all must agree. Then the batches, the steps and the payloads are checked.
+from the groups' rows and from their histories, and all must agree. What a row states about its payload is computed again from the
+payload: publications, outcome, digest, and whether the group can be trained. Every row is compared with its checksum.
 """
 
 from collections import Counter
@@ -9,13 +10,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 
+import msgspec
+
 from rollbook.contracts.admission import RunId
+from rollbook.contracts.batch import BatchEntry
 from rollbook.contracts.freshness import lag
-from rollbook.contracts.group import MOVES, DropReason, GroupId, GroupState
+from rollbook.contracts.group import MOVES, DropReason, GroupId, GroupOutcome, GroupState
+from rollbook.contracts.group_checks import UnusableGroupError, false_claims, find_obstacle, inspect_payload
 from rollbook.contracts.group_codec import payload_digest
-from rollbook.ledger.records import BatchRecord, GroupRecord, MoveRecord, Origin, RunRecord
+from rollbook.contracts.policy import NOT_SAMPLED
+from rollbook.ledger.records import BatchRecord, GroupRecord, MoveRecord, Origin, PublicationRecord, RunRecord
 from rollbook.ledger.rules.batches import manifest_digest
-from rollbook.ledger.rules.run_transaction import find_run
+from rollbook.ledger.rules.run_transaction import SETTLED, find_run
 from rollbook.ledger.store import Reader, StoreFaultError, Transaction
 
 MAX_VIOLATIONS = 200
@@ -50,10 +56,17 @@ def audit(reader: Reader, run_id: RunId) -> AuditReport:
 def audit_run(tx: Transaction, run_id: RunId) -> AuditReport:
     """Check one run inside a transaction: `await ledger.read(lambda tx: audit_run(tx, run_id))`."""
     findings = _Findings(find_run(tx, run_id))
-    batches = _check_batches(tx, findings)
-    _check_groups(tx, findings, batches)
-    _check_law(tx, findings)
-    _check_steps(tx, findings)
+    for check in (_check_rows_on_disk, _check_publications, _check_batches, _check_groups, _check_law, _check_steps):
+        try:
+            check(tx, findings)
+        except StoreFaultError as error:
+            # Damaged so much that it cannot be read. The other checks may still find something.
+            findings.add(str(error))
+        except Exception as error:
+            # A damaged row can hold a value of any type.
+            if not findings.violations:
+                raise
+            findings.add(f"the damage hides the rest of the check: {type(error).__name__}: {error}")
     return findings.report()
 
 
@@ -67,6 +80,12 @@ class _Findings:
     leased: int = 0
     queued_bytes: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
+    num_unusable: int = 0
+    positions: dict[int, bool] = field(default_factory=dict)
+    """Opened positions of the cursor, and whether they are settled."""
+    entries: dict[GroupId, tuple[int, BatchEntry]] = field(default_factory=dict)
+    """Step and entry of each batched group."""
+    publications: dict[int, PublicationRecord] = field(default_factory=dict)
     max_lag: int | None = None
 
     def add(self, sentence: str) -> None:
@@ -90,10 +109,31 @@ class _Findings:
         )
 
 
-def _check_batches(tx: Transaction, findings: _Findings) -> dict[GroupId, int]:
-    """Batches are contiguous, full and fresh, and contain no group twice. Returns the step of each batched group."""
+def _check_rows_on_disk(tx: Transaction, findings: _Findings) -> None:
+    for sentence in tx.damage(findings.run.run_id):
+        findings.add(sentence)
+
+
+def _check_publications(tx: Transaction, findings: _Findings) -> None:
+    """Ids are contiguous, and the versions of the run are those of its publications."""
+    run = findings.run
+    found = list(tx.publications.each(run.run_id))
+    findings.publications = {int(publication.id): publication for publication in found}
+    findings.expect("publications", list(findings.publications), list(range(run.next_publication)))
+    for publication in found:
+        if not -1 <= publication.effective_step <= publication.step:
+            findings.add(
+                f"publication {publication.id} of step {publication.step} counts as version {publication.effective_step}"
+            )
+    current = findings.publications.get(-1 if run.publication is None else run.publication)
+    findings.expect("the version of the current publication", None if current is None else current.step, run.version)
+    if run.last_confirmed is not None and run.last_confirmed not in findings.publications:
+        findings.add(f"the last confirmed publication {run.last_confirmed} is missing")
+
+
+def _check_batches(tx: Transaction, findings: _Findings) -> None:
+    """Batches are contiguous, full and fresh, and contain no group twice."""
     run, rule = findings.run, findings.run.settings.rule
-    step_of: dict[GroupId, int] = {}
     last = 0
     for batch in tx.batches.each(run.run_id):
         manifest = batch.manifest
@@ -102,11 +142,11 @@ def _check_batches(tx: Transaction, findings: _Findings) -> dict[GroupId, int]:
         _check_size(batch, findings)
         findings.expect(f"batch {manifest.step}: digest", manifest.digest, manifest_digest(manifest.entries))
         for entry in manifest.entries:
-            if entry.group_id in step_of:
+            if entry.group_id in findings.entries:
                 findings.add(
-                    f"group {entry.group_id} is in batch {step_of[entry.group_id]} and in batch {manifest.step}"
+                    f"group {entry.group_id} is in batch {findings.entries[entry.group_id][0]} and in batch {manifest.step}"
                 )
-            step_of[entry.group_id] = manifest.step
+            findings.entries[entry.group_id] = manifest.step, entry
             if entry.oldest_version is not None:
                 found = lag(step=manifest.step, oldest_version=entry.oldest_version)
                 findings.max_lag = max(found, findings.max_lag or 0)
@@ -116,7 +156,6 @@ def _check_batches(tx: Transaction, findings: _Findings) -> dict[GroupId, int]:
                         f"the bound is {rule.max_head_offpolicy_versions}"
                     )
     findings.expect("the last decided batch", last, run.last_decided)
-    return step_of
 
 
 def _check_size(batch: BatchRecord, findings: _Findings) -> None:
@@ -132,10 +171,10 @@ def _check_size(batch: BatchRecord, findings: _Findings) -> None:
         findings.expect(f"batch {manifest.step}: groups", size, wanted)
 
 
-def _check_groups(tx: Transaction, findings: _Findings, step_of: Mapping[GroupId, int]) -> None:
+def _check_groups(tx: Transaction, findings: _Findings) -> None:
     histories = _histories(tx, findings.run.run_id)
     history = next(histories, None)
-    remaining = dict(step_of)
+    remaining = dict(findings.entries)
     for group in tx.groups.each(findings.run.run_id):
         while history is not None and history[0].encode() < group.group_id.encode():
             findings.add(f"group {history[0]} has a history but no row")
@@ -145,11 +184,11 @@ def _check_groups(tx: Transaction, findings: _Findings, step_of: Mapping[GroupId
             history = next(histories, None)
         else:
             findings.add(f"group {group.group_id} has no history")
-        _check_row(tx, group, remaining.pop(group.group_id, None), findings)
+        _check_row(tx, group, remaining.pop(group.group_id, (None, None)), findings)
     while history is not None:
         findings.add(f"group {history[0]} has a history but no row")
         history = next(histories, None)
-    for group_id, step in remaining.items():
+    for group_id, (step, _) in remaining.items():
         findings.add(f"group {group_id} is in batch {step} but has no row")
 
 
@@ -174,17 +213,30 @@ def _check_history(group: GroupRecord, moves: list[MoveRecord], findings: _Findi
             findings.add(f"group {group.group_id} moved from {move.from_state} to {move.to_state} when it was {state}")
         state = move.to_state
     findings.expect(f"group {group.group_id}: state by its history", state, group.state)
+    findings.expect(f"group {group.group_id}: time of opening", moves[0].at, group.opened_at)
     if state is not None:
         findings.histories[state] += 1
 
 
-def _check_row(tx: Transaction, group: GroupRecord, batched_in: int | None, findings: _Findings) -> None:
+def _check_row(
+    tx: Transaction,
+    group: GroupRecord,
+    batched: tuple[int, BatchEntry] | tuple[None, None],
+    findings: _Findings,
+) -> None:
     run = findings.run
+    batched_in, entry = batched
     findings.rows[group.state] += 1
+    findings.num_unusable += group.unusable is not None
+    if group.position is not None:
+        findings.positions[group.position] = group.state in SETTLED
     findings.leased += group.owner is not None
     findings.queued_bytes += group.payload_bytes if group.state is GroupState.QUEUED else 0
     if group.state is GroupState.DROPPED:
-        findings.dropped[DropReason.parse(group.drop_reason or "").kind.value] += 1
+        try:
+            findings.dropped[DropReason.parse(group.drop_reason or "").kind.value] += 1
+        except ValueError as error:
+            findings.add(f"group {group.group_id} is dropped: {error}")
     is_batched = group.state in (GroupState.BATCHED, GroupState.TRAINED, GroupState.DURABLE)
     findings.expect(
         f"group {group.group_id} is {group.state}: its batch", batched_in, group.step if is_batched else None
@@ -194,6 +246,11 @@ def _check_row(tx: Transaction, group: GroupRecord, batched_in: int | None, find
         if batched_in <= run.last_acknowledged:
             wanted = GroupState.DURABLE if batched_in <= run.durable_step else GroupState.TRAINED
         findings.expect(f"group {group.group_id} of batch {batched_in}: state", group.state, wanted)
+    if entry is not None:
+        stated = (entry.payload_digest, entry.sequence, entry.oldest_version)
+        found = (group.payload_digest or "", group.sequence, group.oldest_version)
+        findings.expect(f"group {group.group_id}: digest, sequence and oldest version in its batch", stated, found)
+    _check_versions(group, findings)
     is_needed = group.state is GroupState.QUEUED or (batched_in is not None and batched_in > run.payload_floor)
     try:
         payload = tx.payloads.get(run.run_id, group.group_id) if is_needed or group.has_payload else None
@@ -205,6 +262,59 @@ def _check_row(tx: Transaction, group: GroupRecord, batched_in: int | None, find
             findings.add(f"group {group.group_id} is {group.state} and its payload is missing")
     elif payload_digest(payload) != group.payload_digest:
         findings.add(f"group {group.group_id}: its payload does not match its digest {group.payload_digest}")
+    else:
+        findings.expect(f"group {group.group_id}: bytes of its payload", len(payload), group.payload_bytes)
+        _check_payload(payload, group, findings)
+
+
+def _check_versions(group: GroupRecord, findings: _Findings) -> None:
+    """The oldest version is that of the publications."""
+    named = [number for number in group.publications if number != NOT_SAMPLED]
+    missing = [number for number in named if number not in findings.publications]
+    if missing:
+        findings.add(f"group {group.group_id} has tokens of publication {missing[0]}, which is missing")
+        return
+    known = [findings.publications[number] for number in named]
+    if NOT_SAMPLED in group.publications and group.origin is Origin.DRAWN:
+        admission = findings.publications.get(
+            -1 if group.admission_publication is None else group.admission_publication
+        )
+        known += [] if admission is None else [admission]
+    lowest = min((publication.effective_step for publication in known), default=None)
+    highest = min((publication.step for publication in known), default=None)
+    oldest = group.oldest_version
+    if group.state is GroupState.QUEUED or oldest is None or lowest is None or highest is None:
+        findings.expect(f"group {group.group_id}: oldest version", oldest, lowest)
+    elif not lowest <= oldest <= highest:
+        # A publication may have been demoted after the group was batched or dropped.
+        findings.add(f"group {group.group_id}: oldest version {oldest} is not between {lowest} and {highest}")
+
+
+def _check_payload(payload: bytes, group: GroupRecord, findings: _Findings) -> None:
+    """The row states what the payload contains, and the group is usable unless the trainer reported that it is not."""
+    try:
+        outcome = msgspec.json.decode(group.outcome or b"", type=GroupOutcome)
+    except (msgspec.MsgspecError, ValueError) as error:
+        findings.add(f"group {group.group_id}: its outcome is damaged: {error}")
+        return
+    if findings.run.settings.counts_sequences:
+        return  # groups of another dialect, for a trainer that does not report unusable groups
+    facts = obstacle = None
+    try:
+        facts = inspect_payload(payload, group.group_id)
+    except UnusableGroupError as error:
+        obstacle = str(error)
+    if facts is not None:
+        for claim in false_claims(
+            facts, task_id=group.task_id, draw=group.draw, publications=group.publications, outcome=outcome
+        ):
+            findings.add(f"group {group.group_id}: by its payload, {claim}")
+        obstacle = find_obstacle(facts, findings.run.settings.limits)
+    if group.state in (GroupState.TRAINED, GroupState.DURABLE):
+        if (group.unusable is None) is not (obstacle is None):
+            findings.add(f"group {group.group_id}: recorded as unusable: {group.unusable}, by its payload: {obstacle}")
+    elif group.state is not GroupState.DROPPED and obstacle is not None:
+        findings.add(f"group {group.group_id} is {group.state} and cannot be trained: {obstacle}")
 
 
 def _check_law(tx: Transaction, findings: _Findings) -> None:
@@ -226,7 +336,20 @@ def _check_law(tx: Transaction, findings: _Findings) -> None:
         findings.expect(f"{state} groups by histories", findings.histories[state], number)
     findings.expect("leased groups by rows", findings.leased, run.num_leased)
     findings.expect("queued bytes by rows", findings.queued_bytes, run.queued_bytes)
+    findings.expect("unusable groups by rows", findings.num_unusable, run.num_unusable)
+    _check_positions(tx, findings)
     findings.expect("dropped groups by kind", dict(sorted(findings.dropped.items())), dict(sorted(drops.items())))
+
+
+def _check_positions(tx: Transaction, findings: _Findings) -> None:
+    """The cursor's positions are those of the groups. Positions below `settled_below` are settled and have no row."""
+    run, positions = findings.run, findings.positions
+    open_ones = {at: is_settled for at, is_settled in positions.items() if at >= run.settled_below}
+    findings.expect("positions of the cursor", dict(tx.positions.all(run.run_id)), dict(sorted(open_ones.items())))
+    settled = sum(is_settled for at, is_settled in positions.items() if at < run.settled_below)
+    findings.expect("settled positions below the first open one", settled, run.settled_below)
+    first_gap = next(at for at in range(len(positions) + 1) if at not in positions)
+    findings.expect("opened positions below the first gap", run.opened_below, first_gap)
 
 
 def _check_steps(tx: Transaction, findings: _Findings) -> None:

@@ -135,4 +135,6 @@ def _batched(tx: Transaction, run: RunRecord, group: GroupRecord) -> str:
         GroupState.TRAINED: "step {step} was trained, and no checkpoint covers it yet",
         GroupState.DURABLE: "step {step} was trained, and a checkpoint covers it",
     }
+    if group.unusable is not None:
+        return f"{reason}; step {step} was trained without it, because it cannot be trained: {group.unusable}."
     return f"{reason}; {ends[group.state].format(step=step)}."

@@ -9,14 +9,17 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import msgspec
 
 from rollbook.concurrency.clock import Clock, SystemClock
 from rollbook.concurrency.exception_groups import first_error
 from rollbook.contracts.admission import GateState, Grant, OpenReply, OwnerId, Receipt
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.freshness import FreshnessRule
-from rollbook.contracts.group import GroupId, group_id
+from rollbook.contracts.group import DropKind, DropReason, GroupId, group_id
+from rollbook.contracts.group_checks import UnusableGroupError
 from rollbook.contracts.ports import GroupSink, TaskSource
 from rollbook.contracts.task import Draw
 from rollbook.rollout.dispatch.failure_breaker import FailureBreaker
@@ -280,7 +283,7 @@ class Dispatcher:
     async def _settle(self, attempt: _Attempt, result: Finished) -> None:
         grant = attempt.grant
         self._failed_attempts.pop(grant.group_id, None)
-        await self._store(grant, result)
+        result = await self._store(grant, result)
         seconds = self._clock.now() - attempt.started
         self._monitor.group_settled(grant, result, seconds=seconds)
         self._remove(attempt)
@@ -289,18 +292,23 @@ class Dispatcher:
         # Last, because it may stop the run: everything else must be recorded before.
         self._reporter.report(grant, result, started_wall=attempt.started_wall, seconds=seconds)
 
-    async def _store(self, grant: Grant, result: Finished) -> None:
-        group, drop = result.group, result.drop
-        if group is not None:
-            receipt = await self._sink.submit(group, result.outcome, attempt=grant.attempt, drop=drop)
-        else:
-            assert drop is not None
-            receipt = await self._sink.close(grant.group_id, drop, outcome=result.outcome)
+    async def _store(self, grant: Grant, result: Finished) -> Finished:
+        """Returns what was stored: a group that the trainer could not train is dropped as invalid."""
+        receipt: Receipt | None = None
+        if result.group is not None:
+            try:
+                receipt = await self._sink.submit(result.group, result.outcome, attempt=grant.attempt, drop=result.drop)
+            except UnusableGroupError as error:
+                result = _refused(result, str(error))
+        if receipt is None:
+            assert result.drop is not None
+            receipt = await self._sink.close(grant.group_id, result.drop, outcome=result.outcome)
         if receipt is not Receipt.STORED:
             # Another attempt was faster, or an earlier try of this request arrived after all.
             self._log.info(
                 "rollout.group_already_settled", group_id=grant.group_id, attempt=grant.attempt, receipt=receipt
             )
+        return result
 
     def _remove(self, attempt: _Attempt) -> None:
         attempt.timer.cancel()
@@ -337,3 +345,9 @@ class Dispatcher:
         ):
             self._metrics.add(name, value)
         self._metrics.tick()
+
+
+def _refused(result: Finished, cause: str) -> Finished:
+    """The result as a failure, so that a run whose groups are all refused stops with the cause."""
+    outcome = replace(result.outcome, invalid_causes={**result.outcome.invalid_causes, cause: 1})
+    return msgspec.structs.replace(result, group=None, drop=DropReason(DropKind.INVALID, cause), outcome=outcome)

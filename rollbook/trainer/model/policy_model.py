@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from rollbook.contracts.adapter import AdapterKind
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.plugin import load_on_demand
+from rollbook.contracts.weights import AdapterKind
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.data.minibatches import Microbatch
 from rollbook.trainer.distributed.sharding import shard

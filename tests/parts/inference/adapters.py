@@ -7,9 +7,8 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from rollbook.contracts.adapter import Adapter, adapter_name
 from rollbook.contracts.policy import Publication, PublicationId
-from rollbook.contracts.weights import weights_digest
+from rollbook.contracts.weights import Adapter, adapter_name, weights_digest
 from rollbook.inference.weights.lora import TENSOR_FILE, read_adapter
 from tests.parts.inference.models import publication
 

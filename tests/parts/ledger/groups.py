@@ -6,10 +6,12 @@ import numpy as np
 
 from rollbook.contracts.admission import EndOfDataRule, RunId, RunSettings
 from rollbook.contracts.freshness import BatchPolicy, FreshnessRule
-from rollbook.contracts.group import GroupOutcome, PromptGroup, group_id
+from rollbook.contracts.group import DropReason, GroupOutcome, PromptGroup, group_id
+from rollbook.contracts.group_codec import encode_group
 from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.task import Draw, TaskId
 from rollbook.contracts.trajectory import RolloutSample, TokenRow
+from rollbook.ledger.rules.groups import Submission
 
 RUN = RunId("run-1")
 
@@ -86,3 +88,9 @@ def big_group(task: str, *, samples: int = 8, tokens: int = 1024, publication: i
 
 def outcome_of(group: PromptGroup) -> GroupOutcome:
     return group.outcome(seconds=1.5)
+
+
+def submission_of(
+    group: PromptGroup, *, attempt: int = 1, drop: DropReason | None = None, producer: str | None = None
+) -> Submission:
+    return Submission.of(encode_group(group), outcome_of(group), attempt=attempt, drop=drop, producer=producer)

@@ -18,13 +18,12 @@ from pathlib import Path
 
 from rollbook.concurrency.clock import SystemClock
 from rollbook.contracts.batch import BatchManifest
-from rollbook.contracts.group_codec import encode_group
 from rollbook.ledger.config import Durability, LedgerConfig
 from rollbook.ledger.service import Ledger, open_ledger
 from rollbook.ledger.stores.sqlite.segments import DIRECTORY as SEGMENTS
 from rollbook.ledger.stores.sqlite.store import open_sqlite_store
 from rollbook.telemetry.events import EventLog
-from tests.parts.ledger.groups import RUN, group_of, outcome_of, settings
+from tests.parts.ledger.groups import RUN, group_of, settings, submission_of
 
 ROOT = Path(__file__).parents[3]
 SOURCE = Path(__file__).with_suffix(".c")
@@ -186,7 +185,7 @@ async def _work(ledger: Ledger, answers: int) -> None:
     async def produce(lane: int) -> None:
         for number in range(GROUPS_EACH):
             group = group_of(f"{lane}-{number}", (-1,), samples=4)
-            await ledger.submit(RUN, encode_group(group), outcome_of(group), attempt=1)
+            await ledger.submit(RUN, submission_of(group))
             os.write(answers, f"group {group.id}\n".encode())
 
     async def train() -> None:

@@ -2,29 +2,27 @@
 
 import asyncio
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from rollbook.contracts.admission import LedgerStatus, OpenReply, OwnerId, Receipt, RunSettings
 from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainerRole
-from rollbook.contracts.group import DropReason, GroupId
-from rollbook.contracts.group_codec import encode_group
+from rollbook.contracts.group import DropKind, DropReason, GroupId
 from rollbook.contracts.policy import Publication
 from rollbook.contracts.task import Draw
 from rollbook.ledger.config import Durability
 from rollbook.ledger.records import GroupRecord
 from rollbook.ledger.rules import batches, gate, groups, publications, runs, trainer
 from rollbook.ledger.rules.batches import Decision
-from rollbook.ledger.rules.groups import Submission
 from rollbook.ledger.rules.run_transaction import RunTransaction, run_transaction
 from rollbook.ledger.store import Transaction
 from rollbook.ledger.stores.postgres.writer import PostgresWriter
 from rollbook.ledger.stores.sql.committer import Operation
-from rollbook.ledger.stores.sqlite.file import MEMORY
+from rollbook.ledger.stores.sqlite.file import FILE_NAME, MEMORY
 from rollbook.ledger.stores.sqlite.writer import SqliteWriter
 from rollbook.ledger.tools.audit import AuditReport, audit_run
-from tests.parts.ledger.groups import RUN, group_of, outcome_of
+from tests.parts.ledger.groups import RUN, draws, group_of, settings, submission_of
 
 T = TypeVar("T")
 
@@ -77,8 +75,8 @@ class RunDriver:
 
         return self.store.write_now(run)
 
-    def create(self, settings: RunSettings) -> "RunDriver":
-        self.store.write_now(lambda tx: runs.create_run(tx, RUN, settings, now=self.now))
+    def create(self, run_settings: RunSettings) -> "RunDriver":
+        self.store.write_now(lambda tx: runs.create_run(tx, RUN, run_settings, now=self.now))
         return self
 
     def join(self, name: str = "worker", nonce: str | None = None) -> OwnerId:
@@ -102,18 +100,7 @@ class RunDriver:
         samples: int = 2,
     ) -> Receipt:
         group = group_of(task, publications, samples=samples)
-        encoded = encode_group(group)
-        submission = Submission(
-            group_id=group.id,
-            task_id=group.task_id,
-            draw=0,
-            attempt=attempt,
-            publications=encoded.publications,
-            outcome=outcome_of(group),
-            payload=encoded.payload,
-            payload_digest=encoded.digest,
-            drop=drop,
-        )
+        submission = submission_of(group, attempt=attempt, drop=drop)
         return self.rule(lambda run_tx: groups.submit(run_tx, submission, max_queued=max_queued))
 
     def close(self, task: str, reason: DropReason) -> Receipt:
@@ -137,9 +124,17 @@ class RunDriver:
         epoch = self.epoch if epoch is None else epoch
         return self.rule(lambda run_tx: batches.decide(run_tx, step, epoch=epoch))
 
-    def acknowledge(self, step: int, digest: str | None = None, *, epoch: int | None = None) -> AckReceipt:
+    def acknowledge(
+        self,
+        step: int,
+        digest: str | None = None,
+        *,
+        epoch: int | None = None,
+        unusable: Mapping[GroupId, str] | None = None,
+    ) -> AckReceipt:
         epoch = self.epoch if epoch is None else epoch
-        return self.rule(lambda run_tx: trainer.acknowledge(run_tx, step, digest or f"weights{step}", epoch=epoch))
+        digest = digest or f"weights{step}"
+        return self.rule(lambda run_tx: trainer.acknowledge(run_tx, step, digest, epoch=epoch, unusable=unusable))
 
     def register(self, step: int, digest: str | None = None) -> Publication:
         return self.rule(
@@ -172,3 +167,25 @@ class RunDriver:
     def notes(self, task: str) -> list[str]:
         moves = self.store.read_now(lambda tx: tx.history.of_group(RUN, GroupId(f"{task}@0")))
         return [f"{move.to_state}: {move.note}" for move in moves]
+
+
+def write_a_run(directory: Path) -> None:
+    """Two steps trained, one durable; one group batched, queued, leased, dropped each. A short batch ends it."""
+    file = blocking_sqlite(directory / FILE_NAME)
+    driver = RunDriver(file).create(settings(staleness_bound=2))
+    driver.take_role()
+    live = driver.publish(0)
+    owner = driver.join()
+    for step in (1, 2, 3):
+        driver.open(owner, draws(2 * step, 2))
+        for at in (0, 1):
+            driver.submit(f"task{2 * step + at}", (live.id,))
+        driver.decide(step)
+        if step < 3:
+            driver.acknowledge(step)
+            live = driver.publish(step)
+    driver.checkpointed(1)
+    driver.open(owner, draws(8, 3))
+    driver.submit("task8", (live.id,))
+    driver.close("task9", DropReason(DropKind.FILTERED, "constant"))
+    file.close()

@@ -1,7 +1,7 @@
 """A trainer loop on a real ledger in memory, with fake replicas."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +10,7 @@ import numpy as np
 
 from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainerRole, TrainingBatch
 from rollbook.contracts.errors import FencedError, TransientError
-from rollbook.contracts.group import PromptGroup
-from rollbook.contracts.group_codec import encode_group
+from rollbook.contracts.group import GroupId, PromptGroup
 from rollbook.contracts.policy import NOT_SAMPLED, Publication
 from rollbook.contracts.ports import BatchSource, Fence, WeightReceiver
 from rollbook.ledger.records import PublicationRecord
@@ -22,7 +21,7 @@ from rollbook.telemetry.spans import SpanRecorder
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.loop import LoopOutcome, TrainerLoop
 from rollbook.trainer.metrics import TRAINER_METRICS
-from tests.parts.ledger.groups import RUN, settings
+from tests.parts.ledger.groups import RUN, settings, submission_of
 from tests.parts.ledger.service import open_memory_ledger
 from tests.parts.trainer.batches import recorded_batch, tiny_model_dir
 
@@ -34,11 +33,11 @@ async def submit_batches(ledger: Ledger, steps: Iterable[int]) -> None:
     """Submit the groups of recorded batches as an external producer does: without a known sampling version."""
     for step in steps:
         for group in recorded_batch(step, groups=GROUPS).groups:
-            plain = _unversioned(group)
-            await ledger.submit(RUN, encode_group(plain), plain.outcome(seconds=1.0), attempt=1)
+            plain = unversioned(group)
+            await ledger.submit(RUN, submission_of(plain))
 
 
-def _unversioned(group: PromptGroup) -> PromptGroup:
+def unversioned(group: PromptGroup) -> PromptGroup:
     samples = tuple(
         replace(s, sequences=tuple(replace(r, versions=np.full_like(r.versions, NOT_SAMPLED)) for r in s.sequences))
         for s in group.samples
@@ -109,9 +108,11 @@ class LedgerSource:
         self._connect()
         return await self._ledger.batch(RUN, step, epoch=self._epoch, wait_s=wait_s)
 
-    async def acknowledge(self, step: int, weights_digest: str) -> AckReceipt:
+    async def acknowledge(
+        self, step: int, weights_digest: str, *, unusable: Mapping[GroupId, str] | None = None
+    ) -> AckReceipt:
         self._connect()
-        receipt = await self._ledger.acknowledge(RUN, step, weights_digest, epoch=self._epoch)
+        receipt = await self._ledger.acknowledge(RUN, step, weights_digest, epoch=self._epoch, unusable=unusable)
         self._calls.append(f"acknowledge {step}" + ("" if receipt is AckReceipt.ACKNOWLEDGED else " again"))
         return receipt
 

@@ -2,17 +2,14 @@
 
 from types import MappingProxyType
 
-import msgspec
 import numpy as np
 import pytest
 
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import PromptGroup, group_id
 from rollbook.contracts.group_codec import (
-    FORMAT,
     RUN_FIELDS,
     RowFrame,
-    check_frame,
     decode_group,
     encode_group,
 )
@@ -20,8 +17,6 @@ from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import EndReason, RolloutSample, TokenRow, TurnMark
 from tests.parts.ledger.groups import big_group, group_of, token_row
-
-VALID = encode_group(group_of("a", (0, 3, -1))).payload
 
 
 def rich_group() -> PromptGroup:
@@ -112,45 +107,8 @@ def test_bytes_that_are_not_a_group_are_rejected() -> None:
         decode_group(encode_group(group_of("a")).payload[:-10])
 
 
-def frame_with(**fields: object) -> bytes:
-    return msgspec.msgpack.encode({**msgspec.msgpack.decode(VALID), **fields})
-
-
-def frame_with_row(row: list[bytes]) -> bytes:
-    frame = msgspec.msgpack.decode(VALID)
-    frame["samples"][0]["sequences"][0] = row
-    return msgspec.msgpack.encode(frame)
-
-
 def runs(*triples: tuple[int, int, int]) -> bytes:
     return np.array(triples, dtype="<i4").tobytes()
-
-
-def test_a_valid_frame_passes_the_check() -> None:
-    check_frame(VALID, group_id="a@0")
-    check_frame(encode_group(big_group("b")).payload, group_id="b@0")
-
-
-@pytest.mark.parametrize(
-    ("payload", "message"),
-    [
-        (b"", "not a group"),
-        (VALID[:-3], "not a group"),
-        (VALID + b"\x00", "not a group"),
-        (frame_with(format=FORMAT + 1), "supported is"),
-        (frame_with(group_id="b@0"), "that of group b@0"),
-        (frame_with(samples=[]), "no samples"),
-        (frame_with_row([b"", b"", b""]), "empty or of unequal length"),
-        (frame_with_row([bytes(8), bytes(4), runs((2, -1, 0))]), "empty or of unequal length"),
-        (frame_with_row([bytes(8), bytes(8), runs((1, -1, 0))]), "empty or of unequal length"),
-        (frame_with_row([bytes(8), bytes(8), runs((3, -1, 0), (-1, 0, 1))]), "empty or of unequal length"),
-        (frame_with_row([bytes(8), bytes(8), b"abc"]), "empty or of unequal length"),
-        (frame_with_row([bytes(7), bytes(7), runs((1, -1, 0))]), "empty or of unequal length"),
-    ],
-)
-def test_a_frame_that_cannot_be_decoded_is_rejected(payload: bytes, message: str) -> None:
-    with pytest.raises(RunError, match=message):
-        check_frame(payload, group_id="a@0")
 
 
 def test_a_damaged_run_length_allocates_no_memory() -> None:

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.policy import Publication, PublicationId, SamplingParams
-from rollbook.contracts.weights import weights_digest
+from rollbook.contracts.weights import Adapter, weights_digest
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engine import Engine, WeightsError
 from rollbook.inference.engines.embedded.engine import open_engine

@@ -6,35 +6,12 @@ from pathlib import Path
 import pytest
 
 from rollbook.contracts.errors import RunError
-from rollbook.contracts.group import DropKind, DropReason
 from rollbook.ledger.store import StoreFaultError
 from rollbook.ledger.stores.sqlite.file import FILE_NAME
 from rollbook.ledger.stores.sqlite.store import open_readonly
 from rollbook.ledger.tools.audit import audit
 from tests.parts.ledger.groups import RUN, draws, settings
-from tests.parts.ledger.run_driver import RunDriver, blocking_sqlite
-
-
-def write_a_run(directory: Path) -> None:
-    """Two steps trained, one durable; one group batched, queued, leased, dropped each. A short batch ends it."""
-    file = blocking_sqlite(directory / FILE_NAME)
-    driver = RunDriver(file).create(settings(staleness_bound=2))
-    driver.take_role()
-    live = driver.publish(0)
-    owner = driver.join()
-    for step in (1, 2, 3):
-        driver.open(owner, draws(2 * step, 2))
-        for at in (0, 1):
-            driver.submit(f"task{2 * step + at}", (live.id,))
-        driver.decide(step)
-        if step < 3:
-            driver.acknowledge(step)
-            live = driver.publish(step)
-    driver.checkpointed(1)
-    driver.open(owner, draws(8, 3))
-    driver.submit("task8", (live.id,))
-    driver.close("task9", DropReason(DropKind.FILTERED, "constant"))
-    file.close()
+from tests.parts.ledger.run_driver import RunDriver, blocking_sqlite, write_a_run
 
 
 def found(directory: Path) -> tuple[str, ...]:
@@ -80,13 +57,42 @@ def test_a_consistent_run_has_no_violations(tmp_path: Path) -> None:
         ("DELETE FROM batches WHERE step = 2", "not contiguous"),
         ("DELETE FROM steps WHERE step = 1", "trained steps: [2], expected [1, 2]"),
         ("UPDATE runs SET durable_step = 3", "out of order"),
+        ("UPDATE runs SET num_unusable = 1", "unusable groups by rows: 0, expected 1"),
+        ("UPDATE runs SET version = 1", "the version of the current publication: 2, expected 1"),
+        ("UPDATE runs SET settled_below = 1", "settled positions below the first open one: 0, expected 1"),
+        ("DELETE FROM positions", "positions of the cursor"),
+        ("DELETE FROM publications WHERE id = 1", "tokens of publication 1, which is missing"),
+        ("DELETE FROM publications WHERE id = 2", "publications: [0, 1], expected [0, 1, 2]"),
+        ("UPDATE publications SET effective_step = 9 WHERE id = 1", "counts as version 9"),
+        ("UPDATE groups SET publications = '0' WHERE group_id = 'task8@0'", "by its payload, the publications"),
+        ("UPDATE groups SET oldest_version = 1 WHERE group_id = 'task8@0'", "task8@0: oldest version: 1, expected 2"),
+        ("UPDATE groups SET oldest_version = 0 WHERE group_id = 'task4@0'", "oldest version in its batch"),
+        ("UPDATE groups SET draw = 1 WHERE group_id = 'task4@0'", "by its payload, the draw is 0, not 1"),
+        ("UPDATE groups SET payload_bytes = 1 WHERE group_id = 'task4@0'", "task4@0: bytes of its payload"),
+        ("UPDATE groups SET outcome = '{}' WHERE group_id = 'task4@0'", "task4@0: its outcome is damaged"),
+        (
+            "UPDATE groups SET outcome = replace(outcome, '\"reward_mean\":0.5', '\"reward_mean\":0.7') WHERE state = 'queued'",
+            "by its payload, the mean reward is 0.5, not 0.7",
+        ),
+        ("UPDATE groups SET unusable = 'odd' WHERE group_id = 'task4@0'", "task4@0: recorded as unusable: odd"),
+        ("UPDATE groups SET drop_reason = 'odd' WHERE state = 'dropped'", "'odd' is not a valid DropKind"),
+        ("UPDATE groups SET opened_at = 5 WHERE group_id = 'task4@0'", "task4@0: time of opening"),
+        ("UPDATE groups SET state = 'odd' WHERE group_id = 'task4@0'", "task4@0' is damaged: 'odd' is not a valid"),
+        ("UPDATE history SET note = 'odd' WHERE group_id = 'task4@0'", "table history with run_id"),
+        (
+            "UPDATE steps SET digest = 'odd' WHERE step = 1",
+            "table steps with run_id 'run-1', step 1, epoch 1 was changed",
+        ),
+        ("UPDATE owners SET name = 'odd'", "table owners with run_id"),
+        ("UPDATE batches SET decided_at = 5 WHERE step = 1", "table batches with run_id 'run-1', step 1 was changed"),
+        ("UPDATE groups SET run_id = 'other' WHERE group_id = 'task8@0'", "table groups with run_id 'other'"),
     ],
 )
 def test_each_kind_of_damage_is_reported(tmp_path: Path, damage: str, sentence: str) -> None:
     write_a_run(tmp_path)
     db = sqlite3.connect(tmp_path / FILE_NAME)
     with db:
-        assert db.execute(damage).rowcount > 0
+        assert db.execute(damage).rowcount != 0
     db.close()
     assert any(sentence in violation for violation in found(tmp_path)), found(tmp_path)
 

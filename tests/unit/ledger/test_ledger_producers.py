@@ -7,11 +7,10 @@ import pytest
 from rollbook.contracts.admission import Receipt
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId
-from rollbook.contracts.group_codec import encode_group
 from rollbook.ledger.records import ProducerRecord
 from rollbook.ledger.rules import groups
-from rollbook.ledger.rules.groups import QueueFullError, Submission
-from tests.parts.ledger.groups import RUN, draws, group_of, outcome_of, settings
+from rollbook.ledger.rules.groups import QueueFullError
+from tests.parts.ledger.groups import RUN, draws, group_of, settings, submission_of
 from tests.parts.ledger.run_driver import RunDriver
 
 
@@ -22,19 +21,7 @@ def register(driver: RunDriver, name: str, *, weight: float = 1.0, min_share: fl
 def send(
     driver: RunDriver, task: str, producer: str | None, *, max_bytes: int | None = None, max_queued: int = 100
 ) -> Receipt:
-    group = group_of(task, (-1,))
-    encoded = encode_group(group)
-    submission = Submission(
-        group_id=group.id,
-        task_id=group.task_id,
-        draw=0,
-        attempt=1,
-        publications=(-1,),
-        outcome=outcome_of(group),
-        payload=encoded.payload,
-        payload_digest=encoded.digest,
-        producer=producer,
-    )
+    submission = submission_of(group_of(task, (-1,)), producer=producer)
     return driver.rule(
         lambda run_tx: groups.submit(run_tx, submission, max_queued=max_queued, max_queued_bytes=max_bytes)
     )

@@ -12,7 +12,6 @@ import pytest
 
 from rollbook.concurrency.clock import ManualClock
 from rollbook.contracts.group import DropKind, GroupId, GroupState
-from rollbook.contracts.group_codec import encode_group
 from rollbook.ledger.config import Durability, LedgerConfig
 from rollbook.ledger.service import open_ledger
 from rollbook.ledger.store import StoreFaultError, Transaction
@@ -30,7 +29,7 @@ from rollbook.ledger.stores.sqlite.segments import (
 from rollbook.ledger.stores.sqlite.store import SqliteStore, open_readonly, open_sqlite_store, reclaim
 from rollbook.ledger.tools.audit import audit_run
 from rollbook.telemetry.events import EventLog
-from tests.parts.ledger.groups import RUN, group_of, outcome_of, settings
+from tests.parts.ledger.groups import RUN, group_of, settings, submission_of
 
 A, B = GroupId("a"), GroupId("b")
 
@@ -270,7 +269,7 @@ async def crashed_with_groups(directory: Path, names: list[str]) -> None:
             await ledger.create_run(RUN, settings())
             for name in names:
                 group = group_of(name, (-1,))
-                await ledger.submit(RUN, encode_group(group), outcome_of(group), attempt=1)
+                await ledger.submit(RUN, submission_of(group))
         die(store)
 
 

@@ -1,11 +1,12 @@
 """A run killed at any step and resumed ends with the same weights, bit for bit, as an uninterrupted run."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from rollbook.contracts.batch import AckReceipt, TrainingBatch
+from rollbook.contracts.group import GroupId
 from rollbook.trainer.loop import LoopEnd
 from rollbook.trainer.replay import replay
 from tests.parts.ledger.groups import RUN
@@ -27,10 +28,12 @@ class KillingSource(LedgerSource):
         self._kill_at = (call, step)
         self._is_received = is_received
 
-    async def acknowledge(self, step: int, weights_digest: str) -> AckReceipt:
+    async def acknowledge(
+        self, step: int, weights_digest: str, *, unusable: Mapping[GroupId, str] | None = None
+    ) -> AckReceipt:
         if self._kill_at == ("acknowledge", step) and not self._is_received:
             raise KilledError
-        receipt = await super().acknowledge(step, weights_digest)
+        receipt = await super().acknowledge(step, weights_digest, unusable=unusable)
         if self._kill_at == ("acknowledge", step):
             raise KilledError
         return receipt

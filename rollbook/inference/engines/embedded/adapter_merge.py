@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rollbook.contracts.adapter import Adapter
+from rollbook.contracts.weights import Adapter
 from rollbook.inference.weights.lora import LowRankPair
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}

@@ -15,10 +15,9 @@ from pathlib import Path
 
 import torch
 
-from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.policy import Completion, Publication, SamplingParams
-from rollbook.contracts.weights import RawTensor, weights_digest
+from rollbook.contracts.weights import Adapter, RawTensor, weights_digest
 from rollbook.inference.config import InferenceConfig, KvAfterUpdate
 from rollbook.inference.engine import (
     EngineClosedError,

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from rollbook.contracts.adapter import Adapter
-from rollbook.contracts.weights import RawTensor, weights_digest
+from rollbook.contracts.weights import Adapter, RawTensor, weights_digest
 from rollbook.inference.engine import TensorSource, WeightsError
 from rollbook.inference.engines.embedded.adapter_merge import AdapterMerge
 from rollbook.inference.weights.lora import checked_settings, low_rank_pairs

@@ -12,9 +12,8 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.policy import Publication, PublicationId
-from rollbook.contracts.weights import weights_digest
+from rollbook.contracts.weights import Adapter, weights_digest
 from rollbook.inference.engine import Engine
 from rollbook.inference.pause import ADOPTED_EPOCH, OutdatedUpdateError
 from rollbook.inference.request import BadRequestError

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.policy import Publication
+from rollbook.contracts.weights import Adapter
 from rollbook.inference.engine import TensorSource, WeightsError
 from rollbook.inference.weights.transport import TransportOptions, update_message
 from rollbook.inference.weights.transports.packing import TensorHeader, header_fields, headers_of, pack, unpack_views

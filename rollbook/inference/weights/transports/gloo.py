@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions, ProcessGroupGloo, Store, TCPStore
 
-from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.errors import TransientError
 from rollbook.contracts.policy import Publication
+from rollbook.contracts.weights import Adapter
 from rollbook.inference.engine import TensorSource
 from rollbook.inference.request import BadRequestError
 from rollbook.inference.weights.transport import TransportOptions, update_message

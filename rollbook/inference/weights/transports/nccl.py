@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.errors import RunError, TransientError
 from rollbook.contracts.plugin import load_on_demand
 from rollbook.contracts.policy import Publication
+from rollbook.contracts.weights import Adapter
 from rollbook.inference.weights.transport import TransportOptions, update_message
 from rollbook.inference.weights.transports.gloo import free_port
 from rollbook.inference.weights.transports.packing import header_fields, headers_of

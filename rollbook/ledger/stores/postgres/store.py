@@ -120,6 +120,8 @@ class _Listener:
 class PostgresStore:
     """Satisfies `store.Store`. Made by `open_postgres_store`."""
 
+    is_shared = True
+
     def __init__(self, url: str, writer: PostgresWriter, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._writer = writer

@@ -32,7 +32,9 @@ CREATE TABLE runs (
     queued_bytes        INTEGER NOT NULL,
     num_batched         INTEGER NOT NULL,
     num_trained         INTEGER NOT NULL,
-    num_durable         INTEGER NOT NULL
+    num_durable         INTEGER NOT NULL,
+    num_unusable        INTEGER NOT NULL,
+    checksum            INTEGER NOT NULL            -- of the other columns, also in the other tables
 );
 
 CREATE TABLE drops (
@@ -51,6 +53,7 @@ CREATE TABLE owners (
     last_seen  REAL NOT NULL,
     request_id TEXT,
     reply      BLOB,
+    checksum   INTEGER NOT NULL,
     PRIMARY KEY (run_id, owner_id)
 );
 CREATE INDEX owners_by_name ON owners (run_id, name);
@@ -64,6 +67,7 @@ CREATE TABLE producers (
     registered_at REAL NOT NULL,
     credit        REAL NOT NULL,
     num_batched   INTEGER NOT NULL,
+    checksum      INTEGER NOT NULL,
     PRIMARY KEY (run_id, name)
 );
 
@@ -88,12 +92,14 @@ CREATE TABLE groups (
     oldest_version        INTEGER,
     step                  INTEGER,
     drop_reason           TEXT,
+    unusable              TEXT,
     outcome               BLOB,                     -- JSON
     payload_digest        TEXT,
     payload_bytes         INTEGER NOT NULL,
     has_payload           INTEGER NOT NULL,
     release_step          INTEGER,
     producer              TEXT,
+    checksum              INTEGER NOT NULL,
     PRIMARY KEY (run_id, group_id)
 );
 -- Partial indexes cover only open groups, so their cost does not grow with the length of the run. Each producer's queue has its own
@@ -138,7 +144,8 @@ CREATE TABLE history (
     from_state TEXT,
     to_state   TEXT NOT NULL,
     note       TEXT NOT NULL,
-    by         TEXT NOT NULL
+    by         TEXT NOT NULL,
+    checksum   INTEGER NOT NULL
 );
 CREATE INDEX history_by_group ON history (run_id, group_id, id);
 
@@ -149,6 +156,7 @@ CREATE TABLE batches (
     is_last    INTEGER NOT NULL,
     epoch      INTEGER NOT NULL,
     decided_at REAL NOT NULL,
+    checksum   INTEGER NOT NULL,
     PRIMARY KEY (run_id, step)
 );
 CREATE TABLE batch_entries (
@@ -159,17 +167,19 @@ CREATE TABLE batch_entries (
     sequence       INTEGER NOT NULL,
     payload_digest TEXT NOT NULL,
     oldest_version INTEGER,
+    checksum       INTEGER NOT NULL,
     PRIMARY KEY (run_id, step, place),
     UNIQUE (run_id, group_id)                       -- a group is in one batch at most
 ) WITHOUT ROWID;
 
 CREATE TABLE steps (
-    run_id  TEXT NOT NULL,
-    step    INTEGER NOT NULL,
-    epoch   INTEGER NOT NULL,
-    digest  TEXT NOT NULL,
-    receipt TEXT NOT NULL,
-    at      REAL NOT NULL,
+    run_id   TEXT NOT NULL,
+    step     INTEGER NOT NULL,
+    epoch    INTEGER NOT NULL,
+    digest   TEXT NOT NULL,
+    receipt  TEXT NOT NULL,
+    at       REAL NOT NULL,
+    checksum INTEGER NOT NULL,
     PRIMARY KEY (run_id, step, epoch)
 ) WITHOUT ROWID;
 
@@ -182,6 +192,7 @@ CREATE TABLE publications (
     effective_step INTEGER NOT NULL,
     registered_at  REAL NOT NULL,
     confirmed_at   REAL,
+    checksum       INTEGER NOT NULL,
     PRIMARY KEY (run_id, id)
 );
 CREATE INDEX publications_by_effective_step ON publications (run_id, effective_step);

@@ -1,15 +1,19 @@
-"""Conversion between records and rows: one table for each record, with its fields as columns."""
+"""Conversion between records and rows: one table for each record, with its fields as columns.
 
-from collections.abc import Callable, Iterable, Sequence
+The rows of the ledger's own tables end with a checksum of their values. The audit finds rows that were damaged on the disk by it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from operator import attrgetter
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_type_hints
 
 import msgspec
+import xxhash
 
-from rollbook.contracts.admission import RunSettings
+from rollbook.contracts.admission import RunId, RunSettings
 from rollbook.contracts.batch import AckReceipt, EndOfRun
-from rollbook.contracts.group import GroupState
+from rollbook.contracts.group import GroupId, GroupState
 from rollbook.ledger.records import (
     GroupRecord,
     MoveRecord,
@@ -22,8 +26,14 @@ from rollbook.ledger.records import (
     RunRecord,
     StepRecord,
 )
+from rollbook.ledger.store import StoreFaultError
 
 R = TypeVar("R", bound=Record)
+
+
+def checksum(values: Sequence[Any]) -> int:
+    """64 bits of XXH3 as a signed number, which both databases can store."""
+    return int.from_bytes(xxhash.xxh3_64_digest(msgspec.msgpack.encode(values)), "big", signed=True)
 
 
 class Table(Generic[R]):
@@ -37,30 +47,60 @@ class Table(Generic[R]):
         key: tuple[str, ...],
         read: dict[str, Callable[[Any], Any]] | None = None,
         write: dict[str, Callable[[Any], Any]] | None = None,
+        has_checksum: bool = True,
     ) -> None:
+        self.name = name
         self.columns = record.__struct_fields__
         self._record = record
-        self._read = tuple((at, read[name]) for at, name in enumerate(self.columns) if read and name in read)
-        self._write = tuple((at, write[name]) for at, name in enumerate(self.columns) if write and name in write)
-        listed = ", ".join(self.columns)
-        places = ", ".join("?" * len(self.columns))
-        updates = ", ".join(f"{c} = excluded.{c}" for c in self.columns if c not in key)
-        self.select = f"SELECT {listed} FROM {name} "
-        self.insert = f"INSERT INTO {name} ({listed}) VALUES ({places})"
+        self._key = key
+        self._has_checksum = has_checksum
+        read, write = {**(read or {})}, {**(write or {})}
+        for column, kind in get_type_hints(record).items():
+            # Values are written with the types that they are read with, so that their checksum is the same.
+            if kind is bool:
+                read.setdefault(column, bool)
+                write.setdefault(column, int)
+            elif kind is float:
+                write.setdefault(column, float)
+            elif kind == float | None:
+                write.setdefault(column, lambda value: None if value is None else float(value))
+        self._read = tuple((at, read[name]) for at, name in enumerate(self.columns) if name in read)
+        self._write = tuple((at, write[name]) for at, name in enumerate(self.columns) if name in write)
+        stored = (*self.columns, "checksum") if has_checksum else self.columns
+        updates = ", ".join(f"{c} = excluded.{c}" for c in stored if c not in key)
+        self.select = f"SELECT {', '.join(self.columns)} FROM {name} "
+        self.insert = f"INSERT INTO {name} ({', '.join(stored)}) VALUES ({', '.join('?' * len(stored))})"
         self.upsert = f"{self.insert} ON CONFLICT ({', '.join(key)}) DO UPDATE SET {updates}"
+        self.select_checked = f"SELECT {', '.join(stored)} FROM {name} "
 
     def row(self, record: R) -> list[Any]:
         values = list(msgspec.structs.astuple(record))
         for at, convert in self._write:
             values[at] = convert(values[at])
+        if self._has_checksum:
+            values.append(checksum(values))
         return values
 
     def record(self, row: Sequence[Any]) -> R:
+        """Raises `StoreFaultError` for a row that is damaged so much that it has no meaning."""
         values = list(row)
-        for at, convert in self._read:
-            if values[at] is not None:
-                values[at] = convert(values[at])
+        try:
+            for at, convert in self._read:
+                if values[at] is not None:
+                    values[at] = convert(values[at])
+        except (msgspec.MsgspecError, ValueError, TypeError, AttributeError, OverflowError) as error:
+            raise StoreFaultError(f"{self._named(row)} is damaged: {error}") from error
         return self._record(**dict(zip(self.columns, values, strict=True)))
+
+    def damaged(self, rows: Iterable[Sequence[Any]]) -> Iterator[str]:
+        """A sentence for each row of `select_checked` whose checksum differs."""
+        for *values, stored in rows:
+            if checksum(values) != stored:
+                yield f"{self._named(values)} was changed after it was written: its checksum does not match"
+
+    def _named(self, row: Sequence[Any]) -> str:
+        key = ", ".join(f"{name} {row[self.columns.index(name)]!r}" for name in self._key if name in self.columns)
+        return f"the row of table {self.name} with {key or list(row)}"
 
     def all(self, rows: Iterable[Sequence[Any]]) -> list[R]:
         return [self.record(row) for row in rows]
@@ -83,12 +123,7 @@ RUNS = Table(
     "runs",
     RunRecord,
     key=("run_id",),
-    read={
-        "settings": _settings_of,
-        "ended": EndOfRun,
-        "exhausted": bool,
-        "is_last_short": bool,
-    },
+    read={"settings": _settings_of, "ended": EndOfRun},
     write={"settings": _text_of},
 )
 OWNERS = Table("owners", OwnerRecord, key=("run_id", "owner_id"), read={"state": OwnerState})
@@ -101,22 +136,57 @@ GROUPS = Table(
         "origin": Origin,
         "state": GroupState,
         "publications": lambda text: tuple(map(int, text.split(","))) if text else (),
-        "has_payload": bool,
     },
     # Plain values: for any other type, even a subclass, the driver searches for an adapter.
     write={
         "publications": lambda ids: ",".join(map(str, ids)),
         "origin": attrgetter("_value_"),
         "state": attrgetter("_value_"),
-        "has_payload": int,
     },
 )
 MOVES = Table(
     "history",
     MoveRecord,
-    key=("id",),
+    key=("run_id", "group_id", "to_state"),
     read={"from_state": GroupState, "to_state": GroupState},
     write={"from_state": lambda state: None if state is None else state._value_, "to_state": attrgetter("_value_")},
 )
+
+
+class BatchRow(Record, frozen=True, kw_only=True):
+    """A `BatchRecord` without its entries."""
+
+    run_id: RunId
+    step: int
+    digest: str
+    is_last: bool
+    epoch: int
+    decided_at: float
+
+
+class EntryRow(Record, frozen=True, kw_only=True):
+    run_id: RunId
+    step: int
+    place: int
+    group_id: GroupId
+    sequence: int
+    payload_digest: str
+    oldest_version: int | None
+
+
+BATCHES = Table("batches", BatchRow, key=("run_id", "step"))
+ENTRIES = Table("batch_entries", EntryRow, key=("run_id", "step", "place"))
 STEPS = Table("steps", StepRecord, key=("run_id", "step", "epoch"), read={"receipt": AckReceipt})
 PUBLICATIONS = Table("publications", PublicationRecord, key=("run_id", "id"))
+CHECKED: tuple[Table[Any], ...] = (
+    RUNS,
+    OWNERS,
+    PRODUCERS,
+    GROUPS,
+    MOVES,
+    BATCHES,
+    ENTRIES,
+    STEPS,
+    PUBLICATIONS,
+)
+"""The tables whose rows have checksums. The others are recounted by the audit."""

@@ -1,18 +1,13 @@
 """SQL of batches, acknowledged steps and publications."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.batch import BatchEntry, BatchManifest
-from rollbook.contracts.group import GroupId
 from rollbook.contracts.policy import PublicationId
 from rollbook.ledger.records import BatchRecord, PublicationRecord, StepRecord
-from rollbook.ledger.stores.sql.tables import PUBLICATIONS, STEPS
+from rollbook.ledger.stores.sql.tables import BATCHES, ENTRIES, PUBLICATIONS, STEPS, BatchRow, EntryRow
 from rollbook.ledger.stores.sql.write_buffer import SqlSession
-
-SELECT_BATCH = "SELECT step, digest, is_last, epoch, decided_at FROM batches WHERE run_id = ? "
-ENTRY_COLUMNS = "group_id, sequence, payload_digest, oldest_version"
 
 
 class SqlBatches:
@@ -22,42 +17,52 @@ class SqlBatches:
         self._session = session
 
     def get(self, run_id: RunId, step: int) -> BatchRecord | None:
-        row = self._session.select(SELECT_BATCH + "AND step = ?", (run_id, step)).fetchone()
-        return None if row is None else self._record(run_id, row)
+        sql = BATCHES.select + "WHERE run_id = ? AND step = ?"
+        row = BATCHES.one(self._session.select(sql, (run_id, step)).fetchone())
+        return None if row is None else self._record(row)
 
     def put(self, batch: BatchRecord) -> None:
         manifest = batch.manifest
-        self._session.write(
-            "INSERT INTO batches (run_id, step, digest, is_last, epoch, decided_at) VALUES (?, ?, ?, ?, ?, ?)",
-            (batch.run_id, manifest.step, manifest.digest, manifest.is_last, batch.epoch, batch.decided_at),
+        row = BatchRow(
+            run_id=batch.run_id,
+            step=manifest.step,
+            digest=manifest.digest,
+            is_last=manifest.is_last,
+            epoch=batch.epoch,
+            decided_at=batch.decided_at,
         )
-        self._session.write_many(
-            f"INSERT INTO batch_entries (run_id, step, place, {ENTRY_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?)",
-            (
-                (batch.run_id, manifest.step, place, e.group_id, e.sequence, e.payload_digest, e.oldest_version)
-                for place, e in enumerate(manifest.entries)
-            ),
-        )
+        self._session.write(BATCHES.insert, BATCHES.row(row))
+        entries = [
+            EntryRow(
+                run_id=batch.run_id,
+                step=manifest.step,
+                place=place,
+                group_id=entry.group_id,
+                sequence=entry.sequence,
+                payload_digest=entry.payload_digest,
+                oldest_version=entry.oldest_version,
+            )
+            for place, entry in enumerate(manifest.entries)
+        ]
+        self._session.write_many(ENTRIES.insert, [ENTRIES.row(entry) for entry in entries])
 
     def each(self, run_id: RunId) -> Iterator[BatchRecord]:
-        rows = self._session.stream(SELECT_BATCH + "ORDER BY step", (run_id,))
-        return (self._record(run_id, row) for row in rows)
+        rows = self._session.stream(BATCHES.select + "WHERE run_id = ? ORDER BY step", (run_id,))
+        return (self._record(BATCHES.record(row)) for row in rows)
 
-    def _record(self, run_id: RunId, row: Sequence[Any]) -> BatchRecord:
-        step, digest, is_last, epoch, decided_at = row
-        entries = self._session.select(
-            f"SELECT {ENTRY_COLUMNS} FROM batch_entries WHERE run_id = ? AND step = ? ORDER BY place", (run_id, step)
+    def _record(self, row: BatchRow) -> BatchRecord:
+        sql = ENTRIES.select + "WHERE run_id = ? AND step = ? ORDER BY place"
+        entries = tuple(
+            BatchEntry(
+                group_id=entry.group_id,
+                sequence=entry.sequence,
+                payload_digest=entry.payload_digest,
+                oldest_version=entry.oldest_version,
+            )
+            for entry in ENTRIES.all(self._session.select(sql, (row.run_id, row.step)))
         )
-        manifest = BatchManifest(
-            step=step,
-            entries=tuple(
-                BatchEntry(group_id=GroupId(g), sequence=s, payload_digest=d, oldest_version=v)
-                for g, s, d, v in entries
-            ),
-            digest=digest,
-            is_last=bool(is_last),
-        )
-        return BatchRecord(run_id=run_id, manifest=manifest, epoch=epoch, decided_at=decided_at)
+        manifest = BatchManifest(step=row.step, entries=entries, digest=row.digest, is_last=row.is_last)
+        return BatchRecord(run_id=row.run_id, manifest=manifest, epoch=row.epoch, decided_at=row.decided_at)
 
 
 class SqlSteps:

@@ -1,6 +1,6 @@
 """A transaction on a SQL database: all parts on one session."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.group import GroupId
@@ -8,6 +8,7 @@ from rollbook.ledger.store import Payloads
 from rollbook.ledger.stores.sql.groups import SqlGroups, SqlHistory, SqlPayloads
 from rollbook.ledger.stores.sql.runs import SqlOwners, SqlPositions, SqlProducers, SqlRuns
 from rollbook.ledger.stores.sql.schema import SqlSideTables, Translate
+from rollbook.ledger.stores.sql.tables import CHECKED
 from rollbook.ledger.stores.sql.training import SqlBatches, SqlPublications, SqlSteps
 from rollbook.ledger.stores.sql.write_buffer import SqlSession
 
@@ -16,9 +17,17 @@ class SqlTransaction:
     """Satisfies `store.Transaction`. A writer encloses each operation in `begin` and `end` or `fail`, then calls `flush`."""
 
     def __init__(
-        self, session: SqlSession, where: str, *, payloads: Payloads | None = None, translate: Translate = str
+        self,
+        session: SqlSession,
+        where: str,
+        *,
+        payloads: Payloads | None = None,
+        translate: Translate = str,
+        check_file: Callable[[], Iterable[str]] = tuple,
     ) -> None:
+        """`check_file` reports damage that the database can find itself."""
         self.session = session
+        self._check_file = check_file
         self.runs = SqlRuns(session)
         self.owners = SqlOwners(session)
         self.producers = SqlProducers(session)
@@ -52,6 +61,13 @@ class SqlTransaction:
             self.syncs_all_payloads = True
         else:
             self.payloads_to_sync.append((run_id, group_ids))
+
+    def damage(self, run_id: RunId) -> Iterator[str]:
+        yield from self._check_file()
+        for table in CHECKED:
+            # A row whose run is unknown may be one of this run.
+            where = "WHERE run_id = ? OR run_id NOT IN (SELECT run_id FROM runs)"
+            yield from table.damaged(self.session.stream(table.select_checked + where, (run_id,)))
 
     def announce(self, run_id: RunId) -> None:
         self.announced.add(run_id)

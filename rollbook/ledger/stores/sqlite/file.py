@@ -26,6 +26,9 @@ ADVICE = {
     sqlite3.SQLITE_IOERR: "the disk reports an error: check it, then start again",
     sqlite3.SQLITE_CORRUPT: "the file is damaged: restore it from a copy of the run directory",
     sqlite3.SQLITE_NOTADB: "the file is not a ledger: restore it from a copy of the run directory",
+    # The statements are fixed, so tables or columns that they name and that do not exist are damage too.
+    sqlite3.SQLITE_ERROR: "its tables are damaged: restore it from a copy of the run directory",
+    sqlite3.SQLITE_MISMATCH: "its tables are damaged: restore it from a copy of the run directory",
     sqlite3.SQLITE_BUSY: "another process holds it: stop the other one and start again",
 }
 
@@ -43,8 +46,11 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def fault_of(error: BaseException, path: Path) -> StoreFaultError | None:
-    # The low byte is the primary code; the rest is an extended code.
-    advice = ADVICE.get((getattr(error, "sqlite_errorcode", None) or 0) & 0xFF)
+    # The low byte is the primary code; the rest is an extended code. Text that is not UTF-8 has none.
+    code = getattr(error, "sqlite_errorcode", None) or 0
+    if not code and isinstance(error, sqlite3.OperationalError) and "decode to UTF-8" in str(error):
+        code = sqlite3.SQLITE_CORRUPT
+    advice = ADVICE.get(code & 0xFF)
     return None if advice is None else StoreFaultError(f"ledger file {path}: {error}; {advice}")
 
 
@@ -86,3 +92,10 @@ def check_integrity(db: sqlite3.Connection, path: Path, *, growing: bool) -> Non
             raise StoreFaultError(
                 f"ledger file {path}: table {table} is damaged ({found[0]}); {ADVICE[sqlite3.SQLITE_CORRUPT]}"
             )
+
+
+def find_damage(db: sqlite3.Connection) -> Iterator[str]:
+    """What SQLite finds in all pages, tables and indexes."""
+    for (finding,) in db.execute("PRAGMA integrity_check"):
+        if finding != "ok":
+            yield f"the ledger file is damaged: {finding}"

@@ -14,6 +14,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,6 +30,7 @@ from rollbook.ledger.stores.sqlite.file import (
     check_integrity,
     connect,
     explained,
+    find_damage,
     require_tables,
 )
 from rollbook.ledger.stores.sqlite.segment_compaction import close_holes, segment_bytes
@@ -45,6 +47,8 @@ READERS = 3
 
 class SqliteStore:
     """Satisfies `store.Store`. Opened by `open_sqlite_store` and `open_memory_store`."""
+
+    is_shared = False
 
     def __init__(self, path: Path, durability: Durability, loop: asyncio.AbstractEventLoop) -> None:
         self.path = path
@@ -133,7 +137,8 @@ def _read(db: sqlite3.Connection, work: Callable[[Transaction], T], path: Path) 
     try:
         session = SqlSession(db)
         payloads = SegmentPayloads(session, path.parent)
-        return work(SqlTransaction(session, f"ledger file {path}", payloads=payloads))
+        check_file = partial(find_damage, db)
+        return work(SqlTransaction(session, f"ledger file {path}", payloads=payloads, check_file=check_file))
     finally:
         db.execute("ROLLBACK")
 

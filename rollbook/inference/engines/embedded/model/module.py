@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from rollbook.contracts.adapter import Adapter
 from rollbook.contracts.errors import RunError
+from rollbook.contracts.weights import Adapter
 from rollbook.inference.engine import WeightsError
 from rollbook.inference.engines.embedded.live_weights import LiveWeights
 from rollbook.inference.engines.embedded.model.forward import PrefillInput, PrefillPositions
