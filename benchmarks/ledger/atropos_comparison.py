@@ -93,11 +93,23 @@ def started(command: Sequence[str | Path], port: int, *, has_child: bool) -> Ite
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         wait_until_listening(port, process)
-        own = psutil.Process(process.pid)
-        yield Server(f"http://127.0.0.1:{port}", own.children()[0] if has_child else own)
+        yield Server(f"http://127.0.0.1:{port}", serving_process(process, has_child=has_child))
     finally:
         process.terminate()
         process.wait(TIMEOUT_S)
+
+
+def serving_process(process: subprocess.Popen[bytes], *, has_child: bool) -> psutil.Process:
+    """`run-api` listens before it has started the child that serves."""
+    own = psutil.Process(process.pid)
+    until = time.monotonic() + TIMEOUT_S
+    while has_child:
+        if children := own.children():
+            return children[0]
+        if process.poll() is not None or time.monotonic() > until:
+            raise SystemExit(f"{process.args!r} started no server")
+        time.sleep(0.05)
+    return own
 
 
 def wait_until_listening(port: int, process: subprocess.Popen[bytes]) -> None:

@@ -18,10 +18,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from rollbook.contracts.trajectory import RolloutSample
+from rollbook import RolloutFn, RolloutSample, RolloutSetup, TrajectoryAssembler
 from rollbook.envs.builtin.number_guessing import number_guessing_tasks
-from rollbook.rollout.assemblers.tokens import TrajectoryAssembler
-from rollbook.rollout.contract import RolloutFn, RolloutSetup
 
 
 def make_rollout(setup: RolloutSetup) -> RolloutFn:

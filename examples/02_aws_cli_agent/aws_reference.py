@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollbook.contracts.environment import Observation
+from rollbook import Observation
 from rollbook.envs.builtin.awscli.solution import ReferencePolicy
 from rollbook.envs.builtin.awscli.tasks.checks import fill
 from rollbook.envs.builtin.awscli.tasks.faults import chosen_variant

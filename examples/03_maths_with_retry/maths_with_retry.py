@@ -13,11 +13,15 @@ from typing import Any
 
 import scoring
 
-from rollbook.contracts.errors import EpisodeError
-from rollbook.contracts.policy import FinishReason
-from rollbook.contracts.trajectory import EndReason, RolloutSample
-from rollbook.rollout.assemblers.chat import MessageTrajectoryAssembler
-from rollbook.rollout.contract import RolloutFn, RolloutSetup
+from rollbook import (
+    EndReason,
+    EpisodeError,
+    FinishReason,
+    MessageTrajectoryAssembler,
+    RolloutFn,
+    RolloutSample,
+    RolloutSetup,
+)
 
 RETRY = "That is not right . Try again ."
 """Always the same message, so that it reveals nothing about the answer."""

@@ -12,12 +12,16 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rollbook.contracts.errors import EpisodeError
-from rollbook.contracts.policy import FinishReason
-from rollbook.contracts.trajectory import EndReason, RolloutSample
+from rollbook import (
+    EndReason,
+    EpisodeError,
+    FinishReason,
+    MessageTrajectoryAssembler,
+    RolloutFn,
+    RolloutSample,
+    RolloutSetup,
+)
 from rollbook.envs.builtin.awscli.tasks.task_bank import task_bank
-from rollbook.rollout.assemblers.chat import MessageTrajectoryAssembler
-from rollbook.rollout.contract import RolloutFn, RolloutSetup
 
 BEGINNER = [
     "s3-create-bucket",

@@ -5,9 +5,7 @@ The contract does not depend on the trainer: `make_rollout(setup)` returns the f
 
 from typing import Any
 
-from rollbook.contracts.trajectory import RolloutSample
-from rollbook.rollout.assemblers.tokens import TrajectoryAssembler
-from rollbook.rollout.contract import RolloutFn, RolloutSetup
+from rollbook import RolloutFn, RolloutSample, RolloutSetup, TrajectoryAssembler
 
 
 def make_rollout(setup: RolloutSetup) -> RolloutFn:

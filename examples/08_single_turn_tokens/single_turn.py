@@ -8,11 +8,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from rollbook.contracts.errors import EpisodeError
-from rollbook.contracts.policy import FinishReason
-from rollbook.contracts.trajectory import EndReason, RolloutSample
-from rollbook.rollout.assemblers.tokens import TrajectoryAssembler
-from rollbook.rollout.contract import RolloutFn, RolloutSetup
+from rollbook import EndReason, EpisodeError, FinishReason, RolloutFn, RolloutSample, RolloutSetup, TrajectoryAssembler
 
 BOS, FIRST_WORD = 1, 4
 """A built tokenizer has <pad> <bos> <eos> <unk> first, then the words of `model.build.vocabulary` in order."""

@@ -34,7 +34,7 @@ def proxy(  # noqa: PLR0917 - a command line is a list of flags
     allow_host: AllowHost = None,
     allow_origin: AllowOrigin = None,
 ) -> None:
-    """Try an agent: point it at BASE_URL/s/ANY_NAME/v1, then POST BASE_URL/s/ANY_NAME/end {"reward": 1.0}."""
+    """Try an agent: point it at BASE_URL/s/ANY_NAME/v1, then POST {"reward": 1.0} as JSON to BASE_URL/s/ANY_NAME/end."""
     # Needs the extra `rollout`, which the help of this verb must not need.
     command = load_on_demand("rollbook.run.commands.serve_proxy")
     options = command.ProxyOptions(

@@ -184,7 +184,7 @@ def _process_table(processes: Sequence[ProcessStatus]) -> Table:
             Text(process.state, STATE_STYLES.get(process.state, "")),
             duration(process.since_s),
             str(process.restarts) if process.restarts else "",
-            Text(process.doing),
+            Text(process.doing.partition("\n")[0]),
         )
     return table
 
@@ -193,7 +193,8 @@ def startup(processes: Sequence[ProcessStatus]) -> str:
     """What each process does or waits for: `policy, trainer: loading the model; rollout: starting workers`."""
     by_text: dict[str, list[str]] = {}
     for process in processes:
-        waits = f"waiting {process.doing}" if process.state == "waiting" else process.doing or process.state
+        doing = process.doing.partition("\n")[0]
+        waits = f"waiting {doing}" if process.state == "waiting" else doing or process.state
         by_text.setdefault(waits, []).append(process.name)
     return "; ".join(f"{', '.join(names)}: {text}" for text, names in by_text.items())
 

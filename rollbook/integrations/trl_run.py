@@ -23,6 +23,7 @@ from torch import Tensor
 
 from rollbook.access.tokens import read_token
 from rollbook.concurrency.child_process.process import python_environment
+from rollbook.concurrency.child_process.stopping import end_process_blocking
 from rollbook.concurrency.clock import SystemClock
 from rollbook.contracts.admission import LedgerStatus, RunId
 from rollbook.contracts.batch import AckReceipt, EndOfRun, TrainerRole, TrainingBatch
@@ -217,7 +218,7 @@ class RollbookRun:
         self._loop.close()
         self._log.close()
         if self._process is not None:
-            _stop(self._process)
+            end_process_blocking(self._process, grace_s=STOP_S)
 
     async def _close(self) -> None:
         if self._watch is not None:
@@ -248,7 +249,7 @@ def open_run(
         if run is not None:
             run.close()
         else:
-            _stop(process)
+            end_process_blocking(process, grace_s=STOP_S)
         os.close(parent_write)
 
 
@@ -263,12 +264,3 @@ def _host_info(directory: Path, process: subprocess.Popen[bytes]) -> HostInfo:
                 return info
         time.sleep(0.05)
     raise RunError(f"`rollbook host` was not ready within {READY_S:g} s; see {directory / 'logs'}")
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """The host ends by itself with the run. Otherwise terminate it, then kill it."""
-    for stop in (process.terminate, process.kill):
-        if process.poll() is None:
-            stop()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(STOP_S)

@@ -1,9 +1,11 @@
 """The mistakes of a first hour: each is reported before the run starts, with the line of the config file and of the user's code.
 
-`python -m tests.services.test_run_mistakes` prints each message with the seconds until it appeared.
+`python -m tests.services.test_run_mistakes` prints each message with the seconds until it appeared. On a busy machine, the CPU
+seconds say how long it takes on an idle one.
 """
 
 import re
+import resource
 import subprocess
 import sys
 import tempfile
@@ -207,6 +209,7 @@ def message_of(mistake: Mistake, directory: Path) -> str:
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name.replace(" ", "_"))
 def test_a_mistake_is_reported_with_its_line_before_anything_starts(mistake: Mistake, tmp_path: Path) -> None:
     message = message_of(mistake, tmp_path)
+    assert message.startswith("warning: ") == mistake.is_warning, message
     for pattern in mistake.expected:
         assert re.search(pattern, message), message
     assert not (tmp_path / "run").exists()
@@ -257,5 +260,11 @@ def train(mistake: Mistake, directory: Path) -> tuple[int, str, float]:
 if __name__ == "__main__":
     for one in MISTAKES:
         with tempfile.TemporaryDirectory() as folder:
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
             exit_code, text, seconds = train(one, Path(folder))
-            sys.stdout.write(f"## {one.name}: {seconds:.1f} s, exit code {exit_code}\n{text}\n")
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+            sys.stdout.write(
+                f"## {one.name}: {seconds:.1f} s, {cpu_s:.1f} CPU seconds, exit code {exit_code}\n{text}\n"
+            )
+            sys.stdout.flush()

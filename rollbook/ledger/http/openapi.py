@@ -13,7 +13,7 @@ REF = "#/components/schemas/{name}"
 ERRORS = {
     "400": "the body does not match its content type",
     "401": "no token, or an unknown one",
-    "403": "the token has another role",
+    "403": "the token has another role, or a web page sent the request",
     "404": "no such run, group or batch",
     "408": "the body did not arrive in time",
     "409": "a newer trainer or dispatcher has this role: stop",

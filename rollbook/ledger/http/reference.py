@@ -28,7 +28,8 @@ the first.
 **Long polls** (`open`, `batch`) take `wait_s`. The response is sent as soon as there is a result, and after
 {wire.MAX_WAIT_S:g} seconds at the latest.
 
-**Tokens**: `Authorization: Bearer …`. On loopback none is required unless tokens are configured; elsewhere each role has its own.
+**Tokens**: `Authorization: Bearer …`. On loopback only requests of the role `trainer` require one, the token of the run, unless
+tokens by role are configured; elsewhere every request does. Requests of web pages are refused. See [security](security.md).
 
 **Integers** have at most 53 bits, so that every store and every JSON parser keeps them exactly.
 """

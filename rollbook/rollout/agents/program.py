@@ -7,12 +7,12 @@ import asyncio
 import inspect
 import json
 import os
-import signal
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
 
+from rollbook.concurrency.child_process.stopping import end_process
 from rollbook.contracts.errors import EpisodeError
 from rollbook.contracts.user_errors import describe_error
 from rollbook.rollout.contract import ChatSession
@@ -91,24 +91,13 @@ def command_program(command: Sequence[str], extra: Mapping[str, str]) -> Program
         try:
             out, err = await process.communicate(json.dumps(row).encode())
         finally:
-            await _stop(process)
+            await end_process(process, grace_s=TERMINATE_S, has_own_group=True)
         if process.returncode:
             output = err.decode(errors="replace").strip()[-STDERR_CHARS:]
             raise AgentError(f"the agent's command ended with code {process.returncode}: {output}")
         return _result(out.decode(errors="replace"))
 
     return run
-
-
-async def _stop(process: asyncio.subprocess.Process) -> None:
-    """Terminate, then kill, the process group."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        if process.returncode is not None:
-            return
-        with suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), TERMINATE_S)
 
 
 def _result(printed: str) -> Any:

@@ -29,9 +29,10 @@ from rollbook.contracts.trajectory import RolloutSample
 from rollbook.contracts.user_errors import describe_error, is_user_file
 from rollbook.envs.catalog import environment_class
 from rollbook.envs.config import EnvConfig
-from rollbook.rollout.assemblers.assembler import AssemblyError
+from rollbook.rollout.agents.program import AgentError
 from rollbook.rollout.chat.tokenizer import RenderError
 from rollbook.rollout.contract import RolloutSetup, Tokenizer, load_rollout
+from rollbook.rollout.episodes.env_calls import EnvironmentTimeoutError
 from rollbook.rollout.groups.filters import load_filters
 from rollbook.rollout.groups.player import checked_sample
 from rollbook.rollout.policy import EpisodeTimeUpError, PromptTooLongError
@@ -292,13 +293,12 @@ class Checks:
         return None
 
     def _add_episode_error(self, error: Exception, watch: EnvironmentWatch, task: Task) -> None:
-        is_env = error is watch.failure
-        path = watch.path if is_env else "rollout.function"
+        path = watch.path if error is watch.failure else "rollout.function"
         message = str(error) if isinstance(error, EpisodeError | TransientError) else f"raised {describe_error(error)}"
-        # Code that raises an EpisodeError itself may reject the canned answer on purpose.
+        # User code that raises an EpisodeError, and an agent that raises anything, may reject the canned answer on purpose.
         frames = traceback.extract_tb(error.__traceback__)
         is_deliberate = isinstance(error, EpisodeError) and (
-            is_user_file(frames[-1].filename) or not (is_env or isinstance(error, AssemblyError))
+            is_user_file(frames[-1].filename) or isinstance(error, AgentError | EnvironmentTimeoutError)
         )
         add = self._findings.warning if is_deliberate else self._findings.fault
         where = f"in an episode of task {task.id!r} with the canned answer {CANNED_ANSWER!r}"

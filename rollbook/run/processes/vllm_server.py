@@ -3,11 +3,11 @@
 import asyncio
 import contextlib
 import os
-import signal
 from urllib.parse import urlsplit
 
 import aiohttp
 
+from rollbook.concurrency.child_process.stopping import end_process
 from rollbook.contracts.errors import RunError, WorkerError
 from rollbook.inference.config import InferenceConfig
 from rollbook.run.supervision.child_main import RoleContext
@@ -43,7 +43,7 @@ async def main(context: RoleContext) -> str:
         return "stopped"
     finally:
         drained.cancel()
-        await _end(process, died)
+        await end_process(process, grace_s=END_S)
 
 
 async def _start(
@@ -84,12 +84,3 @@ async def _until_healthy(url: str, died: asyncio.Task[int], drained: asyncio.Tas
                     if response.status == 200:
                         return
             await asyncio.sleep(POLL_S)
-
-
-async def _end(process: asyncio.subprocess.Process, died: asyncio.Task[int]) -> None:
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        if process.returncode is not None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(number)
-        await asyncio.wait({died}, timeout=END_S)
