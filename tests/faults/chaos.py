@@ -53,7 +53,8 @@ ENVIRONMENTS: dict[str, list[str]] = {
     "guessing": [*SETTINGS, "env.pool_size=32", "env.args.step_s=0.05", "inference.max_queued=64"],
     "aws": [*SETTINGS, "env.pool_size=4", "rollout.completions_per_prompt=2", "rollout.max_turns=6"],
 }
-ROLES = ("trainer", "worker", "policy", "ledger", "env", "rollout", "reward")
+SUPERVISED = ("trainer", "policy", "ledger", "env", "rollout")
+ROLES = (*SUPERVISED, "worker", "reward")
 # Processes that a role starts itself, by their module.
 MODULES = {
     "simulator": "rollbook.envs.builtin.awscli.cloud.simulator_process",
@@ -126,8 +127,10 @@ class Chaos:
     def _one_fault(self) -> None:
         kind = self._rng.choices(self._kinds, [WEIGHTS[kind] for kind in self._kinds])[0]
         match kind:
-            case Kind.KILL | Kind.TWICE | Kind.STOP:
+            case Kind.KILL | Kind.STOP:
                 self._hit([self._rng.choice(self._roles)], kind)
+            case Kind.TWICE:
+                self._hit([self._rng.choice(SUPERVISED)], kind)
             case Kind.SEVERAL:
                 left = max(1, self._kills - self.report.kills)
                 self._hit(self._rng.sample(self._roles, min(left, self._rng.choice((2, 3)))), kind)
@@ -156,7 +159,7 @@ class Chaos:
             waiting.append((fault, healed, time.monotonic()))
             if kind is Kind.STOP:
                 self._continue_late(pid, healed)
-            if kind is Kind.TWICE and role not in MODULES and role != "worker":
+            if kind is Kind.TWICE:
                 again = self.run.until(partial(self._starting, role, pid), what=f"{role} starts again", within_s=HEAL_S)
                 fault.kills += self._send(again, signal.SIGKILL)
         while waiting:
@@ -178,13 +181,13 @@ class Chaos:
         self.report.faults.append(fault)
         self.run.stop()
         self.run.start()
-        role = self._rng.choice(("ledger", "policy", "env", "rollout", "trainer"))
+        role = self._rng.choice(SUPERVISED)
         pid = self.run.until(lambda: self._starting(role, -1), what=f"{role} starts", within_s=HEAL_S)
         fault.kills += self._send(pid, signal.SIGKILL)
         self._await(fault, self._next_step(), began)
 
     def _kill_while_draining(self) -> None:
-        role = self._rng.choice(("ledger", "policy", "env", "rollout", "trainer"))
+        role = self._rng.choice(SUPERVISED)
         pid = self.run.until(partial(self._pid, role), what=f"{role} was up", within_s=HEAL_S)
         fault, began = Fault(Kind.DRAIN, role), time.monotonic()
         self.report.faults.append(fault)

@@ -15,7 +15,8 @@ def require_ok(directory: Path, *, seed: int, kills: int, env: str, kinds: Seque
     assert report.kills >= kills
     assert all(fault.heal_s is not None for fault in report.faults)
     assert report.trained > 0
-    assert set(report.dropped) <= {"end_of_run", "stale"}, report.table()
+    # A sample whose reward process is killed is unscorable; a group with too few scored samples is dropped as invalid.
+    assert set(report.dropped) <= {"end_of_run", "stale", "invalid"}, report.table()
 
 
 @pytest.mark.timeout(900)

@@ -166,6 +166,19 @@ def test_a_run_that_cannot_start_a_process_stops_with_the_limit_and_resumes_once
         run.stop()
 
 
+@slow
+def test_a_ledger_that_can_open_no_more_files_stops_the_run_and_the_same_command_resumes(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path, SHORT).start()
+    try:
+        run.until(lambda: run.step() >= 3, what="step 3")
+        pid = run.until(lambda: run.pid("ledger"), what="the ledger was up")
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (4, 4))
+        require_failure(run, "open files")
+        require_resume(run)
+    finally:
+        run.stop()
+
+
 def test_too_low_a_limit_of_open_files_is_reported_before_anything_starts(tmp_path: Path) -> None:
     run = SmallRun(tmp_path)
     refused = subprocess.run(

@@ -41,6 +41,27 @@ DEADLINES: tuple[tuple[str, str, str], ...] = (
     ("a process's start", "`run.ready_s`", "stopped run"),
 )
 
+MACHINE_FAULTS: tuple[tuple[str, str], ...] = (
+    (
+        "the disk is full, read-only or reports errors",
+        "the process that cannot write stops the run with the path and what to do; nothing that was acknowledged is lost",
+    ),
+    (
+        "the run directory is moved, deleted or unmounted",
+        "the supervisor notices within a second and stops the run; put the directory back",
+    ),
+    (
+        "the clock is set, by any amount",
+        "nothing: leases use a steady clock. After a restart with an earlier clock, a lease is as long as a new one",
+    ),
+    ("no process or thread can be started", "the run stops and names the limit to raise"),
+    (
+        "too few open files are allowed",
+        "`rollbook train` raises the limit as far as the system allows and refuses to start below 256. A process that reaches the "
+        "limit later stops the run",
+    ),
+)
+
 
 def page() -> str:
     return "\n".join(
@@ -87,6 +108,14 @@ def page() -> str:
             *(f"| {unit} | {setting} | {then} |" for unit, setting, then in DEADLINES),
             "",
             "Time in a queue, of the engine or of sandboxes, does not count as time of the episode.",
+            "",
+            "## Faults of the machine",
+            "",
+            "One error, and no traceback. The same command resumes.",
+            "",
+            "| fault | what happens |",
+            "|---|---|",
+            *(f"| {fault} | {then} |" for fault, then in MACHINE_FAULTS),
             "",
         ]
     )

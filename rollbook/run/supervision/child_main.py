@@ -34,6 +34,9 @@ EXIT_DONE = 0
 EXIT_CRASHED = 1
 EXIT_STOP_RUN = 2
 EXIT_FENCED = 3
+OPEN_FILE_CHECK_S = 1.0
+OPEN_FILE_FAILURES = 3
+"""Checks in a row: a short peak is no reason to stop."""
 
 # The module of a role is imported only by the process that plays it.
 ROLES: dict[str, str] = {
@@ -133,13 +136,35 @@ def main(argv: list[str] | None = None) -> int:
 async def _play(module: RoleModule, context: RoleContext) -> int:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, context.draining.set)
     beating = asyncio.create_task(heartbeat(lambda _: context.channel.heartbeat()), name="process.heartbeat")
+    watching = asyncio.create_task(_stop_without_files(context), name="process.open_files")
     try:
         end = await module.main(context)
     finally:
         beating.cancel()
+        watching.cancel()
     context.log.info("process.ended", how=end)
     context.channel.end(end)
     return EXIT_DONE
+
+
+async def _stop_without_files(context: RoleContext) -> None:
+    """Stop the run if this process can open no more files.
+
+    A server at the limit accepts no connection and reports no error: its clients would wait for their deadlines. The process ends
+    at once, because closing things in order needs files too, and every process may be killed at any moment.
+    """
+    failures = 0
+    while failures < OPEN_FILE_FAILURES:
+        await asyncio.sleep(OPEN_FILE_CHECK_S)
+        try:
+            os.close(os.dup(sys.stderr.fileno()))
+            failures = 0
+        except OSError as error:
+            failures += 1
+            fault = machine_fault(error) or str(error)
+    context.log.error("process.stop_run", cause=fault)
+    context.channel.fault(f"{fault}. Then start the run again: it resumes")
+    os._exit(EXIT_STOP_RUN)
 
 
 def exit_code_of(error: BaseException, channel: Channel, log: EventLog) -> int:

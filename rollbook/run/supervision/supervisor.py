@@ -131,7 +131,8 @@ class Supervisor:
                 process.kill()
             for sock in self._sockets.values():
                 sock.close()
-            self._directory.addresses_file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a disk that cannot be written must not hide why the run ended
+                self._directory.addresses_file.unlink(missing_ok=True)
             self._release_signals()
         return self._outcome(time.monotonic() - began)
 
