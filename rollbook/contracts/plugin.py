@@ -42,6 +42,9 @@ EXTRAS = {
     "reasoning_gym": "maths",
     "psycopg": "postgres",
     "pyarrow": "parquet",
+    "llguidance": "grammars",
+    "datasets": "datasets",
+    "huggingface_hub": "hub",
 }
 """Optional libraries, by the name under which they are imported, and the extra of this package that installs each."""
 

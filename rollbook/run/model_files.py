@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rollbook.contracts.plugin import load_on_demand
+from rollbook.contracts.plugin import MissingExtraError, load_on_demand
 from rollbook.contracts.user_errors import did_you_mean
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
 from rollbook.trainer.model.built_tokenizer import fast_tokenizer
@@ -120,8 +120,8 @@ def _hub_faults(name: str, source_dir: Path) -> Iterator[str]:
         return
     try:
         load_on_demand("huggingface_hub:snapshot_download")(name, local_files_only=True)
-    except ImportError:
-        yield f"{looked}{advice}, and huggingface_hub is not installed to download it"
+    except MissingExtraError as error:
+        yield f"{looked}{advice}, and it cannot be downloaded: {error}"
     except Exception:  # the hub client raises many unrelated types
         if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
             yield f"{looked}{advice}; it is not in the hub's cache, and HF_HUB_OFFLINE is set"

@@ -122,12 +122,7 @@ def _with_columns(row: dict[str, Any], columns: Mapping[str, str], where: str) -
 
 def _rows_of_hub(config: TasksConfig, base_dir: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     name = config.source.removeprefix(HUB_PREFIX)
-    try:
-        hub = load_on_demand("rollbook.tasks.hub")
-    except ImportError as error:
-        raise DatasetError(
-            f"tasks.source = {config.source!r} needs the library `datasets` ({error}): pip install 'rollbook[datasets]'"
-        ) from error
+    hub = load_on_demand("rollbook.tasks.hub")
     split = config.split or "train"
     try:
         for number, row in enumerate(hub.rows(name, split=split, hub=config.hub, base_dir=base_dir)):
@@ -162,10 +157,7 @@ def _rows_of_csv(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _rows_of_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    try:
-        parquet = load_on_demand("rollbook.tasks.parquet")
-    except ImportError as error:
-        raise DatasetError(f"{path} needs the library `pyarrow` ({error}): pip install 'rollbook[parquet]'") from error
+    parquet = load_on_demand("rollbook.tasks.parquet")
     try:
         for number, row in enumerate(parquet.rows(path)):
             where = f"{path}, row {number}"

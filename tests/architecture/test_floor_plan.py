@@ -42,6 +42,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "matplotlib": ("rollbook/dashboard/plots.py",),
     "sqlite3": ("rollbook/ledger/stores/sqlite/",),
     "psycopg": ("rollbook/ledger/stores/postgres/connection.py",),
+    "huggingface_hub": ("rollbook/run/hub.py", "rollbook/trainer/"),
     "datasets": ("rollbook/tasks/hub.py",),
     "pyarrow": (
         "rollbook/tasks/parquet.py",

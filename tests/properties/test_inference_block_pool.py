@@ -56,7 +56,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         assert taken.isdisjoint(blocks)
         row.blocks += blocks
         self._write(tokens, row, reused)
-        self.pool.register(row, self._array(tokens))
+        self.pool.register(row, self._array(tokens[row.num_known * SIZE :]))
         self.rows.append((tokens, row))
 
     @precondition(lambda self: self.rows)
@@ -78,7 +78,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         index = data.draw(st.integers(0, len(self.rows) - 1))
         tokens, row = self.rows.pop(index)
         if is_finished:
-            self.pool.register(row, self._array(tokens))
+            self.pool.register(row, self._array(tokens[row.num_known * SIZE :]))
         self.pool.release(row.blocks)
 
     @rule()

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from rollbook.contracts.errors import RollbookError, TransientError
-from rollbook.contracts.plugin import load_on_demand
+from rollbook.contracts.plugin import MissingExtraError, load_on_demand
 from rollbook.contracts.policy import SamplingParams
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engine import Engine, QueueFullError, TokenConstraint
@@ -102,9 +102,9 @@ class PolicyService:
             if self._compiler is None:
                 try:
                     make = load_on_demand("rollbook.inference.server.grammars:GrammarCompiler")
-                except ImportError as error:
+                except MissingExtraError as error:
                     raise BadRequestError(
-                        f"{field}: this server cannot follow grammars; install rollbook[grammars] on it", param=field
+                        f"{field}: this server cannot follow grammars: {error}", param=field
                     ) from error
                 made: GrammarCompiler = await asyncio.to_thread(make, tokenizer, vocab_size=self.engine.vocab_size)
                 self._compiler = made

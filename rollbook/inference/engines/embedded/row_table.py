@@ -143,11 +143,10 @@ class RowTable:
         """Before a launch: compute each row's random bits, a hash (splitmix64) of its seed and the token's index."""
         if not self._has_current_flags:
             self._update_flags()
-        with np.errstate(over="ignore"):
-            mixed = self._seeds + (self.counts.astype(np.uint64) + np.uint64(1)) * _STREAM
-            mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-            mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-            self.keys[:] = (mixed ^ (mixed >> np.uint64(31))).view(np.int64)
+        mixed = self._seeds + (self.counts.view(np.uint64) + np.uint64(1)) * _STREAM
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        self.keys[:] = (mixed ^ (mixed >> np.uint64(31))).view(np.int64)
 
     def _update_flags(self) -> None:
         self._has_current_flags = True

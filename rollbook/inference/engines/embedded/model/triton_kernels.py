@@ -16,8 +16,8 @@ from torch import Tensor
 from rollbook.inference.engines.embedded.model.packed import PackedStep
 from rollbook.inference.engines.embedded.model.torch_ops import HeadNorms, HeadShape
 
-DECODE_TILE, DECODE_WARPS, DECODE_STAGES = 64, 4, 3
-"""Positions that an attention program reads at once, its warps, and its pipeline stages."""
+DECODE_TILE, DECODE_STAGES = 64, 3
+"""Positions that an attention program reads at once, and its pipeline stages. Measured on an H200, as the numbers of warps."""
 PREFILL_TILE, PREFILL_WARPS, PREFILL_STAGES = 64, 4, 3
 QUERY_LINES = 64
 """Queries (tokens times the heads that share keys) of a program of prefill attention."""
@@ -298,7 +298,7 @@ def launch_attention(fused_MX: Tensor, step: PackedStep, blocks: Tensor, out_MX:
         scale, table_width,
         KEYS=heads.keys, GROUP=heads.group, SIZE=heads.size, GROUP_BLOCK=group_block, SIZE_BLOCK=size_block,
         PAGE=page, TILE=DECODE_TILE, IS_SPLIT=step.is_split, PRECISION=precision,
-        num_warps=DECODE_WARPS, num_stages=DECODE_STAGES,
+        num_warps=2 if size_block <= 64 else 4, num_stages=DECODE_STAGES,
     )  # fmt: skip
     if step.is_split:
         _join_splits[(num_rows, heads.keys)](

@@ -6,7 +6,7 @@ same tokens share blocks, also with rows of the same forward: each layer writes 
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -19,18 +19,17 @@ from rollbook.inference.engines.embedded.row_table import RowTable
 from rollbook.inference.engines.embedded.runner import PendingResults
 from rollbook.inference.request import Request
 
+GATHER_ROUNDS, GATHER_PROMPTS = 4, 16
+"""While others decode, new prompts wait for at most this many rounds, or until there are this many of them."""
+
 
 @dataclass(slots=True, eq=False)
 class _Prefill:
-    """A request that owns a row and is not decoded yet. It has blocks once its prefill has started."""
+    """A request that owns a row and is not decoded yet. It has blocks and an array of tokens once its prefill has started."""
 
     request: Request
-    tokens: NDArray[np.int32]
+    tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     done: int = 0
-
-    @classmethod
-    def of(cls, request: Request) -> "_Prefill":
-        return cls(request, _as_array([*request.prompt, *request.tokens]))
 
 
 class PagedBatch:
@@ -53,28 +52,29 @@ class PagedBatch:
         self._runner = runner
         self._cache = runner.cache
         self._prompt_tokens, self._step_tokens = prompt_tokens, step_tokens
-        self._num_blocks = np.zeros(max_rows, dtype=np.int64)
-        """Of each row."""
+        self._room = np.zeros(max_rows, dtype=np.int32)
+        """The number of tokens that the blocks of each row hold."""
         self._prefills: list[_Prefill] = []
+        self._rounds_waited = 0
         with torch.inference_mode():
             self._grow(min(pool.limit, first_blocks))
 
     def num_admissible(self, waiting: Iterable[Request]) -> int:
         running = self.table.num_owned
         free_rows = self.table.max_rows - running
-        reserved = sum(self._needed(len(p.tokens)) for p in self._prefills if p.request.cached_kv is None)
+        reserved = sum(self._needed(_length(p.request)) for p in self._prefills if p.request.cached_kv is None)
         # One block is left for each running row, so that it is not preempted soon.
         available = self.pool.num_available(are_pins_kept=running > 0) - reserved - running
         admitted = 0
         for request in waiting:
-            available -= self._needed(len(request.prompt) + len(request.tokens)) + 1
+            available -= self._needed(_length(request)) + 1
             if admitted == free_rows or (available < 0 and running + admitted > 0):
                 break
             admitted += 1
         return admitted
 
     def add(self, requests: Sequence[Request]) -> None:
-        self._prefills.extend(map(_Prefill.of, requests))
+        self._prefills.extend(map(_Prefill, requests))
 
     def launch(self, number: int) -> tuple[NDArray[np.int64], list[int]]:
         table = self.table
@@ -90,7 +90,7 @@ class PagedBatch:
         table.counts[started] += 1
         table.is_active[started] = True
         if started:
-            self._prefills = [prefill for prefill in self._prefills if prefill.done < len(prefill.tokens)]
+            self._prefills = [prefill for prefill in self._prefills if prefill.done < _length(prefill.request)]
         return decoding, started
 
     def collect(self) -> PendingResults:
@@ -100,9 +100,12 @@ class PagedBatch:
         """Nothing to do: the blocks belong to the request, not to its row."""
 
     def keep(self, request: Request) -> None:
-        if request.cached_kv is not None:
+        row: RowBlocks | None = request.cached_kv
+        if row is not None:
             # Without the last token, whose keys were never written.
-            self.pool.register(request.cached_kv, _as_array([*request.prompt, *request.tokens[:-1]]))
+            start = row.num_known * self.pool.size - len(request.prompt)
+            new = request.tokens[start:-1] if start >= 0 else [*request.prompt[start:], *request.tokens[:-1]]
+            self.pool.register(row, _as_array(new))
 
     def remove(self, request: Request) -> None:
         if request.cached_kv is not None:
@@ -117,7 +120,8 @@ class PagedBatch:
     def to_preempt(self) -> list[Request]:
         if len(self._full_rows()) <= self.pool.num_available():
             return []
-        return [max(self._with_blocks(), key=lambda request: request.order)]
+        with_blocks = [request for request in self.table.requests() if request.cached_kv is not None]
+        return [max(with_blocks, key=lambda request: request.order)]
 
     def make_space(self, number: int) -> None:
         """Give each row that has filled its blocks another one."""
@@ -127,8 +131,8 @@ class PagedBatch:
         self._ensure_free(len(rows))
         blocks = self.pool.allocate(len(rows))
         assert blocks is not None, "`to_preempt` has made sure that there are enough"
-        self._cache.set_blocks(rows, self._num_blocks[rows], np.array(blocks))
-        self._num_blocks[rows] += 1
+        self._cache.set_blocks(rows, self._room[rows].astype(np.int64) // self.pool.size, np.array(blocks))
+        self._room[rows] += self.pool.size
         for request, block in zip(self.table.owners[rows], blocks, strict=True):
             request.cached_kv.blocks.append(block)
 
@@ -145,7 +149,7 @@ class PagedBatch:
             request.segments = []
             self.table.is_active[request.row] = False
             self.table.positions[request.row] = 0
-        self._prefills = [_Prefill.of(request) for request in running]
+        self._prefills = [_Prefill(request) for request in running]
 
     def invalidate(self) -> None:
         self.pool.weights_changed()
@@ -159,15 +163,14 @@ class PagedBatch:
     def _full_rows(self) -> NDArray[np.int64]:
         """The decoding rows whose next token needs a new block."""
         table = self.table
-        return np.flatnonzero(table.is_active & (table.positions // self.pool.size >= self._num_blocks))
-
-    def _with_blocks(self) -> list[Request]:
-        return [request for request in self.table.requests() if request.cached_kv is not None]
+        return np.flatnonzero(table.is_active & (table.positions >= self._room))
 
     def _pieces(self, num_decoding: int) -> list[Piece]:
         """The prompt tokens of this round, in order of arrival."""
-        left = max(1, min(self._prompt_tokens, self._step_tokens - num_decoding))
         pieces: list[Piece] = []
+        if not self._prefills or (num_decoding and not self._is_gathered()):
+            return pieces
+        left = max(1, min(self._prompt_tokens, self._step_tokens - num_decoding))
         for prefill in self._prefills:
             request = prefill.request
             if not left or (request.cached_kv is None and not self._start(prefill)):
@@ -177,12 +180,24 @@ class PagedBatch:
             pieces.append(Piece(request.row, prefill.done, prefill.tokens[prefill.done : end], is_last))
             left -= end - prefill.done
             prefill.done = end
-            self.pool.register(request.cached_kv, prefill.tokens[:end])
+            row: RowBlocks = request.cached_kv
+            self.pool.register(row, prefill.tokens[row.num_known * self.pool.size : end])
         return pieces
+
+    def _is_gathered(self) -> bool:
+        """Whether to prefill in this round. A step with prompts costs almost the same for one prompt as for several, so new prompts
+        wait a few rounds for others."""
+        self._rounds_waited += 1
+        is_worth = self._rounds_waited >= GATHER_ROUNDS or len(self._prefills) >= GATHER_PROMPTS
+        if is_worth or self._prefills[0].done:
+            self._rounds_waited = 0
+            return True
+        return False
 
     def _start(self, prefill: _Prefill) -> bool:
         """Give a row its blocks: first those that others computed, then new ones. False if there are not enough."""
         request, pool = prefill.request, self.pool
+        prefill.tokens = _as_array([*request.prompt, *request.tokens])
         row: RowBlocks = pool.match(prefill.tokens)
         needed = self._needed(len(prefill.tokens)) - len(row.blocks)
         self._ensure_free(needed)
@@ -195,20 +210,27 @@ class PagedBatch:
         prefill.done = row.num_known * pool.size
         request.cached_tokens = min(prefill.done, len(request.prompt))
         self.cached_tokens += prefill.done
-        self._num_blocks[request.row] = len(row.blocks)
+        self._room[request.row] = len(row.blocks) * pool.size
         at = np.arange(len(row.blocks))
         self._cache.set_blocks(np.full(len(at), request.row), at, np.array(row.blocks))
         return True
 
     def _ensure_free(self, number: int) -> None:
-        """Grow the cache, within its limit, before cached blocks are evicted."""
+        """Grow the cache, within its limit, if rows use more than half of it. Otherwise cached blocks are evicted.
+
+        Growing is expensive: it copies all blocks, and steps are captured again.
+        """
         pool = self.pool
-        if pool.num_free < number and pool.capacity < pool.limit:
+        if pool.num_free < number and 2 * (pool.num_used + number) > pool.capacity < pool.limit:
             self._grow(min(pool.limit, max(2 * pool.capacity, pool.capacity + number)))
 
     def _grow(self, num_blocks: int) -> None:
         self._cache.resize(num_blocks)
         self.pool.grow(num_blocks)
+
+
+def _length(request: Request) -> int:
+    return len(request.prompt) + len(request.tokens)
 
 
 def _as_array(tokens: list[int]) -> NDArray[np.int32]:

@@ -13,6 +13,8 @@ from torch import Tensor
 from rollbook.inference.engines.embedded.paged.block_pool import SCRATCH
 from rollbook.inference.engines.embedded.slot_cache import LayerShape, to_device
 
+_NOTHING = (np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32))
+
 
 class BlockCache:
     """`layers`: one tensor (blocks, 2, H, B, D) for each layer, keys before values. The last row of the table is for padding."""
@@ -56,15 +58,20 @@ class BlockCache:
             torch.cuda.empty_cache()
 
     def set_blocks(self, rows: NDArray[np.int64], at: NDArray[np.int64], blocks: NDArray[np.int64]) -> None:
-        """Block `blocks[i]` becomes number `at[i]` of row `rows[i]`. Reaches the device with the next `upload_tables`."""
+        """Block `blocks[i]` becomes number `at[i]` of row `rows[i]`. Reaches the device with `take_changes`."""
         self.host_tables_SP[rows, at] = blocks
         self._changed.append(rows * self.host_tables_SP.shape[1] + at)
 
-    def upload_tables(self) -> None:
+    def take_changes(self, most: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """Places in the flat table that changed, and their blocks, to be written by the next step. More than `most` are uploaded
+        here instead."""
         if not self._changed:
-            return
-        changed = np.concatenate(self._changed)
+            return _NOTHING
+        changed = self._changed[0] if len(self._changed) == 1 else np.concatenate(self._changed)
         self._changed.clear()
-        values = self.host_tables_SP.reshape(-1)[changed]
-        both = to_device(torch.from_numpy(np.stack([changed, values])), self._device)
+        blocks = self.host_tables_SP.reshape(-1)[changed]
+        if len(changed) <= most:
+            return changed, blocks
+        both = to_device(torch.from_numpy(np.stack([changed, blocks])), self._device)
         self.tables_SP.view(-1).index_copy_(0, both[0], both[1].to(torch.int32))
+        return _NOTHING

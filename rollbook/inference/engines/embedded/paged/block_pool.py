@@ -7,6 +7,7 @@ identity of the block before it, so a match is exact and needs no comparison. Ne
 """
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
@@ -50,7 +51,8 @@ class BlockPool:
         self._clock = clock
         self._free: list[int] = []
         self._uses: dict[int, int] = {}
-        self._cached: dict[int, float] = {}
+        # Not a dict: finding its first entry takes longer the more entries were removed before it.
+        self._cached: OrderedDict[int, float] = OrderedDict()
         """Registered blocks without a row, least recently used first, and when they were released."""
         self._registered: dict[tuple[int, bytes], int] = {}
         self._keys: dict[int, tuple[int, bytes]] = {}
@@ -116,20 +118,20 @@ class BlockPool:
         return blocks
 
     def register(self, row: RowBlocks, tokens: NDArray[np.int32]) -> None:
-        """Make the full blocks of `tokens` available to others. Their keys must be computed, or be launched before any reader.
+        """Make more full blocks of a row available to others. `tokens`: those after its `num_known` blocks.
 
-        Ignored if the weights changed since the row was matched.
+        Their keys must be computed, or be launched before any reader. Ignored if the weights changed since the row was matched.
         """
         if row.weights_generation != self.weights_generation or not self._max_cached:
             return
         size = self.size * tokens.itemsize
-        raw = tokens[: len(tokens) // self.size * self.size].tobytes()
-        for index in range(row.num_known, len(raw) // size):
-            key = (row.parent, raw[index * size : (index + 1) * size])
+        raw = tokens.tobytes()
+        for start in range(0, len(tokens) // self.size * size, size):
+            key = (row.parent, raw[start : start + size])
             block = self._registered.get(key)
             if block is None:
                 # If another row registered the same tokens before, this row keeps its copy for itself.
-                block = row.blocks[index]
+                block = row.blocks[row.num_known]
                 self._registered[key] = block
                 self._keys[block] = key
                 self._identities[block] = next(self._new_identity)
@@ -163,8 +165,7 @@ class BlockPool:
         self._root = next(self._new_identity)
 
     def _evict(self) -> None:
-        block = next(iter(self._cached))
-        del self._cached[block]
+        block, _ = self._cached.popitem(last=False)
         del self._registered[self._keys.pop(block)]
         del self._identities[block]
         self._free.append(block)

@@ -21,12 +21,13 @@ from rollbook.inference.engines.embedded.paged.block_cache import BlockCache
 from rollbook.inference.engines.embedded.paged.step_input import (
     FEW_ROWS,
     ROW_BUCKETS,
+    TABLE_CHANGES,
     TOKEN_BUCKETS,
     Piece,
-    StepInput,
     StepShape,
     bucket,
     chunk_length,
+    layout_of,
 )
 from rollbook.inference.engines.embedded.row_table import RowTable
 from rollbook.inference.engines.embedded.runner import PendingResults, Sampler
@@ -57,8 +58,8 @@ class CudaCapture:
 @dataclass(frozen=True, slots=True)
 class _CapturedStep:
     replay: Operation
-    layout: StepInput
     block: Tensor
+    """The input that the graph reads."""
 
 
 class PackedRunner:
@@ -106,35 +107,40 @@ class PackedRunner:
             for is_split in (False, True)
         ]
         shapes += [
-            StepShape.mixed(tokens, rows, key_heads=keys, query_tile=self.query_tile)
+            StepShape.mixed(tokens, rows, key_heads=keys, query_tile=self.query_tile, is_split=is_split)
             for tokens in self._buckets(TOKEN_BUCKETS, self._max_tokens)
             for rows in self._mixed_rows()
+            for is_split in (False, True)
         ]
         for shape in shapes:
-            layout = StepInput(shape)
+            layout = layout_of(shape)
             block = np.zeros(layout.length, dtype=np.int32)
-            layout.fill(block, RowTable(self._max_rows), np.empty(0, dtype=np.int64), [], chunk=1, query_tile=1)
+            nothing = np.empty(0, dtype=np.int64)
+            table = RowTable(self._max_rows)
+            layout.fill(block, table, nothing, [], changes=self.cache.take_changes(0), chunk=1, query_tile=1)
             self._run(shape, torch.from_numpy(block), is_truncated=False, has_tops=False)
 
     def run(self, table: RowTable, decoding: NDArray[np.int64], pieces: Sequence[Piece]) -> None:
         """Sample one token in each decoding row, and in each row whose prompt is complete after its piece."""
         self._drop_stale_graphs()
-        self.cache.upload_tables()
+        changes = self.cache.take_changes(TABLE_CHANGES)
         table.prepare()
         keys, tile = self.model.heads.keys, self.query_tile
         lengths = table.positions[decoding] + 1
         if pieces:
-            tokens = len(decoding) + sum(len(piece.tokens) for piece in pieces)
             rows = next(rows for rows in self._mixed_rows() if len(decoding) + len(pieces) <= rows)
-            shape = StepShape.mixed(bucket(tokens, TOKEN_BUCKETS), rows, key_heads=keys, query_tile=tile)
-            chunk = chunk_length(lengths, rows=rows, key_heads=keys)
         else:
             rows = min(self._max_rows, bucket(len(decoding), ROW_BUCKETS))
-            chunk = chunk_length(lengths, rows=rows, key_heads=keys)
-            shape = StepShape.decode(rows, key_heads=keys, is_split=int(lengths.max()) > chunk)
-        layout = StepInput(shape)
+        chunk = chunk_length(lengths, rows=rows, key_heads=keys)
+        is_split = int(lengths.max(initial=0)) > chunk
+        if pieces:
+            tokens = bucket(len(decoding) + sum(len(piece.tokens) for piece in pieces), TOKEN_BUCKETS)
+            shape = StepShape.mixed(tokens, rows, key_heads=keys, query_tile=tile, is_split=is_split)
+        else:
+            shape = StepShape.decode(rows, key_heads=keys, is_split=is_split)
+        layout = layout_of(shape)
         block = torch.empty(layout.length, dtype=torch.int32, pin_memory=self._device.type == "cuda")
-        layout.fill(block.numpy(), table, decoding, pieces, chunk=chunk, query_tile=tile)
+        layout.fill(block.numpy(), table, decoding, pieces, changes=changes, chunk=chunk, query_tile=tile)
         self._run(shape, block, is_truncated=table.is_truncated, has_tops=table.has_tops, masks=table.masks())
         self.forwards += 1
 
@@ -166,7 +172,7 @@ class PackedRunner:
             known.block.copy_(host_block, non_blocking=True)
             known.replay()
             return
-        layout = StepInput(shape)
+        layout = layout_of(shape)
         block = torch.empty(layout.length, dtype=torch.int32, device=self._device)
         block.copy_(host_block, non_blocking=True)
         # Scaled and greedy rows cost almost nothing on a GPU: one graph covers all of them.
@@ -189,7 +195,7 @@ class PackedRunner:
         operation()
         if masks:
             return
-        self._steps[shape, is_truncated, has_tops] = _CapturedStep(self._capture(operation), layout, block)
+        self._steps[shape, is_truncated, has_tops] = _CapturedStep(self._capture(operation), block)
         self.captures += 1
 
     def _mixed_rows(self) -> list[int]:
@@ -224,7 +230,6 @@ def packed_error(model: LlamaForward, module: nn.Module, *, block_size: int) -> 
     cache.resize(width + 1)
     # In reverse, so that a block is not found by chance.
     cache.set_blocks(np.zeros(width, dtype=np.int64), np.arange(width), np.arange(width, 0, -1))
-    cache.upload_tables()
     table = RowTable(1)
     last_tokens_S = tokens[-1:].to(model.device).repeat(2)
     first = max(1, block_size + 3 if count > block_size + 3 else count // 2)
@@ -242,10 +247,11 @@ def packed_error(model: LlamaForward, module: nn.Module, *, block_size: int) -> 
                 if is_decode
                 else [StepShape.mixed(end - start, 1, key_heads=keys, query_tile=tile)]
             ):
-                layout = StepInput(shape)
+                layout = layout_of(shape)
                 block = torch.empty(layout.length, dtype=torch.int32)
                 decoding = np.arange(1 if is_decode else 0)
-                layout.fill(block.numpy(), table, decoding, pieces, chunk=block_size, query_tile=tile)
+                changes = cache.take_changes(TABLE_CHANGES)
+                layout.fill(block.numpy(), table, decoding, pieces, changes=changes, chunk=block_size, query_tile=tile)
                 step = layout.step(block.to(model.device), last_tokens_S=last_tokens_S, tables_SP=cache.tables_SP)
                 logits_V = model.packed(step, cache.layers)[0].float()
                 errors.append((logits_V - expected_TV[end - 1]).square().mean().sqrt())

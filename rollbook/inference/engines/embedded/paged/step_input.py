@@ -7,6 +7,7 @@ Sizes are rounded up to buckets, because each bucket is captured as one graph.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollbook.inference.engines.embedded.model.packed import PackedStep
+from rollbook.inference.engines.embedded.paged.block_pool import SCRATCH
 from rollbook.inference.engines.embedded.row_table import RowTable
 from rollbook.inference.engines.embedded.sampling import RowSampling
 
@@ -25,6 +27,8 @@ PROGRAMS_WANTED = 528
 """Number of attention programs that fills a GPU of 132 multiprocessors four times."""
 FEWEST_POSITIONS, FEWEST_POSITIONS_OF_MANY = 128, 512
 """Rows are not split into shorter chunks than this; the second is for batches that fill the GPU without splitting."""
+TABLE_CHANGES = 256
+"""Number of changes to the block tables that a step brings along."""
 LAST_SAMPLED = -1
 """In the place of a token that only the device knows: the one that its row sampled last."""
 
@@ -64,12 +68,17 @@ class StepShape:
         return cls(rows, rows, _items(rows, key_heads) if is_split else 0, 0)
 
     @classmethod
-    def mixed(cls, tokens: int, rows: int, *, key_heads: int, query_tile: int) -> "StepShape":
-        return cls(tokens, rows, _items(rows, key_heads), tokens // query_tile + rows)
+    def mixed(cls, tokens: int, rows: int, *, key_heads: int, query_tile: int, is_split: bool = True) -> "StepShape":
+        return cls(tokens, rows, _items(rows, key_heads) if is_split else 0, tokens // query_tile + rows)
 
 
 def _items(rows: int, key_heads: int) -> int:
     return max(2 * rows, -(-PROGRAMS_WANTED // key_heads))
+
+
+@cache
+def layout_of(shape: StepShape) -> "StepInput":
+    return StepInput(shape)
 
 
 class StepInput:
@@ -86,6 +95,8 @@ class StepInput:
             "samples": rows,
             "sample_rows": rows,
             "first_items": rows,
+            "changed": TABLE_CHANGES,
+            "changed_blocks": TABLE_CHANGES,
             "num_decode": 1,
             "chunk": 1,
             "tokens": tokens,
@@ -101,8 +112,9 @@ class StepInput:
         self.length: int = ends[-1]
 
     def step(self, block: Tensor, *, last_tokens_S: Tensor, tables_SP: Tensor) -> PackedStep:
-        """The device's view of the input. `last_tokens_S`: the token that each row sampled last."""
+        """The device's view of the input. Applies the changes to the tables. `last_tokens_S`: the token each row sampled last."""
         parts = {name: block[section] for name, section in self._sections.items()}
+        tables_SP.view(-1)[parts["changed"]] = parts["changed_blocks"]
         tokens_M = torch.where(parts["tokens"] < 0, last_tokens_S[parts["rows"]], parts["tokens"])
         return PackedStep(
             tokens_M=tokens_M,
@@ -139,12 +151,17 @@ class StepInput:
         decoding: NDArray[np.int64],
         pieces: Sequence[Piece],
         *,
+        changes: tuple[NDArray[np.int64], NDArray[np.int32]],
         chunk: int,
         query_tile: int,
     ) -> None:
-        """Write a step into `block`: one token for each row of `decoding`, then the pieces."""
+        """Write a step into `block`: one token for each row of `decoding`, then the pieces. `changes`: to the block tables."""
         shape, padding_row = self.shape, table.max_rows
         parts = {name: block[section] for name, section in self._sections.items()}
+        changed = len(changes[0])
+        parts["changed"][:changed], parts["changed_blocks"][:changed] = changes
+        # The last place belongs to the row for padding.
+        parts["changed"][changed:], parts["changed_blocks"][changed:] = -1, SCRATCH
         count = len(decoding)
         parts["tokens"][:count] = LAST_SAMPLED
         parts["rows"][:count] = decoding
