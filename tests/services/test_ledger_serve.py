@@ -40,13 +40,13 @@ def on_ready(_: str) -> None:
 config = SimpleNamespace(
     run=SimpleNamespace(name="run"),
     gate=GateConfig(),
-    trainer=SimpleNamespace(max_steps=None),
+    trainer=SimpleNamespace(max_steps=None, missing_logprobs="refuse"),
     ledger=LedgerConfig(),
     tasks=SimpleNamespace(is_posted=False),
 )
 context = SimpleNamespace(
     loaded=SimpleNamespace(config=config),
-    directory=SimpleNamespace(ledger=Path(sys.argv[1])),
+    directory=SimpleNamespace(ledger=Path(sys.argv[1]), initial_model=Path(sys.argv[1])),
     log=EventLog("ledger"),
     channel=SimpleNamespace(ready=on_ready),
     listening=lambda: sock,

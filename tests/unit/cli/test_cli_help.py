@@ -98,9 +98,9 @@ def test_a_verb_whose_library_is_missing_names_the_extra(tmp_path: Path) -> None
             ["demo", "--run-dir", str(tmp_path / "run")],
             ["tokens", "check", "--model", str(tmp_path)],
             ["proxy", "--policy", "http://127.0.0.1:9", "--model", str(tmp_path)],
-            ["policy", "serve", "--model", str(tmp_path)],
-            ["env", "serve", "--env", "aws"],
-            ["ledger", "serve", "--store", "postgresql://nobody@127.0.0.1:9/none"],
+            ["policy", "serve", "--port", "0", "--model", str(tmp_path)],
+            ["env", "serve", "--port", "0", "--env", "aws"],
+            ["ledger", "serve", "--port", "0", "--store", "postgresql://nobody@127.0.0.1:9/none"],
         ],
     )
     named = {result["verb"][0]: re.findall(r"pip install 'rollbook\[(\w+)\]'", result["output"]) for result in results}
