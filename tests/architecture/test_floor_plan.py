@@ -74,8 +74,8 @@ def room_of(module: str) -> str | None:
 
 
 def sources() -> list[Path]:
-    # `templates` holds files of users' projects, which are not modules of the package.
-    return sorted(path for path in PACKAGE.rglob("*.py") if "templates" not in path.parts)
+    # `templates` and `demo` hold files of users' projects, which are not modules of the package.
+    return sorted(path for path in PACKAGE.rglob("*.py") if not {"templates", "demo"} & set(path.parts))
 
 
 def test_every_import_follows_the_floor_plan() -> None:

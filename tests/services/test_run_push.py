@@ -84,7 +84,7 @@ def hub() -> Iterator[LocalHub]:
 def run(tmp_path: Path) -> Path:
     """A run directory with two checkpoints and metrics."""
     directory = RunDirectory(tmp_path / "run")
-    loaded = load_config(REPOSITORY / "examples" / "01_number_guessing" / "run.toml")
+    loaded = load_config(REPOSITORY / "rollbook" / "demo" / "run.toml")
     directory.path.mkdir()
     directory.config_file.write_text(dump_toml(loaded.config), encoding="utf-8")
     directory.manifest_file.write_text(json.dumps({"source_dir": str(tmp_path), "search_path": []}), encoding="utf-8")

@@ -15,7 +15,7 @@ import psutil
 from rollbook.telemetry.metrics import read_metrics
 
 REPOSITORY = Path(__file__).parents[3]
-EXAMPLE = REPOSITORY / "examples" / "01_number_guessing"
+EXAMPLE = REPOSITORY / "rollbook" / "demo"
 STEPS = 30
 
 CONFIG = f"""

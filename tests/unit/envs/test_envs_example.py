@@ -1,4 +1,4 @@
-"""The rollout function of the first example with a scripted policy: it records exactly the sampled and observed tokens."""
+"""The rollout function of the demo with a scripted policy: it records exactly the sampled and observed tokens."""
 
 import importlib.util
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from rollbook.rollout.settings import EpisodeLimits
 from rollbook.telemetry.events import EventLog
 
 WORDS = ["<bos>", *map(str, range(16)), "higher", "lower", "correct", "invalid"]
-EXAMPLE = Path(__file__).parents[3] / "examples" / "01_number_guessing" / "number_guessing.py"
+EXAMPLE = Path(__file__).parents[3] / "rollbook" / "demo" / "number_guessing.py"
 
 
 class WordTokenizer:
