@@ -24,4 +24,4 @@ def check(
     if preflight:
         print_preflight(check_run(loaded, override or ()), stderr_console())
     stderr_console().print(f"{config}: ok", markup=False, style="green")
-    result(dump_toml(loaded.config).rstrip())
+    result(dump_toml(loaded.config, masks_secrets=True).rstrip())

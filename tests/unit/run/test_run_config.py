@@ -177,6 +177,17 @@ max_steps = 3
 """
 
 
+def test_the_token_of_an_environment_server_reaches_the_processes_of_the_run_and_is_masked_for_display(
+    tmp_path: Path,
+) -> None:
+    overrides = ("env.url=http://127.0.0.1:9", "env.token=secret-word")
+    loaded = load_config(write_config(tmp_path, GOOD), overrides)
+    again = load_config(write_config(tmp_path, dump_toml(loaded.config)))
+    assert again.config.env.token is not None
+    assert again.config.env.token.get_secret_value() == "secret-word"
+    assert "secret-word" not in dump_toml(loaded.config, masks_secrets=True)
+
+
 def test_an_atropos_source_rejects_rollout_and_env_settings(tmp_path: Path) -> None:
     loaded = load_config(write_config(tmp_path, ATROPOS))
     again = load_config(write_config(tmp_path, dump_toml(loaded.config)))
