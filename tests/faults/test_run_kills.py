@@ -37,8 +37,8 @@ def require_complete(run: SmallRun, *, steps: int = STEPS) -> None:
 
 @pytest.mark.parametrize(
     "role",
-    # The chaos test also kills the last two, several times; here they are slow tests.
-    ["trainer", "policy", "ledger", *(pytest.param(role, marks=pytest.mark.slow) for role in ("rollout", "worker"))],
+    # The chaos test also kills the others, several times; here they are slow tests.
+    ["trainer", *(pytest.param(role, marks=pytest.mark.slow) for role in ("policy", "ledger", "rollout", "worker"))],
 )
 def test_a_run_recovers_when_a_process_is_killed(run: SmallRun, role: str) -> None:
     run.start()

@@ -142,7 +142,6 @@ async def test_several_prompts_are_completed_in_order_each_with_its_seed(tiny: T
         ({"prompt": [1], "n": 0}, "n"),
         ({"prompt": [1], "n": MAX_CHOICES + 1}, "n"),
         ({"prompt": [[1], [2]], "seeds": [1]}, "seeds"),
-        ({"prompt": [1], "echo": True}, "echo"),
         ({"prompt": [1], "logprobs": 21}, "logprobs"),
         ({"prompt": [1], "stop": ["\n"]}, "stop"),
         ({"prompt": [1], "logit_bias": {"1": 5}}, "logit_bias"),

@@ -69,7 +69,7 @@ def running(tmp_path: Path) -> Iterator[list[SmallRun]]:
     ("fault", "cause"),
     [
         ("raises", "ValueError: the grader tripped"),
-        ("wrong type", "dict"),
+        pytest.param("wrong type", "dict", marks=pytest.mark.slow),
     ],
 )
 def test_an_occasionally_failing_rollout_is_retried_and_counted(
