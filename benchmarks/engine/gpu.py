@@ -29,10 +29,9 @@ import uvloop
 from benchmarks.engine import logprob_fidelity
 from benchmarks.engine.device_times import copy_limit, copy_rate, kernel_split, timed_ms
 from benchmarks.engine.loop import Job, LoopResult, in_process, requests
-from benchmarks.engine.models import SMALL, SMOLLM2_135M, Shape, build, make_model_dir, opened, publish
+from benchmarks.engine.models import QWEN_1_5B, SMALL, SMOLLM2_135M, Shape, build, make_model_dir, opened, publish
 from benchmarks.engine.workloads import (
     LLAMA_8B,
-    QWEN_1_5B,
     Rates,
     agent_turns,
     closed_loop_of,

@@ -30,13 +30,13 @@ class Shape:
 
 
 SMOLLM2_135M = Shape(layers=30, hidden=576, heads=9, kv_heads=3, ffn=1536, vocab=49152, max_len=8192)
+QWEN_1_5B = Shape(layers=28, hidden=1536, heads=12, kv_heads=2, ffn=8960, vocab=151_936, max_len=4096)
 ONE_MILLION = Shape(layers=4, hidden=128, heads=4, kv_heads=2, ffn=384, vocab=1024, max_len=1024)
 SMALL = Shape(layers=2, hidden=96, heads=6, kv_heads=2, ffn=256, vocab=512, max_len=1024)
 
 
-def build(shape: Shape, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
+def llama_config(shape: Shape) -> LlamaConfig:
+    return LlamaConfig(
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
         intermediate_size=shape.ffn,
@@ -49,7 +49,11 @@ def build(shape: Shape, *, seed: int = 0, dtype: torch.dtype = torch.float32) ->
         eos_token_id=2,
         pad_token_id=0,
     )
-    model: Any = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+
+
+def build(shape: Shape, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(seed)
+    model: Any = LlamaForCausalLM(llama_config(shape))  # type: ignore[no-untyped-call]  # transformers leaves it untyped
     with torch.no_grad():
         # Larger than at the start of training, so that distributions are far from uniform.
         for parameter in model.parameters():

@@ -16,11 +16,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from benchmarks.engine.device_times import copy_rate, timed_ms
 from benchmarks.engine.loop import Job, in_process, requests
-from benchmarks.engine.models import Shape
+from benchmarks.engine.models import Shape, llama_config
 from benchmarks.engine.turns import Episodes, play
 from benchmarks.report import Figure, print_status
 from rollbook.contracts.policy import Publication, PublicationId
@@ -30,7 +30,6 @@ from rollbook.inference.engines.embedded.engine import TransformersEngine, open_
 
 EARLIER_TURNS_PER_S = 287.0
 """The engine with slots, on the same kind of GPU."""
-QWEN_1_5B = Shape(layers=28, hidden=1536, heads=12, kv_heads=2, ffn=8960, vocab=151_936, max_len=4096)
 LLAMA_8B = Shape(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14_336, vocab=128_256, max_len=4096, tied=False)
 
 
@@ -92,21 +91,11 @@ async def random_engine(shape: Shape, config: InferenceConfig, **options: Any) -
 
 
 def _module(shape: Shape, config: InferenceConfig) -> Any:
-    settings = LlamaConfig(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.ffn,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=shape.max_len,
-        tie_word_embeddings=shape.tied,
-    )
     default = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, config.dtype))
     try:
         with torch.device(config.device):
-            model: Any = LlamaForCausalLM(settings)  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+            model: Any = LlamaForCausalLM(llama_config(shape))  # type: ignore[no-untyped-call]  # transformers leaves it untyped
     finally:
         torch.set_default_dtype(default)
     return model.eval().requires_grad_(False)

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.engine.models import SMALL, SMOLLM2_135M, Shape, build, opened, publish
+from benchmarks.engine.models import QWEN_1_5B, SMALL, SMOLLM2_135M, Shape, build, opened, publish
 from benchmarks.learning.runs import Stop, train
 from benchmarks.loop.token_rollout import tasks
 from benchmarks.report import Figure, print_figures, print_status
@@ -35,7 +35,6 @@ from rollbook.trainer.model_config import ModelBuildConfig
 FLOOR_SHARE = 0.5
 FLOOR_MFU = 0.33
 WARM_UP_STEPS = 4
-QWEN2_1_5B = Shape(layers=28, hidden=1536, heads=12, kv_heads=2, ffn=8960, vocab=151_936, max_len=4096)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +71,8 @@ CASES = {
     "cpu": Case(shape=SMALL, groups=4, steps=8),
     "135m-single": Case(shape=SMOLLM2_135M, groups=64, steps=30),
     "135m-turns": Case(shape=SMOLLM2_135M, groups=64, steps=10, turns=6, prompt=200, observation=60),
-    "1.5b-single": Case(shape=QWEN2_1_5B, groups=64, steps=14, checkpoint_every=100),
-    "1.5b-long": Case(shape=QWEN2_1_5B, groups=16, steps=14, prompt=128, shortest=60, longest=300, checkpoint_every=10),
+    "1.5b-single": Case(shape=QWEN_1_5B, groups=64, steps=14, checkpoint_every=100),
+    "1.5b-long": Case(shape=QWEN_1_5B, groups=16, steps=14, prompt=128, shortest=60, longest=300, checkpoint_every=10),
 }
 
 

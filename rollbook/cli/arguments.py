@@ -27,7 +27,7 @@ Preflight = Annotated[
 
 
 def verb_group(text: str | None = None, *, cls: type[TyperGroup] | None = None) -> typer.Typer:
-    """A verb with verbs of its own. Its help is plain text: importing rich would take longer than the rest of `--help`."""
+    """A verb with sub-verbs. Its help is plain text: importing rich would take longer than the rest of `--help`."""
     return typer.Typer(
         help=text,
         cls=cls,

@@ -150,7 +150,7 @@ def end_serving(run_tx: RunTransaction, handed: Handed, *, server: str, is_sent:
 
 
 def free_serving(run_tx: RunTransaction) -> None:
-    """After a start on a store of its own: a former front end has ended and sends nothing."""
+    """After a start on a store with one front end: the former front end has ended and sends nothing."""
     tables = AtroposTables(run_tx.tx)
     record = tables.stored_record(run_tx.run_id)
     if record is not None and record.server is not None:

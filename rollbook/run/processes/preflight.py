@@ -182,7 +182,7 @@ class EnvironmentWatch:
         async def opened() -> AsyncIterator[Environment]:
             if is_pooled:
                 raise NotCheckedError(
-                    f"{self._config.name} opens a pool of its own, which a pre-flight does not start: it was not reset"
+                    f"{self._config.name} opens its own pool, which a pre-flight does not start: it was not reset"
                 )
             with self.call("opening an environment"):
                 env = setup.open_environment()

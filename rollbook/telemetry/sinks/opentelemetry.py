@@ -36,7 +36,7 @@ class OpenTelemetrySink(Sink):
             self._exporter.export(exported[start : start + BATCH])
 
     def _trace(self, span: Span) -> list[ReadableSpan]:
-        """A trace of its own for each span; an episode has its turns as children."""
+        """One trace for each span; an episode has its turns as children."""
         fields = dict(span.fields)
         turns = fields.pop("turns", []) if span.name == EPISODE else []
         context = _context(random.getrandbits(128))

@@ -66,7 +66,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def to_host(snapshot: T) -> T:
-    """A snapshot in main memory. Copies run on a stream of their own, so that they do not delay the step that trains meanwhile."""
+    """A snapshot in main memory. Copies run on a separate stream, so that they do not delay the step that trains meanwhile."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return snapshot
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it untyped

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rollbook.access.guard import AllowedClients, is_allowed_host, is_foreign, is_loopback
 
-NOBODY = AllowedClients()
+NO_CLIENTS = AllowedClients()
 LABELS = st.text(string.ascii_letters + string.digits + "-_", min_size=1, max_size=12)
 NAMES = st.lists(LABELS, min_size=2, max_size=4).map(".".join)
 
@@ -18,8 +18,8 @@ NAMES = st.lists(LABELS, min_size=2, max_size=4).map(".".join)
     ["localhost", "LOCALHOST:80", "localhost.", "127.0.0.1", "127.9.8.7:8000", "[::1]", "[::1]:8000", " 127.0.0.1 "],
 )
 def test_addresses_of_this_machine_are_allowed(host: str) -> None:
-    assert is_allowed_host(host, is_local=True, allowed=NOBODY)
-    assert is_allowed_host(host, is_local=False, allowed=NOBODY)
+    assert is_allowed_host(host, is_local=True, allowed=NO_CLIENTS)
+    assert is_allowed_host(host, is_local=False, allowed=NO_CLIENTS)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def test_addresses_of_this_machine_are_allowed(host: str) -> None:
 )
 def test_other_spellings_of_our_address_are_not_guessed(host: str) -> None:
     is_valid = host == "[::1"
-    assert is_allowed_host(host, is_local=True, allowed=NOBODY) == is_valid
+    assert is_allowed_host(host, is_local=True, allowed=NO_CLIENTS) == is_valid
 
 
 def test_a_server_that_other_machines_reach_accepts_addresses_and_configured_names() -> None:
@@ -42,21 +42,21 @@ def test_a_server_that_other_machines_reach_accepts_addresses_and_configured_nam
 def test_no_dns_name_is_allowed_unless_it_is_configured(name: str, is_local: bool, port: int) -> None:
     if not any(character.isalpha() for character in name):
         name = f"a.{name}"
-    assert not is_allowed_host(f"{name}:{port}", is_local=is_local, allowed=NOBODY)
+    assert not is_allowed_host(f"{name}:{port}", is_local=is_local, allowed=NO_CLIENTS)
     assert is_allowed_host(f"{name}:{port}", is_local=is_local, allowed=AllowedClients.of([name], []))
 
 
 @given(st.text(max_size=60))
 def test_any_header_is_judged_without_an_error(host: str) -> None:
-    is_allowed_host(host, is_local=True, allowed=NOBODY)
-    is_foreign({"Origin": host, "Host": "localhost"}, NOBODY)
+    is_allowed_host(host, is_local=True, allowed=NO_CLIENTS)
+    is_foreign({"Origin": host, "Host": "localhost"}, NO_CLIENTS)
 
 
 def test_only_pages_of_the_server_itself_and_of_allowed_origins_may_call() -> None:
     own = {"Host": "localhost:8000", "Origin": "http://localhost:8000"}
     foreign = {"Host": "localhost:8000", "Origin": "https://app.example"}
-    assert not is_foreign(own, NOBODY)
-    assert is_foreign(foreign, NOBODY)
+    assert not is_foreign(own, NO_CLIENTS)
+    assert is_foreign(foreign, NO_CLIENTS)
     assert not is_foreign(foreign, AllowedClients.of([], ["https://App.example/"]))
     assert not is_foreign(foreign, AllowedClients.of([], ["*"]))
 

@@ -37,7 +37,7 @@ Write = Callable[[str], None]
 """Prints without a line break."""
 
 
-class SpokenPolicy:
+class PrintingPolicy:
     """Samples with an engine in this process and prints each token as it is sampled. Satisfies `Policy`."""
 
     def __init__(self, engine: Engine, tokenizer: ModelTokenizer, *, is_greedy: bool, write: Write) -> None:
@@ -164,7 +164,7 @@ async def _play(
         _shown_environments(loaded, say, log) as adapt,
     ):
         await adopt_directory_weights(engine)
-        policy = SpokenPolicy(engine, tokenizer, is_greedy=is_greedy, write=write)
+        policy = PrintingPolicy(engine, tokenizer, is_greedy=is_greedy, write=write)
         async with open_rollout(loaded, policy, tokenizer=tokenizer, log=log, adapt=adapt) as rollout:
             say(f"task    {task.id}")
             begin_episode("play", max_seconds=config.rollout.max_seconds)

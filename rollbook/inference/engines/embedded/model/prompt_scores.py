@@ -16,7 +16,7 @@ FORWARD_TOKENS = 256
 
 
 def score_prompt(module: Any, prompt: Sequence[int], top_logprobs: int) -> PromptScores:
-    """Scores with a cache of its own, so running requests keep theirs."""
+    """Scores with a separate cache, so running requests keep theirs."""
     device = next(module.parameters()).device
     tokens_T = torch.tensor(prompt, dtype=torch.long, device=device)
     cache: Any = DynamicCache(config=module.config)
