@@ -14,7 +14,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +134,7 @@ def read_cell(directory: RunDirectory, policy: BatchPolicy, load: Workload, *, w
         audit, status, steps = run.audit(), run.status(), run.steps()
         mean_s = run.config.env.args["mean_s"]
     if not audit.ok:
-        raise SystemExit(f"{policy}: the audit found faults: {audit.faults}")
+        raise SystemExit(f"{policy}: the audit failed: {audit.violations}")
     rows = [row for row in read_json_lines(directory.path / METRICS_FILE) if row.get("step", 0) > warm_up]
     rows = [row for row in rows if "perf/train_time" in row]
     samples = sum(row["rollout/samples"] for row in rows)
@@ -153,7 +153,8 @@ def read_cell(directory: RunDirectory, policy: BatchPolicy, load: Workload, *, w
         step_s=seconds / len(rows),
         train_s=train_s,
         max_lag=audit.max_lag or 0,
-        simulated=simulate(policy, load, steps=200),
+        # The simulated training step takes 1.
+        simulated=simulate(policy, replace(load, mean=mean_s / train_s), steps=200),
     )
 
 

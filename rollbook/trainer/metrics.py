@@ -68,7 +68,9 @@ TRAINER_METRICS: tuple[Metric, ...] = (
         "groups of the batch that could not be trained; they have weight 0",
         Reduction.SUM,
     ),
-    Metric("async/masked_tokens", "tokens", "tokens masked because they are older than the staleness bound", Reduction.SUM),
+    Metric(
+        "async/masked_tokens", "tokens", "tokens masked because they are older than the staleness bound", Reduction.SUM
+    ),
     Metric("async/masked_share", "", "masked fraction of the trainable tokens of the batch"),
     Metric("async/masked_share_long", "", "the same for the longest quarter of the samples"),
     Metric("async/masked_share_short", "", "the same for the shortest quarter of the samples"),
