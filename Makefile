@@ -53,6 +53,9 @@ docs: $(STAMP) ## write the generated references
 	$(BIN)/python -m rollbook.rollout.dispatch.failure_reference > docs/failures.md
 	$(BIN)/python -m tests.faults.chaos_report >> docs/failures.md
 
+page: ## build the dashboard and the playground from dashboard_page (needs Node 20; the results are committed)
+	cd dashboard_page && npm ci --ignore-scripts --no-audit --no-fund && npx tsc -p . && node build.mjs
+
 bench: bench-overlap bench-envs bench-ledger bench-engine bench-trainer bench-gil ## every benchmark
 
 bench-overlap: $(STAMP) ## the same work with staleness bound 0 and 2
