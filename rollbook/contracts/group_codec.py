@@ -89,6 +89,8 @@ class SampleFrame(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True
     facts: dict[str, Any] = {}
     columns: tuple[dict[str, bytes], ...] = ()
     """The optional arrays of each sequence, as float32; empty if no sequence has one."""
+    started_at: float | None = None
+    ended_at: float | None = None
 
     @classmethod
     def of(cls, sample: RolloutSample) -> "SampleFrame":
@@ -107,6 +109,8 @@ class SampleFrame(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True
             columns=tuple({name: _raw(array, "<f4") for name, array in row.columns.items()} for row in sample.sequences)
             if any(row.columns for row in sample.sequences)
             else (),
+            started_at=sample.started_at,
+            ended_at=sample.ended_at,
         )
 
     def to_contract(self) -> RolloutSample:
@@ -122,15 +126,19 @@ class SampleFrame(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True
             metrics=self.metrics,
             turns=self.turns,
             facts=self.facts,
+            started_at=self.started_at,
+            ended_at=self.ended_at,
         )
 
 
-class GroupFrame(msgspec.Struct, forbid_unknown_fields=True):
+class GroupFrame(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     format: int
     group_id: str
     task_id: str
     draw: int
     samples: tuple[SampleFrame, ...]
+    part: int = 1
+    baseline: tuple[float, ...] | None = None
 
 
 def encode_group(group: PromptGroup) -> EncodedGroup:
@@ -140,6 +148,8 @@ def encode_group(group: PromptGroup) -> EncodedGroup:
         task_id=group.task_id,
         draw=group.draw,
         samples=tuple(SampleFrame.of(sample) for sample in group.samples),
+        part=group.part,
+        baseline=None if group.baseline is None else tuple(map(float, group.baseline)),
     )
     try:
         payload = _ENCODER.encode(frame)
@@ -166,6 +176,8 @@ def decode_group(payload: bytes) -> PromptGroup:
             task_id=TaskId(frame.task_id),
             draw=frame.draw,
             samples=tuple(sample.to_contract() for sample in frame.samples),
+            part=frame.part,
+            baseline=frame.baseline,
         )
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise RunError(f"a stored group of {len(payload)} bytes cannot be decoded: {error}") from error
