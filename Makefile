@@ -54,10 +54,16 @@ docs: $(STAMP) ## write the generated references
 	$(BIN)/python -m rollbook.rollout.dispatch.failure_reference > docs/failures.md
 	$(BIN)/python -m tests.faults.chaos_report >> docs/failures.md
 
+page: ## build the dashboard and the playground from dashboard_page (needs Node 20; the results are committed)
+	cd dashboard_page && npm ci --ignore-scripts --no-audit --no-fund && npx tsc -p . && node build.mjs
+
 bench: bench-overlap bench-envs bench-ledger bench-engine bench-trainer bench-gil ## every benchmark
 
 bench-overlap: $(STAMP) ## the same work with staleness bound 0 and 2
 	$(BIN)/python -m benchmarks.loop.overlap
+
+bench-tail: $(STAMP) ## the four batch policies with episodes of log-normal duration, next to a simulation (hours; see --help for a part)
+	$(BIN)/python -m benchmarks.loop.tail --out docs/results/tail
 
 bench-loop: $(STAMP) ## the whole loop against the engine alone and the trainer alone: make bench-loop DEVICE=cuda
 	$(BIN)/python -m benchmarks.loop.speed --device $(DEVICE)
