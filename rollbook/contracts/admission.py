@@ -38,6 +38,8 @@ class RunSettings:
     """Keep the payloads of durable groups. Otherwise they are deleted once the oldest kept checkpoint covers them."""
     counts_sequences: bool = False
     """A batch has a fixed number of sequences instead of groups (a run trained through the Atropos API)."""
+    directory_id: str = ""
+    """The id of the run directory. In a ledger of several runs, another directory cannot continue the run by having its name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

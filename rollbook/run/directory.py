@@ -1,6 +1,6 @@
 """The layout of a run directory. It holds everything of a run and can be copied.
 
-config.toml         the resolved configuration        run.json      manifest: name, version, directory of the config file
+config.toml         the resolved configuration        run.json      manifest: id, name, version, directory of the config file
 ledger/             the durable record                model/        initial weights and tokenizer
 checkpoints/        for resuming                      weights/      the newest publications
 metrics.jsonl       one row per step                  spans/ logs/  one file per process
@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -128,6 +129,11 @@ class RunDirectory:
         return self.path / "objects"
 
     @property
+    def id(self) -> str:
+        """Identifies the run in a ledger that it shares with others. A copy of the directory has the same one."""
+        return str(self.read_manifest()["id"])
+
+    @property
     def source_dir(self) -> Path:
         """The directory of the config file: relative paths of the config are looked up here."""
         return Path(self.read_manifest()["source_dir"])
@@ -233,12 +239,13 @@ class RunDirectory:
         """Write the manifest of a new run, or add directories of users' modules to that of a resumed one."""
         manifest: dict[str, Any] = {
             "name": name,
+            "id": uuid.uuid4().hex,
             "rollbook": __version__,
             "created": time.time(),
             "source_dir": str(source_dir),
         }
         if self.exists:
-            manifest = self.read_manifest()
+            manifest = {"id": manifest["id"], **self.read_manifest()}
         known = [*manifest.get("search_path", []), *(str(path) for path in search_path if path != self.objects)]
         write_json(self.manifest_file, {**manifest, "search_path": list(dict.fromkeys(known))})
 

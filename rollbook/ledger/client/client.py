@@ -140,6 +140,22 @@ class LedgerClient:
         """A page of groups, from the admission sequence number `start` on."""
         return await self._call(verbs.GROUPS, wire.GroupQuery(state=state, start=start, limit=limit))
 
+    async def payload(self, group_id: GroupId) -> bytes:
+        """The stored frame of one group."""
+
+        async def read(response: aiohttp.ClientResponse) -> bytes:
+            return await response.read()
+
+        return await self._request(verbs.PAYLOAD, NOTHING, read, group=group_id)
+
+    async def manifest(self, step: int) -> BatchManifest:
+        """The composition of a decided batch."""
+        return await self._call(verbs.MANIFEST, NOTHING, step=str(step))
+
+    async def steps(self, *, start: int = 0, limit: int = wire.MAX_LISTED) -> tuple[wire.StepView, ...]:
+        """A page of acknowledgements, from step `start` on."""
+        return await self._call(verbs.STEPS, wire.StepQuery(start=start, limit=limit))
+
     async def register_producer(self, name: str, *, weight: float = 1.0, min_share: float = 0.0) -> wire.ProducerView:
         """Register a producer that is not dispatched. Its groups are submitted with `producer=name`."""
         request = wire.RegisterProducer(weight=weight, min_share=min_share)

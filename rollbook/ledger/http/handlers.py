@@ -156,6 +156,10 @@ class LedgerHandlers:
             raise NotFoundError(f"run {run}: batch {step} is not decided")
         return found
 
+    async def steps(self, request: wire.StepQuery, run: RunId) -> list[wire.StepView]:
+        found = await self._ledger.steps(run, start=request.start, limit=request.limit)
+        return [_view(wire.StepView, record) for record in found]
+
     async def publications(self, request: wire.PublicationQuery, run: RunId) -> list[Publication]:
         found = await self._ledger.publications(run, start=request.start, limit=request.limit)
         return [record.contract for record in found]

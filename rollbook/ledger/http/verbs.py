@@ -175,6 +175,14 @@ MANIFEST = _verb(
     BatchManifest,
     "The composition of a decided batch.",
 )
+STEPS = _verb(
+    "steps",
+    "GET /v1/runs/{run}/steps",
+    ALL_ROLES,
+    wire.StepQuery,
+    tuple[wire.StepView, ...],
+    "A page of the acknowledged steps with the digests of their weights, by step and epoch.",
+)
 PUBLICATIONS = _verb(
     "publications",
     "GET /v1/runs/{run}/publications",

@@ -76,7 +76,7 @@ class CreateRun(Message, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         settings, rule = self.settings, self.settings.rule
         spans = (settings.group_deadline_s, settings.owner_ttl_s)
-        _reject_unstorable("settings", *spans, settings.max_attempts)
+        _reject_unstorable("settings", *spans, settings.max_attempts, settings.directory_id)
         _reject_unstorable(
             "settings", rule.groups_per_step, rule.max_in_flight, rule.max_head_offpolicy_versions, rule.max_steps
         )
@@ -279,6 +279,25 @@ class PublicationQuery(Message, frozen=True, kw_only=True):
         default=0, name="from"
     )
     limit: Annotated[int, msgspec.Meta(ge=0, le=MAX_LISTED, description="maximum number of publications")] = MAX_LISTED
+
+
+class StepQuery(Message, frozen=True, kw_only=True):
+    start: Annotated[int, msgspec.Meta(ge=0, le=LARGEST, description="the first step")] = msgspec.field(
+        default=0, name="from"
+    )
+    limit: Annotated[int, msgspec.Meta(ge=0, le=MAX_LISTED, description="maximum number of acknowledgements")] = (
+        MAX_LISTED
+    )
+
+
+class StepView(Message, frozen=True, kw_only=True):
+    """One acknowledgement. A step that was trained again after a restart has one for each epoch."""
+
+    step: int
+    epoch: int
+    digest: str
+    receipt: AckReceipt
+    at: float
 
 
 class OutcomeQuery(Message, frozen=True, kw_only=True):

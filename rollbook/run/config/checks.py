@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from rollbook.contracts.plugin import plugin_fault
 from rollbook.envs.config import EnvConfig
 from rollbook.inference.config import InferenceConfig, ScriptedConfig, VllmConfig
-from rollbook.ledger.config import GateConfig
+from rollbook.ledger.config import GateConfig, RunLedgerConfig
 from rollbook.rollout.config import RolloutConfig
 from rollbook.run.config.evaluation import EvaluationConfig
 from rollbook.tasks.config import TasksConfig, is_file, is_hub
@@ -179,6 +179,15 @@ def _atropos_source_needs_no_rollout(parts: Parts) -> Faults:
                     )
 
 
+def _posts_reach_the_ledger(parts: Parts) -> Faults:
+    match parts.get("tasks"), parts.get("ledger"):
+        case TasksConfig(is_posted=True) as tasks, RunLedgerConfig(url=str()) if tasks.atropos.url is None:
+            yield (
+                "tasks.atropos.url",
+                "with ledger.url the run serves no Atropos API; set this to the server that environments post to",
+            )
+
+
 CROSS_CHECKS: tuple[Callable[[Parts], Faults], ...] = (
     _episodes_fit_the_lease,
     _tokens_fit_the_context,
@@ -192,6 +201,7 @@ CROSS_CHECKS: tuple[Callable[[Parts], Faults], ...] = (
     _adapters_can_be_published,
     _evaluation_has_a_policy,
     _checkpoints_are_as_frequent_as_evaluations,
+    _posts_reach_the_ledger,
 )
 
 

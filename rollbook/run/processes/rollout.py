@@ -4,11 +4,10 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from rollbook.contracts.admission import RunId
-from rollbook.ledger.client.client import open_ledger_client
 from rollbook.rollout.dispatch.dispatcher import Dispatcher
 from rollbook.rollout.metrics import rollout_metrics
 from rollbook.run.atropos_feed import AtroposFeed
+from rollbook.run.ledger_clients import open_run_ledger
 from rollbook.run.supervision.child_main import RoleContext
 from rollbook.run.worker_spec import worker_spec
 from rollbook.tasks.dataset import build_source, load_tasks
@@ -26,8 +25,8 @@ async def main(context: RoleContext) -> str:
         load_tasks(config.tasks, base_dir=context.loaded.source_dir),
         mastery_file=context.directory.mastery_file,
     )
-    async with open_ledger_client(
-        context.addresses["ledger"], RunId(config.run.name), request_s=config.ledger.request_s, log=context.log
+    async with open_run_ledger(
+        context.loaded, context.directory, context.addresses["ledger"], log=context.log
     ) as ledger:
         dispatcher = Dispatcher(
             name="dispatcher-0",
@@ -62,8 +61,8 @@ async def _report(dispatcher: Dispatcher, context: RoleContext) -> None:
 async def _fetch_posts(context: RoleContext) -> str:
     """Instead of dispatching, fetch the groups that Atropos environments posted."""
     config = context.loaded.config
-    async with open_ledger_client(
-        context.addresses["ledger"], RunId(config.run.name), request_s=config.ledger.request_s, log=context.log
+    async with open_run_ledger(
+        context.loaded, context.directory, context.addresses["ledger"], log=context.log
     ) as ledger:
         source = AtroposFeed(
             ledger,

@@ -4,10 +4,9 @@ code."""
 import asyncio
 from functools import partial
 
-from rollbook.contracts.admission import RunId
 from rollbook.contracts.errors import FencedError, RunError
-from rollbook.ledger.client.client import open_ledger_client
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
+from rollbook.run.ledger_clients import open_run_ledger
 from rollbook.run.policy_clients import open_weights, steering_token
 from rollbook.run.rollout_table import RolloutTable
 from rollbook.run.supervision.child_main import RoleContext
@@ -20,12 +19,8 @@ from rollbook.trainer.metrics import TRAINER_METRICS
 async def main(context: RoleContext) -> str:
     config = context.loaded.config
     async with (
-        open_ledger_client(
-            context.addresses["ledger"],
-            RunId(config.run.name),
-            request_s=config.ledger.request_s,
-            log=context.log,
-            token=context.token,
+        open_run_ledger(
+            context.loaded, context.directory, context.addresses["ledger"], log=context.log, is_trainer=True
         ) as ledger,
         open_weights(
             config.inference,

@@ -78,7 +78,8 @@ class Supervisor:
         self._sockets: dict[str, socket.socket] = {}
         threads = {"policy": config.inference.threads, "trainer": config.trainer.threads}
         policies = replica_names(config.inference)
-        servers = ["ledger", *policies, *(["env"] if config.env.pool_size is not None else [])]
+        own_ledger = ["ledger"] if config.ledger.url is None else []
+        servers = [*own_ledger, *policies, *(["env"] if config.env.pool_size is not None else [])]
         own_ports = () if config.inference.engine == "vllm" else policies
         # Atropos environments are configured with the ledger's address before it runs.
         fixed = {"ledger": config.tasks.atropos.port} if config.tasks.is_posted and not config.tasks.atropos.url else {}
@@ -87,6 +88,8 @@ class Supervisor:
                 self._sockets[server] = listening_socket("127.0.0.1", fixed.get(server, 0))
         addresses = {name: url_of(sock) for name, sock in self._sockets.items() if name not in policies}
         replicas = {name: url_of(self._sockets[name]) if name in own_ports else free_url() for name in policies}
+        if config.ledger.url is not None:
+            addresses["ledger"] = config.ledger.url
         addresses["policy"] = join_urls(config.inference.urls or list(replicas.values()))
         roles = dict.fromkeys(policies, "vllm" if config.inference.engine == "vllm" else "policy")
         self.processes = [
@@ -149,11 +152,12 @@ class Supervisor:
 
     async def _run_processes(self) -> None:
         async with asyncio.TaskGroup() as group:
-            ledger, *others = self.processes
+            ledger = [p for p in self.processes if p.role == "ledger"]
+            others = [p for p in self.processes if p.role != "ledger"]
             for process in others:
                 process.move(ProcessState.WAITING, "for the ledger")
-            keepers = [group.create_task(self._keep(ledger), name="run.keep.ledger")]
-            await self._until_ready(ledger)
+            keepers = [group.create_task(self._keep(p), name=f"run.keep.{p.name}") for p in ledger]
+            await self._all_ready(ledger)
             keepers += [group.create_task(self._keep(p), name=f"run.keep.{p.name}") for p in others]
             readiness = group.create_task(self._all_ready(others), name="run.ready")
             watch = group.create_task(self._watch(), name="run.watch")

@@ -30,7 +30,7 @@ from rollbook.ledger.stores.postgres.connection import (
     read_snapshot,
 )
 from rollbook.ledger.stores.postgres.schema import require_tables
-from rollbook.ledger.stores.postgres.writer import RECONNECT_S, PostgresWriter, retry_connection
+from rollbook.ledger.stores.postgres.writer import RECONNECT_S, PostgresWriter, require_durability, retry_connection
 from rollbook.ledger.stores.sql.committer import Committer
 from rollbook.ledger.stores.sql.write_buffer import SqlSession
 
@@ -180,6 +180,28 @@ class LedgerDatabase:
 def open_readonly(url: str) -> Iterator[LedgerDatabase]:
     with _session(url) as db:
         yield LedgerDatabase(db, described(url))
+
+
+def warnings(url: str) -> list[str]:
+    """Refuses a database that the ledger cannot use, and says what a fail-over may lose."""
+    where = described(url)
+    try:
+        with explained(where):
+            db = connect(url)
+            try:
+                require_durability(db, where)
+                standbys = db.execute("SHOW synchronous_standby_names").fetchone()[0]
+            finally:
+                db.close()
+    except LostConnectionError as error:
+        raise StoreFaultError(f"ledger in {where}: the database cannot be reached ({error})") from error
+    if standbys:
+        return []
+    return [
+        f"{where} has no synchronous standby (synchronous_standby_names is empty): its own restart loses nothing, but a "
+        "fail-over to an asynchronous standby loses the groups and steps that were acknowledged after the last replicated "
+        "commit. A run with a newer checkpoint then stops with an error instead of training a step twice"
+    ]
 
 
 @contextmanager

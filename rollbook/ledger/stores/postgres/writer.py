@@ -64,6 +64,15 @@ def retry_connection(work: Callable[[], T], *, within_s: float, where: str) -> T
             time.sleep(delay)
 
 
+def require_durability(db: PostgresConnection, where: str) -> None:
+    for setting in ("fsync", "full_page_writes"):
+        if db.execute(f"SHOW {setting}").fetchone()[0] != "on":
+            raise StoreFaultError(
+                f"ledger in {where}: the database runs with {setting} = off and would lose acknowledged groups in a "
+                "power failure; turn it on"
+            )
+
+
 class PostgresWriter:
     """The writing session. Once the store is open, only the committer's thread uses it."""
 
@@ -87,12 +96,7 @@ class PostgresWriter:
             schema = db.execute("SELECT current_schema()").fetchone()[0]
             if schema is None:
                 raise StoreFaultError(f"ledger in {self.where}: search_path names no schema that exists; create it")
-            for setting in ("fsync", "full_page_writes"):
-                if db.execute(f"SHOW {setting}").fetchone()[0] != "on":
-                    raise StoreFaultError(
-                        f"ledger in {self.where}: the database runs with {setting} = off and would lose acknowledged groups in a "
-                        "power failure; turn it on"
-                    )
+            require_durability(db, self.where)
             self._lock_key = zlib.crc32(schema.encode()) - 2**31
             self.channel = f"rollbook_ledger_{zlib.crc32(schema.encode()):08x}"
             self._begin(db)

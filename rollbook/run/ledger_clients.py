@@ -1,0 +1,81 @@
+"""The ledger of a run: its store, the settings of the run in it, and clients of its service."""
+
+import json
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+from rollbook.access.tokens import read_token
+from rollbook.contracts.admission import RunSettings
+from rollbook.contracts.group_checks import TrainingLimits
+from rollbook.ledger.client.client import LedgerClient, open_ledger_client
+from rollbook.ledger.config import RunLedgerConfig
+from rollbook.ledger.stores.registry import sqlite_url
+from rollbook.run.config.run import LoadedConfig, RunConfig
+from rollbook.run.directory import RunDirectory
+from rollbook.telemetry.events import EventLog
+
+POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
+"""Names of the longest sequence in the `config.json` of models."""
+
+
+def store_url(config: RunLedgerConfig, directory: RunDirectory) -> str:
+    return sqlite_url(directory.ledger) if config.store is None else config.store.get_secret_value()
+
+
+def run_settings(config: RunConfig, directory: RunDirectory) -> RunSettings:
+    """The settings with which the run is created in the ledger. The model directory must exist."""
+    return config.gate.settings(
+        max_steps=config.trainer.max_steps,
+        keep_payloads=config.ledger.keep_payloads,
+        limits=model_limits(directory.initial_model, needs_logprobs=config.trainer.missing_logprobs == "refuse"),
+        directory_id=directory.id,
+    )
+
+
+def model_limits(model_dir: Path, *, needs_logprobs: bool) -> TrainingLimits:
+    """The limits of the model in a Hugging Face directory, or of the base model of an adapter directory."""
+    settings = _read_json(model_dir / "config.json")
+    if not settings:
+        base = _read_json(model_dir / "adapter_config.json").get("base_model_name_or_path")
+        settings = _read_json(Path(base) / "config.json") if base else {}
+    settings = settings.get("text_config") or settings
+    lengths = [settings[name] for name in POSITIONS if settings.get(name)]
+    return TrainingLimits(
+        vocabulary_size=settings.get("vocab_size"),
+        max_tokens=lengths[0] if lengths else None,
+        needs_logprobs=needs_logprobs,
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """An empty dict if there is no such file: a model on the hub is checked by the trainer alone."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return found
+    except FileNotFoundError:
+        return {}
+
+
+def ledger_token_file(loaded: LoadedConfig, directory: RunDirectory | None = None) -> Path | None:
+    """The file with the token of the trainer's requests: that of the run for its own ledger. An external ledger may need none."""
+    config = loaded.config.ledger
+    if config.token_file is not None:
+        return loaded.source_dir / config.token_file.expanduser()
+    return None if config.url is not None or directory is None else directory.token_file
+
+
+def external_token(loaded: LoadedConfig) -> str | None:
+    """The token of the ledger at `ledger.url`."""
+    file = ledger_token_file(loaded)
+    return None if file is None else read_token(file)
+
+
+def open_run_ledger(
+    loaded: LoadedConfig, directory: RunDirectory, address: str, *, log: EventLog, is_trainer: bool = False
+) -> AbstractAsyncContextManager[LedgerClient]:
+    """A client of the run's ledger. On the run's own ledger only requests of the trainer need a token."""
+    config = loaded.config
+    is_own = config.ledger.url is None
+    token = read_token(directory.token_file) if is_own and is_trainer else external_token(loaded)
+    return open_ledger_client(address, config.run.name, request_s=config.ledger.request_s, log=log, token=token)
