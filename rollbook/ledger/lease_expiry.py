@@ -50,4 +50,4 @@ class LeaseExpiry:
             with run_transaction(tx, run_id, now) as run_tx:
                 return rule(run_tx)
 
-        return await self._store.write(work)
+        return await self._store.write(work, run_id=run_id)

@@ -67,7 +67,7 @@ class Ledger:
                 f"{self._config.max_queued_groups}, so no batch could ever be formed"
             )
         now = self._clock.wall()
-        await self._store.write(lambda tx: runs.create_run(tx, run_id, settings, now=now))
+        await self._store.write(lambda tx: runs.create_run(tx, run_id, settings, now=now), run_id=run_id)
         self._log.info("ledger.run_created", run=run_id)
 
     async def runs(self) -> list[RunId]:
@@ -306,7 +306,7 @@ class Ledger:
             with run_transaction(tx, run_id, now) as run_tx:
                 return rule(run_tx)
 
-        return await self._store.write(work)
+        return await self._store.write(work, run_id=run_id)
 
     async def _read(self, run_id: RunId, work: Callable[[Transaction], T]) -> T:
         def read(tx: Transaction) -> T:

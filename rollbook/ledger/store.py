@@ -1,8 +1,8 @@
 """The storage interface below the rules.
 
 A write is atomic. It is durable, as the durability mode defines, before its caller gets the result; a transaction that called
-`sync_to_disk` is on the disk in every mode. Writes run one after the other. A read sees one consistent state. A failed write does
-not affect other writes.
+`sync_to_disk` is on the disk in every mode. Writes of a run are executed one after the other. A read sees one consistent state. A
+failed write does not affect other writes.
 
 The rules are written once against `Transaction`; a store implements only simple reads and writes, grouped by what they hold.
 """
@@ -240,11 +240,18 @@ class Store(Protocol):
     def is_shared(self) -> bool:
         """Whether other processes may serve from it at the same time."""
 
-    async def write(self, work: Callable[[Transaction], T], *, before: Callable[[], None] | None = None) -> T:
+    async def write(
+        self,
+        work: Callable[[Transaction], T],
+        *,
+        run_id: RunId | None = None,
+        before: Callable[[], None] | None = None,
+    ) -> T:
         """Run `work` in a write transaction. It must be quick and use only the transaction; it may run in a thread.
 
-        `before` computes in advance what `work` would otherwise compute itself. A store whose transactions block other processes
-        calls it first, in the same thread; it must not raise.
+        `run_id` is the only run that `work` reads and changes; None: any. A shared store executes writes of different runs at the
+        same time. `before` computes in advance what `work` would otherwise compute itself. A store whose transactions block other
+        processes calls it first, in the same thread; it must not raise.
         """
 
     async def read(self, work: Callable[[Transaction], T]) -> T:

@@ -1,8 +1,8 @@
 """The shared store: one PostgreSQL database for any number of stateless replicas of the service.
 
-Writes are serialised over all replicas by one advisory lock, so the rules need no other isolation and two replicas can never decide
-the same batch. Group commit compensates: a replica writes all waiting operations in one transaction. A commit sends a notification,
-so that calls that wait at another replica check again.
+The writes of a run are serialised over all replicas by an advisory lock, so the rules need no other isolation and two replicas can
+never decide the same batch. Runs do not wait for each other. Group commit compensates for the lock: a replica writes all waiting
+operations in one transaction. A commit sends a notification, so that calls that wait at another replica check again.
 
 Every commit is flushed before its callers get their results, in both durability modes: PostgreSQL has no mode between "flushed" and
 "lost with its own process". A server that runs with `fsync = off` is refused.
@@ -129,8 +129,14 @@ class PostgresStore:
         self._readers = _Readers(url)
         self._listener = _Listener(url, writer, self._committer.announce)
 
-    async def write(self, work: Callable[[Transaction], T], *, before: Callable[[], None] | None = None) -> T:
-        return await self._committer.write(work, before=before)
+    async def write(
+        self,
+        work: Callable[[Transaction], T],
+        *,
+        run_id: RunId | None = None,
+        before: Callable[[], None] | None = None,
+    ) -> T:
+        return await self._committer.write(work, run_id=run_id, before=before)
 
     async def read(self, work: Callable[[Transaction], T]) -> T:
         return await self._loop.run_in_executor(self._readers.pool, self._readers.read, work)
