@@ -31,18 +31,24 @@ class BatchEntry:
     sequence: int
     payload_digest: str
     oldest_version: int | None
-    """Version of the oldest trained token when the batch was decided; None if the producer did not report it."""
+    """Version of the oldest trained token that is not masked, as of the decision of the batch; None if the producer did not
+    report it."""
+    masked: tuple[int, ...] = ()
+    """Trained tokens of these publications are masked out of the loss, because their effective version was below the cut when the
+    batch was decided. -1 stands for tokens of unknown publications. They stay in the context."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchManifest:
-    """The groups of one step, decided once. `digest` covers their ids and payload digests, in order."""
+    """The groups of one step, decided once. `digest` covers their ids and payload digests, in order, and what is masked."""
 
     step: int
     entries: tuple[BatchEntry, ...]
     digest: str
     is_last: bool = False
     """The last batch of the data, possibly short."""
+    cut: int | None = None
+    """Trained tokens of lower effective versions are masked; `BatchEntry.masked` lists them. None: the policy masks no tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
 """The samples of one draw, their outcome, and the states of a group with the allowed moves."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -17,6 +18,11 @@ GroupId = NewType("GroupId", str)
 def group_id(task_id: TaskId, draw: int) -> GroupId:
     """A group is one draw of a task; its id contains both."""
     return GroupId(f"{task_id}@{draw}")
+
+
+def part_id(group: GroupId, number: int) -> GroupId:
+    """The id of a part of a group. The first part has the id of the group."""
+    return group if number == 1 else GroupId(f"{group}/{number}")
 
 
 class GroupState(StrEnum):
@@ -95,6 +101,41 @@ class GroupOutcome:
     """Extra episodes started by over-sampling that were not needed."""
 
 
+def merge_outcomes(first: GroupOutcome, second: GroupOutcome) -> GroupOutcome:
+    """The outcome of the samples of two parts of a group together."""
+    whole, scored = first.num_samples + second.num_samples, first.num_scorable + second.num_scorable
+
+    def mean(name: str, weight: str, total: int) -> float | None:
+        known = [(getattr(o, name), getattr(o, weight)) for o in (first, second) if getattr(o, name) is not None]
+        weights = sum(number for _, number in known)
+        return sum(value * number for value, number in known) / weights if total and weights else None
+
+    reward_mean = mean("reward_mean", "num_scorable", scored)
+    variance = None
+    if reward_mean is not None and scored > 1:
+        squares = sum(
+            (o.reward_std or 0.0) ** 2 * (o.num_scorable - 1) + o.num_scorable * (o.reward_mean - reward_mean) ** 2
+            for o in (first, second)
+            if o.reward_mean is not None
+        )
+        variance = squares / (scored - 1)
+    return GroupOutcome(
+        num_samples=whole,
+        num_scorable=scored,
+        reward_mean=reward_mean,
+        reward_std=None if variance is None else variance**0.5,
+        solved_rate=mean("solved_rate", "num_scorable", scored),
+        truncated_rate=mean("truncated_rate", "num_samples", whole) or 0.0,
+        mean_turns=mean("mean_turns", "num_samples", whole) or 0.0,
+        mean_response_tokens=mean("mean_response_tokens", "num_samples", whole) or 0.0,
+        seconds=max(first.seconds, second.seconds),
+        invalid_causes=dict(Counter(first.invalid_causes) + Counter(second.invalid_causes)),
+        retried_samples=first.retried_samples + second.retried_samples,
+        declined_samples=first.declined_samples + second.declined_samples,
+        surplus_samples=first.surplus_samples + second.surplus_samples,
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptGroup:
     """The samples of one draw."""
@@ -103,12 +144,21 @@ class PromptGroup:
     task_id: TaskId
     draw: int
     samples: tuple[RolloutSample, ...]
+    part: int = 1
+    """Number of this part of the draw, from 1. Above 1 only with batch policy `parts`."""
+    baseline: tuple[float, ...] | None = None
+    """With batch policy `parts`: the rewards of the draw's quorum, the first scorable samples of part 1 in their order.
+
+    Advantages are computed from them in every part. None: from the rewards of `samples`.
+    """
 
     def __post_init__(self) -> None:
         if not self.samples:
             raise ValueError(f"group {self.id} has no samples")
         if self.draw < 0:
             raise ValueError(f"group {self.id} has draw {self.draw}; it must be >= 0")
+        if self.part < 1:
+            raise ValueError(f"group {self.id} is part {self.part}; parts count from 1")
 
     @property
     def scorable(self) -> tuple[RolloutSample, ...]:

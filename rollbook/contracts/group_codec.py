@@ -116,12 +116,14 @@ class SampleFrame(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True
         )
 
 
-class GroupFrame(msgspec.Struct, forbid_unknown_fields=True):
+class GroupFrame(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     format: int
     group_id: str
     task_id: str
     draw: int
     samples: tuple[SampleFrame, ...]
+    part: int = 1
+    baseline: tuple[float, ...] | None = None
 
 
 def encode_group(group: PromptGroup) -> EncodedGroup:
@@ -131,6 +133,8 @@ def encode_group(group: PromptGroup) -> EncodedGroup:
         task_id=group.task_id,
         draw=group.draw,
         samples=tuple(SampleFrame.of(sample) for sample in group.samples),
+        part=group.part,
+        baseline=None if group.baseline is None else tuple(map(float, group.baseline)),
     )
     try:
         payload = _ENCODER.encode(frame)
@@ -157,6 +161,8 @@ def decode_group(payload: bytes) -> PromptGroup:
             task_id=TaskId(frame.task_id),
             draw=frame.draw,
             samples=tuple(sample.to_contract() for sample in frame.samples),
+            part=frame.part,
+            baseline=frame.baseline,
         )
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise RunError(f"a stored group of {len(payload)} bytes cannot be decoded: {error}") from error

@@ -54,9 +54,11 @@ class GateConfig(BaseModel, frozen=True, extra="forbid"):
         max_steps: int | None = None,
         keep_payloads: bool = True,
         limits: TrainingLimits | None = None,
+        samples_per_group: int = 1,
+        quorum: int | None = None,
         directory_id: str = "",
     ) -> RunSettings:
-        """The settings with which the run is created in the ledger."""
+        """The settings with which the run is created in the ledger. Batch policy `parts` needs samples and quorum."""
         return RunSettings(
             rule=FreshnessRule(
                 groups_per_step=self.groups_per_step,
@@ -64,6 +66,8 @@ class GateConfig(BaseModel, frozen=True, extra="forbid"):
                 max_head_offpolicy_versions=self.max_head_offpolicy_versions,
                 policy=self.batch_policy,
                 max_steps=max_steps,
+                samples_per_group=samples_per_group,
+                quorum=quorum,
             ),
             group_deadline_s=self.group_deadline_s,
             max_attempts=self.max_attempts,
