@@ -26,13 +26,14 @@ from rollbook.contracts.batch import AckReceipt, BatchManifest, EndOfRun, Traine
 from rollbook.contracts.errors import RollbookError, RunError
 from rollbook.contracts.group import DropReason, GroupId, GroupOutcome, GroupState, PromptGroup
 from rollbook.contracts.group_codec import decode_payload
+from rollbook.contracts.membership import Member, MemberId, MemberReply, MemberRole
 from rollbook.contracts.policy import Publication
 from rollbook.contracts.task import Draw
 from rollbook.ledger.config import LedgerConfig
 from rollbook.ledger.lease_expiry import LeaseExpiry
 from rollbook.ledger.notifier import RunNotifier
 from rollbook.ledger.records import GroupRecord, MoveRecord, ProducerRecord, PublicationRecord, StepRecord
-from rollbook.ledger.rules import batches, gate, groups, publications, runs, trainer
+from rollbook.ledger.rules import batches, gate, groups, members, publications, runs, trainer
 from rollbook.ledger.rules.groups import Submission
 from rollbook.ledger.rules.run_transaction import RunTransaction, find_run, run_transaction
 from rollbook.ledger.store import Store, Transaction
@@ -82,6 +83,37 @@ class Ledger:
     async def outcomes(self, run_id: RunId, *, after: int, limit: int) -> list[PastDraw]:
         """A page of past draws, in order of admission."""
         return await self._store.read(lambda tx: runs.outcomes(tx, run_id, after=after, limit=limit))
+
+    # ------------------------------------------------------------------ members
+
+    async def join_member(
+        self, run_id: RunId, *, name: str, role: MemberRole, node: str, address: str, lease_s: float, nonce: str
+    ) -> MemberReply:
+        reply = await self._write(
+            run_id,
+            lambda run_tx: members.join(
+                run_tx, name=name, role=role, node=node, address=address, lease_s=lease_s, nonce=nonce
+            ),
+        )
+        if reply.member is not None:
+            self._log.info("ledger.member_joined", run=run_id, member=reply.member, name=name, node=node)
+        return reply
+
+    async def heartbeat_member(
+        self, run_id: RunId, member: MemberId, *, publication: int | None = None, load: float = 0.0
+    ) -> None:
+        await self._write(run_id, lambda run_tx: members.heartbeat(run_tx, member, publication=publication, load=load))
+
+    async def leave_member(self, run_id: RunId, member: MemberId) -> None:
+        await self._write(run_id, lambda run_tx: members.leave(run_tx, member))
+        self._log.info("ledger.member_left", run=run_id, member=member)
+
+    async def members(self, run_id: RunId) -> list[Member]:
+        def read(tx: Transaction) -> list[Member]:
+            run = find_run(tx, run_id)
+            return [members.member_of(record, run) for record in tx.members.alive(run_id)]
+
+        return await self._store.read(read)
 
     # ------------------------------------------------------------------ dispatchers
 

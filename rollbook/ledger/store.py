@@ -13,10 +13,12 @@ from typing import Any, Protocol, TypeVar
 from rollbook.contracts.admission import OwnerId, RunId
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId, GroupState
+from rollbook.contracts.membership import MemberId
 from rollbook.contracts.policy import PublicationId
 from rollbook.ledger.records import (
     BatchRecord,
     GroupRecord,
+    MemberRecord,
     MoveRecord,
     OwnerRecord,
     ProducerRecord,
@@ -38,7 +40,7 @@ class Runs(Protocol):
         """All runs, oldest first."""
 
     def with_leases(self) -> list[RunId]:
-        """Runs with a live dispatcher or a leased group. The cost does not depend on the number of other runs."""
+        """Runs with a live dispatcher or member, or a leased group. The cost does not depend on the number of other runs."""
 
     def put(self, run: RunRecord) -> None: ...
     def drops(self, run_id: RunId) -> dict[str, int]:
@@ -52,6 +54,14 @@ class Owners(Protocol):
     def named(self, run_id: RunId, name: str) -> list[OwnerRecord]: ...
     def alive(self, run_id: RunId) -> list[OwnerRecord]: ...
     def put(self, owner: OwnerRecord) -> None: ...
+
+
+class Members(Protocol):
+    def get(self, run_id: RunId, member_id: MemberId) -> MemberRecord | None: ...
+    def alive(self, run_id: RunId) -> list[MemberRecord]:
+        """Members whose lease has not ended, in the order in which they joined."""
+
+    def put(self, member: MemberRecord) -> None: ...
 
 
 class Producers(Protocol):
@@ -193,6 +203,8 @@ class Transaction(Protocol):
     def runs(self) -> Runs: ...
     @property
     def owners(self) -> Owners: ...
+    @property
+    def members(self) -> Members: ...
     @property
     def producers(self) -> Producers: ...
     @property

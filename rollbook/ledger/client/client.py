@@ -35,6 +35,7 @@ from rollbook.contracts.errors import FencedError, RollbookError, RunError, Tran
 from rollbook.contracts.group import DropReason, GroupId, GroupOutcome, GroupState
 from rollbook.contracts.group_checks import TrainingLimits, UnusableGroupError
 from rollbook.contracts.group_codec import EncodedGroup, payload_digest
+from rollbook.contracts.membership import LEASE_S, Member, MemberId, MemberReply, MemberRole
 from rollbook.contracts.policy import Publication
 from rollbook.contracts.task import Draw
 from rollbook.ledger.client.bundles import Bundles
@@ -166,6 +167,28 @@ class LedgerClient:
 
     async def outcomes(self, *, after: int, limit: int) -> list[PastDraw]:
         return await self._call(verbs.OUTCOMES, wire.OutcomeQuery(start=after + 1, limit=limit))
+
+    # ------------------------------------------------------------------ members
+
+    async def members(self) -> tuple[Member, ...]:
+        """The living members of the run."""
+        return await self._call(verbs.MEMBERS, NOTHING)
+
+    async def join_member(
+        self, *, name: str, role: MemberRole, node: str, address: str = "", lease_s: float = LEASE_S
+    ) -> MemberReply:
+        request = wire.JoinMember(
+            name=name, role=role, node=node, address=address, lease_s=lease_s, nonce=uuid.uuid4().hex
+        )
+        return await self._call(verbs.JOIN_MEMBER, request)
+
+    async def heartbeat_member(self, member: MemberId, *, publication: int | None = None, load: float = 0.0) -> None:
+        """Raises `FencedError` if the lease has ended."""
+        request = wire.HeartbeatMember(publication=publication, load=load)
+        await self._call(verbs.HEARTBEAT_MEMBER, request, member=member)
+
+    async def leave_member(self, member: MemberId) -> None:
+        await self._call(verbs.LEAVE_MEMBER, NOTHING, member=member)
 
     # ------------------------------------------------------------------ dispatchers
 

@@ -17,6 +17,7 @@ from rollbook.contracts.batch import BatchManifest, TrainerRole
 from rollbook.contracts.errors import RollbookError, RunError
 from rollbook.contracts.group import DropReason, GroupId, GroupOutcome
 from rollbook.contracts.group_codec import EncodedGroup
+from rollbook.contracts.membership import Member, MemberId, MemberReply
 from rollbook.contracts.policy import Publication
 from rollbook.contracts.task import TaskId
 from rollbook.ledger.http import wire
@@ -176,6 +177,20 @@ class LedgerHandlers:
     async def register_producer(self, request: wire.RegisterProducer, run: RunId, producer: str) -> wire.ProducerView:
         record = await self._ledger.register_producer(run, producer, weight=request.weight, min_share=request.min_share)
         return _producer_view(record)
+
+    async def members(self, _: wire.Empty, run: RunId) -> list[Member]:
+        return await self._ledger.members(run)
+
+    async def join_member(self, request: wire.JoinMember, run: RunId) -> MemberReply:
+        return await self._ledger.join_member(run, **msgspec.structs.asdict(request))
+
+    async def heartbeat_member(self, request: wire.HeartbeatMember, run: RunId, member: MemberId) -> wire.Empty:
+        await self._ledger.heartbeat_member(run, member, publication=request.publication, load=request.load)
+        return wire.Empty()
+
+    async def leave_member(self, _: wire.Empty, run: RunId, member: MemberId) -> wire.Empty:
+        await self._ledger.leave_member(run, member)
+        return wire.Empty()
 
     async def join(self, request: wire.Join, run: RunId) -> wire.JoinReply:
         return wire.JoinReply(owner=await self._ledger.join(run, request.owner_name, nonce=request.nonce))

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from rollbook.contracts.admission import DrawProgress, LedgerStatus, OpenReply, PastDraw
 from rollbook.contracts.batch import BatchManifest, TrainerRole
+from rollbook.contracts.membership import Member, MemberReply
 from rollbook.contracts.policy import Publication
 from rollbook.ledger.http import wire
 from rollbook.ledger.http.auth import Role
@@ -206,6 +207,38 @@ REGISTER_PRODUCER = _verb(
     wire.RegisterProducer,
     wire.ProducerView,
     "Register a producer, or change its weight and minimum share.",
+)
+MEMBERS = _verb(
+    "members",
+    "GET /v1/runs/{run}/members",
+    ALL_ROLES,
+    wire.Empty,
+    tuple[Member, ...],
+    "The living members of the run: processes that hold a lease.",
+)
+JOIN_MEMBER = _verb(
+    "join_member",
+    "POST /v1/runs/{run}/members",
+    TRAINER,
+    wire.JoinMember,
+    MemberReply,
+    "Join the run. The role `supervisor` has one member at a time: while there is another, the response names it as `holder`.",
+)
+HEARTBEAT_MEMBER = _verb(
+    "heartbeat_member",
+    "POST /v1/runs/{run}/members/{member}/heartbeat",
+    TRAINER,
+    wire.HeartbeatMember,
+    wire.Empty,
+    "Extend the lease of a member. A lease that has ended is refused (409): join again.",
+)
+LEAVE_MEMBER = _verb(
+    "leave_member",
+    "POST /v1/runs/{run}/members/{member}/leave",
+    TRAINER,
+    wire.Empty,
+    wire.Empty,
+    "End the lease of a member.",
 )
 JOIN = _verb(
     "join",

@@ -14,6 +14,7 @@ import msgspec
 from rollbook.contracts.admission import RunSettings
 from rollbook.contracts.batch import AckReceipt, BatchManifest, EndOfRun
 from rollbook.contracts.group import GroupOutcome, GroupState
+from rollbook.contracts.membership import LEASE_S, MemberRole
 from rollbook.contracts.policy import Publication
 from rollbook.contracts.task import Draw
 
@@ -85,6 +86,29 @@ class CreateRun(Message, frozen=True, kw_only=True):
         _reject_unstorable("settings", settings.limits.vocabulary_size, settings.limits.max_tokens)
         if rule.max_steps is not None and rule.max_steps < 0:
             raise ValueError(f"settings: max_steps is {rule.max_steps}; it must be >= 0")
+
+
+class JoinMember(Message, frozen=True, kw_only=True):
+    name: Name
+    """An older member of the same role and name is superseded."""
+    role: MemberRole
+    node: Name
+    """The machine, for people."""
+    address: Annotated[str, msgspec.Meta(max_length=512)] = ""
+    """URL of the member's server."""
+    lease_s: Annotated[float, msgspec.Meta(ge=1, le=3600)] = LEASE_S
+    """The lease ends after this time without a heartbeat."""
+    nonce: Name
+    """The same in every retry of one request."""
+
+    def __post_init__(self) -> None:
+        _reject_unstorable("member", self.name, self.node, self.address, self.nonce)
+
+
+class HeartbeatMember(Message, frozen=True, kw_only=True):
+    publication: Count | None = None
+    """The weights of a policy server."""
+    load: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 0.0
 
 
 class Join(Message, frozen=True, kw_only=True):
