@@ -12,15 +12,19 @@ import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from enum import StrEnum
 
 from rollbook.concurrency.child_process.process import exit_reason
 from rollbook.concurrency.sockets import listening_socket, url_of
-from rollbook.contracts.errors import RunError, machine_fault
+from rollbook.contracts.errors import RunError, TransientError, machine_fault
+from rollbook.contracts.membership import MemberRole
 from rollbook.inference.config import InferenceConfig
-from rollbook.run.config.run import RunConfig
+from rollbook.run.config.run import RunConfig, load_resolved_config
 from rollbook.run.directory import RunDirectory, write_json
+from rollbook.run.ledger_clients import open_run_ledger
+from rollbook.run.member_lease import machine_id, member_lease
 from rollbook.run.policy_clients import join_urls
 from rollbook.run.supervision.child_main import EXIT_DONE, EXIT_FENCED, EXIT_STOP_RUN
 from rollbook.run.supervision.process import STOP_GRACE_S, ProcessState, SupervisedProcess
@@ -74,6 +78,7 @@ class Supervisor:
         self._over = asyncio.Event()
         self._drained = False
         self._until_over = until_over
+        self._is_ledger_shared = config.ledger.is_shared
         self._final_evaluation_s = config.evaluation.final_wait_s
         self._sockets: dict[str, socket.socket] = {}
         threads = {"policy": config.inference.threads, "trainer": config.trainer.threads}
@@ -158,15 +163,50 @@ class Supervisor:
                 process.move(ProcessState.WAITING, "for the ledger")
             keepers = [group.create_task(self._keep(p), name=f"run.keep.{p.name}") for p in ledger]
             await self._all_ready(ledger)
-            keepers += [group.create_task(self._keep(p), name=f"run.keep.{p.name}") for p in others]
-            readiness = group.create_task(self._all_ready(others), name="run.ready")
-            watch = group.create_task(self._watch(), name="run.watch")
-            await self._over.wait()
-            readiness.cancel()
-            watch.cancel()
-            await self._stop_all()
+            async with AsyncExitStack() as lease:
+                await self._take_lease(lease)
+                if not self._over.is_set():
+                    keepers += [group.create_task(self._keep(p), name=f"run.keep.{p.name}") for p in others]
+                    readiness = group.create_task(self._all_ready(others), name="run.ready")
+                    watch = group.create_task(self._watch(), name="run.watch")
+                    await self._over.wait()
+                    readiness.cancel()
+                    watch.cancel()
+                await self._stop_others()
+            await self._stop(*ledger)
             for keeper in keepers:
                 keeper.cancel()
+
+    async def _take_lease(self, stack: AsyncExitStack) -> None:
+        """In a shared ledger the run has a lease, so that one supervisor at a time continues it, on any machine."""
+        if not self._is_ledger_shared or self._over.is_set():
+            return
+        address = self.addresses["ledger"]
+        opened = open_run_ledger(
+            load_resolved_config(self._directory), self._directory, address, log=self._log, is_trainer=True
+        )
+        ledger = await stack.enter_async_context(opened)
+        lease = member_lease(
+            ledger,
+            # The file lock shows that an earlier supervisor of this directory on this machine has ended.
+            name=f"{self._directory.id} {machine_id()} {self._directory.path}",
+            role=MemberRole.SUPERVISOR,
+            log=self._log,
+            on_lost=lambda cause: self._fail(f"this supervisor lost the run: {cause}"),
+            say=self._say,
+        )
+        joining = asyncio.create_task(stack.enter_async_context(lease), name="run.join")
+        over = asyncio.create_task(self._over.wait(), name="run.await_over")
+        try:
+            await asyncio.wait({joining, over}, return_when=asyncio.FIRST_COMPLETED)
+            if joining.done():
+                joining.result()
+        except (RunError, TransientError) as error:
+            self._fail(f"this supervisor cannot take the run: {error}")
+        finally:
+            for task in (joining, over):
+                task.cancel()
+            await asyncio.gather(joining, over, return_exceptions=True)
 
     async def _keep(self, process: SupervisedProcess) -> None:
         """Restart one process until the run is over.
@@ -287,8 +327,8 @@ class Supervisor:
                 process.kill()
                 await process.ends_within(STOP_GRACE_S)
 
-    async def _stop_all(self) -> None:
-        """Stop clients before the servers they use."""
+    async def _stop_others(self) -> None:
+        """Stop all processes but the ledger, clients before the servers they use."""
         rollout = next(p for p in self.processes if p.role == "rollout")
         evaluation = [p for p in self.processes if p.role == "evaluation"]
         if self._failure is None and not self._drained:
@@ -298,9 +338,12 @@ class Supervisor:
             for process in evaluation:
                 await process.ends_within(self._final_evaluation_s)
         self._stopping.set()
-        servers = [p for p in self.processes if p.role not in ("rollout", "trainer", "evaluation")]
+        servers = [p for p in self.processes if p.role not in ("ledger", "rollout", "trainer", "evaluation")]
         trainers = [p for p in self.processes if p.role == "trainer"]
-        for process in (*evaluation, rollout, *trainers, *reversed(servers)):
+        await self._stop(*evaluation, rollout, *trainers, *reversed(servers))
+
+    async def _stop(self, *processes: SupervisedProcess) -> None:
+        for process in processes:
             if process.pid is not None and not await process.stop():
                 self._log.warning("run.process_killed", process=process.name, after_s=STOP_GRACE_S)
 
