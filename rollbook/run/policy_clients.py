@@ -63,15 +63,19 @@ def open_weights(
     *,
     directory: Path,
     trainer_device: str,
+    shares_gpu: bool,
     token: str | None,
     log: EventLog | None,
 ) -> WeightTransferClient:
-    """The publishing side, with the configured transport. `directory`: for weight files. `token`: of the servers."""
+    """The publishing side, with the configured transport. `directory`: for weight files. `token`: of the servers.
+
+    `shares_gpu`: the trainer and the policy may be on one GPU.
+    """
     return WeightTransferClient(
         policy_urls(address),
         request_s=config.request_s,
         confirm_s=config.confirm_s if len(policy_urls(address)) > 1 else None,
-        transport=_transport(config, directory, trainer_device),
+        transport=_transport(config, directory, trainer_device, shares_gpu=shares_gpu),
         server_api=_server_api(config),
         sequence=config.update_sequence,
         check_digest=config.check_digest,
@@ -96,13 +100,13 @@ def steering_token(config: InferenceConfig, *, own: str, source_dir: Path) -> st
     return api_key(config) if config.token_file is None else read_token(source_dir / config.token_file.expanduser())
 
 
-def chosen_transfer(config: InferenceConfig, trainer_device: str) -> str:
+def chosen_transfer(config: InferenceConfig, trainer_device: str, *, shares_gpu: bool = True) -> str:
     """Resolves `auto`: memory shared with the run's own replicas, of the GPU or else of the host."""
     if config.transfer != "auto":
         return config.transfer
     if config.urls:
         return "directory"
-    if config.engine == "transformers" and trainer_device == "cuda" and config.device in FIRST_GPU:
+    if shares_gpu and config.engine == "transformers" and trainer_device == "cuda" and config.device in FIRST_GPU:
         return "cuda_ipc"
     if not SHARED_MEMORY.is_dir():
         return "directory"
@@ -110,9 +114,9 @@ def chosen_transfer(config: InferenceConfig, trainer_device: str) -> str:
     return "shared_memory" if free.f_bavail * free.f_frsize >= MIN_SHARED_BYTES else "directory"
 
 
-def _transport(config: InferenceConfig, directory: Path, trainer_device: str) -> WeightTransport:
+def _transport(config: InferenceConfig, directory: Path, trainer_device: str, *, shares_gpu: bool) -> WeightTransport:
     options = TransportOptions(directory=str(directory), host=config.transfer_host, timeout_s=config.confirm_s)
-    return open_transport(chosen_transfer(config, trainer_device), options)
+    return open_transport(chosen_transfer(config, trainer_device, shares_gpu=shares_gpu), options)
 
 
 def _protocol(config: InferenceConfig) -> ServerProtocol:

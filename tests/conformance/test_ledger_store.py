@@ -262,7 +262,8 @@ async def test_members_are_found_by_id_and_listed_while_they_are_alive(store: St
         load=0.5,
     )
     second = first.changed(member_id=MemberId("policy#1"), joined_at=2.0, publication=None)
-    await store.write(lambda tx: (tx.members.put(second), tx.members.put(first)))
+    await store.write(lambda tx: tx.members.put(second))
+    await store.write(lambda tx: tx.members.put(first))
     assert await store.read(lambda tx: tx.members.alive(RUN)) == [first, second]
     assert await store.read(lambda tx: tx.runs.with_leases()) == [RUN]
     left = first.changed(state=MemberState.LEFT)

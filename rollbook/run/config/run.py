@@ -25,6 +25,7 @@ from rollbook.ledger.config import GateConfig, RunLedgerConfig
 from rollbook.rollout.config import RolloutConfig
 from rollbook.run.config.checks import CROSS_CHECKS, missing_files, resolved_publish
 from rollbook.run.config.evaluation import EvaluationConfig
+from rollbook.run.config.resources import ResourcesConfig
 from rollbook.run.config.toml_lines import key_lines, line_of
 from rollbook.run.directory import RunDirectory
 from rollbook.tasks.config import TasksConfig
@@ -64,6 +65,7 @@ class RunConfig(BaseModel, frozen=True, extra="forbid"):
     trainer: TrainerConfig = TrainerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
+    resources: ResourcesConfig = ResourcesConfig()
 
 
 SEEDED = ("tasks", "inference", "trainer")

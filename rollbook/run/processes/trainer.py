@@ -27,6 +27,7 @@ async def main(context: RoleContext) -> str:
             context.addresses["policy"],
             directory=context.directory.weights,
             trainer_device=config.trainer.device,
+            shares_gpu=not config.resources.are_separate,
             token=steering_token(config.inference, own=context.token, source_dir=context.loaded.source_dir),
             log=context.log,
         ) as weights,

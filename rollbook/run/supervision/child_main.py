@@ -22,6 +22,7 @@ from rollbook.access.tokens import read_token
 from rollbook.concurrency.child_process.child import connect_to_parent, die_with_parent, heartbeat
 from rollbook.concurrency.child_process.frames import BlockingFrames
 from rollbook.concurrency.exception_groups import first_error
+from rollbook.concurrency.sockets import listening_socket
 from rollbook.contracts.errors import FencedError, RunError, machine_fault
 from rollbook.contracts.plugin import extend_search_path, load_on_demand
 from rollbook.run.config.run import LoadedConfig, load_resolved_config
@@ -76,7 +77,7 @@ class RoleContext:
     addresses: dict[str, str]
     """URLs of the run's servers by role."""
     server_socket: socket.socket | None
-    """The listening socket of a server role, opened by the supervisor."""
+    """The listening socket of a server role: opened by the supervisor, or by this process on a machine of its own."""
     draining: asyncio.Event = field(default_factory=asyncio.Event)
     """Set by SIGTERM: finish the current work and end."""
 
@@ -120,7 +121,7 @@ def main(argv: list[str] | None = None) -> int:
             log=log,
             spans=spans,
             addresses=json.loads(args.addresses),
-            server_socket=socket.socket(fileno=args.socket_fd) if args.socket_fd is not None else None,
+            server_socket=_server_socket(args),
         )
         channel.doing("importing its modules")
         module = cast(RoleModule, load_on_demand(ROLES[args.role]))
@@ -131,6 +132,12 @@ def main(argv: list[str] | None = None) -> int:
     finally:
         spans.close()
         log.close()
+
+
+def _server_socket(args: argparse.Namespace) -> socket.socket | None:
+    if args.socket_fd is not None:
+        return socket.socket(fileno=args.socket_fd)
+    return None if args.bind is None else listening_socket(args.bind, 0)
 
 
 async def _play(module: RoleModule, context: RoleContext) -> int:
@@ -194,6 +201,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--run-dir", required=True)
     parser.add_argument("--addresses", default="{}")
     parser.add_argument("--socket-fd", type=int)
+    parser.add_argument("--bind", help="address on which a server opens its own socket, at a free port")
     return parser.parse_args(argv)
 
 
