@@ -8,11 +8,10 @@ from typing import Any, Self
 
 import msgspec
 
-from rollbook.contracts.admission import OwnerId, RunId, RunSettings
+from rollbook.contracts.admission import MemberId, MemberRole, OwnerId, RunId, RunSettings
 from rollbook.contracts.batch import AckReceipt, BatchManifest, EndOfRun
 from rollbook.contracts.freshness import GateCounts
 from rollbook.contracts.group import GroupId, GroupState
-from rollbook.contracts.membership import MemberId, MemberRole
 from rollbook.contracts.policy import Publication, PublicationId
 from rollbook.contracts.task import TaskId
 
@@ -137,6 +136,7 @@ class MemberRecord(Record, frozen=True, kw_only=True):
     lease_s: float
     joined_at: float
     last_seen: float
+    in_service: bool
     publication: int | None = None
     load: float = 0.0
 

@@ -15,6 +15,10 @@ from rollbook.contracts.admission import (
     DrawProgress,
     GateState,
     LedgerStatus,
+    Member,
+    MemberId,
+    MemberReply,
+    MemberRole,
     OpenReply,
     OwnerId,
     PastDraw,
@@ -26,7 +30,6 @@ from rollbook.contracts.batch import AckReceipt, BatchManifest, EndOfRun, Traine
 from rollbook.contracts.errors import RollbookError, RunError
 from rollbook.contracts.group import DropReason, GroupId, GroupOutcome, GroupState, PromptGroup
 from rollbook.contracts.group_codec import decode_payload
-from rollbook.contracts.membership import Member, MemberId, MemberReply, MemberRole
 from rollbook.contracts.policy import Publication
 from rollbook.contracts.task import Draw
 from rollbook.ledger.config import LedgerConfig
@@ -110,10 +113,9 @@ class Ledger:
 
     async def members(self, run_id: RunId) -> list[Member]:
         def read(tx: Transaction) -> list[Member]:
-            run = find_run(tx, run_id)
-            return [members.member_of(record, run) for record in tx.members.alive(run_id)]
+            return [members.member_of(record) for record in tx.members.alive(run_id)]
 
-        return await self._store.read(read)
+        return await self._read(run_id, read)
 
     # ------------------------------------------------------------------ dispatchers
 

@@ -10,10 +10,9 @@ The rules are written once against `Transaction`; a store implements only simple
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
-from rollbook.contracts.admission import OwnerId, RunId
+from rollbook.contracts.admission import MemberId, OwnerId, RunId
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId, GroupState
-from rollbook.contracts.membership import MemberId
 from rollbook.contracts.policy import PublicationId
 from rollbook.ledger.records import (
     BatchRecord,

@@ -8,6 +8,7 @@ plots/              drawn at the end                  lock          held by the 
 addresses.json      URLs of the run's servers         processes.json  pids
 mastery.jsonl       a curriculum's state over time    objects/      functions, classes and tasks of `rollbook.train`
 token               opens requests that steer the run  failures/    the first failed episodes
+client-token        opens requests of rollouts and readers, where servers listen on other than loopback
 rollouts.jsonl      samples of each step, with text
 """
 
@@ -70,6 +71,11 @@ class RunDirectory:
         return self.path / "token"
 
     @property
+    def client_token_file(self) -> Path:
+        """The token for playing: completions, groups and reading. Needed where servers of the run listen on other than loopback."""
+        return self.path / "client-token"
+
+    @property
     def ledger(self) -> Path:
         return self.path / "ledger"
 
@@ -88,6 +94,10 @@ class RunDirectory:
     @property
     def metrics_file(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    def metrics_of(self, process: str) -> Path:
+        """The metrics of a dispatcher: those of one that joined the run are in a file of its own."""
+        return self.metrics_file if process == "rollout" else self.path / f"metrics-{process}.jsonl"
 
     @property
     def mastery_file(self) -> Path:
@@ -209,6 +219,7 @@ class RunDirectory:
                 "choose another with --run-dir, or make it writable"
             ) from error
         read_or_create_token(self.token_file)
+        read_or_create_token(self.client_token_file)
         free = shutil.disk_usage(self.path).free
         if free < MIN_FREE_BYTES:
             raise RunDirectoryError(

@@ -1,15 +1,18 @@
 """The ledger of a run: its store, the settings of the run in it, and clients of its service."""
 
 import json
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
+from rollbook.access.guard import is_loopback
 from rollbook.access.tokens import read_token
-from rollbook.contracts.admission import RunSettings
+from rollbook.contracts.admission import MemberRole, RunSettings
 from rollbook.contracts.group_checks import TrainingLimits
 from rollbook.ledger.client.client import LedgerClient, open_ledger_client
 from rollbook.ledger.config import RunLedgerConfig
+from rollbook.ledger.http.auth import Keys, Role, steering_keys
 from rollbook.ledger.stores.registry import sqlite_url
 from rollbook.run.config.run import LoadedConfig, RunConfig
 from rollbook.run.directory import RunDirectory
@@ -71,11 +74,42 @@ def external_token(loaded: LoadedConfig) -> str | None:
     return None if file is None else read_token(file)
 
 
+def client_token(config: RunConfig, directory: RunDirectory) -> str | None:
+    """The token for playing and reading at the run's own servers. On loopback these need none."""
+    return None if is_loopback(config.cluster.host) else read_token(directory.client_token_file)
+
+
+def ledger_keys(config: RunConfig, directory: RunDirectory) -> Keys:
+    """The tokens that the run's own ledger accepts."""
+    steering, playing = read_token(directory.token_file), client_token(config, directory)
+    if playing is None:
+        return steering_keys(steering)
+    return Keys({Role.TRAINER: [steering], Role.PRODUCER: [steering, playing], Role.VIEWER: [steering, playing]})
+
+
 def open_run_ledger(
     loaded: LoadedConfig, directory: RunDirectory, address: str, *, log: EventLog, is_trainer: bool = False
 ) -> AbstractAsyncContextManager[LedgerClient]:
-    """A client of the run's ledger. On the run's own ledger only requests of the trainer need a token."""
+    """A client of the run's ledger. On the run's own ledger, on loopback, only requests of the trainer need a token."""
     config = loaded.config
-    is_own = config.ledger.url is None
-    token = read_token(directory.token_file) if is_own and is_trainer else external_token(loaded)
+    if config.ledger.url is not None:
+        token = external_token(loaded)
+    else:
+        token = read_token(directory.token_file) if is_trainer else client_token(config, directory)
     return open_ledger_client(address, config.run.name, request_s=config.ledger.request_s, log=log, token=token)
+
+
+def replica_source(
+    ledger: LedgerClient, own: Sequence[str], *, in_service_only: bool
+) -> Callable[[], Awaitable[list[str]]]:
+    """Lists the policy servers now: those that the run started, and those that joined.
+
+    The trainer pushes weights to all of them; requests go to those in service.
+    """
+
+    async def urls() -> list[str]:
+        members = [member for member in await ledger.members() if member.role is MemberRole.POLICY]
+        joined = [member.address for member in members if member.in_service or not in_service_only]
+        return list(dict.fromkeys([*own, *joined]))
+
+    return urls

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from rollbook.contracts.admission import OwnerId, RunId
+from rollbook.contracts.admission import MemberId, MemberRole, OwnerId, RunId
 from rollbook.contracts.batch import AckReceipt, BatchEntry, BatchManifest, EndOfRun
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId, GroupState
-from rollbook.contracts.membership import MemberId, MemberRole
 from rollbook.contracts.policy import PublicationId
 from rollbook.contracts.task import TaskId
 from rollbook.ledger.config import Durability
@@ -258,6 +257,7 @@ async def test_members_are_found_by_id_and_listed_while_they_are_alive(store: St
         lease_s=15.0,
         joined_at=1.0,
         last_seen=2.0,
+        in_service=True,
         publication=3,
         load=0.5,
     )

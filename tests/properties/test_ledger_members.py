@@ -7,10 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from rollbook.contracts.admission import Member, MemberId, MemberReply, MemberRole
 from rollbook.contracts.errors import FencedError
-from rollbook.contracts.membership import Member, MemberId, MemberReply, MemberRole
 from rollbook.ledger.rules import members
-from rollbook.ledger.rules.run_transaction import find_run
 from rollbook.ledger.store import Transaction
 from tests.parts.ledger.groups import RUN
 from tests.parts.ledger.groups import settings as run_settings
@@ -27,7 +26,7 @@ class Lease:
     name: str
     last_seen: float
     is_alive: bool = True
-    publication: int | None = None
+    in_service: bool = True
 
 
 class MembersMachine(RuleBasedStateMachine):
@@ -62,7 +61,8 @@ class MembersMachine(RuleBasedStateMachine):
         assert reply.member not in self.leases, "an id is never reused"
         for lease in others:
             lease.is_alive = lease.is_alive and lease.name != name
-        self.leases[reply.member] = Lease(role, name, self.driver.now)
+        in_service = role is not MemberRole.POLICY or self.confirmed is None
+        self.leases[reply.member] = Lease(role, name, self.driver.now, in_service=in_service)
         if is_repeated:
             assert self.join(role, name, f"n{self.num_requests}") == reply
 
@@ -81,7 +81,10 @@ class MembersMachine(RuleBasedStateMachine):
                 beat()
             return
         beat()
-        lease.last_seen, lease.publication = self.driver.now, publication
+        lease.last_seen = self.driver.now
+        lease.in_service = lease.in_service or (
+            publication is not None and (self.confirmed is None or publication >= self.confirmed)
+        )
 
     @rule(at=st.integers(0, 20))
     def a_member_leaves(self, at: int) -> None:
@@ -119,16 +122,14 @@ class MembersMachine(RuleBasedStateMachine):
             return
 
         def read(tx: Transaction) -> list[Member]:
-            run = find_run(tx, RUN)
-            return [members.member_of(record, run) for record in tx.members.alive(RUN)]
+            return [members.member_of(record) for record in tx.members.alive(RUN)]
 
         listed = {member.id: member for member in self.driver.store.read_now(read)}
         assert listed.keys() == self.alive().keys()
         assert sum(member.role is MemberRole.SUPERVISOR for member in listed.values()) <= 1
-        for member_id, member in listed.items():
-            reported = self.leases[member_id].publication
-            is_behind = self.confirmed is not None and (reported is None or reported < self.confirmed)
-            assert member.in_service == (member.role is not MemberRole.POLICY or not is_behind)
+        assert {member: self.leases[member].in_service for member in listed} == {
+            member.id: member.in_service for member in listed.values()
+        }
 
 
 def test_the_leases_of_members_follow_the_model_and_a_supervisor_is_alone() -> None:

@@ -14,7 +14,7 @@ from rollbook.concurrency.deadline import Deadline
 from rollbook.concurrency.retry import retry
 from rollbook.contracts.errors import EpisodeError, RollbookError, TransientError
 from rollbook.contracts.policy import Completion, SamplingParams
-from rollbook.inference.client.fleet import Fleet, open_fleet
+from rollbook.inference.client.fleet import Fleet, ReplicaSource, open_fleet
 from rollbook.inference.client.replica_choice import AFFINITY_SPREAD, prompt_session
 from rollbook.inference.client.server_protocol import CompletionRequest, RollbookProtocol, ServerProtocol
 from rollbook.inference.connection import ReplicaBusyError
@@ -56,7 +56,6 @@ class PolicyClient:
         self._queued: dict[BundleKey, list[_Pending]] = {}
         self._is_flush_scheduled = False
         self._in_flight: set[asyncio.Task[None]] = set()
-        self._max_in_flight = BUNDLES_IN_FLIGHT * len(fleet.replicas)
         self._last_error: str | None = None
 
     @property
@@ -120,7 +119,7 @@ class PolicyClient:
     def _flush(self) -> None:
         self._is_flush_scheduled = False
         size = self._fleet.protocol.bundle_size
-        while self._queued and len(self._in_flight) < self._max_in_flight:
+        while self._queued and len(self._in_flight) < BUNDLES_IN_FLIGHT * len(self._fleet.replicas):
             key = next(iter(self._queued))
             queue = self._queued.pop(key)
             if len(queue) > size:
@@ -206,10 +205,12 @@ async def open_policy_client(
     api_key: str | None = None,
     watch_s: float = 1.0,
     spread: float = AFFINITY_SPREAD,
+    source: ReplicaSource | None = None,
 ) -> AsyncIterator[PolicyClient]:
     """`request_s`: the deadline of one request including retries, unless the caller sets a shorter one.
 
     `session` names the current episode, whose turns go to one replica. Without it, prompts with the same start share a replica.
+    `source` lists the replicas, where the list may change while the client is open.
     """
     async with open_fleet(
         [urls] if isinstance(urls, str) else urls,
@@ -219,6 +220,7 @@ async def open_policy_client(
         spread=spread,
         api_key=api_key,
         log=log,
+        source=source,
     ) as fleet:
         client = PolicyClient(fleet, request_s=request_s, log=log, session=session)
         try:

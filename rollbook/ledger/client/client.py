@@ -21,8 +21,13 @@ import msgspec
 from rollbook.concurrency.deadline import Deadline
 from rollbook.concurrency.retry import retry
 from rollbook.contracts.admission import (
+    LEASE_S,
     DrawProgress,
     LedgerStatus,
+    Member,
+    MemberId,
+    MemberReply,
+    MemberRole,
     OpenReply,
     OwnerId,
     PastDraw,
@@ -35,7 +40,6 @@ from rollbook.contracts.errors import FencedError, RollbookError, RunError, Tran
 from rollbook.contracts.group import DropReason, GroupId, GroupOutcome, GroupState
 from rollbook.contracts.group_checks import TrainingLimits, UnusableGroupError
 from rollbook.contracts.group_codec import EncodedGroup, payload_digest
-from rollbook.contracts.membership import LEASE_S, Member, MemberId, MemberReply, MemberRole
 from rollbook.contracts.policy import Publication
 from rollbook.contracts.task import Draw
 from rollbook.ledger.client.bundles import Bundles

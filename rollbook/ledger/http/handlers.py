@@ -12,12 +12,21 @@ import msgspec
 from aiohttp import web
 
 from rollbook.concurrency.clock import SystemClock
-from rollbook.contracts.admission import DrawProgress, LedgerStatus, OpenReply, OwnerId, PastDraw, RunId
+from rollbook.contracts.admission import (
+    DrawProgress,
+    LedgerStatus,
+    Member,
+    MemberId,
+    MemberReply,
+    OpenReply,
+    OwnerId,
+    PastDraw,
+    RunId,
+)
 from rollbook.contracts.batch import BatchManifest, TrainerRole
 from rollbook.contracts.errors import RollbookError, RunError
 from rollbook.contracts.group import DropReason, GroupId, GroupOutcome
 from rollbook.contracts.group_codec import EncodedGroup
-from rollbook.contracts.membership import Member, MemberId, MemberReply
 from rollbook.contracts.policy import Publication
 from rollbook.contracts.task import TaskId
 from rollbook.ledger.http import wire

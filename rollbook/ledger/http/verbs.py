@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Generic, TypeVar
 
-from rollbook.contracts.admission import DrawProgress, LedgerStatus, OpenReply, PastDraw
+from rollbook.contracts.admission import DrawProgress, LedgerStatus, Member, MemberReply, OpenReply, PastDraw
 from rollbook.contracts.batch import BatchManifest, TrainerRole
-from rollbook.contracts.membership import Member, MemberReply
 from rollbook.contracts.policy import Publication
 from rollbook.ledger.http import wire
 from rollbook.ledger.http.auth import Role

@@ -11,10 +11,9 @@ from typing import Annotated, Any
 
 import msgspec
 
-from rollbook.contracts.admission import RunSettings
+from rollbook.contracts.admission import LEASE_S, MemberRole, RunSettings
 from rollbook.contracts.batch import AckReceipt, BatchManifest, EndOfRun
 from rollbook.contracts.group import GroupOutcome, GroupState
-from rollbook.contracts.membership import LEASE_S, MemberRole
 from rollbook.contracts.policy import Publication
 from rollbook.contracts.task import Draw
 

@@ -4,8 +4,8 @@ A member's lease ends once and for all: when it leaves, when it sends no heartbe
 name. Later requests of that member are refused; it may join again and is a new member then.
 """
 
+from rollbook.contracts.admission import Member, MemberId, MemberReply, MemberRole
 from rollbook.contracts.errors import FencedError, RunError
-from rollbook.contracts.membership import Member, MemberId, MemberReply, MemberRole
 from rollbook.ledger.records import MemberRecord, MemberState, RunRecord
 from rollbook.ledger.rules.run_transaction import RunTransaction
 
@@ -25,7 +25,7 @@ def join(
             return MemberReply(member=other.member_id)
     for other in alive:
         if other.role is role and role in EXCLUSIVE and other.name != name:
-            return MemberReply(holder=member_of(other, run_tx.run))
+            return MemberReply(holder=member_of(other))
     for other in alive:
         if other.role is role and other.name == name:
             _end(run_tx, other, MemberState.SUPERSEDED)
@@ -43,6 +43,7 @@ def join(
             lease_s=lease_s,
             joined_at=run_tx.now,
             last_seen=run_tx.now,
+            in_service=_is_current(run_tx.run, role, None),
         )
     )
     run_tx.tx.announce(run_tx.run_id)
@@ -56,9 +57,10 @@ def heartbeat(run_tx: RunTransaction, member_id: MemberId, *, publication: int |
         raise FencedError(
             f"run {run_tx.run_id}: the lease of {member.name!r} ({member_id}) has ended: {member.state}; join again"
         )
-    run_tx.tx.members.put(member.changed(last_seen=run_tx.now, publication=publication, load=load))
-    if publication != member.publication:
-        run_tx.tx.announce(run_tx.run_id)
+    in_service = member.in_service or _is_current(run_tx.run, member.role, publication)
+    run_tx.tx.members.put(
+        member.changed(last_seen=run_tx.now, publication=publication, load=load, in_service=in_service)
+    )
 
 
 def leave(run_tx: RunTransaction, member_id: MemberId) -> None:
@@ -81,11 +83,7 @@ def extend_leases(run_tx: RunTransaction) -> None:
         run_tx.tx.members.put(member.changed(last_seen=run_tx.now))
 
 
-def member_of(record: MemberRecord, run: RunRecord) -> Member:
-    """A policy server without the newest confirmed publication would sample from old weights, so it is not in service."""
-    is_behind = run.last_confirmed is not None and (
-        record.publication is None or record.publication < run.last_confirmed
-    )
+def member_of(record: MemberRecord) -> Member:
     return Member(
         id=record.member_id,
         name=record.name,
@@ -96,8 +94,15 @@ def member_of(record: MemberRecord, run: RunRecord) -> Member:
         last_seen=record.last_seen,
         publication=record.publication,
         load=record.load,
-        in_service=record.role is not MemberRole.POLICY or not is_behind,
+        in_service=record.in_service,
     )
+
+
+def _is_current(run: RunRecord, role: MemberRole, publication: int | None) -> bool:
+    """Whether a member may serve. A policy server without the newest confirmed publication would sample from old weights."""
+    if role is not MemberRole.POLICY or run.last_confirmed is None:
+        return True
+    return publication is not None and publication >= run.last_confirmed
 
 
 def _find(run_tx: RunTransaction, member_id: MemberId) -> MemberRecord:

@@ -24,6 +24,7 @@ from rollbook.inference.config import InferenceConfig
 from rollbook.ledger.config import GateConfig, RunLedgerConfig
 from rollbook.rollout.config import RolloutConfig
 from rollbook.run.config.checks import CROSS_CHECKS, missing_files, resolved_publish
+from rollbook.run.config.cluster import ClusterConfig
 from rollbook.run.config.evaluation import EvaluationConfig
 from rollbook.run.config.resources import ResourcesConfig
 from rollbook.run.config.toml_lines import key_lines, line_of
@@ -66,6 +67,7 @@ class RunConfig(BaseModel, frozen=True, extra="forbid"):
     evaluation: EvaluationConfig = EvaluationConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
     resources: ResourcesConfig = ResourcesConfig()
+    cluster: ClusterConfig = ClusterConfig()
 
 
 SEEDED = ("tasks", "inference", "trainer")

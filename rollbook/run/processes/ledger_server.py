@@ -7,11 +7,10 @@ from rollbook.concurrency.sockets import url_of
 from rollbook.contracts.admission import RunId
 from rollbook.ledger.atropos.config import AtroposConfig
 from rollbook.ledger.atropos.routes import atropos_dialect
-from rollbook.ledger.http.auth import steering_keys
 from rollbook.ledger.serve import open_ledger_service
 from rollbook.ledger.stores.registry import store_warnings
 from rollbook.run.atropos_feed import posts_run
-from rollbook.run.ledger_clients import run_settings, store_url
+from rollbook.run.ledger_clients import ledger_keys, run_settings, store_url
 from rollbook.run.supervision.child_main import RoleContext
 
 
@@ -24,7 +23,7 @@ async def main(context: RoleContext) -> str:
         dialects.append(atropos_dialect(posts, trainable=settings.limits))
     url = store_url(config.ledger, context.directory)
     async with open_ledger_service(
-        url, config.ledger, log=context.log, keys=steering_keys(context.token), dialects=dialects
+        url, config.ledger, log=context.log, keys=ledger_keys(config, context.directory), dialects=dialects
     ) as service:
         for warning in await asyncio.to_thread(store_warnings, url):
             context.log.warning("ledger.store", warning=warning)

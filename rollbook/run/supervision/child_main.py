@@ -53,6 +53,9 @@ ROLES: dict[str, str] = {
 }
 
 
+SERVERS = frozenset({"policy", "env"})
+"""Roles that listen on a socket which they may open themselves."""
+
 # What a role does from its start until it is ready.
 STARTS: dict[str, str] = {
     "ledger": "opening its store",
@@ -69,6 +72,8 @@ class RoleContext:
     """What every role is given."""
 
     role: str
+    name: str
+    """Unique in the run: `policy-1`. Also the name of its log."""
     directory: RunDirectory
     loaded: LoadedConfig
     channel: Channel
@@ -78,6 +83,8 @@ class RoleContext:
     """URLs of the run's servers by role."""
     server_socket: socket.socket | None
     """The listening socket of a server role: opened by the supervisor, or by this process on a machine of its own."""
+    is_member: bool = False
+    """The supervisor of the run does not know this process: others find it by its lease in the ledger."""
     draining: asyncio.Event = field(default_factory=asyncio.Event)
     """Set by SIGTERM: finish the current work and end."""
 
@@ -115,6 +122,7 @@ def main(argv: list[str] | None = None) -> int:
         extend_search_path(loaded.search_path)
         context = RoleContext(
             role=args.role,
+            name=args.name,
             directory=directory,
             loaded=loaded,
             channel=channel,
@@ -122,6 +130,7 @@ def main(argv: list[str] | None = None) -> int:
             spans=spans,
             addresses=json.loads(args.addresses),
             server_socket=_server_socket(args),
+            is_member=args.bind is not None,
         )
         channel.doing("importing its modules")
         module = cast(RoleModule, load_on_demand(ROLES[args.role]))
@@ -137,7 +146,7 @@ def main(argv: list[str] | None = None) -> int:
 def _server_socket(args: argparse.Namespace) -> socket.socket | None:
     if args.socket_fd is not None:
         return socket.socket(fileno=args.socket_fd)
-    return None if args.bind is None else listening_socket(args.bind, 0)
+    return listening_socket(args.bind, 0) if args.bind is not None and args.role in SERVERS else None
 
 
 async def _play(module: RoleModule, context: RoleContext) -> int:
@@ -201,7 +210,9 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--run-dir", required=True)
     parser.add_argument("--addresses", default="{}")
     parser.add_argument("--socket-fd", type=int)
-    parser.add_argument("--bind", help="address on which a server opens its own socket, at a free port")
+    parser.add_argument(
+        "--bind", help="this process is a member of the run, and listens on this address if it is a server"
+    )
     return parser.parse_args(argv)
 
 

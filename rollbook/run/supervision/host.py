@@ -26,7 +26,7 @@ class ProcessStart:
     listening: socket.socket | None = None
     """The listening socket of a server on this machine. It stays open over restarts."""
     bind: str | None = None
-    """The address on which a server opens its own socket, where it cannot inherit one."""
+    """Set for a process that joins a run: it is a member, and a server opens its own socket on this address."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that are added to those of the host."""
     module: str = "rollbook.run.supervision.child_main"

@@ -35,7 +35,8 @@ def plan_run(config: RunConfig, directory: RunDirectory, *, has_trainer: bool = 
     binds_own_port = policies if config.inference.engine == "vllm" else []
     # Atropos environments are configured with the ledger's address before it runs.
     fixed = {"ledger": config.tasks.atropos.port} if config.tasks.is_posted and not config.tasks.atropos.url else {}
-    sockets = {name: listening_socket(LOCAL, fixed.get(name, 0)) for name in servers if name not in binds_own_port}
+    host = config.cluster.host
+    sockets = {name: listening_socket(host, fixed.get(name, 0)) for name in servers if name not in binds_own_port}
     addresses = {name: url_of(sock) for name, sock in sockets.items() if name not in policies}
     replicas = {name: url_of(sockets[name]) if name in sockets else free_url() for name in policies}
     if config.ledger.url is not None:

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from rollbook.concurrency.child_process.process import exit_reason
+from rollbook.contracts.admission import MemberRole
 from rollbook.contracts.errors import RunError, TransientError, machine_fault
-from rollbook.contracts.membership import MemberRole
 from rollbook.run.config.run import RunConfig, load_resolved_config
 from rollbook.run.directory import RunDirectory, write_json
 from rollbook.run.ledger_clients import open_run_ledger
-from rollbook.run.member_lease import machine_id, member_lease
 from rollbook.run.supervision.child_main import EXIT_DONE, EXIT_FENCED, EXIT_STOP_RUN
 from rollbook.run.supervision.host import ProcessHost, ProcessStart
+from rollbook.run.supervision.membership import machine_id, member_lease
 from rollbook.run.supervision.plan import plan_run
 from rollbook.run.supervision.process import STOP_GRACE_S, ProcessState, SupervisedProcess
 from rollbook.run.supervision.restarts import GiveUp, RestartRule

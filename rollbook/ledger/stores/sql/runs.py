@@ -1,7 +1,6 @@
 """SQL of runs, owners, members, producers and cursor positions."""
 
-from rollbook.contracts.admission import OwnerId, RunId
-from rollbook.contracts.membership import MemberId
+from rollbook.contracts.admission import MemberId, OwnerId, RunId
 from rollbook.ledger.records import MemberRecord, OwnerRecord, ProducerRecord, RunRecord
 from rollbook.ledger.stores.sql.tables import MEMBERS, OWNERS, PRODUCERS
 from rollbook.ledger.stores.sql.write_buffer import SqlSession

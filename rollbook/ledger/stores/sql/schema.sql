@@ -72,6 +72,7 @@ CREATE TABLE members (
     lease_s     REAL NOT NULL,
     joined_at   REAL NOT NULL,
     last_seen   REAL NOT NULL,
+    in_service  INTEGER NOT NULL,
     publication INTEGER,
     load        REAL NOT NULL,
     checksum    INTEGER NOT NULL,

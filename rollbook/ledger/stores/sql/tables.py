@@ -11,10 +11,9 @@ from typing import Any, Generic, TypeVar, get_type_hints
 import msgspec
 import xxhash
 
-from rollbook.contracts.admission import RunId, RunSettings
+from rollbook.contracts.admission import MemberRole, RunId, RunSettings
 from rollbook.contracts.batch import AckReceipt, EndOfRun
 from rollbook.contracts.group import GroupId, GroupState
-from rollbook.contracts.membership import MemberRole
 from rollbook.ledger.records import (
     GroupRecord,
     MemberRecord,

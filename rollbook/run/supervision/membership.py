@@ -1,4 +1,4 @@
-"""Holds the lease of a process in the ledger of its run: joins, sends heartbeats, leaves."""
+"""The lease of a process in the ledger of its run: joins, sends heartbeats, leaves."""
 
 import asyncio
 import socket
@@ -6,12 +6,15 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
+from rollbook.contracts.admission import BEATS_PER_LEASE, LEASE_S, Member, MemberId, MemberRole
 from rollbook.contracts.errors import FencedError, RollbookError, RunError, TransientError
-from rollbook.contracts.membership import BEATS_PER_LEASE, LEASE_S, Member, MemberId, MemberRole
 from rollbook.ledger.client.client import LedgerClient
+from rollbook.run.ledger_clients import open_run_ledger
+from rollbook.run.supervision.child_main import RoleContext
 from rollbook.telemetry.events import EventLog
 
 JOIN_POLL_S = 0.5
+CHECKS_PER_BEAT = 8
 LEAVE_S = 3.0
 """A ledger that does not respond when a process stops must not delay it: the lease expires."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -55,9 +58,15 @@ async def member_lease(
 
     async def beat() -> None:
         nonlocal member
+        publication, load = report()
         while True:
-            await asyncio.sleep(lease_s / BEATS_PER_LEASE)
-            publication, load = report()
+            # Other members wait for a new publication; it is reported before the next heartbeat is due.
+            for _ in range(CHECKS_PER_BEAT):
+                before = publication
+                await asyncio.sleep(lease_s / BEATS_PER_LEASE / CHECKS_PER_BEAT)
+                publication, load = report()
+                if publication != before:
+                    break
             try:
                 await ledger.heartbeat_member(member, publication=publication, load=load)
             except FencedError as error:
@@ -100,3 +109,23 @@ async def _join(
             say(f"waiting for the lease of the {role} on {holder.node} to end (at most {lease_s:g} s)")
             waiting_for = holder
         await asyncio.sleep(JOIN_POLL_S)
+
+
+@asynccontextmanager
+async def membership(
+    context: RoleContext,
+    role: MemberRole,
+    *,
+    address: str = "",
+    report: Callable[[], tuple[int | None, float]] = lambda: (None, 0.0),
+) -> AsyncIterator[None]:
+    """Hold a lease while the block runs, if this process joined the run. `report`: its publication and its load."""
+    if not context.is_member:
+        yield
+        return
+    url = context.addresses["ledger"]
+    async with (
+        open_run_ledger(context.loaded, context.directory, url, log=context.log, is_trainer=True) as ledger,
+        member_lease(ledger, name=context.name, role=role, address=address, report=report, log=context.log),
+    ):
+        yield
