@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from rollbook.cli.output import stderr_console
-from rollbook.run.commands.join import join as serve
+from rollbook.run.commands.cluster.join import join as serve
 
 
 class Role(StrEnum):

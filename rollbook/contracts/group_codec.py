@@ -84,6 +84,8 @@ class SampleFrame(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True
     metrics: dict[str, float] = {}
     turns: tuple[TurnMark, ...] = ()
     facts: dict[str, Any] = {}
+    started_at: float | None = None
+    ended_at: float | None = None
 
     @classmethod
     def of(cls, sample: RolloutSample) -> "SampleFrame":
@@ -99,6 +101,8 @@ class SampleFrame(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True
             metrics={name: float(value) for name, value in sample.metrics.items()},
             turns=sample.turns,
             facts=dict(sample.facts),
+            started_at=sample.started_at,
+            ended_at=sample.ended_at,
         )
 
     def to_contract(self) -> RolloutSample:
@@ -113,6 +117,8 @@ class SampleFrame(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True
             metrics=self.metrics,
             turns=self.turns,
             facts=self.facts,
+            started_at=self.started_at,
+            ended_at=self.ended_at,
         )
 
 

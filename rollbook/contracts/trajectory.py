@@ -118,6 +118,11 @@ class TurnMark:
     start: int
     end: int
     seconds: float = 0.0
+    """From the policy request to its response."""
+    queue_s: float = 0.0
+    """The part of `seconds` that the policy server did not sample."""
+    act_s: float = 0.0
+    """Seconds in which the environment acted on the turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +144,9 @@ class RolloutSample:
     turns: tuple[TurnMark, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Details from the environment for people. Plain JSON values."""
+    started_at: float | None = None
+    """When the episode began and ended, scoring included: Unix time on the worker's machine. None: not recorded."""
+    ended_at: float | None = None
 
     def __post_init__(self) -> None:
         if not self.sequences:
