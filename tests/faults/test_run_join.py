@@ -15,6 +15,7 @@ from rollbook.ledger.client.blocking import open_sync_ledger_client
 from rollbook.run.record import open_run
 from tests.parts.run.small import REPOSITORY, SmallRun, rollbook
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SETTINGS = ["cluster.allow_join=true", "trainer.max_steps=10_000", "env.args.step_s=0.05"]
 
 
@@ -52,7 +53,7 @@ def groups_of(run: SmallRun, dispatcher: str) -> list[str]:
 
 
 def served(run: SmallRun, name: str) -> int:
-    """Tokens that a policy server has generated since it started, from its spans."""
+    """Spans of a policy server: it writes them when it generates."""
     file = run.directory / "spans" / f"{name}.jsonl"
     return file.read_text(encoding="utf-8").count("\n") if file.exists() else 0
 
