@@ -155,9 +155,9 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 def _require_role(access: DashboardAccess) -> Any:
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path.startswith("/api/") and request.path not in OPEN_PATHS:
-            if access.role_of(request) is None:
-                return error_reply(401, "token_required", "this dashboard needs a token")
+        is_checked = request.path.startswith("/api/") and request.path not in OPEN_PATHS
+        if is_checked and access.role_of(request) is None:
+            return error_reply(401, "token_required", "this dashboard needs a token")
         return await handler(request)
 
     return check
