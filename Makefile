@@ -37,10 +37,16 @@ check: $(STAMP) ## format, lint, types, import rules
 	$(BIN)/python -m pytest -q tests/architecture
 
 test: check ## check, then every test that fits in 15 minutes on two cores
+	@sh scripts/chromium.sh
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
 
 test-all: check ## check, then every test
+	@sh scripts/chromium.sh
 	$(BIN)/python -m pytest -n $(WORKERS)
+
+test-page: $(STAMP) ## the dashboard and the playground in Debian's Chromium
+	sh scripts/chromium.sh
+	$(BIN)/python -m pytest tests/page
 
 format: $(STAMP) ## format the sources
 	$(BIN)/ruff format .
