@@ -1,7 +1,8 @@
 """Splits a batch into rows, minibatches (one optimizer step each) and microbatches (one forward pass each).
 
 Pure functions of the batch, the settings, the seed and the step, so a replayed batch is split the same way. Each trained token of a
-scorable sample is in exactly one microbatch.
+scorable sample is in exactly one microbatch, unless the manifest masks it: a masked token is context, like one of the environment.
+Losses, sequence-level ratios and length normalisation thus run over the tokens that are left.
 
 Two properties of causal models save compute. Tokens after the last trained token are not computed. A row whose inputs are a prefix
 of another row is read from that longer row, which is frequent in tasks with short answers.
@@ -80,7 +81,11 @@ class Minibatch:
 
 
 def sample_advantages(batch: TrainingBatch, config: TrainerConfig) -> NDArray[np.float64]:
-    """Advantage of every sample of the batch, in order; 0 for unscorable ones. Length penalties apply before the baseline."""
+    """Advantage of every sample of the batch, in order; 0 for unscorable ones. Length penalties apply before the baseline.
+
+    The baseline of a group in parts holds rewards without penalties: it is the same for all parts, and the lengths of the quorum
+    are not known to later ones.
+    """
     samples = [sample for group in batch.groups for sample in group.samples]
     rewards = np.array([s.reward if s.reward is not None else np.nan for s in samples], dtype=np.float64)
     group_of = np.array([number for number, group in enumerate(batch.groups) for _ in group.samples], dtype=np.int64)
@@ -92,21 +97,24 @@ def sample_advantages(batch: TrainingBatch, config: TrainerConfig) -> NDArray[np
             buffer=recipe.overlong_buffer,
             penalty=recipe.overlong_penalty,
         )
-    return advantages(rewards, group_of, kind=recipe.advantage)
+    compared = {
+        number: others for number, group in enumerate(batch.groups) if (others := group.compared_rewards()) is not None
+    }
+    return advantages(rewards, group_of, kind=recipe.advantage, compared=compared)
 
 
 def flatten(batch: TrainingBatch, config: TrainerConfig) -> list[TrainRow]:
-    """The sequences of scorable samples that have trained tokens, in the batch's order."""
+    """The sequences of scorable samples that have trained tokens which are not masked, in the batch's order."""
     shared = sample_advantages(batch, config)
     rows: list[TrainRow] = []
     number = -1
-    for group in batch.groups:
+    for entry, group in batch.entries():
         for sample in group.samples:
             number += 1
             if not sample.is_scorable or (config.mask_truncated and sample.finish_reason.is_truncated):
                 continue
             for row in sample.sequences:
-                trained = np.flatnonzero(row.loss_mask)
+                trained = np.flatnonzero(row.loss_mask & ~entry.is_masked(row))
                 if len(trained) == 0:
                     continue
                 rows.append(
