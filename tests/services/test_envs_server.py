@@ -5,6 +5,7 @@ import re
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -414,7 +415,10 @@ async def test_every_example_task_of_the_playground_can_be_played(name: str) -> 
 
 
 async def test_the_playground_offers_the_tasks_it_is_given_instead_of_the_examples() -> None:
-    rows = [{"id": "mine", "tier": 3, "secret": 1, "low": 0, "high": 2}, {"secret": 0, "low": 0, "high": 2}]
+    rows: list[dict[str, Any]] = [
+        {"id": "mine", "tier": 3, "secret": 1, "low": 0, "high": 2},
+        {"secret": 0, "low": 0, "high": 2},
+    ]
     env, config = EnvConfig(name="number_guessing"), EnvServerConfig(playground=True)
     async with (
         serve_environments(env, config, size=1, tasks=rows) as server,
