@@ -41,10 +41,26 @@ class RunSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Grant:
-    """Permission to play one group. `deadline_s` counts from the grant."""
+class OpenPart:
+    """The part of a group that is played or expected next. Only with batch policy `parts`."""
 
     group_id: GroupId
+    """The id of the part: that of the group for part 1, then `g/2`, `g/3`, …"""
+    number: int
+    num_samples: int
+    """The samples that the group still lacks. The part may have fewer, and then another part follows."""
+    baseline: tuple[float, ...] | None = None
+    """The rewards of the quorum, for every part after the first."""
+    outcome: GroupOutcome | None = None
+    """The merged outcome of all earlier parts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grant:
+    """Permission to play one group, or, with batch policy `parts`, what is left of one. `deadline_s` counts from the grant."""
+
+    group_id: GroupId
+    """The id to submit, close and release: with batch policy `parts`, that of the open part."""
     task_id: TaskId
     draw: int
     position: int
@@ -56,6 +72,8 @@ class Grant:
     admission_publication: PublicationId
     """Minimum publication for every policy request of this group."""
     deadline_s: float
+    part: OpenPart | None = None
+    """The open part, only with batch policy `parts`."""
 
 
 class GateState(StrEnum):
@@ -84,6 +102,15 @@ class Receipt(StrEnum):
     STORED = "stored"
     ALREADY_STORED = "already_stored"
     ALREADY_SETTLED = "already_settled"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartReceipt:
+    """The reply to the submission of a part."""
+
+    receipt: Receipt
+    next_part: OpenPart | None = None
+    """The open part of the group now, whoever submitted the one before. None: the group lacks no sample, or was closed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +144,20 @@ class PastDraw:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SampleCounts:
+    """The conservation law of samples with batch policy `parts`: expected = open + stored + missing."""
+
+    expected: int
+    """Samples of all groups that were opened."""
+    open: int
+    """Samples of parts that are being played or need another attempt."""
+    stored: int
+    """Samples that were submitted, whatever became of their parts."""
+    missing: Mapping[str, int] = field(default_factory=dict)
+    """Samples that will not come, by the kind of drop of their part."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerStatus:
     """Summary of a run, computed without scanning its history."""
 
@@ -138,5 +179,7 @@ class LedgerStatus:
     durable_step: int = 0
     unusable: int = 0
     """Number of batched groups that the trainer could not train. They count as trained, with weight 0."""
+    samples: SampleCounts | None = None
+    """Only with batch policy `parts`."""
     exhausted: bool = False
     ended: bool = False

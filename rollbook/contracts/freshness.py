@@ -1,8 +1,8 @@
 """The one place where lag is computed, used by admission (`capacity`) and batch forming (`is_fresh`).
 
 Batch s is trained on version s-1, so a token sampled by version q has lag (s-1) - q. The lag of a group is that of its oldest
-trained token. Symbols: P groups per step, C groups in flight, O the staleness bound, S <= O the part of it that admission may use,
-W the window within which a younger group may overtake an older one.
+trained token. Symbols: P groups per step, n samples per group, C groups in flight, O the staleness bound, S <= O the part of it
+that admission may use, W the window within which a younger group may overtake an older one.
 """
 
 from dataclasses import dataclass
@@ -14,6 +14,15 @@ class BatchPolicy(StrEnum):
     """Take groups in order of admission, within a window. Drops nothing in steady state; slow tasks are trained too."""
     DROP = "drop"
     """Take groups in order of arrival and drop stale ones. Fast, but slow tasks may never be trained."""
+    TRIM = "trim"
+    """Take groups in order of admission without waiting for slower ones, and mask the tokens that are too old."""
+    PARTS = "parts"
+    """Like `trim`, for groups that are submitted in parts: no sample waits for the slowest one of its group."""
+
+    @property
+    def masks_tokens(self) -> bool:
+        """Whether tokens beyond the staleness bound are masked; otherwise a group with such a token is not trained at all."""
+        return self in (BatchPolicy.TRIM, BatchPolicy.PARTS)
 
 
 def lag(*, step: int, oldest_version: int) -> int:
@@ -23,12 +32,17 @@ def lag(*, step: int, oldest_version: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateCounts:
-    """The numbers of groups that the gate depends on. `leased` are being played, `waiting` need another attempt."""
+    """The numbers that the gate depends on: of groups, or, with policy `parts`, of samples.
+
+    `leased` are being played, `waiting` need another attempt.
+    """
 
     leased: int = 0
     waiting: int = 0
     queued: int = 0
     batches_decided: int = 0
+    aged: int = 0
+    """Those among leased and waiting that were admitted more than O versions ago. Only with policies that mask tokens."""
 
     @property
     def running(self) -> int:
@@ -45,6 +59,10 @@ class FreshnessRule:
     policy: BatchPolicy = BatchPolicy.WAIT
     max_steps: int | None = None
     """The run ends after this many steps, so groups beyond the last batch are not admitted."""
+    samples_per_group: int = 1
+    """Episodes of one draw, n in formulas. Only policy `parts` uses it."""
+    quorum: int | None = None
+    """With policy `parts`: the first part is submitted when this many samples are scored. None: all of them."""
 
     def __post_init__(self) -> None:
         if self.groups_per_step < 1:
@@ -56,12 +74,29 @@ class FreshnessRule:
             )
         if self.max_in_flight < 1:
             raise ValueError(f"max_in_flight is {self.max_in_flight}; it must be >= 1")
+        if self.samples_per_group < 1:
+            raise ValueError(f"samples_per_group is {self.samples_per_group}; it must be >= 1")
+        lowest = min(2, self.samples_per_group)
+        if self.quorum is not None and not lowest <= self.quorum <= self.samples_per_group:
+            raise ValueError(
+                f"quorum is {self.quorum}; it must be between {lowest} and the {self.samples_per_group} samples of a group"
+            )
+
+    @property
+    def unit(self) -> int:
+        """What the gate counts for one group: its samples with policy `parts`, otherwise 1."""
+        return self.samples_per_group if self.policy is BatchPolicy.PARTS else 1
+
+    @property
+    def batch_size(self) -> int:
+        """Size of a full batch in units. With policy `parts` it may be up to n - 1 samples larger, since a part is never split."""
+        return self.groups_per_step * self.unit
 
     @property
     def admission_bound(self) -> int:
         """S: the part of the bound that admission may use. With `wait`, the rest is for overtaking."""
         bound = self.max_head_offpolicy_versions
-        return bound if self.policy is BatchPolicy.DROP or bound <= 2 else (bound + 1) // 2
+        return bound if self.policy is not BatchPolicy.WAIT or bound <= 2 else (bound + 1) // 2
 
     @property
     def window(self) -> int:
@@ -72,20 +107,34 @@ class FreshnessRule:
         """The oldest version that batch `step` may contain."""
         return (step - 1) - self.max_head_offpolicy_versions
 
+    def cut(self, step: int) -> int | None:
+        """Tokens of a lower effective version are masked in batch `step`; None if the policy masks no tokens."""
+        return self.oldest_allowed(step) if self.policy.masks_tokens else None
+
     def is_fresh(self, *, step: int, oldest_version: int) -> bool:
         return oldest_version >= self.oldest_allowed(step)
 
     def capacity(self, counts: GateCounts, *, version: int) -> int:
-        """New groups that may start now: min(C - leased, (S + v + 1)*P - (accepted + running)), at least 0.
+        """New groups that may start now: min(C - leased, (S + v + 1)*P - (accepted + running - aged)), at least 0.
 
-        accepted = P * batches decided + queued. Dropped groups do not count.
+        accepted = P * batches decided + queued. Dropped groups do not count. With policy `parts` all terms are samples. A group
+        then starts if a sample is missing, even if there is not room for all of its samples: otherwise a batch that lacks fewer
+        samples than a group has would never be filled.
         """
-        allowed = (self.admission_bound + version + 1) * self.groups_per_step
+        allowed = (self.admission_bound + version + 1) * self.batch_size
         if self.max_steps is not None:
-            allowed = min(allowed, self.max_steps * self.groups_per_step)
-        taken = self.groups_per_step * counts.batches_decided + counts.queued + counts.running
-        return max(0, min(self.max_in_flight - counts.leased, allowed - taken))
+            allowed = min(allowed, self.max_steps * self.batch_size)
+        taken = self.batch_size * counts.batches_decided + counts.queued + counts.running - counts.aged
+        wanted = -((taken - allowed) // self.unit)
+        return max(0, min(self.free_slots(counts), wanted))
+
+    def free_slots(self, counts: GateCounts) -> int:
+        """Groups that could be played in addition, by C alone."""
+        return (self.max_in_flight * self.unit - counts.leased) // self.unit
 
     def retry_capacity(self, counts: GateCounts) -> int:
-        """Waiting groups that may be attempted again. They are already counted in `capacity` and only need a slot under C."""
-        return max(0, min(counts.waiting, self.max_in_flight - counts.leased))
+        """Waiting groups that may be attempted again; with policy `parts`, samples of waiting parts.
+
+        They are already counted in `capacity` and only need a slot under C.
+        """
+        return max(0, min(counts.waiting, self.max_in_flight * self.unit - counts.leased))

@@ -1,15 +1,16 @@
 """The samples of one draw, their outcome, and the states of a group with the allowed moves."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NewType
+from typing import NamedTuple, NewType
 
 import numpy as np
 
 from rollbook.contracts.task import TaskId
-from rollbook.contracts.trajectory import RolloutSample
+from rollbook.contracts.trajectory import EndReason, RolloutSample
 
 GroupId = NewType("GroupId", str)
 
@@ -17,6 +18,11 @@ GroupId = NewType("GroupId", str)
 def group_id(task_id: TaskId, draw: int) -> GroupId:
     """A group is one draw of a task; its id contains both."""
     return GroupId(f"{task_id}@{draw}")
+
+
+def part_id(group: GroupId, number: int) -> GroupId:
+    """The id of a part of a group. The first part has the id of the group."""
+    return group if number == 1 else GroupId(f"{group}/{number}")
 
 
 class GroupState(StrEnum):
@@ -72,6 +78,32 @@ class DropReason:
         return cls(DropKind(match[1]), match[2] or "")
 
 
+class SampleOutcome(NamedTuple):
+    """One sample: reward, solved, trained tokens, turns, end, started at (Unix time), seconds."""
+
+    # A tuple takes a third of the space of a map in the ledger.
+    reward: float | None
+    solved: bool | None
+    tokens: int
+    turns: int
+    end: EndReason
+    started_at: float | None = None
+    seconds: float | None = None
+
+    @classmethod
+    def of(cls, sample: RolloutSample) -> "SampleOutcome":
+        start, end = sample.started_at, sample.ended_at
+        return cls(
+            reward=None if sample.reward is None else float(sample.reward),
+            solved=sample.solved,
+            tokens=sample.num_trained,
+            turns=len(sample.turns),
+            end=sample.finish_reason,
+            started_at=None if start is None else round(start, 3),
+            seconds=None if start is None or end is None else round(end - start, 3),
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupOutcome:
     """Summary of a group for curriculum, metrics and audit. It is kept when the payload is deleted."""
@@ -93,6 +125,43 @@ class GroupOutcome:
     """Episodes for which the rollout function returned None."""
     surplus_samples: int = 0
     """Extra episodes started by over-sampling that were not needed."""
+    samples: tuple[SampleOutcome, ...] = ()
+    """Empty if the producer did not report them."""
+
+
+def merge_outcomes(first: GroupOutcome, second: GroupOutcome) -> GroupOutcome:
+    """The outcome of the samples of two parts of a group together."""
+    whole, scored = first.num_samples + second.num_samples, first.num_scorable + second.num_scorable
+
+    def mean(name: str, weight: str, total: int) -> float | None:
+        known = [(getattr(o, name), getattr(o, weight)) for o in (first, second) if getattr(o, name) is not None]
+        weights = sum(number for _, number in known)
+        return sum(value * number for value, number in known) / weights if total and weights else None
+
+    reward_mean = mean("reward_mean", "num_scorable", scored)
+    variance = None
+    if reward_mean is not None and scored > 1:
+        squares = sum(
+            (o.reward_std or 0.0) ** 2 * (o.num_scorable - 1) + o.num_scorable * (o.reward_mean - reward_mean) ** 2
+            for o in (first, second)
+            if o.reward_mean is not None
+        )
+        variance = squares / (scored - 1)
+    return GroupOutcome(
+        num_samples=whole,
+        num_scorable=scored,
+        reward_mean=reward_mean,
+        reward_std=None if variance is None else variance**0.5,
+        solved_rate=mean("solved_rate", "num_scorable", scored),
+        truncated_rate=mean("truncated_rate", "num_samples", whole) or 0.0,
+        mean_turns=mean("mean_turns", "num_samples", whole) or 0.0,
+        mean_response_tokens=mean("mean_response_tokens", "num_samples", whole) or 0.0,
+        seconds=max(first.seconds, second.seconds),
+        invalid_causes=dict(Counter(first.invalid_causes) + Counter(second.invalid_causes)),
+        retried_samples=first.retried_samples + second.retried_samples,
+        declined_samples=first.declined_samples + second.declined_samples,
+        surplus_samples=first.surplus_samples + second.surplus_samples,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,16 +172,38 @@ class PromptGroup:
     task_id: TaskId
     draw: int
     samples: tuple[RolloutSample, ...]
+    part: int = 1
+    """Number of this part of the draw, from 1. Above 1 only with batch policy `parts`."""
+    baseline: tuple[float, ...] | None = None
+    """With batch policy `parts`: the rewards of the draw's quorum, the first scorable samples of part 1 in their order.
+
+    Advantages are computed from them in every part. None: from the rewards of `samples`.
+    """
 
     def __post_init__(self) -> None:
         if not self.samples:
             raise ValueError(f"group {self.id} has no samples")
         if self.draw < 0:
             raise ValueError(f"group {self.id} has draw {self.draw}; it must be >= 0")
+        if self.part < 1:
+            raise ValueError(f"group {self.id} is part {self.part}; parts count from 1")
 
     @property
     def scorable(self) -> tuple[RolloutSample, ...]:
         return tuple(sample for sample in self.samples if sample.is_scorable)
+
+    def compared_rewards(self) -> list[tuple[float, ...]] | None:
+        """For each scorable sample the rewards of the quorum that it is compared with; None if the group has no baseline.
+
+        A member of the quorum is compared with the other members (leave-one-out), every other sample with all of them.
+        """
+        if self.baseline is None:
+            return None
+        members = len(self.baseline) if self.part == 1 else 0
+        return [
+            self.baseline[:number] + self.baseline[number + 1 :] if number < members else self.baseline
+            for number in range(len(self.scorable))
+        ]
 
     @property
     def num_tokens(self) -> int:
@@ -152,4 +243,5 @@ class PromptGroup:
             retried_samples=retried_samples,
             declined_samples=declined_samples,
             surplus_samples=surplus_samples,
+            samples=tuple(map(SampleOutcome.of, self.samples)),
         )

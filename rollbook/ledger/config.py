@@ -48,9 +48,15 @@ class GateConfig(BaseModel, frozen=True, extra="forbid"):
     """Whether the last groups, if they do not fill a step, become a short batch or are dropped."""
 
     def settings(
-        self, *, max_steps: int | None = None, keep_payloads: bool = True, limits: TrainingLimits | None = None
+        self,
+        *,
+        max_steps: int | None = None,
+        keep_payloads: bool = True,
+        limits: TrainingLimits | None = None,
+        samples_per_group: int = 1,
+        quorum: int | None = None,
     ) -> RunSettings:
-        """The settings with which the run is created in the ledger."""
+        """The settings with which the run is created in the ledger. Batch policy `parts` needs the last two."""
         return RunSettings(
             rule=FreshnessRule(
                 groups_per_step=self.groups_per_step,
@@ -58,6 +64,8 @@ class GateConfig(BaseModel, frozen=True, extra="forbid"):
                 max_head_offpolicy_versions=self.max_head_offpolicy_versions,
                 policy=self.batch_policy,
                 max_steps=max_steps,
+                samples_per_group=samples_per_group,
+                quorum=quorum,
             ),
             group_deadline_s=self.group_deadline_s,
             max_attempts=self.max_attempts,

@@ -6,6 +6,7 @@ are rejected here.
 """
 
 import math
+from itertools import chain
 from operator import attrgetter
 from typing import Annotated, Any
 
@@ -56,13 +57,19 @@ def _reject_unstorable(what: str, *values: Any) -> None:
             raise ValueError(f"{what}: {value} is not a finite number")
 
 
-_OUTCOME_NUMBERS = attrgetter(*(name for name in GroupOutcome.__dataclass_fields__ if name != "invalid_causes"))
+_OUTCOME_NUMBERS = attrgetter(
+    *(name for name in GroupOutcome.__dataclass_fields__ if name not in {"invalid_causes", "samples"})
+)
 
 
 def _reject_unstorable_outcome(outcome: GroupOutcome) -> None:
     _reject_unstorable("outcome", *_OUTCOME_NUMBERS(outcome))
     if outcome.invalid_causes:
         _reject_unstorable("outcome", *outcome.invalid_causes, *outcome.invalid_causes.values())
+    if outcome.samples:
+        if len(outcome.samples) != outcome.num_samples:
+            raise ValueError(f"outcome: {len(outcome.samples)} of {outcome.num_samples} samples are described")
+        _reject_unstorable("outcome", *chain.from_iterable(outcome.samples))
 
 
 class ErrorReply(Message, frozen=True, kw_only=True):
