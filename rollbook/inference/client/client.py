@@ -1,7 +1,7 @@
 """The policy client: requests completions from one policy server or a fleet. Satisfies `ports.Policy`.
 
-Each request has one deadline and one retry loop; every attempt goes to the best replica at that time. Requests of one process to one
-server share a connection (`token_stream.py`).
+Each request has one deadline and one retry loop; every attempt goes to the best replica at that time. Requests of one process to
+one server share a connection (`token_stream.py`).
 """
 
 import asyncio
