@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from rollbook.concurrency.clock import Clock, SystemClock
 from rollbook.contracts.errors import TransientError
 from rollbook.inference.client.circuit import CircuitState, ReplicaCircuit
-from rollbook.inference.client.replica_choice import AFFINITY_SPREAD, ReplicaView, choose_replica, rendezvous_weight
+from rollbook.inference.client.replica_choice import AFFINITY_SPREAD, ReplicaView, choose_replica
 from rollbook.inference.client.server_protocol import ReplicaStatus, ServerProtocol
 from rollbook.inference.connection import PolicyConnection, ReplicaBusyError, open_connection
 from rollbook.telemetry.events import EventLog
@@ -88,13 +88,6 @@ class Fleet:
     @property
     def urls(self) -> str:
         return ", ".join(replica.url for replica in self.replicas if not replica.is_gone)
-
-    def home(self, session: str | None) -> int:
-        """The home of a session while all replicas are in service. Requests with the same home may share a bundle."""
-        if session is None or len(self.replicas) == 1:
-            return 0
-        present = [at for at, replica in enumerate(self.replicas) if not replica.is_gone]
-        return max(present or [0], key=lambda at: rendezvous_weight(session, self.replicas[at].url))
 
     def choose(self, *, session: str | None, min_publication: int, avoid: Collection[int] = ()) -> int:
         if len(self.replicas) == 1:
@@ -208,6 +201,7 @@ async def open_fleet(
             return await stack.enter_async_context(opened)
 
         replicas = [Replica(await connect(url)) for url in urls]
+        stack.push_async_callback(protocol.close)
         fleet = Fleet(replicas, protocol, spread=spread, log=log, source=source, connect=connect)
         if len(urls) == 1 and source is None:
             yield fleet

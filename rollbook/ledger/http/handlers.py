@@ -24,7 +24,7 @@ from rollbook.contracts.admission import (
     RunId,
 )
 from rollbook.contracts.batch import BatchManifest, TrainerRole
-from rollbook.contracts.errors import RollbookError, RunError
+from rollbook.contracts.errors import NotFoundError, RollbookError, RunError
 from rollbook.contracts.group import DropReason, GroupId, GroupOutcome
 from rollbook.contracts.group_codec import EncodedGroup
 from rollbook.contracts.policy import Publication
@@ -32,7 +32,7 @@ from rollbook.contracts.task import TaskId
 from rollbook.ledger.http import wire
 from rollbook.ledger.http.auth import Keys
 from rollbook.ledger.http.bodies import BodyReader, encode_response, wants_zstd
-from rollbook.ledger.http.errors import KNOWN_ERRORS, NotFoundError, error_response, status_of
+from rollbook.ledger.http.errors import KNOWN_ERRORS, error_response, status_of
 from rollbook.ledger.http.metrics import RequestMetrics, ledger_metrics
 from rollbook.ledger.http.openapi import openapi_document
 from rollbook.ledger.http.streams import send_frames, send_statuses
@@ -62,7 +62,7 @@ class LedgerHandlers:
     def __init__(self, ledger: Ledger, bodies: BodyReader) -> None:
         self._ledger = ledger
         self._bodies = bodies
-        self._requests = RequestMetrics()
+        self.requests = RequestMetrics()
         self._clock = SystemClock()
         self.lag = LoopLag(self._clock)
 
@@ -95,7 +95,7 @@ class LedgerHandlers:
                 status = failed.status
                 return failed
             finally:
-                self._requests.add(verb.name, status, self._clock.now() - started)
+                self.requests.add(verb.name, status, self._clock.now() - started)
 
         return handle
 
@@ -111,7 +111,7 @@ class LedgerHandlers:
         statuses = [await self._ledger.status(run_id) for run_id in await self._ledger.runs()]
         text = ledger_metrics(
             statuses,
-            requests=self._requests,
+            requests=self.requests,
             lag=self.lag,
             receiving=self._bodies.receiving_bytes,
             received=self._bodies.received_bytes,
@@ -140,6 +140,10 @@ class LedgerHandlers:
     async def groups(self, request: wire.GroupQuery, run: RunId) -> list[wire.GroupView]:
         found = await self._ledger.groups(run, request.state, start=request.start, limit=request.limit)
         return [_group_view(group) for group in found]
+
+    async def changes(self, request: wire.ChangeQuery, run: RunId) -> wire.ChangesView:
+        found = await self._ledger.changes(run, after=request.after, limit=request.limit)
+        return _view(wire.ChangesView, found, groups=tuple(_group_view(group) for group in found.groups))
 
     async def explain(self, _: wire.Empty, run: RunId, group: GroupId) -> wire.GroupHistory:
         record, moves, sentences = await self._ledger.read(
