@@ -61,7 +61,7 @@ export function ComparePage({ runs }: { runs: Runs }) {
               <select value="" onChange={(event) => setFilters({ metrics: toggled(metrics.join(","), (event.target as HTMLSelectElement).value) }, { replace: true })}>
                 <option value="">choose…</option>
                 {(catalogue.data?.metrics ?? [])
-                  .filter((metric) => !metrics.includes(metric.name))
+                  .filter((metric, at, all) => !metrics.includes(metric.name) && all.findIndex((one) => one.name === metric.name) === at)
                   .map((metric) => (
                     <option key={metric.name}>{metric.name}</option>
                   ))}

@@ -2,7 +2,7 @@
 import { useEffect, useRef, useState } from "preact/hooks";
 import { type GroupRow, type Groups, apiPath, request, useResource } from "../api";
 import { FILTERS, type FilterName, LABELS, filterText, onlyFilters, toggled } from "../filters";
-import { count, dateTime, duration, fixed, number, percent, plural, words } from "../format";
+import { clock, count, dateTime, duration, fixed, number, percent, plural, words } from "../format";
 import { useKeys } from "../keys";
 import { useTick } from "../live";
 import { Empty, Loaded, Notice, Page, Panel, State } from "../parts/basic";
@@ -272,7 +272,9 @@ function GroupTable({ rows, chosen, filters }: { rows: GroupRow[]; chosen: numbe
               <td class="num">{number(row.tokens, 1)}</td>
               <td class="num">{number(row.turns, 1)}</td>
               <td class="num nowrap">{duration(row.seconds)}</td>
-              <td class="nowrap muted">{dateTime(row.opened_at)}</td>
+              <td class="nowrap muted" title={dateTime(row.opened_at)}>
+                {clock(row.opened_at)}
+              </td>
             </tr>
           ))}
         </tbody>

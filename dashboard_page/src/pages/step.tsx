@@ -76,6 +76,8 @@ function Figures({ data }: { data: Anatomy }) {
   );
 }
 
+const UNKNOWN: AnatomySample = { sample: 0, reward: null, solved: null, tokens: null, turns: null, end: null, start: null, finish: null, parts: [], versions: [] };
+
 interface Bar {
   group: AnatomyGroup;
   sample: AnatomySample;
@@ -87,12 +89,14 @@ function AnatomyChart({ data }: { data: Anatomy }) {
   const [shade, setShade] = useState<"part" | "version">("part");
   const [hovered, setHovered] = useState<{ bar: Bar; part: [string, number, number] | null } | null>(null);
   const samples = data.groups.reduce((sum, group) => sum + group.samples.length, 0);
-  const size = samples > 160 ? 4 : samples > 64 ? 7 : 11;
+  const size = samples > 160 ? 5 : samples > 64 ? 7 : 11;
   const bars = useMemo(() => {
     const found: Bar[] = [];
     let y = 4;
     for (const group of data.groups) {
-      group.samples.forEach((sample, at) => {
+      // Older runs recorded no samples: one bar from the opening of the group until it was complete.
+      const samples = group.samples.length ? group.samples : [{ ...UNKNOWN, start: group.opened_at, finish: group.queued_at }];
+      samples.forEach((sample, at) => {
         found.push({ group, sample, y, isFirst: at === 0 });
         y += size;
       });
