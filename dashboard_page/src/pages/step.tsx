@@ -10,8 +10,8 @@ import { go, href } from "../router";
 import { colour, mix } from "../theme";
 import { visible } from "../text";
 
-export const PART_COLOURS: Record<string, string> = { wait: "line", generate: "series-1", act: "series-3", score: "series-4", queue: "heat-0" };
-const PART_NAMES: Record<string, string> = { wait: "waits", generate: "generates", act: "acts in the environment", score: "is scored", queue: "is queued for training" };
+export const PART_COLOURS: Record<string, string> = { wait: "line", generate: "series-1", act: "series-3", score: "series-4", other: "series-8", queue: "accent-soft" };
+const PART_NAMES: Record<string, string> = { wait: "waits", generate: "generates", act: "acts in the environment", score: "is scored", other: "other work", queue: "is queued for training" };
 const GUTTER = 150;
 const AXIS = 22;
 
