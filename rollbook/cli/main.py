@@ -23,6 +23,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "train": ("rollbook.cli.train:train", "Train a policy asynchronously."),
     "sft": ("rollbook.cli.sft:sft", "Train a model on chats, the assistant's tokens only."),
     "eval": ("rollbook.cli.eval:eval_command", "Play held-out tasks with a checkpoint and print the results."),
+    "dashboard": ("rollbook.cli.dashboard:dashboard", "Show runs in a browser: live, finished or crashed."),
     "audit": (
         "rollbook.cli.audit:audit",
         "Check that the record of a run is complete and consistent.",

@@ -179,6 +179,17 @@ class MoveRecord(Record, frozen=True, kw_only=True):
     """The owner, trainer epoch or rule that caused it."""
 
 
+class RunChanges(Record, frozen=True, kw_only=True):
+    """A page of the changes of a run."""
+
+    next: int
+    """The number of the last move that was read. Continue after it."""
+    is_complete: bool
+    """There are no later moves yet."""
+    groups: tuple[GroupRecord, ...]
+    """In the order of their first change."""
+
+
 class BatchRecord(Record, frozen=True, kw_only=True):
     run_id: RunId
     manifest: BatchManifest

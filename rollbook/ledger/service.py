@@ -31,7 +31,7 @@ from rollbook.contracts.task import Draw
 from rollbook.ledger.config import LedgerConfig
 from rollbook.ledger.lease_expiry import LeaseExpiry
 from rollbook.ledger.notifier import RunNotifier
-from rollbook.ledger.records import GroupRecord, MoveRecord, ProducerRecord, PublicationRecord, StepRecord
+from rollbook.ledger.records import GroupRecord, MoveRecord, ProducerRecord, PublicationRecord, RunChanges, StepRecord
 from rollbook.ledger.rules import batches, gate, groups, publications, runs, trainer
 from rollbook.ledger.rules.groups import Submission
 from rollbook.ledger.rules.run_transaction import RunTransaction, find_run, run_transaction
@@ -250,6 +250,10 @@ class Ledger:
     ) -> list[GroupRecord]:
         """A page of groups, from the admission sequence number `start` on."""
         return await self._read(run_id, lambda tx: tx.groups.page(run_id, start=start, limit=limit, state=state))
+
+    async def changes(self, run_id: RunId, *, after: int | None, limit: int = 1000) -> RunChanges:
+        """The groups that changed after the move with the number `after`."""
+        return await self._store.read(lambda tx: runs.changes(tx, run_id, after=after, limit=limit))
 
     async def group(self, run_id: RunId, group_id: GroupId) -> tuple[GroupRecord, PromptGroup | None]:
         """A group's record, and its samples unless its payload was deleted or never submitted."""

@@ -125,6 +125,15 @@ class Positions(Protocol):
 class History(Protocol):
     def add(self, move: MoveRecord) -> None: ...
     def of_group(self, run_id: RunId, group_id: GroupId) -> list[MoveRecord]: ...
+    def after(self, number: int, limit: int) -> list[tuple[int, RunId, GroupId]]:
+        """The moves of all runs after the move with this number: numbers, in the order of their commits, and groups.
+
+        The cost depends on `limit` only.
+        """
+
+    def last_number(self) -> int:
+        """The number of the last move; 0 if there is none."""
+
     def each(self, run_id: RunId) -> Iterator[MoveRecord]:
         """All moves, by group id and then in order."""
 

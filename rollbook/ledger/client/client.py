@@ -31,7 +31,7 @@ from rollbook.contracts.admission import (
     RunSettings,
 )
 from rollbook.contracts.batch import AckReceipt, BatchManifest, EndOfRun, TrainerRole, TrainingBatch
-from rollbook.contracts.errors import FencedError, RollbookError, RunError, TransientError
+from rollbook.contracts.errors import FencedError, NotFoundError, RollbookError, RunError, TransientError
 from rollbook.contracts.group import DropReason, GroupId, GroupOutcome, GroupState
 from rollbook.contracts.group_checks import TrainingLimits, UnusableGroupError
 from rollbook.contracts.group_codec import EncodedGroup, payload_digest
@@ -139,6 +139,22 @@ class LedgerClient:
     ) -> tuple[wire.GroupView, ...]:
         """A page of groups, from the admission sequence number `start` on."""
         return await self._call(verbs.GROUPS, wire.GroupQuery(state=state, start=start, limit=limit))
+
+    async def changes(self, *, after: int | None, limit: int = wire.MAX_LISTED) -> wire.ChangesView:
+        """The groups that changed since the reply whose `next` is `after`. None: only the number to continue after."""
+        return await self._call(verbs.CHANGES, wire.ChangeQuery(after=after, limit=limit))
+
+    async def payload(self, group_id: GroupId) -> bytes:
+        """The stored payload of a group. Raises `NotFoundError` if it has none, or none any more."""
+        return await self._request(verbs.PAYLOAD, NOTHING, lambda response: response.read(), group=group_id)
+
+    async def manifest(self, step: int) -> BatchManifest:
+        """The composition of a decided batch."""
+        return await self._call(verbs.MANIFEST, NOTHING, step=str(step))
+
+    async def publications(self, *, start: int = 0, limit: int = wire.MAX_LISTED) -> tuple[Publication, ...]:
+        """A page of the registered weight publications, by id."""
+        return await self._call(verbs.PUBLICATIONS, wire.PublicationQuery(start=start, limit=limit))
 
     async def register_producer(self, name: str, *, weight: float = 1.0, min_share: float = 0.0) -> wire.ProducerView:
         """Register a producer that is not dispatched. Its groups are submitted with `producer=name`."""
@@ -369,6 +385,8 @@ def _error_of(error: wire.SubmitError, name: str) -> RollbookError:
     if error.kind == UnusableGroupError.__name__:
         return UnusableGroupError(error.message)
     message = f"the ledger rejected {name} ({error.status}): {error.message}"
+    if error.status == HTTPStatus.NOT_FOUND:
+        return NotFoundError(message)
     if error.status in RETRIED:
         return TransientError(message, retry_after_s=error.retry_after_s)
     return RunError(message)

@@ -14,7 +14,7 @@ from aiohttp import web
 from rollbook.concurrency.clock import SystemClock
 from rollbook.contracts.admission import DrawProgress, LedgerStatus, OpenReply, OwnerId, PastDraw, RunId
 from rollbook.contracts.batch import BatchManifest, TrainerRole
-from rollbook.contracts.errors import RollbookError, RunError
+from rollbook.contracts.errors import NotFoundError, RollbookError, RunError
 from rollbook.contracts.group import DropReason, GroupId, GroupOutcome
 from rollbook.contracts.group_codec import EncodedGroup
 from rollbook.contracts.policy import Publication
@@ -22,7 +22,7 @@ from rollbook.contracts.task import TaskId
 from rollbook.ledger.http import wire
 from rollbook.ledger.http.auth import Keys
 from rollbook.ledger.http.bodies import BodyReader, encode_response, wants_zstd
-from rollbook.ledger.http.errors import KNOWN_ERRORS, NotFoundError, error_response, status_of
+from rollbook.ledger.http.errors import KNOWN_ERRORS, error_response, status_of
 from rollbook.ledger.http.metrics import RequestMetrics, ledger_metrics
 from rollbook.ledger.http.openapi import openapi_document
 from rollbook.ledger.http.streams import send_frames, send_statuses
@@ -130,6 +130,10 @@ class LedgerHandlers:
     async def groups(self, request: wire.GroupQuery, run: RunId) -> list[wire.GroupView]:
         found = await self._ledger.groups(run, request.state, start=request.start, limit=request.limit)
         return [_group_view(group) for group in found]
+
+    async def changes(self, request: wire.ChangeQuery, run: RunId) -> wire.ChangesView:
+        found = await self._ledger.changes(run, after=request.after, limit=request.limit)
+        return _view(wire.ChangesView, found, groups=tuple(_group_view(group) for group in found.groups))
 
     async def explain(self, _: wire.Empty, run: RunId, group: GroupId) -> wire.GroupHistory:
         record, moves, sentences = await self._ledger.read(

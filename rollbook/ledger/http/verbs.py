@@ -150,6 +150,14 @@ GROUPS = _verb(
     tuple[wire.GroupView, ...],
     "Groups in order of admission.",
 )
+CHANGES = _verb(
+    "changes",
+    "GET /v1/runs/{run}/changes",
+    ALL_ROLES,
+    wire.ChangeQuery,
+    wire.ChangesView,
+    "The groups that changed since an earlier request. A copy of the run is kept up to date by it.",
+)
 EXPLAIN = _verb(
     "explain",
     "GET /v1/runs/{run}/groups/{group}",

@@ -319,6 +319,27 @@ class GroupView(Message, frozen=True, kw_only=True):
     outcome: GroupOutcome | None
 
 
+class ChangeQuery(Message, frozen=True, kw_only=True):
+    after: Annotated[
+        int | None,
+        msgspec.Meta(description="the `next` of the last response; without it, only the number to continue after"),
+    ] = None
+    limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_LISTED, description="maximum number of changes to read")] = (
+        MAX_LISTED
+    )
+
+    def __post_init__(self) -> None:
+        _reject_unstorable("after", self.after)
+
+
+class ChangesView(Message, frozen=True, kw_only=True):
+    """Groups that changed, as they are now. Changes of other runs are skipped, so a page may be empty and not the last."""
+
+    next: int
+    is_complete: bool
+    groups: tuple[GroupView, ...]
+
+
 class MoveView(Message, frozen=True, kw_only=True):
     at: float
     from_state: GroupState | None

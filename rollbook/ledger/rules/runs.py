@@ -9,7 +9,7 @@ from rollbook.contracts.batch import EndOfRun
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupOutcome, GroupState
 from rollbook.contracts.group_checks import TrainingLimits
-from rollbook.ledger.records import RunRecord
+from rollbook.ledger.records import RunChanges, RunRecord
 from rollbook.ledger.rules.run_transaction import find_run
 from rollbook.ledger.store import Transaction
 
@@ -122,6 +122,25 @@ def progress(tx: Transaction, run_id: RunId) -> DrawProgress:
         settled_below=run.settled_below,
         settled_beyond=tuple(at for at, is_settled in positions if is_settled),
         exhausted=run.exhausted,
+    )
+
+
+def changes(tx: Transaction, run_id: RunId, *, after: int | None, limit: int) -> RunChanges:
+    """The groups of a run that changed after the move with the number `after`, as they are now.
+
+    Reads at most `limit` moves, of all runs of the store: moves are numbered together and have no index by run. None: no groups,
+    only the number to continue after.
+    """
+    find_run(tx, run_id)
+    if after is None:
+        return RunChanges(next=tx.history.last_number(), is_complete=True, groups=())
+    moves = tx.history.after(after, limit)
+    changed = tuple(dict.fromkeys(group_id for _, run, group_id in moves if run == run_id))
+    found = tx.groups.find(run_id, changed)
+    return RunChanges(
+        next=moves[-1][0] if moves else after,
+        is_complete=len(moves) < limit,
+        groups=tuple(found[group_id] for group_id in changed if group_id in found),
     )
 
 
