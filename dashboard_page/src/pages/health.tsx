@@ -59,7 +59,7 @@ export function HealthPage() {
             </div>
             <Panel title="Warnings and errors" more={data.events.length ? plural(data.events.length, "event") : undefined} flush>
               {data.events.length ? (
-                <div class="table-box tall">
+                <div class="table-box tall" tabIndex={0}>
                   <table>
                     <tbody>
                       {data.events.map((event, at) => (

@@ -86,7 +86,7 @@ function MetricChart({ metric, x }: { metric: Metric; x: Axis }) {
           sync={`metrics-${x}`}
         />
       ) : (
-        <div class="loading">{metric.name}</div>
+        <h3 class="chart-waiting">{metric.name}</h3>
       )}
     </section>
   );

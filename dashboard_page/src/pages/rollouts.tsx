@@ -230,7 +230,7 @@ export function Chips({ filters }: { filters: Record<string, string> }) {
 function GroupTable({ rows, chosen, filters }: { rows: GroupRow[]; chosen: number; filters: Record<string, string> }) {
   const hasTiers = rows.some((row) => row.tier);
   return (
-    <div class="table-box">
+    <div class="table-box" tabIndex={0}>
       <table>
         <thead>
           <tr>

@@ -90,7 +90,7 @@ function TaskTable({ rows, sort }: { rows: TaskRow[]; sort: string }) {
   const hasTiers = rows.some((row) => row.tier);
   const columns = COLUMNS.filter(([, label]) => hasTiers || label !== "Tier");
   return (
-    <div class="table-box">
+    <div class="table-box" tabIndex={0}>
       <table>
         <thead>
           <tr>
