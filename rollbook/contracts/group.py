@@ -5,12 +5,12 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NewType
+from typing import NamedTuple, NewType
 
 import numpy as np
 
 from rollbook.contracts.task import TaskId
-from rollbook.contracts.trajectory import MAX_REWARD, RolloutSample
+from rollbook.contracts.trajectory import MAX_REWARD, EndReason, RolloutSample
 
 GroupId = NewType("GroupId", str)
 
@@ -78,6 +78,32 @@ class DropReason:
         return cls(DropKind(match[1]), match[2] or "")
 
 
+class SampleOutcome(NamedTuple):
+    """One sample: reward, solved, trained tokens, turns, end, started at (Unix time), seconds."""
+
+    # A tuple takes a third of the space of a map in the ledger.
+    reward: float | None
+    solved: bool | None
+    tokens: int
+    turns: int
+    end: EndReason
+    started_at: float | None = None
+    seconds: float | None = None
+
+    @classmethod
+    def of(cls, sample: RolloutSample) -> "SampleOutcome":
+        start, end = sample.started_at, sample.ended_at
+        return cls(
+            reward=None if sample.reward is None else float(sample.reward),
+            solved=sample.solved,
+            tokens=sample.num_trained,
+            turns=len(sample.turns),
+            end=sample.finish_reason,
+            started_at=None if start is None else round(start, 3),
+            seconds=None if start is None or end is None else round(end - start, 3),
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupOutcome:
     """Summary of a group for curriculum, metrics and audit. It is kept when the payload is deleted."""
@@ -99,6 +125,8 @@ class GroupOutcome:
     """Episodes for which the rollout function returned None."""
     surplus_samples: int = 0
     """Extra episodes started by over-sampling that were not needed."""
+    samples: tuple[SampleOutcome, ...] = ()
+    """Empty if the producer did not report them."""
 
 
 def merge_outcomes(first: GroupOutcome, second: GroupOutcome) -> GroupOutcome:
@@ -133,6 +161,7 @@ def merge_outcomes(first: GroupOutcome, second: GroupOutcome) -> GroupOutcome:
         retried_samples=first.retried_samples + second.retried_samples,
         declined_samples=first.declined_samples + second.declined_samples,
         surplus_samples=first.surplus_samples + second.surplus_samples,
+        samples=first.samples + second.samples if first.samples and second.samples else (),
     )
 
 
@@ -172,6 +201,19 @@ class PromptGroup:
     def scorable(self) -> tuple[RolloutSample, ...]:
         return tuple(sample for sample in self.samples if sample.is_scorable)
 
+    def compared_rewards(self) -> list[tuple[float, ...]] | None:
+        """For each scorable sample the rewards of the quorum that it is compared with; None if the group has no baseline.
+
+        A member of the quorum is compared with the other members (leave-one-out), every other sample with all of them.
+        """
+        if self.baseline is None:
+            return None
+        members = len(self.baseline) if self.part == 1 else 0
+        return [
+            self.baseline[:number] + self.baseline[number + 1 :] if number < members else self.baseline
+            for number in range(len(self.scorable))
+        ]
+
     @property
     def num_tokens(self) -> int:
         return sum(sample.num_tokens for sample in self.samples)
@@ -210,4 +252,5 @@ class PromptGroup:
             retried_samples=retried_samples,
             declined_samples=declined_samples,
             surplus_samples=surplus_samples,
+            samples=tuple(map(SampleOutcome.of, self.samples)),
         )

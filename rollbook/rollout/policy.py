@@ -44,6 +44,16 @@ class EpisodeContext:
     """None: the episode may run until `until`, including waits."""
     completions: list[Completion] = field(default_factory=list)
     """What the policy has sampled in this episode, request by request."""
+    times: list["RequestTimes"] = field(default_factory=list)
+    """The seconds of each completion, in the order of `completions`."""
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    queue_s: float
+    generate_s: float
+    act_s: float = 0.0
+    """Seconds in which the environment acted afterwards."""
 
 
 _current: ContextVar[EpisodeContext | None] = ContextVar("rollbook_episode", default=None)
@@ -102,11 +112,15 @@ class EpisodePolicy:
             params = dataclasses.replace(params, max_tokens=max_tokens)
         if stop_token_ids is not None:
             params = dataclasses.replace(params, stop_token_ids=tuple(stop_token_ids))
+        started = self._clock.now()
         completion = await self._request(prompt_ids, params)
         if completion.finish_reason is FinishReason.ABORT:
             completion = await self._continue(list(prompt_ids), params, completion)
         if (episode := _current.get()) is not None:
+            took_s = self._clock.now() - started
+            generate_s = took_s if completion.generation_s is None else min(took_s, completion.generation_s)
             episode.completions.append(completion)
+            episode.times.append(RequestTimes(queue_s=took_s - generate_s, generate_s=generate_s))
         return completion
 
     async def _continue(self, prompt_ids: list[int], params: SamplingParams, partial: Completion) -> Completion:

@@ -109,6 +109,9 @@ def _message(name: str, message: dict[str, Any], kind: type | None) -> str:
         lines.append(f"{inspect.cleandoc(kind.__doc__)}\n")
     if "enum" in message:
         return "\n".join([*lines, "one of " + ", ".join(f"`{value}`" for value in message["enum"]), ""])
+    if "prefixItems" in message:
+        items = ", ".join(_type(item) for item in message["prefixItems"])
+        return "\n".join([*lines, f"{message['description']} An array of {items}.", ""])
     fields = message.get("properties", {})
     if not fields:
         return "\n".join([*lines, "no fields", ""])

@@ -1,6 +1,5 @@
 """Reports finished groups: metrics, spans, failures as events, and an alert when nearly all groups are filtered."""
 
-import itertools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -140,8 +139,11 @@ class GroupReporter:
 
 def _turn_times(episode: EpisodeTimes) -> list[tuple[float, float]]:
     """Start and end of each turn. Only durations are recorded, so the turns are placed one after the other."""
-    ends = [round(end, 5) for end in itertools.accumulate(episode.turn_seconds, initial=episode.start)]
-    return list(itertools.pairwise(ends))
+    times, start = [], episode.start
+    for policy_s, act_s in episode.turns:
+        times.append((round(start, 5), round(start + policy_s, 5)))
+        start += policy_s + act_s
+    return times
 
 
 def _end_of(result: Finished) -> GroupEnd:

@@ -1,6 +1,7 @@
 """Environments with timeouts. Waiting for a free environment does not count as episode time."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any, TypeAlias
@@ -8,7 +9,7 @@ from typing import Any, TypeAlias
 from rollbook.contracts.environment import Observation
 from rollbook.contracts.errors import EpisodeError
 from rollbook.contracts.ports import Environment
-from rollbook.rollout.policy import pause_episode_time
+from rollbook.rollout.policy import current_episode, pause_episode_time
 
 OpenEnvironment: TypeAlias = Callable[[], AbstractAsyncContextManager[Environment]]
 
@@ -32,8 +33,12 @@ class TimedEnvironment:
 
     async def step(self, action: str) -> Observation:
         self._steps += 1
+        started = time.monotonic()
         async with self._timeout(f"step {self._steps}"):
-            return await self._env.step(action)
+            observation = await self._env.step(action)
+        if (episode := current_episode()) is not None and episode.times:
+            episode.times[-1].act_s += time.monotonic() - started
+        return observation
 
     async def close(self) -> None:
         await self._env.close()

@@ -5,6 +5,7 @@ means.
 """
 
 import asyncio
+import dataclasses
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -80,7 +81,8 @@ class EpisodeTimes:
     reward: float | None = None
     cause: str | None = None
     """Why it could not be scored."""
-    turn_seconds: tuple[float, ...] = ()
+    turns: tuple[tuple[float, float], ...] = ()
+    """Seconds of each turn: until the policy responded, and until the environment had acted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,14 +194,16 @@ class GroupAssembler:
         self, order: GroupOrder, task: Task, tally: _Tally
     ) -> RolloutSample | tuple[RolloutSample | None, Exception] | None:
         """Play one episode: a scorable sample, or the error with the unscorable sample if there is one. None: declined."""
+        began = time.time()
         try:
             sample = checked_sample(await self._episode(order, task, tally))
             if sample is None:
                 return None
             if self._score is not None:
                 sample = await self._score(task.row_copy(), sample)
-                if not sample.is_scorable:
-                    return sample, UnscorableError(sample.invalid_cause)
+            sample = _with_times(sample, began)
+            if self._score is not None and not sample.is_scorable:
+                return sample, UnscorableError(sample.invalid_cause)
         except asyncio.CancelledError:
             if (me := asyncio.current_task()) is not None and me.cancelling():
                 raise
@@ -297,8 +301,25 @@ def _times(began: float, result: RolloutSample | tuple[RolloutSample | None, Exc
         end=time.time(),
         reward=None if sample is None else sample.reward,
         cause=None if cause is None else str(cause)[:CAUSE_CHARS],
-        turn_seconds=() if sample is None else tuple(turn.seconds for turn in sample.turns),
+        turns=() if sample is None else tuple((turn.seconds, turn.act_s) for turn in sample.turns),
     )
+
+
+def _with_times(sample: RolloutSample, began: float) -> RolloutSample:
+    """The sample with the times of its episode, and of its turns if each was one request to the policy."""
+    requests = [] if (episode := current_episode()) is None else episode.times
+    turns = sample.turns
+    if len(requests) == len(turns):
+        turns = tuple(
+            dataclasses.replace(
+                turn,
+                seconds=turn.seconds or round(request.queue_s + request.generate_s, 5),
+                queue_s=round(request.queue_s, 5),
+                act_s=round(request.act_s, 5),
+            )
+            for turn, request in zip(turns, requests, strict=True)
+        )
+    return dataclasses.replace(sample, turns=turns, started_at=began, ended_at=time.time())
 
 
 def _select(samples: Sequence[RolloutSample], size: int) -> tuple[RolloutSample, ...]:

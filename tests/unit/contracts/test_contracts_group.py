@@ -1,10 +1,23 @@
 """Groups with their outcome, drop reasons and moves; tasks and draws."""
 
+from dataclasses import replace
+
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.contracts.group import MOVES, DropKind, DropReason, GroupId, GroupState, PromptGroup, group_id
+from rollbook.contracts.group import (
+    MOVES,
+    DropKind,
+    DropReason,
+    GroupId,
+    GroupOutcome,
+    GroupState,
+    PromptGroup,
+    SampleOutcome,
+    group_id,
+)
 from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.task import Draw, Task, TaskId
 from rollbook.contracts.trajectory import EndReason, RolloutSample, TokenRow, TurnMark
@@ -63,6 +76,22 @@ def test_one_scorable_sample_has_a_mean_and_no_spread() -> None:
 def test_the_outcome_contains_truncation_turns_and_response_tokens() -> None:
     outcome = group(played(0.0, end=EndReason.MAX_TURNS), played(1.0)).outcome(seconds=1.0)
     assert (outcome.truncated_rate, outcome.mean_turns, outcome.mean_response_tokens) == (0.5, 1.0, 1.0)
+
+
+def test_the_outcome_describes_each_sample() -> None:
+    late = replace(played(None, end=EndReason.TIME), started_at=10.0, ended_at=12.5)
+    outcome = group(played(1.0, solved=True), late).outcome(seconds=3.0)
+    assert outcome.samples == (
+        SampleOutcome(reward=1.0, solved=True, tokens=1, turns=1, end=EndReason.DONE),
+        SampleOutcome(reward=None, solved=None, tokens=1, turns=1, end=EndReason.TIME, started_at=10.0, seconds=2.5),
+    )
+    assert msgspec.json.decode(msgspec.json.encode(outcome), type=GroupOutcome) == outcome
+
+
+def test_an_outcome_recorded_without_samples_is_read() -> None:
+    outcome = group(played(1.0)).outcome(seconds=3.0)
+    old = {name: value for name, value in msgspec.to_builtins(outcome).items() if name != "samples"}
+    assert msgspec.convert(old, GroupOutcome).samples == ()
 
 
 def test_only_scorable_samples_count_for_the_trained_publications() -> None:

@@ -17,7 +17,7 @@ from rollbook.rollout.assemblers.tokens import TrajectoryAssembler
 from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.groups.filters import load_filters
 from rollbook.rollout.groups.player import GroupAssembler, GroupOrder, GroupResult, Score
-from rollbook.rollout.policy import EpisodeTimeUpError, current_episode, pause_episode_time
+from rollbook.rollout.policy import EpisodeTimeUpError, RequestTimes, current_episode, pause_episode_time
 from tests.parts.rollout.guessing import completion
 
 ORDER = GroupOrder(
@@ -76,6 +76,22 @@ async def test_a_complete_group_is_kept_with_its_outcome() -> None:
     assert result.group is not None
     assert (result.group.id, len(result.group.samples)) == ("t@0", 4)
     assert (result.outcome.num_scorable, result.outcome.reward_mean, result.outcome.invalid_causes) == (4, 0.5, {})
+
+
+async def test_a_sample_has_the_times_of_its_episode_and_of_its_turns() -> None:
+    async def rollout(row: dict[str, Any]) -> RolloutSample:
+        episode = current_episode()
+        assert episode is not None
+        episode.times.append(RequestTimes(queue_s=0.5, generate_s=2.0, act_s=0.25))
+        return sample()
+
+    group = (await play(rollout, drop_constant_reward=False)).group
+    assert group is not None
+    first = group.samples[0]
+    assert first.started_at is not None
+    assert first.ended_at is not None
+    assert first.started_at <= first.ended_at
+    assert [(turn.seconds, turn.queue_s, turn.act_s) for turn in first.turns] == [(2.5, 0.5, 0.25)]
 
 
 def first_lines(causes: Mapping[str, int]) -> Counter[str]:

@@ -167,3 +167,13 @@ async def test_a_server_that_only_aborts_is_a_failure(monkeypatch: pytest.Monkey
     monkeypatch.setattr("rollbook.rollout.policy.MAX_EMPTY_ABORTS", 2)
     with pytest.raises(TransientError, match="aborted a request 3 times without sampling"):
         await EpisodePolicy(Aborting(*[0] * 50), SamplingParams()).complete([1])
+
+
+async def test_the_queue_and_the_generation_of_each_request_are_timed() -> None:
+    clock = ManualClock()
+    context = EpisodeContext(group_id=GroupId("g"), min_publication=0, until=clock.now() + 600)
+    enter_episode(context)
+    policy = EpisodePolicy(Engine(clock, queue_s=5, sampling_s=2), SamplingParams(), clock=clock)
+    await policy.complete([1])
+    await policy.complete([1])
+    assert [(times.queue_s, times.generate_s) for times in context.times] == [(5, 2), (5, 2)]
