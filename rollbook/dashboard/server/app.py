@@ -15,7 +15,7 @@ from aiohttp import web
 from rollbook.access.guard import REFUSE, Problem
 from rollbook.contracts.errors import NotFoundError, RollbookError, UsageError
 from rollbook.dashboard.server import charts, fleet, groups, overview, steps, tasks
-from rollbook.dashboard.server.access import DashboardAccess, Role
+from rollbook.dashboard.server.access import DashboardAccess
 from rollbook.dashboard.server.events import Events
 from rollbook.dashboard.server.request import BadRequestError, BusyError, error_reply, reply
 from rollbook.dashboard.server.runs import OpenRuns
@@ -155,11 +155,9 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 def _require_role(access: DashboardAccess) -> Any:
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path.startswith("/api/") and request.path not in OPEN_PATHS:
-            role = access.role_of(request)
-            if role is None:
-                return error_reply(401, "token_required", "this dashboard needs a token")
-            request["role"] = Role(role)
+        is_checked = request.path.startswith("/api/") and request.path not in OPEN_PATHS
+        if is_checked and access.role_of(request) is None:
+            return error_reply(401, "token_required", "this dashboard needs a token")
         return await handler(request)
 
     return check

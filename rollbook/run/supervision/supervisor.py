@@ -30,6 +30,8 @@ from rollbook.telemetry.events import EventLog
 WIND_DOWN_S = 10.0
 """After the last batch: the dispatcher learns from its next request that the run is over, and ends."""
 WATCH_INTERVAL_S = 0.25
+OPTIONAL = frozenset({"evaluation", "dashboard"})
+"""Roles whose failure does not stop training: it is reported, and the run continues without them."""
 
 
 class RunEnd(StrEnum):
@@ -59,9 +61,13 @@ class Supervisor:
         rule: RestartRule | None = None,
         say: Callable[[str], None] = lambda text: None,
         has_trainer: bool = True,
+        dashboard: socket.socket | None = None,
         until_over: Callable[[Mapping[str, str]], Awaitable[None]] | None = None,
     ) -> None:
-        """`until_over` is called with the addresses and awaited when the last process has ended, before the servers stop."""
+        """`dashboard` is the listening socket of the run's dashboard; without one there is none.
+
+        `until_over` is called with the addresses and awaited when the last process has ended, before the servers stop.
+        """
         self._directory = directory
         self._directory_id = directory.file_id()
         self._log = log
@@ -86,6 +92,9 @@ class Supervisor:
             if server not in policies or server in own_ports:
                 self._sockets[server] = listening_socket("127.0.0.1", fixed.get(server, 0))
         addresses = {name: url_of(sock) for name, sock in self._sockets.items() if name not in policies}
+        if dashboard is not None:
+            self._sockets["dashboard"] = dashboard
+            addresses["dashboard"] = url_of(dashboard)
         replicas = {name: url_of(self._sockets[name]) if name in own_ports else free_url() for name in policies}
         addresses["policy"] = join_urls(config.inference.urls or list(replicas.values()))
         roles = dict.fromkeys(policies, "vllm" if config.inference.engine == "vllm" else "policy")
@@ -107,6 +116,7 @@ class Supervisor:
                 *(["trainer"] if has_trainer else []),
                 "rollout",
                 *(["evaluation"] if config.evaluation.every_steps else []),
+                *(["dashboard"] if dashboard is not None else []),
             )
         ]
         self.addresses = addresses
@@ -155,7 +165,8 @@ class Supervisor:
             keepers = [group.create_task(self._keep(ledger), name="run.keep.ledger")]
             await self._until_ready(ledger)
             keepers += [group.create_task(self._keep(p), name=f"run.keep.{p.name}") for p in others]
-            readiness = group.create_task(self._all_ready(others), name="run.ready")
+            required = [p for p in others if p.role not in OPTIONAL]
+            readiness = group.create_task(self._all_ready(required), name="run.ready")
             watch = group.create_task(self._watch(), name="run.watch")
             await self._over.wait()
             readiness.cancel()
@@ -195,11 +206,10 @@ class Supervisor:
                 self._log.warning("run.drain_aborted", process=process.name, code=code)
                 self._over.set()
                 return
-            if process.role == "evaluation" and code == EXIT_STOP_RUN:
-                # A failed evaluation does not stop training: it is reported, and the run continues without it.
+            if process.role in OPTIONAL and code == EXIT_STOP_RUN:
                 process.move(ProcessState.FAILED, process.fault or "it gave no reason")
-                self._log.error("run.evaluation_failed", cause=process.fault)
-                self._say(f"evaluation stopped: {process.fault}; training continues")
+                self._log.error(f"run.{process.role}_failed", cause=process.fault)
+                self._say(f"{process.role} stopped: {process.fault}; training continues")
                 return
             if code in (EXIT_STOP_RUN, EXIT_FENCED):
                 cause = process.fault or (
@@ -212,9 +222,11 @@ class Supervisor:
             reason = exit_reason(code)
             if isinstance(verdict, GiveUp):
                 process.move(ProcessState.FAILED, verdict.reason)
-                if process.role == "evaluation":
-                    self._log.error("run.evaluation_failed", cause=verdict.reason, last_output=process.last_output())
-                    self._say(f"evaluation {reason}; {verdict.reason}; training continues")
+                if process.role in OPTIONAL:
+                    self._log.error(
+                        f"run.{process.role}_failed", cause=verdict.reason, last_output=process.last_output()
+                    )
+                    self._say(f"{process.role} {reason}; {verdict.reason}; training continues")
                     return
                 self._fail(f"{process.name} {reason}; {verdict.reason}. Its last output:\n{process.last_output()}")
                 return
