@@ -1,12 +1,16 @@
 """Values exchanged between trainer and ledger: role, batches, acknowledgements."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rollbook.contracts.group import GroupId, PromptGroup
 from rollbook.contracts.group_checks import TrainingLimits, read_usable
 from rollbook.contracts.policy import Publication
+from rollbook.contracts.trajectory import TokenRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +40,10 @@ class BatchEntry:
     masked: tuple[int, ...] = ()
     """Trained tokens of these publications are masked out of the loss, because their effective version was below the cut when the
     batch was decided. -1 stands for tokens of unknown publications. They stay in the context."""
+
+    def is_masked(self, row: TokenRow) -> NDArray[np.bool_]:
+        """For each token of a sequence of this group: whether it would be trained and is masked."""
+        return row.loss_mask & np.isin(row.versions, self.masked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +87,11 @@ class TrainingBatch:
     @property
     def step(self) -> int:
         return self.manifest.step
+
+    def entries(self) -> Iterator[tuple[BatchEntry, PromptGroup]]:
+        """The usable groups, each with its entry in the manifest."""
+        usable = [entry for entry in self.manifest.entries if entry.group_id not in self.unusable]
+        return zip(usable, self.groups, strict=True)
 
 
 class EndOfRun(StrEnum):

@@ -192,6 +192,19 @@ class PromptGroup:
     def scorable(self) -> tuple[RolloutSample, ...]:
         return tuple(sample for sample in self.samples if sample.is_scorable)
 
+    def compared_rewards(self) -> list[tuple[float, ...]] | None:
+        """For each scorable sample the rewards of the quorum that it is compared with; None if the group has no baseline.
+
+        A member of the quorum is compared with the other members (leave-one-out), every other sample with all of them.
+        """
+        if self.baseline is None:
+            return None
+        members = len(self.baseline) if self.part == 1 else 0
+        return [
+            self.baseline[:number] + self.baseline[number + 1 :] if number < members else self.baseline
+            for number in range(len(self.scorable))
+        ]
+
     @property
     def num_tokens(self) -> int:
         return sum(sample.num_tokens for sample in self.samples)

@@ -41,8 +41,7 @@ class TrlRow:
 def batch_rows(batch: TrainingBatch, *, rows_per_step: int, restored_step: int) -> list[TrlRow]:
     """TRL counts versions from 1, beginning with its initial weights, which are those of step `restored_step`."""
     rows: list[TrlRow] = []
-    usable = [entry for entry in batch.manifest.entries if entry.group_id not in batch.unusable]
-    for entry, group in zip(usable, batch.groups, strict=True):
+    for entry, group in batch.entries():
         rows += _group_rows(entry, group, batch.step, restored_step)
     if len(rows) > rows_per_step:
         forked = [group.id for group in batch.groups if any(len(sample.sequences) > 1 for sample in group.samples)]
@@ -84,6 +83,10 @@ def _group_rows(entry: BatchEntry, group: PromptGroup, step: int, restored_step:
 def _row(tokens: TokenRow, **fields: Any) -> TrlRow:
     if not tokens.has_logprobs:
         raise RunError("TRL needs the sampling logprob of every trained token; this group was submitted without them")
+    if tokens.columns:
+        raise RunError(
+            f"TRL has one advantage for a sequence; this group was submitted with {', '.join(tokens.columns)} of each token"
+        )
     return TrlRow(
         input_ids=tokens.token_ids.astype(np.int64),
         completion_mask=tokens.loss_mask.astype(np.int64),

@@ -31,7 +31,7 @@ from rollbook.trainer.checkpoints.settings_history import check_and_record
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.flops import devices_peak_flops, peak_memory_gb
 from rollbook.trainer.interruption import unless
-from rollbook.trainer.metrics import batch_metrics, time_metrics
+from rollbook.trainer.metrics import MaskReport, batch_metrics, time_metrics
 from rollbook.trainer.model.weights import digest_of, to_host
 from rollbook.trainer.publish import Publisher
 from rollbook.trainer.staleness import LagReport, check_lag
@@ -42,6 +42,9 @@ Learner = TrainStep | Team
 
 LONG_POLL_S = 20.0
 """How long the ledger may hold a request for a batch before it responds that there is none yet."""
+
+MASKED_TASKS = 5
+"""Tasks in the event about masked tokens: those with the largest masked share."""
 
 
 class LoopEnd(StrEnum):
@@ -385,10 +388,12 @@ class TrainerLoop:
 
     def _measure(self, trained: "_TrainedStep", receipt: AckReceipt) -> None:
         batch, report = trained.batch, trained.report
+        masks = MaskReport.of(batch)
         measured = {
             **report.metrics,
             **trained.lags.metrics(),
             **batch_metrics(batch),
+            **masks.metrics(),
             **time_metrics(
                 wait_s=trained.wait_s,
                 train_s=trained.train_s,
@@ -401,6 +406,14 @@ class TrainerLoop:
         }
         for name, value in measured.items():
             self._metrics.add(name, value)
+        if masks.tokens:
+            self._log.info(
+                "trainer.tokens_masked",
+                step=batch.step,
+                cut=batch.manifest.cut,
+                tokens=masks.tokens,
+                share_by_task=masks.by_task(most=MASKED_TASKS),
+            )
         if batch.unusable:
             self._log.warning("trainer.unusable_groups", step=batch.step, groups=dict(batch.unusable))
         if receipt is AckReceipt.DIVERGED:

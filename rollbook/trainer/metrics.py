@@ -1,8 +1,10 @@
 """The trainer's metrics: the table, and the values computed from a batch. Names follow what users of other RL trainers know."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rollbook.contracts.batch import TrainingBatch
+from rollbook.contracts.task import TaskId
 from rollbook.telemetry.metrics import Metric, Reduction
 
 TRAINER_METRICS: tuple[Metric, ...] = (
@@ -66,14 +68,78 @@ TRAINER_METRICS: tuple[Metric, ...] = (
         "groups of the batch that could not be trained; they have weight 0",
         Reduction.SUM,
     ),
+    Metric(
+        "async/masked_tokens", "tokens", "tokens masked because they are older than the staleness bound", Reduction.SUM
+    ),
+    Metric("async/masked_share", "", "masked fraction of the trainable tokens of the batch"),
+    Metric("async/masked_share_long", "", "the same for the longest quarter of the samples"),
+    Metric("async/masked_share_short", "", "the same for the shortest quarter of the samples"),
+    Metric("async/masked_samples", "samples", "samples of which every trainable token is masked", Reduction.SUM),
+    Metric("async/masked_tasks", "tasks", "tasks of the batch with a masked token", Reduction.MAX),
+    Metric("async/late_samples", "samples", "samples that came after the first part of their group", Reduction.SUM),
     Metric("rollout/reward", "", "mean reward of the batch's scorable samples"),
     Metric("rollout/accuracy", "", "solved fraction of the samples whose environment reports whether they are solved"),
     Metric("rollout/response_len", "tokens", "trained tokens per sample, mean"),
     Metric("rollout/truncated_ratio", "", "samples that ended by a limit"),
     Metric("rollout/turns", "turns", "turns per sample, mean"),
-    Metric("rollout/groups", "groups", "groups in the batch", Reduction.SUM),
+    Metric("rollout/groups", "groups", "groups in the batch; parts with batch policy `parts`", Reduction.SUM),
     Metric("rollout/samples", "samples", "samples in the batch", Reduction.SUM),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class _SampleMask:
+    task_id: TaskId
+    trainable: int
+    masked: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskReport:
+    """The trainable tokens of a batch that are masked, by sample."""
+
+    samples: tuple[_SampleMask, ...]
+    """Scorable samples, by length."""
+
+    @classmethod
+    def of(cls, batch: TrainingBatch) -> "MaskReport":
+        found = [
+            _SampleMask(
+                group.task_id, sample.num_trained, sum(int(entry.is_masked(row).sum()) for row in sample.sequences)
+            )
+            for entry, group in batch.entries()
+            for sample in group.scorable
+        ]
+        return cls(samples=tuple(sorted(found, key=lambda sample: sample.trainable)))
+
+    @property
+    def tokens(self) -> int:
+        return sum(sample.masked for sample in self.samples)
+
+    def by_task(self, most: int) -> dict[TaskId, float]:
+        """The masked share of the tasks with masked tokens, the largest first."""
+        tasks: dict[TaskId, list[_SampleMask]] = {}
+        for sample in self.samples:
+            tasks.setdefault(sample.task_id, []).append(sample)
+        shares = {task: _masked_share(samples) or 0.0 for task, samples in tasks.items()}
+        ranked = sorted((task for task in shares if shares[task]), key=lambda task: -shares[task])
+        return {task: round(shares[task], 4) for task in ranked[:most]}
+
+    def metrics(self) -> dict[str, float | None]:
+        quarter = -(-len(self.samples) // 4)
+        return {
+            "async/masked_tokens": self.tokens,
+            "async/masked_share": _masked_share(self.samples),
+            "async/masked_share_long": _masked_share(self.samples[-quarter:]) if quarter else None,
+            "async/masked_share_short": _masked_share(self.samples[:quarter]),
+            "async/masked_samples": sum(sample.masked == sample.trainable for sample in self.samples),
+            "async/masked_tasks": len({sample.task_id for sample in self.samples if sample.masked}),
+        }
+
+
+def _masked_share(samples: Sequence[_SampleMask]) -> float | None:
+    trainable = sum(sample.trainable for sample in samples)
+    return sum(sample.masked for sample in samples) / trainable if trainable else None
 
 
 def batch_metrics(batch: TrainingBatch) -> dict[str, float | None]:
@@ -88,6 +154,7 @@ def batch_metrics(batch: TrainingBatch) -> dict[str, float | None]:
         "rollout/turns": _mean([float(len(sample.turns)) for sample in samples]),
         "rollout/groups": len(batch.groups),
         "rollout/samples": len(samples),
+        "async/late_samples": sum(len(group.samples) for group in batch.groups if group.part > 1),
         "async/unscorable_samples": len(samples) - len(scorable),
         "async/unusable_groups": len(batch.unusable),
     }

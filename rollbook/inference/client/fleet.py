@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from rollbook.concurrency.clock import Clock, SystemClock
 from rollbook.contracts.errors import TransientError
 from rollbook.inference.client.circuit import CircuitState, ReplicaCircuit
-from rollbook.inference.client.replica_choice import AFFINITY_SPREAD, ReplicaView, choose_replica, rendezvous_weight
+from rollbook.inference.client.replica_choice import AFFINITY_SPREAD, ReplicaView, choose_replica
 from rollbook.inference.client.server_protocol import ReplicaStatus, ServerProtocol
 from rollbook.inference.connection import PolicyConnection, ReplicaBusyError, open_connection
 from rollbook.telemetry.events import EventLog
@@ -77,12 +77,6 @@ class Fleet:
     @property
     def urls(self) -> str:
         return ", ".join(replica.url for replica in self.replicas)
-
-    def home(self, session: str | None) -> int:
-        """The home of a session while all replicas are in service. Requests with the same home may share a bundle."""
-        if session is None or len(self.replicas) == 1:
-            return 0
-        return max(range(len(self.replicas)), key=lambda at: rendezvous_weight(session, self.replicas[at].url))
 
     def choose(self, *, session: str | None, min_publication: int, avoid: Collection[int] = ()) -> int:
         if len(self.replicas) == 1:
@@ -168,6 +162,7 @@ async def open_fleet(
             await stack.enter_async_context(open_connection(url, max_connections=max_connections, api_key=api_key))
             for url in urls
         ]
+        stack.push_async_callback(protocol.close)
         fleet = Fleet([Replica(connection) for connection in connections], protocol, spread=spread, log=log)
         if len(urls) == 1:
             yield fleet

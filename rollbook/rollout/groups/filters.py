@@ -19,15 +19,25 @@ class FilterError(EpisodeError):
 
 
 def one_sample(group: PromptGroup) -> str | None:
-    """Advantages are relative to the group, so a single sample has none."""
-    return "one_sample" if len(group.scorable) == 1 else None
+    """Advantages are relative to the group, so a single sample has none. A part is compared with the quorum of its group."""
+    compared = group.compared_rewards()
+    is_alone = len(group.scorable) == 1 if compared is None else not any(compared)
+    return "one_sample" if group.scorable and is_alone else None
 
 
 def constant_reward(group: PromptGroup) -> str | None:
+    """All advantages are 0."""
     rewards = [sample.reward for sample in group.scorable if sample.reward is not None]
-    if rewards and max(rewards) - min(rewards) < SAME_REWARD:
-        return "constant_reward"
-    return None
+    compared = group.compared_rewards()
+    if compared is None:
+        is_constant = bool(rewards) and max(rewards) - min(rewards) < SAME_REWARD
+    else:
+        is_constant = all(
+            abs(reward - sum(others) / len(others)) < SAME_REWARD
+            for reward, others in zip(rewards, compared, strict=True)
+            if others
+        )
+    return "constant_reward" if is_constant else None
 
 
 def load_filters(path: str | None, *, drop_constant_reward: bool) -> list[GroupFilter]:

@@ -2,9 +2,12 @@
 
 Groups are identified by an explicit id, not by reshaping, so groups of different sizes can be mixed. Statistics use scorable
 samples only; an unscorable sample (reward NaN) has advantage 0 and does not affect any baseline.
+
+A group that arrived in parts is compared with its quorum: the rewards of the samples that finished first, fixed before the others
+were known. So the advantage of a sample does not depend on which siblings happen to be in the same batch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,9 +56,43 @@ BASELINES: dict[str, Baseline] = {
 BATCH_NORMALISED = frozenset({"reinforce_pp", "reinforce_pp_baseline"})
 """Normalised over the scorable samples of the whole batch, after the group's baseline."""
 
+QUORUM_SCALES: dict[str, Callable[[NDArray[np.float64]], float]] = {
+    "group": lambda rewards: float(rewards.std(ddof=1)) + CONSTANT,
+    "dr_grpo": lambda rewards: 1.0,
+    "rloo": lambda rewards: 1.0,
+    "maxrl": lambda rewards: abs(float(rewards.mean())),
+    "reinforce_pp_baseline": lambda rewards: 1.0,
+}
+"""What a difference to the quorum's mean is divided by. Computed from the quorum's rewards and the sample's own, so that a late
+sample that differs from a constant quorum has a finite advantage. `reinforce_pp` has no group baseline and no entry."""
 
-def advantages(rewards: NDArray[np.float64], group_of: NDArray[np.int64], *, kind: str) -> NDArray[np.float64]:
-    """Advantage of each sample. `rewards` is NaN where a sample could not be scored; `group_of` numbers each sample's group."""
+
+def against_quorum(
+    rewards: NDArray[np.float64], compared: Sequence[Sequence[float]], *, kind: str
+) -> NDArray[np.float64]:
+    """(r - mean) / scale for each sample of a part, with the mean of the rewards that the sample is compared with."""
+    result = np.zeros_like(rewards)
+    for number, (reward, others) in enumerate(zip(rewards, compared, strict=True)):
+        if len(others) == 0:
+            continue
+        together = np.array([*others, reward], dtype=np.float64)
+        scale = QUORUM_SCALES[kind](together)
+        if float(together.std(ddof=1)) >= CONSTANT and scale >= CONSTANT:
+            result[number] = (reward - together[:-1].mean()) / scale
+    return result
+
+
+def advantages(
+    rewards: NDArray[np.float64],
+    group_of: NDArray[np.int64],
+    *,
+    kind: str,
+    compared: Mapping[int, Sequence[Sequence[float]]] | None = None,
+) -> NDArray[np.float64]:
+    """Advantage of each sample. `rewards` is NaN where a sample could not be scored; `group_of` numbers each sample's group.
+
+    `compared`: for groups that arrived in parts, `PromptGroup.compared_rewards` by number of the group.
+    """
     if rewards.shape != group_of.shape:
         raise ValueError(f"{len(rewards)} rewards, but {len(group_of)} group numbers: each sample needs one of each")
     baseline = BASELINES[kind]
@@ -63,6 +100,10 @@ def advantages(rewards: NDArray[np.float64], group_of: NDArray[np.int64], *, kin
     is_scorable = ~np.isnan(rewards)
     for group in np.unique(group_of):
         members = np.flatnonzero((group_of == group) & is_scorable)
+        others = (compared or {}).get(int(group))
+        if others is not None and kind in QUORUM_SCALES:
+            result[members] = against_quorum(rewards[members], others, kind=kind)
+            continue
         # A single sample has no group baseline. The batch may still have one.
         if len(members) > 1 or (kind == "reinforce_pp" and len(members)):
             result[members] = baseline(rewards[members])

@@ -1,7 +1,8 @@
 """Splits a batch into rows, minibatches (one optimizer step each) and microbatches (one forward pass each).
 
 Pure functions of the batch, the settings, the seed and the step, so a replayed batch is split the same way. Each trained token of a
-scorable sample is in exactly one microbatch.
+scorable sample is in exactly one microbatch, unless the manifest masks it: a masked token is context, like one of the environment.
+Losses, sequence-level ratios and length normalisation thus run over the tokens that are left.
 
 Two properties of causal models save compute. Tokens after the last trained token are not computed. A row whose inputs are a prefix
 of another row is read from that longer row, which is frequent in tasks with short answers.
@@ -11,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from rollbook.contracts.batch import TrainingBatch
 from rollbook.contracts.group import GroupId
@@ -36,6 +37,12 @@ class TrainRow:
     """Logprobs of the sampling distribution; NaN where the producer did not record them."""
     advantage: float
     temperature: float
+    token_advantages: NDArray[np.float32] | None = None
+    """Advantages of the producer, for each target. They replace `advantage`."""
+    token_weights: NDArray[np.float32] | None = None
+    """Factor of each target's loss; None: 1."""
+    reference_logprobs: NDArray[np.float32] | None = None
+    """Logprobs of the reference policy from the producer; None, or NaN: unknown."""
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -64,6 +71,8 @@ class Microbatch:
     row_of_N: NDArray[np.int64]
     """Index of the sequence in this pass, for sequence-level losses."""
     num_rows: int
+    reference_logprobs_N: NDArray[np.float32] | None = None
+    """From the producer, NaN where unknown; None if no sequence has them."""
 
     @property
     def num_trained(self) -> int:
@@ -80,7 +89,11 @@ class Minibatch:
 
 
 def sample_advantages(batch: TrainingBatch, config: TrainerConfig) -> NDArray[np.float64]:
-    """Advantage of every sample of the batch, in order; 0 for unscorable ones. Length penalties apply before the baseline."""
+    """Advantage of every sample of the batch, in order; 0 for unscorable ones. Length penalties apply before the baseline.
+
+    The baseline of a group in parts holds rewards without penalties: it is the same for all parts, and the lengths of the quorum
+    are not known to later ones.
+    """
     samples = [sample for group in batch.groups for sample in group.samples]
     rewards = np.array([s.reward if s.reward is not None else np.nan for s in samples], dtype=np.float64)
     group_of = np.array([number for number, group in enumerate(batch.groups) for _ in group.samples], dtype=np.int64)
@@ -92,21 +105,24 @@ def sample_advantages(batch: TrainingBatch, config: TrainerConfig) -> NDArray[np
             buffer=recipe.overlong_buffer,
             penalty=recipe.overlong_penalty,
         )
-    return advantages(rewards, group_of, kind=recipe.advantage)
+    compared = {
+        number: others for number, group in enumerate(batch.groups) if (others := group.compared_rewards()) is not None
+    }
+    return advantages(rewards, group_of, kind=recipe.advantage, compared=compared)
 
 
 def flatten(batch: TrainingBatch, config: TrainerConfig) -> list[TrainRow]:
-    """The sequences of scorable samples that have trained tokens, in the batch's order."""
+    """The sequences of scorable samples that have trained tokens which are not masked, in the batch's order."""
     shared = sample_advantages(batch, config)
     rows: list[TrainRow] = []
     number = -1
-    for group in batch.groups:
+    for entry, group in batch.entries():
         for sample in group.samples:
             number += 1
             if not sample.is_scorable or (config.mask_truncated and sample.finish_reason.is_truncated):
                 continue
             for row in sample.sequences:
-                trained = np.flatnonzero(row.loss_mask)
+                trained = np.flatnonzero(row.loss_mask & ~entry.is_masked(row))
                 if len(trained) == 0:
                     continue
                 rows.append(
@@ -119,6 +135,9 @@ def flatten(batch: TrainingBatch, config: TrainerConfig) -> list[TrainRow]:
                         sampled_logprobs=row.logprobs[trained],
                         advantage=float(shared[number]),
                         temperature=sample.sampling.temperature,
+                        token_advantages=None if row.advantages is None else row.advantages[trained],
+                        token_weights=None if row.weights is None else row.weights[trained],
+                        reference_logprobs=None if row.reference_logprobs is None else row.reference_logprobs[trained],
                     )
                 )
     return rows
@@ -237,7 +256,8 @@ def pack(
         flat[start : start + length] = rows[bundle[0]].inputs
         members.extend(bundle)
         offsets.extend([start] * len(bundle))
-    counts = np.array([rows[number].num_trained for number in members])
+    packed = [rows[number] for number in members]
+    counts = np.array([row.num_trained for row in packed])
     return Microbatch(
         inputs_BT=inputs,
         lengths=tuple(lengths) if is_packed else None,
@@ -245,12 +265,30 @@ def pack(
         predicted_at_N=np.concatenate([rows[n].predicted_at + at for n, at in zip(members, offsets, strict=True)]),
         targets_N=np.concatenate([rows[n].targets for n in members]).astype(np.int64),
         sampled_logprobs_N=np.concatenate([rows[n].sampled_logprobs for n in members]),
-        advantages_N=np.repeat(np.array([rows[n].advantage for n in members], dtype=np.float32), counts),
+        advantages_N=_per_token(
+            [(row.advantage if row.token_advantages is None else row.token_advantages, row) for row in packed]
+        ),
         temperatures_N=np.repeat(np.array([rows[n].temperature for n in members], dtype=np.float32), counts),
-        weights_N=np.repeat(np.array([weights[n] for n in members], dtype=np.float32), counts),
+        weights_N=_per_token(
+            [
+                (weights[n] * (1.0 if factors is None else factors), rows[n])
+                for n in members
+                for factors in (rows[n].token_weights,)
+            ]
+        ),
         row_of_N=np.repeat(np.arange(len(members), dtype=np.int64), counts),
         num_rows=len(members),
+        reference_logprobs_N=_per_token(
+            [(np.nan if row.reference_logprobs is None else row.reference_logprobs, row) for row in packed]
+        )
+        if any(row.reference_logprobs is not None for row in packed)
+        else None,
     )
+
+
+def _per_token(values: Sequence[tuple[ArrayLike, TrainRow]]) -> NDArray[np.float32]:
+    """For each target of the rows, in order: the row's own value, or the value that all its targets share."""
+    return np.concatenate([np.broadcast_to(np.asarray(value, np.float32), row.num_trained) for value, row in values])
 
 
 def plan_minibatch(rows: Sequence[TrainRow], config: TrainerConfig, *, is_packed: bool) -> Minibatch:

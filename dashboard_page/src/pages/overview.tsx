@@ -1,0 +1,135 @@
+// Is it learning, how far is it, who waits for whom, is it fresh, is it complete, and what is wrong: on one screen.
+import { type Column, align } from "../align";
+import { type Overview, type Points, type Problem, type SeriesAnswer, apiPath, useResource } from "../api";
+import { clock, count, dateTime, duration, number, percent, plural } from "../format";
+import { useTick } from "../live";
+import { Badge, Empty, Meter, Page, Panel, Spark, Stat, type Tone } from "../parts/basic";
+import { Chart } from "../parts/chart";
+import { StateBar } from "../parts/state_bar";
+import { go, href, linkTo } from "../router";
+
+const LEARNING = "rollout/reward,rollout/accuracy,eval/solved,eval/solved_low,eval/solved_high";
+
+export function OverviewPage({ run }: { run: Overview }) {
+  const series = useResource<SeriesAnswer>(apiPath("series", { metrics: LEARNING, points: 600 }), useTick(4000));
+  const { learning, progress, flow, freshness, law, audit } = run;
+  const lagTone: Tone = freshness.lag_max !== null && freshness.bound !== null && freshness.lag_max > freshness.bound ? "bad" : "";
+  const evaluation = learning.evaluation;
+  return (
+    <Page title="Overview" about={`${run.path}${run.created ? `, started ${dateTime(run.created)}` : ""}`}>
+      <div class="stats">
+        <Stat label="Reward" value={number(learning.reward.last)} unit={change(learning.reward.first_tenth, learning.reward.last_tenth)} link={href("metrics")}>
+          <Spark values={run.sparklines.reward} tone={1} />
+        </Stat>
+        <Stat label="Solved" value={percent(learning.solved.last)} unit={change(learning.solved.first_tenth, learning.solved.last_tenth, percent)} link={href("tasks")}>
+          <Spark values={run.sparklines.solved} tone={2} />
+        </Stat>
+        <Stat
+          label="Held-out tasks"
+          value={evaluation ? percent(evaluation.solved) : "–"}
+          unit={evaluation ? `at step ${evaluation.step}` : undefined}
+          note={evaluation ? `95% interval ${percent(evaluation.low)} to ${percent(evaluation.high)}, ${plural(evaluation.tasks, "task")}` : "not evaluated: evaluation.every_steps is not set"}
+        />
+        <Stat
+          label="Progress"
+          value={progress.step ?? 0}
+          unit={progress.total_steps ? `of ${progress.total_steps} steps` : "steps"}
+          note={[run.state === "running" && progress.eta_s !== null ? `${duration(progress.eta_s)} left` : `${duration(progress.elapsed_s)} elapsed`, progress.seconds_per_step ? `${duration(progress.seconds_per_step)} a step` : ""].filter(Boolean).join(", ")}
+          link={href("steps")}
+        >
+          {progress.total_steps ? <Meter share={(progress.step ?? 0) / progress.total_steps} label="Steps done" /> : null}
+        </Stat>
+        <Stat label="Trainer busy" value={percent(flow.trainer_utilisation)} unit={flow.tokens_per_s === null ? undefined : `${count(flow.tokens_per_s)} tokens/s`} link={href("timeline")}>
+          <Spark values={run.sparklines.tokens_per_s} tone={3} />
+        </Stat>
+        <Stat label="Lag" value={number(freshness.lag_max)} unit={`of at most ${number(freshness.bound)}`} note={`mean ${number(freshness.lag_mean, 2)} versions, policy “${freshness.policy ?? "–"}”`} tone={lagTone} link={href("freshness")} />
+        <Stat
+          label="Conservation law"
+          value={law.holds ? "holds" : "violated"}
+          tone={law.holds ? "good" : "bad"}
+          note={audit ? `audit ${audit.ok ? "passed" : "failed"} at ${clock(audit.at)}` : `${plural(law.opened, "group")}, not audited yet`}
+          link={href("law")}
+        />
+      </div>
+      <div class="grid">
+        <Panel span={8}>
+          <Learning series={series.data?.series ?? {}} />
+        </Panel>
+        <Panel span={4} title="Problems" more={run.problems.length ? plural(run.problems.length, "finding") : undefined}>
+          <Problems problems={run.problems} />
+        </Panel>
+        <Panel span={8} title="Where the groups are" more={plural(law.opened, "group") + " opened"}>
+          <StateBar law={law} />
+        </Panel>
+        <Panel span={4} title="Who waits for whom" more={<a href={href("fleet")}>fleet</a>}>
+          <div class="stack">
+            <p>{flow.sentence ?? "Nothing was trained yet."}</p>
+            <div class="row small muted">
+              <span>
+                in flight <b>{number(flow.in_flight)}</b>
+              </span>
+              <span>
+                queued <b>{number(flow.queued)}</b>
+              </span>
+              <span>
+                may start now <b>{number(flow.capacity)}</b>
+              </span>
+              {flow.gate ? <Badge tone={flow.gate === "open" ? "good" : ""}>gate {flow.gate}</Badge> : null}
+            </div>
+            <div class="row">
+              {run.processes.map((process) => (
+                <Badge key={process.name} tone={process.alive ? "good" : run.state === "running" ? "bad" : ""}>
+                  {process.name}
+                  {process.restarts ? `, ${plural(process.restarts, "restart")}` : ""}
+                </Badge>
+              ))}
+            </div>
+          </div>
+        </Panel>
+      </div>
+    </Page>
+  );
+}
+
+function change(first: number | null, last: number | null, write: (value: number | null) => string = (value) => number(value, 2)): string | undefined {
+  return first === null || last === null ? undefined : `${write(first)} → ${write(last)}`;
+}
+
+function Learning({ series }: { series: Record<string, Points> }) {
+  const reward = series["rollout/reward"];
+  const { x, columns } = align([reward, series["rollout/accuracy"], series["eval/solved"], series["eval/solved_low"], series["eval/solved_high"]]);
+  const [rewards, solved, held, low, high] = columns as [Column, Column, Column, Column, Column];
+  const hasEvaluation = held.some((value) => value !== null);
+  return (
+    <Chart
+      title="Is it learning?"
+      x={x}
+      height={210}
+      series={[
+        { label: "reward", values: rewards, tone: 0 },
+        { label: "solved", values: solved, tone: 1 },
+        ...(hasEvaluation ? [{ label: "solved, held-out tasks", values: held, tone: 4, points: true }] : []),
+      ]}
+      band={hasEvaluation ? { of: 2, low, high } : undefined}
+      onPick={(step) => go(href("steps", [step]))}
+    />
+  );
+}
+
+const TONES: Record<Problem["severity"], Tone> = { error: "bad", warning: "warn", info: "info" };
+
+function Problems({ problems }: { problems: Problem[] }) {
+  if (problems.length === 0) return <Empty title="No problems.">All processes report, and nothing was lost.</Empty>;
+  return (
+    <ul class="problems">
+      {problems.map((problem) => (
+        <li key={problem.kind + problem.text}>
+          <span class={`dot ${TONES[problem.severity]}`} role="img" aria-label={problem.severity} />
+          <span>
+            {problem.text} {problem.link ? <a href={linkTo(problem.link)}>Show</a> : null}
+          </span>
+        </li>
+      ))}
+    </ul>
+  );
+}

@@ -1,0 +1,103 @@
+// Every trained step, newest first.
+import { useState } from "preact/hooks";
+import { type StepRow, type Steps, apiPath, request, useResource } from "../api";
+import { clock, count, duration, fixed, number, percent } from "../format";
+import { useTick } from "../live";
+import { Badge, Empty, Loaded, Page, Panel } from "../parts/basic";
+import { go, href } from "../router";
+
+export function StepsPage() {
+  const first = useResource<Steps>(apiPath("steps", { limit: 100 }), useTick(3000));
+  const [older, setOlder] = useState<Steps[]>([]);
+  const oldest = older.at(-1) ?? first.data;
+  const rows = mergeSteps([first.data?.steps ?? [], ...older.map((page) => page.steps)]);
+  return (
+    <Page title="Steps" about="One row per trained batch. A step opens its batch: what each sample waited for and which version generated it.">
+      <Loaded from={first}>
+        {() =>
+          rows.length === 0 ? (
+            <Panel>
+              <Empty title="No step was trained yet.">The first row appears when the first batch is trained.</Empty>
+            </Panel>
+          ) : (
+            <Panel flush>
+              <StepTable rows={rows} />
+              {oldest?.next_before ? (
+                <p class="load-more">
+                  <button class="button" onClick={() => void request<Steps>(apiPath("steps", { limit: 100, before: oldest.next_before })).then((page) => setOlder((all) => [...all, page]))}>
+                    Load older steps
+                  </button>
+                </p>
+              ) : null}
+            </Panel>
+          )
+        }
+      </Loaded>
+    </Page>
+  );
+}
+
+/** Pages overlap when new steps arrive between two requests. */
+function mergeSteps(pages: StepRow[][]): StepRow[] {
+  const found = new Map<number, StepRow>();
+  for (const row of pages.flat()) if (!found.has(row.step)) found.set(row.step, row);
+  return [...found.values()].sort((a, b) => b.step - a.step);
+}
+
+function StepTable({ rows }: { rows: StepRow[] }) {
+  return (
+    <div class="table-box">
+      <table>
+        <thead>
+          <tr>
+            <th class="num">Step</th>
+            <th>Time</th>
+            <th class="num">Reward</th>
+            <th class="num">Solved</th>
+            <th class="num">Lag mean / max</th>
+            <th class="num">Waited</th>
+            <th class="num">Trained</th>
+            <th class="num">Groups</th>
+            <th class="num">Tokens</th>
+            <th class="num">Response</th>
+            <th class="num">Truncated</th>
+            <th class="num">Loss</th>
+            <th class="num">Gradient norm</th>
+            <th class="num">Entropy</th>
+            <th class="num">KL</th>
+            <th>Weights</th>
+          </tr>
+        </thead>
+        <tbody>
+          {rows.map((row) => (
+            <tr key={row.step} class="link" onClick={(event) => !(event.target as Element).closest("a") && go(href("steps", [row.step]))}>
+              <td class="num">
+                <a href={href("steps", [row.step])}>{row.step}</a>
+              </td>
+              <td class="nowrap muted">{clock(row.time)}</td>
+              <td class="num">{fixed(row.reward, 3)}</td>
+              <td class="num">{percent(row.solved)}</td>
+              <td class="num nowrap">
+                {fixed(row.lag_mean, 1)} / {number(row.lag_max)}
+              </td>
+              <td class="num nowrap">{duration(row.wait_s)}</td>
+              <td class="num nowrap">{duration(row.train_s)}</td>
+              <td class="num">{number(row.groups)}</td>
+              <td class="num">{count(row.tokens)}</td>
+              <td class="num">{fixed(row.response_tokens, 1)}</td>
+              <td class="num">{percent(row.truncated)}</td>
+              <td class="num">{fixed(row.loss, 4)}</td>
+              <td class="num">{fixed(row.grad_norm, 3)}</td>
+              <td class="num">{fixed(row.entropy, 3)}</td>
+              <td class="num">{row.kl === null ? "–" : row.kl.toExponential(1)}</td>
+              <td class="nowrap">
+                <code class="muted">{row.digest?.slice(0, 8) ?? ""}</code> {row.checkpoint ? <Badge tone="info">checkpoint</Badge> : null}
+                {row.receipt && row.receipt !== "accepted" ? <Badge tone="warn">{row.receipt}</Badge> : null}
+              </td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+    </div>
+  );
+}

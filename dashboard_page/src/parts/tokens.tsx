@@ -1,0 +1,179 @@
+// The tokens of one sequence, coloured by one of their properties. The strip above the text shows all tokens at a glance.
+import { useCallback, useMemo, useRef, useState } from "preact/hooks";
+import type { Tokens } from "../api";
+import { number } from "../format";
+import { colour, mix } from "../theme";
+import { visible, visibleToken } from "../text";
+import { Segmented } from "./basic";
+import { Canvas, type Point } from "./canvas";
+
+export type TokenColour = "logprob" | "version" | "author" | "advantage" | "entropy" | "gap";
+const NAMES: Record<TokenColour, string> = { logprob: "logprob", version: "version", author: "author", advantage: "advantage", entropy: "entropy", gap: "trainer–engine gap" };
+const CHUNK = 500;
+const SHOWN = 40_000;
+const LEVELS = 8;
+
+/** The class of each token: `h0`–`h8` for magnitudes, `p`/`n` for signs, `c0`–`c7` for categories. */
+function classes(tokens: Tokens, by: TokenColour): string[] {
+  const level = (value: number | null | undefined, full: number, kind = "h") => (value === null || value === undefined ? "" : `${kind}${Math.min(LEVELS, Math.round((Math.abs(value) / full) * LEVELS))}`);
+  const oldest = Math.min(...tokens.version.filter((version) => version >= 0));
+  const most = Math.max(1e-9, ...(tokens.advantage ?? []).map((value) => Math.abs(value ?? 0)));
+  return tokens.ids.map((_, at) => {
+    switch (by) {
+      case "logprob":
+        return tokens.version[at]! < 0 ? "" : level(tokens.logprob[at], 4);
+      case "version":
+        return tokens.version[at]! < 0 ? "" : `c${(tokens.version[at]! - oldest) % LEVELS}`;
+      case "author":
+        return `c${(tokens.author.at[at] ?? 0) % LEVELS}`;
+      case "advantage": {
+        const value = tokens.advantage?.[at];
+        return value ? level(value, most, value > 0 ? "p" : "n") : "";
+      }
+      case "entropy":
+        return level(tokens.entropy?.[at], 3);
+      case "gap":
+        return level(gap(tokens, at), 0.5);
+    }
+  });
+}
+
+function gap(tokens: Tokens, at: number): number | null {
+  const trainer = tokens.trainer_logprob?.[at];
+  const engine = tokens.logprob[at];
+  return trainer === null || trainer === undefined || engine === null || engine === undefined ? null : trainer - engine;
+}
+
+export function TokenView({ tokens, by, onColour }: { tokens: Tokens; by: TokenColour; onColour: (by: TokenColour) => void }) {
+  const [hovered, setHovered] = useState<number | null>(null);
+  const [shown, setShown] = useState(SHOWN);
+  const text = useRef<HTMLDivElement>(null);
+  const kinds = useMemo(() => classes(tokens, by), [tokens, by]);
+  const options = (Object.keys(NAMES) as TokenColour[]).filter((name) => (name === "advantage" ? tokens.advantage : name === "entropy" ? tokens.entropy : name === "gap" ? tokens.trainer_logprob : true));
+  const chunks = useMemo(() => {
+    const found: preact.JSX.Element[] = [];
+    for (let start = 0; start < Math.min(shown, tokens.count); start += CHUNK) {
+      const spans: preact.JSX.Element[] = [];
+      for (let at = start; at < Math.min(start + CHUNK, tokens.count, shown); at++) {
+        spans.push(
+          <span data-at={at} class={`${kinds[at]}${tokens.mask[at] ? "" : " masked"}`}>
+            {visibleToken(tokens.text?.[at] ?? `[${tokens.ids[at]}]`)}
+          </span>,
+        );
+      }
+      found.push(
+        <div class="chunk" key={start}>
+          {spans}
+        </div>,
+      );
+    }
+    return found;
+  }, [tokens, kinds, shown]);
+  const jump = (at: number) => {
+    if (at >= shown) setShown(at + SHOWN);
+    requestAnimationFrame(() => text.current?.querySelector(`[data-at="${at}"]`)?.scrollIntoView({ block: "center" }));
+  };
+  return (
+    <div class="stack">
+      <div class="row between">
+        <Segmented label="Colour tokens by" value={by} options={options.map((name) => [name, NAMES[name]] as const)} onChange={onColour} />
+        <span class="small muted">{tokens.recorded_step === null ? "" : `trainer values of step ${tokens.recorded_step}`}</span>
+      </div>
+      <Legend tokens={tokens} by={by} />
+      <Strip tokens={tokens} kinds={kinds} by={by} onPick={jump} />
+      <p class="token-fact" aria-live="off">
+        {hovered === null ? <span class="muted">Point at a token to read its values. Grey tokens are not trained.</span> : <TokenFact tokens={tokens} at={hovered} />}
+      </p>
+      <div
+        class="tokens"
+        ref={text}
+        onPointerOver={(event: PointerEvent) => {
+          const at = (event.target as HTMLElement).dataset.at;
+          setHovered(at === undefined ? null : Number(at));
+        }}
+        onPointerLeave={() => setHovered(null)}
+      >
+        {chunks}
+      </div>
+      {shown < tokens.count ? (
+        <button class="button" onClick={() => setShown(shown + SHOWN)}>
+          Show more: {(tokens.count - shown).toLocaleString("en")} tokens are hidden
+        </button>
+      ) : null}
+    </div>
+  );
+}
+
+function TokenFact({ tokens, at }: { tokens: Tokens; at: number }) {
+  const parts = [
+    `token ${at}`,
+    `id ${tokens.ids[at]}`,
+    tokens.author.names[tokens.author.at[at] ?? 0] ?? "",
+    tokens.mask[at] ? "trained" : "not trained",
+    tokens.version[at]! >= 0 ? `version ${tokens.version[at]}` : "",
+    tokens.version[at]! >= 0 && tokens.logprob[at] !== null ? `logprob ${number(tokens.logprob[at])} (p ${number(Math.exp(tokens.logprob[at]!))})` : "",
+    tokens.advantage?.[at] ? `advantage ${number(tokens.advantage[at])}` : "",
+    tokens.entropy && tokens.entropy[at] !== null ? `entropy ${number(tokens.entropy[at])}` : "",
+    gap(tokens, at) !== null ? `trainer − engine ${number(gap(tokens, at))}` : "",
+  ];
+  return (
+    <>
+      <code>{visible(JSON.stringify(tokens.text?.[at] ?? ""))}</code> {parts.filter(Boolean).join(" · ")}
+    </>
+  );
+}
+
+function Legend({ tokens, by }: { tokens: Tokens; by: TokenColour }) {
+  const entries: [string, string][] =
+    by === "author"
+      ? tokens.author.names.map((name, at) => [`c${at % LEVELS}`, name])
+      : by === "version"
+        ? [...new Set(tokens.version.filter((version) => version >= 0))].sort((a, b) => a - b).slice(0, 12).map((version, _, all) => [`c${(version - all[0]!) % LEVELS}`, `version ${version}`])
+        : by === "advantage"
+          ? [["n8", "worse than its group"], ["p8", "better than its group"]]
+          : by === "gap"
+            ? [["h1", "the trainer agrees"], ["h8", "differs by 0.5 or more"]]
+            : by === "entropy"
+              ? [["h1", "certain"], ["h8", "3 nats or more"]]
+              : [["h1", "likely"], ["h8", "logprob −4 or less"]];
+  return (
+    <ul class="legend tokens">
+      {entries.map(([kind, label]) => (
+        <li key={label}>
+          <span class={`swatch ${kind}`} /> {label}
+        </li>
+      ))}
+    </ul>
+  );
+}
+
+/** All tokens as narrow cells in one row: several tokens share a pixel in long rollouts. */
+function Strip({ tokens, kinds, by, onPick }: { tokens: Tokens; kinds: string[]; by: TokenColour; onPick: (at: number) => void }) {
+  const at = ({ x, width }: Point) => Math.min(tokens.count - 1, Math.floor((x / width) * tokens.count));
+  const draw = useCallback(
+    (pen: CanvasRenderingContext2D, w: number, h: number) => {
+      const ground = colour("heat-0");
+      const paints = new Map<string, string>();
+      const paint = (kind: string) => {
+        let found = paints.get(kind);
+        if (found === undefined) {
+          const share = Number(kind.slice(1)) / LEVELS;
+          found = kind === "" ? ground : kind[0] === "c" ? colour(`series-${Number(kind.slice(1)) + 1}`) : mix(ground, colour(kind[0] === "p" ? "good" : kind[0] === "n" ? "bad" : "warm"), share);
+          paints.set(kind, found);
+        }
+        return found;
+      };
+      const cell = w / tokens.count;
+      for (let i = 0; i < tokens.count; i++) {
+        pen.fillStyle = paint(kinds[i]!);
+        pen.fillRect(i * cell, 0, Math.max(cell > 4 ? cell - 1 : cell, 0.5), h - 5);
+        if (tokens.mask[i]) {
+          pen.fillStyle = colour("ink");
+          pen.fillRect(i * cell, h - 3, Math.max(cell > 4 ? cell - 1 : cell, 0.5), 2);
+        }
+      }
+    },
+    [tokens, kinds],
+  );
+  return <Canvas label={`${tokens.count} tokens coloured by ${NAMES[by]}; the line below marks the ${tokens.mask.filter(Boolean).length} trained tokens`} height={26} draw={draw} onClick={(point) => onPick(at(point))} />;
+}

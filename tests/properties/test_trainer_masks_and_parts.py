@@ -1,0 +1,193 @@
+"""Masked tokens are context and nothing else; the advantages of a part depend on the quorum only."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollbook.contracts.batch import TrainingBatch
+from rollbook.contracts.group import PromptGroup, group_id, part_id
+from rollbook.contracts.task import TaskId
+from rollbook.contracts.trajectory import RolloutSample, TokenRow
+from rollbook.rollout.groups.filters import constant_reward, one_sample
+from rollbook.trainer.checkpoints.checkpoints import initial_learner
+from rollbook.trainer.data.advantages import QUORUM_SCALES
+from rollbook.trainer.data.minibatches import flatten, sample_advantages
+from rollbook.trainer.losses.registry import LOSSES
+from rollbook.trainer.metrics import MaskReport
+from tests.parts.trainer.batches import batch_of, quick, recorded_batch, row, sample, tiny_model_dir
+
+PUBLICATIONS = (3, 4, 7)
+
+
+def stamped(tokens: TokenRow, publications: list[int]) -> TokenRow:
+    """The row with its trained tokens sampled by these publications, in order."""
+    versions = tokens.versions.copy()
+    versions[tokens.loss_mask] = publications
+    return replace(tokens, versions=versions)
+
+
+@st.composite
+def stamped_samples(draw: st.DrawFn) -> RolloutSample:
+    rows = []
+    for _ in range(draw(st.integers(1, 2))):
+        ids = draw(st.lists(st.integers(4, 6), min_size=2, max_size=7))
+        trained = sorted(position + 1 for position in draw(st.sets(st.integers(1, len(ids) - 1), min_size=1)))
+        publications = [draw(st.sampled_from(PUBLICATIONS)) for _ in trained]
+        rows.append(stamped(row([1, *ids], trained), publications))
+    return sample(*rows, reward=draw(st.sampled_from([None, 0.0, 0.5, 1.0])))
+
+
+def with_masks(batch: TrainingBatch, masks: list[tuple[int, ...]]) -> TrainingBatch:
+    entries = tuple(
+        replace(entry, masked=masks[n % len(masks)]) for n, entry in enumerate(batch.manifest.entries) if masks
+    )
+    return replace(batch, manifest=replace(batch.manifest, entries=entries, cut=1))
+
+
+masked_batches = st.builds(
+    with_masks,
+    st.lists(st.lists(stamped_samples(), min_size=1, max_size=4), min_size=1, max_size=4).map(lambda g: batch_of(3, g)),
+    st.lists(st.sets(st.sampled_from(PUBLICATIONS)).map(tuple), min_size=1, max_size=4),
+)
+
+
+@given(batch=masked_batches)
+@settings(max_examples=80, deadline=None)
+def test_a_masked_token_is_context_and_everything_else_stays(batch: TrainingBatch) -> None:
+    advantages = sample_advantages(with_masks(batch, [()]), quick())
+    samples = [(entry, s) for entry, group in batch.entries() for s in group.samples]
+    left = iter(flatten(batch, quick()))
+    masked = 0
+    for number, (entry, s) in enumerate(samples):
+        for tokens in s.sequences if s.is_scorable else ():
+            kept = [at for at in np.flatnonzero(tokens.loss_mask) if tokens.versions[at] not in entry.masked]
+            masked += tokens.num_trained - len(kept)
+            if not kept:
+                continue
+            found = next(left)
+            assert found.predicted_at.tolist() == [at - 1 for at in kept]
+            np.testing.assert_array_equal(found.targets, tokens.token_ids[kept])
+            np.testing.assert_array_equal(found.sampled_logprobs, tokens.logprobs[kept])
+            np.testing.assert_array_equal(found.inputs, tokens.token_ids[: kept[-1]])
+            assert (found.sample, found.advantage) == (number, advantages[number]), (
+                "rewards are those of the whole group"
+            )
+    assert next(left, None) is None
+    assert MaskReport.of(batch).tokens == masked
+
+
+@pytest.mark.parametrize("loss", sorted(LOSSES))
+def test_masking_trains_the_same_bits_as_tokens_marked_untrained(tmp_path: Path, loss: str) -> None:
+    model_dir = tiny_model_dir(tmp_path / "model")
+    extra = {"reduction_length": 8} if loss == "dr_grpo" else {}
+    config = quick(loss=loss, ppo_n_minibatches=2, old_logprobs="engine", **extra)
+    rng = np.random.default_rng(5)
+    plain = recorded_batch(1, groups=3, samples=4)
+
+    def old_half(tokens: TokenRow) -> list[int]:
+        """Publications of the trained tokens: one random token at least is new."""
+        publications = rng.choice([3, 7], size=tokens.num_trained)
+        publications[rng.integers(tokens.num_trained)] = 7
+        return [int(publication) for publication in publications]
+
+    def changed(batch: TrainingBatch, change: Callable[[TokenRow], TokenRow]) -> TrainingBatch:
+        groups = tuple(
+            replace(
+                group,
+                samples=tuple(replace(s, sequences=tuple(map(change, s.sequences))) for s in group.samples),
+            )
+            for group in batch.groups
+        )
+        return replace(batch, groups=groups)
+
+    batch = changed(plain, lambda tokens: stamped(tokens, old_half(tokens)))
+    untrained = changed(batch, lambda tokens: replace(tokens, loss_mask=tokens.loss_mask & (tokens.versions != 3)))
+    digests = {}
+    for name, given_batch in (("masked", with_masks(batch, [(3,)])), ("untrained", untrained), ("whole", batch)):
+        learner = initial_learner(model_dir, config)
+        learner.run(given_batch)
+        digests[name] = learner.model.digest()
+    assert digests["masked"] == digests["untrained"] != digests["whole"]
+
+
+def part_of(rewards: list[float | None], baseline: tuple[float, ...] | None, number: int) -> PromptGroup:
+    return PromptGroup(
+        id=part_id(group_id(TaskId("t"), 0), number),
+        task_id=TaskId("t"),
+        draw=0,
+        samples=tuple(sample(reward=reward) for reward in rewards),
+        part=number,
+        baseline=baseline,
+    )
+
+
+def batch_of_parts(parts: list[PromptGroup]) -> TrainingBatch:
+    plain = batch_of(1, [part.samples for part in parts])
+    entries = tuple(replace(e, group_id=p.id) for e, p in zip(plain.manifest.entries, parts, strict=True))
+    return replace(plain, manifest=replace(plain.manifest, entries=entries), groups=tuple(parts))
+
+
+rewards_of_samples = st.one_of(st.sampled_from([0.0, 0.25, 1.0]), st.floats(-10, 10))
+
+
+@given(
+    quorum=st.lists(rewards_of_samples, min_size=2, max_size=6),
+    late=st.lists(rewards_of_samples, min_size=1, max_size=6),
+    cut=st.integers(0, 6),
+    kind=st.sampled_from(sorted(set(QUORUM_SCALES) - {"reinforce_pp_baseline"})),
+)
+def test_an_advantage_does_not_depend_on_the_part_that_a_late_sample_is_in(
+    quorum: list[float], late: list[float], cut: int, kind: str
+) -> None:
+    baseline, config = tuple(quorum), quick(advantage=kind)
+    together = batch_of_parts([part_of([*quorum, *late], baseline, 1)])
+    parts = [part_of([*quorum, *late[:cut]], baseline, 1)]
+    parts += [part_of([reward], baseline, 2 + n) for n, reward in enumerate(late[cut:])]
+    np.testing.assert_array_equal(sample_advantages(together, config), sample_advantages(batch_of_parts(parts), config))
+
+
+@given(quorum=st.lists(rewards_of_samples, min_size=2, max_size=6), late=rewards_of_samples)
+def test_members_of_the_quorum_leave_themselves_out_and_late_samples_do_not(quorum: list[float], late: float) -> None:
+    batch = batch_of_parts([part_of([*quorum, late], tuple(quorum), 1)])
+    found = sample_advantages(batch, quick(advantage="dr_grpo"))
+    expected = [r - (sum(quorum) - r) / (len(quorum) - 1) for r in quorum] + [late - sum(quorum) / len(quorum)]
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", sorted(QUORUM_SCALES))
+def test_a_late_success_after_a_failed_quorum_has_a_finite_positive_advantage(kind: str) -> None:
+    other = part_of([0.0, 1.0, 1.0], (0.0, 1.0), 1)
+    batch = batch_of_parts([part_of([1.0, 0.0], (0.0, 0.0, 0.0, 0.0), 2), replace(other, id=group_id(TaskId("u"), 0))])
+    late, same, *_ = sample_advantages(batch, quick(advantage=kind))
+    assert 0 < late < 10
+    assert abs(same) < late
+
+
+def test_the_filters_judge_a_part_by_its_own_advantages() -> None:
+    failed = (0.0, 0.0, 0.0)
+    assert constant_reward(part_of([0.0, 0.0, 0.0], failed, 1)) == "constant_reward"
+    assert constant_reward(part_of([0.0, 0.0, 0.0, 1.0], failed, 1)) is None
+    assert constant_reward(part_of([1.0], failed, 2)) is None
+    assert constant_reward(part_of([0.0, None], failed, 2)) == "constant_reward"
+    assert constant_reward(part_of([1.0, 1.0], (0.0, 1.0), 3)) is None
+    assert constant_reward(part_of([0.5], (0.0, 1.0), 3)) == "constant_reward"
+    assert one_sample(part_of([1.0], failed, 2)) is None
+    assert one_sample(part_of([1.0], (1.0,), 1)) == "one_sample"
+    assert one_sample(part_of([1.0], (), 2)) == "one_sample"
+
+
+def test_masked_shares_are_reported_by_length_and_by_task() -> None:
+    short = sample(stamped(row([1, 5, 6], [2]), [7]))
+    long = sample(stamped(row([1, 5, 6, 7, 8], [1, 2, 3, 4]), [3, 3, 3, 7]))
+    batch = with_masks(batch_of(1, [[short, short, short], [long]]), [(3,)])
+    report = MaskReport.of(batch)
+    assert report.by_task(most=5) == {TaskId("t1"): 0.75}
+    metrics = report.metrics()
+    assert metrics["async/masked_share"] == 3 / 7
+    assert (metrics["async/masked_share_long"], metrics["async/masked_share_short"]) == (0.75, 0.0)
+    assert (metrics["async/masked_tokens"], metrics["async/masked_samples"], metrics["async/masked_tasks"]) == (3, 0, 1)
