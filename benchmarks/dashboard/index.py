@@ -1,8 +1,8 @@
 """The view index on a synthetic run: indexing rate, memory, and filtered queries against a scan of the ledger.
 
 `python -m benchmarks.dashboard.index --groups 1000000` writes a ledger with that many groups, indexes it in a child process as a
-dashboard does, and then asks for filtered lists with counts, histogram and facets. The peer of a query is the same filter as one SQL
-statement on the ledger's own table, which has no index for it.
+dashboard does, and then asks for filtered lists with counts, histogram and facets. The peer of a query is the same filter in SQL on
+the ledger's own table, which has no index for it.
 """
 
 import argparse

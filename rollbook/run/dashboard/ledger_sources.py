@@ -10,7 +10,7 @@ import msgspec
 from rollbook.contracts.admission import LedgerStatus, RunId
 from rollbook.contracts.batch import BatchManifest
 from rollbook.contracts.errors import NotFoundError
-from rollbook.contracts.group import GroupId, GroupOutcome
+from rollbook.contracts.group import GroupId
 from rollbook.contracts.policy import Publication
 from rollbook.dashboard.source import Audit, Changes, GroupRow, History, Move, Producer
 from rollbook.ledger.client.client import LedgerClient
@@ -132,14 +132,14 @@ class HttpSource:
 
 
 def _row_of_record(group: GroupRecord) -> GroupRow:
-    return _row(group, group.state._value_, None if group.outcome is None else _OUTCOME.decode(group.outcome))
+    return _row(group, group.state._value_, group.outcome)
 
 
 def _row_of_view(group: wire.GroupView) -> GroupRow:
-    return _row(group, group.state.value, group.outcome)
+    return _row(group, group.state.value, None if group.outcome is None else msgspec.json.encode(group.outcome))
 
 
-def _row(group: GroupRecord | wire.GroupView, state: str, outcome: GroupOutcome | None) -> GroupRow:
+def _row(group: GroupRecord | wire.GroupView, state: str, outcome: bytes | None) -> GroupRow:
     return GroupRow(
         sequence=group.sequence,
         group_id=group.group_id,
@@ -158,7 +158,7 @@ def _row(group: GroupRecord | wire.GroupView, state: str, outcome: GroupOutcome 
         unusable=group.unusable,
         has_payload=group.has_payload,
         payload_bytes=group.payload_bytes,
-        outcome=outcome,
+        outcome_json=outcome,
     )
 
 
@@ -186,6 +186,3 @@ def _audit(report: AuditReport | wire.AuditView) -> Audit:
         max_lag=report.max_lag,
         violations=report.violations,
     )
-
-
-_OUTCOME = msgspec.json.Decoder(GroupOutcome)
