@@ -31,9 +31,10 @@ from rollbook.dashboard.index.filters import GroupFilter
 from rollbook.dashboard.index.follower import FollowedIndex, follow
 from rollbook.dashboard.index.index import ViewIndex
 from rollbook.ledger.records import GroupRecord, MoveRecord, Origin, RunRecord
+from rollbook.ledger.stores.registry import sqlite_url
 from rollbook.ledger.stores.sql.tables import GROUPS, MOVES, RUNS
 from rollbook.ledger.stores.sqlite.file import FILE_NAME, create_tables
-from rollbook.run.dashboard.ledger_sources import DirectorySource
+from rollbook.run.dashboard.ledger_sources import StoreSource
 
 RUN = RunId("synthetic")
 PER_STEP = 16
@@ -167,7 +168,7 @@ def query(index: ViewIndex, wanted: GroupFilter) -> int:
 
 async def measure(folder: Path) -> dict[str, object]:
     """In a process of its own, so that its memory is that of a dashboard with this run."""
-    async with follow(folder / "index.sqlite", RUN, DirectorySource(folder, RUN)) as index:
+    async with follow(folder / "index.sqlite", RUN, StoreSource(sqlite_url(folder), RUN)) as index:
         began = time.process_time()
         await _complete(index)
         index_s = time.process_time() - began

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rollbook.contracts.admission import OwnerId, RunId
+from rollbook.contracts.admission import MemberId, MemberRole, OwnerId, RunId
 from rollbook.contracts.batch import AckReceipt, BatchEntry, BatchManifest, EndOfRun
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId, GroupState
@@ -18,6 +18,8 @@ from rollbook.ledger.config import Durability
 from rollbook.ledger.records import (
     BatchRecord,
     GroupRecord,
+    MemberRecord,
+    MemberState,
     MoveRecord,
     Origin,
     OwnerRecord,
@@ -240,6 +242,35 @@ async def test_deletable_payloads_are_found_by_step(store: Store) -> None:
     )
     assert ids(await store.read(lambda tx: tx.groups.releasable(RUN, 1, 10, dropped_only=False))) == ["old", "filtered"]
     assert ids(await store.read(lambda tx: tx.groups.releasable(RUN, 2, 10, dropped_only=True))) == ["filtered"]
+
+
+async def test_members_are_found_by_id_and_listed_while_they_are_alive(store: Store) -> None:
+    first = MemberRecord(
+        run_id=RUN,
+        member_id=MemberId("policy#0"),
+        name="policy",
+        role=MemberRole.POLICY,
+        node="n1",
+        address="http://n1:1",
+        nonce="x",
+        state=MemberState.ALIVE,
+        lease_s=15.0,
+        joined_at=1.0,
+        last_seen=2.0,
+        in_service=True,
+        publication=3,
+        load=0.5,
+    )
+    second = first.changed(member_id=MemberId("policy#1"), joined_at=2.0, publication=None)
+    await store.write(lambda tx: tx.members.put(second))
+    await store.write(lambda tx: tx.members.put(first))
+    assert await store.read(lambda tx: tx.members.alive(RUN)) == [first, second]
+    assert await store.read(lambda tx: tx.runs.with_leases()) == [RUN]
+    left = first.changed(state=MemberState.LEFT)
+    await store.write(lambda tx: tx.members.put(left))
+    assert await store.read(lambda tx: tx.members.alive(RUN)) == [second]
+    assert await store.read(lambda tx: tx.members.get(RUN, first.member_id)) == left
+    assert await store.read(lambda tx: tx.members.get(OTHER, first.member_id)) is None
 
 
 async def test_owners_are_found_by_name_and_by_state(store: Store) -> None:

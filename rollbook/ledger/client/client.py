@@ -21,8 +21,13 @@ import msgspec
 from rollbook.concurrency.deadline import Deadline
 from rollbook.concurrency.retry import retry
 from rollbook.contracts.admission import (
+    LEASE_S,
     DrawProgress,
     LedgerStatus,
+    Member,
+    MemberId,
+    MemberReply,
+    MemberRole,
     OpenReply,
     OwnerId,
     PastDraw,
@@ -156,6 +161,10 @@ class LedgerClient:
         """A page of the registered weight publications, by id."""
         return await self._call(verbs.PUBLICATIONS, wire.PublicationQuery(start=start, limit=limit))
 
+    async def steps(self, *, start: int = 0, limit: int = wire.MAX_LISTED) -> tuple[wire.StepView, ...]:
+        """A page of acknowledgements, from step `start` on."""
+        return await self._call(verbs.STEPS, wire.StepQuery(start=start, limit=limit))
+
     async def register_producer(self, name: str, *, weight: float = 1.0, min_share: float = 0.0) -> wire.ProducerView:
         """Register a producer that is not dispatched. Its groups are submitted with `producer=name`."""
         request = wire.RegisterProducer(weight=weight, min_share=min_share)
@@ -166,6 +175,28 @@ class LedgerClient:
 
     async def outcomes(self, *, after: int, limit: int) -> list[PastDraw]:
         return await self._call(verbs.OUTCOMES, wire.OutcomeQuery(start=after + 1, limit=limit))
+
+    # ------------------------------------------------------------------ members
+
+    async def members(self) -> tuple[Member, ...]:
+        """The living members of the run."""
+        return await self._call(verbs.MEMBERS, NOTHING)
+
+    async def join_member(
+        self, *, name: str, role: MemberRole, node: str, address: str = "", lease_s: float = LEASE_S
+    ) -> MemberReply:
+        request = wire.JoinMember(
+            name=name, role=role, node=node, address=address, lease_s=lease_s, nonce=uuid.uuid4().hex
+        )
+        return await self._call(verbs.JOIN_MEMBER, request)
+
+    async def heartbeat_member(self, member: MemberId, *, publication: int | None = None, load: float = 0.0) -> None:
+        """Raises `FencedError` if the lease has ended."""
+        request = wire.HeartbeatMember(publication=publication, load=load)
+        await self._call(verbs.HEARTBEAT_MEMBER, request, member=member)
+
+    async def leave_member(self, member: MemberId) -> None:
+        await self._call(verbs.LEAVE_MEMBER, NOTHING, member=member)
 
     # ------------------------------------------------------------------ dispatchers
 

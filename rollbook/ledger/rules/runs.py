@@ -34,6 +34,12 @@ def create_run(tx: Transaction, run_id: RunId, settings: RunSettings, *, now: fl
 
 
 def _refuse_changes(run: RunRecord, settings: RunSettings) -> None:
+    owner = run.settings.directory_id
+    if owner and settings.directory_id != owner:
+        raise RunError(
+            f"run {run.run_id} exists in this ledger and belongs to another run directory (its run.json has the id {owner}). "
+            "Resume that directory, or choose another run.name"
+        )
     old, new = run.settings.rule, settings.rule
     limits: tuple[tuple[str, object, object], ...] = ()
     if run.last_decided and run.settings.limits != TrainingLimits():
