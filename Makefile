@@ -10,6 +10,7 @@ DEVICE ?= cpu
 # Settings of `make chaos`.
 SEED  ?= 0
 KILLS ?= 100
+JOBS  ?= 1
 
 .DEFAULT_GOAL := help
 # Every target without a dot or a slash in its name is a command, not a file.
@@ -37,10 +38,16 @@ check: $(STAMP) ## format, lint, types, import rules
 	$(BIN)/python -m pytest -q tests/architecture
 
 test: check ## check, then every test that fits in 15 minutes on two cores
+	@sh scripts/chromium.sh
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
 
 test-all: check ## check, then every test
+	@sh scripts/chromium.sh
 	$(BIN)/python -m pytest -n $(WORKERS)
+
+test-page: $(STAMP) ## the dashboard and the playground in Debian's Chromium
+	sh scripts/chromium.sh
+	$(BIN)/python -m pytest tests/page
 
 format: $(STAMP) ## format the sources
 	$(BIN)/ruff format .
@@ -93,6 +100,9 @@ aws-agent: $(STAMP) ## train a 0.4M agent on the AWS command line, with solve ra
 proof-gpu: $(STAMP) ## the same with SmolLM2-135M on a GPU (rollbook models get smollm2 --to models/smollm2)
 	$(BIN)/python -m benchmarks.learning.proof --device cuda --model models/smollm2 --out docs/results
 
+bench-serving: $(STAMP) ## short completions through the policy server from 1, 4 and 8 client processes: make bench-serving DEVICE=cuda
+	$(BIN)/python -m benchmarks.engine.serving --device $(DEVICE)
+
 bench-engine: $(STAMP) ## the embedded engine on a CPU against generate, continuous batching and vLLM; logprob fidelity
 	$(BIN)/python -m benchmarks.engine.logprob_fidelity
 	$(BIN)/python -m benchmarks.engine.cpu
@@ -129,8 +139,8 @@ bench-history: $(STAMP) ## cost of each ledger verb after 1,000, 20,000 and 200,
 test-atropos: $(STAMP) .venvs/atropos/.installed ## the real atroposlib, environments and trainer, with our server
 	$(BIN)/python -m pytest tests/compatibility
 
-chaos: $(STAMP) ## kill random processes of a run, fill its disk, shift its clock, and record times to heal: make chaos SEED=1 KILLS=1000
-	$(BIN)/python -m tests.faults.chaos --seed $(SEED) --kills $(KILLS) --write
+chaos: $(STAMP) ## kill random processes of a run, fill its disk, shift its clock, and record times to heal: make chaos SEED=1 KILLS=1000 JOBS=4
+	$(BIN)/python -m tests.faults.chaos --seed $(SEED) --kills $(KILLS) --jobs $(JOBS) --write
 	$(MAKE) docs
 
 bench-ettr: $(STAMP) ## effective training time with a kill every 30 s, by process: make bench-ettr MINUTES=10
