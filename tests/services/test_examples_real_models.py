@@ -154,12 +154,13 @@ def tiny_model(directory: Path) -> Path:
     [
         (
             GYM,
-            ("--each", "4", "--held-out", "2", "--shown", "4"),
+            ("prepare_puzzles.py", "--each", "4", "--held-out", "2", "--shown", "4"),
             ("gate.groups_per_step=4", "gate.max_groups_in_flight=8", "rollout.sampling.max_tokens=8"),
         ),
         (
             AWS,
             (
+                "prepare_clouds.py",
                 "--each",
                 "2",
                 "--clouds",
@@ -191,7 +192,8 @@ def test_all_stages_of_an_example_run_with_a_tiny_model(
     home.mkdir()
     for source in example.glob("*.*"):
         (home / source.name).write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
-    subprocess.run([sys.executable, str(home / "prepare.py"), *prepare], check=True)
+    script, *options = prepare
+    subprocess.run([sys.executable, str(home / script), *options], check=True)
     command = [
         sys.executable,
         "-m",

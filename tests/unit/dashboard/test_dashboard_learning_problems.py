@@ -29,8 +29,9 @@ HEALTHY = StepMetrics(
 )
 
 
-def run(steps: int = 4 * WINDOW, **changes: float) -> list[StepMetrics]:
+def run(**changes: float) -> list[StepMetrics]:
     """A healthy run whose metrics change to other values in its second half. Its rewards are never exactly equal."""
+    steps = 4 * WINDOW
     healthy = [dataclasses.replace(HEALTHY, step=n, reward=0.4 + n / 10_000) for n in range(1, steps + 1)]
     return [
         *healthy[: steps // 2],

@@ -1,6 +1,6 @@
 """Writes demonstrations and tasks: plays the reference solutions with many names in simulators, and keeps those that are solved.
 
-python examples/09_aws_smollm2/prepare.py --clouds 8
+python examples/09_aws_smollm2/prepare_clouds.py --clouds 8
 """
 
 import argparse

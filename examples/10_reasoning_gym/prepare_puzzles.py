@@ -1,6 +1,6 @@
 """Writes the tasks and the demonstrations. Needs reasoning-gym (`pip install 'rollbook[maths]'`); training does not.
 
-python examples/10_reasoning_gym/prepare.py --to examples/10_reasoning_gym/data
+python examples/10_reasoning_gym/prepare_puzzles.py --to examples/10_reasoning_gym/data
 """
 
 import argparse
