@@ -1,8 +1,8 @@
 """The storage interface below the rules.
 
 A write is atomic. It is durable, as the durability mode defines, before its caller gets the result; a transaction that called
-`sync_to_disk` is on the disk in every mode. Writes run one after the other. A read sees one consistent state. A failed write does
-not affect other writes.
+`sync_to_disk` is on the disk in every mode. Writes of a run are executed one after the other. A read sees one consistent state. A
+failed write does not affect other writes.
 
 The rules are written once against `Transaction`; a store implements only simple reads and writes, grouped by what they hold.
 """
@@ -10,13 +10,14 @@ The rules are written once against `Transaction`; a store implements only simple
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
-from rollbook.contracts.admission import OwnerId, RunId
+from rollbook.contracts.admission import MemberId, OwnerId, RunId
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId, GroupState
 from rollbook.contracts.policy import PublicationId
 from rollbook.ledger.records import (
     BatchRecord,
     GroupRecord,
+    MemberRecord,
     MoveRecord,
     OwnerRecord,
     ProducerRecord,
@@ -38,13 +39,16 @@ class Runs(Protocol):
         """All runs, oldest first."""
 
     def with_leases(self) -> list[RunId]:
-        """Runs with a live dispatcher or a leased group. The cost does not depend on the number of other runs."""
+        """Runs with a live dispatcher or member, or a leased group. The cost does not depend on the number of other runs."""
 
     def put(self, run: RunRecord) -> None: ...
     def drops(self, run_id: RunId) -> dict[str, int]:
         """Number of dropped groups by kind, from the counters."""
 
-    def count_drop(self, run_id: RunId, kind: str) -> None: ...
+    def missing(self, run_id: RunId) -> dict[str, int]:
+        """Samples that dropped parts were opened for and never got, by kind. Only kinds with such samples."""
+
+    def count_drop(self, run_id: RunId, kind: str, *, num: int = 1, missing: int = 0) -> None: ...
 
 
 class Owners(Protocol):
@@ -52,6 +56,14 @@ class Owners(Protocol):
     def named(self, run_id: RunId, name: str) -> list[OwnerRecord]: ...
     def alive(self, run_id: RunId) -> list[OwnerRecord]: ...
     def put(self, owner: OwnerRecord) -> None: ...
+
+
+class Members(Protocol):
+    def get(self, run_id: RunId, member_id: MemberId) -> MemberRecord | None: ...
+    def alive(self, run_id: RunId) -> list[MemberRecord]:
+        """Members whose lease has not ended, in the order in which they joined."""
+
+    def put(self, member: MemberRecord) -> None: ...
 
 
 class Producers(Protocol):
@@ -76,8 +88,14 @@ class Groups(Protocol):
     def oldest_dispatched(self, run_id: RunId) -> int | None:
         """The lowest sequence among dispatched groups, leased or waiting."""
 
+    def aged(self, run_id: RunId, below: int) -> tuple[int, int]:
+        """Dispatched groups admitted at a version lower than `below`: their number, and the samples they were opened for."""
+
+    def last_part(self, run_id: RunId, sequence: int) -> GroupRecord | None:
+        """The last part of the group with this sequence."""
+
     def queued(self, run_id: RunId) -> list[GroupRecord]:
-        """All queued groups, by sequence."""
+        """All queued groups, by sequence and part."""
 
     def queued_by_sequence(self, run_id: RunId, limit: int, *, producer: str | None = None) -> list[GroupRecord]:
         """Queued groups of one registered producer, or, for None, of no registered producer."""
@@ -85,14 +103,17 @@ class Groups(Protocol):
     def queued_by_arrival(self, run_id: RunId, limit: int) -> list[GroupRecord]:
         """Queued groups of no registered producer."""
 
-    def queued_below(self, run_id: RunId, version: int) -> list[GroupRecord]:
-        """Queued groups whose oldest version is known and lower than `version`, lowest sequence first."""
+    def queued_below(self, run_id: RunId, version: int, *, by_newest: bool = False) -> list[GroupRecord]:
+        """Queued groups whose oldest (or newest) version is known and lower than `version`, lowest sequence first."""
 
     def releasable(self, run_id: RunId, up_to_step: int, limit: int, *, dropped_only: bool) -> list[GroupRecord]:
         """Up to `limit` groups that still have a payload and whose `release_step` is at most `up_to_step`, lowest first."""
 
     def page(self, run_id: RunId, *, start: int = 0, limit: int, state: GroupState | None = None) -> list[GroupRecord]:
-        """Groups from sequence `start` on, lowest first. The cost depends on `limit`, not on the position in the run."""
+        """Groups from sequence `start` on, lowest first. The cost depends on `limit`, not on the position in the run.
+
+        A page ends with the last part of a group, so it may have a few more parts than `limit`.
+        """
 
     def each(self, run_id: RunId) -> Iterator[GroupRecord]:
         """All groups, by id."""
@@ -112,13 +133,13 @@ class Payloads(Protocol):
 
 
 class Positions(Protocol):
-    """Opened positions of the task cursor above the settled prefix."""
+    """Opened positions of the task cursor above the settled prefix, with the number of unsettled parts of their group."""
 
-    def put(self, run_id: RunId, position: int, *, is_settled: bool) -> None: ...
-    def get(self, run_id: RunId, position: int) -> bool | None:
-        """Whether it is settled; None if it is not stored."""
+    def put(self, run_id: RunId, position: int, *, unsettled: int) -> None: ...
+    def get(self, run_id: RunId, position: int) -> int | None:
+        """Its number of unsettled parts; None if it is not stored."""
 
-    def all(self, run_id: RunId) -> list[tuple[int, bool]]: ...
+    def all(self, run_id: RunId) -> list[tuple[int, int]]: ...
     def delete(self, run_id: RunId, position: int) -> None: ...
 
 
@@ -203,6 +224,8 @@ class Transaction(Protocol):
     @property
     def owners(self) -> Owners: ...
     @property
+    def members(self) -> Members: ...
+    @property
     def producers(self) -> Producers: ...
     @property
     def groups(self) -> Groups: ...
@@ -249,11 +272,18 @@ class Store(Protocol):
     def is_shared(self) -> bool:
         """Whether other processes may serve from it at the same time."""
 
-    async def write(self, work: Callable[[Transaction], T], *, before: Callable[[], None] | None = None) -> T:
+    async def write(
+        self,
+        work: Callable[[Transaction], T],
+        *,
+        run_id: RunId | None = None,
+        before: Callable[[], None] | None = None,
+    ) -> T:
         """Run `work` in a write transaction. It must be quick and use only the transaction; it may run in a thread.
 
-        `before` computes in advance what `work` would otherwise compute itself. A store whose transactions block other processes
-        calls it first, in the same thread; it must not raise.
+        `run_id` is the only run that `work` reads and changes; None: any. A shared store executes writes of different runs at the
+        same time. `before` computes in advance what `work` would otherwise compute itself. A store whose transactions block other
+        processes calls it first, in the same thread; it must not raise.
         """
 
     async def read(self, work: Callable[[Transaction], T]) -> T:

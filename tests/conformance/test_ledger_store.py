@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rollbook.contracts.admission import OwnerId, RunId
+from rollbook.contracts.admission import MemberId, MemberRole, OwnerId, RunId
 from rollbook.contracts.batch import AckReceipt, BatchEntry, BatchManifest, EndOfRun
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId, GroupState
@@ -18,6 +18,8 @@ from rollbook.ledger.config import Durability
 from rollbook.ledger.records import (
     BatchRecord,
     GroupRecord,
+    MemberRecord,
+    MemberState,
     MoveRecord,
     Origin,
     OwnerRecord,
@@ -242,6 +244,35 @@ async def test_deletable_payloads_are_found_by_step(store: Store) -> None:
     assert ids(await store.read(lambda tx: tx.groups.releasable(RUN, 2, 10, dropped_only=True))) == ["filtered"]
 
 
+async def test_members_are_found_by_id_and_listed_while_they_are_alive(store: Store) -> None:
+    first = MemberRecord(
+        run_id=RUN,
+        member_id=MemberId("policy#0"),
+        name="policy",
+        role=MemberRole.POLICY,
+        node="n1",
+        address="http://n1:1",
+        nonce="x",
+        state=MemberState.ALIVE,
+        lease_s=15.0,
+        joined_at=1.0,
+        last_seen=2.0,
+        in_service=True,
+        publication=3,
+        load=0.5,
+    )
+    second = first.changed(member_id=MemberId("policy#1"), joined_at=2.0, publication=None)
+    await store.write(lambda tx: tx.members.put(second))
+    await store.write(lambda tx: tx.members.put(first))
+    assert await store.read(lambda tx: tx.members.alive(RUN)) == [first, second]
+    assert await store.read(lambda tx: tx.runs.with_leases()) == [RUN]
+    left = first.changed(state=MemberState.LEFT)
+    await store.write(lambda tx: tx.members.put(left))
+    assert await store.read(lambda tx: tx.members.alive(RUN)) == [second]
+    assert await store.read(lambda tx: tx.members.get(RUN, first.member_id)) == left
+    assert await store.read(lambda tx: tx.members.get(OTHER, first.member_id)) is None
+
+
 async def test_owners_are_found_by_name_and_by_state(store: Store) -> None:
     owner = OwnerRecord(run_id=RUN, owner_id=OwnerId("w#0"), name="w", nonce="n", state=OwnerState.ALIVE, last_seen=1.0)
     answered = owner.changed(owner_id=OwnerId("w#1"), request_id="r", reply=b"\x00\x01")
@@ -260,15 +291,15 @@ async def test_owners_are_found_by_name_and_by_state(store: Store) -> None:
 
 async def test_positions_are_stored_and_deleted(store: Store) -> None:
     def write(tx: Transaction) -> None:
-        tx.positions.put(RUN, 4, is_settled=False)
-        tx.positions.put(RUN, 2, is_settled=False)
-        tx.positions.put(RUN, 4, is_settled=True)
-        tx.positions.put(RUN, 3, is_settled=True)
+        tx.positions.put(RUN, 4, unsettled=1)
+        tx.positions.put(RUN, 2, unsettled=1)
+        tx.positions.put(RUN, 4, unsettled=0)
+        tx.positions.put(RUN, 3, unsettled=0)
         tx.positions.delete(RUN, 3)
 
     await store.write(write)
-    assert await store.read(lambda tx: tx.positions.all(RUN)) == [(2, False), (4, True)]
-    assert await store.read(lambda tx: [tx.positions.get(RUN, at) for at in (2, 3, 4)]) == [False, None, True]
+    assert await store.read(lambda tx: tx.positions.all(RUN)) == [(2, 1), (4, 0)]
+    assert await store.read(lambda tx: [tx.positions.get(RUN, at) for at in (2, 3, 4)]) == [1, None, 0]
 
 
 async def test_history_keeps_its_order(store: Store) -> None:
@@ -378,7 +409,7 @@ async def test_a_failed_write_is_rolled_back_completely(store: Store) -> None:
         tx.groups.put(group("new", 1))
         tx.payloads.put(RUN, GroupId("kept"), b"x")
         tx.runs.count_drop(RUN, "stale")
-        tx.positions.put(RUN, 1, is_settled=True)
+        tx.positions.put(RUN, 1, unsettled=0)
         tx.announce(RUN)
         raise LookupError("on purpose")
 

@@ -12,7 +12,7 @@ from rollbook.concurrency.deadline import Deadline
 from rollbook.concurrency.retry import retry
 from rollbook.contracts.errors import TransientError
 from rollbook.contracts.policy import Completion, SamplingParams
-from rollbook.inference.client.fleet import Fleet, open_fleet
+from rollbook.inference.client.fleet import Fleet, ReplicaSource, open_fleet
 from rollbook.inference.client.replica_choice import AFFINITY_SPREAD, prompt_session
 from rollbook.inference.client.server_protocol import CompletionRequest, RollbookProtocol, ServerProtocol
 from rollbook.inference.connection import ReplicaBusyError
@@ -103,10 +103,12 @@ async def open_policy_client(
     api_key: str | None = None,
     watch_s: float = 1.0,
     spread: float = AFFINITY_SPREAD,
+    source: ReplicaSource | None = None,
 ) -> AsyncIterator[PolicyClient]:
     """`request_s`: the deadline of one request including retries, unless the caller sets a shorter one.
 
     `session` names the current episode, whose turns go to one replica. Without it, prompts with the same start share a replica.
+    `source` lists the replicas, where the list may change while the client is open.
     """
     async with open_fleet(
         [urls] if isinstance(urls, str) else urls,
@@ -116,5 +118,6 @@ async def open_policy_client(
         spread=spread,
         api_key=api_key,
         log=log,
+        source=source,
     ) as fleet:
         yield PolicyClient(fleet, request_s=request_s, log=log, session=session)

@@ -21,10 +21,16 @@ import msgspec
 from rollbook.concurrency.deadline import Deadline
 from rollbook.concurrency.retry import retry
 from rollbook.contracts.admission import (
+    LEASE_S,
     DrawProgress,
     LedgerStatus,
+    Member,
+    MemberId,
+    MemberReply,
+    MemberRole,
     OpenReply,
     OwnerId,
+    PartReceipt,
     PastDraw,
     Receipt,
     RunId,
@@ -103,7 +109,7 @@ class LedgerClient:
         self._headers = {"Accept": wire.CONTENT_TYPE, "Accept-Encoding": "zstd" if is_compressed else "identity"}
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}"
-        self._bundles: Bundles[wire.Submit, Receipt] = Bundles(
+        self._bundles: Bundles[wire.Submit, PartReceipt] = Bundles(
             self._submit_bundle, size_of=lambda submit: len(submit.payload)
         )
 
@@ -156,6 +162,10 @@ class LedgerClient:
         """A page of the registered weight publications, by id."""
         return await self._call(verbs.PUBLICATIONS, wire.PublicationQuery(start=start, limit=limit))
 
+    async def steps(self, *, start: int = 0, limit: int = wire.MAX_LISTED) -> tuple[wire.StepView, ...]:
+        """A page of acknowledgements, from step `start` on."""
+        return await self._call(verbs.STEPS, wire.StepQuery(start=start, limit=limit))
+
     async def register_producer(self, name: str, *, weight: float = 1.0, min_share: float = 0.0) -> wire.ProducerView:
         """Register a producer that is not dispatched. Its groups are submitted with `producer=name`."""
         request = wire.RegisterProducer(weight=weight, min_share=min_share)
@@ -166,6 +176,28 @@ class LedgerClient:
 
     async def outcomes(self, *, after: int, limit: int) -> list[PastDraw]:
         return await self._call(verbs.OUTCOMES, wire.OutcomeQuery(start=after + 1, limit=limit))
+
+    # ------------------------------------------------------------------ members
+
+    async def members(self) -> tuple[Member, ...]:
+        """The living members of the run."""
+        return await self._call(verbs.MEMBERS, NOTHING)
+
+    async def join_member(
+        self, *, name: str, role: MemberRole, node: str, address: str = "", lease_s: float = LEASE_S
+    ) -> MemberReply:
+        request = wire.JoinMember(
+            name=name, role=role, node=node, address=address, lease_s=lease_s, nonce=uuid.uuid4().hex
+        )
+        return await self._call(verbs.JOIN_MEMBER, request)
+
+    async def heartbeat_member(self, member: MemberId, *, publication: int | None = None, load: float = 0.0) -> None:
+        """Raises `FencedError` if the lease has ended."""
+        request = wire.HeartbeatMember(publication=publication, load=load)
+        await self._call(verbs.HEARTBEAT_MEMBER, request, member=member)
+
+    async def leave_member(self, member: MemberId) -> None:
+        await self._call(verbs.LEAVE_MEMBER, NOTHING, member=member)
 
     # ------------------------------------------------------------------ dispatchers
 
@@ -190,6 +222,23 @@ class LedgerClient:
         producer: str | None = None,
     ) -> Receipt:
         """Groups submitted at the same time share a request."""
+        return (await self._submit(group, outcome, attempt=attempt, drop=drop, producer=producer)).receipt
+
+    async def submit_part(
+        self, part: EncodedGroup, outcome: GroupOutcome, *, attempt: int, drop: DropReason | None = None
+    ) -> PartReceipt:
+        """Only with batch policy `parts`. The receipt contains the part that the group lacks now."""
+        return await self._submit(part, outcome, attempt=attempt, drop=drop)
+
+    async def _submit(
+        self,
+        group: EncodedGroup,
+        outcome: GroupOutcome,
+        *,
+        attempt: int,
+        drop: DropReason | None = None,
+        producer: str | None = None,
+    ) -> PartReceipt:
         request = wire.Submit(
             group_id=group.id,
             task_id=group.task_id,
@@ -204,7 +253,7 @@ class LedgerClient:
         )
         deadline = Deadline(self._request_s, "ledger POST /submit")
 
-        async def send() -> Receipt:
+        async def send() -> PartReceipt:
             left = max(deadline.remaining_s(), 0.1)
             try:
                 async with asyncio.timeout(left):
@@ -216,16 +265,19 @@ class LedgerClient:
 
         return await retry(send, on=TransientError, deadline=deadline, on_retry=self._log_retry("POST /submit"))
 
-    async def _submit_bundle(self, groups: Sequence[wire.Submit]) -> list[Receipt | RollbookError]:
+    async def _submit_bundle(self, groups: Sequence[wire.Submit]) -> list[PartReceipt | RollbookError]:
         """One attempt to submit several groups. Raises if the request failed; a rejected group has its error in the result."""
         limit_s = max(LONG_POLL_SLACK_S, self._request_s / 2)
         if len(groups) == 1:
             single = await self._encode(verbs.SUBMIT, groups[0], {})
-            return [Receipt((await self._send(single, _decode(verbs.SUBMIT), limit_s)).receipt)]
+            reply = await self._send(single, _decode(verbs.SUBMIT), limit_s)
+            return [PartReceipt(receipt=reply.receipt, next_part=reply.next_part)]
         request = await self._encode(verbs.SUBMIT_MANY, wire.SubmitMany(groups=tuple(groups)), {})
         results = (await self._send(request, _decode(verbs.SUBMIT_MANY), limit_s)).results
         return [
-            _error_of(result.error, "POST /submit") if result.error is not None else Receipt(result.receipt or "")
+            _error_of(result.error, "POST /submit")
+            if result.error is not None
+            else PartReceipt(receipt=Receipt(result.receipt or ""), next_part=result.next_part)
             for result in results
         ]
 

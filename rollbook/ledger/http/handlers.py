@@ -12,7 +12,17 @@ import msgspec
 from aiohttp import web
 
 from rollbook.concurrency.clock import SystemClock
-from rollbook.contracts.admission import DrawProgress, LedgerStatus, OpenReply, OwnerId, PastDraw, RunId
+from rollbook.contracts.admission import (
+    DrawProgress,
+    LedgerStatus,
+    Member,
+    MemberId,
+    MemberReply,
+    OpenReply,
+    OwnerId,
+    PastDraw,
+    RunId,
+)
 from rollbook.contracts.batch import BatchManifest, TrainerRole
 from rollbook.contracts.errors import NotFoundError, RollbookError, RunError
 from rollbook.contracts.group import DropReason, GroupId, GroupOutcome
@@ -160,6 +170,10 @@ class LedgerHandlers:
             raise NotFoundError(f"run {run}: batch {step} is not decided")
         return found
 
+    async def steps(self, request: wire.StepQuery, run: RunId) -> list[wire.StepView]:
+        found = await self._ledger.steps(run, start=request.start, limit=request.limit)
+        return [_view(wire.StepView, record) for record in found]
+
     async def publications(self, request: wire.PublicationQuery, run: RunId) -> list[Publication]:
         found = await self._ledger.publications(run, start=request.start, limit=request.limit)
         return [record.contract for record in found]
@@ -176,6 +190,20 @@ class LedgerHandlers:
     async def register_producer(self, request: wire.RegisterProducer, run: RunId, producer: str) -> wire.ProducerView:
         record = await self._ledger.register_producer(run, producer, weight=request.weight, min_share=request.min_share)
         return _producer_view(record)
+
+    async def members(self, _: wire.Empty, run: RunId) -> list[Member]:
+        return await self._ledger.members(run)
+
+    async def join_member(self, request: wire.JoinMember, run: RunId) -> MemberReply:
+        return await self._ledger.join_member(run, **msgspec.structs.asdict(request))
+
+    async def heartbeat_member(self, request: wire.HeartbeatMember, run: RunId, member: MemberId) -> wire.Empty:
+        await self._ledger.heartbeat_member(run, member, publication=request.publication, load=request.load)
+        return wire.Empty()
+
+    async def leave_member(self, _: wire.Empty, run: RunId, member: MemberId) -> wire.Empty:
+        await self._ledger.leave_member(run, member)
+        return wire.Empty()
 
     async def join(self, request: wire.Join, run: RunId) -> wire.JoinReply:
         return wire.JoinReply(owner=await self._ledger.join(run, request.owner_name, nonce=request.nonce))
@@ -194,8 +222,8 @@ class LedgerHandlers:
         await self._ledger.heartbeat(run, OwnerId(request.owner))
         return wire.Empty()
 
-    async def submit(self, request: wire.Submit, run: RunId) -> wire.ReceiptReply:
-        return wire.ReceiptReply(receipt=await self._ledger.submit(run, _submission(request)))
+    async def submit(self, request: wire.Submit, run: RunId) -> wire.SubmitReply:
+        return _view(wire.SubmitReply, await self._ledger.submit(run, _submission(request)))
 
     async def submit_many(self, request: wire.SubmitMany, run: RunId) -> wire.SubmitManyReply:
         """One result per group, in the order of the request. A rejected group does not affect the others."""
@@ -211,7 +239,7 @@ class LedgerHandlers:
             if isinstance(outcome, RollbookError):
                 results[at] = _submit_error(outcome)
             else:
-                results[at] = wire.SubmitResult(receipt=outcome)
+                results[at] = wire.SubmitResult(receipt=outcome.receipt, next_part=outcome.next_part)
         return wire.SubmitManyReply(results=tuple(results[at] for at in range(len(request.groups))))
 
     async def close(self, request: wire.Close, run: RunId) -> wire.ReceiptReply:

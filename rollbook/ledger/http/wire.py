@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from rollbook.contracts.admission import RunSettings
+from rollbook.contracts.admission import LEASE_S, MemberRole, OpenPart, Receipt, RunSettings, SampleCounts
 from rollbook.contracts.batch import AckReceipt, BatchManifest, EndOfRun
 from rollbook.contracts.group import GroupOutcome, GroupState
 from rollbook.contracts.policy import Publication
@@ -83,15 +83,39 @@ class CreateRun(Message, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         settings, rule = self.settings, self.settings.rule
         spans = (settings.group_deadline_s, settings.owner_ttl_s)
-        _reject_unstorable("settings", *spans, settings.max_attempts)
+        _reject_unstorable("settings", *spans, settings.max_attempts, settings.directory_id)
         _reject_unstorable(
             "settings", rule.groups_per_step, rule.max_in_flight, rule.max_head_offpolicy_versions, rule.max_steps
         )
+        _reject_unstorable("settings", rule.samples_per_group, rule.batch_size, rule.max_in_flight * rule.unit)
         if min(spans) <= 0 or settings.max_attempts < 1:
             raise ValueError("settings: group_deadline_s and owner_ttl_s must be > 0, max_attempts must be >= 1")
         _reject_unstorable("settings", settings.limits.vocabulary_size, settings.limits.max_tokens)
         if rule.max_steps is not None and rule.max_steps < 0:
             raise ValueError(f"settings: max_steps is {rule.max_steps}; it must be >= 0")
+
+
+class JoinMember(Message, frozen=True, kw_only=True):
+    name: Name
+    """An older member of the same role and name is superseded."""
+    role: MemberRole
+    node: Name
+    """The machine, for people."""
+    address: Annotated[str, msgspec.Meta(max_length=512)] = ""
+    """URL of the member's server."""
+    lease_s: Annotated[float, msgspec.Meta(ge=1, le=3600)] = LEASE_S
+    """The lease ends after this time without a heartbeat."""
+    nonce: Name
+    """The same in every retry of one request."""
+
+    def __post_init__(self) -> None:
+        _reject_unstorable("member", self.name, self.node, self.address, self.nonce)
+
+
+class HeartbeatMember(Message, frozen=True, kw_only=True):
+    publication: Count | None = None
+    """The weights of a policy server."""
+    load: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 0.0
 
 
 class Join(Message, frozen=True, kw_only=True):
@@ -157,7 +181,8 @@ class SubmitError(Message, frozen=True, kw_only=True):
 class SubmitResult(Message, frozen=True, kw_only=True):
     """Either a receipt or an error."""
 
-    receipt: str | None = None
+    receipt: Receipt | None = None
+    next_part: OpenPart | None = None
     error: SubmitError | None = None
 
 
@@ -179,6 +204,12 @@ class Close(Message, frozen=True, kw_only=True):
 
 class ReceiptReply(Message, frozen=True, kw_only=True):
     receipt: str
+
+
+class SubmitReply(Message, frozen=True, kw_only=True, omit_defaults=True):
+    receipt: Receipt
+    next_part: OpenPart | None = None
+    """Only with batch policy `parts`: the part that the group lacks now. Absent if it lacks none."""
 
 
 class Release(Message, frozen=True, kw_only=True):
@@ -288,6 +319,25 @@ class PublicationQuery(Message, frozen=True, kw_only=True):
     limit: Annotated[int, msgspec.Meta(ge=0, le=MAX_LISTED, description="maximum number of publications")] = MAX_LISTED
 
 
+class StepQuery(Message, frozen=True, kw_only=True):
+    start: Annotated[int, msgspec.Meta(ge=0, le=LARGEST, description="the first step")] = msgspec.field(
+        default=0, name="from"
+    )
+    limit: Annotated[int, msgspec.Meta(ge=0, le=MAX_LISTED, description="maximum number of acknowledgements")] = (
+        MAX_LISTED
+    )
+
+
+class StepView(Message, frozen=True, kw_only=True):
+    """One acknowledgement. A step that was trained again after a restart has one for each epoch."""
+
+    step: int
+    epoch: int
+    digest: str
+    receipt: AckReceipt
+    at: float
+
+
 class OutcomeQuery(Message, frozen=True, kw_only=True):
     start: Annotated[int, msgspec.Meta(ge=0, le=LARGEST, description="the first admission sequence number")] = (
         msgspec.field(default=0, name="from")
@@ -306,11 +356,17 @@ class GroupView(Message, frozen=True, kw_only=True):
     sequence: int
     opened_at: float
     attempt: int
+    part: int
+    num_samples: int
+    expected_samples: int
+    """The samples that the part was opened for, only with batch policy `parts`."""
+    baseline: tuple[float, ...] | None
     owner: str | None
     producer: str | None
     admission_version: int | None
     publications: tuple[int, ...]
     oldest_version: int | None
+    newest_version: int | None
     step: int | None
     drop_reason: str | None
     unusable: str | None
@@ -365,6 +421,8 @@ class AuditView(Message, frozen=True, kw_only=True):
     steps: int
     max_lag: int | None
     max_head_offpolicy_versions: int
+    samples: SampleCounts | None
+    """The law of samples, only with batch policy `parts`."""
     violations: tuple[str, ...]
 
 

@@ -1,8 +1,8 @@
-"""SQL of runs, owners, producers and cursor positions."""
+"""SQL of runs, owners, members, producers and cursor positions."""
 
-from rollbook.contracts.admission import OwnerId, RunId
-from rollbook.ledger.records import OwnerRecord, ProducerRecord, RunRecord
-from rollbook.ledger.stores.sql.tables import OWNERS, PRODUCERS
+from rollbook.contracts.admission import MemberId, OwnerId, RunId
+from rollbook.ledger.records import MemberRecord, OwnerRecord, ProducerRecord, RunRecord
+from rollbook.ledger.stores.sql.tables import MEMBERS, OWNERS, PRODUCERS
 from rollbook.ledger.stores.sql.write_buffer import SqlSession
 
 
@@ -21,7 +21,8 @@ class SqlRuns:
 
     def with_leases(self) -> list[RunId]:
         rows = self._session.select_flushed(
-            "SELECT run_id FROM owners WHERE state = 'alive' UNION SELECT run_id FROM groups WHERE lease_until IS NOT NULL"
+            "SELECT run_id FROM owners WHERE state = 'alive' UNION SELECT run_id FROM members WHERE state = 'alive' "
+            "UNION SELECT run_id FROM groups WHERE lease_until IS NOT NULL"
         )
         return [RunId(row[0]) for row in rows]
 
@@ -31,10 +32,15 @@ class SqlRuns:
     def drops(self, run_id: RunId) -> dict[str, int]:
         return dict(self._session.select("SELECT kind, num FROM drops WHERE run_id = ?", (run_id,)).fetchall())
 
-    def count_drop(self, run_id: RunId, kind: str) -> None:
+    def missing(self, run_id: RunId) -> dict[str, int]:
+        sql = "SELECT kind, missing FROM drops WHERE run_id = ? AND missing > 0"
+        return dict(self._session.select(sql, (run_id,)).fetchall())
+
+    def count_drop(self, run_id: RunId, kind: str, *, num: int = 1, missing: int = 0) -> None:
         self._session.write(
-            "INSERT INTO drops (run_id, kind, num) VALUES (?, ?, 1) ON CONFLICT (run_id, kind) DO UPDATE SET num = drops.num + 1",
-            (run_id, kind),
+            "INSERT INTO drops (run_id, kind, num, missing) VALUES (?, ?, ?, ?) ON CONFLICT (run_id, kind) "
+            "DO UPDATE SET num = drops.num + excluded.num, missing = drops.missing + excluded.missing",
+            (run_id, kind, num, missing),
         )
 
 
@@ -58,6 +64,24 @@ class SqlOwners:
         self._session.write(OWNERS.upsert, OWNERS.row(owner))
 
 
+class SqlMembers:
+    """Satisfies `store.Members`."""
+
+    def __init__(self, session: SqlSession) -> None:
+        self._session = session
+
+    def get(self, run_id: RunId, member_id: MemberId) -> MemberRecord | None:
+        found = self._session.select(MEMBERS.select + "WHERE run_id = ? AND member_id = ?", (run_id, member_id))
+        return MEMBERS.one(found.fetchone())
+
+    def alive(self, run_id: RunId) -> list[MemberRecord]:
+        sql = MEMBERS.select + "WHERE run_id = ? AND state = 'alive' ORDER BY joined_at, member_id"
+        return MEMBERS.all(self._session.select(sql, (run_id,)))
+
+    def put(self, member: MemberRecord) -> None:
+        self._session.write(MEMBERS.upsert, MEMBERS.row(member))
+
+
 class SqlProducers:
     """Satisfies `store.Producers`."""
 
@@ -77,21 +101,21 @@ class SqlPositions:
     def __init__(self, session: SqlSession) -> None:
         self._session = session
 
-    def put(self, run_id: RunId, position: int, *, is_settled: bool) -> None:
+    def put(self, run_id: RunId, position: int, *, unsettled: int) -> None:
         self._session.write(
-            "INSERT INTO positions (run_id, position, is_settled) VALUES (?, ?, ?) "
-            "ON CONFLICT (run_id, position) DO UPDATE SET is_settled = excluded.is_settled",
-            (run_id, position, is_settled),
+            "INSERT INTO positions (run_id, position, unsettled) VALUES (?, ?, ?) "
+            "ON CONFLICT (run_id, position) DO UPDATE SET unsettled = excluded.unsettled",
+            (run_id, position, unsettled),
         )
 
-    def get(self, run_id: RunId, position: int) -> bool | None:
-        sql = "SELECT is_settled FROM positions WHERE run_id = ? AND position = ?"
+    def get(self, run_id: RunId, position: int) -> int | None:
+        sql = "SELECT unsettled FROM positions WHERE run_id = ? AND position = ?"
         row = self._session.select(sql, (run_id, position)).fetchone()
-        return None if row is None else bool(row[0])
+        return None if row is None else int(row[0])
 
-    def all(self, run_id: RunId) -> list[tuple[int, bool]]:
-        sql = "SELECT position, is_settled FROM positions WHERE run_id = ? ORDER BY position"
-        return [(int(at), bool(is_settled)) for at, is_settled in self._session.select(sql, (run_id,))]
+    def all(self, run_id: RunId) -> list[tuple[int, int]]:
+        sql = "SELECT position, unsettled FROM positions WHERE run_id = ? ORDER BY position"
+        return [(int(at), int(unsettled)) for at, unsettled in self._session.select(sql, (run_id,))]
 
     def delete(self, run_id: RunId, position: int) -> None:
         self._session.write("DELETE FROM positions WHERE run_id = ? AND position = ?", (run_id, position))
