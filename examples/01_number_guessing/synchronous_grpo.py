@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> float:
             rewards, logprobs = play_group(policy, pool, {"secret": rng.randint(0, HIGH), "low": 0, "high": HIGH})
             advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
             optimizer.zero_grad()
-            (-(advantages * logprobs).mean()).backward()
+            torch.autograd.backward(-(advantages * logprobs).mean())
             optimizer.step()
             mean = 0.95 * mean + 0.05 * float(rewards.mean()) if step > 1 else float(rewards.mean())
             if step % 25 == 0:
