@@ -40,6 +40,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "debug": ("rollbook.cli.debug:debug", "Play a failed episode again, in a debugger if wanted."),
     "host": ("rollbook.cli.host:host", "Run everything but the trainer, for a trainer such as TRL."),
     "join": ("rollbook.cli.join:join", "Add a policy server or a dispatcher to a running run."),
+    "scale": ("rollbook.cli.scale:scale", "Change the number of servers of a running run."),
     "proxy": ("rollbook.cli.proxy:proxy", "Serve an OpenAI-compatible endpoint that records its tokens."),
     "config": ("rollbook.cli.config:config_app", "Check configurations."),
     "env": ("rollbook.cli.env:env_app", "Serve environments over OpenEnv, or play one by hand."),

@@ -22,7 +22,8 @@ from rollbook.run.config.run import RunConfig, load_resolved_config
 from rollbook.run.directory import RunDirectory, write_json
 from rollbook.run.ledger_clients import open_run_ledger
 from rollbook.run.supervision.child_main import EXIT_DONE, EXIT_FENCED, EXIT_STOP_RUN
-from rollbook.run.supervision.host import ProcessHost, ProcessStart
+from rollbook.run.supervision.extra_processes import ExtraProcesses
+from rollbook.run.supervision.host import LocalHost, ProcessHost, ProcessStart
 from rollbook.run.supervision.membership import machine_id, member_lease
 from rollbook.run.supervision.plan import plan_run
 from rollbook.run.supervision.process import STOP_GRACE_S, ProcessState, SupervisedProcess
@@ -64,7 +65,10 @@ class Supervisor:
         host: ProcessHost | None = None,
         until_over: Callable[[Mapping[str, str]], Awaitable[None]] | None = None,
     ) -> None:
-        """`until_over` is called with the addresses and awaited when the last process has ended, before the servers stop."""
+        """`until_over` is called with the addresses and awaited when the last process has ended, before the servers stop.
+
+        `host` starts the additional processes of `[cluster]`; by default they are started on this machine.
+        """
         self._directory = directory
         self._directory_id = directory.file_id()
         self._log = log
@@ -81,9 +85,19 @@ class Supervisor:
         self._final_evaluation_s = config.evaluation.final_wait_s
         self._plan = plan_run(config, directory, has_trainer=has_trainer)
         self.addresses = dict(self._plan.addresses)
-        self.processes = [
-            SupervisedProcess(start, host=host, on_change=self._write_processes) for start in self._plan.starts
-        ]
+        self.processes = [SupervisedProcess(start, on_change=self._write_processes) for start in self._plan.starts]
+        self._extras = None
+        if config.cluster.has_members:
+            self._extras = ExtraProcesses(
+                config,
+                directory,
+                self.addresses,
+                processes=self.processes,
+                host=host or LocalHost(),
+                log=log,
+                say=say,
+                on_change=self._write_processes,
+            )
         # Without a trainer, the run is over when the dispatcher ends.
         self._last = next(p for p in self.processes if p.role == ("trainer" if has_trainer else "rollout"))
 
@@ -134,13 +148,19 @@ class Supervisor:
                     keepers += [group.create_task(self._keep(p), name=f"run.keep.{p.name}") for p in others]
                     readiness = group.create_task(self._all_ready(others), name="run.ready")
                     watch = group.create_task(self._watch(), name="run.watch")
+                    extras = group.create_task(self._run_extras(), name="run.extras")
                     await self._over.wait()
-                    readiness.cancel()
-                    watch.cancel()
+                    for task in (readiness, watch, extras):
+                        task.cancel()
+                    await asyncio.wait({extras})
                 await self._stop_others()
             await self._stop(*ledger)
             for keeper in keepers:
                 keeper.cancel()
+
+    async def _run_extras(self) -> None:
+        if self._extras is not None:
+            await self._extras.run()
 
     async def _take_lease(self, stack: AsyncExitStack) -> None:
         """In a shared ledger the run has a lease, so that one supervisor at a time continues it, on any machine."""
@@ -272,7 +292,7 @@ class Supervisor:
                 for process in self.processes:
                     process.kill()
                 return
-            for process in self.processes:
+            for process in tuple(self.processes):
                 limit_s = self._settings.silence_s if process.ready.is_set() else self._settings.ready_s
                 # A process that was never ready is handled by `_until_ready`: it stops the run.
                 if process.pid is None or not process.was_ready or process.silent_s < limit_s:
