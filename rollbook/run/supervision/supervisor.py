@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -62,12 +62,12 @@ class Supervisor:
         rule: RestartRule | None = None,
         say: Callable[[str], None] = lambda text: None,
         has_trainer: bool = True,
-        host: ProcessHost | None = None,
+        open_host: Callable[[], AbstractAsyncContextManager[ProcessHost]] = lambda: nullcontext(LocalHost()),
         until_over: Callable[[Mapping[str, str]], Awaitable[None]] | None = None,
     ) -> None:
         """`until_over` is called with the addresses and awaited when the last process has ended, before the servers stop.
 
-        `host` starts the additional processes of `[cluster]`; by default they are started on this machine.
+        `open_host` opens the host of the additional processes of `[cluster]`; by default they are started on this machine.
         """
         self._directory = directory
         self._directory_id = directory.file_id()
@@ -86,18 +86,8 @@ class Supervisor:
         self._plan = plan_run(config, directory, has_trainer=has_trainer)
         self.addresses = dict(self._plan.addresses)
         self.processes = [SupervisedProcess(start, on_change=self._write_processes) for start in self._plan.starts]
-        self._extras = None
-        if config.cluster.has_members:
-            self._extras = ExtraProcesses(
-                config,
-                directory,
-                self.addresses,
-                processes=self.processes,
-                host=host or LocalHost(),
-                log=log,
-                say=say,
-                on_change=self._write_processes,
-            )
+        self._config = config
+        self._open_host = open_host
         # Without a trainer, the run is over when the dispatcher ends.
         self._last = next(p for p in self.processes if p.role == ("trainer" if has_trainer else "rollout"))
 
@@ -159,8 +149,23 @@ class Supervisor:
                 keeper.cancel()
 
     async def _run_extras(self) -> None:
-        if self._extras is not None:
-            await self._extras.run()
+        if not self._config.cluster.has_members:
+            return
+        try:
+            async with self._open_host() as host:
+                extras = ExtraProcesses(
+                    self._config,
+                    self._directory,
+                    self.addresses,
+                    processes=self.processes,
+                    host=host,
+                    log=self._log,
+                    say=self._say,
+                    on_change=self._write_processes,
+                )
+                await extras.run()
+        except RunError as error:
+            self._fail(str(error))
 
     async def _take_lease(self, stack: AsyncExitStack) -> None:
         """In a shared ledger the run has a lease, so that one supervisor at a time continues it, on any machine."""
