@@ -153,6 +153,7 @@ class Supervisor:
             return
         try:
             async with self._open_host() as host:
+                self._catch_signals()  # again: Ray installs its own handlers when it connects
                 extras = ExtraProcesses(
                     self._config,
                     self._directory,
