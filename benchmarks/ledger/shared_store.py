@@ -76,7 +76,7 @@ def measure(url: str, num_runs: int, *, seconds: float, has_own_lock: bool) -> f
     ]
     for process in processes:
         process.start()
-    total = sum(counts.get(timeout=seconds + CHILD_S) for _ in processes)
+    total = sum(int(counts.get(timeout=seconds + CHILD_S)) for _ in processes)
     for process in processes:
         process.join()
     return total / seconds
