@@ -17,7 +17,10 @@ import tomli_w
 from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import ErrorDetails
 
+from rollbook.contracts.admission import RunSettings
 from rollbook.contracts.errors import UsageError
+from rollbook.contracts.freshness import BatchPolicy
+from rollbook.contracts.group_checks import TrainingLimits
 from rollbook.contracts.user_errors import did_you_mean, indented
 from rollbook.envs.config import EnvConfig
 from rollbook.inference.config import InferenceConfig
@@ -64,6 +67,17 @@ class RunConfig(BaseModel, frozen=True, extra="forbid"):
     trainer: TrainerConfig = TrainerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
+
+    def ledger_settings(self, limits: TrainingLimits | None = None) -> RunSettings:
+        """The settings with which the run is created in the ledger."""
+        is_in_parts = self.gate.batch_policy is BatchPolicy.PARTS
+        return self.gate.settings(
+            max_steps=self.trainer.max_steps,
+            keep_payloads=self.ledger.keep_payloads,
+            limits=limits,
+            samples_per_group=self.rollout.completions_per_prompt if is_in_parts else 1,
+            quorum=self.rollout.quorum_size if is_in_parts else None,
+        )
 
 
 SEEDED = ("tasks", "inference", "trainer")

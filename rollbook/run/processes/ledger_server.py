@@ -22,12 +22,8 @@ POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "s
 
 async def main(context: RoleContext) -> str:
     config, sock = context.loaded.config, context.listening()
-    settings = config.gate.settings(
-        max_steps=config.trainer.max_steps,
-        keep_payloads=config.ledger.keep_payloads,
-        limits=model_limits(
-            context.directory.initial_model, needs_logprobs=config.trainer.missing_logprobs == "refuse"
-        ),
+    settings = config.ledger_settings(
+        model_limits(context.directory.initial_model, needs_logprobs=config.trainer.missing_logprobs == "refuse")
     )
     dialects = []
     if config.tasks.is_posted and config.tasks.atropos.url is None:

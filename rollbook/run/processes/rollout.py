@@ -34,7 +34,7 @@ async def main(context: RoleContext) -> str:
             tasks=tasks,
             sink=ledger,
             spec=worker_spec(context),
-            rule=config.gate.settings(max_steps=config.trainer.max_steps).rule,
+            rule=config.ledger_settings().rule,
             log=context.log,
             metrics=MetricRecorder("rollout", rollout_metrics(config.rollout), context.directory.metrics_file),
             spans=context.spans,
