@@ -26,7 +26,7 @@ from rollbook.contracts.group_codec import (
     is_frame,
 )
 from rollbook.contracts.policy import NOT_SAMPLED, SamplingParams
-from rollbook.contracts.trajectory import LOGPROB_SLACK, MAX_REWARD, MIN_LOGPROB
+from rollbook.contracts.trajectory import LOGPROB_SLACK, MAX_REWARD, MIN_LOGPROB, check_column
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
 """Outside of this range a trainer cannot compute log-probabilities at the temperature of the sampler; 0 is greedy sampling."""
@@ -218,7 +218,14 @@ def _facts_of_frame(frame: GroupView) -> GroupFacts:
             if reward is not None:
                 publications.update(versions)
                 longest = max(longest, end)
-        if not sample.sequences or sample.turns or reward is None or sample.invalid_cause or not trained:
+        if (
+            not sample.sequences
+            or sample.turns
+            or reward is None
+            or sample.invalid_cause
+            or not trained
+            or sample.columns
+        ):
             _check_uncommon(sample, number, trained)
         if reward is not None:
             scored.append(sample)
@@ -247,8 +254,13 @@ def _facts_of_frame(frame: GroupView) -> GroupFacts:
 
 
 def _check_uncommon(sample: SampleView, number: int, num_trained: int) -> None:
-    """The checks that a sample with a reward, trained tokens and no marked turns passes anyway."""
+    """The checks that a sample with a reward, trained tokens, no marked turns and no optional arrays passes anyway."""
     lengths = [len(row[0]) // 4 for row in sample.sequences]
+    if sample.columns and len(sample.columns) != len(lengths):
+        raise ValueError(f"sample {number} has optional arrays for {len(sample.columns)} of {len(lengths)} sequences")
+    for columns, length in zip(sample.columns, lengths, strict=False):
+        for name, raw in columns.items():
+            check_column(name, np.frombuffer(raw, "<f4").astype(np.float32), length)
     if not lengths:
         raise ValueError(f"sample {number} has no sequence")
     for turn in sample.turns:

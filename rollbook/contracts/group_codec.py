@@ -17,7 +17,7 @@ from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId, PromptGroup
 from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.task import TaskId
-from rollbook.contracts.trajectory import EndReason, RolloutSample, TokenRow, TurnMark
+from rollbook.contracts.trajectory import COLUMNS, EndReason, RolloutSample, TokenRow, TurnMark
 
 FORMAT = 2
 RUN_FIELDS = 3
@@ -58,18 +58,21 @@ class RowFrame(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
             runs=_runs_of(row.versions, row.loss_mask),
         )
 
-    def to_contract(self) -> TokenRow:
+    def to_contract(self, columns: Mapping[str, bytes] | None = None) -> TokenRow:
         token_ids = np.frombuffer(self.token_ids, "<i4").astype(np.int32)
         runs = np.frombuffer(self.runs, "<i4").astype(np.int32).reshape(-1, RUN_FIELDS)
         lengths = runs[:, 0]
         # Checked before `np.repeat`: a damaged length could allocate all memory.
         if len(runs) == 0 or lengths.min() < 1 or int(lengths.sum(dtype=np.int64)) != len(token_ids):
             raise ValueError(f"the runs of a sequence do not cover its {len(token_ids)} tokens")
+        if columns and not columns.keys() <= set(COLUMNS):
+            raise ValueError(f"a sequence has the unknown arrays {sorted(columns.keys() - set(COLUMNS))}")
         return TokenRow(
             token_ids=token_ids,
             logprobs=np.frombuffer(self.logprobs, "<f4").astype(np.float32),
             loss_mask=np.repeat(runs[:, 2] == 1, lengths),
             versions=np.repeat(runs[:, 1], lengths),
+            **{name: np.frombuffer(raw, "<f4").astype(np.float32) for name, raw in (columns or {}).items()},
         )
 
 
@@ -84,6 +87,8 @@ class SampleFrame(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True
     metrics: dict[str, float] = {}
     turns: tuple[TurnMark, ...] = ()
     facts: dict[str, Any] = {}
+    columns: tuple[dict[str, bytes], ...] = ()
+    """The optional arrays of each sequence, as float32; empty if no sequence has one."""
     started_at: float | None = None
     ended_at: float | None = None
 
@@ -101,13 +106,17 @@ class SampleFrame(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True
             metrics={name: float(value) for name, value in sample.metrics.items()},
             turns=sample.turns,
             facts=dict(sample.facts),
+            columns=tuple({name: _raw(array, "<f4") for name, array in row.columns.items()} for row in sample.sequences)
+            if any(row.columns for row in sample.sequences)
+            else (),
             started_at=sample.started_at,
             ended_at=sample.ended_at,
         )
 
     def to_contract(self) -> RolloutSample:
+        columns = self.columns or ({},) * len(self.sequences)
         return RolloutSample(
-            sequences=tuple(row.to_contract() for row in self.sequences),
+            sequences=tuple(row.to_contract(more) for row, more in zip(self.sequences, columns, strict=True)),
             sampling=self.sampling,
             reward=self.reward,
             finish_reason=self.finish_reason,

@@ -23,6 +23,27 @@ MAX_REWARD = 1e6
 """With larger rewards, gradients overflow."""
 
 
+COLUMNS = ("weights", "advantages", "reference_logprobs")
+"""The optional arrays of a `TokenRow`."""
+
+
+def check_column(name: str, column: NDArray[Any], num_tokens: int) -> None:
+    """Raises `ValueError` for an optional array that a trainer cannot use."""
+    if name not in COLUMNS:
+        raise ValueError(f"token row: there is no array {name!r}; the optional ones are {', '.join(COLUMNS)}")
+    if column.ndim != 1 or column.dtype != np.float32 or len(column) != num_tokens:
+        raise ValueError(
+            f"token row: {name} must be a one-dimensional array of {num_tokens} float32, got {column.dtype} of shape "
+            f"{column.shape}"
+        )
+    # Written so that NaN fails, except for a logprob, where it means unknown.
+    bad = ~(np.abs(column) <= MAX_REWARD) if name != "reference_logprobs" else column < MIN_LOGPROB
+    bad |= column < 0 if name == "weights" else column > LOGPROB_SLACK if name == "reference_logprobs" else False
+    if bad.any():
+        at = int(bad.argmax())
+        raise ValueError(f"token row: {name} has {column[at]} at position {at}, which cannot be trained")
+
+
 class EndReason(StrEnum):
     """Why an episode ended."""
 
@@ -34,6 +55,9 @@ class EndReason(StrEnum):
     @property
     def is_truncated(self) -> bool:
         return self is not EndReason.DONE
+
+
+OPENAI_FINISH_REASONS = {"stop": EndReason.DONE, "tool_calls": EndReason.DONE, "length": EndReason.MAX_TOKENS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,16 +72,40 @@ class TokenRow:
     logprobs: NDArray[np.float32]
     loss_mask: NDArray[np.bool_]
     versions: NDArray[np.int32]
+    weights: NDArray[np.float32] | None = None
+    """Factor of each token's loss; None: 1."""
+    advantages: NDArray[np.float32] | None = None
+    """Advantages that the producer computed; None: the trainer computes one from the rewards of the group."""
+    reference_logprobs: NDArray[np.float32] | None = None
+    """Logprobs under the reference policy, for the KL penalty; None, or NaN: the trainer computes them."""
 
     @classmethod
-    def of(cls, *, token_ids: ArrayLike, logprobs: ArrayLike, loss_mask: ArrayLike, versions: ArrayLike) -> "TokenRow":
+    def of(
+        cls,
+        *,
+        token_ids: ArrayLike,
+        logprobs: ArrayLike,
+        loss_mask: ArrayLike,
+        versions: ArrayLike,
+        weights: ArrayLike | None = None,
+        advantages: ArrayLike | None = None,
+        reference_logprobs: ArrayLike | None = None,
+    ) -> "TokenRow":
         """Build from any sequences, converting dtypes."""
         return cls(
             token_ids=np.asarray(token_ids, dtype=np.int32),
             logprobs=np.asarray(logprobs, dtype=np.float32),
             loss_mask=np.asarray(loss_mask, dtype=np.bool_),
             versions=np.asarray(versions, dtype=np.int32),
+            weights=None if weights is None else np.asarray(weights, dtype=np.float32),
+            advantages=None if advantages is None else np.asarray(advantages, dtype=np.float32),
+            reference_logprobs=None if reference_logprobs is None else np.asarray(reference_logprobs, dtype=np.float32),
         )
+
+    @property
+    def columns(self) -> dict[str, NDArray[np.float32]]:
+        """The optional arrays that are set, by name."""
+        return {name: array for name in COLUMNS if (array := getattr(self, name)) is not None}
 
     def __post_init__(self) -> None:
         for name, dtype in (
@@ -92,6 +140,8 @@ class TokenRow:
             raise ValueError(
                 f"token row: logprob {self.logprobs[at]} at position {at} is not the logarithm of a probability"
             )
+        for name, column in self.columns.items():
+            check_column(name, column, lengths[0])
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -147,6 +197,38 @@ class RolloutSample:
     started_at: float | None = None
     """When the episode began and ended, scoring included: Unix time on the worker's machine. None: not recorded."""
     ended_at: float | None = None
+
+    @classmethod
+    def flat(
+        cls,
+        tokens: ArrayLike,
+        logprobs: ArrayLike,
+        loss_mask: ArrayLike,
+        reward: float,
+        *,
+        versions: ArrayLike | None = None,
+        finish_reason: str = "stop",
+        sampling: SamplingParams | None = None,
+        **fields: Any,
+    ) -> "RolloutSample":
+        """A sample of one sequence from parallel lists. Numbers in `loss_mask` other than 0 and 1 are weights of the token's loss.
+
+        `versions` are publication ids; None: unknown. `finish_reason` is "stop" or "length" as in OpenAI's API, or an `EndReason`.
+        Other arguments are fields of the sample.
+        """
+        marks = np.asarray(loss_mask, dtype=np.float32)
+        is_trained = marks != 0
+        row = TokenRow.of(
+            token_ids=tokens,
+            logprobs=logprobs,
+            loss_mask=is_trained,
+            versions=np.full(marks.shape, NOT_SAMPLED) if versions is None else versions,
+            weights=None if ((marks == 0) | (marks == 1)).all() else marks,
+        )
+        reason = OPENAI_FINISH_REASONS.get(finish_reason) or EndReason(finish_reason)
+        return cls(
+            sequences=(row,), sampling=sampling or SamplingParams(), reward=reward, finish_reason=reason, **fields
+        )
 
     def __post_init__(self) -> None:
         if not self.sequences:

@@ -12,6 +12,7 @@ from matplotlib.ticker import MaxNLocator
 from rollbook.dashboard.intervals import Intervals, read_intervals
 from rollbook.dashboard.run_files import MasteryPoint, read_evaluations, read_mastery, read_steps
 from rollbook.dashboard.run_metrics import EvaluationPoint, StepMetrics, moving_average, trainer_utilisation
+from rollbook.dashboard.study import CellResult, StudyResults, mean_curve
 
 INK, GRID = "#2b2b2b", "#dddddd"
 REWARD, SOLVED, LIMIT = "#3b6ea8", "#2f8f5b", "#b3382c"
@@ -59,6 +60,57 @@ def draw_comparison(path: Path, title: str, panels: Mapping[str, Mapping[str, Se
     axes[0].legend(loc="best", frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     return _save(figure, path)
+
+
+def draw_study(out: Path, name: str, measure: str, results: StudyResults) -> list[Path]:
+    """The mean curve of each cell with its interval, and the value of each cell at equal samples. Needs a finished run."""
+    cells = [cell for cell in results.cells if cell.runs]
+    if not cells:
+        return []
+    # One panel for each value of the first axis, so that the lines of a panel can be told apart.
+    panels: dict[str, list[CellResult]] = {}
+    for cell in cells:
+        labels = list(cell.runs[0].labels.values())
+        panels.setdefault(labels[0] if len(labels) > 1 else "", []).append(cell)
+    figure, axes = _canvas(f"{name}: {measure}", heights=[2.0] * len(panels), columns=2)
+    for row, (label, members) in enumerate(panels.items()):
+        for column, along in enumerate(("samples", "seconds")):
+            one = axes[2 * row + column]
+            for at, cell in enumerate(members):
+                where, means = mean_curve(cell, along)
+                colour = TIERS[at % len(TIERS)]
+                rest = ", ".join(list(cell.runs[0].labels.values())[1:]) or cell.cell
+                style = "-" if at < len(TIERS) else "--"
+                one.plot(
+                    where,
+                    [m.mean for m in means],
+                    style,
+                    color=colour,
+                    linewidth=1.8,
+                    label=rest if label else cell.cell,
+                )
+                if means[0].low is not None:
+                    one.fill_between(
+                        where,
+                        _nan([m.low for m in means]),
+                        _nan([m.high for m in means]),
+                        color=colour,
+                        alpha=0.15,
+                        linewidth=0,
+                    )
+            one.set_title(label, loc="left", fontsize=9, color=INK)
+            one.set_xlabel({"samples": "trained samples", "seconds": "seconds of training"}[along])
+        axes[2 * row].legend(loc="best", frameon=False, fontsize=8)
+    figure_of_cells, (dots,) = _canvas(f"{name}: {measure} at equal samples", heights=[0.25 * len(cells)])
+    for at, cell in enumerate(cells):
+        value = cell.at_samples
+        assert value is not None
+        if value.low is not None and value.high is not None:
+            dots.plot([value.low, value.high], [at, at], color=REWARD, linewidth=2)
+        dots.plot([value.mean], [at], "o", color=REWARD)
+    dots.set_yticks(range(len(cells)), [cell.cell for cell in cells])
+    dots.set_ylim(len(cells) - 0.5, -0.5)
+    return [_save(figure, out / "curves.svg"), _save(figure_of_cells, out / "cells.svg")]
 
 
 def _reward_and_solved(steps: Sequence[StepMetrics], evaluations: Sequence[EvaluationPoint]) -> Figure:
@@ -199,13 +251,13 @@ def _draw_lanes(axes: Axes, spans: dict[str, Intervals], begin: float, end: floa
     axes.grid(visible=False, axis="y")
 
 
-def _canvas(title: str, *, heights: Sequence[float]) -> tuple[Figure, list[Axes]]:
-    """A figure without pyplot: no global state, usable from any thread."""
+def _canvas(title: str, *, heights: Sequence[float], columns: int = 1) -> tuple[Figure, list[Axes]]:
+    """A figure without pyplot: no global state, usable from any thread. The axes are in reading order."""
     figure = Figure(figsize=(10.0, 2.2 + 1.4 * sum(heights)), dpi=130, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=12, color=INK, fontweight="bold")
-    rows = figure.subplots(len(heights), 1, squeeze=False, gridspec_kw={"height_ratios": list(heights)})
-    axes = [row[0] for row in rows]
+    rows = figure.subplots(len(heights), columns, squeeze=False, gridspec_kw={"height_ratios": list(heights)})
+    axes = list(rows.flat)
     for one in axes:
         one.grid(visible=True, color=GRID, linewidth=0.8)
         one.set_axisbelow(True)

@@ -22,6 +22,9 @@ class StepMetrics:
     """Seconds the trainer waited for this batch."""
     train_s: float = 0.0
     """Seconds it trained on it."""
+    step_s: float | None = None
+    """Seconds of the whole step, waiting and acknowledging included."""
+    samples: float = 0.0
     tokens: float = 0.0
     response_tokens: float | None = None
     """Trained tokens per sample."""
@@ -32,6 +35,10 @@ class StepMetrics:
     """Divergence from the initial policy; measured only if the run uses it."""
     step_kl: float | None = None
     """Divergence from the policy at the start of the step."""
+    ratio: float | None = None
+    """Mean of current / old over the trained tokens."""
+    ess: float | None = None
+    """Effective sample size of the weights old / sampled, as a share of the tokens. Low: the batch is far off-policy."""
     unscorable: float | None = None
     """Share of the episodes since the previous step that have no reward."""
     filtered: float | None = None

@@ -83,6 +83,10 @@ def _group_rows(entry: BatchEntry, group: PromptGroup, step: int, restored_step:
 def _row(tokens: TokenRow, **fields: Any) -> TrlRow:
     if not tokens.has_logprobs:
         raise RunError("TRL needs the sampling logprob of every trained token; this group was submitted without them")
+    if tokens.columns:
+        raise RunError(
+            f"TRL has one advantage for a sequence; this group was submitted with {', '.join(tokens.columns)} of each token"
+        )
     return TrlRow(
         input_ids=tokens.token_ids.astype(np.int64),
         completion_mask=tokens.loss_mask.astype(np.int64),

@@ -1,8 +1,8 @@
 """Feeds a run with groups that Atropos environments post, by acting as their trainer.
 
 The Atropos server is the ledger of this run or an external one. A batch is fetched when the queue has capacity. Its groups are
-submitted under ids derived from their position, so a batch that is fetched again after a crash is stored once. Versions are
-unknown, so lag is not checked; where environments send no logprobs, set `trainer.missing_logprobs = "recompute"`.
+submitted under ids derived from their position, so a batch that is fetched again after a crash is stored once. Lag is checked for
+groups with a `policy_version`; where environments send no logprobs, set `trainer.missing_logprobs = "recompute"`.
 """
 
 import asyncio
@@ -28,6 +28,8 @@ REQUEST_S = 120.0
 """One deadline for all tries of a request."""
 MAX_BATCH_GROUPS = 1 << 16
 """A draw's number encodes the number of the batch and the position in it."""
+FIRST_BATCH = 2
+"""A registration with `starting_step = 0` continues with the next batch; a resumed feed needs the last one again."""
 PAGE = 500
 TASK = "atropos"
 
@@ -64,9 +66,8 @@ class AtroposFeed:
         Ends:   when the run is over.
         """
         async with aiohttp.ClientSession() as session:
-            number = await self._last_submitted()
-            await self._register(session, starting_step=max(0, number - 1))
-            number = max(1, number)
+            number = max(FIRST_BATCH, await self._last_submitted())
+            await self._register(session, starting_step=number - 1)
             while await self._has_capacity():
                 groups = await self._fetch(session)
                 if groups is None:

@@ -268,10 +268,15 @@ class TrainStep:
 
     @torch.no_grad()
     def _reference_logprobs(self, micro: Microbatch) -> Tensor:
-        """Log-probabilities under the initial policy: a frozen copy, or the model with its adapters disabled."""
+        """Log-probabilities under the reference policy: those that the producer sent, else of the initial policy (a frozen copy, or
+        the model with its adapters disabled)."""
+        given = None if micro.reference_logprobs_N is None else self.model.tensor(micro.reference_logprobs_N)
+        if given is not None and not bool(torch.isnan(given).any()):
+            return given
         model = self._reference or self.model
         with self.model.adapters_off() if self._reference is None else nullcontext():
-            return model.token_logprobs(micro)[0]
+            computed = model.token_logprobs(micro)[0]
+        return computed if given is None else torch.where(torch.isnan(given), computed, given)
 
     def _loss_inputs(self, micro: Microbatch, current: Tensor, starting: Tensor) -> tuple[LossInputs, Tensor]:
         tensor = self.model.tensor

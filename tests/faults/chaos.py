@@ -3,7 +3,8 @@
 The run has every kind of process: ledger, policy server, environment server with simulators and command lines, trainer, dispatcher,
 worker, reward process. A seed decides the faults (`Kind`), their moments and victims: kills, single, several at once, or again
 while the replacement starts; processes stopped for longer than every lease; kills while the run starts or drains; a full disk; a
-clock that jumps. Then the run is drained, resumed, finished, audited and replayed. The last line of the output is JSON.
+clock that jumps. Then the run is drained, resumed, finished, audited and replayed. With `--jobs` several runs share the kills. The
+last line of the output is JSON.
 """
 
 import argparse
@@ -17,14 +18,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from rollbook.run.record import open_run
-from tests.faults.chaos_report import RESULTS, Fault, Kind, Report
+from tests.faults.chaos_report import RESULTS, Fault, Kind, Report, merge
 from tests.parts.run.machine import Machine
 from tests.parts.run.small import CONFIG, REPOSITORY, SmallRun, rollbook
 
@@ -321,22 +324,41 @@ def _rows_after(path: Path, size: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
 
 
+def write_line(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def run_one(seed: int, kills: int, env: str, kinds: Sequence[Kind]) -> Report:
+    with tempfile.TemporaryDirectory(prefix="rollbook-chaos-") as directory:
+        log = partial(_write_line_of, seed)
+        return Chaos(Path(directory), seed=seed, kills=kills, env=env, kinds=kinds, log=log).run_all()
+
+
+def run_several(seed: int, kills: int, env: str, kinds: Sequence[Kind], *, jobs: int) -> Report:
+    """Runs with the seeds `seed`, `seed + 1`, … at the same time, each with its part of the kills."""
+    shares = [kills // jobs + (index < kills % jobs) for index in range(jobs)]
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        found = [pool.submit(run_one, seed + index, share, env, kinds) for index, share in enumerate(shares)]
+        return merge([one.result() for one in found])
+
+
+def _write_line_of(seed: int, text: str) -> None:
+    write_line(f"seed {seed}: {text}")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="chaos", description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--env", choices=sorted(ENVIRONMENTS), default="aws")
     parser.add_argument("--kinds", nargs="+", type=Kind, default=list(Kind), help="only these kinds of faults")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="runs at the same time, which share the kills (two cores each)"
+    )
     parser.add_argument("--write", action="store_true", help="record the result for docs/failures.md (then: make docs)")
     args = parser.parse_args(argv)
-
-    def write_line(text: str) -> None:
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
-
-    with tempfile.TemporaryDirectory(prefix="rollbook-chaos-") as directory:
-        chaos = Chaos(Path(directory), seed=args.seed, kills=args.kills, env=args.env, kinds=args.kinds, log=write_line)
-        report = chaos.run_all()
+    report = run_several(args.seed, args.kills, args.env, args.kinds, jobs=args.jobs)
     write_line(report.table())
     row = report.row()
     if args.write:

@@ -8,6 +8,7 @@ import os
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -40,6 +41,7 @@ class Fault:
 class Report:
     seed: int
     env: str
+    runs: int = 1
     faults: list[Fault] = field(default_factory=list)
     steps: int = 0
     trained: int = 0
@@ -74,6 +76,7 @@ class Report:
             "load": round(os.getloadavg()[2], 1),
             "seed": self.seed,
             "env": self.env,
+            "runs": self.runs,
             "kills": self.kills,
             "faults": len(self.faults),
             "seconds": round(self.seconds),
@@ -105,6 +108,24 @@ class Report:
         return "\n".join(lines)
 
 
+def merge(reports: Sequence[Report]) -> Report:
+    """One report of several runs at the same time."""
+    return Report(
+        seed=reports[0].seed,
+        env=reports[0].env,
+        runs=len(reports),
+        faults=[fault for report in reports for fault in report.faults],
+        steps=sum(report.steps for report in reports),
+        trained=sum(report.trained for report in reports),
+        duplicates=sum(report.duplicates for report in reports),
+        losses=sum(report.losses for report in reports),
+        dropped=dict(sum((Counter(report.dropped) for report in reports), Counter[str]())),
+        violations=[f"seed {report.seed}: {text}" for report in reports for text in report.violations],
+        is_replayed=all(report.is_replayed for report in reports),
+        seconds=max(report.seconds for report in reports),
+    )
+
+
 def section() -> str:
     """The section of docs/failures.md with the last recorded chaos run; empty if there is none."""
     if not RESULTS.exists():
@@ -118,9 +139,10 @@ def section() -> str:
             "From `make chaos`: the time from a fault until the process is ready again. Simulators, command lines and reward",
             "processes count when their replacement has started; faults of the whole run, when the next step is trained.",
             "",
-            f"{row['kills']} kills in {row['faults']} faults on {row['cores']} cores with a load average of {row['load']} (seed",
-            f"{row['seed']}, {row['date']}): {row['losses']} lost, {row['duplicates']} trained twice, audit",
-            f"{'; '.join(row['violations']) or 'ok'}, replay {'gives the same bits' if row['replayed'] else 'DIFFERS'}.",
+            f"{row['kills']} kills in {row['faults']} faults; {row['runs']} runs at the same time on {row['cores']} cores,",
+            f"load average {row['load']} (seed {row['seed']}, {row['date']}). {row['losses']} lost, {row['duplicates']} trained",
+            f"twice, audit {'; '.join(row['violations']) or 'ok'}, replay",
+            f"{'gives the same bits' if row['replayed'] else 'DIFFERS'}.",
             f"{row['trained_groups']} groups were trained in {row['steps']} steps.",
             "",
             *_rows("fault", row["heal_s_by_kind"]),

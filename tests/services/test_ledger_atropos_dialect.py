@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import json
+import re
 import zlib
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from rollbook.access.guard import AllowedClients
+from rollbook.ledger.atropos.config import AtroposConfig
 from tests.parts.ledger.atropos import Client, dialect, registration, scored
 
 KEYS = [
@@ -299,12 +301,13 @@ async def test_other_runs_are_served_under_a_prefix(client: Client) -> None:
 
 async def test_cors_headers_are_sent_to_allowed_origins_only(tmp_path: Path) -> None:
     async with dialect(tmp_path, allowed=AllowedClients.of([], ["http://x"])) as client:
-        for origin, status, allowed in (("http://x", 200, "*"), ("http://y", 403, None)):
+        for origin, status, allowed in (("http://x", 200, "http://x"), ("http://y", 403, None)):
             request = {"Origin": origin, "Access-Control-Request-Method": "POST"}
             async with client.session.options(f"{client.url}/register", headers=request) as answer:
                 assert (answer.status, answer.headers.get("Access-Control-Allow-Origin")) == (status, allowed)
             async with client.session.get(f"{client.url}/info", headers={"Origin": origin}) as answer:
                 assert (answer.status, answer.headers.get("Access-Control-Allow-Origin")) == (status, allowed)
+                assert answer.headers.get("Access-Control-Allow-Credentials") == ("true" if allowed else None)
 
 
 @pytest.mark.parametrize(
@@ -331,4 +334,136 @@ async def test_requests_that_change_data_by_get_work_for_clients_and_are_refused
 async def test_the_api_describes_itself(client: Client) -> None:
     described = await client.get("/atropos/atropos/openapi.json")
     assert set(described["paths"]) >= {"/batch", "/scored_data", "/status-env"}
-    assert "AtroposLib API" in await client.get("/docs")
+    assert [p["name"] for p in described["paths"]["/status-env"]["get"]["parameters"]] == ["env_id"]
+
+
+@pytest.mark.parametrize("prefix", ["", "/atropos/atropos"])
+@pytest.mark.parametrize(("page", "script"), [("/docs", b"SwaggerUIBundle"), ("/redoc", b"Redoc")])
+async def test_the_documentation_pages_load_their_files_from_this_server(
+    client: Client, prefix: str, page: str, script: bytes
+) -> None:
+    async with client.session.get(f"{client.url}{prefix}{page}") as answer:
+        text, policy = await answer.text(), answer.headers["Content-Security-Policy"]
+    assert policy.startswith("default-src 'self'")
+    files = re.findall(r"(?:src|href)=(docs/static/[^ >]+)", text)
+    assert files
+    contents = []
+    for file in files:
+        async with client.session.get(f"{client.url}{prefix}/{file}") as answer:
+            assert answer.status == 200
+            contents.append(await answer.read())
+    assert any(script in content for content in contents)
+    assert (await client.status_of("GET", f"{prefix}/docs/static/..%2F__init__.py"))[0] == 404
+
+
+async def test_an_environment_registers_with_the_published_fields_only(client: Client) -> None:
+    await client.start(2)
+    request = {"max_token_length": 8, "desired_name": "e", "weight": 1.0}
+    assert (await client.post("/register-env", request))["env_id"] == 0
+    assert await client.post("/scored_data", scored(1, 1, env_id=0)) == {"status": "received"}
+    assert (await client.get("/status-env?env_id=0"))["self_queue_size"] == 1
+    assert await client.get("/status-env?env_id=0") == await client.get("/status-env", {"env_id": 0})
+    status, answer = await client.status_of("GET", "/status-env?env_id=x")
+    assert (status, answer["detail"][0]["loc"]) == (422, ["body", "env_id"])
+
+
+async def test_registering_again_keeps_the_groups_and_says_so(client: Client) -> None:
+    await client.start(2)
+    for name in range(3):
+        await client.post("/scored_data", scored(name))
+    assert await client.batch() == ["0"]
+    answer = await client.post("/register", registration(2))
+    assert "2 queued groups are kept" in answer["message"]
+    assert "/reset_data" in answer["message"]
+    assert (await client.get("/status"))["current_step"] == 1
+    assert await client.batch() == ["1"]
+
+
+async def test_a_trainer_that_registers_with_step_0_continues_after_any_number_of_batches(tmp_path: Path) -> None:
+    async with dialect(tmp_path, config=AtroposConfig(keep_batches=2)) as client:
+        await client.start(2)
+        for name in range(6):
+            await client.post("/scored_data", scored(name))
+        assert [await client.batch() for _ in range(5)] == [["0"], ["1"], ["2"], ["3"], ["4"]]
+        await client.register(2)
+        assert await client.batch() == ["5"]
+        assert (await client.get("/status"))["current_step"] == 6
+        await client.audited()
+
+
+async def test_another_batch_size_gives_batches_of_that_size(client: Client) -> None:
+    await client.start(2)
+    for name in range(6):
+        await client.post("/scored_data", scored(name))
+    assert await client.batch() == ["0"]
+    await client.register(4)
+    assert await client.batch() == ["1", "2"]
+    status, answer = await client.status_of("POST", "/register", json=registration(2, starting_step=1))
+    assert status == 409
+    assert "batch 2 was served with 4 sequences" in answer["detail"]
+    await client.register(4, starting_step=1)
+    assert await client.batch() == ["1", "2"]
+    await client.audited()
+
+
+async def test_an_undelivered_batch_of_another_size_is_queued_again(client: Client) -> None:
+    await client.start(4)
+    env = await client.env("e", group_size=2)
+    for name in range(5):
+        await client.post("/scored_data", scored(name, env_id=env, images=["x" * 900_000]))
+    host, port = client.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+    writer.write(b"GET /batch HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+    await reader.read(100)
+    writer.transport.abort()  # the trainer disconnects before it has the whole batch
+    await client.register(6)
+    assert await client.batch() == ["0", "1", "2"]
+    assert (await client.get("/status"))["queue_size"] == 2
+    report = await client.audited()
+    assert report == {"trained": 2, "batched": 3, "queued": 2}
+
+
+async def test_batches_respect_the_weights_of_environments(client: Client) -> None:
+    await client.start(8)
+    heavy, light = await client.env("heavy", weight=3), await client.env("light", weight=1)
+    for _ in range(80):
+        await client.post("/scored_data", scored(1, env_id=heavy))
+        await client.post("/scored_data", scored(2, env_id=light))
+    names = [name for _ in range(20) for name in await client.batch() or ()]
+    assert len(names) == 80
+    assert 58 <= names.count("1") <= 62
+
+
+async def test_a_small_weight_gets_its_share_over_many_batches(client: Client) -> None:
+    await client.start(2)
+    heavy, light = await client.env("heavy", weight=9), await client.env("light", weight=1)
+    for _ in range(100):
+        await client.post("/scored_data_list", [scored(1, env_id=heavy), scored(2, env_id=light)])
+    names = [name for _ in range(100) for name in await client.batch() or ()]
+    assert 3 <= names.count("2") <= 20
+
+
+async def test_a_minimum_comes_before_weights(client: Client) -> None:
+    await client.start(8)
+    heavy, light = await client.env("heavy", weight=9), await client.env("light", weight=1, minimum=0.5)
+    for _ in range(8):
+        await client.post("/scored_data_list", [scored(1, env_id=heavy), scored(2, env_id=light)])
+    assert sorted(await client.batch() or ()) == ["1", "1", "2", "2"]
+
+
+async def test_requests_are_counted_in_the_metrics(client: Client) -> None:
+    await client.start(2)
+    await client.get("/atropos/atropos/info")
+    await client.status_of("GET", "/nothing")
+    text = await client.get("/metrics")
+    assert 'rollbook_ledger_requests_total{route="atropos:/batch",status="200"} 1' in text
+    assert 'rollbook_ledger_requests_total{route="atropos:/info",status="200"} 1' in text
+    assert 'rollbook_ledger_requests_total{route="atropos:unknown",status="404"} 1' in text
+
+
+async def test_a_policy_version_is_served_where_it_was_posted(client: Client) -> None:
+    await client.start(4)
+    await client.post("/scored_data", scored(1, policy_version=3))
+    await client.post("/scored_data", scored("2", policy_version=["3", 4]))
+    first, second = (await client.get("/batch"))["batch"]
+    assert (first["policy_version"], second["policy_version"]) == (3, [3, 4])

@@ -3,16 +3,49 @@
 A batch has an exact number of sequences and groups are never split. Atropos collects groups of one size into packs as large as the
 largest group and takes packs in the order in which they are complete; with minimum allocations it does so for each environment.
 Whenever that gives a batch, ours is the same. If it gives none although the sizes add up (3, 5 and 7 never make packs), the oldest
-groups that fill the batch exactly are taken, those of environments with a minimum first.
+groups that fill the batch exactly are taken, those of environments with a minimum first. If environments have different weights,
+the queue is put in an order that respects them; the original documents this and does not do it.
 """
 
+import heapq
+import random
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 
 from rollbook.ledger.atropos.records import QueuedGroup
 
+LEAST_WEIGHT = 1e-6
+"""An environment of weight 0 fills places that no other environment can fill."""
 MOST_SUBSET_BITS = 1 << 28
 """Bounds the memory of an exact fill: number of groups times number of sequences."""
+
+
+def in_order(queue: Sequence[QueuedGroup], weights: Mapping[int, float], *, seed: int) -> list[QueuedGroup]:
+    """The queue in the order in which a batch takes groups.
+
+    If all environments have the same weight: the order of arrival, as in the original. Otherwise environments alternate so that
+    each has its share of the sequences: the next group is that of the environment with the least served sequences per weight. The
+    start is random, so over many batches also an environment gets its share that is too small for one group per batch.
+    """
+    present = {group.env_id: max(weights.get(group.env_id, 1.0), LEAST_WEIGHT) for group in queue}
+    arrived = sorted(queue, key=lambda group: group.place)
+    if len(set(present.values())) <= 1:
+        return arrived
+    rng = random.Random(seed)
+    by_env: dict[int, deque[QueuedGroup]] = {env_id: deque() for env_id in sorted(present)}
+    for group in arrived:
+        by_env[group.env_id].append(group)
+    # The time at which an environment has received its share for its next group.
+    due = [(rng.random() * groups[0].size / present[env_id], env_id) for env_id, groups in by_env.items()]
+    heapq.heapify(due)
+    ordered = []
+    while due:
+        time, env_id = heapq.heappop(due)
+        ordered.append(by_env[env_id].popleft())
+        if by_env[env_id]:
+            heapq.heappush(due, (time + by_env[env_id][0].size / present[env_id], env_id))
+    return ordered
 
 
 def form_batch(

@@ -10,7 +10,7 @@ from isal import isal_zlib
 
 from rollbook.contracts.errors import RunError, TransientError
 from rollbook.ledger.atropos.models import InvalidBodyError, invalid_body
-from rollbook.ledger.atropos.rules import GoneStepError, UnknownEnvError
+from rollbook.ledger.atropos.rules import UnknownEnvError
 from rollbook.ledger.http.bodies import BodyReader, BodyTooLargeError, IncompleteBodyError, SlowBodyError
 from rollbook.ledger.store import StoreFaultError
 
@@ -37,7 +37,6 @@ STATUSES: tuple[tuple[type[Exception], HTTPStatus], ...] = (
     (BodyTooLargeError, HTTPStatus.REQUEST_ENTITY_TOO_LARGE),
     (SlowBodyError, HTTPStatus.SERVICE_UNAVAILABLE),
     (UnknownEnvError, HTTPStatus.NOT_FOUND),
-    (GoneStepError, HTTPStatus.CONFLICT),
     (StoreFaultError, HTTPStatus.INSUFFICIENT_STORAGE),
     (TransientError, HTTPStatus.SERVICE_UNAVAILABLE),
     (RunError, HTTPStatus.CONFLICT),

@@ -24,7 +24,7 @@ class RegisterEnv(BaseModel):
     max_token_length: int
     desired_name: str
     weight: float
-    group_size: int
+    group_size: int = 1
     min_batch_allocation: float | None = None
 
 
@@ -49,6 +49,9 @@ class ScoredData(BaseModel):
     env_id: int | None = None
     distill_token_ids: list[list[list[int]]] | None = None
     distill_logprobs: list[list[list[float]]] | None = None
+    policy_version: int | list[int] | None = None
+    """Not in the original: the publication that sampled the group or each sequence, as the policy server reports it in
+    `weight_versions`. With it, a rollbook trainer can judge the lag."""
 
     @field_validator("messages", mode="before")
     @classmethod
@@ -62,8 +65,8 @@ class ScoredData(BaseModel):
         return messages
 
 
-FIELDS = tuple(ScoredData.model_fields)
-"""The keys of a group in a batch."""
+FIELDS = tuple(name for name in ScoredData.model_fields if name != "policy_version")
+"""The keys of a group in a batch. `policy_version` is only in a group that was posted with it."""
 
 EMPTY_EXAMPLE: dict[str, list[Any]] = {
     name: []

@@ -1,6 +1,5 @@
-"""The Atropos API as a table, from which its routes, its OpenAPI document and its documentation page are derived."""
+"""The Atropos API as a table, from which its routes, its OpenAPI document and its documentation pages are derived."""
 
-import html
 import json
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +53,13 @@ def _operation(verb: Verb) -> dict[str, Any]:
         schema: dict[str, Any] = {"$ref": REFERENCE.format(model=verb.body.__name__)}
         if verb.is_list:
             schema = {"type": "array", "items": schema}
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        if verb.method == "GET":  # browsers and Swagger UI send no body with a GET
+            operation["parameters"] = [
+                {"name": name, "in": "query", "required": True, "schema": field}
+                for name, field in verb.body.model_json_schema()["properties"].items()
+            ]
+        else:
+            operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
         operation["responses"]["422"] = {"description": "The body is invalid; `detail` says where and why"}
     return operation
 
@@ -70,17 +75,4 @@ def _document() -> dict[str, Any]:
     }
 
 
-def _page() -> str:
-    rows = "".join(
-        f"<tr><td>{verb.method}</td><td><code>{html.escape(verb.path)}</code></td><td>{html.escape(verb.summary)}</td></tr>"
-        for verb in VERBS
-    )
-    return (
-        "<!doctype html><html lang=en><meta charset=utf-8><title>AtroposLib API</title>"
-        "<style>body{font:16px system-ui;margin:2rem}td{padding:.2rem 1rem .2rem 0}</style>"
-        f"<h1>AtroposLib API</h1><table>{rows}</table><p>Schemas: <a href=openapi.json>openapi.json</a></p></html>"
-    )
-
-
 OPENAPI = json.dumps(_document()).encode()
-DOCS_PAGE = _page().encode()

@@ -19,6 +19,7 @@ from rollbook.ledger.atropos.tables import AtroposTables
 from rollbook.ledger.records import GroupRecord, Origin
 from rollbook.ledger.rules.groups import QUEUE_FULL_RETRY_S, QueueFullError
 from rollbook.ledger.rules.run_transaction import RunTransaction
+from rollbook.ledger.store import StoreFaultError
 
 UNKNOWN_PUBLICATION = -1
 
@@ -90,6 +91,13 @@ class Stored:
 
 
 Outcome = Stored | Exception
+
+
+class _Summary(msgspec.Struct):
+    """The fields of a stored payload that the queue needs."""
+
+    tokens: list[msgspec.Raw]
+    env_id: int | None = None
 
 
 class _PostBatch:
@@ -284,6 +292,32 @@ def _store(batch: _PostBatch, group: PostedGroup) -> dict[str, Any]:
         return {"status": "buffered", "buffer_size": _release_buffered(batch, env)}
     batch.latest = queued
     return {"status": "received"}
+
+
+def queue_again(run_tx: RunTransaction, group: GroupRecord) -> GroupId:
+    """Store a copy of a group under a new id, ahead of all groups that arrived later. Its batch was decided and not delivered."""
+    payload = run_tx.tx.payloads.get(run_tx.run_id, group.group_id)
+    if payload is None:
+        raise StoreFaultError(f"run {run_tx.run_id}: the payload of group {group.group_id} is missing")
+    posted = msgspec.json.decode(payload, type=_Summary)
+    tables = AtroposTables(run_tx.tx)
+    env = None if posted.env_id is None else tables.env(run_tx.run_id, posted.env_id)
+    copied = ("publications", "outcome", "payload_digest", "payload_bytes", "has_payload", "arrival")
+    again = _opened(run_tx, env, GroupState.QUEUED, **{name: getattr(group, name) for name in copied})
+    run_tx.tx.payloads.put(run_tx.run_id, again.group_id, payload, group.payload_digest)
+    run_tx.open(again, note=f"queued again, was {group.group_id}", by="register")
+    tables.put_queued(
+        [
+            QueuedGroup(
+                run_id=run_tx.run_id,
+                group_id=again.group_id,
+                place=again.arrival or 0,
+                env_id=NO_ENV if posted.env_id is None else posted.env_id,
+                size=len(posted.tokens),
+            )
+        ]
+    )
+    return again.group_id
 
 
 def _opened(run_tx: RunTransaction, env: EnvRecord | None, state: GroupState, **fields: Any) -> GroupRecord:

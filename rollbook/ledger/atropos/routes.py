@@ -4,10 +4,11 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import aiohttp
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 from isal import isal_zlib
 from pydantic import BaseModel, ValidationError
 
@@ -26,6 +27,7 @@ from rollbook.ledger.atropos.bodies import (
     read_body,
 )
 from rollbook.ledger.atropos.config import AtroposConfig
+from rollbook.ledger.atropos.docs_pages import REDOC_PAGE, SWAGGER_PAGE, page_response, read_docs_file
 from rollbook.ledger.atropos.models import (
     EMPTY_EXAMPLE,
     EnvIdentifier,
@@ -34,7 +36,7 @@ from rollbook.ledger.atropos.models import (
     check_storable,
     invalid_body,
 )
-from rollbook.ledger.atropos.openapi import DOCS_PAGE, OPENAPI, VERBS
+from rollbook.ledger.atropos.openapi import OPENAPI, VERBS
 from rollbook.ledger.atropos.posts import Incoming, Post
 from rollbook.ledger.atropos.rules import NoTrainerError, UnknownEnvError
 from rollbook.ledger.atropos.scored_data import PostedGroup, invalid_fields, read_group, read_groups, read_json
@@ -62,7 +64,7 @@ def atropos_dialect(config: AtroposConfig, *, trainable: TrainingLimits | None =
         aiohttp.set_zlib_backend(isal_zlib)  # decompresses gzip at a third of the cost
         routes = _Routes(config, service, trainable or TrainingLimits())
         service.app.cleanup_ctx.append(routes.opened)
-        service.app.middlewares.append(_atropos_errors)
+        service.app.middlewares.append(_atropos_errors(service))
         service.app[REFUSE] = _refuse
         for prefix in ("", PREFIX):
             for method, path, handler in routes.table():
@@ -84,7 +86,13 @@ class _Routes:
     def table(self) -> list[tuple[str, str, Handler]]:
         """Method, path and handler. A handler has the name of its path."""
         declared = [(verb.method, verb.path, getattr(self, verb.name)) for verb in VERBS]
-        return [*declared, ("GET", "/openapi.json", self.openapi), ("GET", "/docs", self.docs)]
+        return [
+            *declared,
+            ("GET", "/openapi.json", self.openapi),
+            ("GET", "/docs", self.docs),
+            ("GET", "/redoc", self.redoc),
+            ("GET", "/docs/static/{file}", self.docs_file),
+        ]
 
     async def opened(self, _: web.Application) -> AsyncIterator[None]:
         """Opens the run at the root, and closes all runs at the end."""
@@ -98,7 +106,7 @@ class _Routes:
     async def register(self, request: web.Request) -> web.Response:
         message = await self._message(request, Registration)
         run = await self._open_run(self._run_id(request))
-        return json_response(request, {"uuid": await run.register(message)})
+        return json_response(request, await run.register(message))
 
     async def register_env(self, request: web.Request) -> web.Response:
         message = await self._message(request, RegisterEnv)
@@ -165,7 +173,10 @@ class _Routes:
         return json_response(request, await (await self._run(request)).status())
 
     async def status_env(self, request: web.Request) -> web.Response:
-        message = await self._message(request, EnvIdentifier)
+        if "env_id" in request.query:
+            message = self._parse({"env_id": request.query["env_id"]}, EnvIdentifier)
+        else:
+            message = await self._message(request, EnvIdentifier)
         return json_response(request, await (await self._run(request)).status_env(message.env_id))
 
     async def reset_data(self, request: web.Request) -> web.Response:
@@ -177,7 +188,14 @@ class _Routes:
         return bytes_response(request, OPENAPI)
 
     async def docs(self, request: web.Request) -> web.Response:
-        return bytes_response(request, DOCS_PAGE, content_type="text/html")
+        return page_response(request, SWAGGER_PAGE)
+
+    async def redoc(self, request: web.Request) -> web.Response:
+        return page_response(request, REDOC_PAGE)
+
+    async def docs_file(self, request: web.Request) -> web.Response:
+        content_type, content = await asyncio.to_thread(read_docs_file, request.match_info["file"])
+        return bytes_response(request, content, content_type=content_type)
 
     def _run_id(self, request: web.Request) -> RunId:
         run_id = RunId(request.match_info.get("run", self._config.run))
@@ -219,7 +237,9 @@ class _Routes:
         return await read_body(request, self._service.bodies, timeout_s=self._config.body_s)
 
     async def _message(self, request: web.Request, expected: type[M]) -> M:
-        found = read_json(await self._body(request))
+        return self._parse(read_json(await self._body(request)), expected)
+
+    def _parse(self, found: Any, expected: type[M]) -> M:
         try:
             message = expected.model_validate(found, from_attributes=True)
         except ValidationError as error:
@@ -254,19 +274,29 @@ def _refuse(request: web.Request, problem: Problem, message: str) -> web.StreamR
     return json_response(request, {"detail": message}, status=problem.status)
 
 
-@web.middleware
-async def _atropos_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Errors in the form of the original, and its CORS headers. Only requests of allowed origins pass the guard."""
-    if request.path.startswith(NATIVE_PATHS):
-        return await handler(request)
-    if request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers:
-        response: web.StreamResponse = web.Response(text="OK", headers=_preflight_headers(request))
-    else:
-        response = await _handle(request, handler)
-    if not response.prepared and "Origin" in request.headers:
-        response.headers["Access-Control-Allow-Origin"] = "*"
-        response.headers["Access-Control-Allow-Credentials"] = "true"
-    return response
+def _atropos_errors(service: LedgerService) -> Middleware:
+    """Errors in the form of the original, its CORS headers, and metrics. Only requests of allowed origins pass the guard."""
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path.startswith(NATIVE_PATHS):
+            return await handler(request)
+        started = service.clock.now()
+        if request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers:
+            response: web.StreamResponse = web.Response(text="OK", headers=_preflight_headers(request))
+        else:
+            response = await _handle(request, handler)
+        if not response.prepared and "Origin" in request.headers:
+            # Browsers refuse "*" for a request with credentials, so the original names the origin. So do we.
+            response.headers["Access-Control-Allow-Origin"] = request.headers["Origin"]
+            response.headers["Access-Control-Allow-Credentials"] = "true"
+            response.headers.add("Vary", "Origin")
+        resource = request.match_info.route.resource
+        route = "unknown" if resource is None else resource.canonical.removeprefix(PREFIX)
+        service.requests.add(f"atropos:{route}", response.status, service.clock.now() - started)
+        return response
+
+    return check
 
 
 async def _handle(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -288,5 +318,4 @@ def _preflight_headers(request: web.Request) -> dict[str, str]:
         "Access-Control-Allow-Methods": "DELETE, GET, HEAD, OPTIONS, PATCH, POST, PUT",
         "Access-Control-Allow-Headers": request.headers.get("Access-Control-Request-Headers", "*"),
         "Access-Control-Max-Age": "600",
-        "Vary": "Origin",
     }

@@ -1,7 +1,7 @@
 """The transactions of the dialect, for its trainer and its environments. PROTOCOL rules 16 and 17."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,9 +9,9 @@ from rollbook.contracts.admission import RunId, RunSettings
 from rollbook.contracts.batch import BatchManifest
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.freshness import BatchPolicy, FreshnessRule
-from rollbook.contracts.group import DropKind, DropReason, GroupState
+from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupState
 from rollbook.contracts.group_checks import TrainingLimits
-from rollbook.ledger.atropos.batch_forming import form_batch
+from rollbook.ledger.atropos.batch_forming import form_batch, in_order
 from rollbook.ledger.atropos.models import RegisterEnv, Registration
 from rollbook.ledger.atropos.records import AtroposRecord, EnvRecord
 from rollbook.ledger.atropos.tables import AtroposTables
@@ -32,10 +32,6 @@ SETTINGS = RunSettings(
     counts_sequences=True,
 )
 """The gate dispatches nothing and versions are unknown, so only the last two settings matter."""
-
-
-class GoneStepError(RunError):
-    """A trainer requests a step whose groups are no longer stored."""
 
 
 class NoTrainerError(RunError):
@@ -69,41 +65,6 @@ def registration_of(record: AtroposRecord) -> Registration | None:
 # ---------------------------------------------------------------------- trainer
 
 
-def register(run_tx: RunTransaction, registration: Registration) -> None:
-    """Register a trainer. It gets the batches after `starting_step`, including ones that were served before."""
-    tables = AtroposTables(run_tx.tx)
-    record = tables.record(run_tx.run_id)
-    _acknowledge_served(run_tx, record)
-    restored, shift = _resume_position(run_tx, record, registration.starting_step)
-    trainer.take_role(run_tx, restored_step=restored)
-    tables.put_record(
-        record.changed(
-            registration=registration.model_dump_json(),
-            handed_step=restored,
-            served_step=restored,
-            shift=shift,
-            server=None,
-        )
-    )
-    _drop_oversized(run_tx, registration.batch_size)
-
-
-def _resume_position(run_tx: RunTransaction, record: AtroposRecord, starting_step: int) -> tuple[int, int]:
-    """The ledger's step to resume from, and the shift to the trainer's step."""
-    run = run_tx.run
-    wanted = starting_step - record.shift
-    if record.registration is None or not record.first_step <= wanted <= run.last_decided:
-        return run.last_acknowledged, starting_step - run.last_acknowledged
-    if wanted < run.payload_floor:
-        raise GoneStepError(
-            f"run {run.run_id}: batch {starting_step + 1} was served and its groups are no longer stored (the oldest is "
-            f"{run.payload_floor + record.shift + 1}); register with a later starting_step, or call /reset_data to start over"
-        )
-    while run_tx.run.last_acknowledged < wanted:  # it was sent, and the trainer reports that it has it
-        _acknowledge(run_tx, run_tx.run.last_acknowledged + 1)
-    return wanted, record.shift
-
-
 def take_batch(run_tx: RunTransaction, *, server: str, env_silence_s: float, keep: int) -> Handed | None:
     """The batch to send now: the last one again unless its body was sent completely, else the next one.
 
@@ -116,7 +77,7 @@ def take_batch(run_tx: RunTransaction, *, server: str, env_silence_s: float, kee
         raise NoTrainerError(f"run {run_tx.run_id}: no trainer is registered")
     if record.server not in (None, server) and record.serving_until > run_tx.now:
         return None
-    _acknowledge_served(run_tx, record)
+    acknowledge_served(run_tx, record)
     step = run_tx.run.epoch_acknowledged + 1
     known = run_tx.tx.batches.get(run_tx.run_id, step)
     manifest = known.manifest if known is not None else _decide(run_tx, step, registration, env_silence_s)
@@ -163,7 +124,7 @@ def reset(run_tx: RunTransaction) -> None:
     record = tables.record(run_tx.run_id)
     while run_tx.run.last_acknowledged < run_tx.run.last_decided:
         # A decided batch is final; it counts as trained.
-        _acknowledge(run_tx, run_tx.run.last_acknowledged + 1)
+        acknowledge(run_tx, run_tx.run.last_acknowledged + 1)
     last = run_tx.run.last_decided
     tables.clear(run_tx.run_id)
     tables.put_record(
@@ -189,20 +150,20 @@ def sweep(run_tx: RunTransaction) -> bool:
     return len(old) == SWEEP_SIZE
 
 
-def _acknowledge_served(run_tx: RunTransaction, record: AtroposRecord) -> None:
+def acknowledge_served(run_tx: RunTransaction, record: AtroposRecord) -> None:
     step = run_tx.run.epoch_acknowledged + 1
     if step <= min(record.served_step, run_tx.run.last_decided):
-        _acknowledge(run_tx, step)
+        acknowledge(run_tx, step)
 
 
-def _acknowledge(run_tx: RunTransaction, step: int) -> None:
+def acknowledge(run_tx: RunTransaction, step: int, *, unusable: Mapping[GroupId, str] | None = None) -> None:
     batch = run_tx.tx.batches.get(run_tx.run_id, step)
     if batch is None:
         raise RunError(f"run {run_tx.run_id}: batch {step} is not recorded, so it cannot be acknowledged")
     if run_tx.run.epoch_acknowledged < step - 1:
         run_tx.change(epoch_acknowledged=step - 1)
     # Atropos trainers report no digest of their weights. The batch's digest makes a repeated acknowledgement idempotent.
-    trainer.acknowledge(run_tx, step, batch.manifest.digest, epoch=run_tx.run.epoch)
+    trainer.acknowledge(run_tx, step, batch.manifest.digest, epoch=run_tx.run.epoch, unusable=unusable)
 
 
 def _decide(
@@ -217,13 +178,14 @@ def _decide(
         return None
     # A batch needs at most `size // bucket.size` groups of a bucket, so this never reads the whole queue.
     queue = [g for s in buckets for g in tables.in_bucket(run_tx.run_id, s.env_id, s.size, size // s.size)]
+    envs = tables.envs(run_tx.run_id)
     chosen = form_batch(
-        sorted(queue, key=lambda group: group.place),
+        in_order(queue, {env.env_id: env.weight for env in envs}, seed=step),
         batch_size=size,
         largest=max(bucket.size for bucket in buckets),
         minimums={
             env.env_id: env.min_batch_allocation
-            for env in tables.envs(run_tx.run_id)
+            for env in envs
             if env.is_connected and env.min_batch_allocation is not None and env.last_seen >= run_tx.now - env_silence_s
         },
     )
@@ -255,20 +217,6 @@ def _delete_old_batches(run_tx: RunTransaction, keep: int) -> None:
     oldest_kept = run_tx.run.last_acknowledged - keep
     if oldest_kept > run_tx.run.payload_floor and oldest_kept <= run_tx.run.epoch_acknowledged:
         trainer.checkpointed(run_tx, oldest_kept, oldest_kept=oldest_kept, epoch=run_tx.run.epoch)
-
-
-def _drop_oversized(run_tx: RunTransaction, batch_size: int) -> None:
-    """Drop groups that were posted before the trainer registered and do not fit into a batch."""
-    tables = AtroposTables(run_tx.tx)
-    if batch_size < 1:
-        return
-    reason = DropReason(DropKind.INVALID, f"it has more sequences than a batch of {batch_size}")
-    for bucket in tables.buckets(run_tx.run_id):
-        if bucket.size > batch_size:
-            groups = tables.in_bucket(run_tx.run_id, bucket.env_id, bucket.size, bucket.num)
-            tables.remove_queued(groups)
-            for group in groups:
-                run_tx.drop(run_tx.group(group.group_id), reason, by="register")
 
 
 # ---------------------------------------------------------------------- environments

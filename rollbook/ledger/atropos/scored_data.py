@@ -59,6 +59,7 @@ class _TypedGroup(msgspec.Struct, forbid_unknown_fields=True):
     env_id: Annotated[int, msgspec.Meta(ge=-LARGEST_INT, le=LARGEST_INT)] | UnsetType | None = UNSET
     distill_token_ids: list[list[list[int]]] | UnsetType | None = UNSET
     distill_logprobs: list[list[list[float]]] | UnsetType | None = UNSET
+    policy_version: int | list[int] | UnsetType | None = UNSET
 
 
 _DECODER = msgspec.json.Decoder(_TypedGroup)
@@ -118,6 +119,8 @@ def _read_lax(found: Any, where: tuple[str | int, ...]) -> PostedGroup:
             "int_parsing_size", (*where, "env_id"), "no environment has an id this large", str(group.env_id)
         )
     fields = {name: getattr(group, name) for name in FIELDS}
+    if group.policy_version is not None:
+        fields["policy_version"] = group.policy_version
     try:
         payload = json.dumps(fields, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
     except (ValueError, RecursionError):

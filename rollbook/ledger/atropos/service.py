@@ -12,7 +12,7 @@ from rollbook.contracts.admission import RunId
 from rollbook.contracts.errors import RollbookError, TransientError
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.group_checks import TrainingLimits
-from rollbook.ledger.atropos import rules
+from rollbook.ledger.atropos import registration, rules
 from rollbook.ledger.atropos.config import AtroposConfig
 from rollbook.ledger.atropos.models import RegisterEnv, Registration
 from rollbook.ledger.atropos.posts import Bounds, Incoming, Outcome, Stored, confirm, forget_unconfirmed, store_posts
@@ -88,15 +88,23 @@ class AtroposService:
 
     # ------------------------------------------------------------------ trainer
 
-    async def register(self, registration: Registration) -> int:
-        await self._write(lambda run_tx: rules.register(run_tx, registration), creates=True)
+    async def register(self, message: Registration) -> dict[str, Any]:
+        registered = await self._write(lambda run_tx: registration.register(run_tx, message), creates=True)
         self._log.info(
             "atropos.trainer_registered",
             run=self.run_id,
-            batch_size=registration.batch_size,
-            step=registration.starting_step,
+            batch_size=message.batch_size,
+            step=message.starting_step,
+            is_first=registered.is_first,
+            kept_groups=registered.num_queued,
         )
-        return uuid.uuid4().int
+        answer: dict[str, Any] = {"uuid": uuid.uuid4().int}
+        if not registered.is_first:
+            answer["message"] = (
+                f"A trainer was registered before. The new settings apply; {registered.num_queued} queued groups are kept. "
+                "GET /reset_data drops all data."
+            )
+        return answer
 
     async def registration(self) -> Registration | None:
         return rules.registration_of(await self._store.read(lambda tx: AtroposTables(tx).record(self.run_id)))

@@ -1,7 +1,9 @@
-"""The tables of the Atropos dialect, as side tables of the ledger's database."""
+"""The tables of the Atropos dialect, as side tables of the ledger's database, and their export and import."""
 
 from collections import Counter
 from collections.abc import Sequence
+
+import msgspec
 
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.group import GroupId
@@ -180,3 +182,31 @@ class AtroposTables:
                 "ON CONFLICT (run_id, env_id, size) DO UPDATE SET num = atropos_buckets.num + excluded.num",
                 (run_id, env_id, size, sign * num),
             )
+
+
+class _RunData(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    record: AtroposRecord
+    envs: list[EnvRecord]
+    queued: list[QueuedGroup]
+
+
+class AtroposExtension:
+    """Implements `tools.jsonl.RunExtension`."""
+
+    name = NAME
+
+    def export_run(self, tx: Transaction, run_id: RunId) -> bytes | None:
+        tables = AtroposTables(tx)
+        record = tables.stored_record(run_id) if tables.exist() else None
+        if record is None:
+            return None
+        return msgspec.json.encode(_RunData(record, tables.envs(run_id), tables.all_queued(run_id)))
+
+    def import_run(self, tx: Transaction, run_id: RunId, data: bytes) -> None:
+        found = msgspec.json.decode(data, type=_RunData)
+        tables = AtroposTables(tx)
+        tables.create()
+        tables.put_record(found.record.changed(run_id=run_id))
+        for env in found.envs:
+            tables.put_env(env.changed(run_id=run_id))
+        tables.put_queued([group.changed(run_id=run_id) for group in found.queued])

@@ -17,6 +17,7 @@ from rollbook.ledger.http.auth import Keys
 from rollbook.ledger.http.bodies import BodyReader, UnsupportedBodyError
 from rollbook.ledger.http.errors import KNOWN_ERRORS, RefusedClientError, error_response
 from rollbook.ledger.http.handlers import Handler, LedgerHandlers
+from rollbook.ledger.http.metrics import RequestMetrics
 from rollbook.ledger.http.verbs import PRODUCER, TRAINER, VERBS
 from rollbook.ledger.service import Ledger
 from rollbook.ledger.store import Store
@@ -37,6 +38,8 @@ class LedgerService:
     config: LedgerConfig
     clock: Clock
     log: EventLog
+    requests: RequestMetrics
+    """Dialects count their requests here."""
 
     @asynccontextmanager
     async def serving(
@@ -84,7 +87,16 @@ def build_service(
 
     app.cleanup_ctx.append(measure_loop_lag)
     app.on_shutdown.append(stop_waiting)
-    service = LedgerService(ledger=ledger, store=store, app=app, bodies=bodies, config=config, clock=clock, log=log)
+    service = LedgerService(
+        ledger=ledger,
+        store=store,
+        app=app,
+        bodies=bodies,
+        config=config,
+        clock=clock,
+        log=log,
+        requests=handlers.requests,
+    )
     for dialect in dialects:
         dialect(service)
     if dialects and keys.roles and not keys.open_roles & PRODUCER:

@@ -52,7 +52,7 @@ class LedgerHandlers:
     def __init__(self, ledger: Ledger, bodies: BodyReader) -> None:
         self._ledger = ledger
         self._bodies = bodies
-        self._requests = RequestMetrics()
+        self.requests = RequestMetrics()
         self._clock = SystemClock()
         self.lag = LoopLag(self._clock)
 
@@ -85,7 +85,7 @@ class LedgerHandlers:
                 status = failed.status
                 return failed
             finally:
-                self._requests.add(verb.name, status, self._clock.now() - started)
+                self.requests.add(verb.name, status, self._clock.now() - started)
 
         return handle
 
@@ -101,7 +101,7 @@ class LedgerHandlers:
         statuses = [await self._ledger.status(run_id) for run_id in await self._ledger.runs()]
         text = ledger_metrics(
             statuses,
-            requests=self._requests,
+            requests=self.requests,
             lag=self.lag,
             receiving=self._bodies.receiving_bytes,
             received=self._bodies.received_bytes,

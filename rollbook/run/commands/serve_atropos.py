@@ -6,6 +6,7 @@ during a restart wait in the backlog; an Atropos environment would exit if its c
 
 import argparse
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -20,7 +21,7 @@ from rollbook.access.server import DRAIN_S
 from rollbook.access.tokens import user_token_file
 from rollbook.concurrency.child_process.child import die_with_parent
 from rollbook.concurrency.child_process.process import python_command, python_environment
-from rollbook.concurrency.sockets import listening_socket
+from rollbook.concurrency.sockets import listening_socket, url_of
 from rollbook.contracts.errors import RollbookError
 from rollbook.ledger.atropos.config import AtroposConfig
 from rollbook.ledger.atropos.routes import atropos_dialect
@@ -56,6 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     with listening, ours, theirs:
+        sys.stderr.write(f"run-api: {url_of(listening)}  store {_without_password(args.store)}  run {args.run}\n")
         return _watch(args, listening, ours, theirs)
 
 
@@ -95,6 +97,11 @@ def _watch(args: argparse.Namespace, listening: socket.socket, ours: socket.sock
     return 0 if stopping else EXIT_CANNOT_SERVE
 
 
+def _without_password(store: str) -> str:
+    """A PostgreSQL address contains a password."""
+    return re.sub(r"://([^:@/]*):[^@/]*@", r"://\1:***@", store)
+
+
 def _has_started(ours: socket.socket) -> bool:
     """False if the child died before it had imported its modules. A restart would not help."""
     try:
@@ -110,6 +117,7 @@ def _child_command(args: argparse.Namespace, listening: socket.socket, parent: s
         "--store": args.store,
         "--run": args.run,
         "--durability": args.durability,
+        "--keep-batches": args.keep_batches,
         "--token-file": args.token_file,
         "--socket-fd": listening.fileno(),
         "--parent-fd": parent.fileno(),
@@ -135,13 +143,20 @@ def _serve(args: argparse.Namespace, listening: socket.socket) -> int:
         allowed_origins=args.allow_origin,
         drain_s=DRAIN_S,
     )
-    dialect = atropos_dialect(AtroposConfig(run=args.run))
+    dialect = atropos_dialect(AtroposConfig(run=args.run, keep_batches=args.keep_batches))
     try:
         uvloop.run(serve_ledger(config, log=log, sock=listening, dialects=[dialect]))
     except RollbookError as error:
         log.error("atropos.cannot_serve", cause=str(error))
         return EXIT_CANNOT_SERVE
     return 0
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return number
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -159,6 +174,14 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         choices=[mode.value for mode in Durability],
         default=Durability.POWER_LOSS.value,
         help="what a post survives once its response is sent (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--keep-batches",
+        type=_positive,
+        default=AtroposConfig().keep_batches,
+        metavar="N",
+        help="served batches whose groups are kept, so that a trainer can register with an older starting_step and get them "
+        "again (default: %(default)s)",
     )
     parser.add_argument(
         "--open-to-all",

@@ -18,7 +18,7 @@ from rollbook.contracts.group import GroupId
 from rollbook.contracts.plugin import load_on_demand
 from rollbook.ledger.atropos.config import AtroposConfig
 from rollbook.ledger.atropos.routes import atropos_dialect
-from rollbook.ledger.atropos.transfer import AtroposExtension
+from rollbook.ledger.atropos.tables import AtroposExtension
 from rollbook.ledger.client.blocking import audit_at, explain_at
 from rollbook.ledger.config import Durability, LedgerConfig, LedgerServerConfig
 from rollbook.ledger.serve import serve_ledger

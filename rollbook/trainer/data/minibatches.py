@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from rollbook.contracts.batch import TrainingBatch
 from rollbook.contracts.group import GroupId
@@ -37,6 +37,12 @@ class TrainRow:
     """Logprobs of the sampling distribution; NaN where the producer did not record them."""
     advantage: float
     temperature: float
+    token_advantages: NDArray[np.float32] | None = None
+    """Advantages of the producer, for each target. They replace `advantage`."""
+    token_weights: NDArray[np.float32] | None = None
+    """Factor of each target's loss; None: 1."""
+    reference_logprobs: NDArray[np.float32] | None = None
+    """Logprobs of the reference policy from the producer; None, or NaN: unknown."""
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -65,6 +71,8 @@ class Microbatch:
     row_of_N: NDArray[np.int64]
     """Index of the sequence in this pass, for sequence-level losses."""
     num_rows: int
+    reference_logprobs_N: NDArray[np.float32] | None = None
+    """From the producer, NaN where unknown; None if no sequence has them."""
 
     @property
     def num_trained(self) -> int:
@@ -127,6 +135,9 @@ def flatten(batch: TrainingBatch, config: TrainerConfig) -> list[TrainRow]:
                         sampled_logprobs=row.logprobs[trained],
                         advantage=float(shared[number]),
                         temperature=sample.sampling.temperature,
+                        token_advantages=None if row.advantages is None else row.advantages[trained],
+                        token_weights=None if row.weights is None else row.weights[trained],
+                        reference_logprobs=None if row.reference_logprobs is None else row.reference_logprobs[trained],
                     )
                 )
     return rows
@@ -245,7 +256,8 @@ def pack(
         flat[start : start + length] = rows[bundle[0]].inputs
         members.extend(bundle)
         offsets.extend([start] * len(bundle))
-    counts = np.array([rows[number].num_trained for number in members])
+    packed = [rows[number] for number in members]
+    counts = np.array([row.num_trained for row in packed])
     return Microbatch(
         inputs_BT=inputs,
         lengths=tuple(lengths) if is_packed else None,
@@ -253,12 +265,30 @@ def pack(
         predicted_at_N=np.concatenate([rows[n].predicted_at + at for n, at in zip(members, offsets, strict=True)]),
         targets_N=np.concatenate([rows[n].targets for n in members]).astype(np.int64),
         sampled_logprobs_N=np.concatenate([rows[n].sampled_logprobs for n in members]),
-        advantages_N=np.repeat(np.array([rows[n].advantage for n in members], dtype=np.float32), counts),
+        advantages_N=_per_token(
+            [(row.advantage if row.token_advantages is None else row.token_advantages, row) for row in packed]
+        ),
         temperatures_N=np.repeat(np.array([rows[n].temperature for n in members], dtype=np.float32), counts),
-        weights_N=np.repeat(np.array([weights[n] for n in members], dtype=np.float32), counts),
+        weights_N=_per_token(
+            [
+                (weights[n] * (1.0 if factors is None else factors), rows[n])
+                for n in members
+                for factors in (rows[n].token_weights,)
+            ]
+        ),
         row_of_N=np.repeat(np.arange(len(members), dtype=np.int64), counts),
         num_rows=len(members),
+        reference_logprobs_N=_per_token(
+            [(np.nan if row.reference_logprobs is None else row.reference_logprobs, row) for row in packed]
+        )
+        if any(row.reference_logprobs is not None for row in packed)
+        else None,
     )
+
+
+def _per_token(values: Sequence[tuple[ArrayLike, TrainRow]]) -> NDArray[np.float32]:
+    """For each target of the rows, in order: the row's own value, or the value that all its targets share."""
+    return np.concatenate([np.broadcast_to(np.asarray(value, np.float32), row.num_trained) for value, row in values])
 
 
 def plan_minibatch(rows: Sequence[TrainRow], config: TrainerConfig, *, is_packed: bool) -> Minibatch:

@@ -75,5 +75,16 @@ def odd_samples(draw: st.DrawFn) -> list[dict[str, Any]]:
         if draw(st.booleans()):
             end = rarely(st.integers(-1, 9), st.just(1))
             sample["turns"] = [{"sequence": rarely(st.integers(-1, 3), st.just(0)), "start": 0, "end": end}]
+        if draw(st.integers(0, 3)) == 0:
+            names = st.sampled_from(["weights", "advantages", "reference_logprobs"])
+            sample["columns"] = [
+                {
+                    rarely(st.just("unknown"), names): floats(
+                        *(rarely(st.floats(width=32), st.just(0.0)) for _ in range(len(ids) // 4))
+                    )
+                    + rarely(st.just(b"x"), st.just(b""))
+                }
+                for ids, _, _ in rows[rarely(st.just(1), st.just(0)) :]
+            ]
         samples.append(sample)
     return samples

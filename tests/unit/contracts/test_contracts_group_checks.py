@@ -100,6 +100,10 @@ def test_a_valid_frame_has_the_facts_of_its_group() -> None:
         (frame_with_sample(turns=[{"sequence": 1, "start": 0, "end": 1}]), "outside its sequences"),
         (frame_with_sample(turns=[{"sequence": 0, "start": 2, "end": 9}]), "outside its sequences"),
         (frame_with_sample(sampling={"temperature": -1.0}), "temperature"),
+        (frame_with_sample(columns=[{}, {}]), "optional arrays for 2 of 1 sequences"),
+        (frame_with_sample(columns=[{"weights": bytes(8)}]), "weights must be"),
+        (frame_with_sample(columns=[{"colour": bytes(20)}]), "no array 'colour'"),
+        (frame_with_sample(columns=[{"advantages": floats(0, 0, math.nan, 0, 0)}]), "advantages has nan at position 2"),
         (frame_with_sample(facts={"deep": msgspec.Raw(b"\x91" * 100_000 + b"\x90")}), "recursion|nested"),
     ],
 )

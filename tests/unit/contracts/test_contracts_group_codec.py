@@ -1,5 +1,6 @@
 """The group codec: encoding is exact, and payloads that are not groups are rejected."""
 
+from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
@@ -20,8 +21,13 @@ from tests.parts.ledger.groups import big_group, group_of, token_row
 
 
 def rich_group() -> PromptGroup:
+    first, second = token_row([0, 3, -1]), token_row([2], prompt=5)
+    weights, reference = np.linspace(0, 1, len(first)), np.full(len(first), -0.3)
     scored = RolloutSample(
-        sequences=(token_row([0, 3, -1]), token_row([2], prompt=5)),
+        sequences=(
+            replace(first, weights=weights.astype(np.float32), reference_logprobs=reference.astype(np.float32)),
+            second,
+        ),
         sampling=SamplingParams(max_tokens=7, temperature=0.7, top_p=0.9, top_k=5, stop_token_ids=(1, 2), seed=2**40),
         reward=0.1 + 0.2,
         finish_reason=EndReason.MAX_TURNS,
@@ -38,7 +44,8 @@ def rich_group() -> PromptGroup:
 
 
 def assert_same_row(left: TokenRow, right: TokenRow) -> None:
-    for name in ("token_ids", "logprobs", "loss_mask", "versions"):
+    assert left.columns.keys() == right.columns.keys()
+    for name in ("token_ids", "logprobs", "loss_mask", "versions", *left.columns):
         one, other = getattr(left, name), getattr(right, name)
         assert one.dtype == other.dtype
         assert one.tobytes() == other.tobytes()

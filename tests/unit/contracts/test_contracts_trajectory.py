@@ -51,6 +51,11 @@ def test_an_unknown_publication_of_a_trained_token_is_reported() -> None:
         ({"logprobs": [0.0, -0.5, 0.4, 0.0]}, r"logprob 0\.4\d* at position 2"),
         ({"logprobs": [0.0, -math.inf, -0.5, 0.0]}, "logprob -inf at position 1"),
         ({"token_ids": [[1, 7], [8, 3]]}, "one-dimensional array"),
+        ({"weights": [0, 1, 1]}, "weights must be a one-dimensional array of 4 float32"),
+        ({"weights": [0, 1, -0.5, 0]}, r"weights has -0\.5 at position 2"),
+        ({"weights": [0, math.nan, 1, 0]}, "weights has nan at position 1"),
+        ({"advantages": [0, math.inf, 1, 0]}, "advantages has inf at position 1"),
+        ({"reference_logprobs": [0, 0.5, -1, 0]}, r"reference_logprobs has 0\.5 at position 1"),
     ],
 )
 def test_an_invalid_row_is_rejected_with_the_reason(changed: dict[str, Any], message: str) -> None:
@@ -145,3 +150,18 @@ def test_a_completion_whose_arrays_differ_in_length_is_rejected() -> None:
             versions=np.array([0, 0], np.int32),
             finish_reason=FinishReason.LENGTH,
         )
+
+
+def test_a_flat_sample_is_made_from_parallel_lists() -> None:
+    flat = RolloutSample.flat([1, 7, 8], [0.0, -0.5, -1.0], [0, 1, 1], 0.5, versions=[-1, 4, 4], finish_reason="length")
+    (only,) = flat.sequences
+    assert (only.loss_mask.tolist(), only.versions.tolist(), only.weights) == ([False, True, True], [-1, 4, 4], None)
+    assert (flat.reward, flat.finish_reason) == (0.5, EndReason.MAX_TOKENS)
+    assert RolloutSample.flat([1, 7], [0.0, -0.5], [0, 1], 1.0).sequences[0].trained_publications() == {-1}
+
+
+def test_the_numbers_of_a_flat_loss_mask_are_weights() -> None:
+    (only,) = RolloutSample.flat([1, 7, 8, 9], [0.0, -0.5, -1.0, 0.0], [0, 0.25, 1, 0], 1.0).sequences
+    assert only.loss_mask.tolist() == [False, True, True, False]
+    assert only.weights is not None
+    assert only.weights.tolist() == [0, 0.25, 1, 0]

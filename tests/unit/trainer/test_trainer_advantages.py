@@ -8,7 +8,7 @@ import pytest
 
 from rollbook.contracts.trajectory import EndReason
 from rollbook.trainer.data.advantages import advantages, overlong_penalties
-from rollbook.trainer.data.minibatches import flatten
+from rollbook.trainer.data.minibatches import flatten, plan_minibatch
 from tests.parts.trainer.batches import batch_of, quick, row, sample
 
 
@@ -42,3 +42,12 @@ def test_reinforce_plus_plus_normalises_over_the_batch() -> None:
     np.testing.assert_allclose(
         advantages(np.array([1.0, 0, 0, 0]), np.zeros(4, np.int64), kind="maxrl"), [3, -1, -1, -1]
     )
+
+
+def test_token_weights_multiply_the_weight_of_the_reduction() -> None:
+    weighted = replace(row([1, 5, 6, 7], [1, 2, 3]), weights=np.array([9, 0.5, 2, 0], np.float32))
+    plain = row([1, 8, 9], [2])
+    rows = flatten(batch_of(1, [[sample(weighted, reward=1.0), sample(plain, reward=0.0)]]), quick())
+    for reduction, expected in (("token_mean", [0.125, 0.5, 0, 0.25]), ("sequence_mean", [1 / 12, 1 / 3, 0, 0.5])):
+        (micro,) = plan_minibatch(rows, quick(reduction=reduction), is_packed=False).microbatches
+        np.testing.assert_allclose(micro.weights_N[np.argsort(micro.targets_N)], expected)

@@ -1,9 +1,11 @@
 """LoRA: only adapters are trained, merged weights or adapters are published, and checkpoints have PEFT's format."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from peft import PeftModel
@@ -13,7 +15,7 @@ from rollbook.contracts.errors import RunError
 from rollbook.trainer.checkpoints.checkpoints import Checkpoints, initial_learner
 from rollbook.trainer.config import LoraSettings, TrainerConfig
 from rollbook.trainer.model.policy_model import PolicyModel
-from tests.parts.trainer.batches import quick, recorded_batch, tiny_model_dir
+from tests.parts.trainer.batches import batch_of, quick, recorded_batch, row, sample, tiny_model_dir
 
 
 @pytest.fixture
@@ -69,6 +71,17 @@ def test_with_lora_the_base_model_is_the_reference(model_dir: Path) -> None:
     first, second = learner.run(recorded_batch(1)), learner.run(recorded_batch(2))
     assert first.metrics["train/reference_kl"] == pytest.approx(0.0, abs=1e-9)
     assert (second.metrics["train/reference_kl"] or 0.0) > 1e-6
+
+
+def test_reference_logprobs_of_the_producer_are_used_where_they_are_known(model_dir: Path) -> None:
+    def kl(*reference: float) -> float:
+        given = replace(row([1, 5, 6], [1, 2]), reference_logprobs=np.array([0.0, *reference], np.float32))
+        batch = batch_of(1, [[sample(given, reward=1.0), sample(given, reward=0.0)]])
+        report = initial_learner(model_dir, quick(kl_coef=0.1)).run(batch)
+        return report.metrics["train/reference_kl"] or 0.0
+
+    assert kl(math.nan, math.nan) == pytest.approx(0.0, abs=1e-9), "computed: that of the initial policy"
+    assert kl(-0.01, -0.01) > 2 * kl(-0.01, math.nan) * 0.9 > 0.1
 
 
 def test_a_full_copy_is_the_reference_of_a_fully_trained_model(model_dir: Path) -> None:
