@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollbook.contracts.admission import LedgerStatus, RunId
-from rollbook.contracts.batch import TrainingBatch
+from rollbook.contracts.batch import BatchEntry, TrainingBatch
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId, GroupState, PromptGroup
 from rollbook.contracts.group_codec import decode_payload
@@ -66,9 +66,15 @@ class RunRecordReader:
     def steps(self) -> list[StepRecord]:
         return self.reader.read_now(lambda tx: list(tx.steps.each(self.run_id)))
 
-    def batches(self, until: int) -> Iterator[TrainingBatch]:
-        """Batches 1 to `until` as they were decided."""
-        for step in range(1, until + 1):
+    def entry(self, step: int, group_id: GroupId) -> BatchEntry | None:
+        """The entry of a group in the batch of `step`."""
+        record = self.reader.read_now(lambda tx: tx.batches.get(self.run_id, step))
+        entries = () if record is None else record.manifest.entries
+        return next((entry for entry in entries if entry.group_id == group_id), None)
+
+    def batches(self, until: int, *, first: int = 1) -> Iterator[TrainingBatch]:
+        """Batches `first` to `until` as they were decided."""
+        for step in range(first, until + 1):
             yield self.reader.read_now(lambda tx, step=step: self._batch(tx, step))  # type: ignore[misc]  # a lambda's default
 
     def _batch(self, tx: Transaction, step: int) -> TrainingBatch:
