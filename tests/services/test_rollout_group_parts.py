@@ -102,7 +102,7 @@ def is_stored(parts: list[GroupRecord], samples: int) -> bool:
 
 async def test_fast_samples_do_not_wait_for_a_slow_one_and_all_are_stored_once(run: Run) -> None:
     marker = run.directory / "slow"
-    play = run.play("first", [{"action": "slow_once", "marker": str(marker)}, {}])
+    play = run.play("first", [{"action": "late_once", "marker": str(marker)}, {}])
     async with playing(play):
         waiting = await run.until(lambda parts: is_stored(parts, 7))
         late = next(part for part in waiting if part.state is GroupState.DISPATCHED)
@@ -138,7 +138,7 @@ async def test_after_the_death_of_a_worker_only_the_missing_samples_are_played_a
 
 async def test_a_dispatcher_that_replaces_another_continues_with_the_missing_samples(run: Run) -> None:
     marker = run.directory / "slow"
-    rows: list[dict[str, Any]] = [{"action": "slow_once", "marker": str(marker)}]
+    rows: list[dict[str, Any]] = [{"action": "late_once", "marker": str(marker)}]
     async with playing(run.play("first", rows)):
         await run.until(lambda parts: is_stored(parts, 3))
     (run.directory / "slow.go").touch()

@@ -41,11 +41,8 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
             raise RunError("the licence of the grader expired")
         if action == "die_once" and _is_first(Path(row["marker"])):
             os.kill(os.getpid(), signal.SIGKILL)
-        if action == "slow_once" and _is_first(Path(row["marker"])):
-            await _until_exists(Path(row["marker"] + ".go"))
-        if action == "die_late_once" and _is_first(Path(row["marker"])):
-            await _until_exists(Path(row["marker"] + ".go"))
-            os.kill(os.getpid(), signal.SIGKILL)
+        if action in ("late_once", "die_late_once") and _is_first(Path(row["marker"])):
+            await _be_late(Path(row["marker"] + ".go"), dies=action == "die_late_once")
         if action == "die":
             print("output of the dying worker")  # noqa: T201
             os._exit(9)
@@ -57,10 +54,12 @@ def make_rollout(setup: RolloutSetup) -> RolloutFn:
     return rollout
 
 
-async def _until_exists(path: Path) -> None:
-    """The test lets the episode go on when the other samples of its group are stored."""
-    while not path.exists():  # noqa: ASYNC110 - the test is another process
+async def _be_late(may_go_on: Path, *, dies: bool) -> None:
+    """Wait for the test, which lets the episode go on when the other samples of its group are stored."""
+    while not may_go_on.exists():  # noqa: ASYNC110 - the test is another process
         await asyncio.sleep(0.02)
+    if dies:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _is_first(marker: Path) -> bool:
