@@ -38,10 +38,16 @@ check: $(STAMP) ## format, lint, types, import rules
 	$(BIN)/python -m pytest -q tests/architecture
 
 test: check ## check, then every test that fits in 15 minutes on two cores
+	@sh scripts/chromium.sh
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
 
 test-all: check ## check, then every test
+	@sh scripts/chromium.sh
 	$(BIN)/python -m pytest -n $(WORKERS)
+
+test-page: $(STAMP) ## the dashboard and the playground in Debian's Chromium
+	sh scripts/chromium.sh
+	$(BIN)/python -m pytest tests/page
 
 format: $(STAMP) ## format the sources
 	$(BIN)/ruff format .
@@ -93,6 +99,9 @@ aws-agent: $(STAMP) ## train a 0.4M agent on the AWS command line, with solve ra
 
 proof-gpu: $(STAMP) ## the same with SmolLM2-135M on a GPU (rollbook models get smollm2 --to models/smollm2)
 	$(BIN)/python -m benchmarks.learning.proof --device cuda --model models/smollm2 --out docs/results
+
+bench-serving: $(STAMP) ## short completions through the policy server from 1, 4 and 8 client processes: make bench-serving DEVICE=cuda
+	$(BIN)/python -m benchmarks.engine.serving --device $(DEVICE)
 
 bench-engine: $(STAMP) ## the embedded engine on a CPU against generate, continuous batching and vLLM; logprob fidelity
 	$(BIN)/python -m benchmarks.engine.logprob_fidelity

@@ -6,13 +6,14 @@ import { join, relative, sep } from "node:path";
 
 const here = import.meta.dirname;
 const dashboard = join(here, "../rollbook/dashboard/static");
+const playground = join(here, "../rollbook/envs/server/static");
 
 // tests/unit/dashboard/test_dashboard_page.py computes the same digest, so that a change without a build is noticed.
 function digest() {
   const files = readdirSync(join(here, "src"), { recursive: true, withFileTypes: true })
     .filter((entry) => entry.isFile())
     .map((entry) => join(entry.parentPath, entry.name));
-  const all = [...files, ...["build.mjs", "index.html", "package-lock.json", "tsconfig.json"].map((name) => join(here, name))];
+  const all = [...files, ...["build.mjs", "index.html", "playground.html", "package-lock.json", "tsconfig.json"].map((name) => join(here, name))];
   const names = all.map((file) => relative(here, file).split(sep).join("/")).sort();
   const hash = createHash("sha256");
   for (const name of names) hash.update(`${name}\0`).update(readFileSync(join(here, name))).update("\0");
@@ -20,7 +21,7 @@ function digest() {
 }
 
 const sources = digest();
-for (const [entry, page, target] of [["dashboard", "index.html", dashboard]]) {
+for (const [entry, page, target] of [["dashboard", "index.html", dashboard], ["playground", "playground.html", playground]]) {
   rmSync(target, { recursive: true, force: true });
   mkdirSync(target, { recursive: true });
   await build({

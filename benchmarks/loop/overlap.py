@@ -30,6 +30,7 @@ from rollbook.ledger.client.client import open_ledger_client
 from rollbook.run.config.run import load_config
 from rollbook.run.directory import RunDirectory
 from rollbook.run.record import open_run
+from rollbook.run.supervision.host import ProcessStart
 from rollbook.run.supervision.process import SupervisedProcess
 from rollbook.run.supervision.supervisor import RunEnd, Supervisor
 from rollbook.telemetry.events import EventLog
@@ -117,7 +118,14 @@ class Bench:
         urls = {name: url_of(sock) for name, sock in sockets.items()}
         processes = [
             SupervisedProcess(
-                name, name, directory, addresses=urls, listening=sockets.get(name), env={"OMP_NUM_THREADS": "1"}
+                ProcessStart(
+                    name=name,
+                    role=name,
+                    directory=directory,
+                    addresses=urls,
+                    listening=sockets.get(name),
+                    environment={"OMP_NUM_THREADS": "1"},
+                )
             )
             for name in ("ledger", "policy", "rollout")
         ]

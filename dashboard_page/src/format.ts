@@ -37,7 +37,7 @@ export function duration(seconds: Maybe): string {
   if (seconds < 1) return `${Math.round(seconds * 1e3)} ms`;
   if (seconds < 60) return `${seconds < 10 ? seconds.toFixed(1) : Math.round(seconds)} s`;
   const whole = Math.round(seconds);
-  if (whole < 3600) return `${Math.floor(whole / 60)} min ${pad(whole % 60)} s`;
+  if (whole < 3600) return whole % 60 ? `${Math.floor(whole / 60)} min ${pad(whole % 60)} s` : `${whole / 60} min`;
   if (whole < 86_400) return `${Math.floor(whole / 3600)} h ${pad(Math.floor((whole % 3600) / 60))} min`;
   return `${Math.floor(whole / 86_400)} d ${Math.floor((whole % 86_400) / 3600)} h`;
 }

@@ -69,6 +69,10 @@ def play(  # noqa: PLR0917 - a command line is a list of flags
     host: Host = "127.0.0.1",
     port: Port = 8000,
     args: Arguments = "{}",
+    tasks: Annotated[
+        str | None,
+        typer.Option("--tasks", help="Tasks to choose from: a file (JSONL, CSV, Parquet) or module:function."),
+    ] = None,
     allow_host: AllowHost = None,
     allow_origin: AllowOrigin = None,
     ready_file: ReadyFile = None,
@@ -82,6 +86,7 @@ def play(  # noqa: PLR0917 - a command line is a list of flags
         host=host,
         port=port,
         is_openenv=False,
+        tasks=tasks,
         allowed=AllowedClients.of(allow_host or (), allow_origin or ()),
         ready_file=ready_file,
         say=lambda text: console.print(text, markup=False),

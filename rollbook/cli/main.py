@@ -23,6 +23,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "train": ("rollbook.cli.train:train", "Train a policy asynchronously."),
     "sft": ("rollbook.cli.sft:sft", "Train a model on chats, the assistant's tokens only."),
     "eval": ("rollbook.cli.eval:eval_command", "Play held-out tasks with a checkpoint and print the results."),
+    "dashboard": ("rollbook.cli.dashboard:dashboard", "Show runs in a browser: live, finished or crashed."),
     "audit": (
         "rollbook.cli.audit:audit",
         "Check that the record of a run is complete and consistent.",
@@ -38,6 +39,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "play": ("rollbook.cli.play:play", "Play one episode in this process, token by token."),
     "debug": ("rollbook.cli.debug:debug", "Play a failed episode again, in a debugger if wanted."),
     "host": ("rollbook.cli.host:host", "Run everything but the trainer, for a trainer such as TRL."),
+    "join": ("rollbook.cli.join:join", "Add a policy server or a dispatcher to a running run."),
     "proxy": ("rollbook.cli.proxy:proxy", "Serve an OpenAI-compatible endpoint that records its tokens."),
     "config": ("rollbook.cli.config:config_app", "Check configurations."),
     "env": ("rollbook.cli.env:env_app", "Serve environments over OpenEnv, or play one by hand."),

@@ -1,4 +1,4 @@
-"""Values exchanged between dispatcher and ledger: run settings, grants, receipts, progress, status."""
+"""Values exchanged between the processes of a run and the ledger: run settings, grants, receipts, progress, status, members."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,6 +13,12 @@ from rollbook.contracts.task import TaskId
 
 RunId = NewType("RunId", str)
 OwnerId = NewType("OwnerId", str)
+MemberId = NewType("MemberId", str)
+
+LEASE_S = 15.0
+"""A member without a heartbeat for this long has left."""
+BEATS_PER_LEASE = 4
+"""Heartbeats in the time of a lease: one or two may be lost."""
 
 
 class EndOfDataRule(StrEnum):
@@ -38,6 +44,8 @@ class RunSettings:
     """Keep the payloads of durable groups. Otherwise they are deleted once the oldest kept checkpoint covers them."""
     counts_sequences: bool = False
     """A batch has a fixed number of sequences instead of groups (a run trained through the Atropos API)."""
+    directory_id: str = ""
+    """The id of the run directory. In a ledger of several runs, another directory cannot continue the run by having its name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,3 +191,42 @@ class LedgerStatus:
     """Only with batch policy `parts`."""
     exhausted: bool = False
     ended: bool = False
+
+
+class MemberRole(StrEnum):
+    """Processes that hold a lease in the ledger, on one or several machines. Rule 19 of the protocol."""
+
+    SUPERVISOR = "supervisor"
+    """Exclusive: its lease is the lock of the run."""
+    POLICY = "policy"
+    ROLLOUT = "rollout"
+    ENV = "env"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    id: MemberId
+    """Never reused: a process that returns is a new member."""
+    name: str
+    role: MemberRole
+    node: str
+    """The machine."""
+    address: str
+    """URL of its server; empty if it has none."""
+    joined_at: float
+    last_seen: float
+    publication: int | None = None
+    """The weights that a policy server reported."""
+    load: float = 0.0
+    """Requests or groups in progress, as it reported."""
+    in_service: bool = True
+    """A policy server is in service once it has reported the newest confirmed publication, or a newer one, and then until its lease
+    ends. A request carries the publication that it needs at least, so a server that falls behind does not serve it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberReply:
+    """Either the id of the new member, or the member that holds the exclusive role."""
+
+    member: MemberId | None = None
+    holder: Member | None = None

@@ -63,6 +63,10 @@ class UsageError(RunError):
     """The command, its configuration or its directory is wrong. Nothing was started."""
 
 
+class NotFoundError(RunError):
+    """The requested object does not exist."""
+
+
 class FencedError(RunError):
     """A newer process holds this role. Stop without further side effects."""
 

@@ -15,6 +15,8 @@ from rollbook.contracts.errors import EpisodeError, FencedError, RollbookError, 
 from rollbook.inference.wire.completions import GENERATION_FAILED, QUEUE_FULL, STALE_WEIGHTS, ErrorDetail, ErrorReply
 
 T = TypeVar("T", covariant=True)
+HEARTBEAT_S = 30.0
+"""A WebSocket is closed when the server does not respond for half of this time."""
 _JSON = {"Content-Type": "application/json"}
 
 
@@ -51,6 +53,14 @@ class PolicyConnection:
 
     async def get_text(self, path: str) -> str:
         return (await self._call("GET", path)).decode(errors="replace")
+
+    async def open_websocket(self, path: str) -> aiohttp.ClientWebSocketResponse:
+        try:
+            return await self._session.ws_connect(self.url + path, max_msg_size=0, heartbeat=HEARTBEAT_S)
+        except aiohttp.WSServerHandshakeError as error:
+            raise error_of(error.status, error.message.encode(), None, where=self.url + path) from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise TransientError(f"{self.url}{path} is unreachable: {type(error).__name__}: {error}") from error
 
     def _decoded(self, path: str, raw: bytes, decoder: Decoder[T]) -> T:
         try:

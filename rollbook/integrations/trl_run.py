@@ -52,6 +52,7 @@ class HostInfo:
     ledger_url: str
     policy_urls: list[str]
     token_file: str
+    ledger_token_file: str | None
     run: str
     model_dir: str
     groups_per_step: int
@@ -198,7 +199,13 @@ class RollbookRun:
     async def _open(self) -> None:
         info, token = self.info, read_token(Path(self.info.token_file))
         self._ledger = await self._stack.enter_async_context(
-            open_ledger_client(info.ledger_url, RunId(info.run), request_s=info.request_s, log=self._log, token=token)
+            open_ledger_client(
+                info.ledger_url,
+                RunId(info.run),
+                request_s=info.request_s,
+                log=self._log,
+                token=None if info.ledger_token_file is None else read_token(Path(info.ledger_token_file)),
+            )
         )
         receiver = await self._stack.enter_async_context(
             WeightTransferClient(info.policy_urls, request_s=info.request_s, api_key=token, log=self._log)

@@ -3,8 +3,9 @@
 from enum import StrEnum
 from pathlib import Path
 from typing import Self
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, Field, SecretStr, model_validator
+from pydantic import BaseModel, Field, Secret, SecretStr, model_validator
 
 from rollbook.contracts.admission import EndOfDataRule, RunSettings
 from rollbook.contracts.freshness import BatchPolicy, FreshnessRule
@@ -55,8 +56,9 @@ class GateConfig(BaseModel, frozen=True, extra="forbid"):
         limits: TrainingLimits | None = None,
         samples_per_group: int = 1,
         quorum: int | None = None,
+        directory_id: str = "",
     ) -> RunSettings:
-        """The settings with which the run is created in the ledger. Batch policy `parts` needs the last two."""
+        """The settings with which the run is created in the ledger. Batch policy `parts` needs samples and quorum."""
         return RunSettings(
             rule=FreshnessRule(
                 groups_per_step=self.groups_per_step,
@@ -73,6 +75,7 @@ class GateConfig(BaseModel, frozen=True, extra="forbid"):
             limits=limits or TrainingLimits(),
             end_of_data=self.end_of_data,
             keep_payloads=keep_payloads,
+            directory_id=directory_id,
         )
 
 
@@ -115,6 +118,59 @@ class LedgerConfig(BaseModel, frozen=True, extra="forbid"):
                 "never be received; raise the first or lower the second"
             )
         return self
+
+
+class StoreUrl(Secret[str]):
+    """The URL of a store. It is displayed without its password."""
+
+    def _display(self) -> str:
+        url = self.get_secret_value()
+        password = urlsplit(url).password
+        return url if password is None else url.replace(f":{password}@", ":***@", 1)
+
+
+class RunLedgerConfig(LedgerConfig, frozen=True, extra="forbid"):
+    """The ledger of a run: where it is stored, its durability and its limits."""
+
+    store: StoreUrl | None = None
+    """URL of the store, such as `postgresql://USER@HOST/DATABASE`, which several runs may share. Without one, the run directory
+    holds the ledger, in SQLite. A password belongs in `~/.pgpass` or in the variable PGPASSWORD; one in the URL is written to the
+    private `config.toml` of the run directory and never displayed."""
+
+    url: str | None = Field(default=None, pattern=r"^https?://[^/]")
+    """URL of a running ledger service (`rollbook ledger serve`). The run then starts no ledger process."""
+
+    token_file: Path | None = None
+    """File with the token of the service at `url`. It must open the requests of producers and of the trainer."""
+
+    @model_validator(mode="after")
+    def _check_location(self) -> Self:
+        if self.url is not None and self.store is not None:
+            raise ValueError("store and url exclude each other: the service at url has its own store; remove one")
+        if self.url is None and self.token_file is not None:
+            raise ValueError("token_file is read with url only; the run's own ledger uses the token of the run")
+        unread = [name for name in SERVICE_SETTINGS if getattr(self, name) != LedgerConfig.model_fields[name].default]
+        if self.url is not None and unread:
+            raise ValueError(f"{', '.join(unread)}: not read with url; set it where the service is started")
+        return self
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the ledger may hold other runs, and is reached from other machines."""
+        return self.url is not None or (
+            self.store is not None and not self.store.get_secret_value().startswith("sqlite:")
+        )
+
+
+SERVICE_SETTINGS = (
+    "durability",
+    "max_queued_groups",
+    "max_queued_mb",
+    "max_body_mb",
+    "max_receiving_mb",
+    "body_s",
+)
+"""Settings that the process of the ledger reads."""
 
 
 class LedgerServerConfig(BaseModel, frozen=True, extra="forbid"):

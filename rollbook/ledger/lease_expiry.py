@@ -1,4 +1,4 @@
-"""Expires the leases of silent dispatchers and overdue attempts, so that their groups get another attempt."""
+"""Expires the leases of silent members, of silent dispatchers and of overdue attempts. Their groups get another attempt."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -6,7 +6,7 @@ from typing import TypeVar
 from rollbook.concurrency.clock import Clock
 from rollbook.contracts.admission import RunId
 from rollbook.contracts.errors import RollbookError
-from rollbook.ledger.rules import gate, groups
+from rollbook.ledger.rules import gate, groups, members
 from rollbook.ledger.rules.run_transaction import RunTransaction, run_transaction
 from rollbook.ledger.store import Store, Transaction
 from rollbook.telemetry.events import EventLog
@@ -30,6 +30,7 @@ class LeaseExpiry:
             self._log.warning("ledger.payloads_lost", run=run_id, groups=num_lost)
         for run_id in await self._store.read(lambda tx: tx.runs.with_leases()):
             await self._write(run_id, gate.extend_leases)
+            await self._write(run_id, members.extend_leases)
 
     async def run(self) -> None:
         """Expire leases at every tick until cancelled. A failing store is logged and tried again."""
@@ -37,6 +38,10 @@ class LeaseExpiry:
             await self._clock.sleep(TICK_S)
             try:
                 for run_id in await self._store.read(lambda tx: tx.runs.with_leases()):
+                    for member in await self._write(run_id, members.expire):
+                        self._log.warning(
+                            "ledger.member_expired", run=run_id, member=member.member_id, name=member.name
+                        )
                     moved = await self._write(run_id, gate.expire)
                     if moved:
                         self._log.warning("ledger.leases_expired", run=run_id, groups=moved)
@@ -50,4 +55,4 @@ class LeaseExpiry:
             with run_transaction(tx, run_id, now) as run_tx:
                 return rule(run_tx)
 
-        return await self._store.write(work)
+        return await self._store.write(work, run_id=run_id)

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import msgspec
 
-from rollbook.contracts.admission import OwnerId, RunId, RunSettings
+from rollbook.contracts.admission import MemberId, MemberRole, OwnerId, RunId, RunSettings
 from rollbook.contracts.batch import AckReceipt, BatchManifest, EndOfRun
 from rollbook.contracts.freshness import GateCounts
 from rollbook.contracts.group import GroupId, GroupState
@@ -39,6 +39,14 @@ class OwnerState(StrEnum):
     """A newer owner has its name; its calls are refused."""
 
 
+class MemberState(StrEnum):
+    ALIVE = "alive"
+    LEFT = "left"
+    EXPIRED = "expired"
+    SUPERSEDED = "superseded"
+    """A newer member has its role and name."""
+
+
 class RunRecord(Record, frozen=True, kw_only=True):
     """A run's settings, its next numbers, its trainer's progress, and the number of groups in each state.
 
@@ -52,6 +60,7 @@ class RunRecord(Record, frozen=True, kw_only=True):
     next_arrival: int = 0
     next_publication: int = 0
     next_owner: int = 0
+    next_member: int = 0
     opened_below: int = 0
     settled_below: int = 0
     exhausted: bool = False
@@ -111,6 +120,25 @@ class OwnerRecord(Record, frozen=True, kw_only=True):
     request_id: str | None = None
     """The last `open` request with grants, and its reply, which is sent again if the request is repeated."""
     reply: bytes | None = None
+
+
+class MemberRecord(Record, frozen=True, kw_only=True):
+    """The lease of a process. It is alive until it ends, and never again."""
+
+    run_id: RunId
+    member_id: MemberId
+    name: str
+    role: MemberRole
+    node: str
+    address: str
+    nonce: str
+    state: MemberState
+    lease_s: float
+    joined_at: float
+    last_seen: float
+    in_service: bool
+    publication: int | None = None
+    load: float = 0.0
 
 
 class GroupRecord(Record, frozen=True, kw_only=True):
@@ -177,6 +205,17 @@ class MoveRecord(Record, frozen=True, kw_only=True):
     note: str
     by: str
     """The owner, trainer epoch or rule that caused it."""
+
+
+class RunChanges(Record, frozen=True, kw_only=True):
+    """A page of the changes of a run."""
+
+    next: int
+    """The number of the last move that was read. Continue after it."""
+    is_complete: bool
+    """There are no later moves yet."""
+    groups: tuple[GroupRecord, ...]
+    """In the order of their first change."""
 
 
 class BatchRecord(Record, frozen=True, kw_only=True):

@@ -15,6 +15,10 @@ from rollbook.contracts.admission import (
     DrawProgress,
     GateState,
     LedgerStatus,
+    Member,
+    MemberId,
+    MemberReply,
+    MemberRole,
     OpenReply,
     OwnerId,
     PastDraw,
@@ -31,8 +35,8 @@ from rollbook.contracts.task import Draw
 from rollbook.ledger.config import LedgerConfig
 from rollbook.ledger.lease_expiry import LeaseExpiry
 from rollbook.ledger.notifier import RunNotifier
-from rollbook.ledger.records import GroupRecord, MoveRecord, ProducerRecord, PublicationRecord, StepRecord
-from rollbook.ledger.rules import batches, gate, groups, publications, runs, trainer
+from rollbook.ledger.records import GroupRecord, MoveRecord, ProducerRecord, PublicationRecord, RunChanges, StepRecord
+from rollbook.ledger.rules import batches, gate, groups, members, publications, runs, trainer
 from rollbook.ledger.rules.groups import Submission
 from rollbook.ledger.rules.run_transaction import RunTransaction, find_run, run_transaction
 from rollbook.ledger.store import Store, Transaction
@@ -67,7 +71,7 @@ class Ledger:
                 f"{self._config.max_queued_groups}, so no batch could ever be formed"
             )
         now = self._clock.wall()
-        await self._store.write(lambda tx: runs.create_run(tx, run_id, settings, now=now))
+        await self._store.write(lambda tx: runs.create_run(tx, run_id, settings, now=now), run_id=run_id)
         self._log.info("ledger.run_created", run=run_id)
 
     async def runs(self) -> list[RunId]:
@@ -82,6 +86,36 @@ class Ledger:
     async def outcomes(self, run_id: RunId, *, after: int, limit: int) -> list[PastDraw]:
         """A page of past draws, in order of admission."""
         return await self._store.read(lambda tx: runs.outcomes(tx, run_id, after=after, limit=limit))
+
+    # ------------------------------------------------------------------ members
+
+    async def join_member(
+        self, run_id: RunId, *, name: str, role: MemberRole, node: str, address: str, lease_s: float, nonce: str
+    ) -> MemberReply:
+        reply = await self._write(
+            run_id,
+            lambda run_tx: members.join(
+                run_tx, name=name, role=role, node=node, address=address, lease_s=lease_s, nonce=nonce
+            ),
+        )
+        if reply.member is not None:
+            self._log.info("ledger.member_joined", run=run_id, member=reply.member, name=name, node=node)
+        return reply
+
+    async def heartbeat_member(
+        self, run_id: RunId, member: MemberId, *, publication: int | None = None, load: float = 0.0
+    ) -> None:
+        await self._write(run_id, lambda run_tx: members.heartbeat(run_tx, member, publication=publication, load=load))
+
+    async def leave_member(self, run_id: RunId, member: MemberId) -> None:
+        await self._write(run_id, lambda run_tx: members.leave(run_tx, member))
+        self._log.info("ledger.member_left", run=run_id, member=member)
+
+    async def members(self, run_id: RunId) -> list[Member]:
+        def read(tx: Transaction) -> list[Member]:
+            return [members.member_of(record) for record in tx.members.alive(run_id)]
+
+        return await self._read(run_id, read)
 
     # ------------------------------------------------------------------ dispatchers
 
@@ -251,6 +285,10 @@ class Ledger:
         """A page of groups, from the admission sequence number `start` on."""
         return await self._read(run_id, lambda tx: tx.groups.page(run_id, start=start, limit=limit, state=state))
 
+    async def changes(self, run_id: RunId, *, after: int | None, limit: int = 1000) -> RunChanges:
+        """The groups that changed after the move with the number `after`."""
+        return await self._store.read(lambda tx: runs.changes(tx, run_id, after=after, limit=limit))
+
     async def group(self, run_id: RunId, group_id: GroupId) -> tuple[GroupRecord, PromptGroup | None]:
         """A group's record, and its samples unless its payload was deleted or never submitted."""
         record, payload = await self._read(
@@ -306,7 +344,7 @@ class Ledger:
             with run_transaction(tx, run_id, now) as run_tx:
                 return rule(run_tx)
 
-        return await self._store.write(work)
+        return await self._store.write(work, run_id=run_id)
 
     async def _read(self, run_id: RunId, work: Callable[[Transaction], T]) -> T:
         def read(tx: Transaction) -> T:

@@ -1,8 +1,8 @@
 """The storage interface below the rules.
 
 A write is atomic. It is durable, as the durability mode defines, before its caller gets the result; a transaction that called
-`sync_to_disk` is on the disk in every mode. Writes run one after the other. A read sees one consistent state. A failed write does
-not affect other writes.
+`sync_to_disk` is on the disk in every mode. Writes of a run are executed one after the other. A read sees one consistent state. A
+failed write does not affect other writes.
 
 The rules are written once against `Transaction`; a store implements only simple reads and writes, grouped by what they hold.
 """
@@ -10,13 +10,14 @@ The rules are written once against `Transaction`; a store implements only simple
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
-from rollbook.contracts.admission import OwnerId, RunId
+from rollbook.contracts.admission import MemberId, OwnerId, RunId
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId, GroupState
 from rollbook.contracts.policy import PublicationId
 from rollbook.ledger.records import (
     BatchRecord,
     GroupRecord,
+    MemberRecord,
     MoveRecord,
     OwnerRecord,
     ProducerRecord,
@@ -38,7 +39,7 @@ class Runs(Protocol):
         """All runs, oldest first."""
 
     def with_leases(self) -> list[RunId]:
-        """Runs with a live dispatcher or a leased group. The cost does not depend on the number of other runs."""
+        """Runs with a live dispatcher or member, or a leased group. The cost does not depend on the number of other runs."""
 
     def put(self, run: RunRecord) -> None: ...
     def drops(self, run_id: RunId) -> dict[str, int]:
@@ -52,6 +53,14 @@ class Owners(Protocol):
     def named(self, run_id: RunId, name: str) -> list[OwnerRecord]: ...
     def alive(self, run_id: RunId) -> list[OwnerRecord]: ...
     def put(self, owner: OwnerRecord) -> None: ...
+
+
+class Members(Protocol):
+    def get(self, run_id: RunId, member_id: MemberId) -> MemberRecord | None: ...
+    def alive(self, run_id: RunId) -> list[MemberRecord]:
+        """Members whose lease has not ended, in the order in which they joined."""
+
+    def put(self, member: MemberRecord) -> None: ...
 
 
 class Producers(Protocol):
@@ -125,6 +134,15 @@ class Positions(Protocol):
 class History(Protocol):
     def add(self, move: MoveRecord) -> None: ...
     def of_group(self, run_id: RunId, group_id: GroupId) -> list[MoveRecord]: ...
+    def after(self, number: int, limit: int) -> list[tuple[int, RunId, GroupId]]:
+        """The moves of all runs after the move with this number: numbers, in the order of their commits, and groups.
+
+        The cost depends on `limit` only.
+        """
+
+    def last_number(self) -> int:
+        """The number of the last move; 0 if there is none."""
+
     def each(self, run_id: RunId) -> Iterator[MoveRecord]:
         """All moves, by group id and then in order."""
 
@@ -194,6 +212,8 @@ class Transaction(Protocol):
     @property
     def owners(self) -> Owners: ...
     @property
+    def members(self) -> Members: ...
+    @property
     def producers(self) -> Producers: ...
     @property
     def groups(self) -> Groups: ...
@@ -240,11 +260,18 @@ class Store(Protocol):
     def is_shared(self) -> bool:
         """Whether other processes may serve from it at the same time."""
 
-    async def write(self, work: Callable[[Transaction], T], *, before: Callable[[], None] | None = None) -> T:
+    async def write(
+        self,
+        work: Callable[[Transaction], T],
+        *,
+        run_id: RunId | None = None,
+        before: Callable[[], None] | None = None,
+    ) -> T:
         """Run `work` in a write transaction. It must be quick and use only the transaction; it may run in a thread.
 
-        `before` computes in advance what `work` would otherwise compute itself. A store whose transactions block other processes
-        calls it first, in the same thread; it must not raise.
+        `run_id` is the only run that `work` reads and changes; None: any. A shared store executes writes of different runs at the
+        same time. `before` computes in advance what `work` would otherwise compute itself. A store whose transactions block other
+        processes calls it first, in the same thread; it must not raise.
         """
 
     async def read(self, work: Callable[[Transaction], T]) -> T:

@@ -1,6 +1,6 @@
 """The layout of a run directory. It holds everything of a run and can be copied.
 
-config.toml         the resolved configuration        run.json      manifest: name, version, directory of the config file
+config.toml         the resolved configuration        run.json      manifest: id, name, version, directory of the config file
 ledger/             the durable record                model/        initial weights and tokenizer
 checkpoints/        for resuming                      weights/      the newest publications
 metrics.jsonl       one row per step                  spans/ logs/  one file per process
@@ -8,6 +8,7 @@ plots/              drawn at the end                  lock          held by the 
 addresses.json      URLs of the run's servers         processes.json  pids
 mastery.jsonl       a curriculum's state over time    objects/      functions, classes and tasks of `rollbook.train`
 token               opens requests that steer the run  failures/    the first failed episodes
+client-token        opens requests of rollouts and readers, where servers listen on other than loopback
 rollouts.jsonl      samples of each step, with text
 """
 
@@ -17,6 +18,7 @@ import os
 import re
 import shutil
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -69,6 +71,11 @@ class RunDirectory:
         return self.path / "token"
 
     @property
+    def client_token_file(self) -> Path:
+        """The token for playing: completions, groups and reading. Needed where servers of the run listen on other than loopback."""
+        return self.path / "client-token"
+
+    @property
     def ledger(self) -> Path:
         return self.path / "ledger"
 
@@ -87,6 +94,10 @@ class RunDirectory:
     @property
     def metrics_file(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    def metrics_of(self, process: str) -> Path:
+        """The metrics of a dispatcher: those of one that joined the run are in a file of its own."""
+        return self.metrics_file if process == "rollout" else self.path / f"metrics-{process}.jsonl"
 
     @property
     def mastery_file(self) -> Path:
@@ -126,6 +137,11 @@ class RunDirectory:
     def objects(self) -> Path:
         """Functions, classes and tasks that were passed to `rollbook.train` by value (`run.user_objects`)."""
         return self.path / "objects"
+
+    @property
+    def id(self) -> str:
+        """Identifies the run in a ledger that it shares with others. A copy of the directory has the same one."""
+        return str(self.read_manifest()["id"])
 
     @property
     def source_dir(self) -> Path:
@@ -203,6 +219,7 @@ class RunDirectory:
                 "choose another with --run-dir, or make it writable"
             ) from error
         read_or_create_token(self.token_file)
+        read_or_create_token(self.client_token_file)
         free = shutil.disk_usage(self.path).free
         if free < MIN_FREE_BYTES:
             raise RunDirectoryError(
@@ -233,12 +250,13 @@ class RunDirectory:
         """Write the manifest of a new run, or add directories of users' modules to that of a resumed one."""
         manifest: dict[str, Any] = {
             "name": name,
+            "id": uuid.uuid4().hex,
             "rollbook": __version__,
             "created": time.time(),
             "source_dir": str(source_dir),
         }
         if self.exists:
-            manifest = self.read_manifest()
+            manifest = {"id": manifest["id"], **self.read_manifest()}
         known = [*manifest.get("search_path", []), *(str(path) for path in search_path if path != self.objects)]
         write_json(self.manifest_file, {**manifest, "search_path": list(dict.fromkeys(known))})
 

@@ -19,6 +19,7 @@ from rollbook.rollout.evaluation import Evaluator, LabelResult, by_label, open_e
 from rollbook.run.config.run import RunConfig
 from rollbook.run.policy_clients import policy_urls
 from rollbook.run.supervision.child_main import RoleContext
+from rollbook.run.supervision.host import ProcessStart
 from rollbook.run.supervision.process import SupervisedProcess
 from rollbook.run.worker_spec import worker_spec
 from rollbook.tasks.dataset import load_tasks
@@ -159,12 +160,13 @@ async def _served(context: RoleContext, role: str) -> AsyncIterator[str]:
     config = context.loaded.config
     sock = listening_socket("127.0.0.1", 0)
     process = SupervisedProcess(
-        f"evaluation-{role}",
-        role,
-        context.directory,
-        addresses={},
-        listening=sock,
-        env={"OMP_NUM_THREADS": str(config.inference.threads), "TOKENIZERS_PARALLELISM": "false"},
+        ProcessStart(
+            name=f"evaluation-{role}",
+            role=role,
+            directory=context.directory,
+            listening=sock,
+            environment={"OMP_NUM_THREADS": str(config.inference.threads), "TOKENIZERS_PARALLELISM": "false"},
+        )
     )
     living = asyncio.create_task(process.run(), name=f"evaluation.{role}")
     try:

@@ -8,6 +8,7 @@ from pathlib import Path
 from rollbook.access.tokens import read_token
 from rollbook.contracts.errors import RunError
 from rollbook.inference.client.client import PolicyClient, open_policy_client
+from rollbook.inference.client.fleet import ReplicaSource
 from rollbook.inference.client.server_protocol import RollbookProtocol, ServerProtocol
 from rollbook.inference.client.vllm import VllmProtocol, VllmServerApi
 from rollbook.inference.client.vllm_adapters import VllmAdapterProtocol, VllmAdapterServerApi
@@ -35,9 +36,17 @@ def policy_urls(address: str) -> list[str]:
 
 
 def open_policy(
-    config: InferenceConfig, address: str, *, log: EventLog | None
+    config: InferenceConfig,
+    address: str,
+    *,
+    log: EventLog | None,
+    token: str | None = None,
+    source: ReplicaSource | None = None,
 ) -> AbstractAsyncContextManager[PolicyClient]:
-    """A client of the policy at `address`, one or several replicas. The turns of an episode go to the same replica."""
+    """A client of the policy at `address`, one or several replicas. The turns of an episode go to the same replica.
+
+    `token`: of the run's own servers, if they need one. `source`: lists the replicas, where the list may change.
+    """
     return open_policy_client(
         policy_urls(address),
         request_s=config.request_s,
@@ -45,7 +54,8 @@ def open_policy(
         max_connections=config.max_connections,
         protocol=_protocol(config),
         session=episode_session,
-        api_key=api_key(config),
+        api_key=api_key(config) or token,
+        source=source,
         watch_s=config.watch_s,
         spread=config.affinity_spread,
     )
@@ -63,20 +73,26 @@ def open_weights(
     *,
     directory: Path,
     trainer_device: str,
+    shares_gpu: bool,
     token: str | None,
     log: EventLog | None,
+    source: ReplicaSource | None = None,
 ) -> WeightTransferClient:
-    """The publishing side, with the configured transport. `directory`: for weight files. `token`: of the servers."""
+    """The publishing side, with the configured transport. `directory`: for weight files. `token`: of the servers.
+
+    `shares_gpu`: the trainer and the policy may be on one GPU.
+    """
     return WeightTransferClient(
         policy_urls(address),
         request_s=config.request_s,
-        confirm_s=config.confirm_s if len(policy_urls(address)) > 1 else None,
-        transport=_transport(config, directory, trainer_device),
+        confirm_s=config.confirm_s if len(policy_urls(address)) > 1 or source is not None else None,
+        transport=_transport(config, directory, trainer_device, shares_gpu=shares_gpu),
         server_api=_server_api(config),
         sequence=config.update_sequence,
         check_digest=config.check_digest,
         api_key=token,
         log=log,
+        source=source,
     )
 
 
@@ -96,13 +112,13 @@ def steering_token(config: InferenceConfig, *, own: str, source_dir: Path) -> st
     return api_key(config) if config.token_file is None else read_token(source_dir / config.token_file.expanduser())
 
 
-def chosen_transfer(config: InferenceConfig, trainer_device: str) -> str:
+def chosen_transfer(config: InferenceConfig, trainer_device: str, *, shares_gpu: bool = True) -> str:
     """Resolves `auto`: memory shared with the run's own replicas, of the GPU or else of the host."""
     if config.transfer != "auto":
         return config.transfer
     if config.urls:
         return "directory"
-    if config.engine == "transformers" and trainer_device == "cuda" and config.device in FIRST_GPU:
+    if shares_gpu and config.engine == "transformers" and trainer_device == "cuda" and config.device in FIRST_GPU:
         return "cuda_ipc"
     if not SHARED_MEMORY.is_dir():
         return "directory"
@@ -110,9 +126,9 @@ def chosen_transfer(config: InferenceConfig, trainer_device: str) -> str:
     return "shared_memory" if free.f_bavail * free.f_frsize >= MIN_SHARED_BYTES else "directory"
 
 
-def _transport(config: InferenceConfig, directory: Path, trainer_device: str) -> WeightTransport:
+def _transport(config: InferenceConfig, directory: Path, trainer_device: str, *, shares_gpu: bool) -> WeightTransport:
     options = TransportOptions(directory=str(directory), host=config.transfer_host, timeout_s=config.confirm_s)
-    return open_transport(chosen_transfer(config, trainer_device), options)
+    return open_transport(chosen_transfer(config, trainer_device, shares_gpu=shares_gpu), options)
 
 
 def _protocol(config: InferenceConfig) -> ServerProtocol:

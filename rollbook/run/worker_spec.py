@@ -2,7 +2,9 @@
 
 from typing import Any
 
+from rollbook.access.guard import is_loopback
 from rollbook.rollout.workers.spec import WorkerSpec
+from rollbook.run.ledger_clients import ledger_token_file
 from rollbook.run.supervision.child_main import RoleContext
 
 
@@ -19,10 +21,28 @@ def worker_spec(context: RoleContext) -> WorkerSpec:
             "env": _envs(context),
             "rollout": config.rollout.model_dump(mode="json"),
             "log_file": str(context.directory.log_file("rollout-worker")),
+            **_access(context),
         },
         search_path=tuple(map(str, context.loaded.search_path)),
         failures=str(context.directory.failures),
     )
+
+
+def _access(context: RoleContext) -> dict[str, Any]:
+    """Where workers find the list of policy servers, if it may change, and the files with the tokens that they need."""
+    config, directory = context.loaded.config, context.directory
+    is_local = is_loopback(config.cluster.host)
+    found: dict[str, Any] = {"policy_token_file": None if is_local else str(directory.client_token_file)}
+    if config.cluster.allow_join and "ledger" in context.addresses:
+        file = ledger_token_file(context.loaded) if config.ledger.url is not None else None
+        if config.ledger.url is None and not is_local:
+            file = directory.client_token_file
+        found["members"] = {
+            "ledger_url": context.addresses["ledger"],
+            "run": config.run.name,
+            "token_file": None if file is None else str(file),
+        }
+    return found
 
 
 def _envs(context: RoleContext) -> dict[str, Any]:

@@ -40,7 +40,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     ),
     "vllm": ("rollbook/integrations/vllm_plugin.py",),
     "matplotlib": ("rollbook/dashboard/plots.py",),
-    "sqlite3": ("rollbook/ledger/stores/sqlite/",),
+    "sqlite3": ("rollbook/ledger/stores/sqlite/", "rollbook/dashboard/index/"),
     "psycopg": ("rollbook/ledger/stores/postgres/connection.py",),
     "huggingface_hub": ("rollbook/run/hub.py", "rollbook/trainer/"),
     "datasets": ("rollbook/tasks/hub.py",),
@@ -188,7 +188,13 @@ def test_contracts_import_only_the_standard_library_numpy_xxhash_and_msgspec() -
 
 
 @pytest.mark.parametrize(
-    "process", ["rollbook.run.processes.ledger_server", "rollbook.run.processes.rollout", "rollbook.cli.main"]
+    "process",
+    [
+        "rollbook.run.processes.ledger_server",
+        "rollbook.run.processes.rollout",
+        "rollbook.run.dashboard.serve",
+        "rollbook.cli.main",
+    ],
 )
 def test_processes_without_a_model_start_without_torch(process: str) -> None:
     heavy = {"torch", "transformers", "matplotlib", "psycopg", "pyarrow"}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rollbook.contracts.admission import OwnerId, RunId
+from rollbook.contracts.admission import MemberId, MemberRole, OwnerId, RunId
 from rollbook.contracts.batch import AckReceipt, BatchEntry, BatchManifest, EndOfRun
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId, GroupState
@@ -18,6 +18,8 @@ from rollbook.ledger.config import Durability
 from rollbook.ledger.records import (
     BatchRecord,
     GroupRecord,
+    MemberRecord,
+    MemberState,
     MoveRecord,
     Origin,
     OwnerRecord,
@@ -242,6 +244,35 @@ async def test_deletable_payloads_are_found_by_step(store: Store) -> None:
     assert ids(await store.read(lambda tx: tx.groups.releasable(RUN, 2, 10, dropped_only=True))) == ["filtered"]
 
 
+async def test_members_are_found_by_id_and_listed_while_they_are_alive(store: Store) -> None:
+    first = MemberRecord(
+        run_id=RUN,
+        member_id=MemberId("policy#0"),
+        name="policy",
+        role=MemberRole.POLICY,
+        node="n1",
+        address="http://n1:1",
+        nonce="x",
+        state=MemberState.ALIVE,
+        lease_s=15.0,
+        joined_at=1.0,
+        last_seen=2.0,
+        in_service=True,
+        publication=3,
+        load=0.5,
+    )
+    second = first.changed(member_id=MemberId("policy#1"), joined_at=2.0, publication=None)
+    await store.write(lambda tx: tx.members.put(second))
+    await store.write(lambda tx: tx.members.put(first))
+    assert await store.read(lambda tx: tx.members.alive(RUN)) == [first, second]
+    assert await store.read(lambda tx: tx.runs.with_leases()) == [RUN]
+    left = first.changed(state=MemberState.LEFT)
+    await store.write(lambda tx: tx.members.put(left))
+    assert await store.read(lambda tx: tx.members.alive(RUN)) == [second]
+    assert await store.read(lambda tx: tx.members.get(RUN, first.member_id)) == left
+    assert await store.read(lambda tx: tx.members.get(OTHER, first.member_id)) is None
+
+
 async def test_owners_are_found_by_name_and_by_state(store: Store) -> None:
     owner = OwnerRecord(run_id=RUN, owner_id=OwnerId("w#0"), name="w", nonce="n", state=OwnerState.ALIVE, last_seen=1.0)
     answered = owner.changed(owner_id=OwnerId("w#1"), request_id="r", reply=b"\x00\x01")
@@ -292,6 +323,30 @@ async def test_history_keeps_its_order(store: Store) -> None:
     await store.write(write)
     assert await store.read(lambda tx: tx.history.of_group(RUN, GroupId("b"))) == [moves[0], moves[2]]
     assert [m.note for m in await store.read(lambda tx: list(tx.history.each(RUN)))] == ["2", "4", "1", "3"]
+
+
+async def test_moves_of_all_runs_are_numbered_together_and_read_in_pages(store: Store) -> None:
+    def add(tx: Transaction, run_id: RunId, group_id: str) -> None:
+        tx.history.add(
+            MoveRecord(
+                run_id=run_id,
+                group_id=GroupId(group_id),
+                at=1.0,
+                from_state=None,
+                to_state=GroupState.DISPATCHED,
+                note="",
+                by="test",
+            )
+        )
+
+    assert await store.read(lambda tx: tx.history.last_number()) == 0
+    for run_id, group_id in ((RUN, "a@0"), (OTHER, "x@0"), (RUN, "b@0")):
+        await store.write(lambda tx, run_id=run_id, group_id=group_id: add(tx, run_id, group_id))  # type: ignore[misc]
+    first = await store.read(lambda tx: tx.history.after(0, 2))
+    assert [(run_id, group_id) for _, run_id, group_id in first] == [(RUN, "a@0"), (OTHER, "x@0")]
+    rest = await store.read(lambda tx: tx.history.after(first[-1][0], 2))
+    assert [(run_id, group_id) for _, run_id, group_id in rest] == [(RUN, "b@0")]
+    assert await store.read(lambda tx: tx.history.last_number()) == rest[-1][0]
 
 
 async def test_batches_are_read_in_order(store: Store) -> None:

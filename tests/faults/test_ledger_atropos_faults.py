@@ -67,8 +67,8 @@ class SlowStore:
         self.may_return = asyncio.Event()
         self.may_return.set()
 
-    async def write(self, work: Any, *, before: Any = None) -> Any:
-        result = await self._store.write(work, before=before)
+    async def write(self, work: Any, *, run_id: Any = None, before: Any = None) -> Any:
+        result = await self._store.write(work, run_id=run_id, before=before)
         await self.may_return.wait()
         return result
 

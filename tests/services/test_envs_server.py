@@ -1,9 +1,11 @@
 """Our server and our client over a real socket."""
 
 import asyncio
+import re
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -390,9 +392,44 @@ async def test_the_playground_needs_a_pool_of_one() -> None:
             pass
     async with served("number_guessing", size=1, playground=True) as server, aiohttp.ClientSession() as http:
         async with http.get(server.url) as reply:
+            assert "default-src 'self'" in reply.headers["Content-Security-Policy"]
             page = await reply.text()
-        assert "<h1>number_guessing</h1>" in page
-        assert "http://" not in page.replace("http://127.0.0.1", "")
+        for address in re.findall(r'(?:src|href)="([^"]+)"', page):
+            async with http.get(server.url + address) as reply:
+                assert (reply.status, len(await reply.read()) > 100) == (200, True), address
+
+
+@pytest.mark.parametrize("name", ["arithmetic", "maths", "number_guessing", "terminal"])
+async def test_every_example_task_of_the_playground_can_be_played(name: str) -> None:
+    async with served(name, size=1, playground=True) as server, aiohttp.ClientSession() as http:
+        async with http.get(f"{server.url}/web/tasks") as reply:
+            offer = await reply.json()
+        assert (offer["name"], offer["num_tasks"]) == (name, len(offer["tasks"]))
+        ids = [task["id"] for task in offer["tasks"]]
+        assert len(ids) == len(set(ids)) > 0
+        assert all(task["description"] for task in offer["tasks"])
+        for task in offer["tasks"]:
+            env = await connect_once(server.url)
+            assert (await env.reset(task["task"])).text
+            await env.close()
+
+
+async def test_the_playground_offers_the_tasks_it_is_given_instead_of_the_examples() -> None:
+    rows: list[dict[str, Any]] = [
+        {"id": "mine", "tier": 3, "secret": 1, "low": 0, "high": 2},
+        {"secret": 0, "low": 0, "high": 2},
+    ]
+    env, config = EnvConfig(name="number_guessing"), EnvServerConfig(playground=True)
+    async with (
+        serve_environments(env, config, size=1, tasks=rows) as server,
+        aiohttp.ClientSession() as http,
+        http.get(f"{server.url}/web/tasks") as reply,
+    ):
+        tasks = (await reply.json())["tasks"]
+    assert [(task["id"], task["tier"], task["task"]) for task in tasks] == [
+        ("mine", "3", rows[0]),
+        ("", None, rows[1]),
+    ]
 
 
 async def test_a_stopping_server_notifies_its_clients_and_returns_every_environment() -> None:

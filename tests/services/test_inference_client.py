@@ -1,15 +1,16 @@
-"""The policy client and the weight client against real servers: retries, deadlines, bundles, restarts, updates."""
+"""The policy client and the weight client against real servers: retries, deadlines, lost connections, restarts, updates."""
 
 import asyncio
 import os
 import signal
 import socket
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import msgspec
 import numpy as np
 import pytest
@@ -17,13 +18,21 @@ from aiohttp import web
 
 from rollbook.contracts.errors import EpisodeError, FencedError, RunError, TransientError
 from rollbook.contracts.policy import Completion, FinishReason, SamplingParams
-from rollbook.inference.client.client import BUNDLE_MAX_TOKENS, PolicyClient, open_policy_client
+from rollbook.inference.client.client import PolicyClient, open_policy_client
 from rollbook.inference.config import ScriptedConfig
 from rollbook.inference.engine import Engine
 from rollbook.inference.server.app import build_app, serve
-from rollbook.inference.server.routes.responses import Handler, json_response
+from rollbook.inference.server.routes.responses import Handler
 from rollbook.inference.weights.client import WeightTransferClient
-from rollbook.inference.wire.completions import MSGPACK, TokenCompletion, TokenReply
+from rollbook.inference.wire.completions import TokenCompletion
+from rollbook.inference.wire.token_stream import (
+    STREAM_PATH,
+    ClientFrame,
+    ServerFrame,
+    StreamedError,
+    StreamedOutcome,
+    StreamedRequest,
+)
 from tests.parts.inference.engines import TinyModel, engine_config, until
 from tests.parts.inference.models import VOCAB, plain_logprobs, publication
 from tests.parts.inference.server_process import start_server
@@ -43,15 +52,15 @@ async def opened(
     name: str = "scripted",
     *,
     published: int | None = 1,
-    posts: list[str] | None = None,
+    paths: list[str] | None = None,
     **settings: Any,
 ) -> AsyncIterator[tuple[PolicyClient, Engine, str]]:
-    """`posts` collects the requested paths."""
+    """`paths` collects the requested paths."""
 
     @web.middleware
     async def collect(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if posts is not None:
-            posts.append(request.path)
+        if paths is not None:
+            paths.append(request.path)
         return await handler(request)
 
     async with tiny.engine(name, published=published, **settings) as engine:
@@ -62,44 +71,54 @@ async def opened(
 
 
 @asynccontextmanager
-async def scripted_server(*responses: Any) -> AsyncIterator[tuple[str, list[Any]]]:
-    """A server with these responses in turn (the last one repeats). Yields its URL and the received bodies."""
-    received: list[Any] = []
+async def scripted_server(*responses: Any) -> AsyncIterator[tuple[str, list[StreamedRequest]]]:
+    """A server with these responses in turn (the last one repeats). Yields its URL and the received requests.
+
+    A response is an outcome without its id, bytes of a frame, "disconnect", or the status of a refused connection.
+    """
+    received: list[StreamedRequest] = []
     script = list(responses)
 
-    async def handle(request: web.Request) -> web.StreamResponse:
-        received.append(await request.json())
-        planned = script.pop(0) if len(script) > 1 else script[0]
-        if planned == "disconnect":
-            assert request.transport is not None
-            request.transport.close()
-            return web.Response()
-        if planned == "incomplete body":
-            response = web.StreamResponse(headers={"Content-Length": "1000"})
-            await response.prepare(request)
-            await response.write(b'{"choices":')
-            assert request.transport is not None
-            request.transport.close()
-            return response
-        if isinstance(planned, TokenReply):
-            return web.Response(body=msgspec.msgpack.encode(planned), content_type=MSGPACK)
-        status, body = planned
-        return json_response(body, status=status)
+    async def connect(request: web.Request) -> web.StreamResponse:
+        if isinstance(script[0], int):
+            status = script.pop(0) if len(script) > 1 else script[0]
+            return web.Response(status=status)
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        async for message in socket:
+            for one in msgspec.msgpack.decode(message.data, type=ClientFrame).requests:
+                received.append(one)
+                planned = script.pop(0) if len(script) > 1 else script[0]
+                if planned == "disconnect":
+                    assert request.transport is not None
+                    request.transport.abort()
+                elif isinstance(planned, bytes):
+                    await socket.send_bytes(planned)
+                else:
+                    await socket.send_bytes(msgspec.msgpack.encode(ServerFrame([planned(one.id)])))
+        return socket
 
     app = web.Application()
-    app.router.add_post("/v1/completions", handle)
+    app.router.add_get(STREAM_PATH, connect)
     async with serve(app) as url:
         yield url, received
 
 
-def reply(*tokens: int) -> TokenReply:
-    completion = Completion(
-        token_ids=np.array(tokens, np.int32),
-        logprobs=np.full(len(tokens), -1.0, np.float32),
-        versions=np.full(len(tokens), 3, np.int32),
-        finish_reason=FinishReason.LENGTH,
+Response = Callable[[int], StreamedOutcome]
+
+
+def reply(*tokens: int, num_versions: int | None = None) -> Response:
+    completion = TokenCompletion(
+        np.array(tokens, np.int32).data,
+        np.full(len(tokens), -1.0, np.float32).data,
+        np.full(len(tokens) if num_versions is None else num_versions, 3, np.int32).data,
+        FinishReason.LENGTH,
     )
-    return TokenReply(completions=[TokenCompletion.of(completion)])
+    return lambda number: StreamedOutcome(number, completion)
+
+
+def failure(status: int) -> Response:
+    return lambda number: StreamedOutcome(number, None, StreamedError(status, b"{}", None))
 
 
 async def test_a_completion_has_the_logprobs_and_version_of_the_engine(tiny: TinyModel) -> None:
@@ -111,21 +130,21 @@ async def test_a_completion_has_the_logprobs_and_version_of_the_engine(tiny: Tin
             assert set(completion.versions.tolist()) == {1}
 
 
-async def test_many_short_requests_share_http_requests_and_each_gets_its_own_completion(tiny: TinyModel) -> None:
+async def test_many_requests_share_a_connection_and_each_gets_its_own_completion(tiny: TinyModel) -> None:
     seeds = range(300)
-    posts: list[str] = []
-    async with opened(tiny, posts=posts) as (client, _, url):
+    paths: list[str] = []
+    async with opened(tiny, paths=paths) as (client, _, url):
         sampled = await asyncio.gather(
-            *(client.complete([seed % VOCAB], SamplingParams(max_tokens=3, seed=seed)) for seed in seeds)
+            *(client.complete([seed % VOCAB], SamplingParams(max_tokens=1 + seed % 40, seed=seed)) for seed in seeds)
         )
-        assert len(posts) < 20
+        assert paths == [STREAM_PATH]
         async with open_policy_client(url, request_s=20) as other:
             for seed in (0, 7, 299):
-                alone = await other.complete([seed % VOCAB], SamplingParams(max_tokens=3, seed=seed))
+                alone = await other.complete([seed % VOCAB], SamplingParams(max_tokens=1 + seed % 40, seed=seed))
                 assert sampled[seed].token_ids.tolist() == alone.token_ids.tolist()
 
 
-async def test_an_invalid_prompt_in_a_bundle_does_not_affect_the_others(tiny: TinyModel) -> None:
+async def test_an_invalid_prompt_does_not_affect_other_requests(tiny: TinyModel) -> None:
     async with opened(tiny) as (client, _, _):
         prompts = [[1], [2], [VOCAB + 5], [3], []]
         outcomes = await asyncio.gather(*(client.complete(p, ONE) for p in prompts), return_exceptions=True)
@@ -134,33 +153,79 @@ async def test_an_invalid_prompt_in_a_bundle_does_not_affect_the_others(tiny: Ti
 
 
 @pytest.mark.parametrize(
-    "failure", ["disconnect", "incomplete body", (500, {"error": 1}), (503, {}), (200, {"not": "valid"})]
+    "first",
+    [
+        pytest.param("disconnect", id="disconnect"),
+        pytest.param(b"not a frame", id="invalid frame"),
+        pytest.param(503, id="connection refused"),
+        pytest.param(failure(500), id="server error"),
+        pytest.param(failure(503), id="unavailable"),
+        pytest.param(reply(4, 5, num_versions=1), id="arrays of different lengths"),
+    ],
 )
-async def test_a_transient_failure_is_retried(failure: Any) -> None:
+async def test_a_transient_failure_is_retried(first: Any) -> None:
     async with (
-        scripted_server(failure, failure, reply(4)) as (url, received),
+        scripted_server(first, first, reply(4)) as (url, _),
         open_policy_client(url, request_s=20) as client,
     ):
         completion = await client.complete([1], ONE)
     assert completion.token_ids.tolist() == [4]
     assert completion.versions.tolist() == [3]
-    assert len(received) >= 3
+
+
+async def test_a_lost_connection_fails_no_request_that_can_be_sent_again() -> None:
+    async with (
+        scripted_server(reply(1), "disconnect", reply(2)) as (url, received),
+        open_policy_client(url, request_s=20) as client,
+    ):
+        sampled = await asyncio.gather(*(client.complete([n], ONE) for n in range(20)))
+    assert {int(completion.token_ids[0]) for completion in sampled} == {1, 2}
+    assert len(received) > 20
 
 
 @pytest.mark.parametrize(("status", "expected"), [(400, EpisodeError), (404, RunError), (401, RunError)])
 async def test_a_client_error_is_never_retried(status: int, expected: type[Exception]) -> None:
-    async with scripted_server((status, {})) as (url, received), open_policy_client(url, request_s=20) as client:
-        for sampling in (ONE, LONG):
-            with pytest.raises(expected, match=str(status)):
-                await client.complete([1], sampling)
-    assert len(received) == 2
+    async with (
+        scripted_server(failure(status)) as (url, received),
+        open_policy_client(url, request_s=20) as client,
+    ):
+        with pytest.raises(expected, match=str(status)):
+            await client.complete([1], ONE)
+    assert len(received) == 1
 
 
-async def test_a_response_with_arrays_of_different_lengths_is_retried() -> None:
-    broken = reply(4, 5)
-    broken.completions[0].versions = np.array([3], np.int32).data
-    async with scripted_server(broken, reply(6)) as (url, _), open_policy_client(url, request_s=20) as client:
-        assert (await client.complete([1], ONE)).token_ids.tolist() == [6]
+@pytest.mark.parametrize("status", [401, 403, 404])
+async def test_a_refused_connection_is_an_error_of_the_run(status: int) -> None:
+    async with scripted_server(status) as (url, _), open_policy_client(url, request_s=20) as client:
+        with pytest.raises(RunError, match=str(status)):
+            await client.complete([1], ONE)
+
+
+async def test_an_invalid_frame_closes_the_connection_and_its_requests_are_cancelled(tiny: TinyModel) -> None:
+    async with (
+        opened(tiny, scripted=ScriptedConfig(token_s=0.05)) as (_, engine, url),
+        aiohttp.ClientSession() as session,
+        session.ws_connect(url + STREAM_PATH) as socket,
+    ):
+        request = StreamedRequest.of(1, [1], LONG, min_publication=0)
+        await socket.send_bytes(msgspec.msgpack.encode(ClientFrame([request], [])))
+        await until(lambda: engine.stats().running == 1)
+        await socket.send_bytes(b"\xc1")
+        assert (await socket.receive()).type is aiohttp.WSMsgType.CLOSE
+        await until(lambda: engine.stats().running == 0)
+
+
+async def test_a_stopping_server_sends_the_outcomes_that_are_ready(tiny: TinyModel) -> None:
+    async with tiny.engine("scripted", published=1) as engine, AsyncExitStack() as stack:
+        url = await stack.enter_async_context(serve(build_app(engine, engine_config("scripted"))))
+        async with aiohttp.ClientSession() as session, session.ws_connect(url + STREAM_PATH) as socket:
+            request = StreamedRequest.of(1, [1], ONE, min_publication=0)
+            await socket.send_bytes(msgspec.msgpack.encode(ClientFrame([request], [])))
+            message = await socket.receive()
+            assert msgspec.msgpack.decode(message.data, type=ServerFrame).outcomes[0].id == 1
+            stopping = asyncio.create_task(stack.aclose())
+            assert (await socket.receive()).type is aiohttp.WSMsgType.CLOSE
+            await stopping
 
 
 @pytest.mark.parametrize("sampling", [ONE, LONG])
@@ -189,14 +254,13 @@ async def test_a_request_waits_for_the_weights_it_needs(tiny: TinyModel) -> None
         assert (await waiting).versions.tolist() == [2]
 
 
-@pytest.mark.parametrize("max_tokens", [BUNDLE_MAX_TOKENS, 200])
-async def test_cancelling_a_request_frees_its_slot_on_the_server(tiny: TinyModel, max_tokens: int) -> None:
+async def test_cancelling_a_request_frees_its_slot_on_the_server(tiny: TinyModel) -> None:
     async with opened(tiny, scripted=ScriptedConfig(token_s=0.05)) as (client, engine, _):
-        task = asyncio.create_task(client.complete([1], SamplingParams(max_tokens=max_tokens)))
+        task = asyncio.create_task(client.complete([1], LONG))
         await until(lambda: engine.stats().tokens >= 1)
         task.cancel()
         await until(lambda: engine.stats().running == 0)
-        assert engine.stats().tokens < max_tokens
+        assert engine.stats().tokens < LONG.max_tokens
 
 
 async def test_requests_survive_a_kill_and_restart_of_the_policy_server(tiny: TinyModel, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from rollbook.contracts.group import DropKind, DropReason, GroupId, GroupState
 from rollbook.contracts.group_codec import encode_group
 from rollbook.contracts.task import Draw
 from rollbook.ledger.client.client import LedgerClient, open_ledger_client
+from rollbook.ledger.http import wire
 from rollbook.ledger.service import Ledger
 from rollbook.tasks.curriculum import Curriculum
 from rollbook.telemetry.events import EventLog
@@ -68,6 +69,37 @@ async def test_outcomes_of_past_draws_are_paged(service: Service) -> None:
     ]
     assert [draw.outcome for draw in past] == [None, outcome_of(group), outcome(1.0), None, outcome_of(foreign)]
     assert past == await service.ledger.outcomes(RUN, after=-1, limit=100)
+
+
+async def test_changes_name_the_groups_that_changed_since_the_last_request(service: Service) -> None:
+    client = service.client
+    begin = (await client.changes(after=None)).next
+    owner = await client.join("worker")
+    await client.open(owner, draws(0, 3), limit=3)
+    opened = await client.changes(after=begin)
+    assert [(group.group_id, group.state) for group in opened.groups] == [
+        (f"task{number}@0", GroupState.DISPATCHED) for number in range(3)
+    ]
+    group = group_of("task1")
+    await client.submit(encode_group(group), outcome_of(group), attempt=1)
+    later = await client.changes(after=opened.next)
+    assert [(view.group_id, view.state, view.outcome) for view in later.groups] == [
+        ("task1@0", GroupState.QUEUED, outcome_of(group))
+    ]
+    assert later.is_complete
+    assert await client.changes(after=later.next) == wire.ChangesView(next=later.next, is_complete=True, groups=())
+
+
+async def test_changes_are_paged(service: Service) -> None:
+    client = service.client
+    owner = await client.join("worker")
+    await client.open(owner, draws(0, 5), limit=5)
+    found, after, is_complete = [], 0, False
+    while not is_complete:
+        page = await client.changes(after=after, limit=2)
+        found += [group.group_id for group in page.groups]
+        after, is_complete = page.next, page.is_complete
+    assert found == [f"task{number}@0" for number in range(5)]
 
 
 async def test_invalid_query_parameters_are_rejected(service: Service) -> None:

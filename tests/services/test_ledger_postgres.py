@@ -13,7 +13,7 @@ import psycopg
 import pytest
 
 from rollbook.concurrency.clock import SystemClock
-from rollbook.contracts.admission import Receipt
+from rollbook.contracts.admission import Receipt, RunId
 from rollbook.contracts.batch import BatchManifest
 from rollbook.contracts.errors import RunError, TransientError
 from rollbook.contracts.group import GroupId
@@ -73,6 +73,36 @@ async def test_a_trainer_at_one_replica_is_woken_by_groups_submitted_at_another(
         manifest = await asyncio.wait_for(waiting, 20)
         assert isinstance(manifest, BatchManifest)
         assert [entry.group_id for entry in manifest.entries] == ["a@0", "b@0"]
+
+
+async def test_a_write_waits_for_writes_of_its_own_run_at_another_replica_and_not_for_other_runs(url: str) -> None:
+    is_writing, may_end, order = threading.Event(), threading.Event(), list[str]()
+
+    def slow(tx: Transaction) -> None:
+        is_writing.set()
+        may_end.wait(60)
+        order.append("slow")
+
+    def until_waiting(num_sessions: int) -> None:
+        waiting = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
+        with psycopg.connect(url, autocommit=True) as db:
+            while (found := db.execute(waiting).fetchone()) is None or found[0] < num_sessions:
+                time.sleep(0.01)
+
+    async with open_store(url) as one, open_store(url) as other, open_store(url) as third:
+        try:
+            running = asyncio.ensure_future(one.write(slow, run_id=RUN))
+            await asyncio.to_thread(is_writing.wait, 60)
+            await other.write(lambda tx: order.append("another run"), run_id=RunId("another"))
+            same = asyncio.ensure_future(other.write(lambda tx: order.append("same run"), run_id=RUN))
+            everything = asyncio.ensure_future(third.write(lambda tx: order.append("every run")))
+            await asyncio.to_thread(until_waiting, 2)
+            assert order == ["another run"]
+        finally:
+            may_end.set()
+        await asyncio.gather(running, same, everything)
+    assert order[:2] == ["another run", "slow"]
+    assert sorted(order[2:]) == ["every run", "same run"]
 
 
 async def test_replicas_that_decide_at_the_same_time_decide_the_same_batch(url: str) -> None:
@@ -271,7 +301,7 @@ async def test_a_database_of_a_newer_release_is_refused(url: str) -> None:
         pass
     with psycopg.connect(url, autocommit=True) as db:
         db.execute("UPDATE schema_versions SET version = 999")
-    with pytest.raises(RunError, match="have schema 999, this release needs 2"):
+    with pytest.raises(RunError, match="have schema 999, this release needs 3"):
         async with open_postgres_store(url):
             pass
     with pytest.raises(RunError, match="have schema 999"), open_reader(url):

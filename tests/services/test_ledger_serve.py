@@ -13,8 +13,10 @@ import asyncio, ctypes, resource, sys, threading
 from pathlib import Path
 from types import SimpleNamespace
 
-from rollbook.ledger.config import GateConfig, LedgerConfig
+from rollbook.ledger.config import GateConfig, RunLedgerConfig
 from rollbook.concurrency.sockets import listening_socket
+from rollbook.run.config.cluster import ClusterConfig
+from rollbook.run.directory import RunDirectory
 from rollbook.run.processes import ledger_server
 from rollbook.telemetry.events import EventLog
 
@@ -41,17 +43,21 @@ config = SimpleNamespace(
     run=SimpleNamespace(name="run"),
     gate=GateConfig(),
     trainer=SimpleNamespace(max_steps=None, missing_logprobs="refuse"),
-    ledger=LedgerConfig(),
+    ledger=RunLedgerConfig(),
+    cluster=ClusterConfig(),
     tasks=SimpleNamespace(is_posted=False),
 )
+directory = RunDirectory(Path(sys.argv[1]))
+directory.prepare()
+directory.write_manifest(name="run", source_dir=directory.path)
+directory.record_model(directory.path)
 context = SimpleNamespace(
     loaded=SimpleNamespace(config=config),
-    directory=SimpleNamespace(ledger=Path(sys.argv[1]), initial_model=Path(sys.argv[1])),
+    directory=directory,
     log=EventLog("ledger"),
     channel=SimpleNamespace(ready=on_ready),
     listening=lambda: sock,
     draining=draining,
-    token="the-token-of-this-run-000",
 )
 asyncio.run(ledger_server.main(context))
 """

@@ -55,6 +55,21 @@ class Arithmetic:
     def close(self) -> None:
         self._answer = None
 
+    @staticmethod
+    def example_tasks() -> list[dict[str, Any]]:
+        """Tasks for the playground."""
+        tiers = {"sums": (20, "+-"), "products": (12, "*")}
+        return [
+            {
+                **row,
+                "id": f"{tier}-{index + 1}",
+                "tier": tier,
+                "description": f"{row['left']} {row['sign']} {row['right']}",
+            }
+            for tier, (most, signs) in tiers.items()
+            for index, row in enumerate(arithmetic_tasks(6, most=most, signs=signs))
+        ]
+
 
 def arithmetic_tasks(count: int, *, seed: int = 0, most: int = 20, signs: str = "+-") -> list[dict[str, Any]]:
     """Rows with unique ids; the same seed gives the same rows."""

@@ -10,6 +10,12 @@ from typing import Any
 from rollbook.contracts.environment import Observation
 from rollbook.envs.builtin.maths_answers import final_answer, is_same_answer
 
+EXAMPLES = (
+    ("A train travels 180 km in 2 hours and 15 minutes. What is its average speed in km/h?", "80"),
+    ("Simplify 6/8 + 1/4.", "1"),
+    ("How many positive divisors does 36 have?", "9"),
+    ("Solve 3x + 7 = 22 for x.", "5"),
+)
 HOW_TO_ANSWER = "Give the final answer as \\boxed{…}."
 
 
@@ -56,6 +62,14 @@ class Maths:
 
     def close(self) -> None:
         self._task = None
+
+    @staticmethod
+    def example_tasks() -> list[dict[str, Any]]:
+        """Tasks for the playground."""
+        return [
+            {"id": f"example-{index + 1}", "question": question, "answer": answer}
+            for index, (question, answer) in enumerate(EXAMPLES)
+        ]
 
     def score(self, given: str, task: Mapping[str, Any]) -> float:
         """1 for the right answer, else 0. A subclass with partial credit overrides this."""

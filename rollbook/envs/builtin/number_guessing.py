@@ -5,6 +5,7 @@ that is not one number within the bounds is `invalid` and costs a guess.
 """
 
 import asyncio
+import random
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ def reward_for(*, solved_on_turn: int | None, max_turns: int, turn_price: float)
 
 
 class NumberGuessing:
-    """`reset` with a game, `step` with guesses."""
+    """A secret number: the agent guesses, and each response is higher or lower."""
 
     is_quick = True
 
@@ -108,6 +109,21 @@ class NumberGuessing:
 
     def close(self) -> None:
         self._game = None
+
+    @staticmethod
+    def example_tasks() -> list[dict[str, Any]]:
+        """Tasks for the playground. Their ids do not tell the secret."""
+        ranges = {"easy": (0, 7), "medium": (0, 63), "hard": (0, 999)}
+        return [
+            {
+                "id": f"{tier}-{index + 1}",
+                "tier": tier,
+                "description": f"Guess a number from {low} to {high}.",
+                **{"secret": random.Random(f"{tier}-{index}").randint(low, high), "low": low, "high": high},
+            }
+            for tier, (low, high) in ranges.items()
+            for index in range(4)
+        ]
 
     def _final_reward(self, solved: bool) -> float:
         turn = len(self._guesses) if solved else None

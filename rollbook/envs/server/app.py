@@ -9,7 +9,7 @@ Nothing blocks the event loop: plain environments run in threads, and a dead cli
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,7 @@ from rollbook.envs.environment import EnvironmentPool
 from rollbook.envs.pools.reservations import ReservationId
 from rollbook.envs.server.auth import error_message, refuse, report_errors, require_token
 from rollbook.envs.server.mcp import answer_mcp
-from rollbook.envs.server.playground import mount_playground
+from rollbook.envs.server.playground import Playground, mount_playground
 from rollbook.envs.server.protocol import (
     HEALTH_PATH,
     RESERVATIONS_PATH,
@@ -55,10 +55,11 @@ CLOSE_HANDSHAKE_S = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentInfo:
-    """The content of `/metadata`."""
+    """The content of `/metadata`, and the tasks that the playground offers."""
 
     name: str
     description: str = ""
+    tasks: Sequence[Mapping[str, Any]] = ()
 
 
 class ReservationRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -91,7 +92,15 @@ def build_app(
     app.router.add_post("/step", server.step)
     app.router.add_post("/mcp", server.mcp)
     if config.playground:
-        mount_playground(app, capacity=sessions.capacity, name=info.name)
+        page = Playground(
+            name=info.name,
+            description=info.description,
+            tasks=info.tasks,
+            max_steps=config.max_steps,
+            step_s=config.step_s,
+            idle_s=config.idle_s,
+        )
+        mount_playground(app, page, capacity=sessions.capacity)
     app.cleanup_ctx.append(server.sweep_context)
     app.on_shutdown.append(server.stop)
     return app

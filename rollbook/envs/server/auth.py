@@ -11,6 +11,7 @@ from rollbook.access.tokens import Secret, bearer_token
 from rollbook.contracts.errors import RollbookError, RunError
 from rollbook.envs.config import EnvServerConfig
 from rollbook.envs.pools.reservations import CapacityReachedError, PoolTooSmallError, UnknownReservationError
+from rollbook.envs.server.playground import STATIC_PATH
 from rollbook.envs.server.protocol import HEALTH_PATH, ErrorCode, ReplyKind, WireError, encode
 from rollbook.envs.server.sessions import EnvironmentStartError, SessionEndedError
 
@@ -68,7 +69,7 @@ def require_token(config: EnvServerConfig) -> Middleware:
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if secret is not None and request.path != HEALTH_PATH:
+        if secret is not None and request.path != HEALTH_PATH and not request.path.startswith(STATIC_PATH):
             # A browser cannot set headers for a WebSocket, so the playground sends its token in the query.
             given = bearer_token(request.headers.get("Authorization")) or request.query.get("token", "")
             if not secret.matches(given):

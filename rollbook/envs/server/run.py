@@ -4,9 +4,10 @@ async with serve_environments(EnvConfig(name="arithmetic"), size=8) as server:
     ...                                              # server.url accepts connections
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from aiohttp import web
 
@@ -21,6 +22,7 @@ from rollbook.envs.pools.environment_pool import open_environment_pool
 from rollbook.envs.server.app import EnvironmentInfo, build_app
 from rollbook.envs.server.auth import check_exposure
 from rollbook.envs.server.openenv import OpenEnvPool
+from rollbook.envs.server.playground import example_tasks
 from rollbook.telemetry.events import EventLog
 
 
@@ -37,9 +39,13 @@ async def open_app(
     *,
     size: int | None = None,
     is_openenv: bool = False,
+    tasks: Sequence[Mapping[str, Any]] | None = None,
     log: EventLog | None = None,
 ) -> AsyncIterator[tuple[web.Application, EnvironmentPool]]:
-    """The application of `rollbook env serve` and its open pool. With `is_openenv`, `env.name` is an OpenEnv class."""
+    """The application of `rollbook env serve` and its open pool. With `is_openenv`, `env.name` is an OpenEnv class.
+
+    `tasks`: what the playground offers; by default the examples of the environment's class.
+    """
     log = log or EventLog("env-server")
     if is_openenv:
         hosted = OpenEnvPool(env.name, env.args, size=size or 1)
@@ -50,8 +56,13 @@ async def open_app(
             hosted.close()
         return
     async with open_environment_pool(env, size=size, log=log) as pool:
-        lines = (environment_class(env.name).__doc__ or "").strip().splitlines()
-        info = EnvironmentInfo(name=env.name, description=lines[0] if lines else env.name)
+        kind = environment_class(env.name)
+        lines = (kind.__doc__ or "").strip().splitlines()
+        info = EnvironmentInfo(
+            name=env.name,
+            description=lines[0] if lines else env.name,
+            tasks=example_tasks(kind) if tasks is None and server.playground else tasks or (),
+        )
         yield build_app(pool, server, info=info, log=log), pool
 
 
@@ -64,13 +75,14 @@ async def serve_environments(
     host: str = "127.0.0.1",
     port: int = 0,
     is_openenv: bool = False,
+    tasks: Sequence[Mapping[str, Any]] | None = None,
     allowed: AllowedClients | None = None,
     log: EventLog | None = None,
 ) -> AsyncIterator[RunningServer]:
     """Serve while the block runs, from when all environments are ready. Port 0: any free port."""
     server = server or EnvServerConfig()
     check_exposure(host, server)
-    async with open_app(env, server, size=size, is_openenv=is_openenv, log=log) as (app, pool):
+    async with open_app(env, server, size=size, is_openenv=is_openenv, tasks=tasks, log=log) as (app, pool):
         try:
             sock = listening_socket(host, port)
         except OSError as error:

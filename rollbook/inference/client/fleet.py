@@ -1,20 +1,24 @@
 """Several replicas of the policy: their state, and the choice of one for each request.
 
-The decisions are pure (`replica_choice`, `circuit`); this module keeps their inputs up to date. A single replica is not polled.
+The decisions are pure (`replica_choice`, `circuit`); this module keeps their inputs up to date. A single replica is not polled. The
+list of replicas may change while the run is running. A replica keeps its index: one that is gone stays in the list, unused, and
+may return.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 
 from rollbook.concurrency.clock import Clock, SystemClock
 from rollbook.contracts.errors import TransientError
 from rollbook.inference.client.circuit import CircuitState, ReplicaCircuit
-from rollbook.inference.client.replica_choice import AFFINITY_SPREAD, ReplicaView, choose_replica, rendezvous_weight
+from rollbook.inference.client.replica_choice import AFFINITY_SPREAD, ReplicaView, choose_replica
 from rollbook.inference.client.server_protocol import ReplicaStatus, ServerProtocol
 from rollbook.inference.connection import PolicyConnection, ReplicaBusyError, open_connection
 from rollbook.telemetry.events import EventLog
 
+ReplicaSource = Callable[[], Awaitable[Sequence[str]]]
+"""The URLs of all replicas now. Raises `TransientError` when they are not known."""
 QUARANTINE_AFTER_S = 5.0
 """Replicas load a publication within moments of each other. One that is behind for longer has missed it."""
 
@@ -27,6 +31,7 @@ class Replica:
         self.circuit = ReplicaCircuit()
         self.in_flight = 0
         self.completed = 0
+        self.is_gone = False
         self.behind_since: float | None = None
         """Since when it reports older weights than another replica."""
         self._status: ReplicaStatus | None = None
@@ -53,6 +58,7 @@ class Replica:
             is_behind=self.behind_since is not None and now - self.behind_since >= QUARANTINE_AFTER_S,
             is_broken=not self.circuit.allows(now),
             is_draining=self._status is not None and self._status.is_draining,
+            is_gone=self.is_gone,
         )
 
 
@@ -67,8 +73,13 @@ class Fleet:
         spread: float = AFFINITY_SPREAD,
         clock: Clock | None = None,
         log: EventLog | None = None,
+        source: ReplicaSource | None = None,
+        connect: Callable[[str], Awaitable[PolicyConnection]] | None = None,
     ) -> None:
-        self.replicas = tuple(replicas)
+        """`source` lists the replicas now; `connect` opens a connection to a new one."""
+        self.replicas = list(replicas)
+        self._source = source
+        self._connect = connect
         self.protocol = protocol
         self._spread = spread
         self._clock = clock or SystemClock()
@@ -76,13 +87,7 @@ class Fleet:
 
     @property
     def urls(self) -> str:
-        return ", ".join(replica.url for replica in self.replicas)
-
-    def home(self, session: str | None) -> int:
-        """The home of a session while all replicas are in service. Requests with the same home may share a bundle."""
-        if session is None or len(self.replicas) == 1:
-            return 0
-        return max(range(len(self.replicas)), key=lambda at: rendezvous_weight(session, self.replicas[at].url))
+        return ", ".join(replica.url for replica in self.replicas if not replica.is_gone)
 
     def choose(self, *, session: str | None, min_publication: int, avoid: Collection[int] = ()) -> int:
         if len(self.replicas) == 1:
@@ -112,21 +117,45 @@ class Fleet:
             replica.in_flight -= 1
 
     async def watch(self, *, interval_s: float) -> None:
-        """Poll the status of every replica.
+        """Poll the status of every replica, and the list of replicas.
 
-        Takes:  status reports of the replicas.
+        Takes:  the list, where it may change; status reports of the replicas.
         Gives:  their load, publication and readiness, to `choose`.
         Waits:  `interval_s` between polls.
         Ends:   on cancellation.
         """
         while True:
-            await asyncio.gather(*(self._poll(replica, within_s=max(1.0, interval_s)) for replica in self.replicas))
-            newest = max((replica.publication or 0 for replica in self.replicas), default=0)
+            await self._follow_source()
+            present = [replica for replica in self.replicas if not replica.is_gone]
+            await asyncio.gather(*(self._poll(replica, within_s=max(1.0, interval_s)) for replica in present))
+            newest = max((replica.publication or 0 for replica in present), default=0)
             now = self._clock.now()
-            for replica in self.replicas:
+            for replica in present:
                 is_behind = replica.publication is not None and replica.publication < newest
                 replica.behind_since = (replica.behind_since or now) if is_behind else None
             await self._clock.sleep(interval_s)
+
+    async def _follow_source(self) -> None:
+        """Connect to replicas that joined, and use those that left no longer."""
+        if self._source is None or self._connect is None:
+            return
+        try:
+            urls = {url.rstrip("/") for url in await self._source()}
+        except TransientError as error:
+            if self._log:
+                self._log.warning("policy.replica_list_unknown", cause=str(error))
+            return
+        for url in sorted(urls - {replica.url for replica in self.replicas}):
+            self.replicas.append(Replica(await self._connect(url)))
+            if self._log:
+                self._log.info("policy.replica_joined", url=url)
+        for replica in self.replicas:
+            if replica.is_gone != (replica.url not in urls):
+                replica.is_gone = not replica.is_gone
+                if self._log:
+                    self._log.info(
+                        "policy.replica_left" if replica.is_gone else "policy.replica_returned", url=replica.url
+                    )
 
     async def _poll(self, replica: Replica, *, within_s: float) -> None:
         try:
@@ -160,16 +189,21 @@ async def open_fleet(
     spread: float = AFFINITY_SPREAD,
     api_key: str | None = None,
     log: EventLog | None = None,
+    source: ReplicaSource | None = None,
 ) -> AsyncIterator[Fleet]:
+    """`source` lists the replicas, where the list may change; `urls` are those at the start."""
     if not urls:
         raise ValueError("a fleet needs at least one policy server")
     async with AsyncExitStack() as stack:
-        connections = [
-            await stack.enter_async_context(open_connection(url, max_connections=max_connections, api_key=api_key))
-            for url in urls
-        ]
-        fleet = Fleet([Replica(connection) for connection in connections], protocol, spread=spread, log=log)
-        if len(urls) == 1:
+
+        async def connect(url: str) -> PolicyConnection:
+            opened = open_connection(url, max_connections=max_connections, api_key=api_key)
+            return await stack.enter_async_context(opened)
+
+        replicas = [Replica(await connect(url)) for url in urls]
+        stack.push_async_callback(protocol.close)
+        fleet = Fleet(replicas, protocol, spread=spread, log=log, source=source, connect=connect)
+        if len(urls) == 1 and source is None:
             yield fleet
             return
         watcher = asyncio.create_task(fleet.watch(interval_s=watch_s), name="policy.watch_replicas")

@@ -23,6 +23,8 @@ class Tier(IntEnum):
     BROKEN = 2
     """Its circuit is open."""
     DRAINING = 3
+    GONE = 4
+    """It is no longer in the list of replicas."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +40,11 @@ class ReplicaView:
     """Other replicas have had newer weights for a while."""
     is_broken: bool = False
     is_draining: bool = False
+    is_gone: bool = False
 
     def tier(self, min_publication: int) -> Tier:
+        if self.is_gone:
+            return Tier.GONE
         if self.is_draining:
             return Tier.DRAINING
         if self.is_broken:

@@ -4,7 +4,6 @@ vLLM's token versions are texts; Rollbook uses publication ids. vLLM knows neith
 from too old weights are detected by their versions and requested again, and the trainer checks its epoch at the ledger first.
 """
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -47,9 +46,7 @@ class _Load(msgspec.Struct):
 
 
 class VllmProtocol:
-    """Satisfies `ServerProtocol`. One completion per HTTP request: vLLM batches by itself."""
-
-    bundle_size = 1
+    """Satisfies `ServerProtocol`. One HTTP request for each completion."""
 
     def __init__(self, *, model_name: str) -> None:
         self._model = model_name
@@ -57,10 +54,7 @@ class VllmProtocol:
         self._version = msgspec.json.Decoder(_Version)
         self._load = msgspec.json.Decoder(_Load)
 
-    async def complete(self, connection: PolicyConnection, requests: Sequence[CompletionRequest]) -> list[Completion]:
-        return [await self.complete_one(connection, request) for request in requests]
-
-    async def complete_one(self, connection: PolicyConnection, request: CompletionRequest) -> Completion:
+    async def complete(self, connection: PolicyConnection, request: CompletionRequest) -> Completion:
         return await self.generate(connection, request, model=self._model)
 
     async def generate(self, connection: PolicyConnection, request: CompletionRequest, *, model: str) -> Completion:
@@ -92,6 +86,9 @@ class VllmProtocol:
         version = await connection.get("/weight_info", self._version)
         load = await connection.get("/load", self._load)
         return ReplicaStatus(publication=publication_id(version.weight_version), load=load.server_load)
+
+    async def close(self) -> None:
+        """Nothing is kept open: the connection belongs to the caller."""
 
 
 class VllmServerApi:

@@ -48,7 +48,7 @@ class VllmAdapterProtocol(VllmProtocol):
         """By URL: the newest publication, and when it was listed."""
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
-    async def complete_one(self, connection: PolicyConnection, request: CompletionRequest) -> Completion:
+    async def complete(self, connection: PolicyConnection, request: CompletionRequest) -> Completion:
         publication = await self._newest_publication(connection, request.min_publication)
         try:
             return await self.generate(connection, request, model=adapter_name(PublicationId(publication)))

@@ -17,11 +17,13 @@ from rollbook.inference.server.routes.chat import ChatRoutes
 from rollbook.inference.server.routes.completions import CompletionRoutes
 from rollbook.inference.server.routes.engine import EngineRoutes
 from rollbook.inference.server.routes.responses import Handler, error_middleware, error_response
+from rollbook.inference.server.routes.token_stream import TokenStreamRoutes
 from rollbook.inference.server.routes.tokens import TokenRoutes
 from rollbook.inference.server.routes.weights import AdapterRoutes, WeightRoutes
 from rollbook.inference.server.service import MODEL_NAME, PolicyService
 from rollbook.inference.server.text import Tokenizer
 from rollbook.inference.server.weight_updates import WeightUpdates
+from rollbook.inference.wire.token_stream import STREAM_PATH
 
 MAX_BODY_BYTES = 64 * 2**20
 """Enough for a prompt of a million tokens."""
@@ -55,12 +57,14 @@ def build_app(
     app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=middlewares)
     app[SERVICE], app[REFUSE] = service, _refuse
     completions, control, tokens = CompletionRoutes(service), EngineRoutes(service), TokenRoutes(service)
+    streams = TokenStreamRoutes(service)
     weights, adapters = WeightRoutes(service, updates), AdapterRoutes(service)
     app.add_routes(
         [
             web.post("/v1/completions", completions.complete),
             web.post("/v1/chat/completions", ChatRoutes(service).complete),
             web.post("/inference/v1/generate", completions.generate),
+            web.get(STREAM_PATH, streams.connect),
             web.post("/tokenize", tokens.tokenize),
             web.post("/detokenize", tokens.detokenize),
             web.get("/tokenizer_info", tokens.info),
@@ -96,6 +100,7 @@ def build_app(
     async def leave_weight_group(_app: web.Application) -> None:
         await updates.leave()
 
+    app.on_shutdown.append(streams.close)
     app.on_cleanup.append(leave_weight_group)
     return app
 

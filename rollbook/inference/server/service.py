@@ -10,7 +10,7 @@ from typing import Protocol
 
 from rollbook.contracts.errors import RollbookError, TransientError
 from rollbook.contracts.plugin import MissingExtraError, load_on_demand
-from rollbook.contracts.policy import SamplingParams
+from rollbook.contracts.policy import Completion, SamplingParams
 from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engine import Engine, QueueFullError, TokenConstraint
 from rollbook.inference.request import BadRequestError
@@ -110,6 +110,13 @@ class PolicyService:
                 self._compiler = made
             compiler = self._compiler
         return await asyncio.to_thread(compiler.compile, text, field=field)
+
+    def submit(
+        self, prompt: Sequence[int], sampling: SamplingParams, *, min_publication: int
+    ) -> asyncio.Future[Completion]:
+        """Start one completion of token ids. Cancel the future to free its slot."""
+        self._admit(1, min_publication)
+        return self.engine.submit(prompt, sampling)
 
     @contextmanager
     def generations(

@@ -66,10 +66,13 @@ class WeightTransferClient:
         check_digest: bool = True,
         api_key: str | None = None,
         log: EventLog | None = None,
+        source: Callable[[], Awaitable[Sequence[str]]] | None = None,
     ) -> None:
+        """`source` lists the replicas in service, where the list may change; `urls` are those at the start."""
         if not urls:
             raise ValueError("the weight client needs the URL of at least one policy server")
-        self._urls = tuple(urls)
+        self._urls = [url.rstrip("/") for url in urls]
+        self._source = source
         self._request_s = request_s
         self._confirm_s = request_s if confirm_s is None else confirm_s
         self._transport = transport
@@ -82,17 +85,20 @@ class WeightTransferClient:
         self._stack = AsyncExitStack()
         self._replicas: list[PolicyConnection] = []
         self._quarantined: set[int] = set()
+        self._gone: set[int] = set()
+        """Replicas that are no longer in the list. They keep their index, and may return."""
         self._dtypes: dict[str, str | None] = {}
         self._adapters: dict[str, AdapterInfo] = {}
         self._has_warned = False
 
     async def __aenter__(self) -> "WeightTransferClient":
         for url in self._urls:
-            opened = await self._stack.enter_async_context(
-                open_connection(url, max_connections=CONNECTIONS, api_key=self._api_key)
-            )
-            self._replicas.append(opened)
+            await self._connect(url)
         return self
+
+    async def _connect(self, url: str) -> None:
+        opened = open_connection(url, max_connections=CONNECTIONS, api_key=self._api_key)
+        self._replicas.append(await self._stack.enter_async_context(opened))
 
     async def __aexit__(self, *error: object) -> None:
         if self._group is not None:
@@ -131,6 +137,7 @@ class WeightTransferClient:
         `within_s`: how long to retry while no replica accepts them (default: `confirm_s`).
         """
         self._has_warned = False
+        await self._follow_source()
         await self._release_responding()
         serving = self._serving()
         deadline = Deadline(self._confirm_s if within_s is None else within_s, f"publication {publication.id}")
@@ -153,6 +160,7 @@ class WeightTransferClient:
 
         Raises `TransientError` when a replica in service does not respond.
         """
+        await self._follow_source()
         await self._release_responding()
 
         async def publication(index: int) -> Publication | None:
@@ -175,7 +183,27 @@ class WeightTransferClient:
         await self._server_api.resume(self._replicas[index])
 
     def _serving(self) -> list[int]:
-        return [index for index in range(len(self._replicas)) if index not in self._quarantined]
+        unused = self._quarantined | self._gone
+        serving = [index for index in range(len(self._replicas)) if index not in unused]
+        if not serving and len(self._gone) == len(self._replicas):
+            raise TransientError("no policy server is a member of the run")
+        return serving
+
+    async def _follow_source(self) -> None:
+        """Connect to replicas that joined: the publisher finds them without the current publication, and pushes it."""
+        if self._source is None:
+            return
+        try:
+            urls = {url.rstrip("/") for url in await self._source()}
+        except TransientError as error:
+            if self._log is not None:
+                self._log.warning("policy.replica_list_unknown", cause=str(error))
+            return
+        for url in sorted(urls - set(self._urls)):
+            self._urls.append(url)
+            await self._connect(url)
+        self._gone = {index for index, url in enumerate(self._urls) if url not in urls}
+        self._quarantined -= self._gone
 
     async def _responds(self, index: int) -> bool:
         try:

@@ -338,7 +338,7 @@ class AtroposService:
             with run_transaction(tx, self.run_id, now) as run_tx:
                 return rule(run_tx)
 
-        return await self._store.write(work, before=before)
+        return await self._store.write(work, run_id=self.run_id, before=before)
 
 
 @asynccontextmanager

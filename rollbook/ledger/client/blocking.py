@@ -73,6 +73,9 @@ class SyncLedgerClient:
     audit = _blocking(LedgerClient.audit)
     explain = _blocking(LedgerClient.explain)
     groups = _blocking(LedgerClient.groups)
+    payload = _blocking(LedgerClient.payload)
+    manifest = _blocking(LedgerClient.manifest)
+    steps = _blocking(LedgerClient.steps)
     register_producer = _blocking(LedgerClient.register_producer)
     producers = _blocking(LedgerClient.producers)
     join = _blocking(LedgerClient.join)
@@ -125,7 +128,7 @@ def open_sync_ledger_client(
 
 def audit_at(url: str, *, token: str | None = None) -> list[wire.AuditView]:
     """The audit of the run in the URL (`http://host:8000/v1/runs/RUN`), or of every run of that ledger."""
-    base, run_id = _split(url)
+    base, run_id = split_address(url)
     run_ids = [run_id] if run_id is not None else _runs(base, token)
     reports = []
     for each in run_ids:
@@ -136,7 +139,7 @@ def audit_at(url: str, *, token: str | None = None) -> list[wire.AuditView]:
 
 def explain_at(url: str, group_id: GroupId, *, token: str | None = None) -> wire.GroupHistory:
     """The history of one group of the run in the URL, or of the only run of that ledger."""
-    base, run_id = _split(url)
+    base, run_id = split_address(url)
     if run_id is None:
         run_ids = _runs(base, token)
         if len(run_ids) != 1:
@@ -152,7 +155,7 @@ def _runs(base: str, token: str | None) -> list[RunId]:
         return [RunId(run) for run in client.runs()]
 
 
-def _split(url: str) -> tuple[str, RunId | None]:
+def split_address(url: str) -> tuple[str, RunId | None]:
     """The address of the ledger, and the run if the URL names one."""
     parts = urlsplit(url)
     base, _, rest = parts.path.partition("/v1/runs/")

@@ -21,8 +21,13 @@ import msgspec
 from rollbook.concurrency.deadline import Deadline
 from rollbook.concurrency.retry import retry
 from rollbook.contracts.admission import (
+    LEASE_S,
     DrawProgress,
     LedgerStatus,
+    Member,
+    MemberId,
+    MemberReply,
+    MemberRole,
     OpenReply,
     OwnerId,
     PastDraw,
@@ -31,7 +36,7 @@ from rollbook.contracts.admission import (
     RunSettings,
 )
 from rollbook.contracts.batch import AckReceipt, BatchManifest, EndOfRun, TrainerRole, TrainingBatch
-from rollbook.contracts.errors import FencedError, RollbookError, RunError, TransientError
+from rollbook.contracts.errors import FencedError, NotFoundError, RollbookError, RunError, TransientError
 from rollbook.contracts.group import DropReason, GroupId, GroupOutcome, GroupState
 from rollbook.contracts.group_checks import TrainingLimits, UnusableGroupError
 from rollbook.contracts.group_codec import EncodedGroup, payload_digest
@@ -140,6 +145,26 @@ class LedgerClient:
         """A page of groups, from the admission sequence number `start` on."""
         return await self._call(verbs.GROUPS, wire.GroupQuery(state=state, start=start, limit=limit))
 
+    async def changes(self, *, after: int | None, limit: int = wire.MAX_LISTED) -> wire.ChangesView:
+        """The groups that changed since the reply whose `next` is `after`. None: only the number to continue after."""
+        return await self._call(verbs.CHANGES, wire.ChangeQuery(after=after, limit=limit))
+
+    async def payload(self, group_id: GroupId) -> bytes:
+        """The stored payload of a group. Raises `NotFoundError` if it has none, or none any more."""
+        return await self._request(verbs.PAYLOAD, NOTHING, lambda response: response.read(), group=group_id)
+
+    async def manifest(self, step: int) -> BatchManifest:
+        """The composition of a decided batch."""
+        return await self._call(verbs.MANIFEST, NOTHING, step=str(step))
+
+    async def publications(self, *, start: int = 0, limit: int = wire.MAX_LISTED) -> tuple[Publication, ...]:
+        """A page of the registered weight publications, by id."""
+        return await self._call(verbs.PUBLICATIONS, wire.PublicationQuery(start=start, limit=limit))
+
+    async def steps(self, *, start: int = 0, limit: int = wire.MAX_LISTED) -> tuple[wire.StepView, ...]:
+        """A page of acknowledgements, from step `start` on."""
+        return await self._call(verbs.STEPS, wire.StepQuery(start=start, limit=limit))
+
     async def register_producer(self, name: str, *, weight: float = 1.0, min_share: float = 0.0) -> wire.ProducerView:
         """Register a producer that is not dispatched. Its groups are submitted with `producer=name`."""
         request = wire.RegisterProducer(weight=weight, min_share=min_share)
@@ -150,6 +175,28 @@ class LedgerClient:
 
     async def outcomes(self, *, after: int, limit: int) -> list[PastDraw]:
         return await self._call(verbs.OUTCOMES, wire.OutcomeQuery(start=after + 1, limit=limit))
+
+    # ------------------------------------------------------------------ members
+
+    async def members(self) -> tuple[Member, ...]:
+        """The living members of the run."""
+        return await self._call(verbs.MEMBERS, NOTHING)
+
+    async def join_member(
+        self, *, name: str, role: MemberRole, node: str, address: str = "", lease_s: float = LEASE_S
+    ) -> MemberReply:
+        request = wire.JoinMember(
+            name=name, role=role, node=node, address=address, lease_s=lease_s, nonce=uuid.uuid4().hex
+        )
+        return await self._call(verbs.JOIN_MEMBER, request)
+
+    async def heartbeat_member(self, member: MemberId, *, publication: int | None = None, load: float = 0.0) -> None:
+        """Raises `FencedError` if the lease has ended."""
+        request = wire.HeartbeatMember(publication=publication, load=load)
+        await self._call(verbs.HEARTBEAT_MEMBER, request, member=member)
+
+    async def leave_member(self, member: MemberId) -> None:
+        await self._call(verbs.LEAVE_MEMBER, NOTHING, member=member)
 
     # ------------------------------------------------------------------ dispatchers
 
@@ -369,6 +416,8 @@ def _error_of(error: wire.SubmitError, name: str) -> RollbookError:
     if error.kind == UnusableGroupError.__name__:
         return UnusableGroupError(error.message)
     message = f"the ledger rejected {name} ({error.status}): {error.message}"
+    if error.status == HTTPStatus.NOT_FOUND:
+        return NotFoundError(message)
     if error.status in RETRIED:
         return TransientError(message, retry_after_s=error.retry_after_s)
     return RunError(message)

@@ -5,7 +5,7 @@ from http import HTTPStatus
 import msgspec
 from aiohttp import web
 
-from rollbook.contracts.errors import FencedError, RunError, TransientError
+from rollbook.contracts.errors import FencedError, NotFoundError, RunError, TransientError
 from rollbook.ledger.http import wire
 from rollbook.ledger.http.auth import UnknownTokenError, WrongRoleError
 from rollbook.ledger.http.bodies import BodyTooLargeError, IncompleteBodyError, SlowBodyError, UnsupportedBodyError
@@ -17,10 +17,6 @@ from rollbook.ledger.tools.explain import UnknownGroupError
 
 class RefusedClientError(RunError):
     """The request comes from a page in a browser, or names another host."""
-
-
-class NotFoundError(RunError):
-    """The requested object does not exist."""
 
 
 # The first match is used, so subclasses precede their base classes.

@@ -12,9 +12,19 @@ import msgspec
 from aiohttp import web
 
 from rollbook.concurrency.clock import SystemClock
-from rollbook.contracts.admission import DrawProgress, LedgerStatus, OpenReply, OwnerId, PastDraw, RunId
+from rollbook.contracts.admission import (
+    DrawProgress,
+    LedgerStatus,
+    Member,
+    MemberId,
+    MemberReply,
+    OpenReply,
+    OwnerId,
+    PastDraw,
+    RunId,
+)
 from rollbook.contracts.batch import BatchManifest, TrainerRole
-from rollbook.contracts.errors import RollbookError, RunError
+from rollbook.contracts.errors import NotFoundError, RollbookError, RunError
 from rollbook.contracts.group import DropReason, GroupId, GroupOutcome
 from rollbook.contracts.group_codec import EncodedGroup
 from rollbook.contracts.policy import Publication
@@ -22,7 +32,7 @@ from rollbook.contracts.task import TaskId
 from rollbook.ledger.http import wire
 from rollbook.ledger.http.auth import Keys
 from rollbook.ledger.http.bodies import BodyReader, encode_response, wants_zstd
-from rollbook.ledger.http.errors import KNOWN_ERRORS, NotFoundError, error_response, status_of
+from rollbook.ledger.http.errors import KNOWN_ERRORS, error_response, status_of
 from rollbook.ledger.http.metrics import RequestMetrics, ledger_metrics
 from rollbook.ledger.http.openapi import openapi_document
 from rollbook.ledger.http.streams import send_frames, send_statuses
@@ -131,6 +141,10 @@ class LedgerHandlers:
         found = await self._ledger.groups(run, request.state, start=request.start, limit=request.limit)
         return [_group_view(group) for group in found]
 
+    async def changes(self, request: wire.ChangeQuery, run: RunId) -> wire.ChangesView:
+        found = await self._ledger.changes(run, after=request.after, limit=request.limit)
+        return _view(wire.ChangesView, found, groups=tuple(_group_view(group) for group in found.groups))
+
     async def explain(self, _: wire.Empty, run: RunId, group: GroupId) -> wire.GroupHistory:
         record, moves, sentences = await self._ledger.read(
             lambda tx: (tx.groups.get(run, group), tx.history.of_group(run, group), explain_group(tx, run, group))
@@ -156,6 +170,10 @@ class LedgerHandlers:
             raise NotFoundError(f"run {run}: batch {step} is not decided")
         return found
 
+    async def steps(self, request: wire.StepQuery, run: RunId) -> list[wire.StepView]:
+        found = await self._ledger.steps(run, start=request.start, limit=request.limit)
+        return [_view(wire.StepView, record) for record in found]
+
     async def publications(self, request: wire.PublicationQuery, run: RunId) -> list[Publication]:
         found = await self._ledger.publications(run, start=request.start, limit=request.limit)
         return [record.contract for record in found]
@@ -172,6 +190,20 @@ class LedgerHandlers:
     async def register_producer(self, request: wire.RegisterProducer, run: RunId, producer: str) -> wire.ProducerView:
         record = await self._ledger.register_producer(run, producer, weight=request.weight, min_share=request.min_share)
         return _producer_view(record)
+
+    async def members(self, _: wire.Empty, run: RunId) -> list[Member]:
+        return await self._ledger.members(run)
+
+    async def join_member(self, request: wire.JoinMember, run: RunId) -> MemberReply:
+        return await self._ledger.join_member(run, **msgspec.structs.asdict(request))
+
+    async def heartbeat_member(self, request: wire.HeartbeatMember, run: RunId, member: MemberId) -> wire.Empty:
+        await self._ledger.heartbeat_member(run, member, publication=request.publication, load=request.load)
+        return wire.Empty()
+
+    async def leave_member(self, _: wire.Empty, run: RunId, member: MemberId) -> wire.Empty:
+        await self._ledger.leave_member(run, member)
+        return wire.Empty()
 
     async def join(self, request: wire.Join, run: RunId) -> wire.JoinReply:
         return wire.JoinReply(owner=await self._ledger.join(run, request.owner_name, nonce=request.nonce))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Generic, TypeVar
 
-from rollbook.contracts.admission import DrawProgress, LedgerStatus, OpenReply, PastDraw
+from rollbook.contracts.admission import DrawProgress, LedgerStatus, Member, MemberReply, OpenReply, PastDraw
 from rollbook.contracts.batch import BatchManifest, TrainerRole
 from rollbook.contracts.policy import Publication
 from rollbook.ledger.http import wire
@@ -150,6 +150,14 @@ GROUPS = _verb(
     tuple[wire.GroupView, ...],
     "Groups in order of admission.",
 )
+CHANGES = _verb(
+    "changes",
+    "GET /v1/runs/{run}/changes",
+    ALL_ROLES,
+    wire.ChangeQuery,
+    wire.ChangesView,
+    "The groups that changed since an earlier request. A copy of the run is kept up to date by it.",
+)
 EXPLAIN = _verb(
     "explain",
     "GET /v1/runs/{run}/groups/{group}",
@@ -175,6 +183,14 @@ MANIFEST = _verb(
     BatchManifest,
     "The composition of a decided batch.",
 )
+STEPS = _verb(
+    "steps",
+    "GET /v1/runs/{run}/steps",
+    ALL_ROLES,
+    wire.StepQuery,
+    tuple[wire.StepView, ...],
+    "A page of the acknowledged steps with the digests of their weights, by step and epoch.",
+)
 PUBLICATIONS = _verb(
     "publications",
     "GET /v1/runs/{run}/publications",
@@ -198,6 +214,38 @@ REGISTER_PRODUCER = _verb(
     wire.RegisterProducer,
     wire.ProducerView,
     "Register a producer, or change its weight and minimum share.",
+)
+MEMBERS = _verb(
+    "members",
+    "GET /v1/runs/{run}/members",
+    ALL_ROLES,
+    wire.Empty,
+    tuple[Member, ...],
+    "The living members of the run: processes that hold a lease.",
+)
+JOIN_MEMBER = _verb(
+    "join_member",
+    "POST /v1/runs/{run}/members",
+    TRAINER,
+    wire.JoinMember,
+    MemberReply,
+    "Join the run. The role `supervisor` has one member at a time: while there is another, the response names it as `holder`.",
+)
+HEARTBEAT_MEMBER = _verb(
+    "heartbeat_member",
+    "POST /v1/runs/{run}/members/{member}/heartbeat",
+    TRAINER,
+    wire.HeartbeatMember,
+    wire.Empty,
+    "Extend the lease of a member. A lease that has ended is refused (409): join again.",
+)
+LEAVE_MEMBER = _verb(
+    "leave_member",
+    "POST /v1/runs/{run}/members/{member}/leave",
+    TRAINER,
+    wire.Empty,
+    wire.Empty,
+    "End the lease of a member.",
 )
 JOIN = _verb(
     "join",

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from rollbook.contracts.admission import RunSettings
+from rollbook.contracts.admission import LEASE_S, MemberRole, RunSettings
 from rollbook.contracts.batch import AckReceipt, BatchManifest, EndOfRun
 from rollbook.contracts.group import GroupOutcome, GroupState
 from rollbook.contracts.policy import Publication
@@ -83,7 +83,7 @@ class CreateRun(Message, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         settings, rule = self.settings, self.settings.rule
         spans = (settings.group_deadline_s, settings.owner_ttl_s)
-        _reject_unstorable("settings", *spans, settings.max_attempts)
+        _reject_unstorable("settings", *spans, settings.max_attempts, settings.directory_id)
         _reject_unstorable(
             "settings", rule.groups_per_step, rule.max_in_flight, rule.max_head_offpolicy_versions, rule.max_steps
         )
@@ -92,6 +92,29 @@ class CreateRun(Message, frozen=True, kw_only=True):
         _reject_unstorable("settings", settings.limits.vocabulary_size, settings.limits.max_tokens)
         if rule.max_steps is not None and rule.max_steps < 0:
             raise ValueError(f"settings: max_steps is {rule.max_steps}; it must be >= 0")
+
+
+class JoinMember(Message, frozen=True, kw_only=True):
+    name: Name
+    """An older member of the same role and name is superseded."""
+    role: MemberRole
+    node: Name
+    """The machine, for people."""
+    address: Annotated[str, msgspec.Meta(max_length=512)] = ""
+    """URL of the member's server."""
+    lease_s: Annotated[float, msgspec.Meta(ge=1, le=3600)] = LEASE_S
+    """The lease ends after this time without a heartbeat."""
+    nonce: Name
+    """The same in every retry of one request."""
+
+    def __post_init__(self) -> None:
+        _reject_unstorable("member", self.name, self.node, self.address, self.nonce)
+
+
+class HeartbeatMember(Message, frozen=True, kw_only=True):
+    publication: Count | None = None
+    """The weights of a policy server."""
+    load: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 0.0
 
 
 class Join(Message, frozen=True, kw_only=True):
@@ -288,6 +311,25 @@ class PublicationQuery(Message, frozen=True, kw_only=True):
     limit: Annotated[int, msgspec.Meta(ge=0, le=MAX_LISTED, description="maximum number of publications")] = MAX_LISTED
 
 
+class StepQuery(Message, frozen=True, kw_only=True):
+    start: Annotated[int, msgspec.Meta(ge=0, le=LARGEST, description="the first step")] = msgspec.field(
+        default=0, name="from"
+    )
+    limit: Annotated[int, msgspec.Meta(ge=0, le=MAX_LISTED, description="maximum number of acknowledgements")] = (
+        MAX_LISTED
+    )
+
+
+class StepView(Message, frozen=True, kw_only=True):
+    """One acknowledgement. A step that was trained again after a restart has one for each epoch."""
+
+    step: int
+    epoch: int
+    digest: str
+    receipt: AckReceipt
+    at: float
+
+
 class OutcomeQuery(Message, frozen=True, kw_only=True):
     start: Annotated[int, msgspec.Meta(ge=0, le=LARGEST, description="the first admission sequence number")] = (
         msgspec.field(default=0, name="from")
@@ -317,6 +359,27 @@ class GroupView(Message, frozen=True, kw_only=True):
     payload_bytes: int
     has_payload: bool
     outcome: GroupOutcome | None
+
+
+class ChangeQuery(Message, frozen=True, kw_only=True):
+    after: Annotated[
+        int | None,
+        msgspec.Meta(description="the `next` of the last response; without it, only the number to continue after"),
+    ] = None
+    limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_LISTED, description="maximum number of changes to read")] = (
+        MAX_LISTED
+    )
+
+    def __post_init__(self) -> None:
+        _reject_unstorable("after", self.after)
+
+
+class ChangesView(Message, frozen=True, kw_only=True):
+    """Groups that changed, as they are now. Changes of other runs are skipped, so a page may be empty and not the last."""
+
+    next: int
+    is_complete: bool
+    groups: tuple[GroupView, ...]
 
 
 class MoveView(Message, frozen=True, kw_only=True):

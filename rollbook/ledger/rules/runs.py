@@ -9,7 +9,7 @@ from rollbook.contracts.batch import EndOfRun
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupOutcome, GroupState
 from rollbook.contracts.group_checks import TrainingLimits
-from rollbook.ledger.records import RunRecord
+from rollbook.ledger.records import RunChanges, RunRecord
 from rollbook.ledger.rules.run_transaction import find_run
 from rollbook.ledger.store import Transaction
 
@@ -34,6 +34,12 @@ def create_run(tx: Transaction, run_id: RunId, settings: RunSettings, *, now: fl
 
 
 def _refuse_changes(run: RunRecord, settings: RunSettings) -> None:
+    owner = run.settings.directory_id
+    if owner and settings.directory_id != owner:
+        raise RunError(
+            f"run {run.run_id} exists in this ledger and belongs to another run directory (its run.json has the id {owner}). "
+            "Resume that directory, or choose another run.name"
+        )
     old, new = run.settings.rule, settings.rule
     limits: tuple[tuple[str, object, object], ...] = ()
     if run.last_decided and run.settings.limits != TrainingLimits():
@@ -122,6 +128,25 @@ def progress(tx: Transaction, run_id: RunId) -> DrawProgress:
         settled_below=run.settled_below,
         settled_beyond=tuple(at for at, is_settled in positions if is_settled),
         exhausted=run.exhausted,
+    )
+
+
+def changes(tx: Transaction, run_id: RunId, *, after: int | None, limit: int) -> RunChanges:
+    """The groups of a run that changed after the move with the number `after`, as they are now.
+
+    Reads at most `limit` moves, of all runs of the store: moves are numbered together and have no index by run. None: no groups,
+    only the number to continue after.
+    """
+    find_run(tx, run_id)
+    if after is None:
+        return RunChanges(next=tx.history.last_number(), is_complete=True, groups=())
+    moves = tx.history.after(after, limit)
+    changed = tuple(dict.fromkeys(group_id for _, run, group_id in moves if run == run_id))
+    found = tx.groups.find(run_id, changed)
+    return RunChanges(
+        next=moves[-1][0] if moves else after,
+        is_complete=len(moves) < limit,
+        groups=tuple(found[group_id] for group_id in changed if group_id in found),
     )
 
 

@@ -22,6 +22,7 @@ class _PostgresModule(Protocol):
     def open_postgres_store(self, url: str, *, durability: Durability) -> AbstractAsyncContextManager[Store]: ...
     def open_readonly(self, url: str) -> AbstractContextManager[Reader]: ...
     def reclaim(self, url: str) -> tuple[int, int]: ...
+    def warnings(self, url: str) -> list[str]: ...
 
 
 def sqlite_url(directory: Path) -> str:
@@ -43,6 +44,11 @@ def open_reader(url: str) -> AbstractContextManager[Reader]:
 def reclaim(url: str) -> tuple[int, int]:
     """Return the space of deleted data to the disk. Returns the bytes before and after."""
     return sqlite.reclaim(_directory(url)) if url.startswith(SQLITE) else _postgres(url).reclaim(url)
+
+
+def store_warnings(url: str) -> list[str]:
+    """What an operator should know about a store before using it. Raises if the store cannot be used."""
+    return [] if url.startswith(SQLITE) else _postgres(url).warnings(url)
 
 
 def _directory(url: str) -> Path:

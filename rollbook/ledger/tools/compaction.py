@@ -44,7 +44,7 @@ async def _compact_run(store: Store, run_id: RunId, up_to_step: int | None, now:
 
     num_payloads = num_bytes = 0
     while True:
-        deleted = await store.write(delete)
+        deleted = await store.write(delete, run_id=run_id)
         num_payloads, num_bytes = num_payloads + deleted[0], num_bytes + deleted[1]
         if deleted[0] < PAYLOADS_PER_TRANSACTION:
             return num_payloads, num_bytes

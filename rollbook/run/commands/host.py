@@ -13,12 +13,11 @@ from pathlib import Path
 from rich.console import Console
 
 from rollbook.concurrency.child_process.child import die_with_parent
-from rollbook.contracts.admission import RunId
 from rollbook.contracts.errors import RunError, TransientError
-from rollbook.ledger.client.client import open_ledger_client
 from rollbook.run.commands.train import resolve_run, write_or_check_config
-from rollbook.run.config.run import RunConfig
+from rollbook.run.config.run import LoadedConfig, RunConfig
 from rollbook.run.directory import RunDirectory, write_json
+from rollbook.run.ledger_clients import ledger_token_file, open_run_ledger
 from rollbook.run.policy_clients import policy_urls
 from rollbook.run.supervision.supervisor import RunOutcome, Supervisor, require_posix
 from rollbook.telemetry.events import EventLog
@@ -48,21 +47,20 @@ def host(
         log.info("host.started", resumed=is_resumed)
 
         async def until_finished(addresses: Mapping[str, str]) -> None:
-            await _until_finished(addresses["ledger"], loaded.config, log)
+            await _until_finished(addresses["ledger"], loaded, directory, log)
 
         supervisor = Supervisor(loaded.config, directory, log=log, has_trainer=False, until_over=until_finished)
         try:
-            outcome = asyncio.run(_run(supervisor, loaded.config, directory, console))
+            outcome = asyncio.run(_run(supervisor, loaded, directory, console))
         finally:
             host_file.unlink(missing_ok=True)
         log.info("host.ended", how=outcome.end, message=outcome.message)
         return outcome
 
 
-async def _until_finished(ledger_url: str, config: RunConfig, log: EventLog) -> None:
+async def _until_finished(ledger_url: str, loaded: LoadedConfig, directory: RunDirectory, log: EventLog) -> None:
     """Wait for the end of the run in the ledger: the dispatcher ends earlier, while the trainer still trains the last steps."""
-    run = RunId(config.run.name)
-    async with open_ledger_client(ledger_url, run, request_s=config.ledger.request_s, log=log) as ledger:
+    async with open_run_ledger(loaded, directory, ledger_url, log=log) as ledger:
         while True:
             with suppress(TransientError):
                 if (await ledger.status()).ended:
@@ -80,11 +78,11 @@ def _reject_trainer_settings(config: RunConfig) -> None:
         )
 
 
-async def _run(supervisor: Supervisor, config: RunConfig, directory: RunDirectory, console: Console) -> RunOutcome:
+async def _run(supervisor: Supervisor, loaded: LoadedConfig, directory: RunDirectory, console: Console) -> RunOutcome:
     async def report_when_ready() -> None:
         for process in supervisor.processes:
             await process.ready.wait()
-        write_json(directory.path / HOST_FILE, host_info(supervisor.addresses, config, directory))
+        write_json(directory.path / HOST_FILE, host_info(supervisor.addresses, loaded, directory))
         console.print(f"ready for a trainer: {directory.path / HOST_FILE}", soft_wrap=True)
 
     reporting = asyncio.create_task(report_when_ready(), name="host.report_ready")
@@ -94,13 +92,16 @@ async def _run(supervisor: Supervisor, config: RunConfig, directory: RunDirector
         reporting.cancel()
 
 
-def host_info(addresses: dict[str, str], config: RunConfig, directory: RunDirectory) -> dict[str, object]:
+def host_info(addresses: dict[str, str], loaded: LoadedConfig, directory: RunDirectory) -> dict[str, object]:
     """What an external trainer needs to know."""
+    config = loaded.config
+    ledger_token = ledger_token_file(loaded, directory)
     return {
         "pid": os.getpid(),
         "ledger_url": addresses["ledger"],
         "policy_urls": policy_urls(addresses["policy"]),
         "token_file": str(directory.token_file),
+        "ledger_token_file": None if ledger_token is None else str(ledger_token),
         "run": config.run.name,
         "model_dir": str(directory.initial_model),
         "groups_per_step": config.gate.groups_per_step,

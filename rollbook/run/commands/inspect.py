@@ -118,10 +118,11 @@ def group_lines(run: RunRecordReader, group_id: str) -> Iterator[str]:
         when = time.strftime("%H:%M:%S", time.localtime(move.at))
         yield f"  {when}  {move.from_state or '–'} → {move.to_state}  {move.note}  (by {move.by})"
     if group is None:
-        yield "its payload was deleted" if record.payload_digest else "it was never submitted"
+        yield "its payload was deleted" if record.payload_bytes else "it was never submitted"
         return
     tokenizers = load_on_demand("rollbook.rollout.chat.tokenizer:ModelTokenizer")
-    entry = None if record.step is None else run.entry(record.step, record.group_id)
+    entries = () if record.step is None else run.manifest(record.step).entries
+    entry = next((entry for entry in entries if entry.group_id == record.group_id), None)
     yield from _samples(group, tokenizers.from_directory(run.directory.initial_model), entry)
 
 

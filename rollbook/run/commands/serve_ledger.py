@@ -14,6 +14,7 @@ from pydantic import SecretStr
 from rollbook.access.guard import is_loopback
 from rollbook.access.tokens import steering_token_file
 from rollbook.contracts.admission import RunId
+from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId
 from rollbook.contracts.plugin import load_on_demand
 from rollbook.ledger.atropos.config import AtroposConfig
@@ -23,13 +24,15 @@ from rollbook.ledger.client.blocking import audit_at, explain_at
 from rollbook.ledger.config import Durability, LedgerConfig, LedgerServerConfig
 from rollbook.ledger.serve import serve_ledger
 from rollbook.ledger.store import Reader
-from rollbook.ledger.stores.registry import open_reader, open_store, reclaim, sqlite_url
+from rollbook.ledger.stores.registry import open_reader, open_store, reclaim, sqlite_url, store_warnings
 from rollbook.ledger.tools.audit import AuditReport
 from rollbook.ledger.tools.compaction import compact
-from rollbook.ledger.tools.explain import explain
 from rollbook.ledger.tools.export import ExportReport, export_jsonl
 from rollbook.ledger.tools.import_run import import_jsonl
-from rollbook.run.record import open_run
+from rollbook.run.config.run import load_resolved_config
+from rollbook.run.directory import RunDirectory
+from rollbook.run.ledger_clients import store_url
+from rollbook.run.record import audit_report, open_run
 from rollbook.telemetry.events import EventLog
 
 
@@ -63,6 +66,8 @@ def serve(
     )
     dialects = [] if atropos_run is None else [atropos_dialect(AtroposConfig(run=atropos_run))]
     say(f"opening {store} ({durability}), listening on {host}:{port}")
+    for warning in store_warnings(store):
+        say(f"warning: {warning}")
     if config.token_file is not None:
         needs_it = "requests of a trainer need" if is_loopback(host) and not any(tokens.values()) else "requests need"
         say(f"{needs_it} the token in {config.token_file}: 'Authorization: Bearer …'")
@@ -104,7 +109,7 @@ def import_run_file(store: str, source: Path, *, as_run: str | None) -> dict[str
 
 def explain_in_directory(path: Path, group_id: str) -> list[str]:
     with open_run(path) as run:
-        return explain(run.reader, run.run_id, GroupId(group_id))
+        return run.explain(GroupId(group_id))
 
 
 def explain_remote(url: str, group_id: str) -> list[str]:
@@ -115,21 +120,19 @@ def explain_remote(url: str, group_id: str) -> list[str]:
 
 def audit_remote(url: str) -> list[AuditReport]:
     """`http://host:port/v1/runs/RUN` for one run, `http://host:port` for all runs of a ledger."""
-    return [
-        AuditReport(
-            run_id=RunId(view.run_id),
-            opened=view.opened,
-            law=view.law,
-            dropped=view.dropped,
-            steps=view.steps,
-            max_lag=view.max_lag,
-            max_head_offpolicy_versions=view.max_head_offpolicy_versions,
-            violations=view.violations,
-        )
-        for view in audit_at(url, token=os.environ.get("ROLLBOOK_VIEWER_TOKENS"))
-    ]
+    return [audit_report(view) for view in audit_at(url, token=os.environ.get("ROLLBOOK_VIEWER_TOKENS"))]
 
 
 def store_of(location: str) -> str:
     """The URL of a store; `location` is a URL or a run directory."""
-    return location if "://" in location else sqlite_url(Path(location) / "ledger")
+    if "://" in location:
+        return location
+    directory = RunDirectory(Path(location).resolve())
+    if not directory.exists:
+        return sqlite_url(directory.ledger)
+    config = load_resolved_config(directory).config.ledger
+    if config.url is not None:
+        raise RunError(
+            f"the ledger of {location} is the service at {config.url}: name the store of that service instead"
+        )
+    return store_url(config, directory)

@@ -12,9 +12,10 @@ from rollbook.contracts.freshness import BatchPolicy
 from rollbook.contracts.plugin import plugin_fault
 from rollbook.envs.config import EnvConfig
 from rollbook.inference.config import InferenceConfig, ScriptedConfig, VllmConfig
-from rollbook.ledger.config import GateConfig
+from rollbook.ledger.config import GateConfig, RunLedgerConfig
 from rollbook.rollout.config import RolloutConfig
 from rollbook.run.config.evaluation import EvaluationConfig
+from rollbook.run.config.resources import ResourcesConfig
 from rollbook.tasks.config import TasksConfig, is_file, is_hub
 from rollbook.trainer.config import LoraSettings, TrainerConfig
 
@@ -201,6 +202,50 @@ def _atropos_source_needs_no_rollout(parts: Parts) -> Faults:
                     )
 
 
+def _posts_reach_the_ledger(parts: Parts) -> Faults:
+    match parts.get("tasks"), parts.get("ledger"):
+        case TasksConfig(is_posted=True) as tasks, RunLedgerConfig(url=str()) if tasks.atropos.url is None:
+            yield (
+                "tasks.atropos.url",
+                "with ledger.url the run serves no Atropos API; set this to the server that environments post to",
+            )
+
+
+def _gpus_fit_replicas_and_ranks(parts: Parts) -> Faults:
+    match parts.get("resources"), parts.get("inference"), parts.get("trainer"):
+        case ResourcesConfig() as resources, InferenceConfig() as inference, TrainerConfig() as trainer:
+            policy, ranks = resources.policy_gpus, resources.trainer_gpus
+            if ranks and (trainer.device != "cuda" or len(ranks) != trainer.ranks):
+                yield (
+                    "resources.trainer_gpus",
+                    f"names {len(ranks)} GPUs; it needs trainer.device = 'cuda' and one GPU for each of the "
+                    f"{trainer.ranks} trainer.ranks",
+                )
+            if policy and inference.urls:
+                yield "resources.policy_gpus", "is not read with inference.urls: the run then starts no policy servers"
+            elif policy and len(policy) % inference.replicas:
+                yield (
+                    "resources.policy_gpus",
+                    f"{len(policy)} GPUs cannot be divided evenly among {inference.replicas} inference.replicas",
+                )
+            elif policy and inference.engine != "vllm" and len(policy) > inference.replicas:
+                yield (
+                    "resources.policy_gpus",
+                    f"engine = '{inference.engine}' uses one GPU for each of the {inference.replicas} inference.replicas; "
+                    f"remove {len(policy) - inference.replicas} GPUs, or add replicas",
+                )
+            if policy and inference.engine != "vllm" and inference.device != "cuda":
+                yield (
+                    "inference.device",
+                    f"is '{inference.device}'; with resources.policy_gpus each replica sees only its own GPU: set it to 'cuda'",
+                )
+            if resources.are_separate and inference.transfer == "cuda_ipc":
+                yield (
+                    "inference.transfer",
+                    "'cuda_ipc' needs the trainer and the policy on one GPU, and [resources] separates them; use 'auto'",
+                )
+
+
 CROSS_CHECKS: tuple[Callable[[Parts], Faults], ...] = (
     _episodes_fit_the_lease,
     _tokens_fit_the_context,
@@ -215,6 +260,8 @@ CROSS_CHECKS: tuple[Callable[[Parts], Faults], ...] = (
     _adapters_can_be_published,
     _evaluation_has_a_policy,
     _checkpoints_are_as_frequent_as_evaluations,
+    _posts_reach_the_ledger,
+    _gpus_fit_replicas_and_ranks,
 )
 
 

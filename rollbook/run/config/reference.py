@@ -47,10 +47,13 @@ def _section(path: str, model: type[BaseModel]) -> Iterator[str]:
 
 
 def field_docs(model: type) -> dict[str, str]:
-    """The docstring of each field."""
+    """The docstring of each field, also of those that it inherits from another config class."""
+    found: dict[str, str] = {}
+    for base in model.__bases__:
+        if base is not BaseModel and issubclass(base, BaseModel):
+            found |= field_docs(base)
     body = ast.parse(inspect.getsource(model)).body[0]
     assert isinstance(body, ast.ClassDef)
-    found: dict[str, str] = {}
     for field, text in zip(body.body, body.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
             value = text.value

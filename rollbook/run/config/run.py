@@ -24,10 +24,12 @@ from rollbook.contracts.group_checks import TrainingLimits
 from rollbook.contracts.user_errors import did_you_mean, indented
 from rollbook.envs.config import EnvConfig
 from rollbook.inference.config import InferenceConfig
-from rollbook.ledger.config import GateConfig, LedgerConfig
+from rollbook.ledger.config import GateConfig, RunLedgerConfig
 from rollbook.rollout.config import RolloutConfig
 from rollbook.run.config.checks import CROSS_CHECKS, missing_files, resolved_publish
+from rollbook.run.config.cluster import ClusterConfig
 from rollbook.run.config.evaluation import EvaluationConfig
+from rollbook.run.config.resources import ResourcesConfig
 from rollbook.run.config.toml_lines import key_lines, line_of
 from rollbook.run.directory import RunDirectory
 from rollbook.tasks.config import TasksConfig
@@ -63,18 +65,21 @@ class RunConfig(BaseModel, frozen=True, extra="forbid"):
     inference: InferenceConfig = InferenceConfig()
     rollout: RolloutConfig = RolloutConfig()
     gate: GateConfig = GateConfig()
-    ledger: LedgerConfig = LedgerConfig()
+    ledger: RunLedgerConfig = RunLedgerConfig()
     trainer: TrainerConfig = TrainerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
+    resources: ResourcesConfig = ResourcesConfig()
+    cluster: ClusterConfig = ClusterConfig()
 
-    def ledger_settings(self, limits: TrainingLimits | None = None) -> RunSettings:
-        """The settings with which the run is created in the ledger."""
+    def ledger_settings(self, *, limits: TrainingLimits | None = None, directory_id: str | None = None) -> RunSettings:
+        """The settings of the run in the ledger."""
         is_in_parts = self.gate.batch_policy is BatchPolicy.PARTS
         return self.gate.settings(
             max_steps=self.trainer.max_steps,
             keep_payloads=self.ledger.keep_payloads,
             limits=limits,
+            directory_id=directory_id,
             samples_per_group=self.rollout.completions_per_prompt if is_in_parts else 1,
             quorum=self.rollout.quorum_size if is_in_parts else None,
         )
@@ -258,6 +263,8 @@ def dump_toml(config: RunConfig, *, masks_secrets: bool = False) -> str:
         table["env"] = config.env.model_dump(mode="json", exclude_unset=True, exclude_none=True)
     if config.env.token is not None and not masks_secrets:
         table["env"]["token"] = config.env.token.get_secret_value()
+    if config.ledger.store is not None and not masks_secrets:
+        table["ledger"]["store"] = config.ledger.store.get_secret_value()
     return tomli_w.dumps(table)
 
 

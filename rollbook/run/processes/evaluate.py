@@ -47,6 +47,7 @@ def _context(scratch: Path, loaded: LoadedConfig, model_dir: Path) -> RoleContex
     directory.record_model(model_dir)
     return RoleContext(
         role="evaluation",
+        name="evaluation",
         directory=directory,
         loaded=loaded,
         channel=Channel(None),

@@ -6,10 +6,11 @@ It only reads from the ledger; evaluation groups are not stored there. A failure
 import asyncio
 from pathlib import Path
 
-from rollbook.contracts.admission import LedgerStatus, RunId
+from rollbook.contracts.admission import LedgerStatus
 from rollbook.contracts.errors import RunError
-from rollbook.ledger.client.client import LedgerClient, open_ledger_client
+from rollbook.ledger.client.client import LedgerClient
 from rollbook.run.directory import write_json
+from rollbook.run.ledger_clients import open_run_ledger
 from rollbook.run.measurement import EvaluationSession, Measurement, held_out_tasks, open_evaluation
 from rollbook.run.supervision.child_main import RoleContext
 from rollbook.telemetry.metrics import Metric, MetricRecorder, Reduction
@@ -35,9 +36,7 @@ async def main(context: RoleContext) -> str:
     tasks = await asyncio.to_thread(held_out_tasks, config, context.loaded.source_dir)
     is_shared = config.evaluation.policy == "shared"
     async with (
-        open_ledger_client(
-            context.addresses["ledger"], RunId(config.run.name), request_s=config.ledger.request_s, log=context.log
-        ) as ledger,
+        open_run_ledger(context.loaded, context.directory, context.addresses["ledger"], log=context.log) as ledger,
         open_evaluation(context, tasks, policy_url=context.addresses["policy"] if is_shared else None) as session,
     ):
         context.channel.ready(f"{len(tasks)} held-out tasks")

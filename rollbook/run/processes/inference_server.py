@@ -3,22 +3,40 @@
 from pathlib import Path
 
 from rollbook.access.server import serve_app
+from rollbook.contracts.admission import MemberRole
 from rollbook.contracts.plugin import load_on_demand
 from rollbook.inference.engine import open_engine
 from rollbook.inference.server.app import SERVICE, build_app
 from rollbook.inference.server.text import Tokenizer
+from rollbook.run.ledger_clients import client_token
 from rollbook.run.supervision.child_main import RoleContext
+from rollbook.run.supervision.membership import membership
 
 
 async def main(context: RoleContext) -> str:
     config, model_dir = context.loaded.config, context.directory.initial_model
     async with open_engine(config.inference, model_dir, spans=context.spans) as engine:
-        app = build_app(engine, config.inference, tokenizer=load_tokenizer(model_dir), steering_token=context.token)
-        async with serve_app(app, context.listening()) as url:
+        app = build_app(
+            engine,
+            config.inference,
+            tokenizer=load_tokenizer(model_dir),
+            api_key=client_token(config, context.directory),
+            steering_token=context.token,
+        )
+        service = app[SERVICE]
+
+        def report() -> tuple[int | None, float]:
+            publication, stats = engine.publication, engine.stats()
+            return None if publication is None else int(publication.id), float(stats.running + stats.queued)
+
+        async with (
+            serve_app(app, context.listening()) as url,
+            membership(context, MemberRole.POLICY, address=url, report=report),
+        ):
             context.log.info("policy.serving", url=url, engine=config.inference.engine)
             context.channel.ready(f"serving, {config.inference.engine} engine")
             await context.draining.wait()
-            app[SERVICE].is_draining = True
+            service.is_draining = True
     return "stopped"
 
 

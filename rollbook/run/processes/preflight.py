@@ -29,6 +29,8 @@ from rollbook.contracts.trajectory import RolloutSample
 from rollbook.contracts.user_errors import describe_error, is_user_file
 from rollbook.envs.catalog import environment_class
 from rollbook.envs.config import EnvConfig
+from rollbook.ledger.client.client import open_ledger_client
+from rollbook.ledger.stores.registry import store_warnings
 from rollbook.rollout.agents.program import AgentError
 from rollbook.rollout.chat.tokenizer import RenderError
 from rollbook.rollout.contract import RolloutSetup, Tokenizer, load_rollout
@@ -41,6 +43,7 @@ from rollbook.rollout.rewards.messages import RewardCase
 from rollbook.rollout.rewards.scorer import TO_BE_SCORED, case_of
 from rollbook.run.config.run import LoadedConfig, RunConfig
 from rollbook.run.episodes import begin_episode, call_reward, open_rollout
+from rollbook.run.ledger_clients import external_token
 from rollbook.run.model_files import context_length, model_faults, tokenizer_of
 from rollbook.tasks.dataset import build_source, load_tasks
 from rollbook.telemetry.events import EventLog
@@ -50,6 +53,8 @@ MAX_TURNS = 4
 """Turns of the episode. Enough to see a reset, steps and a chat template that rewrites earlier turns."""
 MAX_REQUESTS = 32
 """Requests to the canned policy. A rollout function that ignores the turn limit is stopped here, without a fault."""
+LEDGER_S = 5.0
+"""Time limit of a request to an external ledger."""
 REMOTE_ROLLOUT = "rollbook.rollout.remote"
 
 
@@ -213,6 +218,7 @@ class Checks:
 
     async def run(self) -> None:
         extend_search_path(self._loaded.search_path)
+        await self._ledger()
         tokenizer = self._model()
         if self._config.tasks.is_posted:
             return
@@ -226,6 +232,20 @@ class Checks:
         if task is not None:
             await self._rewards(task, sample, tokenizer)
         self._filter(sample)
+
+    async def _ledger(self) -> None:
+        ledger = self._config.ledger
+        if ledger.store is not None:
+            with self._findings.checking("ledger.store", "connecting to the store"):
+                for warning in await asyncio.to_thread(store_warnings, ledger.store.get_secret_value()):
+                    self._findings.warning("ledger.store", warning)
+        if ledger.url is not None:
+            with self._findings.checking("ledger.url", "connecting to the ledger"):
+                token = external_token(self._loaded)
+                async with open_ledger_client(
+                    ledger.url, self._config.run.name, request_s=LEDGER_S, token=token
+                ) as client:
+                    await client.runs()
 
     def _model(self) -> Tokenizer | None:
         path = "model.path" if self._config.model.build is None else "model.build"

@@ -1,4 +1,5 @@
-"""Prepares the model directory with initial weights and tokenizer, before engine and trainer start from it."""
+"""Prepares the model directory with initial weights and tokenizer, before engine and trainer start from it. Creates the run in an
+external ledger."""
 
 import asyncio
 from contextlib import suppress
@@ -6,6 +7,7 @@ from pathlib import Path
 
 from rollbook.contracts.plugin import load_on_demand
 from rollbook.run.directory import RunDirectoryError
+from rollbook.run.ledger_clients import open_run_ledger, run_settings
 from rollbook.run.model_files import model_directory
 from rollbook.run.supervision.child_main import RoleContext
 
@@ -14,6 +16,13 @@ async def main(context: RoleContext) -> str:
     made = await asyncio.to_thread(_model_directory, context)
     context.directory.record_model(made)
     context.log.info("run.model_prepared", directory=str(made))
+    config = context.loaded.config
+    if config.ledger.url is not None:
+        context.channel.doing(f"creating the run in the ledger at {config.ledger.url}")
+        async with open_run_ledger(
+            context.loaded, context.directory, config.ledger.url, log=context.log, is_trainer=True
+        ) as ledger:
+            await ledger.create_run(run_settings(config, context.directory))
     return f"model in {made}"
 
 

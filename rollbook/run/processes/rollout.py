@@ -4,12 +4,13 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from rollbook.contracts.admission import RunId
-from rollbook.ledger.client.client import open_ledger_client
+from rollbook.contracts.admission import MemberRole
 from rollbook.rollout.dispatch.dispatcher import Dispatcher
 from rollbook.rollout.metrics import rollout_metrics
 from rollbook.run.atropos_feed import AtroposFeed
+from rollbook.run.ledger_clients import open_run_ledger
 from rollbook.run.supervision.child_main import RoleContext
+from rollbook.run.supervision.membership import membership
 from rollbook.run.worker_spec import worker_spec
 from rollbook.tasks.dataset import build_source, load_tasks
 from rollbook.telemetry.metrics import MetricRecorder
@@ -26,20 +27,23 @@ async def main(context: RoleContext) -> str:
         load_tasks(config.tasks, base_dir=context.loaded.source_dir),
         mastery_file=context.directory.mastery_file,
     )
-    async with open_ledger_client(
-        context.addresses["ledger"], RunId(config.run.name), request_s=config.ledger.request_s, log=context.log
-    ) as ledger:
+    async with (
+        open_run_ledger(context.loaded, context.directory, context.addresses["ledger"], log=context.log) as ledger,
+        membership(context, MemberRole.ROLLOUT),
+    ):
         dispatcher = Dispatcher(
-            name="dispatcher-0",
+            name="dispatcher-0" if context.name == "rollout" else f"dispatcher-{context.name}",
             tasks=tasks,
             sink=ledger,
             spec=worker_spec(context),
             rule=config.ledger_settings().rule,
             log=context.log,
-            metrics=MetricRecorder("rollout", rollout_metrics(config.rollout), context.directory.metrics_file),
+            metrics=MetricRecorder(
+                context.name, rollout_metrics(config.rollout), context.directory.metrics_of(context.name)
+            ),
             spans=context.spans,
             max_attempts=config.gate.max_attempts,
-            log_hint=f"the events rollout.group_failed in {context.directory.log_file(context.role)}",
+            log_hint=f"the events rollout.group_failed in {context.directory.log_file(context.name)}",
         )
         context.channel.ready("starting workers")
         reporting = asyncio.create_task(_report(dispatcher, context), name="rollout.report")
@@ -62,8 +66,8 @@ async def _report(dispatcher: Dispatcher, context: RoleContext) -> None:
 async def _fetch_posts(context: RoleContext) -> str:
     """Instead of dispatching, fetch the groups that Atropos environments posted."""
     config = context.loaded.config
-    async with open_ledger_client(
-        context.addresses["ledger"], RunId(config.run.name), request_s=config.ledger.request_s, log=context.log
+    async with open_run_ledger(
+        context.loaded, context.directory, context.addresses["ledger"], log=context.log
     ) as ledger:
         source = AtroposFeed(
             ledger,

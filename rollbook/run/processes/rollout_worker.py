@@ -6,14 +6,21 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from rollbook.access.tokens import read_token
 from rollbook.envs.config import EnvConfig
+from rollbook.inference.client.fleet import ReplicaSource
 from rollbook.inference.config import InferenceConfig
+from rollbook.ledger.client.client import open_ledger_client
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
 from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.contract import RolloutSetup
 from rollbook.run.episodes import open_setup
+from rollbook.run.ledger_clients import replica_source
 from rollbook.run.policy_clients import open_policy, policy_urls
 from rollbook.telemetry.events import EventLog
+
+MEMBERS_S = 5.0
+"""How long a request for the list of members is repeated. Until then the last list is used."""
 
 
 @asynccontextmanager
@@ -28,7 +35,14 @@ async def build_setup(settings: Mapping[str, Any]) -> AsyncIterator[RolloutSetup
         sampling = dataclasses.replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
     try:
         async with (
-            open_policy(inference, settings["policy_url"], log=log) as policy,
+            _replica_source(settings, log) as source,
+            open_policy(
+                inference,
+                settings["policy_url"],
+                log=log,
+                token=_token(settings.get("policy_token_file")),
+                source=source,
+            ) as policy,
             open_setup(
                 policy,
                 tokenizer=tokenizer,
@@ -43,3 +57,20 @@ async def build_setup(settings: Mapping[str, Any]) -> AsyncIterator[RolloutSetup
             yield setup
     finally:
         log.close()
+
+
+@asynccontextmanager
+async def _replica_source(settings: Mapping[str, Any], log: EventLog) -> AsyncIterator[ReplicaSource | None]:
+    """Lists the policy servers, where processes may join the run."""
+    members = settings.get("members")
+    if members is None:
+        yield None
+        return
+    async with open_ledger_client(
+        members["ledger_url"], members["run"], request_s=MEMBERS_S, log=log, token=_token(members["token_file"])
+    ) as ledger:
+        yield replica_source(ledger, policy_urls(settings["policy_url"]), in_service_only=True)
+
+
+def _token(file: str | None) -> str | None:
+    return None if file is None else read_token(Path(file))

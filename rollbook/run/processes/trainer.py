@@ -4,11 +4,15 @@ code."""
 import asyncio
 from functools import partial
 
-from rollbook.contracts.admission import RunId
+from rollbook.access.guard import is_loopback
 from rollbook.contracts.errors import FencedError, RunError
-from rollbook.ledger.client.client import open_ledger_client
+from rollbook.inference.client.fleet import ReplicaSource
+from rollbook.inference.config import InferenceConfig
+from rollbook.ledger.client.client import LedgerClient
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
-from rollbook.run.policy_clients import open_weights, steering_token
+from rollbook.run.config.run import RunConfig
+from rollbook.run.ledger_clients import open_run_ledger, replica_source
+from rollbook.run.policy_clients import open_weights, policy_urls, steering_token
 from rollbook.run.rollout_table import RolloutTable
 from rollbook.run.supervision.child_main import RoleContext
 from rollbook.telemetry.metrics import MetricRecorder
@@ -20,20 +24,18 @@ from rollbook.trainer.metrics import TRAINER_METRICS
 async def main(context: RoleContext) -> str:
     config = context.loaded.config
     async with (
-        open_ledger_client(
-            context.addresses["ledger"],
-            RunId(config.run.name),
-            request_s=config.ledger.request_s,
-            log=context.log,
-            token=context.token,
+        open_run_ledger(
+            context.loaded, context.directory, context.addresses["ledger"], log=context.log, is_trainer=True
         ) as ledger,
         open_weights(
-            config.inference,
+            _reachable(config),
             context.addresses["policy"],
             directory=context.directory.weights,
             trainer_device=config.trainer.device,
+            shares_gpu=not (config.resources.are_separate or config.cluster.allow_join),
             token=steering_token(config.inference, own=context.token, source_dir=context.loaded.source_dir),
             log=context.log,
+            source=_replica_source(context, ledger),
         ) as weights,
     ):
         loop = TrainerLoop(
@@ -55,6 +57,20 @@ async def main(context: RoleContext) -> str:
         with _forwarder(context):
             outcome = await _run_until_drained(loop, context)
     return _exit_message(outcome)
+
+
+def _reachable(config: RunConfig) -> InferenceConfig:
+    """Policy servers on other machines read weights from the shared run directory, not from this machine's memory."""
+    inference = config.inference
+    if inference.transfer == "auto" and config.cluster.allow_join and not is_loopback(config.cluster.host):
+        return inference.model_copy(update={"transfer": "directory"})
+    return inference
+
+
+def _replica_source(context: RoleContext, ledger: LedgerClient) -> ReplicaSource | None:
+    if not context.loaded.config.cluster.allow_join:
+        return None
+    return replica_source(ledger, policy_urls(context.addresses["policy"]), in_service_only=False)
 
 
 def _forwarder(context: RoleContext) -> Forwarder:

@@ -29,7 +29,8 @@ async def main(context: RoleContext) -> str:
     lora = context.loaded.config.trainer.lora
     rank = lora.rank if lora is not None and config.publish == "adapter" else None
     url = context.addresses["own"]
-    process = await _start(config, str(context.directory.initial_model), url, adapter_rank=rank)
+    gpus = len(context.loaded.config.resources.of_replica(0, config.replicas))
+    process = await _start(config, str(context.directory.initial_model), url, adapter_rank=rank, gpus=gpus)
     died = asyncio.create_task(process.wait(), name="vllm.process")
     drained = asyncio.create_task(context.draining.wait(), name="vllm.drain")
     try:
@@ -47,7 +48,7 @@ async def main(context: RoleContext) -> str:
 
 
 async def _start(
-    config: InferenceConfig, model_dir: str, url: str, *, adapter_rank: int | None
+    config: InferenceConfig, model_dir: str, url: str, *, adapter_rank: int | None, gpus: int
 ) -> asyncio.subprocess.Process:
     if config.vllm.python is None:
         raise RunError(
@@ -56,6 +57,8 @@ async def _start(
     command = [config.vllm.python, "-m", "vllm.entrypoints.openai.api_server", "--model", model_dir]
     command += ["--served-model-name", config.vllm.model_name, "--host", "127.0.0.1"]
     command += ["--port", str(urlsplit(url).port), "--dtype", config.dtype, *REQUIRED_FLAGS]
+    if gpus > 1 and "--tensor-parallel-size" not in config.vllm.args:
+        command += ["--tensor-parallel-size", str(gpus)]
     if config.max_model_len is not None:
         command += ["--max-model-len", str(config.max_model_len)]
     if config.transfer == "nccl" or config.vllm.update == "plugin":

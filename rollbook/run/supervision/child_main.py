@@ -22,6 +22,7 @@ from rollbook.access.tokens import read_token
 from rollbook.concurrency.child_process.child import connect_to_parent, die_with_parent, heartbeat
 from rollbook.concurrency.child_process.frames import BlockingFrames
 from rollbook.concurrency.exception_groups import first_error
+from rollbook.concurrency.sockets import listening_socket
 from rollbook.contracts.errors import FencedError, RunError, machine_fault
 from rollbook.contracts.plugin import extend_search_path, load_on_demand
 from rollbook.run.config.run import LoadedConfig, load_resolved_config
@@ -52,6 +53,9 @@ ROLES: dict[str, str] = {
 }
 
 
+SERVERS = frozenset({"policy", "env"})
+"""Roles that listen on a socket which they may open themselves."""
+
 # What a role does from its start until it is ready.
 STARTS: dict[str, str] = {
     "ledger": "opening its store",
@@ -68,6 +72,8 @@ class RoleContext:
     """What every role is given."""
 
     role: str
+    name: str
+    """Unique in the run: `policy-1`. Also the name of its log."""
     directory: RunDirectory
     loaded: LoadedConfig
     channel: Channel
@@ -76,7 +82,9 @@ class RoleContext:
     addresses: dict[str, str]
     """URLs of the run's servers by role."""
     server_socket: socket.socket | None
-    """The listening socket of a server role, opened by the supervisor."""
+    """The listening socket of a server role: opened by the supervisor, or by this process on a machine of its own."""
+    is_member: bool = False
+    """The supervisor of the run does not know this process: others find it by its lease in the ledger."""
     draining: asyncio.Event = field(default_factory=asyncio.Event)
     """Set by SIGTERM: finish the current work and end."""
 
@@ -114,13 +122,15 @@ def main(argv: list[str] | None = None) -> int:
         extend_search_path(loaded.search_path)
         context = RoleContext(
             role=args.role,
+            name=args.name,
             directory=directory,
             loaded=loaded,
             channel=channel,
             log=log,
             spans=spans,
             addresses=json.loads(args.addresses),
-            server_socket=socket.socket(fileno=args.socket_fd) if args.socket_fd is not None else None,
+            server_socket=_server_socket(args),
+            is_member=args.bind is not None,
         )
         channel.doing("importing its modules")
         module = cast(RoleModule, load_on_demand(ROLES[args.role]))
@@ -131,6 +141,12 @@ def main(argv: list[str] | None = None) -> int:
     finally:
         spans.close()
         log.close()
+
+
+def _server_socket(args: argparse.Namespace) -> socket.socket | None:
+    if args.socket_fd is not None:
+        return socket.socket(fileno=args.socket_fd)
+    return listening_socket(args.bind, 0) if args.bind is not None and args.role in SERVERS else None
 
 
 async def _play(module: RoleModule, context: RoleContext) -> int:
@@ -194,6 +210,9 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--run-dir", required=True)
     parser.add_argument("--addresses", default="{}")
     parser.add_argument("--socket-fd", type=int)
+    parser.add_argument(
+        "--bind", help="this process is a member of the run, and listens on this address if it is a server"
+    )
     return parser.parse_args(argv)
 
 

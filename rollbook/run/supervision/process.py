@@ -2,22 +2,14 @@
 
 import asyncio
 import contextlib
-import json
 import signal
-import socket
 import time
 from collections.abc import Callable
 from enum import StrEnum
 
-from rollbook.concurrency.child_process.process import (
-    EXIT_S,
-    ChildEndedError,
-    ChildProcess,
-    ChildSpec,
-    python_environment,
-)
-from rollbook.run.directory import RunDirectory
+from rollbook.concurrency.child_process.process import EXIT_S, ChildEndedError
 from rollbook.run.supervision.channel import Report, ReportKind, decode_report
+from rollbook.run.supervision.host import HostedProcess, LocalHost, ProcessHost, ProcessStart
 
 STOP_GRACE_S = 8.0
 """From SIGTERM to SIGKILL."""
@@ -38,17 +30,13 @@ class ProcessState(StrEnum):
 class SupervisedProcess:
     def __init__(
         self,
-        name: str,
-        role: str,
-        directory: RunDirectory,
+        start: ProcessStart,
         *,
-        addresses: dict[str, str],
-        listening: socket.socket | None = None,
-        env: dict[str, str] | None = None,
+        host: ProcessHost | None = None,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        self.name = name
-        self.role = role
+        self.name = start.name
+        self.role = start.role
         self.state = ProcessState.WAITING
         self.doing = ""
         self.end_message = ""
@@ -61,20 +49,10 @@ class SupervisedProcess:
         self._ended = asyncio.Event()
         self._ended.set()
         self._on_change = on_change
-        self._child: ChildProcess | None = None
+        self._child: HostedProcess | None = None
         self._since = time.monotonic()
-        arguments = ["--role", role, "--name", name, "--run-dir", str(directory.path)]
-        arguments += ["--addresses", json.dumps(addresses)]
-        arguments += ["--socket-fd", str(listening.fileno())] if listening else []
-        self._spec = ChildSpec(
-            module="rollbook.run.supervision.child_main",
-            arguments=arguments,
-            environment={**python_environment(), **(env or {})},
-            inherited_fds=[listening.fileno()] if listening else [],
-            # Ctrl-C in the terminal reaches only the supervisor, which decides what it means.
-            has_own_group=True,
-            output=directory.stderr_file(name),
-        )
+        self._start = start
+        self._host = host or LocalHost()
 
     @property
     def pid(self) -> int | None:
@@ -104,7 +82,7 @@ class SupervisedProcess:
         self._ended.clear()
         self.move(ProcessState.STARTING)
         try:
-            self._child = child = await ChildProcess.start(self._spec)
+            self._child = child = await self._host.start(self._start)
         except BaseException:
             self._ended.set()
             raise
@@ -147,7 +125,7 @@ class SupervisedProcess:
     def last_output(self) -> str:
         return self._child.last_output(REPORTED_LINES) if self._child is not None else ""
 
-    async def _receive_reports(self, child: ChildProcess) -> None:
+    async def _receive_reports(self, child: HostedProcess) -> None:
         with contextlib.suppress(ChildEndedError):
             while True:
                 self._take(decode_report(await child.receive()))

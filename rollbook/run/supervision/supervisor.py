@@ -8,21 +8,23 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from enum import StrEnum
 
 from rollbook.concurrency.child_process.process import exit_reason
-from rollbook.concurrency.sockets import listening_socket, url_of
-from rollbook.contracts.errors import RunError, machine_fault
-from rollbook.inference.config import InferenceConfig
-from rollbook.run.config.run import RunConfig
+from rollbook.contracts.admission import MemberRole
+from rollbook.contracts.errors import RunError, TransientError, machine_fault
+from rollbook.run.config.run import RunConfig, load_resolved_config
 from rollbook.run.directory import RunDirectory, write_json
-from rollbook.run.policy_clients import join_urls
+from rollbook.run.ledger_clients import open_run_ledger
 from rollbook.run.supervision.child_main import EXIT_DONE, EXIT_FENCED, EXIT_STOP_RUN
+from rollbook.run.supervision.host import ProcessHost, ProcessStart
+from rollbook.run.supervision.membership import machine_id, member_lease
+from rollbook.run.supervision.plan import plan_run
 from rollbook.run.supervision.process import STOP_GRACE_S, ProcessState, SupervisedProcess
 from rollbook.run.supervision.restarts import GiveUp, RestartRule
 from rollbook.telemetry.events import EventLog
@@ -59,6 +61,7 @@ class Supervisor:
         rule: RestartRule | None = None,
         say: Callable[[str], None] = lambda text: None,
         has_trainer: bool = True,
+        host: ProcessHost | None = None,
         until_over: Callable[[Mapping[str, str]], Awaitable[None]] | None = None,
     ) -> None:
         """`until_over` is called with the addresses and awaited when the last process has ended, before the servers stop."""
@@ -74,42 +77,13 @@ class Supervisor:
         self._over = asyncio.Event()
         self._drained = False
         self._until_over = until_over
+        self._is_ledger_shared = config.ledger.is_shared
         self._final_evaluation_s = config.evaluation.final_wait_s
-        self._sockets: dict[str, socket.socket] = {}
-        threads = {"policy": config.inference.threads, "trainer": config.trainer.threads}
-        policies = replica_names(config.inference)
-        servers = ["ledger", *policies, *(["env"] if config.env.pool_size is not None else [])]
-        own_ports = () if config.inference.engine == "vllm" else policies
-        # Atropos environments are configured with the ledger's address before it runs.
-        fixed = {"ledger": config.tasks.atropos.port} if config.tasks.is_posted and not config.tasks.atropos.url else {}
-        for server in servers:
-            if server not in policies or server in own_ports:
-                self._sockets[server] = listening_socket("127.0.0.1", fixed.get(server, 0))
-        addresses = {name: url_of(sock) for name, sock in self._sockets.items() if name not in policies}
-        replicas = {name: url_of(self._sockets[name]) if name in own_ports else free_url() for name in policies}
-        addresses["policy"] = join_urls(config.inference.urls or list(replicas.values()))
-        roles = dict.fromkeys(policies, "vllm" if config.inference.engine == "vllm" else "policy")
+        self._plan = plan_run(config, directory, has_trainer=has_trainer)
+        self.addresses = dict(self._plan.addresses)
         self.processes = [
-            SupervisedProcess(
-                name,
-                roles.get(name, name),
-                directory,
-                addresses={**addresses, "own": replicas[name]} if name in replicas else addresses,
-                listening=self._sockets.get(name),
-                env={
-                    "OMP_NUM_THREADS": str(threads.get("policy" if name in policies else name, 1)),
-                    "TOKENIZERS_PARALLELISM": "false",
-                },
-                on_change=self._write_processes,
-            )
-            for name in (
-                *servers,
-                *(["trainer"] if has_trainer else []),
-                "rollout",
-                *(["evaluation"] if config.evaluation.every_steps else []),
-            )
+            SupervisedProcess(start, host=host, on_change=self._write_processes) for start in self._plan.starts
         ]
-        self.addresses = addresses
         # Without a trainer, the run is over when the dispatcher ends.
         self._last = next(p for p in self.processes if p.role == ("trainer" if has_trainer else "rollout"))
 
@@ -129,8 +103,7 @@ class Supervisor:
             self._stopping.set()
             for process in self.processes:
                 process.kill()
-            for sock in self._sockets.values():
-                sock.close()
+            self._plan.close()
             with contextlib.suppress(OSError):  # a disk that cannot be written must not hide why the run ended
                 self._directory.addresses_file.unlink(missing_ok=True)
             self._release_signals()
@@ -138,7 +111,7 @@ class Supervisor:
 
     async def run_once(self, role: str) -> None:
         """Run a role that does one thing and ends. If it fails, the run fails."""
-        process = SupervisedProcess(role, role, self._directory, addresses={})
+        process = SupervisedProcess(ProcessStart(name=role, role=role, directory=self._directory))
         try:
             code = await process.run()
         except OSError as error:
@@ -149,20 +122,56 @@ class Supervisor:
 
     async def _run_processes(self) -> None:
         async with asyncio.TaskGroup() as group:
-            ledger, *others = self.processes
+            ledger = [p for p in self.processes if p.role == "ledger"]
+            others = [p for p in self.processes if p.role != "ledger"]
             for process in others:
                 process.move(ProcessState.WAITING, "for the ledger")
-            keepers = [group.create_task(self._keep(ledger), name="run.keep.ledger")]
-            await self._until_ready(ledger)
-            keepers += [group.create_task(self._keep(p), name=f"run.keep.{p.name}") for p in others]
-            readiness = group.create_task(self._all_ready(others), name="run.ready")
-            watch = group.create_task(self._watch(), name="run.watch")
-            await self._over.wait()
-            readiness.cancel()
-            watch.cancel()
-            await self._stop_all()
+            keepers = [group.create_task(self._keep(p), name=f"run.keep.{p.name}") for p in ledger]
+            await self._all_ready(ledger)
+            async with AsyncExitStack() as lease:
+                await self._take_lease(lease)
+                if not self._over.is_set():
+                    keepers += [group.create_task(self._keep(p), name=f"run.keep.{p.name}") for p in others]
+                    readiness = group.create_task(self._all_ready(others), name="run.ready")
+                    watch = group.create_task(self._watch(), name="run.watch")
+                    await self._over.wait()
+                    readiness.cancel()
+                    watch.cancel()
+                await self._stop_others()
+            await self._stop(*ledger)
             for keeper in keepers:
                 keeper.cancel()
+
+    async def _take_lease(self, stack: AsyncExitStack) -> None:
+        """In a shared ledger the run has a lease, so that one supervisor at a time continues it, on any machine."""
+        if not self._is_ledger_shared or self._over.is_set():
+            return
+        address = self.addresses["ledger"]
+        opened = open_run_ledger(
+            load_resolved_config(self._directory), self._directory, address, log=self._log, is_trainer=True
+        )
+        ledger = await stack.enter_async_context(opened)
+        lease = member_lease(
+            ledger,
+            # The file lock shows that an earlier supervisor of this directory on this machine has ended.
+            name=f"{self._directory.id} {machine_id()} {self._directory.path}",
+            role=MemberRole.SUPERVISOR,
+            log=self._log,
+            on_lost=lambda cause: self._fail(f"this supervisor lost the run: {cause}"),
+            say=self._say,
+        )
+        joining = asyncio.create_task(stack.enter_async_context(lease), name="run.join")
+        over = asyncio.create_task(self._over.wait(), name="run.await_over")
+        try:
+            await asyncio.wait({joining, over}, return_when=asyncio.FIRST_COMPLETED)
+            if joining.done():
+                joining.result()
+        except (RunError, TransientError) as error:
+            self._fail(f"this supervisor cannot take the run: {error}")
+        finally:
+            for task in (joining, over):
+                task.cancel()
+            await asyncio.gather(joining, over, return_exceptions=True)
 
     async def _keep(self, process: SupervisedProcess) -> None:
         """Restart one process until the run is over.
@@ -283,8 +292,8 @@ class Supervisor:
                 process.kill()
                 await process.ends_within(STOP_GRACE_S)
 
-    async def _stop_all(self) -> None:
-        """Stop clients before the servers they use."""
+    async def _stop_others(self) -> None:
+        """Stop all processes but the ledger, clients before the servers they use."""
         rollout = next(p for p in self.processes if p.role == "rollout")
         evaluation = [p for p in self.processes if p.role == "evaluation"]
         if self._failure is None and not self._drained:
@@ -294,9 +303,12 @@ class Supervisor:
             for process in evaluation:
                 await process.ends_within(self._final_evaluation_s)
         self._stopping.set()
-        servers = [p for p in self.processes if p.role not in ("rollout", "trainer", "evaluation")]
+        servers = [p for p in self.processes if p.role not in ("ledger", "rollout", "trainer", "evaluation")]
         trainers = [p for p in self.processes if p.role == "trainer"]
-        for process in (*evaluation, rollout, *trainers, *reversed(servers)):
+        await self._stop(*evaluation, rollout, *trainers, *reversed(servers))
+
+    async def _stop(self, *processes: SupervisedProcess) -> None:
+        for process in processes:
             if process.pid is not None and not await process.stop():
                 self._log.warning("run.process_killed", process=process.name, after_s=STOP_GRACE_S)
 
@@ -369,16 +381,3 @@ class Supervisor:
 def require_posix() -> None:
     if os.name != "posix":
         raise RunError("`rollbook train` needs a Unix: it passes sockets to its processes and uses process groups")
-
-
-def replica_names(config: InferenceConfig) -> list[str]:
-    """`policy`, `policy-1`, `policy-2`, ...; none if the servers run elsewhere."""
-    if config.urls:
-        return []
-    return ["policy", *(f"policy-{number}" for number in range(1, config.replicas))]
-
-
-def free_url() -> str:
-    """An address for a server that binds its port itself, as vLLM does. Other servers get an open socket."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return f"http://127.0.0.1:{probe.getsockname()[1]}"

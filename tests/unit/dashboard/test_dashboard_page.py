@@ -10,13 +10,16 @@ ROOT = Path(__file__).parents[3]
 SOURCES = ROOT / "dashboard_page"
 PAGES = [
     ROOT / "rollbook/dashboard/static/index.html",
+    ROOT / "rollbook/envs/server/static/playground.html",
 ]
 
 
 def source_digest() -> str:
     """The digest of `dashboard_page/build.mjs`."""
     files = [path for path in (SOURCES / "src").rglob("*") if path.is_file()]
-    files += [SOURCES / name for name in ("build.mjs", "index.html", "package-lock.json", "tsconfig.json")]
+    files += [
+        SOURCES / name for name in ("build.mjs", "index.html", "playground.html", "package-lock.json", "tsconfig.json")
+    ]
     digest = hashlib.sha256()
     for path in sorted(files, key=lambda path: path.relative_to(SOURCES).as_posix()):
         digest.update(path.relative_to(SOURCES).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")

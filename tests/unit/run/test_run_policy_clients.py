@@ -32,3 +32,8 @@ def test_external_servers_read_weights_from_a_directory() -> None:
 def test_a_configured_transport_is_used() -> None:
     config = InferenceConfig(engine="transformers", device="cuda", transfer="shared_memory")
     assert chosen_transfer(config, "cuda") == "shared_memory"
+
+
+def test_weights_go_through_host_memory_if_resources_separate_trainer_and_policy() -> None:
+    config = InferenceConfig(engine="transformers", device="cuda")
+    assert chosen_transfer(config, "cuda", shares_gpu=False) in {"shared_memory", "directory"}

@@ -6,6 +6,7 @@ answer was given, or no moves are left. A failed set-up or a dead cloud raises a
 """
 
 import os
+import re
 import shlex
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -27,10 +28,10 @@ from rollbook.envs.builtin.awscli.commands import Command, Refusal, Verb, parse_
 from rollbook.envs.builtin.awscli.config import AwsCliConfig
 from rollbook.envs.builtin.awscli.episode import AwsEpisode
 from rollbook.envs.builtin.awscli.tasks.checks import fill
-from rollbook.envs.builtin.awscli.tasks.faults import FaultKind
+from rollbook.envs.builtin.awscli.tasks.faults import FaultKind, chosen_variant
 from rollbook.envs.builtin.awscli.tasks.grading import GradingRule, hint_text
 from rollbook.envs.builtin.awscli.tasks.setup import prepare
-from rollbook.envs.builtin.awscli.tasks.task_bank import find_task
+from rollbook.envs.builtin.awscli.tasks.task_bank import AwsTask, Tier, aws_tasks, find_task, task_bank
 from rollbook.envs.environment import EnvironmentAdapter, EnvironmentPool, EnvironmentsExhaustedError, PoolHealth
 from rollbook.envs.sandboxes.pool import PoolExhaustedError
 from rollbook.envs.sandboxes.sandbox import SandboxDiedError
@@ -44,7 +45,9 @@ ANSWER_RULE = "When you know the answer, reply with the line `answer VALUE`. You
 
 
 class AwsCliEnvironment:
-    """`reset` with a task, `step` with the agent's reply. Without a `cloud` it starts its own at the first reset.
+    """A terminal with the AWS command line, on a simulated cloud.
+
+    `reset` with a task, `step` with the agent's reply. Without a `cloud` it starts its own at the first reset.
 
     `release` returns a lent cloud; its argument says whether the cloud may be damaged.
     """
@@ -76,6 +79,18 @@ class AwsCliEnvironment:
             return
         async with open_ministack_pool(config, log=log) as pool:
             yield AwsCliPool(pool, args)
+
+    @staticmethod
+    def example_tasks() -> list[dict[str, Any]]:
+        """Tasks for the playground: the bank, easiest tier first. Names that only the set-up knows are left out of the goal."""
+
+        def goal(task: AwsTask) -> str:
+            variant = chosen_variant(task, AwsCliConfig().seed)
+            return re.sub(r"\$\{(\w+)\}", lambda name: str(variant.get(name[1], "…")), task.goal)
+
+        order = list(Tier)
+        rows = ({**row, "description": goal(task_bank()[row["id"]])} for row in aws_tasks())
+        return sorted(rows, key=lambda row: order.index(Tier(row["tier"])))
 
     async def reset(self, task: Mapping[str, Any]) -> Observation:
         """A row has the `id` of a task of the bank (or is a whole task), and optionally `seed` and `chaos_scale`."""

@@ -73,6 +73,11 @@ class Terminal:
     def close(self) -> None:
         self._tree = None
 
+    @staticmethod
+    def example_tasks() -> list[dict[str, Any]]:
+        """Tasks for the playground."""
+        return [{name: value for name, value in row.items() if name != "solution"} for row in TASKS]
+
     def _is_solved(self, tree: FileTree) -> bool:
         there = dict(tree.files())
         return all(

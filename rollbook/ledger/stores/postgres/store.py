@@ -1,8 +1,8 @@
 """The shared store: one PostgreSQL database for any number of stateless replicas of the service.
 
-Writes are serialised over all replicas by one advisory lock, so the rules need no other isolation and two replicas can never decide
-the same batch. Group commit compensates: a replica writes all waiting operations in one transaction. A commit sends a notification,
-so that calls that wait at another replica check again.
+The writes of a run are serialised over all replicas by an advisory lock, so the rules need no other isolation and two replicas can
+never decide the same batch. Runs do not wait for each other. Group commit compensates for the lock: a replica writes all waiting
+operations in one transaction. A commit sends a notification, so that calls that wait at another replica check again.
 
 Every commit is flushed before its callers get their results, in both durability modes: PostgreSQL has no mode between "flushed" and
 "lost with its own process". A server that runs with `fsync = off` is refused.
@@ -30,7 +30,7 @@ from rollbook.ledger.stores.postgres.connection import (
     read_snapshot,
 )
 from rollbook.ledger.stores.postgres.schema import require_tables
-from rollbook.ledger.stores.postgres.writer import RECONNECT_S, PostgresWriter, retry_connection
+from rollbook.ledger.stores.postgres.writer import RECONNECT_S, PostgresWriter, require_durability, retry_connection
 from rollbook.ledger.stores.sql.committer import Committer
 from rollbook.ledger.stores.sql.write_buffer import SqlSession
 
@@ -129,8 +129,14 @@ class PostgresStore:
         self._readers = _Readers(url)
         self._listener = _Listener(url, writer, self._committer.announce)
 
-    async def write(self, work: Callable[[Transaction], T], *, before: Callable[[], None] | None = None) -> T:
-        return await self._committer.write(work, before=before)
+    async def write(
+        self,
+        work: Callable[[Transaction], T],
+        *,
+        run_id: RunId | None = None,
+        before: Callable[[], None] | None = None,
+    ) -> T:
+        return await self._committer.write(work, run_id=run_id, before=before)
 
     async def read(self, work: Callable[[Transaction], T]) -> T:
         return await self._loop.run_in_executor(self._readers.pool, self._readers.read, work)
@@ -180,6 +186,28 @@ class LedgerDatabase:
 def open_readonly(url: str) -> Iterator[LedgerDatabase]:
     with _session(url) as db:
         yield LedgerDatabase(db, described(url))
+
+
+def warnings(url: str) -> list[str]:
+    """Refuses a database that the ledger cannot use, and says what a fail-over may lose."""
+    where = described(url)
+    try:
+        with explained(where):
+            db = connect(url)
+            try:
+                require_durability(db, where)
+                standbys = db.execute("SHOW synchronous_standby_names").fetchone()[0]
+            finally:
+                db.close()
+    except LostConnectionError as error:
+        raise StoreFaultError(f"ledger in {where}: the database cannot be reached ({error})") from error
+    if standbys:
+        return []
+    return [
+        f"{where} has no synchronous standby (synchronous_standby_names is empty): its own restart loses nothing, but a "
+        "fail-over to an asynchronous standby loses the groups and steps that were acknowledged after the last replicated "
+        "commit. A run with a newer checkpoint then stops with an error instead of training a step twice"
+    ]
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The writing session of the PostgreSQL store: one writer at a time over all replicas.
+"""The writing session of the PostgreSQL store: one writer of a run at a time, over all replicas.
 
 Each commit writes the next commit number of its replica into a row. If the response to a COMMIT is lost, that row tells whether it
 happened, so a commit is neither reported as failed by mistake nor applied twice. (PostgreSQL's transaction ids do not suffice:
@@ -8,11 +8,12 @@ after a crash, the id of a commit that never reached the disk is assigned again.
 import time
 import uuid
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TypeVar
 
 from rollbook.concurrency.deadline import Deadline
 from rollbook.concurrency.retry import backoff
+from rollbook.contracts.admission import RunId
 from rollbook.contracts.errors import TransientError
 from rollbook.ledger.store import StoreFaultError
 from rollbook.ledger.stores.postgres.connection import (
@@ -34,7 +35,8 @@ T = TypeVar("T")
 RECONNECT_S = 15.0
 """How long a call waits for an unreachable database before it fails with "try again"."""
 LOCK_CLASS = 0x524F_4C42
-"""Distinguishes the ledger's advisory lock from those of other programs in the same database."""
+"""Distinguishes the ledger's advisory locks from those of other programs in the same database. The next number is the class of the
+locks of runs."""
 SET_COMMIT_NUMBER = (
     "INSERT INTO replica_commits (replica, number) VALUES (?, ?) "
     "ON CONFLICT (replica) DO UPDATE SET number = excluded.number, at = now()"
@@ -64,6 +66,20 @@ def retry_connection(work: Callable[[], T], *, within_s: float, where: str) -> T
             time.sleep(delay)
 
 
+def require_durability(db: PostgresConnection, where: str) -> None:
+    for setting in ("fsync", "full_page_writes"):
+        if db.execute(f"SHOW {setting}").fetchone()[0] != "on":
+            raise StoreFaultError(
+                f"ledger in {where}: the database runs with {setting} = off and would lose acknowledged groups in a "
+                "power failure; turn it on"
+            )
+
+
+def _lock_key(name: str) -> int:
+    """A signed number of 32 bits. Two runs with the same one only wait for each other."""
+    return zlib.crc32(name.encode()) - 2**31
+
+
 class PostgresWriter:
     """The writing session. Once the store is open, only the committer's thread uses it."""
 
@@ -71,7 +87,7 @@ class PostgresWriter:
         self._url = url
         self.where = described(url)
         self._db: PostgresConnection | None = None
-        self._lock_key = 0
+        self._schema = ""
         self._replica = uuid.uuid4().hex
         self._num_commits = 0
         self.channel = ""
@@ -87,15 +103,10 @@ class PostgresWriter:
             schema = db.execute("SELECT current_schema()").fetchone()[0]
             if schema is None:
                 raise StoreFaultError(f"ledger in {self.where}: search_path names no schema that exists; create it")
-            for setting in ("fsync", "full_page_writes"):
-                if db.execute(f"SHOW {setting}").fetchone()[0] != "on":
-                    raise StoreFaultError(
-                        f"ledger in {self.where}: the database runs with {setting} = off and would lose acknowledged groups in a "
-                        "power failure; turn it on"
-                    )
-            self._lock_key = zlib.crc32(schema.encode()) - 2**31
+            require_durability(db, self.where)
+            self._schema = schema
             self.channel = f"rollbook_ledger_{zlib.crc32(schema.encode()):08x}"
-            self._begin(db)
+            self._begin(db, None)
             try:
                 create_tables(SqlSession(db), self.where)
             except BaseException:
@@ -142,20 +153,31 @@ class PostgresWriter:
             self._db = connect(self._url, SETTINGS)
         return self._db
 
-    def _begin(self, db: PostgresConnection) -> None:
-        """Begin a transaction with the write lock."""
+    def _begin(self, db: PostgresConnection, runs: Collection[RunId] | None) -> None:
+        """Begin a transaction with the locks of these runs; None: with the lock of the whole ledger."""
+        whole = _lock_key(self._schema)
+        # The cast: the functions' void results have no binary form.
+        if runs is None:
+            sql, keys = "SELECT pg_advisory_xact_lock(?, ?)::text", [LOCK_CLASS, whole]
+        else:
+            sql, keys = "SELECT pg_advisory_xact_lock_shared(?, ?)::text", [LOCK_CLASS, whole]
+            # In the same order in every replica, so that two of them cannot wait for each other.
+            for key in sorted({_lock_key(f"{self._schema}/{run}") for run in runs}):
+                sql += ", pg_advisory_xact_lock(?, ?)::text"
+                keys += [LOCK_CLASS + 1, key]
         db.execute("BEGIN")
-        # The cast: the function's void result has no binary form.
-        db.execute("SELECT pg_advisory_xact_lock(?, ?)::text", (LOCK_CLASS, self._lock_key))
+        db.execute(sql, keys)
 
     def _attempt_all(self, operations: list[Operation]) -> None:
         for operation in operations:
             operation.reset()
         self._num_commits += 1
+        named = {operation.run_id for operation in operations if operation.run_id is not None}
+        runs = named if all(operation.run_id is not None for operation in operations) else None
         try:
             with explained(self.where):
                 db = self._connected()
-                self._begin(db)
+                self._begin(db, runs)
                 try:
                     has_written = self._write(db, operations)
                 except MustRedoError:
@@ -166,7 +188,7 @@ class PostgresWriter:
         except BaseException:
             self.close()  # ends the transaction
             raise
-        self._finish(db, has_written=has_written)
+        self._finish(db, runs, has_written=has_written)
 
     def _write(self, db: PostgresConnection, operations: list[Operation]) -> bool:
         """Run the operations; COMMIT follows. Run records are not cached: another replica may change them.
@@ -198,20 +220,22 @@ class PostgresWriter:
         db.execute(SET_COMMIT_NUMBER, (self._replica, self._num_commits))
         return True
 
-    def _finish(self, db: PostgresConnection, *, has_written: bool) -> None:
+    def _finish(self, db: PostgresConnection, runs: Collection[RunId] | None, *, has_written: bool) -> None:
         try:
             with explained(self.where):
                 db.execute("COMMIT")
         except LostConnectionError as error:
             self.close()
-            if has_written and not retry_connection(self._was_committed, within_s=RECONNECT_S, where=self.where):
+            if not has_written:
+                return
+            if not retry_connection(lambda: self._was_committed(runs), within_s=RECONNECT_S, where=self.where):
                 raise LostConnectionError(f"the transaction was not committed: {error}") from error
 
-    def _was_committed(self) -> bool:
-        """Whether the last COMMIT, whose response was lost, happened. Waits until its session has released the lock."""
+    def _was_committed(self, runs: Collection[RunId] | None) -> bool:
+        """Whether the last COMMIT, whose response was lost, happened. Waits until its session has released its locks."""
         with explained(self.where):
             db = self._connected()
-            self._begin(db)
+            self._begin(db, runs)
             row = db.execute("SELECT number FROM replica_commits WHERE replica = ?", (self._replica,)).fetchone()
             db.execute("COMMIT")
         return row is not None and int(row[0]) == self._num_commits

@@ -32,6 +32,8 @@ class Operation:
 
     work: Work
     done: asyncio.Future[Any]
+    run_id: RunId | None = None
+    """The only run that it reads and changes; None: any."""
     before: Callable[[], None] | None = None
     result: Any = None
     error: BaseException | None = None
@@ -54,8 +56,14 @@ class Committer:
         self._thread = threading.Thread(target=self._run, name="ledger-writer", daemon=True)
         self._thread.start()
 
-    async def write(self, work: Callable[[Transaction], T], *, before: Callable[[], None] | None = None) -> T:
-        operation = Operation(work, self._loop.create_future(), before)
+    async def write(
+        self,
+        work: Callable[[Transaction], T],
+        *,
+        run_id: RunId | None = None,
+        before: Callable[[], None] | None = None,
+    ) -> T:
+        operation = Operation(work, self._loop.create_future(), run_id, before)
         self._waiting.put(operation)
         result: T = await operation.done
         return result

@@ -123,6 +123,14 @@ class SqlHistory:
         sql = MOVES.select + "WHERE run_id = ? AND group_id = ? ORDER BY id"
         return MOVES.all(self._session.select_flushed(sql, (run_id, group_id)))
 
+    def after(self, number: int, limit: int) -> list[tuple[int, RunId, GroupId]]:
+        sql = "SELECT id, run_id, group_id FROM history WHERE id > ? ORDER BY id LIMIT ?"
+        return [(row[0], row[1], row[2]) for row in self._session.select_flushed(sql, (number, limit))]
+
+    def last_number(self) -> int:
+        row = self._session.select_flushed("SELECT id FROM history ORDER BY id DESC LIMIT 1").fetchone()
+        return 0 if row is None else int(row[0])
+
     def each(self, run_id: RunId) -> Iterator[MoveRecord]:
         rows = self._session.stream(MOVES.select + "WHERE run_id = ? ORDER BY group_id, id", (run_id,))
         return (MOVES.record(row) for row in rows)

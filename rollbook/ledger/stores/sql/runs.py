@@ -1,8 +1,8 @@
-"""SQL of runs, owners, producers and cursor positions."""
+"""SQL of runs, owners, members, producers and cursor positions."""
 
-from rollbook.contracts.admission import OwnerId, RunId
-from rollbook.ledger.records import OwnerRecord, ProducerRecord, RunRecord
-from rollbook.ledger.stores.sql.tables import OWNERS, PRODUCERS
+from rollbook.contracts.admission import MemberId, OwnerId, RunId
+from rollbook.ledger.records import MemberRecord, OwnerRecord, ProducerRecord, RunRecord
+from rollbook.ledger.stores.sql.tables import MEMBERS, OWNERS, PRODUCERS
 from rollbook.ledger.stores.sql.write_buffer import SqlSession
 
 
@@ -21,7 +21,8 @@ class SqlRuns:
 
     def with_leases(self) -> list[RunId]:
         rows = self._session.select_flushed(
-            "SELECT run_id FROM owners WHERE state = 'alive' UNION SELECT run_id FROM groups WHERE lease_until IS NOT NULL"
+            "SELECT run_id FROM owners WHERE state = 'alive' UNION SELECT run_id FROM members WHERE state = 'alive' "
+            "UNION SELECT run_id FROM groups WHERE lease_until IS NOT NULL"
         )
         return [RunId(row[0]) for row in rows]
 
@@ -56,6 +57,24 @@ class SqlOwners:
 
     def put(self, owner: OwnerRecord) -> None:
         self._session.write(OWNERS.upsert, OWNERS.row(owner))
+
+
+class SqlMembers:
+    """Satisfies `store.Members`."""
+
+    def __init__(self, session: SqlSession) -> None:
+        self._session = session
+
+    def get(self, run_id: RunId, member_id: MemberId) -> MemberRecord | None:
+        found = self._session.select(MEMBERS.select + "WHERE run_id = ? AND member_id = ?", (run_id, member_id))
+        return MEMBERS.one(found.fetchone())
+
+    def alive(self, run_id: RunId) -> list[MemberRecord]:
+        sql = MEMBERS.select + "WHERE run_id = ? AND state = 'alive' ORDER BY joined_at, member_id"
+        return MEMBERS.all(self._session.select(sql, (run_id,)))
+
+    def put(self, member: MemberRecord) -> None:
+        self._session.write(MEMBERS.upsert, MEMBERS.row(member))
 
 
 class SqlProducers:

@@ -9,6 +9,7 @@ CREATE TABLE runs (
     next_arrival        INTEGER NOT NULL,
     next_publication    INTEGER NOT NULL,
     next_owner          INTEGER NOT NULL,
+    next_member         INTEGER NOT NULL,
     opened_below        INTEGER NOT NULL,
     settled_below       INTEGER NOT NULL,
     exhausted           INTEGER NOT NULL,
@@ -58,6 +59,26 @@ CREATE TABLE owners (
 );
 CREATE INDEX owners_by_name ON owners (run_id, name);
 CREATE INDEX owners_alive ON owners (run_id) WHERE state = 'alive';
+
+CREATE TABLE members (
+    run_id      TEXT NOT NULL,
+    member_id   TEXT NOT NULL,
+    name        TEXT NOT NULL,
+    role        TEXT NOT NULL,
+    node        TEXT NOT NULL,
+    address     TEXT NOT NULL,
+    nonce       TEXT NOT NULL,
+    state       TEXT NOT NULL,
+    lease_s     REAL NOT NULL,
+    joined_at   REAL NOT NULL,
+    last_seen   REAL NOT NULL,
+    in_service  INTEGER NOT NULL,
+    publication INTEGER,
+    load        REAL NOT NULL,
+    checksum    INTEGER NOT NULL,
+    PRIMARY KEY (run_id, member_id)
+);
+CREATE INDEX members_alive ON members (run_id) WHERE state = 'alive';
 
 CREATE TABLE producers (
     run_id        TEXT NOT NULL,

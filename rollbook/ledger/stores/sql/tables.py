@@ -11,11 +11,13 @@ from typing import Any, Generic, TypeVar, get_type_hints
 import msgspec
 import xxhash
 
-from rollbook.contracts.admission import RunId, RunSettings
+from rollbook.contracts.admission import MemberRole, RunId, RunSettings
 from rollbook.contracts.batch import AckReceipt, EndOfRun
 from rollbook.contracts.group import GroupId, GroupState
 from rollbook.ledger.records import (
     GroupRecord,
+    MemberRecord,
+    MemberState,
     MoveRecord,
     Origin,
     OwnerRecord,
@@ -127,6 +129,13 @@ RUNS = Table(
     write={"settings": _text_of},
 )
 OWNERS = Table("owners", OwnerRecord, key=("run_id", "owner_id"), read={"state": OwnerState})
+MEMBERS = Table(
+    "members",
+    MemberRecord,
+    key=("run_id", "member_id"),
+    read={"state": MemberState, "role": MemberRole},
+    write={"state": attrgetter("_value_"), "role": attrgetter("_value_")},
+)
 PRODUCERS = Table("producers", ProducerRecord, key=("run_id", "name"))
 GROUPS = Table(
     "groups",
@@ -181,6 +190,7 @@ PUBLICATIONS = Table("publications", PublicationRecord, key=("run_id", "id"))
 CHECKED: tuple[Table[Any], ...] = (
     RUNS,
     OWNERS,
+    MEMBERS,
     PRODUCERS,
     GROUPS,
     MOVES,

@@ -58,9 +58,15 @@ class SqliteStore:
         self._readers = None if path == MEMORY else _Readers(path)
         self._check = None if path == MEMORY else _BackgroundCheck(path)
 
-    async def write(self, work: Callable[[Transaction], T], *, before: Callable[[], None] | None = None) -> T:
+    async def write(
+        self,
+        work: Callable[[Transaction], T],
+        *,
+        run_id: RunId | None = None,
+        before: Callable[[], None] | None = None,
+    ) -> T:
         self._refuse_if_damaged()
-        return await self._committer.write(work, before=before)
+        return await self._committer.write(work, run_id=run_id, before=before)
 
     async def read(self, work: Callable[[Transaction], T]) -> T:
         self._refuse_if_damaged()

@@ -1,0 +1,1 @@
+"""The view index: one row per group, derived from the ledger, and deletable."""

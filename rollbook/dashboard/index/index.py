@@ -1,0 +1,262 @@
+"""The SQLite file of the view index, and the queries of the page on it.
+
+The file holds what was derived from the ledger, so that a dashboard need not read the ledger again; the arrays in memory
+(`columns.py`) answer filters and counts. An index belongs to one process at a time: a second dashboard of the same run uses a
+temporary file. All methods are called from one thread.
+"""
+
+import fcntl
+import sqlite3
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from rollbook.dashboard.index.columns import DROPS, ENDS, NAMES, STATES, GroupColumns, Numbering, row_values
+from rollbook.dashboard.index.filters import SOLVED, GroupFilter, mask_of, ordered, solved_class
+from rollbook.dashboard.source import GroupRow
+
+FORMAT = "1"
+SCHEMA = (Path(__file__).parent / "schema.sql").read_text(encoding="utf-8")
+HISTOGRAM_BINS = 40
+CACHED_LISTS = 8
+"""Ordered lists that are kept until the index changes: moving through a filter asks for the same one again and again."""
+STORED = ("place", "group_id", *NAMES, "body")
+PUT = f"INSERT OR REPLACE INTO groups ({', '.join(STORED)}) VALUES ({', '.join('?' * len(STORED))})"
+LOAD = f"SELECT place, {', '.join(NAMES)} FROM groups"
+LOADED_ROWS = 50_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """How far the ledger was read."""
+
+    is_snapshot_complete: bool = False
+    """Whether every group was read once. Changes are followed from then on."""
+    next_sequence: int = 0
+    """The first group that the snapshot has not read."""
+    change: int = 0
+    """The number of the last change that was read. Set when the snapshot begins."""
+
+
+class ViewIndex:
+    """Opened by `open_index`."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+        self.columns = GroupColumns()
+        self.tasks = Numbering(_texts(db, "SELECT task_id FROM tasks ORDER BY number"))
+        self.producers = Numbering(_texts(db, "SELECT name FROM producers ORDER BY number"))
+        self._stored = {"tasks": len(self.tasks.texts), "producers": len(self.producers.texts)}
+        self.position = self._read_position()
+        self._lists: dict[GroupFilter, NDArray[np.int64]] = {}
+        cursor = db.execute(LOAD)
+        while rows := cursor.fetchmany(LOADED_ROWS):
+            self.columns.put([row[0] for row in rows], [row[1:] for row in rows])
+
+    @property
+    def num_groups(self) -> int:
+        return self.columns.size
+
+    # ------------------------------------------------------------------ writing
+
+    def put(self, rows: Sequence[GroupRow], position: Position) -> None:
+        """Add or replace groups, and record how far the ledger was read, in one transaction."""
+        values = [
+            row_values(
+                row,
+                task=self.tasks.number(row.task_id),
+                producer=-1 if row.producer is None else self.producers.number(row.producer),
+            )
+            for row in rows
+        ]
+        places = self._places(rows)
+        self._db.execute("BEGIN")
+        try:
+            self._db.executemany(
+                PUT,
+                [
+                    (place, row.group_id, *row_columns, _ENCODER.encode(row))
+                    for place, row_columns, row in zip(places, values, rows, strict=True)
+                ],
+            )
+            self._store_texts("tasks", "task_id", self.tasks)
+            self._store_texts("producers", "name", self.producers)
+            self._db.execute(
+                "INSERT OR REPLACE INTO meta VALUES ('position', ?)", (msgspec.json.encode(position).decode(),)
+            )
+            self._db.execute("COMMIT")
+        except BaseException:
+            with suppress(sqlite3.Error):
+                self._db.execute("ROLLBACK")
+            raise
+        self._stored = {"tasks": len(self.tasks.texts), "producers": len(self.producers.texts)}
+        self.columns.put(places, values)
+        self.position = position
+        if rows:
+            self._lists.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._db.execute("BEGIN")
+        for table in ("groups", "tasks", "producers"):
+            self._db.execute(f"DELETE FROM {table}")
+        self._db.execute("DELETE FROM meta WHERE name = 'position'")
+        self._db.execute("COMMIT")
+        self.columns, self.tasks, self.producers = GroupColumns(), Numbering(), Numbering()
+        self._stored = {"tasks": 0, "producers": 0}
+        self.position = Position()
+        self._lists.clear()
+
+    def _places(self, rows: Sequence[GroupRow]) -> list[int]:
+        """Where each group is stored. New groups are appended."""
+        known: dict[str, int] = {}
+        places = []
+        for row in rows:
+            place = known.get(row.group_id)
+            if place is None:
+                place = self.place_of(row.group_id)
+            if place is None:
+                place = self.columns.size + len(known)
+                known[row.group_id] = place
+            places.append(place)
+        return places
+
+    def _store_texts(self, table: str, column: str, numbering: Numbering) -> None:
+        first = self._stored[table]
+        new = list(enumerate(numbering.texts[first:], start=first))
+        if new:
+            self._db.executemany(f"INSERT INTO {table} (number, {column}) VALUES (?, ?)", new)
+
+    def _read_position(self) -> Position:
+        row = self._db.execute("SELECT value FROM meta WHERE name = 'position'").fetchone()
+        return Position() if row is None else msgspec.json.decode(row[0], type=Position)
+
+    # ------------------------------------------------------------------ queries
+
+    def rows(self, places: Iterable[int]) -> list[GroupRow]:
+        """The groups at these places, in this order."""
+        found = (
+            self._db.execute("SELECT body FROM groups WHERE place = ?", (int(place),)).fetchone() for place in places
+        )
+        return [_DECODER.decode(row[0]) for row in found if row is not None]
+
+    def place_of(self, group_id: str) -> int | None:
+        row = self._db.execute("SELECT place FROM groups WHERE group_id = ?", (group_id,)).fetchone()
+        return None if row is None else int(row[0])
+
+    def list_of(self, wanted: GroupFilter) -> NDArray[np.int64]:
+        """The places of the groups that the filter selects, in its order."""
+        found = self._lists.pop(wanted, None)
+        if found is None:
+            found = ordered(self.mask(wanted), self.columns, wanted.order)
+        self._lists[wanted] = found
+        if len(self._lists) > CACHED_LISTS:
+            del self._lists[next(iter(self._lists))]
+        return found
+
+    def mask(self, wanted: GroupFilter, *, with_reward: bool = True) -> NDArray[np.bool_]:
+        return mask_of(wanted, self.columns, tasks=self.tasks, producers=self.producers, with_reward=with_reward)
+
+    def reward_histogram(self, wanted: GroupFilter) -> dict[str, list[float]]:
+        """Mean rewards within the filter, apart from its condition on the reward, and of all groups, in the same bins."""
+        rewards = self.columns.reward
+        known = np.isfinite(rewards)
+        if not known.any():
+            return {"edges": [], "counts": [], "all": []}
+        low, high = float(rewards[known].min()), float(rewards[known].max())
+        if low == high:
+            low, high = low - 0.5, high + 0.5
+        selected = rewards[known & self.mask(wanted, with_reward=False)]
+        counts, edges = np.histogram(selected, bins=HISTOGRAM_BINS, range=(low, high))
+        everything, _ = np.histogram(rewards[known], bins=HISTOGRAM_BINS, range=(low, high))
+        return {"edges": edges.tolist(), "counts": counts.tolist(), "all": everything.tolist()}
+
+    def facets(self, wanted: GroupFilter) -> dict[str, dict[str, int]]:
+        """How many of the selected groups have each state, drop kind, solved class and end of a sample."""
+        mask, columns = self.mask(wanted), self.columns
+        ends = columns.ends[mask]
+        return {
+            "state": _counts(columns.state[mask], STATES),
+            "drop": _counts(columns.drop_kind[mask], DROPS),
+            "solved": _counts(solved_class(columns)[mask], SOLVED),
+            "end": {
+                name: count for bit, name in enumerate(ENDS) if (count := int(np.count_nonzero(ends & (1 << bit))))
+            },
+        }
+
+    def close(self) -> None:
+        self._db.close()
+
+
+@contextmanager
+def open_index(path: Path, run: str) -> Iterator[ViewIndex]:
+    """Open the index of a run, or create it. An index that is damaged, of another format or of another run is built again.
+
+    If the file is in use by another dashboard, or cannot be written, a temporary one is used.
+    """
+    with tempfile.TemporaryDirectory(prefix="rollbook-index-") as temporary:
+        lock = None
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = path.with_suffix(".lock").open("a")
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            path = Path(temporary) / path.name
+        index = _open(path, run)
+        try:
+            yield index
+        finally:
+            index.close()
+            if lock is not None:
+                lock.close()
+
+
+def discard(path: Path) -> None:
+    for name in (path.name, f"{path.name}-wal", f"{path.name}-shm"):
+        path.with_name(name).unlink(missing_ok=True)
+
+
+def _open(path: Path, run: str) -> ViewIndex:
+    try:
+        return ViewIndex(_connect(path, run))
+    except (sqlite3.Error, msgspec.MsgspecError, ValueError, OverflowError):
+        discard(path)
+        return ViewIndex(_connect(path, run))
+
+
+def _connect(path: Path, run: str) -> sqlite3.Connection:
+    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    try:
+        db.execute("PRAGMA journal_mode = WAL")
+        # The file can be derived again, so a commit need not wait for the disk.
+        db.execute("PRAGMA synchronous = OFF")
+        if db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone() is None:
+            db.executescript(SCHEMA)
+            db.executemany("INSERT INTO meta VALUES (?, ?)", [("format", FORMAT), ("run", run)])
+        known = dict(db.execute("SELECT name, value FROM meta WHERE name IN ('format', 'run')"))
+        if known != {"format": FORMAT, "run": run}:
+            raise ValueError(f"the index is of {known}")
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def _texts(db: sqlite3.Connection, sql: str) -> list[str]:
+    return [str(row[0]) for row in db.execute(sql)]
+
+
+def _counts(codes: NDArray[Any], names: Sequence[str]) -> dict[str, int]:
+    found = np.bincount(codes, minlength=len(names)).tolist()
+    return {name: count for name, count in zip(names, found, strict=False) if name and count}
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(GroupRow)

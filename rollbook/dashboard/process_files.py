@@ -1,0 +1,143 @@
+"""The processes of a run, their events and their last output, from the files that they write."""
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+TAIL_BYTES = 1 << 18
+"""Read from the end of each log."""
+STDERR_LINES = 40
+LEVELS = ("warning", "error")
+MAX_EVENTS = 200
+MAX_TEXT = 2000
+STACK_EVENTS = frozenset({"run.process_silent"})
+
+
+class Process(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    role: str
+    pid: int | None
+    state: str
+    restarts: int
+    ready: bool
+    alive: bool
+    memory_bytes: int | None = None
+    cpu_s: float | None = None
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    time: float
+    level: str
+    process: str
+    event: str
+    text: str
+
+
+def read_processes(run_dir: Path) -> list[Process]:
+    """As the supervisor last recorded them, with what the kernel says about them now."""
+    try:
+        recorded = json.loads((run_dir / "processes.json").read_text(encoding="utf-8"))
+        rows = recorded["processes"].items()
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return []
+    return [_process(str(name), row) for name, row in rows if isinstance(row, dict)]
+
+
+def _process(name: str, row: dict[str, Any]) -> Process:
+    pid = row.get("pid") if isinstance(row.get("pid"), int) else None
+    memory, cpu_s = (None, None) if pid is None else _usage(pid)
+    restarts = row.get("restarts")
+    return Process(
+        name=name,
+        role=name.partition("-")[0],
+        pid=pid,
+        state=str(row.get("state", "unknown")),
+        restarts=restarts if isinstance(restarts, int) else 0,
+        ready=bool(row.get("ready")),
+        alive=memory is not None,
+        memory_bytes=memory,
+        cpu_s=cpu_s,
+    )
+
+
+def _usage(pid: int) -> tuple[int | None, float | None]:
+    """Resident memory and CPU seconds of a process of this package; None if it does not run (here)."""
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None, None
+    # A number that the kernel gave to another program, or a copy of the run on another machine.
+    if b"rollbook" not in command or fields[0] == "Z":
+        return None, None
+    ticks = os.sysconf("SC_CLK_TCK")
+    return int(fields[21]) * os.sysconf("SC_PAGE_SIZE"), (int(fields[11]) + int(fields[12])) / ticks
+
+
+def read_events(run_dir: Path, *, levels: Iterable[str] = LEVELS) -> list[dict[str, Any]]:
+    """The newest events of these levels of all processes, newest first."""
+    wanted = frozenset(levels)
+    found = [
+        row for path in _logs(run_dir, "*.jsonl") for row in _json_lines(_tail(path)) if row.get("level") in wanted
+    ]
+    found.sort(key=lambda row: row["time"], reverse=True)
+    return found[:MAX_EVENTS]
+
+
+def last_events(run_dir: Path) -> dict[str, dict[str, Any]]:
+    """The newest event of each process."""
+    found: dict[str, dict[str, Any]] = {}
+    for path in _logs(run_dir, "*.jsonl"):
+        for row in _json_lines(_tail(path)):
+            found[path.stem] = row
+    return found
+
+
+def described(row: dict[str, Any]) -> Event:
+    known = ("time", "level", "process", "event", "stack")
+    text = " ".join(f"{name}={value}" for name, value in row.items() if name not in known)
+    return Event(
+        time=row["time"],
+        level=str(row.get("level")),
+        process=str(row.get("process")),
+        event=str(row.get("event")),
+        text=text[:MAX_TEXT],
+    )
+
+
+def last_output(run_dir: Path) -> list[tuple[str, list[str]]]:
+    """The last lines that each process wrote to stderr; processes without output are left out."""
+    found = []
+    for path in _logs(run_dir, "*.stderr"):
+        lines = _tail(path).decode(errors="replace").splitlines()[-STDERR_LINES:]
+        if lines:
+            found.append((path.stem, [line[:MAX_TEXT] for line in lines]))
+    return found
+
+
+def _logs(run_dir: Path, pattern: str) -> list[Path]:
+    return sorted((run_dir / "logs").glob(pattern))
+
+
+def _tail(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+            return file.read(TAIL_BYTES)
+    except OSError:
+        return b""
+
+
+def _json_lines(text: bytes) -> Iterator[dict[str, Any]]:
+    """Events with a time. Lines that are cut or damaged are skipped."""
+    for line in text.splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and isinstance(row.get("time"), int | float) and isinstance(row.get("event"), str):
+            yield row

@@ -1,0 +1,163 @@
+"""The application: its routes, its errors and its security headers.
+
+Every response forbids the browser to load anything from elsewhere. Everything that models and environments wrote is sent as JSON,
+never as HTML.
+"""
+
+from collections.abc import Awaitable, Callable
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from rollbook.access.guard import REFUSE, Problem
+from rollbook.contracts.errors import NotFoundError, RollbookError, UsageError
+from rollbook.dashboard.server import charts, fleet, groups, overview, steps, tasks
+from rollbook.dashboard.server.access import DashboardAccess
+from rollbook.dashboard.server.events import Events
+from rollbook.dashboard.server.request import BadRequestError, BusyError, error_reply, reply
+from rollbook.dashboard.server.runs import OpenRuns
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+STATIC = Path(str(files("rollbook.dashboard") / "static"))
+MAX_BODY_BYTES = 1 << 16
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; "
+        "object-src 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+MISSING_PAGE = (
+    "The page of the dashboard is not installed: static/index.html is missing. Install the wheel, or run `make page`."
+)
+OPEN_PATHS = frozenset({"/api/login", "/api/session"})
+"""Usable without a token, apart from the page itself."""
+
+
+class Login(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    token: str
+
+
+def build_app(runs: OpenRuns, access: DashboardAccess, *, static: Path = STATIC) -> web.Application:
+    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_headers, _errors, _require_role(access)])
+    app[REFUSE] = _refuse
+    events = Events(runs)
+    app.cleanup_ctx.append(events.running)
+
+    async def login(request: web.Request) -> web.StreamResponse:
+        role = access.role_of_token((await _body(request, Login)).token)
+        if role is None:
+            return error_reply(401, "token_required", "the token is unknown to this dashboard")
+        response = web.Response(status=204)
+        access.start_session(response, role, is_https=request.secure)
+        return response
+
+    async def session(request: web.Request) -> web.StreamResponse:
+        role = access.role_of(request)
+        return reply({"authenticated": role is not None, "role": role, "needs_token": access.needs_token})
+
+    async def page(request: web.Request) -> web.StreamResponse:
+        index = static / "index.html"
+        if not index.is_file():
+            return web.Response(status=503, text=MISSING_PAGE)
+        return web.FileResponse(index)
+
+    def on_run(view: Callable[[Any, web.Request], Awaitable[Any]]) -> Handler:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            return reply(await view(await runs.find(request.query.get("run")), request))
+
+        return handle
+
+    def on_all(view: Callable[[OpenRuns, web.Request], Awaitable[Any]]) -> Handler:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            return reply(await view(runs, request))
+
+        return handle
+
+    app.router.add_post("/api/login", login)
+    app.router.add_get("/api/session", session)
+    app.router.add_get("/api/runs", on_all(overview.list_runs))
+    app.router.add_get("/api/run", on_run(overview.overview))
+    app.router.add_get("/api/law", on_run(overview.law))
+    app.router.add_post("/api/audit", on_run(overview.audit))
+    app.router.add_get("/api/series", on_run(charts.series))
+    app.router.add_get("/api/freshness", on_run(charts.freshness))
+    app.router.add_get("/api/timeline", on_run(charts.timeline))
+    app.router.add_get("/api/compare", on_all(charts.compare))
+    app.router.add_get("/api/steps", on_run(steps.list_steps))
+    app.router.add_get("/api/steps/{step}", on_run(steps.anatomy))
+    app.router.add_get("/api/groups", on_run(groups.list_groups))
+    app.router.add_get("/api/groups/{group}/tokens", on_run(groups.tokens))
+    app.router.add_get("/api/groups/{group}", on_run(groups.show_group))
+    app.router.add_get("/api/tasks", on_run(tasks.list_tasks))
+    app.router.add_get("/api/fleet", on_run(fleet.fleet))
+    app.router.add_get("/api/health", on_run(fleet.health))
+    app.router.add_get("/api/config", on_run(fleet.config))
+    app.router.add_get("/api/events", events.stream)
+    app.router.add_route("*", "/api/{rest:.*}", _unknown)
+    if static.is_dir():
+        app.router.add_static("/static/", static)
+    app.router.add_get("/{rest:.*}", page)
+    return app
+
+
+async def _body(request: web.Request, kind: type[Login]) -> Login:
+    try:
+        return msgspec.json.decode(await request.read(), type=kind)
+    except msgspec.MsgspecError as error:
+        raise BadRequestError(f"the body cannot be read: {error}") from None
+
+
+async def _unknown(request: web.Request) -> web.StreamResponse:
+    return error_reply(404, "not_found", f"there is no {request.method} {request.path[:200]}")
+
+
+def _refuse(_: web.Request, problem: Problem, message: str) -> web.StreamResponse:
+    response = error_reply(problem.status, "forbidden", message)
+    response.headers.update(HEADERS)
+    return response
+
+
+@web.middleware
+async def _headers(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Security headers for every response, errors included. Server-sent events set them before they begin."""
+    response = await handler(request)
+    if not response.prepared:
+        response.headers.update(HEADERS)
+    return response
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Expected errors as JSON with a message in words."""
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        return error_reply(error.status, "not_found" if error.status == 404 else "bad_request", error.reason)
+    except NotFoundError as error:
+        return error_reply(404, "not_found", str(error))
+    except (BadRequestError, UsageError) as error:
+        return error_reply(400, "bad_request", str(error))
+    except BusyError as error:
+        return error_reply(409, "busy", str(error))
+    except (RollbookError, OSError) as error:
+        return error_reply(503, "ledger_unavailable", str(error))
+
+
+def _require_role(access: DashboardAccess) -> Any:
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        is_checked = request.path.startswith("/api/") and request.path not in OPEN_PATHS
+        if is_checked and access.role_of(request) is None:
+            return error_reply(401, "token_required", "this dashboard needs a token")
+        return await handler(request)
+
+    return check

@@ -1,0 +1,119 @@
+"""`/api/events`: tells open pages that a run changed. One reader per run serves all pages; without pages nothing is read."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from rollbook.contracts.errors import RollbookError
+from rollbook.dashboard.run_view import RunView
+from rollbook.dashboard.server.overview import state_of
+from rollbook.dashboard.server.runs import OpenRuns
+
+POLL_S = 0.5
+KEEPALIVE_S = 15.0
+SHOWN = ("rollout/reward", "rollout/accuracy", "train/loss", "perf/overlap_ratio", "async/version_offset_max")
+HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
+
+
+class Events:
+    def __init__(self, runs: OpenRuns) -> None:
+        self._runs = runs
+        self._readers: dict[str, _Reader] = {}
+        self._streams: set[asyncio.Task[Any]] = set()
+
+    async def running(self, _: web.Application) -> AsyncIterator[None]:
+        """Ends open streams when the server stops: a page would keep it waiting."""
+        yield
+        for stream in self._streams:
+            stream.cancel()
+
+    async def stream(self, request: web.Request) -> web.StreamResponse:
+        view = await self._runs.find(request.query.get("run"))
+        response = web.StreamResponse(headers=HEADERS)
+        await response.prepare(request)
+        reader = self._readers.setdefault(view.details.key, _Reader(view))
+        task = asyncio.current_task()
+        assert task is not None
+        self._streams.add(task)
+        try:
+            async for message in reader.messages():
+                await response.write(message)
+        except (ConnectionResetError, asyncio.CancelledError):
+            pass  # the page was closed, or the server stops
+        finally:
+            self._streams.discard(task)
+        return response
+
+
+class _Reader:
+    """Reads a run while at least one page follows it."""
+
+    def __init__(self, view: RunView) -> None:
+        self._view = view
+        self._latest = b""
+        self._changed = asyncio.Event()
+        self._pages = 0
+        self._polling: asyncio.Task[None] | None = None
+
+    async def messages(self) -> AsyncIterator[bytes]:
+        """The current state, each change of it, and a comment after a time without changes."""
+        self._pages += 1
+        if self._polling is None:
+            self._polling = asyncio.create_task(self._poll(), name="dashboard.events")
+        sent = b""
+        try:
+            while True:
+                changed = self._changed
+                if self._latest and self._latest != sent:
+                    sent = self._latest
+                    yield sent
+                    continue
+                try:
+                    async with asyncio.timeout(KEEPALIVE_S):
+                        await changed.wait()
+                except TimeoutError:
+                    yield b": keep-alive\n\n"
+        finally:
+            self._pages -= 1
+            if self._pages == 0 and self._polling is not None:
+                self._polling.cancel()
+                with suppress(asyncio.CancelledError):
+                    await self._polling
+                self._polling = None
+
+    async def _poll(self) -> None:
+        """Waits: `POLL_S` between reads. Gives: `_latest`. Ends: when the last page is closed."""
+        while True:
+            message = await self._read()
+            if message != self._latest:
+                self._latest = message
+                self._changed.set()
+                self._changed = asyncio.Event()
+            await asyncio.sleep(POLL_S)
+
+    async def _read(self) -> bytes:
+        view = self._view
+        try:
+            status = await view.ledger.status()
+            metrics = await view.metrics()
+        except (RollbookError, OSError) as error:
+            return _message("problem", {"run": view.details.key, "text": str(error)})
+        return _message(
+            "changed",
+            {
+                "run": view.details.key,
+                "step": status.acknowledged_step,
+                "opened": status.opened,
+                "by_state": status.by_state,
+                "state": state_of(view, status),
+                "last": {name: metrics.gauges.get(name) for name in SHOWN},
+            },
+        )
+
+
+def _message(event: str, value: dict[str, Any]) -> bytes:
+    return b"event: " + event.encode() + b"\ndata: " + msgspec.json.encode(value) + b"\n\n"

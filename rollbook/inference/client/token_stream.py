@@ -1,0 +1,130 @@
+"""One WebSocket to a policy server for all requests of this process. See `wire/token_stream.py`."""
+
+import asyncio
+import itertools
+from contextlib import suppress
+
+import aiohttp
+import msgspec
+
+from rollbook.contracts.errors import TransientError
+from rollbook.contracts.policy import Completion, SamplingParams
+from rollbook.inference.connection import PolicyConnection, error_of
+from rollbook.inference.wire.token_stream import (
+    STREAM_PATH,
+    ClientFrame,
+    ServerFrame,
+    StreamedOutcome,
+    StreamedRequest,
+)
+
+
+class TokenStream:
+    """Connects with the first request, and again after the connection was lost. Requests in flight then fail as transient."""
+
+    def __init__(self, connection: PolicyConnection) -> None:
+        self._connection = connection
+        self._socket: aiohttp.ClientWebSocketResponse | None = None
+        self._connecting = asyncio.Lock()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._numbers = itertools.count(1)
+        self._pending: dict[int, asyncio.Future[Completion]] = {}
+        self._requests: list[StreamedRequest] = []
+        self._cancelled: list[int] = []
+        self._has_messages = asyncio.Event()
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(ServerFrame).decode
+
+    async def complete(self, prompt: list[int], sampling: SamplingParams, *, min_publication: int) -> Completion:
+        """Raises the errors of `connection.error_of`. Cancelling it cancels the request at the server."""
+        if self._socket is None or self._socket.closed:
+            await self._connect()
+        number = next(self._numbers)
+        completion: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._pending[number] = completion
+        self._requests.append(StreamedRequest.of(number, prompt, sampling, min_publication=min_publication))
+        self._has_messages.set()
+        try:
+            return await completion
+        finally:
+            if self._pending.pop(number, None) is not None:
+                self._cancelled.append(number)
+                self._has_messages.set()
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._socket is not None:
+            await self._socket.close()
+        self._fail_pending("the client was closed")
+
+    async def _connect(self) -> None:
+        async with self._connecting:
+            if self._socket is not None and not self._socket.closed:
+                return
+            for task in self._tasks:
+                task.cancel()
+            self._fail_pending("the connection was lost")
+            self._socket = socket = await self._connection.open_websocket(STREAM_PATH)
+            self._tasks = [
+                asyncio.create_task(self._send(socket), name="policy.send_requests"),
+                asyncio.create_task(self._receive(socket), name="policy.receive_completions"),
+            ]
+
+    async def _send(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        """Send requests and cancellations.
+
+        Takes:  messages of `complete`.
+        Gives:  frames with all messages since the last one.
+        Waits:  for the next message, and for a server that reads slowly.
+        Ends:   on cancellation, or when the connection is lost; `_receive` reports that.
+        """
+        with suppress(ConnectionError):
+            while True:
+                await self._has_messages.wait()
+                self._has_messages.clear()
+                frame = ClientFrame(self._requests, self._cancelled)
+                self._requests, self._cancelled = [], []
+                await socket.send_bytes(self._encode(frame))
+
+    async def _receive(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        """Receive outcomes.
+
+        Takes:  frames of the server.
+        Gives:  each outcome to its request.
+        Waits:  for the next frame.
+        Ends:   when the connection is closed or a frame is invalid: all requests in flight fail as transient.
+        """
+        cause = "the connection was lost"
+        async for message in socket:
+            try:
+                outcomes = self._decode(message.data).outcomes
+            except (msgspec.MsgspecError, TypeError) as error:
+                cause = f"invalid frame: {error}"
+                break
+            for outcome in outcomes:
+                self._settle(outcome)
+        await socket.close()
+        self._fail_pending(cause)
+
+    def _settle(self, outcome: StreamedOutcome) -> None:
+        completion = self._pending.pop(outcome.id, None)
+        if completion is None or completion.done():
+            return
+        url = self._connection.url
+        if outcome.error is not None:
+            error = outcome.error
+            completion.set_exception(error_of(error.status, error.body, error.retry_after, where=url + STREAM_PATH))
+        elif outcome.completion is not None:
+            try:
+                completion.set_result(outcome.completion.to_contract())
+            except ValueError as error:
+                completion.set_exception(TransientError(f"invalid response of {url}: {error}"))
+
+    def _fail_pending(self, cause: str) -> None:
+        pending, self._pending = self._pending, {}
+        self._requests, self._cancelled = [], []
+        for completion in pending.values():
+            if not completion.done():
+                completion.set_exception(TransientError(f"{self._connection.url}{STREAM_PATH} is unreachable: {cause}"))

@@ -1,0 +1,142 @@
+"""GET /inference/v1/stream: a WebSocket for clients with many requests, token ids in and out. Rollouts use it."""
+
+import asyncio
+from contextlib import suppress
+from functools import partial
+
+import msgspec
+from aiohttp import WSCloseCode, WSMsgType, web
+
+from rollbook.contracts.policy import Completion
+from rollbook.inference.server.routes.responses import error_response, response_to
+from rollbook.inference.server.service import PolicyService
+from rollbook.inference.wire.completions import TokenCompletion
+from rollbook.inference.wire.token_stream import (
+    ClientFrame,
+    ServerFrame,
+    StreamedError,
+    StreamedOutcome,
+    StreamedRequest,
+)
+
+MAX_FRAME_BYTES = 64 * 2**20
+HEARTBEAT_S = 30.0
+"""A client that does not respond for half of this time is gone; its requests are cancelled."""
+
+
+class TokenStreamRoutes:
+    def __init__(self, service: PolicyService) -> None:
+        self._service = service
+        self._streams: set[TokenStream] = set()
+
+    async def connect(self, request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse(max_msg_size=MAX_FRAME_BYTES, compress=False, heartbeat=HEARTBEAT_S)
+        await socket.prepare(request)
+        stream = TokenStream(self._service, socket)
+        self._streams.add(stream)
+        try:
+            await stream.run()
+        finally:
+            self._streams.discard(stream)
+        return socket
+
+    async def close(self, _app: web.Application) -> None:
+        """Send the outcomes that are ready and close all connections, so that the server can stop."""
+        await asyncio.gather(*(stream.close() for stream in list(self._streams)))
+
+
+class TokenStream:
+    """One connection. A request costs no task: its outcome joins the next frame when the engine has finished it."""
+
+    def __init__(self, service: PolicyService, socket: web.WebSocketResponse) -> None:
+        self._service = service
+        self._socket = socket
+        self._running: dict[int, asyncio.Future[Completion]] = {}
+        # Never longer than the number of requests, which the engine's queue limits.
+        self._outcomes: list[StreamedOutcome] = []
+        self._has_outcomes = asyncio.Event()
+        self._decode = msgspec.msgpack.Decoder(ClientFrame).decode
+        self._encode = msgspec.msgpack.Encoder().encode
+
+    async def run(self) -> None:
+        """Serve the connection until the client closes it."""
+        sender = asyncio.create_task(self._send_outcomes(), name="policy.send_outcomes")
+        try:
+            async for message in self._socket:
+                if message.type is not WSMsgType.BINARY or not self._receive(message.data):
+                    await self._socket.close(code=WSCloseCode.INVALID_TEXT, message=b"send MessagePack frames")
+                    break
+        finally:
+            sender.cancel()
+            for future in list(self._running.values()):
+                future.cancel()
+
+    async def close(self) -> None:
+        with suppress(ConnectionError):
+            await self._send_ready()
+            await self._socket.close(code=WSCloseCode.GOING_AWAY, message=b"the server stops")
+
+    def _receive(self, frame: bytes) -> bool:
+        """False: the frame is invalid."""
+        try:
+            received = self._decode(frame)
+        except msgspec.MsgspecError:
+            return False
+        for request in received.requests:
+            self._start(request)
+        for number in received.cancelled:
+            if (future := self._running.get(number)) is not None:
+                future.cancel()
+        return True
+
+    def _start(self, request: StreamedRequest) -> None:
+        try:
+            future = self._service.submit(
+                request.prompt_ids(), request.sampling(), min_publication=request.min_publication
+            )
+        except Exception as error:
+            self._add(_failure(request.id, error))
+        else:
+            self._running[request.id] = future
+            future.add_done_callback(partial(self._settle, request.id))
+
+    def _settle(self, number: int, future: asyncio.Future[Completion]) -> None:
+        del self._running[number]
+        if future.cancelled():
+            return
+        error = future.exception()
+        if error is None:
+            self._add(StreamedOutcome(number, TokenCompletion.of(future.result())))
+        else:
+            self._add(_failure(number, error))
+
+    def _add(self, outcome: StreamedOutcome) -> None:
+        self._outcomes.append(outcome)
+        self._has_outcomes.set()
+
+    async def _send_outcomes(self) -> None:
+        """Send outcomes to the client.
+
+        Takes:  outcomes of requests, as they end.
+        Gives:  frames with all outcomes since the last one.
+        Waits:  for the next outcome, and for a client that reads slowly.
+        Ends:   on cancellation, or when the connection is lost.
+        """
+        with suppress(ConnectionError):
+            while True:
+                await self._has_outcomes.wait()
+                await self._send_ready()
+
+    async def _send_ready(self) -> None:
+        outcomes, self._outcomes = self._outcomes, []
+        self._has_outcomes.clear()
+        if outcomes:
+            await self._socket.send_bytes(self._encode(ServerFrame(outcomes)))
+
+
+def _failure(number: int, error: BaseException) -> StreamedOutcome:
+    response = response_to(error) if isinstance(error, Exception) else None
+    if response is None:
+        response = error_response(500, "InternalServerError", f"{type(error).__name__}: {error}")
+    body = response.body if isinstance(response.body, bytes) else b""
+    return StreamedOutcome(number, None, StreamedError(response.status, body, response.headers.get("Retry-After")))

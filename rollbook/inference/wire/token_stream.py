@@ -1,0 +1,87 @@
+"""Frames of `GET /inference/v1/stream`, a WebSocket over which one client sends many requests at the same time.
+
+Frames are MessagePack. A frame holds all messages that were ready when it was sent, so the cost of a request falls as the load
+grows. Outcomes arrive in the order in which the requests end. Closing the connection cancels its requests.
+"""
+
+from typing import Self
+
+import msgspec
+import numpy as np
+
+from rollbook.contracts.policy import SamplingParams
+from rollbook.inference.wire.completions import TokenCompletion
+
+STREAM_PATH = "/inference/v1/stream"
+
+
+class StreamedRequest(msgspec.Struct, array_like=True, frozen=True):
+    id: int
+    """Chosen by the client, unique within the connection."""
+    prompt: memoryview
+    """int32 token ids."""
+    min_publication: int
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    stop_token_ids: tuple[int, ...]
+    seed: int | None
+    top_logprobs: int
+
+    @classmethod
+    def of(cls, number: int, prompt: list[int], sampling: SamplingParams, *, min_publication: int) -> Self:
+        return cls(
+            number,
+            np.array(prompt, dtype=np.int32).data,
+            min_publication,
+            sampling.max_tokens,
+            sampling.temperature,
+            sampling.top_p,
+            sampling.top_k,
+            sampling.stop_token_ids,
+            sampling.seed,
+            sampling.top_logprobs,
+        )
+
+    def prompt_ids(self) -> list[int]:
+        ids: list[int] = np.frombuffer(self.prompt, dtype=np.int32).tolist()
+        return ids
+
+    def sampling(self) -> SamplingParams:
+        """Raises `ValueError` naming the invalid field."""
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            stop_token_ids=self.stop_token_ids,
+            seed=self.seed,
+            top_logprobs=self.top_logprobs,
+        )
+
+
+class ClientFrame(msgspec.Struct, array_like=True, frozen=True):
+    requests: list[StreamedRequest]
+    cancelled: list[int]
+    """Earlier requests of this connection that are no longer needed."""
+
+
+class StreamedError(msgspec.Struct, array_like=True, frozen=True):
+    """The HTTP response that the same request would have received."""
+
+    status: int
+    body: bytes
+    retry_after: str | None
+
+
+class StreamedOutcome(msgspec.Struct, array_like=True, frozen=True):
+    """A completion or an error."""
+
+    id: int
+    completion: TokenCompletion | None
+    error: StreamedError | None = None
+
+
+class ServerFrame(msgspec.Struct, array_like=True, frozen=True):
+    outcomes: list[StreamedOutcome]

@@ -1,0 +1,1 @@
+"""The dashboard of a run: where its data comes from, and its process."""

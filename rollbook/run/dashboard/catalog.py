@@ -1,0 +1,239 @@
+"""The runs that a dashboard shows: of a run directory, of a folder of them, or of a ledger service."""
+
+import asyncio
+import hashlib
+import json
+import os
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from rollbook.contracts.admission import RunId
+from rollbook.contracts.batch import BatchManifest, TrainingBatch
+from rollbook.contracts.errors import NotFoundError, RollbookError, RunError, UsageError
+from rollbook.contracts.group import PromptGroup
+from rollbook.contracts.plugin import load_on_demand
+from rollbook.contracts.trajectory import RolloutSample
+from rollbook.dashboard.run_view import Catalog, MetricMeaning, OpenedRun, RunDetails, RunPlace, TokenReader
+from rollbook.ledger.client.blocking import split_address
+from rollbook.ledger.client.client import open_ledger_client
+from rollbook.ledger.tools.explain import REASONS
+from rollbook.rollout.chat.provenance import Pieces, spans_of
+from rollbook.rollout.metrics import ROLLOUT_METRICS
+from rollbook.run.config.run import RunConfig, load_resolved_config
+from rollbook.run.dashboard.ledger_sources import DirectorySource, HttpSource
+from rollbook.run.dashboard.settings import config_view
+from rollbook.run.directory import RunDirectory
+from rollbook.trainer.config import TrainerConfig
+from rollbook.trainer.data.advantages import BATCH_NORMALISED
+from rollbook.trainer.data.minibatches import sample_advantages
+from rollbook.trainer.metrics import TRAINER_METRICS
+
+DEPTH = 3
+"""How deep below a folder runs are searched."""
+MAX_RUNS = 1000
+QUERY_S = 10.0
+INDEX_FILE = "dashboard/index.sqlite"
+MEANINGS = {
+    metric.name: MetricMeaning(unit=metric.unit, meaning=metric.meaning)
+    for metric in (*ROLLOUT_METRICS, *TRAINER_METRICS)
+}
+DROP_MEANINGS = {kind.value: meaning for kind, meaning in REASONS.items()}
+
+
+def open_catalog(target: str, *, token: str | None = None) -> Catalog:
+    """`target` is a run directory, a folder with run directories, or the address of a ledger. Raises `UsageError`."""
+    if target.startswith(("http://", "https://")):
+        return LedgerCatalog(target, token)
+    path = Path(target).resolve()
+    if not path.is_dir():
+        raise UsageError(f"{path} is not a directory: name a run directory, a folder with runs, or the URL of a ledger")
+    return DirectoryCatalog(path)
+
+
+class DirectoryCatalog:
+    """Satisfies `Catalog`. The folder is searched at each request, so that new runs appear."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @property
+    def target(self) -> str:
+        return str(self._folder)
+
+    async def places(self) -> list[RunPlace]:
+        found = await asyncio.to_thread(lambda: list(_run_places(self._folder)))
+        return sorted(found, key=lambda place: place.created or 0.0, reverse=True)
+
+    def open(self, place: RunPlace) -> AbstractAsyncContextManager[OpenedRun]:
+        return _open_directory(place)
+
+
+class LedgerCatalog:
+    """Satisfies `Catalog`."""
+
+    def __init__(self, url: str, token: str | None) -> None:
+        self._base, self._run = split_address(url)
+        self._token = token
+
+    @property
+    def target(self) -> str:
+        return self._base
+
+    async def places(self) -> list[RunPlace]:
+        run_ids: Sequence[str] = [self._run] if self._run is not None else []
+        if not run_ids:
+            async with open_ledger_client(self._base, "", request_s=QUERY_S, token=self._token) as client:
+                run_ids = await client.runs()
+        return [
+            RunPlace(key=run, name=run, source="ledger", path=f"{self._base}/v1/runs/{run}")
+            for run in reversed(run_ids)
+        ]
+
+    @asynccontextmanager
+    async def open(self, place: RunPlace) -> AsyncIterator[OpenedRun]:
+        async with open_ledger_client(self._base, place.name, request_s=QUERY_S, token=self._token) as client:
+            yield OpenedRun(
+                details=RunDetails(key=place.key, name=place.name, source=place.source, path=place.path),
+                ledger=HttpSource(client),
+                index_file=_cache_file(place.path),
+                meanings=MEANINGS,
+                drop_meanings=DROP_MEANINGS,
+            )
+
+
+def _cache_file(name: str) -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(cache) / "rollbook" / "dashboard" / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.sqlite"
+
+
+def _run_places(folder: Path) -> Iterator[RunPlace]:
+    if (folder / "run.json").is_file():
+        yield _place(folder, folder.name)
+        return
+    count = 0
+    for root, folders, files in os.walk(folder):
+        path = Path(root)
+        if "run.json" in files:
+            yield _place(path, path.relative_to(folder).as_posix())
+            count += 1
+            folders.clear()
+        elif len(path.relative_to(folder).parts) >= DEPTH:
+            folders.clear()
+        if count >= MAX_RUNS:
+            return
+
+
+def _place(path: Path, key: str) -> RunPlace:
+    manifest = _manifest(path)
+    created = manifest.get("created")
+    return RunPlace(
+        key=key,
+        name=str(manifest.get("name") or path.name),
+        source="directory",
+        path=str(path),
+        created=created if isinstance(created, int | float) else None,
+    )
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((path / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+@asynccontextmanager
+async def _open_directory(place: RunPlace) -> AsyncIterator[OpenedRun]:
+    directory = RunDirectory(Path(place.path))
+    config, note = await asyncio.to_thread(_read_config, directory)
+    yield OpenedRun(
+        details=_details(place, config),
+        ledger=DirectorySource(directory.ledger, RunId(place.name if config is None else config.run.name)),
+        index_file=directory.path / INDEX_FILE,
+        directory=directory.path,
+        is_running=lambda: is_running(directory),
+        config=lambda: ([], "") if config is None else config_view(config),
+        tokens=lambda: _load_tokens(directory),
+        advantages=lambda group: None if config is None else _advantages(group, config.trainer),
+        meanings=MEANINGS,
+        drop_meanings=DROP_MEANINGS,
+        notes=() if note is None else (note,),
+    )
+
+
+def _read_config(directory: RunDirectory) -> tuple[RunConfig | None, str | None]:
+    """The configuration, or why this release cannot read it. The rest of the run is shown without it."""
+    try:
+        return load_resolved_config(directory).config, None
+    except (RunError, OSError, ValueError, KeyError) as error:
+        return None, f"The configuration of this run cannot be read: {error}"
+
+
+def _details(place: RunPlace, config: RunConfig | None) -> RunDetails:
+    if config is None:
+        return RunDetails(key=place.key, name=place.name, source=place.source, path=place.path, created=place.created)
+    return RunDetails(
+        key=place.key,
+        name=config.run.name,
+        source=place.source,
+        path=place.path,
+        created=place.created,
+        total_steps=config.trainer.max_steps,
+        max_head_offpolicy_versions=config.gate.max_head_offpolicy_versions,
+        batch_policy=str(config.gate.batch_policy),
+        groups_per_step=config.gate.groups_per_step,
+        max_in_flight=config.gate.max_groups_in_flight,
+        has_evaluation=config.evaluation.every_steps is not None,
+    )
+
+
+def is_running(directory: RunDirectory) -> bool:
+    """Whether the process that holds the directory lives. The lock itself is not tried: that could refuse a real `train`."""
+    if not directory.addresses_file.exists():
+        return False
+    try:
+        os.kill(int(directory.lock_file.read_text(encoding="ascii").strip()), 0)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _advantages(group: PromptGroup, config: TrainerConfig) -> list[float] | None:
+    if config.recipe.advantage in BATCH_NORMALISED:
+        return None
+    batch = TrainingBatch(manifest=BatchManifest(step=1, entries=(), digest=""), groups=(group,))
+    found: list[float] = sample_advantages(batch, config).tolist()
+    return found
+
+
+class _Tokenizer(Pieces, Protocol):
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTokens:
+    """Satisfies `TokenReader`."""
+
+    tokenizer: _Tokenizer
+
+    def texts(self, token_ids: Sequence[int]) -> list[str]:
+        text, offsets = self.tokenizer.pieces(token_ids)
+        return [text[start:end] for start, end in offsets]
+
+    def authors(self, sample: RolloutSample, sequence: int) -> list[tuple[int, int, str]]:
+        turns = [turn for turn in sample.turns if turn.sequence == sequence]
+        spans = spans_of(sample.sequences[sequence], turns, sample.messages, self.tokenizer)
+        return [(span.start, span.end, span.author) for span in spans]
+
+
+def _load_tokens(directory: RunDirectory) -> TokenReader | None:
+    """The tokenizer of the initial model; None if the model is elsewhere, or `tokenizers` is not installed."""
+    try:
+        tokenizer = load_on_demand("rollbook.rollout.chat.tokenizer:ModelTokenizer")
+        return ModelTokens(tokenizer.from_directory(directory.initial_model))
+    except (RollbookError, ImportError, OSError, ValueError, KeyError, NotFoundError):
+        return None

@@ -1,0 +1,96 @@
+"""Where the processes of a run are started: the port `ProcessHost`, and `LocalHost`, which starts them on this machine.
+
+A host starts a process and relays what it reports. Whether a dead process is started again is decided by the supervisor.
+"""
+
+import json
+import signal
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rollbook.concurrency.child_process.process import ChildProcess, ChildSpec, python_environment
+from rollbook.run.directory import RunDirectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessStart:
+    """One process of a run to start."""
+
+    name: str
+    role: str
+    directory: RunDirectory
+    addresses: Mapping[str, str] = field(default_factory=dict)
+    """URLs of the run's servers by role."""
+    listening: socket.socket | None = None
+    """The listening socket of a server on this machine. It stays open over restarts."""
+    bind: str | None = None
+    """Set for a process that joins a run: it is a member, and a server opens its own socket on this address."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables that are added to those of the host."""
+    module: str = "rollbook.run.supervision.child_main"
+
+    def arguments(self) -> list[str]:
+        found = ["--role", self.role, "--name", self.name, "--run-dir", str(self.directory.path)]
+        found += ["--addresses", json.dumps(dict(self.addresses))]
+        if self.listening is not None:
+            found += ["--socket-fd", str(self.listening.fileno())]
+        if self.bind is not None:
+            found += ["--bind", self.bind]
+        return found
+
+
+class HostedProcess(Protocol):
+    """One incarnation of a process, from its start to its exit. `ChildProcess` satisfies it."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def is_alive(self) -> bool: ...
+    @property
+    def silent_s(self) -> float:
+        """Seconds since its last message, or since its start."""
+
+    async def receive(self) -> bytes:
+        """The next message. Raises `ChildEndedError` when the process is gone."""
+
+    async def ended(self) -> int:
+        """Wait for the exit; the exit code, or the negative number of the signal that ended it."""
+
+    def send_signal(self, number: signal.Signals) -> None: ...
+    def send_kill(self) -> None:
+        """SIGKILL to the process and everything it started, without waiting."""
+
+    async def stop(self, *, grace_s: float) -> bool:
+        """SIGTERM, then SIGKILL. False when it had to be killed."""
+
+    async def kill(self) -> None:
+        """SIGKILL, and wait for the end. May be called twice."""
+
+    async def stack(self) -> str:
+        """The stacks of its threads."""
+
+    def last_output(self, max_lines: int = ...) -> str: ...
+
+
+class ProcessHost(Protocol):
+    async def start(self, process: ProcessStart) -> HostedProcess:
+        """Raises `OSError` when the process cannot be started."""
+
+
+class LocalHost:
+    """Starts child processes of this one. They end when this process ends. Satisfies `ProcessHost`."""
+
+    async def start(self, process: ProcessStart) -> HostedProcess:
+        listening = process.listening
+        spec = ChildSpec(
+            module=process.module,
+            arguments=process.arguments(),
+            environment={**python_environment(), **process.environment},
+            inherited_fds=[] if listening is None else [listening.fileno()],
+            # Ctrl-C in the terminal reaches only the supervisor, which decides what it means.
+            has_own_group=True,
+            output=process.directory.stderr_file(process.name),
+        )
+        return await ChildProcess.start(spec)

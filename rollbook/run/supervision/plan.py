@@ -1,0 +1,89 @@
+"""The processes of a run: their roles, listening sockets, addresses and environment variables."""
+
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rollbook.concurrency.sockets import listening_socket, url_of
+from rollbook.inference.config import InferenceConfig
+from rollbook.run.config.run import RunConfig
+from rollbook.run.directory import RunDirectory
+from rollbook.run.policy_clients import join_urls
+from rollbook.run.supervision.host import ProcessStart
+
+LOCAL = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    starts: Sequence[ProcessStart]
+    """In the order in which they are started: servers before their clients."""
+    addresses: Mapping[str, str]
+    """URLs of the servers by role."""
+    sockets: Sequence[socket.socket]
+
+    def close(self) -> None:
+        for sock in self.sockets:
+            sock.close()
+
+
+def plan_run(config: RunConfig, directory: RunDirectory, *, has_trainer: bool = True) -> RunPlan:
+    """Opens the listening sockets. The caller closes the plan."""
+    policies = replica_names(config.inference)
+    own_ledger = ["ledger"] if config.ledger.url is None else []
+    servers = [*own_ledger, *policies, *(["env"] if config.env.pool_size is not None else [])]
+    binds_own_port = policies if config.inference.engine == "vllm" else []
+    # Atropos environments are configured with the ledger's address before it runs.
+    fixed = {"ledger": config.tasks.atropos.port} if config.tasks.is_posted and not config.tasks.atropos.url else {}
+    host = config.cluster.host
+    sockets = {name: listening_socket(host, fixed.get(name, 0)) for name in servers if name not in binds_own_port}
+    addresses = {name: url_of(sock) for name, sock in sockets.items() if name not in policies}
+    replicas = {name: url_of(sockets[name]) if name in sockets else free_url() for name in policies}
+    if config.ledger.url is not None:
+        addresses["ledger"] = config.ledger.url
+    addresses["policy"] = join_urls(config.inference.urls or list(replicas.values()))
+    names = [
+        *servers,
+        *(["trainer"] if has_trainer else []),
+        "rollout",
+        *(["evaluation"] if config.evaluation.every_steps else []),
+    ]
+    roles = dict.fromkeys(policies, "vllm" if config.inference.engine == "vllm" else "policy")
+    starts = [
+        ProcessStart(
+            name=name,
+            role=roles.get(name, name),
+            directory=directory,
+            addresses={**addresses, "own": replicas[name]} if name in replicas else addresses,
+            listening=sockets.get(name),
+            environment=environment_of(config, name),
+        )
+        for name in names
+    ]
+    return RunPlan(starts=starts, addresses=addresses, sockets=list(sockets.values()))
+
+
+def environment_of(config: RunConfig, name: str) -> dict[str, str]:
+    """The number of threads and the GPUs of a process."""
+    policies = replica_names(config.inference)
+    threads, gpus = 1, tuple[int, ...]()
+    if name in policies:
+        threads = config.inference.threads
+        gpus = config.resources.of_replica(policies.index(name), len(policies))
+    elif name == "trainer":
+        threads, gpus = config.trainer.threads, config.resources.trainer_gpus
+    found = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    return {**found, "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else found
+
+
+def replica_names(config: InferenceConfig) -> list[str]:
+    """`policy`, `policy-1`, `policy-2`, ...; none if the servers run elsewhere."""
+    if config.urls:
+        return []
+    return ["policy", *(f"policy-{number}" for number in range(1, config.replicas))]
+
+
+def free_url() -> str:
+    """An address for a server that binds its port itself, as vLLM does. Other servers get an open socket."""
+    with socket.create_server((LOCAL, 0)) as probe:
+        return f"http://{LOCAL}:{probe.getsockname()[1]}"

@@ -1,0 +1,92 @@
+"""Conformance tests of process hosts. A new host is complete when it is added to the parameters here and passes."""
+
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rollbook.concurrency.child_process.process import ChildEndedError
+from rollbook.run.directory import RunDirectory
+from rollbook.run.supervision.host import HostedProcess, LocalHost, ProcessHost, ProcessStart
+
+CHILD = "tests.parts.run.hosted_child"
+
+
+@asynccontextmanager
+async def local() -> AsyncIterator[ProcessHost]:
+    yield LocalHost()
+
+
+@pytest.fixture(params=[local])
+async def host(request: pytest.FixtureRequest) -> AsyncIterator[ProcessHost]:
+    opener: Callable[[], AbstractAsyncContextManager[ProcessHost]] = request.param
+    async with opener() as opened:
+        yield opened
+
+
+@asynccontextmanager
+async def started(host: ProcessHost, tmp_path: Path, role: str) -> AsyncIterator[tuple[HostedProcess, dict[str, Any]]]:
+    """A process in this role, and the facts that it sent."""
+    directory = RunDirectory(tmp_path)
+    directory.stderr_file("child").parent.mkdir(exist_ok=True)
+    process = await host.start(
+        ProcessStart(
+            name="child", role=role, directory=directory, environment={"HOSTED_VARIABLE": "value"}, module=CHILD
+        )
+    )
+    try:
+        yield process, json.loads(await process.receive())
+    finally:
+        await process.kill()
+
+
+async def test_a_process_reports_its_messages_its_exit_code_and_its_last_lines(
+    host: ProcessHost, tmp_path: Path
+) -> None:
+    async with started(host, tmp_path, "fails") as (process, facts):
+        assert (facts["pid"], facts["variable"]) == (process.pid, "value")
+        assert await process.ended() == 7
+        with pytest.raises(ChildEndedError, match="exited with status 7"):
+            await process.receive()
+        assert not process.is_alive
+        assert process.last_output(1) == "the last line"
+
+
+async def test_stopping_waits_for_a_process_that_drains(host: ProcessHost, tmp_path: Path) -> None:
+    async with started(host, tmp_path, "drains") as (process, _):
+        assert process.is_alive
+        assert await process.stop(grace_s=30)
+        assert await process.ended() == 0
+
+
+async def test_stopping_kills_a_process_that_ignores_the_request(host: ProcessHost, tmp_path: Path) -> None:
+    async with started(host, tmp_path, "stubborn") as (process, _):
+        assert not await process.stop(grace_s=0.1)
+        assert await process.ended() == -signal.SIGKILL
+
+
+async def test_a_kill_also_ends_the_programs_that_the_process_started(host: ProcessHost, tmp_path: Path) -> None:
+    async with started(host, tmp_path, "parent") as (process, facts):
+        child = psutil.Process(facts["child"])
+        process.send_kill()
+        assert await process.ended() == -signal.SIGKILL
+        _, alive = psutil.wait_procs([child], timeout=20)
+        assert alive == []
+
+
+async def test_a_death_by_signal_is_reported_as_its_negative_number(host: ProcessHost, tmp_path: Path) -> None:
+    async with started(host, tmp_path, "waits") as (process, facts):
+        os.kill(facts["pid"], signal.SIGABRT)
+        assert await process.ended() == -signal.SIGABRT
+
+
+async def test_the_stacks_name_what_a_process_does(host: ProcessHost, tmp_path: Path) -> None:
+    async with started(host, tmp_path, "waits") as (process, _):
+        assert "wait_for_the_test" in await process.stack()
+        assert process.is_alive

@@ -1,0 +1,90 @@
+"""Processes join a run, serve it and are killed: the run continues, and every group is accounted for."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rollbook.contracts.admission import MemberRole
+from rollbook.ledger.client.blocking import open_sync_ledger_client
+from rollbook.run.record import open_run
+from tests.parts.run.small import REPOSITORY, SmallRun, rollbook
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+SETTINGS = ["cluster.allow_join=true", "trainer.max_steps=10_000", "env.args.step_s=0.05"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[SmallRun]:
+    run = SmallRun(tmp_path, SETTINGS).start()
+    run.until(lambda: run.step() >= 1, what="step 1")
+    yield run
+    run.stop()
+
+
+@contextmanager
+def joined(run: SmallRun, role: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "rollbook", "join", str(run.directory), "--role", role, "--name", f"extra-{role}"]
+    process = subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def members(run: SmallRun) -> dict[MemberRole, str]:
+    """Names of the members in service."""
+    addresses = json.loads((run.directory / "addresses.json").read_text())
+    with open_sync_ledger_client(addresses["ledger"], "small", request_s=10) as ledger:
+        return {m.role: m.name for m in ledger.wait(ledger.client.members()) if m.in_service}
+
+
+def groups_of(run: SmallRun, dispatcher: str) -> list[str]:
+    """Groups that were submitted by this dispatcher."""
+    with open_run(run.directory) as record:
+        found = record.groups(state=None, limit=10_000)
+        return [group.group_id for group in found if (group.owner or "").startswith(dispatcher)]
+
+
+def served(run: SmallRun, name: str) -> int:
+    """Spans of a policy server: it writes them when it generates."""
+    file = run.directory / "spans" / f"{name}.jsonl"
+    return file.read_text(encoding="utf-8").count("\n") if file.exists() else 0
+
+
+def test_a_policy_server_and_a_dispatcher_join_serve_and_are_killed(run: SmallRun) -> None:
+    with joined(run, "policy") as policy, joined(run, "rollout") as rollout:
+        run.until(lambda: members(run).keys() >= {MemberRole.POLICY, MemberRole.ROLLOUT}, what="both are in service")
+        run.until(lambda: groups_of(run, "dispatcher-extra-rollout"), what="the dispatcher played a group")
+        run.until(lambda: served(run, "extra-policy"), what="the policy server generated tokens")
+        for process in (policy, rollout):
+            for child in psutil.Process(process.pid).children(recursive=True):
+                child.kill()
+            process.kill()
+        step = run.step()
+        run.until(lambda: run.step() >= step + 5, what="5 further steps")
+        run.until(lambda: members(run) == {}, what="the leases of both expired")
+    run.process.terminate()
+    assert run.wait()["exit_code"] in (0, 130)
+    audit = json.loads(rollbook("audit", str(run.directory), "--json").stdout)
+    assert audit["ok"], audit["violations"]
+    assert audit["max_lag"] <= audit["max_head_offpolicy_versions"]
+
+
+def test_a_process_leaves_when_the_run_stops_and_a_run_that_is_not_running_cannot_be_joined(run: SmallRun) -> None:
+    with joined(run, "rollout") as rollout:
+        run.until(lambda: MemberRole.ROLLOUT in members(run), what="the dispatcher joined")
+        run.process.terminate()
+        run.wait()
+        _, said = rollout.communicate(timeout=60)
+        assert rollout.returncode == 0
+        assert "the run has" in said
+    refused = rollbook("join", str(run.directory), "--role", "policy")
+    assert refused.returncode == 2
+    assert "is not running: start it with `rollbook train`" in refused.stderr

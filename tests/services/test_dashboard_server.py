@@ -1,0 +1,374 @@
+"""The dashboard's API on a run directory and on a ledger service: what it shows, whom it refuses, and how it survives bad input."""
+
+import asyncio
+import json
+import sqlite3
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rollbook.dashboard.server.access import COOKIE, DashboardAccess
+from rollbook.ledger.stores.sqlite.file import FILE_NAME
+from rollbook.run.directory import RunDirectory
+from tests.parts.dashboard.recorded_run import HOSTILE, STEPS, DashboardClient, record_run, serving_dashboard
+from tests.parts.ledger.groups import RUN
+from tests.parts.ledger.service import serving
+
+VIEWER = "a-token-for-viewers-0123"
+PATHS = (
+    "/api/runs",
+    "/api/run",
+    "/api/law",
+    "/api/series",
+    "/api/freshness",
+    "/api/timeline",
+    "/api/steps",
+    "/api/steps/1",
+    "/api/groups",
+    "/api/groups/task0@0",
+    "/api/groups/task0@0/tokens",
+    "/api/tasks",
+    "/api/fleet",
+    "/api/health",
+    "/api/config",
+    "/api/compare?runs=run",
+    "/api/session",
+)
+
+
+@pytest.fixture
+async def directory(tmp_path: Path) -> RunDirectory:
+    return await record_run(tmp_path / "run")
+
+
+@pytest.fixture
+async def client(directory: RunDirectory) -> AsyncIterator[DashboardClient]:
+    async with serving_dashboard(str(directory.path)) as found:
+        yield found
+
+
+async def get(client: DashboardClient, path: str) -> Any:
+    status, found = await client.get(path)
+    assert status == 200, (path, found)
+    return found
+
+
+async def test_the_overview_shows_progress_law_and_state(client: DashboardClient) -> None:
+    found = await get(client, "/api/run")
+    assert (found["state"], found["progress"]["step"], found["progress"]["total_steps"]) == ("finished", STEPS, STEPS)
+    assert found["law"]["holds"]
+    assert found["law"]["dropped"] == {"filtered": 1, "end_of_run": 1}
+    assert found["learning"]["reward"]["last"] == pytest.approx(0.3)
+    assert [problem["kind"] for problem in found["problems"]] == []
+
+
+async def test_every_route_of_the_page_has_an_answer(client: DashboardClient) -> None:
+    for path in PATHS:
+        await get(client, path)
+
+
+async def test_a_ledger_service_shows_the_same_groups_as_its_directory(tmp_path: Path) -> None:
+    directory = await record_run(tmp_path / "run")
+    async with serving_dashboard(str(directory.path)) as files:
+        from_files = await get(files, "/api/groups?order=oldest")
+        group_from_files = await get(files, "/api/groups/task1@0?order=oldest")
+        step_from_files = await get(files, "/api/steps/2")
+    async with serving(directory.ledger) as (url, _), serving_dashboard(f"{url}/v1/runs/{RUN}") as service:
+        from_service = await get(service, "/api/groups?order=oldest")
+        group_from_service = await get(service, "/api/groups/task1@0?order=oldest")
+        step_from_service = await get(service, "/api/steps/2")
+    for name in ("groups", "total", "histogram", "facets", "index"):
+        assert from_service[name] == from_files[name]
+    for found in (group_from_files, group_from_service):
+        del found["samples"]  # advantages need the configuration
+    assert group_from_service == group_from_files
+    assert step_from_service["groups"] == step_from_files["groups"]
+
+
+async def test_filters_select_groups_and_neighbours_stay_within_them(client: DashboardClient) -> None:
+    found = await get(client, "/api/groups?step=1-2&order=oldest&limit=3")
+    assert [group["group_id"] for group in found["groups"]] == ["task0@0", "task1@0", "task2@0"]
+    assert (found["total"], found["total_all"]) == (4, 8)
+    rest = await get(client, f"/api/groups?step=1-2&order=oldest&limit=3&cursor={found['next_cursor']}")
+    assert [group["group_id"] for group in rest["groups"]] == ["task3@0"]
+    assert rest["next_cursor"] is None
+    group = await get(client, "/api/groups/task1@0?step=1-2&order=oldest")
+    assert (group["previous"], group["next"], group["position"]) == ("task0@0", "task2@0", 1)
+    dropped = await get(client, "/api/groups?state=dropped&drop=filtered")
+    assert [group["drop_reason"] for group in dropped["groups"]] == ["filtered: all rewards are equal"]
+
+
+async def test_a_text_is_searched_in_the_messages_within_the_filter(client: DashboardClient) -> None:
+    found = await get(client, "/api/groups?text=ANSWER%20of%20task3&state=durable,trained")
+    assert [group["group_id"] for group in found["groups"]] == ["task3@0"]
+    assert found["searched"] == {"groups": 6, "is_complete": True}
+
+
+async def test_a_group_shows_its_samples_their_times_and_its_fate(client: DashboardClient) -> None:
+    found = await get(client, "/api/groups/task0@0")
+    assert found["payload"] == "stored"
+    sample = found["samples"][0]
+    assert sample["messages"][0]["content"] == HOSTILE
+    assert (sample["turns"][0]["queue_s"], sample["turns"][0]["act_s"]) == (0.1, 0.2)
+    assert sample["turns"][0]["generate_s"] == pytest.approx(0.4)
+    assert found["group"]["samples"][1] == {
+        "reward": 1.0,
+        "solved": True,
+        "tokens": 1,
+        "turns": 1,
+        "end": "done",
+        "started_at": 1001.0,
+        "seconds": 2.0,
+    }
+    assert found["divergence"] == {"turn": None}
+    assert any("was trained" in sentence for sentence in found["sentences"])
+    tokens = await get(client, "/api/groups/task0@0/tokens?sample=1")
+    assert (tokens["mask"], tokens["version"], tokens["logprob"]) == ([0, 0, 1], [-1, -1, 0], [None, None, -0.5])
+
+
+async def test_the_anatomy_of_a_step_has_the_parts_of_each_sample(client: DashboardClient) -> None:
+    found = await get(client, "/api/steps/2")
+    assert [group["group_id"] for group in found["groups"]] == ["task2@0", "task3@0"]
+    sample = found["groups"][0]["samples"][0]
+    assert [name for name, _, _ in sample["parts"]][:4] == ["wait", "generate", "act", "other"]
+    assert sample["versions"] == [1]
+    assert (found["previous"], found["next"]) == (1, 3)
+    assert (await client.get("/api/steps/99"))[0] == 404
+
+
+async def test_an_audit_runs_on_request_and_is_remembered(client: DashboardClient) -> None:
+    assert (await get(client, "/api/law"))["audit"] is None
+    async with client.session.post(f"{client.url}/api/audit", json={}) as response:
+        assert (await response.json())["ok"]
+    assert (await get(client, "/api/run"))["audit"]["ok"]
+
+
+async def test_series_heat_map_and_tasks_are_counted(client: DashboardClient) -> None:
+    series = (await get(client, "/api/series?metrics=rollout/reward,unknown/metric"))["series"]
+    assert series == {
+        "rollout/reward": {"x": [1.0, 2.0, 3.0], "y": [0.1, 0.2, 0.3], "low": None, "high": None, "count": 3}
+    }
+    by_tokens = (await get(client, "/api/series?metrics=rollout/reward&x=tokens"))["series"]["rollout/reward"]
+    assert by_tokens["x"] == [4.0, 8.0, 12.0]
+    heat = (await get(client, "/api/freshness"))["heat"]
+    assert heat == {"steps": [1, 2, 3], "step_size": 1, "lags": [0], "counts": [[2], [2], [2]]}
+    tasks = await get(client, "/api/tasks?sort=draws&like=task1")
+    assert [(task["task_id"], task["draws"], task["solved_rate"]) for task in tasks["tasks"]] == [("task1", 1, 0.5)]
+
+
+async def test_open_pages_are_told_when_the_run_changes(directory: RunDirectory, client: DashboardClient) -> None:
+    async with client.session.get(f"{client.url}/api/events") as response:
+        assert response.headers["Content-Type"] == "text/event-stream"
+
+        async def next_event() -> dict[str, Any]:
+            async for line in response.content:
+                if line.startswith(b"data: "):
+                    found: dict[str, Any] = json.loads(line.removeprefix(b"data: "))
+                    return found
+            raise AssertionError("the stream ended")
+
+        assert (await next_event())["step"] == STEPS
+        row = {"time": 2000.0, "process": "trainer", "step": STEPS + 1, "rollout/reward": 0.9}
+        with directory.metrics_file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        assert (await next_event())["last"]["rollout/reward"] == 0.9
+
+
+async def test_several_runs_of_a_folder_are_listed_and_compared(tmp_path: Path) -> None:
+    await record_run(tmp_path / "first")
+    second = await record_run(tmp_path / "later" / "second", ends=False)
+    text = second.config_file.read_text(encoding="utf-8").replace("max_steps = 3", "max_steps = 4")
+    second.config_file.write_text(text, encoding="utf-8")
+    async with serving_dashboard(str(tmp_path)) as client:
+        listed = (await get(client, "/api/runs"))["runs"]
+        assert [(run["key"], run["state"]) for run in listed] == [("later/second", "stopped"), ("first", "finished")]
+        compared = await get(client, "/api/compare?runs=first,later/second&metrics=rollout/reward")
+        assert set(compared["series"]["rollout/reward"]) == {"first", "later/second"}
+        assert compared["config"] == {"trainer.max_steps": {"first": 3, "later/second": 4}}
+        assert (await client.get("/api/run?run=unknown"))[0] == 404
+
+
+# ---------------------------------------------------------------------- runs that are damaged, incomplete or from elsewhere
+
+
+async def test_a_run_without_its_ledger_is_reported_in_words(directory: RunDirectory) -> None:
+    (directory.ledger / FILE_NAME).unlink()
+    async with serving_dashboard(str(directory.path)) as client:
+        found = await get(client, "/api/run")
+        assert found["state"] == "unreadable"
+        assert "has no ledger.sqlite" in found["problem"]
+        assert found["learning"]["reward"]["last"] == pytest.approx(0.3)
+        status, reply = await client.get("/api/groups")
+        assert (status, reply["error"]["type"]) == (503, "ledger_unavailable")  # type: ignore[index]
+
+
+async def test_a_torn_ledger_is_reported_in_words(directory: RunDirectory) -> None:
+    file = directory.ledger / FILE_NAME
+    with sqlite3.connect(file) as db:
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    async with serving_dashboard(str(directory.path)) as client:
+        found = await get(client, "/api/run")
+        assert found["state"] == "unreadable"
+        assert "ledger" in found["problem"]
+
+
+async def test_a_run_of_another_release_is_shown_without_its_configuration(directory: RunDirectory) -> None:
+    with directory.config_file.open("a", encoding="utf-8") as file:
+        file.write("\n[from_the_future]\nsetting = 1\n")
+    async with serving_dashboard(str(directory.path)) as client:
+        found = await get(client, "/api/run")
+        assert found["progress"]["step"] == STEPS
+        assert any("configuration of this run cannot be read" in problem["text"] for problem in found["problems"])
+        assert (await get(client, "/api/config"))["sections"] == []
+
+
+async def test_a_ledger_with_another_schema_is_reported_in_words(directory: RunDirectory) -> None:
+    with sqlite3.connect(directory.ledger / FILE_NAME) as db:
+        db.execute("UPDATE schema_versions SET version = 99")
+    async with serving_dashboard(str(directory.path)) as client:
+        assert "use the release that wrote them" in (await get(client, "/api/run"))["problem"]
+
+
+async def test_deleted_payloads_are_reported(directory: RunDirectory) -> None:
+    with sqlite3.connect(directory.ledger / FILE_NAME) as db:
+        db.execute("DELETE FROM payload_places")
+    async with serving_dashboard(str(directory.path)) as client:
+        found = await get(client, "/api/groups/task0@0")
+        assert (found["payload"], found["samples"]) == ("deleted", [])
+        assert (await client.get("/api/groups/task0@0/tokens"))[0] == 404
+
+
+async def test_a_damaged_index_is_built_again(directory: RunDirectory) -> None:
+    async with serving_dashboard(str(directory.path)) as client:
+        before = await get(client, "/api/groups")
+    index = directory.path / "dashboard" / "index.sqlite"
+    index.write_bytes(b"not a database" * 100)
+    async with serving_dashboard(str(directory.path)) as client:
+        assert await get(client, "/api/groups") == before
+
+
+async def test_the_index_follows_a_run_that_goes_on(tmp_path: Path) -> None:
+    directory = await record_run(tmp_path / "run", ends=False)
+    async with serving_dashboard(str(directory.path)) as client:
+        assert (await get(client, "/api/groups?state=dispatched"))["total"] == 1
+    async with serving(directory.ledger) as (_, ledger):
+        owner = await ledger.join(RUN, "worker")
+        opened = await ledger.open(RUN, owner, [], limit=1)
+        assert [grant.group_id for grant in opened.grants] == ["task7@0"]
+    async with serving_dashboard(str(directory.path)) as client:
+        found = await get(client, "/api/groups?state=dispatched")
+        assert [(group["group_id"], group["attempt"]) for group in found["groups"]] == [("task7@0", 2)]
+
+
+# ---------------------------------------------------------------------- who may read
+
+
+async def test_every_response_forbids_foreign_scripts(client: DashboardClient) -> None:
+    for path in ("/api/run", "/api/nowhere", "/", "/rollouts?state=dropped"):
+        async with client.session.get(f"{client.url}{path}") as response:
+            assert response.headers["Content-Security-Policy"].startswith("default-src 'self'")
+            assert response.headers["X-Content-Type-Options"] == "nosniff"
+
+
+async def test_a_forged_host_and_a_foreign_origin_are_refused(client: DashboardClient) -> None:
+    for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
+        async with client.session.get(f"{client.url}/api/run", headers=headers) as response:
+            assert response.status == 403
+
+
+async def test_a_token_is_exchanged_for_a_cookie_that_scripts_cannot_read(directory: RunDirectory) -> None:
+    async with serving_dashboard(str(directory.path), DashboardAccess(viewer=VIEWER)) as client:
+        assert (await client.get("/api/run"))[0] == 401
+        async with client.session.post(f"{client.url}/api/login", json={"token": "wrong-token-0123456789"}) as refused:
+            assert refused.status == 401
+        async with client.session.post(f"{client.url}/api/login", json={"token": VIEWER}) as response:
+            assert response.status == 204
+            cookie = response.headers["Set-Cookie"]
+        assert "HttpOnly" in cookie
+        assert "SameSite=Strict" in cookie
+        session = cookie.partition("=")[2].partition(";")[0]
+        assert (await client.get("/api/run", headers={"Cookie": f"{COOKIE}={session}"}))[0] == 200
+        assert (await client.get("/api/run", headers={"Cookie": f"{COOKIE}=operator.9999999999.00"}))[0] == 401
+        assert (await client.get("/api/run", headers={"Authorization": f"Bearer {VIEWER}"}))[0] == 200
+
+
+VALUES = st.one_of(
+    st.text(max_size=20),
+    st.sampled_from(["0", "-1", "1:2", ":", "1e999", "nan", "0x10", "٣", "durable", "task0@0", "9" * 30, "2-1", "%00"]),
+)
+PARAMETERS = st.dictionaries(
+    st.sampled_from(
+        [
+            "run",
+            "metrics",
+            "x",
+            "from",
+            "to",
+            "points",
+            "state",
+            "drop",
+            "step",
+            "task",
+            "task_like",
+            "reward",
+            "solved",
+            "tokens",
+            "turns",
+            "lag",
+            "end",
+            "seconds",
+            "origin",
+            "producer",
+            "text",
+            "order",
+            "limit",
+            "cursor",
+            "sample",
+            "sequence",
+            "sort",
+            "like",
+            "never_solved",
+            "runs",
+            "before",
+        ]
+    ),
+    VALUES,
+    max_size=4,
+)
+ROUTES = st.one_of(
+    st.sampled_from(PATHS).map(lambda path: path.partition("?")[0]),
+    st.text(max_size=12).map(lambda text: f"/api/groups/{text}"),
+    st.text(max_size=12).map(lambda text: f"/api/steps/{text}"),
+    st.text(max_size=12).map(lambda text: f"/api/{text}"),
+)
+
+
+def test_no_request_causes_a_server_error(tmp_path: Path) -> None:
+    async def run() -> None:
+        directory = await record_run(tmp_path / "run")
+        async with serving_dashboard(str(directory.path)) as client:
+            loop = asyncio.get_running_loop()
+
+            @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+            @given(route=ROUTES, parameters=PARAMETERS)
+            def check(route: str, parameters: dict[str, str]) -> None:
+                async def request() -> int:
+                    async with client.session.get(client.url + route, params=parameters) as response:
+                        await response.read()
+                        return response.status
+
+                try:
+                    status = asyncio.run_coroutine_threadsafe(request(), loop).result(30)
+                except (aiohttp.InvalidURL, ValueError, UnicodeError):
+                    return  # this client cannot send it
+                assert status < 500, (route, parameters)
+
+            await asyncio.to_thread(check)
+
+    asyncio.run(run())
