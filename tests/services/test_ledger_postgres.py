@@ -61,7 +61,7 @@ async def started(ledger: Ledger, *, per_step: int = 2, in_flight: int = 4) -> i
 
 async def submit(ledger: Ledger, name: str) -> Receipt:
     group = group_of(name, (-1,))
-    return await ledger.submit(RUN, submission_of(group))
+    return (await ledger.submit(RUN, submission_of(group))).receipt
 
 
 async def test_a_trainer_at_one_replica_is_woken_by_groups_submitted_at_another(url: str) -> None:
