@@ -138,8 +138,8 @@ def _life(record: GroupRecord) -> Iterator[str]:
 
 def _samples(group: PromptGroup, tokenizer: _Tokenizer, entry: BatchEntry | None) -> Iterator[str]:
     if group.baseline is not None:
-        rewards = ", ".join(f"{reward:.4g}" for reward in group.baseline)
-        yield f"  part {group.part}; its baseline are the rewards of the quorum: {rewards or 'none could be scored'}"
+        quorum = ", ".join(f"{reward:.4g}" for reward in group.baseline)
+        yield f"  part {group.part}; its baseline are the rewards of the quorum: {quorum or 'none could be scored'}"
     for number, sample in enumerate(group.samples):
         yield ""
         yield f"sample {number}: {_result(sample)}"

@@ -72,7 +72,7 @@ class RunConfig(BaseModel, frozen=True, extra="forbid"):
     resources: ResourcesConfig = ResourcesConfig()
     cluster: ClusterConfig = ClusterConfig()
 
-    def ledger_settings(self, *, limits: TrainingLimits | None = None, directory_id: str | None = None) -> RunSettings:
+    def ledger_settings(self, *, limits: TrainingLimits | None = None, directory_id: str = "") -> RunSettings:
         """The settings of the run in the ledger."""
         is_in_parts = self.gate.batch_policy is BatchPolicy.PARTS
         return self.gate.settings(
