@@ -161,6 +161,7 @@ def merge_outcomes(first: GroupOutcome, second: GroupOutcome) -> GroupOutcome:
         retried_samples=first.retried_samples + second.retried_samples,
         declined_samples=first.declined_samples + second.declined_samples,
         surplus_samples=first.surplus_samples + second.surplus_samples,
+        samples=first.samples + second.samples if first.samples and second.samples else (),
     )
 
 
