@@ -34,10 +34,12 @@ __all__ = [
     "PromptGroup",
     "RewardCase",
     "RollbookError",
+    "Rollout",
     "RolloutFn",
     "RolloutSample",
     "RolloutService",
     "RolloutSetup",
+    "RowRequest",
     "RunConfig",
     "RunFailedError",
     "RunSettings",
@@ -55,6 +57,8 @@ __all__ = [
     "open_ledger_client",
     "open_sync_ledger_client",
     "replay",
+    "rollout_to_prompt_group",
+    "run_async_rl_loop",
     "train",
 ]
 
@@ -72,6 +76,7 @@ if TYPE_CHECKING:
     from rollbook.envs.client.blocking import MultiTurnEnvPool
     from rollbook.envs.client.group import GrpoPool
     from rollbook.inference.weights.client import WeightTransferClient
+    from rollbook.integrations.async_recipe import Rollout, RowRequest, rollout_to_prompt_group, run_async_rl_loop
     from rollbook.ledger.client.blocking import SyncLedgerClient, open_sync_ledger_client
     from rollbook.ledger.client.client import LedgerClient, open_ledger_client
     from rollbook.rollout.assemblers.chat import MessageTrajectoryAssembler
@@ -97,8 +102,8 @@ _MODULES = {
     "AsyncRolloutWorker": "rollbook.rollout.workers.handle",
     "Completion": "rollbook.contracts.policy",
     "ConfigError": "rollbook.run.config.run",
-    "CursorDataLoader": "rollbook.tasks.cursor",
     "Curriculum": "rollbook.tasks.curriculum",
+    "CursorDataLoader": "rollbook.tasks.cursor",
     "EndReason": "rollbook.contracts.trajectory",
     "Environment": "rollbook.contracts.ports",
     "EpisodeError": "rollbook.contracts.errors",
@@ -118,10 +123,12 @@ _MODULES = {
     "PromptGroup": "rollbook.contracts.group",
     "RewardCase": "rollbook.rollout.rewards.messages",
     "RollbookError": "rollbook.contracts.errors",
+    "Rollout": "rollbook.integrations.async_recipe",
     "RolloutFn": "rollbook.rollout.contract",
     "RolloutSample": "rollbook.contracts.trajectory",
     "RolloutService": "rollbook.rollout.remote.protocol",
     "RolloutSetup": "rollbook.rollout.contract",
+    "RowRequest": "rollbook.integrations.async_recipe",
     "RunConfig": "rollbook.run.config.run",
     "RunFailedError": "rollbook.run.commands.train",
     "RunSettings": "rollbook.contracts.admission",
@@ -138,6 +145,8 @@ _MODULES = {
     "open_ledger_client": "rollbook.ledger.client.client",
     "open_sync_ledger_client": "rollbook.ledger.client.blocking",
     "replay": "rollbook.run.commands.replay",
+    "rollout_to_prompt_group": "rollbook.integrations.async_recipe",
+    "run_async_rl_loop": "rollbook.integrations.async_recipe",
     "train": "rollbook.run.commands.train",
 }
 

@@ -26,10 +26,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.learning.proof_criteria import Criterion, Phase, judge_first, judge_second
 from benchmarks.report import machine, print_status
+from rollbook.run.record import open_run
 from rollbook.telemetry.metrics import read_metrics
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "03_maths_with_retry"
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
+NUM_ROWS = 200
 RETRY_IN_WORDS = "That is not right. Try again, and give the final answer as \\boxed{...}."
 
 
@@ -69,14 +71,16 @@ class Proof:
             "max_head_offpolicy_versions": max_head_offpolicy_versions,
             "max_groups_in_flight": 8 * (max_head_offpolicy_versions + 1),
         }
+        del table["trainer"]["max_steps"]
         table["trainer"] |= {
-            "max_steps": self._args.steps,
             "checkpoint_every": self._args.checkpoint_every,
             "keep_checkpoints": 1000,
             "ppo_n_minibatches": minibatches,
         }
         if self._args.model is not None:
             self._use_real_model(table)
+        # The run ends when every row was drawn this often. Filtered groups make no batch.
+        table["tasks"]["epochs"] = math.ceil(self._args.steps * table["gate"]["groups_per_step"] / NUM_ROWS)
         source = self._home / f"phase-{number}.toml"
         source.write_text(tomli_w.dumps(table), encoding="utf-8")
         began = time.monotonic()
@@ -88,6 +92,8 @@ class Proof:
         summary: dict[str, Any] = json.loads(lines[-1])
         checkpoints = sorted(int(path.name.split("-")[1]) for path in (directory / "checkpoints").glob("step-*"))
         last = directory / "checkpoints" / f"step-{checkpoints[-1]:06d}" / "model" if checkpoints else directory
+        with open_run(directory) as run:
+            status = run.status()
         return Phase(
             trainer=read_metrics(directory / "metrics.jsonl", process="trainer"),
             rollout=read_metrics(directory / "metrics.jsonl", process="rollout"),
@@ -96,6 +102,7 @@ class Proof:
             checkpoints=tuple(checkpoints),
             checkpoint_fault=checkpoint_fault(last),
             checkpoint_every=self._args.checkpoint_every,
+            ended=str(status.ended),
         )
 
     def _use_real_model(self, table: dict[str, Any]) -> None:
@@ -187,7 +194,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--model", help="a Hugging Face directory; default: a new model with a warm start")
-    parser.add_argument("--steps", type=int, help="batches of each phase; default 150, 60 with --model, 6 with --short")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        help="batches of each phase, filtered groups included; default 150, 60 with --model, 6 with --short",
+    )
     parser.add_argument("--short", action="store_true")
     parser.add_argument("--out", type=Path, help="write table, curves and plots to this directory (docs/results)")
     args = parser.parse_args(argv)

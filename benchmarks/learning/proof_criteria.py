@@ -8,6 +8,8 @@ from typing import Any
 
 Rows = Sequence[Mapping[str, Any]]
 
+MAX_MEAN_KL = 0.05
+"""KL divergence from the policy that sampled, in nats per token. One version of lag moves the policy by much less."""
 NO_DRIFT = 1e-6
 """With one minibatch the trained policy is the one at the start of the step, so only rounding is left."""
 
@@ -24,6 +26,8 @@ class Phase:
     checkpoint_fault: str | None
     """Why the last checkpoint cannot be used; None if it can."""
     checkpoint_every: int
+    ended: str
+    """Why the ledger ended the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,12 +69,19 @@ def reward_trend(rollout: Rows) -> tuple[float, float]:
 def judge_first(phase: Phase, *, max_head_offpolicy_versions: int, is_trend_required: bool) -> list[Criterion]:
     """One minibatch per batch, staleness bound 1."""
     kl = max(map(abs, values(phase.trainer, "train/ppo_kl")), default=math.nan)
+    mean_kl = _mean(values(phase.trainer, "train/mean_kl"))
     offset = max(values(phase.trainer, "async/version_offset_max"), default=math.nan)
     waits = [*values(phase.trainer, "perf/sample_wait_time"), *values(phase.trainer, "perf/wait_time_ratio")]
     steps = len(phase.trainer)
-    before, after = reward_trend(phase.rollout)
     return [
         Criterion(phase=1, name="train/ppo_kl", value=f"at most {kl:.2e}", demand="about 0", ok=kl <= NO_DRIFT),
+        Criterion(
+            phase=1,
+            name="train/mean_kl",
+            value=f"mean {mean_kl:.2e}",
+            demand=f"at most {MAX_MEAN_KL:g}",
+            ok=abs(mean_kl) <= MAX_MEAN_KL,
+        ),
         Criterion(
             phase=1,
             name="async/version_offset_max",
@@ -85,13 +96,7 @@ def judge_first(phase: Phase, *, max_head_offpolicy_versions: int, is_trend_requ
             demand="finite in every step",
             ok=len(waits) == 2 * steps and all(map(math.isfinite, waits)),
         ),
-        Criterion(
-            phase=1,
-            name="reward",
-            value=f"{before:.3f} → {after:.3f}",
-            demand="trends up" if is_trend_required else "(not required in a short run)",
-            ok=after > before or not is_trend_required,
-        ),
+        _reward(1, phase, is_trend_required=is_trend_required),
         _clean_end(1, phase),
         _usable(1, phase),
     ]
@@ -141,9 +146,10 @@ def judge_second(
             phase=2,
             name="checkpoint cadence",
             value=" ".join(map(str, phase.checkpoints)),
-            demand="as in phase 1: counted in batches",
-            ok=phase.checkpoints == first.checkpoints and bool(phase.checkpoints),
+            demand=f"every {phase.checkpoint_every} batches as in phase 1, and the last batch",
+            ok=all(_has_cadence(p) for p in (phase, first)) and phase.checkpoint_every == first.checkpoint_every,
         ),
+        _reward(2, phase, is_trend_required=not is_short),
         _clean_end(2, phase),
         _usable(2, phase),
     ]
@@ -154,10 +160,28 @@ def _clean_end(number: int, phase: Phase) -> Criterion:
     return Criterion(
         phase=number,
         name="end",
-        value=f"exit code {phase.exit_code}, audit {audit}",
-        demand="clean: 0, ok",
-        ok=phase.exit_code == 0 and phase.audit_ok,
+        value=f"exit code {phase.exit_code}, audit {audit}, {phase.ended}",
+        demand="clean: 0, ok, end_of_data",
+        ok=phase.exit_code == 0 and phase.audit_ok and phase.ended == "end_of_data",
     )
+
+
+def _reward(number: int, phase: Phase, *, is_trend_required: bool) -> Criterion:
+    before, after = reward_trend(phase.rollout)
+    return Criterion(
+        phase=number,
+        name="reward",
+        value=f"{before:.3f} → {after:.3f}",
+        demand="trends up" if is_trend_required else "(not required in a short run)",
+        ok=after > before or not is_trend_required,
+    )
+
+
+def _has_cadence(phase: Phase) -> bool:
+    """A checkpoint every `checkpoint_every` batches, and one after the last batch."""
+    last = len(phase.trainer)
+    expected = sorted({*range(phase.checkpoint_every, last + 1, phase.checkpoint_every), last})
+    return list(phase.checkpoints) == expected
 
 
 def _usable(number: int, phase: Phase) -> Criterion:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from rollbook.dashboard.json_tail import JsonTail
+from rollbook.dashboard.learning_problems import LearningMonitor, learning_problems
 from rollbook.dashboard.run_metrics import (
     EvaluationPoint,
     RolloutTotals,
@@ -42,6 +43,7 @@ class RunReader:
         self._history = _History()
         self._transcript: Transcript | None = None
         self._kept: deque[StepMetrics] = deque(maxlen=kept_steps)
+        self._learning = LearningMonitor()
         self._gauges: dict[str, float] = {}
         self._last_step = 0
         self._max_lag = 0
@@ -67,6 +69,7 @@ class RunReader:
             totals=self._history.totals,
             evaluation=self._history.evaluations[-1] if self._history.evaluations else None,
             transcript=self._transcript,
+            problems=tuple(map(str, self._learning.problems)),
         )
 
     def _add(self, step: StepMetrics) -> None:
@@ -75,6 +78,8 @@ class RunReader:
             self._count(self._kept.pop(), -1)
         self._kept.append(step)
         self._count(step, +1)
+        if step.step > self._last_step:
+            self._learning.add(step)
         self._last_step = step.step
         self._max_lag = max(self._max_lag, round(step.lag_max or 0))
 
@@ -137,6 +142,7 @@ def summarise(run_dir: Path) -> RunSummary:
         evaluations=tuple(history.evaluations),
         max_lag=max((round(step.lag_max) for step in steps if step.lag_max is not None), default=0),
         trainer_utilisation=trainer_utilisation(sum(s.wait_s for s in steps), sum(s.train_s for s in steps)),
+        problems=tuple(map(str, learning_problems(steps))),
     )
 
 

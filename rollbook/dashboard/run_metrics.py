@@ -126,6 +126,8 @@ class RunMetrics:
     """The last one."""
     transcript: Transcript | None = None
     """The last one."""
+    problems: tuple[str, ...] = ()
+    """Why the run may have stopped learning, with the settings that help; each kind once."""
 
     @property
     def latest(self) -> StepMetrics:
@@ -181,6 +183,8 @@ class RunSummary:
     trainer_utilisation: float | None = None
     totals: RolloutTotals = RolloutTotals()
     evaluations: tuple[EvaluationPoint, ...] = ()
+    problems: tuple[str, ...] = ()
+    """As in `RunMetrics`."""
 
 
 def trainer_utilisation(wait_s: float, train_s: float) -> float | None:

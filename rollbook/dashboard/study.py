@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from rollbook.dashboard.learning_problems import learning_problems
 from rollbook.dashboard.run_files import read_evaluations, read_steps
 from rollbook.dashboard.run_metrics import StepMetrics, moving_average
 
@@ -109,6 +110,7 @@ def read_run(run_dir: Path, run: StudyRun, *, measure: str) -> StudyRun:
         max_lag=max((round(step.lag_max) for step in steps if step.lag_max is not None), default=0),
         ess=min(ess, default=None),
         entropy=sum(entropy) / len(entropy) if entropy else None,
+        problems=tuple(problem.kind.value for problem in learning_problems(steps)),
     )
 
 

@@ -110,6 +110,8 @@ class ProgressRenderer:
         grid.add_row("lag", Text(number(last.lag_max, 0), style), f"max {metrics.max_lag}, bound {bound}")
         grid.add_row("trainer busy", percent(metrics.trainer_utilisation), "of the time; otherwise waiting for groups")
         grid.add_row("in flight", number(metrics.gauges.get("async/in_flight"), 0), flow(metrics))
+        for problem in metrics.problems:
+            grid.add_row(Text("problem", "bold yellow"), "", problem)
         if restarts or totals.worker_deaths:
             grid.add_row("deaths", number(totals.worker_deaths, 0), f"of workers; {restarts} restarts of processes")
         return grid
@@ -141,7 +143,7 @@ def open_view(
         with Live(console=console, auto_refresh=False) as live:
             yield lambda metrics, processes: live.update(renderer.panel(metrics, processes), refresh=True)
         return
-    latest, printed, printed_at, transcript_at = "", "", -math.inf, 0.0
+    latest, printed, printed_at, transcript_at, num_problems = "", "", -math.inf, 0.0, 0
 
     def print_latest() -> None:
         nonlocal printed, printed_at
@@ -154,7 +156,10 @@ def open_view(
         console.file.flush()
 
     def update(metrics: RunMetrics, processes: Sequence[ProcessStatus]) -> None:
-        nonlocal latest, transcript_at
+        nonlocal latest, transcript_at, num_problems
+        for problem in metrics.problems[num_problems:]:
+            write(f"warning: {problem}")
+        num_problems = len(metrics.problems)
         if metrics.transcript is not None and metrics.transcript.time > transcript_at:
             transcript_at = metrics.transcript.time
             write("\n".join(transcript_lines(metrics.transcript)))

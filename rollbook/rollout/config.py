@@ -40,8 +40,15 @@ class EpisodeSettings(BaseModel, frozen=True, extra="forbid"):
     reward: Literal["sum", "last"] = "sum"
     """The reward of an episode: the sum over its steps, or that of its last step."""
 
-    on_rewrite: Literal["error", "fork"] = "error"
-    """If the chat template rewrites earlier turns: fail the episode, or continue in a new sequence."""
+    on_rewrite: Literal["error", "fork"] = "fork"
+    """If the chat template rewrites earlier turns (some remove their reasoning): continue in a new sequence of the same sample, or
+    fail the episode."""
+
+    tools: list[dict[str, Any]] = Field(default_factory=list)
+    """Tools that the chat template describes to the policy, in OpenAI's format."""
+
+    template: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the chat template: `{ enable_thinking = false }`."""
 
 
 class RewardFunctionConfig(BaseModel, frozen=True, extra="forbid"):
@@ -128,8 +135,9 @@ class RolloutConfig(BaseModel, frozen=True, extra="forbid"):
     settings: dict[str, Any] = Field(default_factory=dict)
     """Settings of that module."""
 
-    completions_per_prompt: int = Field(default=8, ge=2)
-    """Episodes of one group. Advantages are relative to the group, so it needs at least two."""
+    completions_per_prompt: int = Field(default=8, ge=1)
+    """Episodes of one group. Advantages are relative to the group, so it needs at least two; 1 is possible with
+    `trainer.advantage = "reinforce_pp"`, which compares over the batch."""
 
     min_samples: int = Field(default=2, ge=1)
     """A group with fewer scorable samples is dropped as invalid."""
@@ -203,7 +211,7 @@ class RolloutConfig(BaseModel, frozen=True, extra="forbid"):
 
     @model_validator(mode="after")
     def _check_group_size(self) -> "RolloutConfig":
-        if self.min_samples > self.completions_per_prompt:
+        if self.min_samples > max(2, self.completions_per_prompt):
             raise ValueError(
                 f"min_samples is {self.min_samples}, but a group has {self.completions_per_prompt} samples: "
                 f"every group would be dropped; lower min_samples or raise completions_per_prompt"
@@ -218,7 +226,7 @@ class RolloutConfig(BaseModel, frozen=True, extra="forbid"):
     @property
     def quorum_size(self) -> int:
         """Scored samples that complete the first part of a group."""
-        return self.quorum or max(2, -(-self.completions_per_prompt // 2))
+        return self.quorum or min(self.completions_per_prompt, max(2, -(-self.completions_per_prompt // 2)))
 
     @property
     def limits(self) -> EpisodeLimits:

@@ -46,7 +46,9 @@ class Tokenizer(Protocol):
         *,
         add_generation_prompt: bool,
         tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> str: ...
+        template: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text of the messages. `template` are further arguments of the chat template."""
 
     @property
     def identity(self) -> str:

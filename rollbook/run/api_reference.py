@@ -61,6 +61,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "FreshnessRule",
     ),
     "Tasks": ("Task", "CursorDataLoader", "Curriculum"),
+    "The asynchronous recipe": ("run_async_rl_loop", "RowRequest", "Rollout", "rollout_to_prompt_group"),
     "Rollouts": ("GroupAssembler", "AsyncRolloutWorker", "StalenessController", "RolloutService"),
     "Weights and environments": ("WeightTransferClient", "GrpoPool", "MultiTurnEnvPool", "MiniStackPool"),
 }

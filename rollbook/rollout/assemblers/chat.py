@@ -28,10 +28,19 @@ class MessageTrajectoryAssembler(Assembler):
     """`add_message`s, `next_prompt`, `add_completion`; repeated until the episode ends; then `build`."""
 
     def __init__(
-        self, tokenizer: Tokenizer, sampling: SamplingParams, *, on_rewrite: Literal["error", "fork"] = "error"
+        self,
+        tokenizer: Tokenizer,
+        sampling: SamplingParams,
+        *,
+        on_rewrite: Literal["error", "fork"] = "error",
+        tools: Sequence[Mapping[str, Any]] = (),
+        template: Mapping[str, Any] | None = None,
     ) -> None:
+        """`tools` and the arguments in `template` are passed to the chat template."""
         super().__init__(sampling)
         self._tokenizer = tokenizer
+        self._tools = tuple(tools)
+        self._template = dict(template or {})
         self._on_rewrite = on_rewrite
         self._messages: list[Message] = []
         self._rendered = ""
@@ -53,7 +62,9 @@ class MessageTrajectoryAssembler(Assembler):
         """Append the rendering of the new messages to the exact tokens so far."""
         if not self._messages:
             raise AssemblyError("next_prompt without a message: add one first")
-        text = self._tokenizer.render(self._messages, add_generation_prompt=True)
+        text = self._tokenizer.render(
+            self._messages, add_generation_prompt=True, tools=self._tools, template=self._template
+        )
         try:
             suffix = self._suffix(text)
         except PrefixMismatchError:

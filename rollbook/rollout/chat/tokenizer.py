@@ -141,12 +141,13 @@ class ModelTokenizer:
         *,
         add_generation_prompt: bool,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        template: Mapping[str, Any] | None = None,
     ) -> str:
-        if self._may_cache and not tools:
+        if self._may_cache and not tools and not template:
             plain = _plain_chat(messages)
             if plain is not None:
                 return self._render_short(plain, add_generation_prompt)
-        return self._render(messages, add_generation_prompt, tools)
+        return self._render(messages, add_generation_prompt, tools, template)
 
     def _render_plain(self, chat: tuple[str, ...], add_generation_prompt: bool) -> str:
         messages = [{"role": role, "content": content} for role, content in zip(chat[::2], chat[1::2], strict=True)]
@@ -157,15 +158,19 @@ class ModelTokenizer:
         messages: Sequence[Message],
         add_generation_prompt: bool,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        template: Mapping[str, Any] | None = None,
     ) -> str:
         if self._template is None:
             raise RenderError("this tokenizer has no chat template; add chat_template.jinja to the model directory")
         try:
             return self._template.render(
-                messages=messages,
-                tools=list(tools) if tools else None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
+                {
+                    **(template or {}),
+                    **self._special_tokens,
+                    "messages": messages,
+                    "tools": list(tools) if tools else None,
+                    "add_generation_prompt": add_generation_prompt,
+                }
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             # Templates run Python operations on message fields, so unexpected messages raise Python's exceptions.

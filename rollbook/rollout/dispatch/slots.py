@@ -3,10 +3,13 @@
 The ledger admits groups in one transaction, by the formula of `contracts/freshness.py`. The dispatcher never requests more than it
 can play, and keeps the totals that the metrics show. With batch policy `parts` a slot has room for the samples of one group, and a
 group that was submitted in part leaves the rest of its slot to others.
+
+It also works alone, without a ledger, for a loop in one process: `published(0)`, then `begin` while `capacity` is above 0,
+`settled` for each group that ends, `batch_taken` for each trained batch, and `published` for each version.
 """
 
 from rollbook.contracts.admission import GateState, LedgerStatus, OpenReply
-from rollbook.contracts.freshness import FreshnessRule
+from rollbook.contracts.freshness import FreshnessRule, GateCounts
 
 MAX_PROPOSED = 256
 """Draws in one request: keeps it small. The next request follows at once."""
@@ -28,6 +31,10 @@ class StalenessController:
         self.accepted = 0
         self.rejected = 0
         self.gate = GateState.NO_POLICY
+        self.version: int | None = None
+        """The last published version. None if a ledger counts."""
+        self._batches = 0
+        self._queued = 0
 
     def set_limit(self, limit: int) -> None:
         """Groups that are running already continue."""
@@ -57,9 +64,51 @@ class StalenessController:
         """A group or a part was stored (accepted) or dropped (rejected)."""
         self.accepted += is_accepted
         self.rejected += not is_accepted
+        self._queued += is_accepted
+        self._recount()
 
     def freed(self, units: int) -> None:
         """This much is not played any more: a group, or samples with batch policy `parts`."""
         if units > self.running:
             raise ValueError(f"{units} ended, but {self.running} were running")
         self.running -= units
+
+    # ------------------------------------------------------------------ without a ledger
+
+    def settled(self, *, is_accepted: bool) -> None:
+        """A group was stored (accepted) or dropped (rejected)."""
+        self.freed(1)
+        self.count(is_accepted=is_accepted)
+
+    def released(self) -> None:
+        """A group left without a result."""
+        self.freed(1)
+
+    def published(self, version: int) -> None:
+        """The policy has this version from now on."""
+        self.version = version
+        self.gate = GateState.OPEN
+        self._recount()
+
+    def begin(self) -> None:
+        """A group starts."""
+        if self.capacity < 1:
+            raise ValueError("the gate admits no group now; wait until capacity is above 0")
+        self.running += 1
+        self._recount()
+
+    def batch_taken(self, num_groups: int) -> None:
+        """A batch was taken from the accepted groups."""
+        self._batches += 1
+        self._queued -= num_groups
+        self._recount()
+
+    def dropped(self) -> None:
+        """An accepted group was dropped before it was in a batch."""
+        self._queued -= 1
+        self._recount()
+
+    def _recount(self) -> None:
+        if self.version is not None:
+            counts = GateCounts(leased=self.running, queued=self._queued, batches_decided=self._batches)
+            self.capacity = self._rule.capacity(counts, version=self.version)

@@ -38,7 +38,13 @@ class _Episode:
         self._setup = setup
         self._settings = settings
         self._env = env
-        self._chat = MessageTrajectoryAssembler(setup.tokenizer, setup.sampling, on_rewrite=settings.on_rewrite)
+        self._chat = MessageTrajectoryAssembler(
+            setup.tokenizer,
+            setup.sampling,
+            on_rewrite=settings.on_rewrite,
+            tools=settings.tools,
+            template=settings.template,
+        )
         self._clock = EpisodeTime(setup.limits.max_seconds)
         if (episode := current_episode()) is not None and episode.time is not None:
             self._clock = episode.time

@@ -7,6 +7,7 @@ from rollbook.contracts.errors import EpisodeError, RollbookError
 from rollbook.contracts.group import PromptGroup
 from rollbook.contracts.plugin import load_plugin
 from rollbook.contracts.user_errors import describe_error
+from rollbook.rollout.config import RolloutConfig
 
 GroupFilter: TypeAlias = Callable[[PromptGroup], str | None]
 
@@ -40,14 +41,23 @@ def constant_reward(group: PromptGroup) -> str | None:
     return "constant_reward" if is_constant else None
 
 
-def load_filters(path: str | None, *, drop_constant_reward: bool) -> list[GroupFilter]:
-    """The filters of a run in the order of their calls: the built-in ones first, then the user's."""
-    filters: list[GroupFilter] = [one_sample]
-    if drop_constant_reward:
-        filters.append(constant_reward)
-    if path is not None:
-        filters.append(_fenced(load_plugin(path, setting="rollout.filter"), path))
+def load_filters(config: RolloutConfig) -> list[GroupFilter]:
+    """The filters of a run in the order of their calls: the built-in ones first, then the user's.
+
+    Groups that have one sample by design are compared over the batch, so the built-in filters do not apply.
+    """
+    filters: list[GroupFilter] = []
+    if config.completions_per_prompt > 1:
+        filters.append(one_sample)
+        if config.drop_constant_reward:
+            filters.append(constant_reward)
+    if config.filter is not None:
+        filters.append(load_own_filter(config.filter))
     return filters
+
+
+def load_own_filter(path: str) -> GroupFilter:
+    return _fenced(load_plugin(path, setting="rollout.filter"), path)
 
 
 def _fenced(function: GroupFilter, path: str) -> GroupFilter:

@@ -35,7 +35,7 @@ from rollbook.rollout.groups.failures import (
     action_on,
     describe_causes,
 )
-from rollbook.rollout.groups.filters import FilterError, GroupFilter
+from rollbook.rollout.groups.filters import FilterError, GroupFilter, load_filters
 from rollbook.rollout.groups.parts import GroupParts
 from rollbook.rollout.groups.results import CAUSE_CHARS, GroupResult, GroupTally, times_of
 from rollbook.rollout.policy import EpisodeContext, current_episode, enter_episode
@@ -83,16 +83,21 @@ class GroupAssembler:
         rollout: RolloutFn,
         config: RolloutConfig,
         *,
-        filters: Sequence[GroupFilter] = (),
+        filters: Sequence[GroupFilter] | None = None,
         score: Score | None = None,
         on_failure: OnFailure | None = None,
         clock: Clock | None = None,
     ) -> None:
+        """`filters` replace those of the config. `score` calls the reward functions of the config, if it has some."""
+        if config.rewards.functions and score is None:
+            raise ValueError(
+                "the config has reward functions, and a GroupAssembler does not start their processes; pass score="
+            )
         self._rollout = rollout
         self._score = score
         self._on_failure = on_failure
         self._config = config
-        self._filters = tuple(filters)
+        self._filters = tuple(load_filters(config) if filters is None else filters)
         self._clock = clock or SystemClock()
 
     async def play(self, order: GroupOrder) -> GroupResult:
@@ -313,9 +318,10 @@ class GroupAssembler:
 
     def _too_few(self, scorable: int, tally: GroupTally) -> DropReason | None:
         """A group with too few samples is invalid, but only filtered if the rollout function declined all the missing ones."""
-        if scorable >= self._config.min_samples:
+        needed = min(self._config.min_samples, self._config.completions_per_prompt)
+        if scorable >= needed:
             return None
-        detail = f"{scorable} of {self._config.completions_per_prompt} samples scorable, min_samples is {self._config.min_samples}"
+        detail = f"{scorable} of {self._config.completions_per_prompt} samples scorable, min_samples is {needed}"
         if tally.declined:
             detail += f"; rollout returned None for {tally.declined}"
         if not tally.causes:

@@ -156,7 +156,7 @@ async def _serve(spec: WorkerSpec, parent: Frames) -> None:
     config, rewards = spec.config, spec.config.rewards.rules
     extend_search_path(spec.search_path)
     make = load_rollout(config.function)
-    filters = load_filters(config.filter, drop_constant_reward=config.drop_constant_reward)
+    filters = load_filters(config)
     builder: Builder = load_plugin(spec.builder, setting="worker builder")
     async with AsyncExitStack() as stack:
         setup = await stack.enter_async_context(builder(dict(spec.settings)))

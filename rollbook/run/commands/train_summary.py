@@ -98,6 +98,7 @@ def summary_row(report: TrainReport) -> dict[str, Any]:
         "trainer_utilisation": _rounded(figures.trainer_utilisation),
         "restarts": report.outcome.restarts,
         "worker_deaths": round(figures.totals.worker_deaths),
+        "problems": list(figures.problems),
         "audit": "none" if report.audit is None else "ok" if report.audit.ok else "violated",
     }
 
@@ -150,6 +151,7 @@ def _lines(report: TrainReport) -> list[tuple[str, str]]:
                 f"at most {figures.max_lag} of {bound} allowed    trainer busy  {_utilisation(figures.trainer_utilisation)}",
             ),
         ]
+    lines += [("problem", f"[yellow]{escape(problem)}[/]") for problem in figures.problems]
     if report.outcome.restarts or totals.worker_deaths:
         lines.append(
             ("deaths", f"{totals.worker_deaths:.0f} of workers; {report.outcome.restarts} restarts of other processes")

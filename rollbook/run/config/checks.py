@@ -42,6 +42,17 @@ def _tokens_fit_the_context(parts: Parts) -> Faults:
             )
 
 
+def _single_samples_have_a_baseline(parts: Parts) -> Faults:
+    match parts.get("rollout"), parts.get("trainer"):
+        case RolloutConfig(completions_per_prompt=1), TrainerConfig() as trainer:
+            if trainer.recipe.advantage != "reinforce_pp":
+                yield (
+                    "rollout.completions_per_prompt",
+                    f"a group of one sample has no group to be compared with, and trainer.advantage = {trainer.recipe.advantage!r} "
+                    'needs one; use trainer.advantage = "reinforce_pp", which compares over the batch',
+                )
+
+
 def _minibatches_are_not_empty(parts: Parts) -> Faults:
     match parts.get("trainer"), parts.get("gate"), parts.get("rollout"):
         case TrainerConfig() as trainer, GateConfig() as gate, RolloutConfig() as rollout:
@@ -251,6 +262,7 @@ CROSS_CHECKS: tuple[Callable[[Parts], Faults], ...] = (
     _tokens_fit_the_context,
     _minibatches_are_not_empty,
     _parts_have_a_quorum,
+    _single_samples_have_a_baseline,
     _the_engine_can_queue_all_episodes,
     _every_episode_has_an_environment,
     _the_run_ends,

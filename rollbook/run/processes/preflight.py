@@ -35,7 +35,7 @@ from rollbook.rollout.agents.program import AgentError
 from rollbook.rollout.chat.tokenizer import RenderError
 from rollbook.rollout.contract import RolloutSetup, Tokenizer, load_rollout
 from rollbook.rollout.episodes.env_calls import EnvironmentTimeoutError
-from rollbook.rollout.groups.filters import load_filters
+from rollbook.rollout.groups.filters import load_own_filter
 from rollbook.rollout.groups.player import checked_sample
 from rollbook.rollout.policy import EpisodeTimeUpError, PromptTooLongError
 from rollbook.rollout.rewards.main import checked as checked_reward
@@ -361,7 +361,7 @@ class Checks:
         if self._config.rollout.filter is None:
             return
         with self._findings.checking("rollout.filter", "calling the filter"):
-            *_, own = load_filters(self._config.rollout.filter, drop_constant_reward=False)
+            own = load_own_filter(self._config.rollout.filter)
             if sample is not None:
                 own(
                     PromptGroup(

@@ -40,6 +40,7 @@ class WordTokenizer:
         *,
         add_generation_prompt: bool,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        template: Mapping[str, Any] | None = None,
     ) -> str:
         raise NotImplementedError("the token-native example renders no messages")
 

@@ -22,7 +22,8 @@ def test_limits_are_checked_in_a_fixed_order() -> None:
 def test_settings_that_cannot_work_are_rejected() -> None:
     for wrong in (
         {"min_samples": 9, "completions_per_prompt": 8},
-        {"completions_per_prompt": 1},
+        {"completions_per_prompt": 0},
+        {"completions_per_prompt": 1, "min_samples": 3},
         {"sampling": {"temperature": 0}},
         {"no_such_field": 1},
     ):

@@ -15,7 +15,6 @@ from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.rollout.assemblers.tokens import TrajectoryAssembler
 from rollbook.rollout.config import RolloutConfig
-from rollbook.rollout.groups.filters import load_filters
 from rollbook.rollout.groups.player import GroupAssembler, GroupOrder, Score
 from rollbook.rollout.groups.results import GroupResult
 from rollbook.rollout.policy import EpisodeTimeUpError, RequestTimes, current_episode, pause_episode_time
@@ -67,8 +66,7 @@ async def play(
     **settings: Any,
 ) -> GroupResult:
     config = RolloutConfig.model_validate({"completions_per_prompt": 4, "retry_budget": 0, "grace_s": 0.01, **settings})
-    filters = load_filters(config.filter, drop_constant_reward=config.drop_constant_reward)
-    return await GroupAssembler(rollout, config, filters=filters, score=score, clock=HurriedClock()).play(ORDER)
+    return await GroupAssembler(rollout, config, score=score, clock=HurriedClock()).play(ORDER)
 
 
 async def test_a_complete_group_is_kept_with_its_outcome() -> None:
@@ -365,3 +363,22 @@ async def test_over_sampling_compensates_failed_episodes() -> None:
     assert result.group is not None
     assert [s.reward for s in result.group.samples] == [1.0, 2.0]
     assert (result.outcome.surplus_samples, result.outcome.num_samples) == (2, 2)
+
+
+async def test_a_group_of_one_sample_by_design_is_kept() -> None:
+    async def rollout(row: dict[str, Any]) -> RolloutSample:
+        return sample(1.0)
+
+    result = await play(rollout, completions_per_prompt=1)
+    assert result.drop is None
+    assert result.group is not None
+    assert len(result.group.samples) == 1
+
+
+def test_reward_functions_of_the_config_need_a_scorer() -> None:
+    async def rollout(row: dict[str, Any]) -> RolloutSample:
+        return sample(1.0)
+
+    config = RolloutConfig.model_validate({"rewards": {"functions": {"right": {"path": "m:f"}}}})
+    with pytest.raises(ValueError, match="pass score="):
+        GroupAssembler(rollout, config)

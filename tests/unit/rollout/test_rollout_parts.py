@@ -13,7 +13,6 @@ from rollbook.contracts.group import DropKind, GroupId, PromptGroup
 from rollbook.contracts.task import TaskId
 from rollbook.contracts.trajectory import RolloutSample
 from rollbook.rollout.config import RolloutConfig
-from rollbook.rollout.groups.filters import load_filters
 from rollbook.rollout.groups.parts import GroupParts
 from rollbook.rollout.groups.player import GroupAssembler, GroupOrder
 from rollbook.rollout.groups.results import GroupResult
@@ -35,8 +34,7 @@ class Stage:
         )
 
     async def __aenter__(self) -> "Stage":
-        filters = load_filters(None, drop_constant_reward=self._config.drop_constant_reward)
-        assembler = GroupAssembler(self._rollout, self._config, filters=filters, clock=HurriedClock())
+        assembler = GroupAssembler(self._rollout, self._config, clock=HurriedClock())
         order = GroupOrder(
             group_id=self._part.group_id,
             attempt=1,

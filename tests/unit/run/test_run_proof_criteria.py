@@ -11,6 +11,7 @@ from benchmarks.learning.proof_criteria import Criterion, Phase, judge_first, ju
 def rows(**changed: Any) -> list[dict[str, Any]]:
     row = {
         "train/ppo_kl": 0.0,
+        "train/mean_kl": 1e-3,
         "train/ppo_clip_frac": 0.0,
         "train/optimizer_steps": 1.0,
         "async/version_offset_max": 1.0,
@@ -32,6 +33,7 @@ GOOD = Phase(
     checkpoints=(5, 10),
     checkpoint_fault=None,
     checkpoint_every=5,
+    ended="end_of_data",
 )
 SECOND = dataclasses.replace(
     GOOD,
@@ -71,6 +73,8 @@ def test_two_good_phases_pass_every_criterion() -> None:
         ({"trainer": rows(**{"async/version_offset_max": 2.0})}, "async/version_offset_max"),
         ({"trainer": rows(**{"perf/sample_wait_time": None})}, "wait metrics"),
         ({"rollout": rollout_rows(0.4, 0.3, 0.2, 0.1)}, "reward"),
+        ({"trainer": rows(**{"train/mean_kl": 0.2})}, "train/mean_kl"),
+        ({"ended": "max_steps"}, "end"),
         ({"exit_code": 1}, "end"),
         ({"audit_ok": False}, "end"),
         ({"checkpoint_fault": "OSError: gone"}, "final checkpoint"),
@@ -93,6 +97,10 @@ def test_each_criterion_of_the_first_phase_can_fail(changed: dict[str, Any], nam
 def test_each_criterion_of_the_second_phase_can_fail(changed: dict[str, Any], name: str) -> None:
     broken = [{**row, **changed} for row in SECOND.trainer]
     assert second(dataclasses.replace(SECOND, trainer=broken)) == [name]
+
+
+def test_a_falling_reward_in_the_second_phase_fails() -> None:
+    assert second(dataclasses.replace(SECOND, rollout=rollout_rows(0.4, 0.3, 0.2, 0.1))) == ["reward"]
 
 
 def test_a_changed_checkpoint_cadence_fails() -> None:

@@ -1,0 +1,159 @@
+"""Recognises a run that stops learning, from the metrics of its steps, and names the settings that help.
+
+Means over `WINDOW` steps are compared with the first steps of the run. Each kind of problem is reported once, at the first step
+where it is seen. No clock and no files.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rollbook.dashboard.run_metrics import StepMetrics
+
+WINDOW = 10
+"""Steps of a mean. Shorter means of small batches are too noisy, longer ones report too late."""
+SOLVED_SHARE = 0.9
+"""From this solve rate on, low entropy and equal rewards are a success and no problem."""
+COLLAPSED_ENTROPY = 0.1
+"""Of the entropy at the start."""
+FILTERED_SHARE = 0.9
+MAX_RATIO = 2.0
+MIN_ESS = 0.2
+LONGER = 3.0
+TRUNCATED_SHARE = 0.5
+FALLEN_SHARE, FALLEN_BY = 0.5, 0.1
+"""The reward fell to this share of its best mean, and by at least this much."""
+
+
+class ProblemKind(StrEnum):
+    ENTROPY = "entropy collapse"
+    VARIANCE = "equal rewards"
+    RATIO = "exploding ratio"
+    LENGTH = "length explosion"
+    REWARD = "falling reward"
+
+
+@dataclass(frozen=True, slots=True)
+class LearningProblem:
+    kind: ProblemKind
+    step: int
+    """The first step at which it was seen."""
+    seen: str
+    advice: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} at step {self.step}: {self.seen}. {self.advice}"
+
+
+class LearningMonitor:
+    """Add every step once, in order."""
+
+    def __init__(self) -> None:
+        self._first: list[StepMetrics] = []
+        self._recent: deque[StepMetrics] = deque(maxlen=WINDOW)
+        self._best_reward: float | None = None
+        self._problems: dict[ProblemKind, LearningProblem] = {}
+
+    @property
+    def problems(self) -> tuple[LearningProblem, ...]:
+        """In the order in which they were seen."""
+        return tuple(self._problems.values())
+
+    def add(self, step: StepMetrics) -> None:
+        if len(self._first) < WINDOW:
+            self._first.append(step)
+        self._recent.append(step)
+        if len(self._recent) < WINDOW:
+            return
+        rules: tuple[tuple[ProblemKind, Callable[[], tuple[str, str] | None]], ...] = (
+            (ProblemKind.ENTROPY, self._entropy),
+            (ProblemKind.VARIANCE, self._variance),
+            (ProblemKind.RATIO, self._ratio),
+            (ProblemKind.LENGTH, self._length),
+            (ProblemKind.REWARD, self._reward),
+        )
+        for kind, rule in rules:
+            if kind not in self._problems and (found := rule()) is not None:
+                self._problems[kind] = LearningProblem(kind, step.step, *found)
+
+    @property
+    def _is_solved(self) -> bool:
+        solved = _mean(step.solved for step in self._recent)
+        return solved is not None and solved >= SOLVED_SHARE
+
+    def _entropy(self) -> tuple[str, str] | None:
+        before, now = (_mean(step.entropy for step in steps) for steps in (self._first, self._recent))
+        if before is None or now is None or now >= COLLAPSED_ENTROPY * before or self._is_solved:
+            return None
+        return (
+            f"the entropy fell from {before:.2g} to {now:.2g} nats, so the policy tries nothing new",
+            "Raise trainer.clip_high or trainer.entropy_bonus, or lower trainer.lr",
+        )
+
+    def _variance(self) -> tuple[str, str] | None:
+        filtered = _mean(step.filtered for step in self._recent)
+        rewards = {step.reward for step in self._recent}
+        is_filtered = filtered is not None and filtered >= FILTERED_SHARE
+        is_constant = len(rewards) == 1 and None not in rewards
+        if not (is_filtered or is_constant) or (is_constant and self._is_solved):
+            return None
+        seen = (
+            f"{filtered:.0%} of the groups were filtered"
+            if is_filtered
+            else f"every reward is {self._recent[-1].reward:g}"
+        )
+        return (
+            f"{seen}, and groups of equal rewards teach nothing",
+            'Too hard: warm-start with `rollbook sft`, set tasks.order = "curriculum", or raise rollout.completions_per_prompt. '
+            "Too easy: add harder tasks",
+        )
+
+    def _ratio(self) -> tuple[str, str] | None:
+        ratio, ess = (_mean(values) for values in ((s.ratio for s in self._recent), (s.ess for s in self._recent)))
+        if ratio is not None and not 1 / MAX_RATIO <= ratio <= MAX_RATIO:
+            seen = f"the mean ratio of the new to the old policy is {ratio:.2g}"
+        elif ess is not None and ess < MIN_ESS:
+            seen = f"the effective sample size is {ess:.0%} of the tokens"
+        else:
+            return None
+        return (
+            f"{seen}: the policy moves too far from the one that sampled",
+            'Lower trainer.lr or gate.max_head_offpolicy_versions, or set trainer.old_logprobs = "engine" or trainer.correction',
+        )
+
+    def _length(self) -> tuple[str, str] | None:
+        before, now = (_mean(step.response_tokens for step in steps) for steps in (self._first, self._recent))
+        truncated = _mean(step.truncated for step in self._recent)
+        if before is None or now is None or truncated is None or now < LONGER * before or truncated < TRUNCATED_SHARE:
+            return None
+        return (
+            f"responses grew from {before:.0f} to {now:.0f} tokens, and {truncated:.0%} of the samples are truncated",
+            "Set trainer.overlong_tokens, or trainer.mask_truncated, or raise rollout.sampling.max_tokens",
+        )
+
+    def _reward(self) -> tuple[str, str] | None:
+        now = _mean(step.reward for step in self._recent)
+        if now is None:
+            return None
+        best = self._best_reward = max(now, now if self._best_reward is None else self._best_reward)
+        if now >= FALLEN_SHARE * best or best - now < FALLEN_BY:
+            return None
+        return (
+            f"the reward fell from {best:.2g} to {now:.2g}",
+            "Unless harder tasks were opened: lower trainer.lr or gate.max_head_offpolicy_versions, or set "
+            'trainer.old_logprobs = "engine"',
+        )
+
+
+def learning_problems(steps: Sequence[StepMetrics]) -> tuple[LearningProblem, ...]:
+    """The problems of a whole run."""
+    monitor = LearningMonitor()
+    for step in steps:
+        monitor.add(step)
+    return monitor.problems
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

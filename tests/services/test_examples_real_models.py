@@ -1,0 +1,216 @@
+"""The examples for real models (09 and 10): their tasks, splits and scores; and all stages with a tiny model on a CPU."""
+
+import json
+import random
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from benchmarks.learning.recipe import table
+from rollbook.envs.builtin.awscli.tasks.task_bank import task_bank
+from rollbook.run.config.run import load_config
+from rollbook.run.config.sft import load_sft_config
+from rollbook.run.config.study import load_study
+from rollbook.trainer.config import ModelBuildConfig, ModelConfig
+from rollbook.trainer.model.model_directory import prepare_model_directory
+from tests.parts.run.examples import modules_of
+from tests.parts.run.small import REPOSITORY
+
+AWS = REPOSITORY / "examples" / "09_aws_smollm2"
+GYM = REPOSITORY / "examples" / "10_reasoning_gym"
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %}<eos>{% else %}\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+ON_A_CPU = (
+    "trainer.device=cpu",
+    "trainer.compute_dtype=float32",
+    "trainer.threads=1",
+    "trainer.max_steps=6",
+    "inference.device=cpu",
+    "inference.dtype=float32",
+    "inference.kv_memory_mb=200",
+    "rollout.workers=1",
+    "rollout.drop_constant_reward=false",
+    "evaluation.episodes=1",
+    "evaluation.max_tasks=12",
+)
+
+
+@pytest.fixture(scope="module")
+def cloud_tasks() -> Iterator[ModuleType]:
+    with modules_of(AWS, ("cloud_tasks",)) as found:
+        yield found["cloud_tasks"]
+
+
+@pytest.fixture(scope="module")
+def puzzles() -> Iterator[ModuleType]:
+    with modules_of(GYM, ("puzzles",)) as found:
+        yield found["puzzles"]
+
+
+def test_held_out_kinds_cover_every_tier_and_are_never_trained(cloud_tasks: ModuleType) -> None:
+    trained, held_out = (set(cloud_tasks.kinds(is_held_out=value)) for value in (False, True))
+    bank = task_bank()
+    assert trained | held_out == set(bank)
+    assert not trained & held_out
+    assert {bank[kind].tier for kind in held_out} == {task.tier for task in bank.values()}
+
+
+def test_held_out_names_occur_in_no_training_task(cloud_tasks: ModuleType) -> None:
+    def pairs(split: str) -> set[tuple[str, str]]:
+        texts = [str(value) for row in cloud_tasks.tasks(split, 6) for value in row["variants"][0].values()]
+        words = [text.split("-") for text in texts]
+        return {(w[0], w[1]) for w in words if len(w) == 2 and set(w) <= set(cloud_tasks.WORDS)}
+
+    train, names = pairs("train"), pairs("names")
+    assert len(train) > 300
+    assert not train & names
+    assert all(cloud_tasks.is_held_out_pair(pair) for pair in names)
+
+
+def test_other_names_keep_the_references_between_variables(cloud_tasks: ModuleType) -> None:
+    variant = {"bucket": "logs", "name": "logs", "other": "photos", "port": 443, "size": "logs"}
+    found = cloud_tasks.renamed(variant, random.Random(1), is_held_out=False)
+    assert found["bucket"] == found["name"] != found["other"]
+    assert (found["port"], found["size"]) == (443, "logs")
+
+
+def test_an_observation_is_short_and_keeps_ids(cloud_tasks: ModuleType) -> None:
+    output = json.dumps({"Bucket": {"Name": "a", "CreationDate": "2026"}, "Ids": ["x", "y"]})
+    assert cloud_tasks.seen_by_agent(output) == "Name=a Ids=x Ids=y"
+    assert cloud_tasks.seen_by_agent("") == "ok"
+    assert len(cloud_tasks.seen_by_agent("z" * 5000)) == cloud_tasks.OUTPUT_CHARS
+
+
+def test_no_held_out_question_is_trained_in_any_level(puzzles: ModuleType) -> None:
+    pytest.importorskip("reasoning_gym")
+    train = list(puzzles.rows("train", 20, held_out=8))
+    held_out = list(puzzles.rows("test", 0, held_out=8))
+    assert not {row["question"] for row in train} & {row["question"] for row in held_out}
+    assert {row["id"] for row in train}.isdisjoint(row["id"] for row in held_out)
+    assert set(Counter((row["kind"], row["tier"]) for row in held_out).values()) == {8}
+    assert len({row["kind"] for row in train}) >= 8
+    assert {row["tier"] for row in train} == {1, 2, 3}
+    assert all(puzzles.is_right(f" {row['answer']}.\n", row["answer"]) for row in train)
+
+
+def test_a_reply_with_more_than_the_answer_is_wrong(puzzles: ModuleType) -> None:
+    assert not puzzles.is_right("7 or 8", "7")
+    assert not puzzles.is_right("", "7")
+
+
+@pytest.mark.parametrize("example", [AWS, GYM])
+def test_the_configs_of_the_examples_are_valid(example: Path, tmp_path: Path) -> None:
+    (tmp_path / "tasks.jsonl").write_text("{}\n", encoding="utf-8")
+    data = json.dumps(str(tmp_path / "tasks.jsonl"))
+    # The data are prepared by the user.
+    load_config(example / "run.toml", [f"tasks.source={data}", f"evaluation.source={data}"])
+    load_sft_config(example / "sft.toml", [f"sft.data={data}"])
+
+
+@pytest.mark.parametrize("name", ["lag_study_gpu.toml", "lag_study_cpu.toml"])
+def test_the_lag_studies_compare_every_recipe_at_the_largest_lag(name: str) -> None:
+    study = load_study(REPOSITORY / "benchmarks" / "learning" / name)
+    at = Counter(cell.labels["lag"] for cell in study.cells if cell.seed == 0)
+    assert at["bound 0"] == 1
+    assert at["bound 8"] == at["bound 4"] == 8
+
+
+def measured(mean: float) -> dict[str, Any]:
+    solved = {"mean": mean, "low": mean - 0.1, "high": mean + 0.1}
+    return {"results": [{"label": "all", "tasks": 8, "episodes": 16, "solved": solved}]}
+
+
+def test_the_table_marks_a_gain_whose_intervals_are_apart() -> None:
+    apart = table({"base": measured(0.1), "warm": measured(0.3), "trained": measured(0.6)})[-1]
+    assert apart == "| all | 8 × 2 | 10.0% [0%–20%] | 30.0% [20%–40%] | **60.0% [50%–70%]** |"
+    assert "**" not in table({"base": measured(0.1), "warm": measured(0.3), "trained": measured(0.4)})[-1]
+
+
+def tiny_model(directory: Path) -> Path:
+    build = ModelBuildConfig(
+        tokenizer="bytes",
+        hidden_size=32,
+        layers=1,
+        heads=2,
+        kv_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=2048,
+        chat_template=TEMPLATE,
+    )
+    return prepare_model_directory(ModelConfig(build=build), directory, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("example", "prepare", "settings"),
+    [
+        (
+            GYM,
+            ("prepare_puzzles.py", "--each", "4", "--held-out", "2", "--shown", "4"),
+            ("gate.groups_per_step=4", "gate.max_groups_in_flight=8", "rollout.sampling.max_tokens=8"),
+        ),
+        (
+            AWS,
+            (
+                "prepare_clouds.py",
+                "--each",
+                "2",
+                "--clouds",
+                "2",
+                "--only",
+                "s3-create-bucket",
+                "iam-create-user",
+                "sts-account",
+                "dynamodb-enable-ttl",
+            ),
+            (
+                "gate.groups_per_step=2",
+                "gate.max_groups_in_flight=1",
+                "rollout.completions_per_prompt=2",
+                "rollout.max_turns=2",
+                "rollout.sampling.max_tokens=16",
+                "env.pool_size=4",
+                "evaluation.concurrency=2",
+            ),
+        ),
+    ],
+)
+def test_all_stages_of_an_example_run_with_a_tiny_model(
+    tmp_path: Path, example: Path, prepare: tuple[str, ...], settings: tuple[str, ...]
+) -> None:
+    if example is GYM:
+        pytest.importorskip("reasoning_gym")
+    home = tmp_path / example.name
+    home.mkdir()
+    for source in example.glob("*.*"):
+        (home / source.name).write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
+    script, *options = prepare
+    subprocess.run([sys.executable, str(home / script), *options], check=True)
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.learning.recipe",
+        str(home),
+        "--model",
+        str(tiny_model(tmp_path / "model")),
+    ]
+    command += ["--minutes", "3", "--out", str(tmp_path / "out")]
+    for text in (*ON_A_CPU, *settings):
+        command += ["--set", text]
+    for text in ("trainer.device=cpu", "trainer.compute_dtype=float32", "trainer.max_steps=12"):
+        command += ["--set-sft", text]
+    done = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 0
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["steps"] == 6
+    assert set(report["results"]) == {"base", "warm", "trained"}
+    assert all(found[0]["solved"] is not None for found in report["results"].values())
+    assert "after training" in (tmp_path / "out" / "report.md").read_text(encoding="utf-8")

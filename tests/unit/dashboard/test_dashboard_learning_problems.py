@@ -1,0 +1,124 @@
+"""A run that stops learning says so once, with the setting that helps."""
+
+import dataclasses
+import io
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from rollbook.dashboard.learning_problems import WINDOW, LearningMonitor, ProblemKind, learning_problems
+from rollbook.dashboard.run_files import RunReader, summarise
+from rollbook.dashboard.run_metrics import RunMetrics, StepMetrics
+from rollbook.dashboard.terminal import ProgressRenderer, open_view
+from tests.parts.dashboard.run_dir import append_rows, trainer_row
+
+HEALTHY = StepMetrics(
+    step=0,
+    time=0.0,
+    reward=0.4,
+    solved=0.4,
+    entropy=1.0,
+    ratio=1.0,
+    ess=0.98,
+    response_tokens=50,
+    truncated=0.1,
+    filtered=0.3,
+)
+
+
+def run(**changes: float) -> list[StepMetrics]:
+    """A healthy run whose metrics change to other values in its second half. Its rewards are never exactly equal."""
+    steps = 4 * WINDOW
+    healthy = [dataclasses.replace(HEALTHY, step=n, reward=0.4 + n / 10_000) for n in range(1, steps + 1)]
+    return [
+        *healthy[: steps // 2],
+        *(dataclasses.replace(step, **changes) for step in healthy[steps // 2 :]),  # type: ignore[arg-type]  # all are floats
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "setting"),
+    [
+        ({"entropy": 0.02}, ProblemKind.ENTROPY, "trainer.entropy_bonus"),
+        ({"filtered": 0.97}, ProblemKind.VARIANCE, "rollout.completions_per_prompt"),
+        ({"ratio": 3.0}, ProblemKind.RATIO, "trainer.lr"),
+        ({"ratio": 0.3}, ProblemKind.RATIO, "gate.max_head_offpolicy_versions"),
+        ({"ess": 0.05}, ProblemKind.RATIO, "trainer.correction"),
+        ({"response_tokens": 400.0, "truncated": 0.8}, ProblemKind.LENGTH, "trainer.overlong_tokens"),
+        ({"reward": 0.1}, ProblemKind.REWARD, "trainer.old_logprobs"),
+    ],
+)
+def test_each_problem_is_reported_once_with_the_setting_that_helps(
+    changes: dict[str, float], kind: ProblemKind, setting: str
+) -> None:
+    found = [problem for problem in learning_problems(run(**changes)) if problem.kind is kind]
+    assert len(found) == 1
+    assert setting in found[0].advice
+    # Not before the change, and within a window after it.
+    assert 2 * WINDOW < found[0].step <= 3 * WINDOW
+
+
+def test_equal_rewards_are_a_problem_unless_everything_is_solved() -> None:
+    failing = [dataclasses.replace(HEALTHY, step=n, reward=0.0, solved=0.0) for n in range(1, 2 * WINDOW)]
+    assert [problem.kind for problem in learning_problems(failing)] == [ProblemKind.VARIANCE]
+    assert "every reward is 0" in str(learning_problems(failing)[0])
+    solved = [dataclasses.replace(HEALTHY, step=n, reward=1.0, solved=1.0, entropy=1 / n) for n in range(1, 90)]
+    assert learning_problems(solved) == ()
+
+
+def test_longer_responses_that_are_not_cut_off_are_no_problem() -> None:
+    assert learning_problems(run(response_tokens=400.0, truncated=0.2)) == ()
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=60))
+def test_small_changes_of_the_reward_raise_no_alarm(noise: list[float]) -> None:
+    steps = [
+        dataclasses.replace(HEALTHY, step=n, reward=0.4 + 0.05 * x + n / 1e4) for n, x in enumerate(noise, start=1)
+    ]
+    assert learning_problems(steps) == ()
+
+
+@given(st.data())
+def test_any_metrics_are_accepted(data: st.DataObject) -> None:
+    value = st.one_of(st.none(), st.floats(allow_nan=False, allow_infinity=False, width=32))
+    monitor = LearningMonitor()
+    for n in range(1, 2 * WINDOW):
+        monitor.add(
+            StepMetrics(
+                step=n,
+                time=0.0,
+                reward=data.draw(value),
+                solved=data.draw(value),
+                entropy=data.draw(value),
+                ratio=data.draw(value),
+                ess=data.draw(value),
+                response_tokens=data.draw(value),
+                truncated=data.draw(value),
+                filtered=data.draw(value),
+            )
+        )
+    kinds = [problem.kind for problem in monitor.problems]
+    assert len(kinds) == len(set(kinds))
+
+
+def test_the_terminal_prints_a_problem_once_and_the_summary_keeps_it(tmp_path: Path) -> None:
+    append_rows(
+        tmp_path / "metrics.jsonl",
+        *({**trainer_row(step), "train/entropy": 2.0 if step < 20 else 0.01} for step in range(1, 41)),
+    )
+    state = RunReader(tmp_path).poll()
+    assert [text.partition(" at step")[0] for text in state.problems] == ["entropy collapse"]
+    assert summarise(tmp_path).problems == state.problems
+    out = Console(file=io.StringIO(), width=200, color_system=None)
+    renderer = ProgressRenderer(title="demo", total_steps=40, max_head_offpolicy_versions=1)
+    with open_view(out, renderer) as update:
+        for shown in (RunMetrics(), state, state):
+            update(shown, [])
+    text = out.file.getvalue()  # type: ignore[attr-defined]  # a StringIO
+    assert text.count("warning: entropy collapse") == 1
+    panel = Console(file=io.StringIO(), width=200, color_system=None)
+    panel.print(renderer.panel(state, []))
+    assert "entropy collapse" in panel.file.getvalue()  # type: ignore[attr-defined]  # a StringIO
