@@ -1,4 +1,4 @@
-// The shapes that the server returns (docs/dashboard.md describes the routes), and how they are fetched.
+// The shapes that the server returns (`rollbook/dashboard/server`), and how they are fetched.
 import { useEffect, useRef, useState } from "preact/hooks";
 
 type N = number | null;

@@ -85,7 +85,7 @@ function SampleTokens({ group, sample }: { group: string; sample: number }) {
   const tokens = useResource<Tokens>(apiPath(`groups/${encodeURIComponent(group)}/tokens`, { sample }));
   return (
     <Panel>
-      <Loaded from={tokens}>{(data) => <TokenText tokens={data} by="logprob" shown={2000} />}</Loaded>
+      <Loaded from={tokens}>{(data) => <TokenText tokens={data} by="logprob" />}</Loaded>
     </Panel>
   );
 }
