@@ -35,7 +35,7 @@ MESSAGES: tuple[dict[str, Any], ...] = (
 PAGES = {
     "/": "Is it learning?",
     "/metrics": "rollout/reward",
-    "/steps": "Gradient norm",
+    "/steps": "Grad norm",
     f"/steps/{STEPS - 1}": "Batch anatomy",
     "/timeline": "1.0 s of 1.0 s",
     "/freshness": "Trained groups by step and lag",
