@@ -132,6 +132,9 @@ async def _headers(request: web.Request, handler: Handler) -> web.StreamResponse
     response = await handler(request)
     if not response.prepared:
         response.headers.update(HEADERS)
+        if request.path.startswith("/static/") and "v" in request.query and response.status < 400:
+            # The address contains the digest of the file.
+            response.headers["Cache-Control"] = "public, max-age=31536000, immutable"
     return response
 
 
