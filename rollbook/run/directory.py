@@ -68,6 +68,11 @@ class RunDirectory:
         return self.path / "processes.json"
 
     @property
+    def scale_file(self) -> Path:
+        """How many additional processes `rollbook scale` asked for. Read while the run is running."""
+        return self.path / "scale.json"
+
+    @property
     def token_file(self) -> Path:
         """The token that steers the run: the trainer's requests to the ledger, and weight updates."""
         return self.path / "token"
