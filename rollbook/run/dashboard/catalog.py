@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rollbook.contracts.admission import RunId
-from rollbook.contracts.batch import BatchManifest, TrainingBatch
+from rollbook.contracts.batch import BatchEntry, BatchManifest, TrainingBatch
 from rollbook.contracts.errors import NotFoundError, RollbookError, RunError, UsageError
 from rollbook.contracts.group import PromptGroup
 from rollbook.contracts.plugin import load_on_demand
@@ -223,7 +223,8 @@ def is_running(directory: RunDirectory) -> bool:
 def _advantages(group: PromptGroup, config: TrainerConfig) -> list[float] | None:
     if config.recipe.advantage in BATCH_NORMALISED:
         return None
-    batch = TrainingBatch(manifest=BatchManifest(step=1, entries=(), digest=""), groups=(group,))
+    entry = BatchEntry(group_id=group.id, sequence=0, payload_digest="", oldest_version=None)
+    batch = TrainingBatch(manifest=BatchManifest(step=1, entries=(entry,), digest=""), groups=(group,))
     found: list[float] = sample_advantages(batch, config).tolist()
     return found
 
